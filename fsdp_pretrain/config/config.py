@@ -35,6 +35,7 @@ from .sections import (
     RunSection,
     TrainSection,
 )
+from .skips import Skips
 from .steering import Steering
 from .timeline import TimelineEntry
 from .toml_file import describe, override, read_toml
@@ -171,6 +172,7 @@ def _build_schedule(
             },
             timeline=timeline,
         ),
+        lengths=data.sequence_stages.trained(Skips((span.first, span.stop) for span in data.skip)),
     )
 
 
@@ -195,6 +197,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         )
     if data:
         yield from _objective_checks(data, model)
+        yield from _stage_checks(data, train)
     if optimizer and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}"
     timeline = sections.get("timeline")
@@ -265,6 +268,23 @@ def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str
         yield f"data.objective.slots = {slots} makes slots of {length // slots} tokens; 8 is the least"
     if two and objective.multitask_positions != "arange":
         yield "data.objective.multitask_positions is a choice for glm1d; glm2d has a scheme of its own for answers"
+
+
+def _stage_checks(data: DataSection, train: TrainSection | None) -> Iterator[str]:
+    """Contradictions between `data.stages` and what knows one length only. What is wrong in them, the schedule says."""
+    if not data.stages:
+        return
+    if isinstance(data.objective, GLMObjective):
+        yield (
+            "data.stages with data.objective.kind = glm: blanks and slots are made for one length of samples; leave "
+            "the stages out"
+        )
+    ramp = train.batch_ramp if train is not None else None
+    sizes: dict[str, Progress] = {"train.global_batch": train.global_batch} if train is not None else {}
+    sizes |= {f"train.batch_ramp.{name}": value for name, value in ramp or () if isinstance(value, Progress)}
+    for name, size in sizes.items():
+        if size.unit == "token":
+            yield f"{name} = {size}: with data.stages, how many samples that is changes on the way; give it in samples"
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -30,6 +30,7 @@ CLASSES: dict[str, str] = {
     "model": FORBIDDEN,
     "model.declared_params": FREE,
     "data.sequence_length": FORBIDDEN,
+    "data.stages": DECLARED,  # what lies ahead; the past is identity
     "data.seed": FORBIDDEN,
     "data.lanes": FORBIDDEN,
     "data.attention": FORBIDDEN,

@@ -19,6 +19,7 @@ from typing import Any
 from fsdp_pretrain.units import Progress
 
 from .curves import ENDLESS, LearningRateCurve
+from .sequence_stages import SequenceStages
 from .steering import Placed, SteeredValues, Steering, StepValues, jumps
 
 
@@ -135,7 +136,8 @@ class Schedule:
     The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a `warmup`
     from 0; `curve` (see `curves`) leads to `min_lr` at `decay`, counted from the start of the run (None: at its
     end), within the last `decay_length` of that for `wsd`. `shrink` are points of the embedding-gradient shrink.
-    `steering` has all other values of a step, and the timeline.
+    `lengths` are those of the samples trained, if not all have `sequence_length` tokens. `steering` has all other
+    values of a step, and the timeline.
     """
 
     def __init__(
@@ -154,8 +156,9 @@ class Schedule:
         decay_shape: str = "1-sqrt",
         decay_length: Progress | None = None,
         steering: Steering | None = None,
+        lengths: SequenceStages | None = None,
     ) -> None:
-        self.sequence_length, self.batch = sequence_length, batch
+        self.batch, self.lengths = batch, lengths or SequenceStages.constant(sequence_length)
         self.steps = batch.step_at(self.samples(duration))
         self.total = batch.consumed_at(self.steps)
         self.warmup = self.samples(warmup)
@@ -192,11 +195,12 @@ class Schedule:
         if progress.unit == "step":
             return self.batch.consumed_at(progress.value)
         if progress.unit == "token":
-            return -(-progress.value // self.sequence_length)
+            return self.lengths.samples(progress.value)
         return progress.value
 
     def tokens(self, samples: int) -> int:
-        return samples * self.sequence_length
+        """Tokens of the first `samples` samples trained."""
+        return self.lengths.tokens(samples)
 
     def _behind(self, at: int, length: Progress) -> int:
         """The place that is `length` behind another, both in samples."""

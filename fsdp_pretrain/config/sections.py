@@ -17,6 +17,7 @@ from fsdp_pretrain.units import BatchSize, Progress, SampleRange, Seconds
 
 from .base import Positive, Section, Share
 from .intervals import Every
+from .sequence_stages import SequenceStages
 
 Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
 
@@ -135,11 +136,23 @@ AnyObjective = CausalObjective | GLMObjective
 Objective = Annotated[AnyObjective, Field(discriminator="kind")]
 
 
+class SequenceStage(Section):
+    """A stage of shorter samples."""
+
+    length: Positive
+    """Tokens per sample; it divides `data.sequence_length`."""
+    until: Place
+    """End of the stage: samples or tokens read since the beginning of the run, rounded up to whole samples of
+    `data.sequence_length` tokens."""
+
+
 class DataSection(Section):
     """The training data and its order."""
 
     sequence_length: Positive
     """Tokens per sample."""
+    stages: list[SequenceStage] = []
+    """Stages of shorter samples at the start of the run: one `[[data.stages]]` table each, see data.md."""
     sources: Annotated[list[SourceSection], Field(min_length=1)]
     """The mixture: one `[[data.sources]]` table per source."""
     seed: int = 1234
@@ -168,6 +181,11 @@ class DataSection(Section):
     max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4
     """Share of documents (counted as stretches in samples) that may fail the checks of the packer, which leaves them
     out of the loss. Beyond it, the run ends with exit 78."""
+
+    @property
+    def sequence_stages(self) -> SequenceStages:
+        """The length of every sample, counted in samples read. Raises ValueError if the stages are not valid."""
+        return SequenceStages.of([(stage.length, stage.until) for stage in self.stages], self.sequence_length)
 
     @property
     def row(self) -> int:

@@ -83,6 +83,8 @@ class Plan:
     """The result of `plan`.
 
     Attributes:
+        flops: of the model, for the whole run.
+        sequence_lengths: samples of the run by their length.
         sources: how often each is read; None if the corpora are not here.
         time: on a given number of devices whose speed is known, or None.
         heldout: of the held-out loss, or None.
@@ -102,6 +104,8 @@ class Plan:
     steps: int
     samples: int
     tokens: int
+    flops: float
+    sequence_lengths: dict[int, int]
     global_batches: list[int]
     world_sizes: list[int]
     checkpoint_bytes: int
@@ -196,6 +200,8 @@ def plan(
         steps=schedule.steps,
         samples=schedule.total,
         tokens=schedule.tokens(schedule.total),
+        flops=_flops(config, parameters),
+        sequence_lengths=schedule.lengths.between(0, schedule.total),
         global_batches=schedule.batches(),
         world_sizes=sizes,
         checkpoint_bytes=checkpoint.bytes,
@@ -228,9 +234,13 @@ def _time(
             f"--mfu is a share of the peak of a device, and that of {device!r} is not known",
             remedy=f"name one of these with --device: {', '.join(devices.names())}",
         )
-    tokens, length = config.schedule.tokens(config.schedule.total), config.data.sequence_length
-    rate = world * kind.peak * mfu / flops_per_token(parameters, config.model, length)
-    return RunTime(world, device, tokens / rate / DAY, mfu, None)
+    return RunTime(world, device, _flops(config, parameters) / (world * kind.peak * mfu) / DAY, mfu, None)
+
+
+def _flops(config: Config, parameters: int) -> float:
+    """FLOPs of the model for the whole run."""
+    lengths = config.schedule.lengths.between(0, config.schedule.total)
+    return sum(n * length * flops_per_token(parameters, config.model, length) for length, n in lengths.items())
 
 
 def _heldout(config: Config) -> HeldOut | None:
@@ -239,7 +249,7 @@ def _heldout(config: Config) -> HeldOut | None:
         return None
     every, batch = config.heldout_every(config.schedule.total), config.schedule.batch.full
     samples, sources = config.heldout_samples * len(config.eval.loss_on), len(config.eval.loss_on)
-    between = every.value * batch if every.unit == "step" else config.schedule.samples(every)
+    between = every.value * batch if every.unit == "step" else config.schedule.lengths.interval(every)
     return HeldOut(samples, sources, str(every), samples / (3 * max(between, batch)))
 
 
@@ -299,7 +309,7 @@ def render(plan: Plan) -> str:
         f"  shape       hidden/layers {shape.hidden_per_layer:.0f}, head size {shape.head_size}, "
         f"ffn/hidden {shape.ffn_per_hidden:.2f}, {shape.rows:_} rows",
         f"  run         {plan.steps:_} steps, {plan.samples:_} samples, {plan.tokens:_} tokens "
-        f"({human_count(plan.tokens)}), {plan.tokens * plan.flops_per_token:.3g} FLOPs",
+        f"({human_count(plan.tokens)}), {plan.flops:.3g} FLOPs",
         f"  per token   {human_count(plan.flops_per_token)} FLOPs of the model, "
         f"{human_count(plan.hardware_flops_per_token)} of the hardware",
         f"  batch       {_range(plan.global_batches)} samples",
@@ -307,6 +317,9 @@ def render(plan: Plan) -> str:
         f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
         f"{human_bytes(plan.disk_bytes)} of disk for {plan.checkpoints_kept} (kept and being written)",
     ]
+    if len(plan.sequence_lengths) > 1:
+        lengths = (f"{samples:_} samples of {length} tokens" for length, samples in plan.sequence_lengths.items())
+        lines.append(f"  lengths     {', then '.join(lengths)}")
     lines += _render_sources(plan)
     if plan.heldout is not None:
         lines.append(

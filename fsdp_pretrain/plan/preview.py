@@ -63,7 +63,8 @@ def _row_at(config: Config, text: str) -> dict[str, Any]:
             f"{schedule.tokens(schedule.total):_} tokens"
         )
     found = schedule.at(schedule.batch.step_at(samples))
-    return {**found, **data_at(config, int(found["consumed"])), "sequence_length": config.data.sequence_length}
+    length = schedule.lengths.length_at(int(found["consumed"]) - 1)
+    return {**found, **data_at(config, int(found["consumed"])), "sequence_length": length}
 
 
 def render_rows(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -70,13 +70,15 @@ def shape(model: AnyModel) -> Proportions:
 def markers(schedule: Schedule) -> dict[str, Marker]:
     """Where the schedules of a run change: step, samples and tokens.
 
-    lr_peak is the end of the warmup, batch_full of the batch ramp, lr_floor of the decay; ones that do not apply are
-    left out.
+    lr_peak is the end of the warmup, batch_full of the batch ramp, lr_floor of the decay, length_N where samples of N
+    tokens begin; ones that do not apply are left out.
     """
     batch = schedule.batch
     samples = {"lr_peak": schedule.warmup, "batch_full": batch.stages[-1].consumed}
     if schedule.decays:
         samples["lr_floor"] = schedule.decay
+    for start, length in schedule.lengths.changes():
+        samples.setdefault(f"length_{length}", start)
     return {
         name: Marker(batch.step_at(at), at, schedule.tokens(at))
         for name, at in samples.items()

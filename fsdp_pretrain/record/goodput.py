@@ -413,8 +413,9 @@ def _configured_interval(run: RunDir, history: StartHistory, typical: float | No
         return None
     if typical is None or not batches:
         return None
-    every = config.save_every(int(consumed[-1]))
-    return config.schedule.samples(every) / float(batches[-1]) * typical
+    every, schedule = config.save_every(int(consumed[-1])), config.schedule
+    samples = schedule.samples(every) if every.unit == "step" else schedule.lengths.interval(every)
+    return samples / float(batches[-1]) * typical
 
 
 def _ratio(part: float, whole: float) -> float:

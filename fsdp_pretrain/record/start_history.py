@@ -227,7 +227,7 @@ def _row(record: StepRecord) -> _Row:
     return _Row(
         (
             record.step,
-            record.batch * record.sequence_length,
+            record.trained,
             seconds.iteration,
             seconds.data,
             seconds.checkpoint,

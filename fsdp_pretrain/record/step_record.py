@@ -126,7 +126,8 @@ class StepRecord(_Part):
     lr: float  # applied
     ramps: Ramps
     batch: int  # samples
-    sequence_length: int  # tokens of a sample
+    sequence_length: int  # tokens of a sample; of the longest, if they differ
+    step_tokens: int | None = None  # trained in the step, if its samples differ in length
     mixture: dict[str, float]  # share of each source in the target tokens
     epochs: dict[str, float] = Field(default_factory=dict)  # how often each source was read
     data_digest: str  # of the tokens of the global batch, 16 hex digits
@@ -152,6 +153,11 @@ class StepRecord(_Part):
     def overflow(self) -> bool:
         """Skipped because the loss scale was too high."""
         return self.skipped and self.loss_scale is not None
+
+    @property
+    def trained(self) -> int:
+        """Tokens of the step's samples."""
+        return self.batch * self.sequence_length if self.step_tokens is None else self.step_tokens
 
     @property
     def is_finite(self) -> bool:

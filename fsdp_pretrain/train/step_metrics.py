@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,16 +59,19 @@ class StepRecords:
         self._config, self._world, self._scaled = config, world, scaled
         self._sources = [source.name for source in config.data.sources]
         self._heldout = [source.name for source in config.eval.loss_on]
-        self._flops = flops_per_token(parameters, config.model, config.data.sequence_length)
+        self._flops = partial(flops_per_token, parameters, config.model)
         self._peak = peak_flops(device_name(world.device))
 
     def of(self, issued: IssuedStep) -> StepRecord:
         """The record of a step whose metrics have arrived."""
-        config, world, state, length = self._config, self._world, issued.state, self._config.data.sequence_length
+        config, world, state = self._config, self._world, issued.state
+        lengths = config.schedule.lengths.between(state.consumed - state.batch, state.consumed)
+        tokens = {length: length * samples for length, samples in lengths.items()}
         counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()
         losses, targets = sums.losses.tolist(), sums.targets.tolist()
         norm, bad_losses, bad_norms = sums.norm.item(), sums.bad_losses.item(), sums.bad_norms.item()
-        clip, z_loss, rate = issued.values.grad_clip, issued.values.z_loss, state.batch * length / seconds.training
+        clip, z_loss, rate = issued.values.grad_clip, issued.values.z_loss, sum(tokens.values()) / seconds.training
+        flops = sum(count * self._flops(length) for length, count in tokens.items()) / seconds.training
         return StepRecord(
             step=state.step,
             consumed=state.consumed,
@@ -88,7 +92,8 @@ class StepRecords:
             lr=issued.values.lr,
             ramps=Ramps(shares=issued.data["shares"], **config.schedule.steered(issued.values)),
             batch=state.batch,
-            sequence_length=length,
+            sequence_length=max(tokens),
+            step_tokens=sum(tokens.values()) if len(tokens) > 1 else None,
             mixture={
                 name: count / counts.targets if counts.targets else 0.0
                 for name, count in zip(self._sources, targets, strict=True)
@@ -105,7 +110,7 @@ class StepRecords:
             world=world.size,
             seconds=seconds,
             tokens_per_second=rate,
-            mfu=rate * self._flops / (self._peak * world.size) if self._peak else None,
+            mfu=flops / (self._peak * world.size) if self._peak else None,
             memory_bytes=memory_in_use(world.device),
         )
 

@@ -118,6 +118,8 @@ class Trainer:
         self._stretches = self._quarantined = 0
         self._skips = scaler is not None or config.health.skip_nonfinite
         self._data_error: DataError | None = None
+        self._widths = set[int]()
+        self._compiles_anew = compiled and bool(config.data.stages)
 
     # ------------------------------------------------------------------ the loop
 
@@ -296,10 +298,16 @@ class Trainer:
         sums = StepSums.zeros(len(self.config.data.sources), self.world.device)
         reshard = self.config.parallel.reshard_after_forward
         for index, micro in enumerate(batch.micro):
-            self._heartbeat.beat(Phase.COMPUTE)
+            self._heartbeat.beat(Phase.LOAD if self._compiles_for(micro.tokens.shape[1]) else Phase.COMPUTE)
             fsdp.set_last_micro_batch(self.model, index == len(batch.micro) - 1, reshard=reshard)
             self._micro_step(micro, factor, values.z_loss, sums)
         return sums
+
+    def _compiles_for(self, width: int) -> bool:
+        """Whether the first pass over samples of this width is to come and compiles: for minutes, which is no hang."""
+        known = width in self._widths
+        self._widths.add(width)
+        return self._compiles_anew and not known
 
     def _micro_step(self, micro: forward.PackedBatch, factor: Tensor, weight: float, sums: StepSums) -> None:
         """Forward and backward of one micro-batch; adds what it measures to `sums`.

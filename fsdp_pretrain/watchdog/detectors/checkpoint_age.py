@@ -119,7 +119,7 @@ class CheckpointDetector(Detector):
         self._steps.append(record.seconds.iteration)
         if self.protected is None:  # a start continues from a saved step, or from 0
             self.protected = record.step - 1
-            self._protected_tokens = record.tokens - record.batch * record.sequence_length
+            self._protected_tokens = record.tokens - record.trained
         super().step(record)
 
     def tick(self, now: float) -> None:
