@@ -26,7 +26,7 @@ NOISE, BAD = 291, 28
 
 def files(run: Path) -> dict[str, tuple[int, bytes]]:
     """Every file of a run directory but the lock, which beats: when it was written, and its bytes."""
-    found = (path for path in run.rglob("*") if path.is_file() and path.name != "lock.json")
+    found = (path for path in run.rglob("*") if path.is_file() and "lock.json" not in path.name)
     return {str(path.relative_to(run)): (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
 
 
@@ -246,6 +246,11 @@ def test_what_stands_out() -> None:
     less = step_record(129, loss={"sum": 513.0 + 256 * 0.75 * config.outlier * config.floor, "count": 256})
     assert compare(less, high, usual, usual, []).bad and not compare(less, calm, usual, usual, []).bad
     assert not UsualSteps(before[:4], config).stands_out(high)  # too few to say
+    elsewhere = step_record(17, loss={"sum": 900.0, "count": 256})  # of a state at which so much is usual
+    wild = UsualSteps([step_record(at, loss={"sum": 600.0 + 60 * at, "count": 256}) for at in range(1, 129)], config)
+    odd, even = [3.4, 3.4, 3.5, 5.5], [3.4, 3.5, 3.6, 3.5]
+    assert "raise its loss by" in compare(elsewhere, high, wild, usual, odd).bad  # high: 0.5 above the usual
+    assert not compare(elsewhere, high, wild, usual, even).bad
 
 
 # ---------------------------------------------------------------------- refused

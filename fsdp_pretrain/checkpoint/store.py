@@ -155,10 +155,10 @@ class Store(CheckpointReader):
             raise StorageError(f"cannot read {self.directory}: {error.strerror}") from None
 
     def abandoned(self) -> list[Checkpoint]:
-        """What `abandon` moved aside, oldest step first."""
+        """What a rollback or `abandon` moved aside, oldest step first."""
         aside = self.directory / "abandoned"
         places = sorted(aside.iterdir()) if aside.is_dir() else []
-        steps = [(step_of(path.name.rpartition("-")[0]), path) for path in places]
+        steps = [(step_of("-".join(path.name.split("-")[:2])), path) for path in places]
         return [_inspect(step, path) for step, path in steps if step is not None]
 
     def begin(self, step: int) -> Path:

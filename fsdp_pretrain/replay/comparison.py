@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import mean, median
 
 from pydantic import BaseModel
 
@@ -76,6 +77,16 @@ class UsualSteps:
             return f"gradient norm {record.grad_norm:.3g}, usually {math.exp(self._norms.median):.3g}"
         return ""
 
+    def explained(self, record: StepRecord, samples: Sequence[float | None]) -> str:
+        """Why the loss by which a finite step stands out comes from its samples, whatever the state: in this one, where
+        they have these mean losses, few of them raise that of the batch by at least half as much; empty if they do not.
+        """
+        losses = [loss for loss in samples if loss is not None]
+        if not losses or not record.is_finite or self._losses.deviation(record.loss.mean) is None:
+            return ""
+        then, now = record.loss.mean - self._losses.median, mean(losses) - median(losses)
+        return f"some samples raise its loss by {now:.2f}" if 0 < then <= 2 * now else ""
+
 
 def compare(
     replayed: StepRecord, recorded: StepRecord, usual: UsualSteps, then: UsualSteps, samples: list[float | None]
@@ -88,6 +99,10 @@ def compare(
         samples: see `StepComparison`.
     """
     bad_then = then.stands_out(recorded)
+    # A step that stood out does so again if it comes half as far: the verdict must not hang on the last digit.
+    bad = usual.stands_out(replayed, share=0.5 if bad_then else 1.0)
+    if not bad and bad_then and replayed.step != recorded.step:
+        bad = then.explained(recorded, samples)
     fields = ("loss", "loss_sequence", "sources", "z_loss", "grad_norm", "loss_scale", "skipped", "not_finite")
     differs = [name for name in fields if getattr(replayed, name) != getattr(recorded, name)]
     if replayed.data_digest != recorded.data_digest:
@@ -106,8 +121,7 @@ def compare(
         sources={name: _finite(loss.mean) for name, loss in replayed.sources.items()},
         recorded_sources={name: _finite(loss.mean) for name, loss in recorded.sources.items()},
         differs=differs,
-        # A step that stood out does so again if it comes half as far: the verdict must not hang on the last digit.
-        bad=usual.stands_out(replayed, share=0.5 if bad_then else 1.0),
+        bad=bad,
         recorded_bad=bad_then,
         samples=samples,
     )

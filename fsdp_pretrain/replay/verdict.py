@@ -186,7 +186,8 @@ def _next(report: ReplayReport, finding: Finding) -> list[str]:
     elif finding == "data or state":
         other = f"{window} --attention math" if "attention" not in asked else f"{window} --precision fp32"
         found = [other] if len(report.changed) < 2 else []
-        found.append(f"{command} --batch-of {bad.batch_of}   # from an earlier checkpoint: its batch, another state")
+        earlier = report.start if bad.step > report.start + 1 else "EARLIER_STEP"
+        found.append(f"fsdp-pretrain replay {report.run} --from {earlier} --batch-of {bad.batch_of}")
     elif finding == "data":
         found = [f"fsdp-pretrain where {report.run} --step {bad.batch_of} --text"]
     return found
@@ -220,8 +221,9 @@ def _largest(report: ReplayReport) -> float:
 def render(report: ReplayReport) -> str:
     """The report as text."""
     last = report.steps[-1].step
+    steps = f"step {last}" if len(report.steps) == 1 else f"steps {report.start + 1} to {last}"
     lines = [
-        f"steps {report.start + 1} to {last} of segment {report.segment} of {report.run}, replayed in "
+        f"{steps} of segment {report.segment} of {report.run}, replayed in "
         f"{human_time(report.seconds)}" + (f" with {'; '.join(report.changed)}" if report.changed else "")
     ]
     lines.append(f"  {'step':>8} {'loss':>10} {'recorded':>10} {'norm':>10} {'recorded':>10} {'lr':>10}  compared")

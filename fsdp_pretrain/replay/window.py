@@ -97,14 +97,14 @@ def open_window(request: ReplayRequest) -> ReplayWindow:
         CheckpointError: there is no checkpoint of that step on their line.
     """
     run, head, own = RunDir(Path(request.run)), request.segment, request.batch_of is None
-    first = request.start + 1 if request.batch_of is None else request.batch_of
+    first = request.batch_of or request.start + 1
     records, usual, config = _recorded(run, first, request.steps, head)
     checkpoint = _checkpoint(run, request.start, head)
     state = TrainState() if checkpoint is None else TrainState.of(checkpoint.train_state())
     before = _before(records[0], config)
-    if own and (state.consumed, state.cursor) != (before.consumed, before.cursor):
+    if own and state.consumed != before.consumed:
         raise ConfigError(
-            f"step {first} of segment {records[0].segment} does not continue {checkpoint.path if checkpoint else 0}: "
+            f"step {first} of segment {records[0].segment} does not continue the checkpoint of step {request.start}: "
             f"it was trained after {before.consumed:_} samples, not {state.consumed:_}",
             remedy="name the start that continued it with --segment, or another step with --from",
         )
