@@ -169,6 +169,7 @@ def test_a_bad_kernel_is_gone_without_it(lab: Any, replay: Any, fault: Any) -> N
     assert other["finding"] == "numerics" and "not the data" in other["verdict"]
 
 
+@pytest.mark.slow
 def test_a_device_that_was_wrong_once_is_told(lab: Any, replay: Any, fault: Any) -> None:
     fault("gradient", rank="all", steps=[7])
     lab.train(lab.config(health=HEALTH, train={"duration": "8 steps"}, checkpoint={"every": "4 steps"}))

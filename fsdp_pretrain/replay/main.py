@@ -276,7 +276,7 @@ def _open_folder(request: ReplayRequest, window: ReplayWindow) -> None:
 def _finish(request: ReplayRequest, window: ReplayWindow, report: ReplayReport, records: list[StepRecord]) -> None:
     """On rank 0: name the samples of a bad step, write the report and print it. Raises StorageError."""
     bad, out = report.bad_step, Path(request.out)
-    if bad is not None and bad.samples and report.finding != "other samples":
+    if bad is not None and bad.samples and report.finding in ("reproducible", "data", "data or state"):
         report = report.model_copy(update={"suspects": _suspects(window, bad)})
     try:
         replace_file(out / "replay.json", report.model_dump_json(indent=1) + "\n")

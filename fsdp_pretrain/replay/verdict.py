@@ -238,6 +238,7 @@ def render(report: ReplayReport) -> str:
     if len(report.steps) > _SHOWN_STEPS:
         lines.append(f"  {len(report.steps) - _SHOWN_STEPS} more in replay.json")
     lines.append(f"{report.finding}: {report.verdict}")
+    lines += ["its samples with the highest losses, just before the step:"] if report.suspects else []
     for sample in report.suspects:
         loss = "not finite" if sample.loss is None else f"{sample.loss:.4f}"
         lines.append(f"  sample {sample.index}, loss {loss}, rank {sample.rank}, source {sample.source}")
