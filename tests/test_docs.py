@@ -102,6 +102,7 @@ CODES = {
     "fsdp-pretrain watch": 1,
     "fsdp-pretrain finished": 1,  # trained with other settings
     "fsdp-pretrain control": 78,  # no job is running
+    "fsdp-pretrain profile": 78,
 }
 """Exit codes other than 0, by how an example begins."""
 NOT_RUN = {"--nnodes 16": "needs 16 nodes", "--tasks hellaswag": "needs the documents of that task"}
@@ -235,7 +236,7 @@ def test_long_examples_of_help_run(quickstart: Path, examples: list[str], helper
 
 @pytest.mark.quick
 def test_files_named_in_the_documentation_exist() -> None:
-    others = "first-run glossary faq alarms families performance operations decisions trust python".split()
+    others = "first-run glossary faq alarms families performance operations decisions replay trust python".split()
     for page in ["README.md", *PAGES, *(f"docs/{name}.md" for name in others)]:
         text = (ROOT / page).read_text()
         for name in re.findall(r"(?:scripts|configs|docs)/[\w./-]+\.(?:sh|sbatch|toml|md)", text):

@@ -22,7 +22,7 @@ from fsdp_pretrain.record.arguments import RUN, SEGMENT, run_directory
 from fsdp_pretrain.record.files import stamp
 from fsdp_pretrain.units import Seconds, human_bytes
 
-from . import alarms, checkpoints, init, launch, plan, trackers
+from . import alarms, checkpoints, init, launch, plan, steps, trackers
 from .finished import finished
 from .watch import watch
 
@@ -36,6 +36,7 @@ def main() -> int:
     checkpoints.add(command)
     alarms.add(command)
     command.add(_rollback, _fork, _control, _where, _journal, _goodput, _report, _note)
+    steps.add(command)
     trackers.add(command)
     launch.add(command)
     command.add(_config_reference)

@@ -19,13 +19,17 @@ from .state_files import StateFile
 class Request(StateFile):
     """A request; a damaged one has an empty verb.
 
-    `reason` and `avoid_hosts` belong to a stop (see `requests.send`), `key` to an alarm.
+    `reason` and `avoid_hosts` belong to a stop (see `requests.send`), `key` to an alarm, `steps`, `at` and `ranks` to a
+    profile.
     """
 
     verb: str = ""
     reason: str = ""
     avoid_hosts: list[str] = Field(default_factory=list)
     key: str = ""
+    steps: int = 0
+    at: int | None = None
+    ranks: list[int] = Field(default_factory=list)
     by: str = "?"
 
 

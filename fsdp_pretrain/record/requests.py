@@ -18,15 +18,17 @@ from fsdp_pretrain.errors import Interrupted
 
 from . import inbox
 from .files import RunDir
+from .profiles import MOST_RANKS, MOST_STEPS, ProfileRequest
 
 _POLL_INTERVAL = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def send(run: RunDir, verb: str, **more: Any) -> None:
-    """Send a request, `stop` or `save`, to the job of a run. Raises OSError, also if there is no run.
+    """Send a request, `stop`, `save` or `profile`, to the job of a run. Raises OSError, also if there is no run.
 
-    A stop may have a `reason`, and `avoid_hosts`, a list of hosts that the next start should not use.
+    A stop may have a `reason`, and `avoid_hosts`, a list of hosts that the next start should not use; a profile has
+    the fields of `profiles.ProfileRequest`.
     """
     if not run.begun:
         raise FileNotFoundError(errno.ENOENT, "there is no run", str(run.path))
@@ -41,6 +43,7 @@ class Requests:
     save: bool = False
     reason: str = ""
     avoid_hosts: tuple[str, ...] = ()
+    profile: ProfileRequest | None = None
 
 
 def interrupt_on_signal() -> None:
@@ -80,7 +83,7 @@ class Inbox:
         self._requests.reason = signal.Signals(number).name
 
     def take(self) -> Requests:
-        """The pending requests: a save is returned once, a stop every time.
+        """The pending requests: a save or profile is returned once, a stop every time.
 
         Reads the inbox at most twice a second.
         """
@@ -88,7 +91,7 @@ class Inbox:
             self._polled = time.monotonic()
             self._read_files(self._run)
         taken = replace(self._requests)
-        self._requests.save = False
+        self._requests.save, self._requests.profile = False, None
         return taken
 
     def _read_files(self, run: RunDir) -> None:
@@ -99,5 +102,8 @@ class Inbox:
                 self._requests.avoid_hosts = tuple(request.avoid_hosts)
             elif request.verb == "save":
                 self._requests.save = True
+            elif request.verb == "profile" and 0 < request.steps <= MOST_STEPS and len(request.ranks) <= MOST_RANKS:
+                ranks = tuple(request.ranks)
+                self._requests.profile = ProfileRequest(request.steps, request.at or 0, ranks, request.by)
             else:
                 print(f"warning: a request in {run.control} was damaged and is dropped", file=sys.stderr, flush=True)

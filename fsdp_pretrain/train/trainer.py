@@ -32,6 +32,7 @@ from .checkpointing import Checkpointing
 from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
 from .heldout_loss import HeldOutLoss
+from .profiling import StepProfiler
 from .run_context import RunContext
 from .step_clock import StepClock
 from .step_metrics import IssuedStep, StepRecords
@@ -63,6 +64,7 @@ class AgreedActions:
 
     stop: bool = False
     save: bool = False
+    profile: bool = False
     saved: int = 0
     overdue: bool = False
     rollback: RollbackRequest | None = None
@@ -110,6 +112,7 @@ class Trainer:
         self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
         window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
+        self._profiler = StepProfiler(run)
         self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
         self.rollback: RollbackRequest | None = None
         self._first = state.step
@@ -136,6 +139,8 @@ class Trainer:
             if error.shared:
                 self.saves.abandon()
             raise
+        finally:
+            self._profiler.close()
 
     def _run(self) -> Exit:
         self.model.train()
@@ -143,12 +148,16 @@ class Trainer:
             self._heldout.compile(self.model)
         outcome = Exit.COMPLETE
         while self.state.consumed < self.schedule.total:
+            self._profiler.begin_step(self.state.step + 1)
             self.step()
+            self._profiler.end_step(self.state.step)
             self.collect(keep=LAG)
             collect_garbage(self.state.step)
             agreed, self._agreed = self._agreed, AgreedActions()
             if agreed.rollback is not None:
                 return self._end_for(agreed.rollback)
+            if agreed.profile:
+                self._profiler.agree(self.state.step)
             if agreed.overdue:
                 self.saves.refuse_to_go_on()
             if self.saves.all_ended(agreed.saved):
@@ -159,6 +168,7 @@ class Trainer:
             if agreed.stop:
                 outcome = Exit.RESUME
                 break
+        self._profiler.finish(self.state.step)
         self.collect(keep=0)
         if self._agreed.rollback is not None:
             return self._end_for(self._agreed.rollback)
@@ -269,6 +279,7 @@ class Trainer:
             StepCounts.of(batch),
             stop=asked.stop,
             save=asked.save or retry,
+            profile=self._profiler.ask(asked.profile),
             without_data=self._data_error is not None,
             saved=saved,
             overdue=overdue,
@@ -332,7 +343,8 @@ class Trainer:
 
     def _facts(self, batch: StepBatch) -> dict[str, Any]:
         """Facts about a batch and what runs beside it that need no sum."""
-        beside = [*(["save"] if self.saves.in_flight else []), *self.context.beside()]
+        profiled = self._profiler.beside(batch.position.step)
+        beside = [*(["save"] if self.saves.in_flight else []), *profiled, *self.context.beside()]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
         return {"shares": batch.shares, "epochs": batch.epochs, **facts}
 
@@ -354,6 +366,7 @@ class Trainer:
                 self.world.together(self._raise_data_error)
             self._agreed.stop |= counts.stop > 0
             self._agreed.save |= counts.save > 0
+            self._agreed.profile |= counts.profile > 0
             self._agreed.saved = max(self._agreed.saved, counts.saved)
             self._agreed.overdue |= counts.overdue > 0
             self._clock.finish(issued.times)
