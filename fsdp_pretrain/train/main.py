@@ -184,8 +184,7 @@ def _train(
     start.record_state(context, state, scaled=scaler is not None)
     if world.is_main:
         replace_file(run_dir.config, config.to_toml())
-    if context.inbox.discard():
-        recorder.event("control", "requests left from before this start were discarded")
+    start.discard_requests(context)
     context.inbox.listen()
     follower = start_follower(run_dir) if world.is_main else None
 

@@ -254,6 +254,15 @@ def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:
         run.recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
 
 
+def discard_requests(run: RunContext) -> None:
+    """Discard requests that an earlier start did not take, and say so."""
+    for request in run.inbox.discard():
+        what = " ".join([request.verb or "a damaged request", *request.changes])
+        facts = {"request": request.id, "asked": request.verb, "by": request.by}
+        text = f"discarded, since it was left from before this start: {what}"
+        run.recorder.event("control", text, refused="the job had ended", **facts)
+
+
 def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
     """Record which held-out samples are measured, and how often."""
     if heldout is not None:

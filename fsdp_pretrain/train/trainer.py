@@ -7,6 +7,7 @@ step, so decisions based on them need no further communication.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,8 @@ from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.record.inbox import Request
+from fsdp_pretrain.record.requests import Requests
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
 from .checkpointing import Checkpointing
@@ -32,6 +35,7 @@ from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
 from .heldout_loss import HeldOutLoss
 from .run_context import RunContext
+from .steering import Steering
 from .step_clock import StepClock
 from .step_metrics import IssuedStep, StepRecords
 from .step_sums import StepCounts, StepSums
@@ -62,6 +66,7 @@ class AgreedActions:
 
     stop: bool = False
     save: bool = False
+    steer: bool = False
     saved: int = 0
     overdue: bool = False
     rollback: RollbackRequest | None = None
@@ -111,6 +116,7 @@ class Trainer:
         window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
         self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
+        self._steering = Steering(run)
         self.rollback: RollbackRequest | None = None
         self._first = state.step
         self._issued: deque[IssuedStep] = deque()
@@ -154,7 +160,7 @@ class Trainer:
                 self.saves.finish()
             if self._save_due() or agreed.save:
                 self.checkpoint()
-            if agreed.stop:
+            if agreed.stop or (agreed.steer and self._steer()):
                 outcome = Exit.RESUME
                 break
         self.collect(keep=0)
@@ -167,6 +173,34 @@ class Trainer:
         if self.saves.saved_step != self.state.step:
             self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
         return outcome
+
+    def _steer(self) -> bool:
+        """Do what operators asked for, before the next step; whether to stop."""
+        pause = self._steering.decide(self.state.step).pause
+        if pause is None:
+            return False
+        start = time.perf_counter()
+        self.collect(keep=0)
+        if self._agreed.rollback is not None:
+            self._steering.refuse(pause, self.state.step, "the run goes back to an earlier step")
+            return False
+        self._heartbeat.beat(Phase.SAVE)
+        self.saves.finish()
+        stop = self._steering.hold(pause, self.state.step, self._look_while_held, self._act_while_held)
+        seconds = time.perf_counter() - start
+        self.saves.pass_over(seconds)
+        self._clock.go_on(seconds)
+        return stop
+
+    def _look_while_held(self) -> Requests:
+        asked, (_, retry, _) = self.context.inbox.take(), self.saves.signals()
+        return replace(asked, save=asked.save or retry)
+
+    def _act_while_held(self, asked: Requests) -> Request | None:
+        if asked.save and self.saves.saved_step != self.state.step:
+            self.checkpoint()
+            self.saves.finish()
+        return self._steering.decide(self.state.step, held=True).resume if asked.steer else None
 
     def _end_for(self, rollback: RollbackRequest) -> Exit:
         """End without saving: the steps since the incident are discarded."""
@@ -259,6 +293,7 @@ class Trainer:
             StepCounts.of(batch),
             stop=asked.stop,
             save=asked.save or retry,
+            steer=asked.steer,
             without_data=self._data_error is not None,
             saved=saved,
             overdue=overdue,
@@ -336,6 +371,7 @@ class Trainer:
                 self.world.together(self._raise_data_error)
             self._agreed.stop |= counts.stop > 0
             self._agreed.save |= counts.save > 0
+            self._agreed.steer |= counts.steer > 0
             self._agreed.saved = max(self._agreed.saved, counts.saved)
             self._agreed.overdue |= counts.overdue > 0
             self._clock.finish(issued.times)
