@@ -61,6 +61,10 @@ class StepRecords:
         self._flops = flops_per_token(parameters, config.model, config.data.sequence_length)
         self._peak = peak_flops(device_name(world.device))
 
+    def steer(self, config: Config) -> None:
+        """Go on with a configuration in which only the timeline differs."""
+        self._config = config
+
     def of(self, issued: IssuedStep) -> StepRecord:
         """The record of a step whose metrics have arrived."""
         config, world, state, length = self._config, self._world, issued.state, self._config.data.sequence_length

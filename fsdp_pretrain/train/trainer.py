@@ -19,6 +19,7 @@ from torch import Tensor
 from data.packing.loader import StepBatch
 from data.packing.position import Position
 from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import DataError, Exit, UserError
 from fsdp_pretrain.health.journal import Provenance, record_findings
 from fsdp_pretrain.health.monitor import Health, RollbackRequest
@@ -35,7 +36,7 @@ from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
 from .heldout_loss import HeldOutLoss
 from .run_context import RunContext
-from .steering import Steering
+from .steering import Decided, Steering
 from .step_clock import StepClock
 from .step_metrics import IssuedStep, StepRecords
 from .step_sums import StepCounts, StepSums
@@ -86,6 +87,8 @@ class Trainer:
         provenance: names the documents of a batch, for the journal.
         reread: rebuilds a batch, while `data` may be prefetching others.
         heldout: measures the held-out loss.
+        guard: raises UserError if this job may not write into the run directory any more.
+        on_set: called on every rank with the configuration after `control set`.
 
     Attributes:
         context: as given.
@@ -106,6 +109,8 @@ class Trainer:
         provenance: Provenance | None = None,
         reread: Reread | None = None,
         heldout: HeldOutLoss | None = None,
+        guard: Callable[[], None] = lambda: None,
+        on_set: Callable[[Config], None] = lambda config: None,
     ) -> None:
         config, world = run.config, run.world
         self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
@@ -116,7 +121,7 @@ class Trainer:
         window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
         self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
-        self._steering = Steering(run)
+        self._steering, self._on_set = Steering(run, guard), on_set
         self.rollback: RollbackRequest | None = None
         self._first = state.step
         self._issued: deque[IssuedStep] = deque()
@@ -176,7 +181,7 @@ class Trainer:
 
     def _steer(self) -> bool:
         """Do what operators asked for, before the next step; whether to stop."""
-        pause = self._steering.decide(self.state.step).pause
+        pause = self._decide().pause
         if pause is None:
             return False
         start = time.perf_counter()
@@ -192,6 +197,19 @@ class Trainer:
         self._clock.go_on(seconds)
         return stop
 
+    def _decide(self, *, held: bool = False) -> Decided:
+        """Decide on what operators asked for, and go on with what was set."""
+        decided = self._steering.decide(self.state.step, held=held)
+        if decided.entries:
+            self.config = config = self._steering.config
+            self.schedule = config.schedule
+            self._records.steer(config)
+            self._health.steer(config)
+            if self._heldout is not None:
+                self._heldout.steer(config)
+            self._on_set(config)
+        return decided
+
     def _look_while_held(self) -> Requests:
         asked, (_, retry, _) = self.context.inbox.take(), self.saves.signals()
         return replace(asked, save=asked.save or retry)
@@ -200,7 +218,7 @@ class Trainer:
         if asked.save and self.saves.saved_step != self.state.step:
             self.checkpoint()
             self.saves.finish()
-        return self._steering.decide(self.state.step, held=True).resume if asked.steer else None
+        return self._decide(held=True).resume if asked.steer else None
 
     def _end_for(self, rollback: RollbackRequest) -> Exit:
         """End without saving: the steps since the incident are discarded."""
