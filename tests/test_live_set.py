@@ -85,9 +85,7 @@ def test_a_live_set_is_a_timeline_entry(
     records = {record["step"]: record for record in helpers.metrics(run)}
     shown = [each for each in found["preview"] if each["key"] == "optimizer.lr" and each["step"] <= STEPS]
     assert {30, 31, 32, 40} <= {each["step"] for each in shown}
-    assert [each["after"] for each in shown] == [
-        repr(records[each["step"]]["lr"]) for each in shown
-    ]
+    assert [each["after"] for each in shown] == [repr(records[each["step"]]["lr"]) for each in shown]
     answers = helpers.journal(run, "control")
     assert answers[0]["request"] == late.stem and "step 3 has begun" in answers[0]["refused"]
     answer = answers[1]
@@ -134,7 +132,11 @@ def test_every_problem_of_a_set_is_said_at_once() -> None:
     changes = ["optimizer.lr=0", "data.seed=2", "optimizer.lr_scale=2", "optimizer.lr_scale=3", "health.spike"]
     with pytest.raises(ConfigError) as caught:
         read_entry(changes, at=3)
-    for words in ("data.seed cannot be changed", "optimizer.lr_scale is given twice", "'health.spike' is not of the form"):
+    for words in (
+        "data.seed cannot be changed",
+        "optimizer.lr_scale is given twice",
+        "'health.spike' is not of the form",
+    ):
         assert words in caught.value.cause
     assert caught.value.exit == 78 and "optimizer.betas" in caught.value.remedy
     for change, over, words in (
@@ -146,7 +148,9 @@ def test_every_problem_of_a_set_is_said_at_once() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             read_entry([change], at=3, over=over)
-    assert {"optimizer.lr_scale", "optimizer.betas", "train.z_loss", "checkpoint.every", "health.spike"} <= {*steerable()}
+    assert {"optimizer.lr_scale", "optimizer.betas", "train.z_loss", "checkpoint.every", "health.spike"} <= {
+        *steerable()
+    }
 
 
 @pytest.mark.quick

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from fsdp_pretrain.config.resume_rules import (
-    DECLARED,
     changes,
     differences,
     load_recorded,
@@ -18,7 +17,7 @@ from fsdp_pretrain.config.resume_rules import (
 )
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
 from fsdp_pretrain.parallel.fsdp import compute_dtype
-from fsdp_pretrain.record import lineage
+from fsdp_pretrain.record import lineage, overrides
 from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.record.metrics import left_behind
 from fsdp_pretrain.record.recorder import Recorder
@@ -186,14 +185,16 @@ class Resume:
             path = its
         stands, unknown = load_recorded(path)
         refuse_unknown(path, unknown)
+        live = [entry for entry in overrides.read(self._run).timeline if entry not in stands.timeline]
+        stands = stands.model_copy(update={"timeline": [*stands.timeline, *live]})  # `control set` declared them
         here = changes(stands, self._config)
-        missing = undeclared(here, self._terms.changes) if content.consumed else []  # nothing learned yet
+        missing = undeclared(here, self._terms.changes, content.consumed) if content.consumed else []  # nothing learned
         wrong = forbidden(content.identity, self._identity, content.cursor)
         refuse(str(checkpoint.path), wrong, missing, content.cursor)
         changed = [change.text for change in changes(wrote, self._config)]
         changed += [f"{change.text} -> not known to this version" for change in unknown]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
-        return changed, [change.text for change in here if change.kind == DECLARED]
+        return changed, [change.text for change in undeclared(here, (), content.consumed)]
 
     def _judge_reset(self, step: int) -> bool:
         """Whether the optimiser is reset at this checkpoint. Raises ConfigError if its step was not reached."""

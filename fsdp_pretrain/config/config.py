@@ -19,6 +19,7 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import Progress
 
 from .base import Section
+from .intervals import Every
 from .model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
 from .operations import HealthSection, LaunchSection, WatchdogSection
 from .schedule import BatchSchedule, Ramp, Schedule
@@ -34,6 +35,8 @@ from .sections import (
     RunSection,
     TrainSection,
 )
+from .steering import Steering
+from .timeline import TimelineEntry
 from .toml_file import describe, override, read_toml
 
 _PROBES = ("separator_probe", "copy_probe", "memory_probe")
@@ -61,11 +64,13 @@ class Config(Section):
     health: HealthSection = HealthSection()
     watchdog: WatchdogSection = WatchdogSection()
     launch: LaunchSection = LaunchSection()
+    timeline: list[TimelineEntry] = []
+    """What changes in the course of the run: `[[timeline]]` tables, in any order."""
 
     @cached_property
     def schedule(self) -> Schedule:
         """The run's schedules as numbers."""
-        return _build_schedule(self.data, self.train, self.optimizer)
+        return _build_schedule(self.data, self.train, self.optimizer, self.checkpoint, self.eval, self.timeline)
 
     @property
     def read_timeout(self) -> float:
@@ -73,10 +78,16 @@ class Config(Section):
         asked = self.data.read_timeout
         return self.parallel.timeout.value / 3 if asked is None else asked.value
 
-    @property
-    def heldout_every(self) -> Progress:
-        """Interval between measurements of the held-out loss."""
-        return self.eval.loss_every or Progress(_HELDOUT_EVERY * self.schedule.batch.full, "sample")
+    def save_every(self, consumed: int) -> Progress:
+        """Interval between checkpoints at the step that ends at `consumed`."""
+        every = self.schedule.interval_at("checkpoint.every", consumed)
+        assert every is not None
+        return every
+
+    def heldout_every(self, consumed: int) -> Progress:
+        """Interval between measurements of the held-out loss at the step that ends at `consumed`."""
+        every = self.schedule.interval_at("eval.loss_every", consumed)
+        return every or Progress(_HELDOUT_EVERY * self.schedule.batch.full, "sample")
 
     @property
     def heldout_samples(self) -> int:
@@ -115,7 +126,19 @@ def _build_ramp(section: BatchRampSection, length: int) -> Ramp:
     return Ramp(samples["first"], samples["by"], samples["start"], end)
 
 
-def _build_schedule(data: DataSection, train: TrainSection, optimizer: OptimizerSection) -> Schedule:
+def _ranges(every: Every | None) -> list[tuple[Progress | None, Progress]]:
+    parts = every if isinstance(every, list) else []
+    return [(None, every)] if isinstance(every, Progress) else [(part.until, part.every) for part in parts]
+
+
+def _build_schedule(
+    data: DataSection,
+    train: TrainSection,
+    optimizer: OptimizerSection,
+    checkpoint: CheckpointSection,
+    evaluation: EvalSection,
+    timeline: Sequence[TimelineEntry],
+) -> Schedule:
     """Raises ValueError if the durations contradict each other."""
     length, ramp = data.sequence_length, train.batch_ramp
     return Schedule(
@@ -131,6 +154,23 @@ def _build_schedule(data: DataSection, train: TrainSection, optimizer: Optimizer
         warmup=optimizer.warmup,
         decay=optimizer.decay,
         shrink=[(point.at, point.value) for point in optimizer.embedding_shrink],
+        warmup_shape=optimizer.warmup_shape,
+        decay_shape=optimizer.decay_shape,
+        decay_length=optimizer.decay_length,
+        steering=Steering(
+            lr_scale=optimizer.lr_scale,
+            weight_decay=optimizer.weight_decay,
+            betas=optimizer.betas,
+            grad_clip=train.grad_clip,
+            z_loss=train.z_loss,
+            shrink_paths=optimizer.shrink_paths,
+            intervals={
+                "checkpoint.every": _ranges(checkpoint.every),
+                "eval.every": _ranges(evaluation.every),
+                "eval.loss_every": _ranges(evaluation.loss_every),
+            },
+            timeline=timeline,
+        ),
     )
 
 
@@ -151,9 +191,11 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         yield from _objective_checks(data, model)
     if optimizer and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}"
-    if data and train and optimizer:
+    timeline = sections.get("timeline")
+    if data and train and optimizer and checkpoint and evaluation and timeline is not None:
         try:
-            _build_schedule(data, train, optimizer)
+            schedule = _build_schedule(data, train, optimizer, checkpoint, evaluation, timeline)
+            yield from schedule.unmeant()
         except ValueError as error:
             yield str(error)
     if data and parallel and data.read_timeout is not None:
@@ -163,13 +205,16 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
                 f"data.read_timeout = {data.read_timeout}{' (for the source, then for its mirror)' * (waits - 1)} must "
                 f"end before parallel.timeout = {parallel.timeout}, or the other ranks time out first"
             )
-    intervals = [("eval.every", evaluation.every), ("eval.loss_every", evaluation.loss_every)] if evaluation else []
-    if checkpoint:
-        intervals += [("checkpoint.every", checkpoint.every)]
-        intervals += [("checkpoint.keep_every", every) for every in checkpoint.kept_intervals]
+    asked = [("eval.every", evaluation.every), ("eval.loss_every", evaluation.loss_every)] if evaluation else []
+    asked += [("checkpoint.every", checkpoint.every)] if checkpoint else []
+    intervals = [(name, interval) for name, every in asked for _, interval in _ranges(every)]
+    intervals += [("checkpoint.keep_every", every) for every in checkpoint.kept_intervals] if checkpoint else []
     for name, interval in intervals:
-        if interval is not None and interval.value < 1:
+        if interval.value < 1:
             yield f"{name} = {interval} is not a positive interval"
+    for entry in timeline or ():
+        if evaluation and evaluation.every is None and entry.eval.every is not None:
+            yield f"timeline, {entry}: no evaluation is scheduled that this could change; set eval.every as well"
     if evaluation and evaluation.every is not None and evaluation.heldout is None:
         bundled = [task for task in evaluation.tasks if task.startswith("heldout_") or task in _PROBES]
         if bundled:
@@ -342,9 +387,10 @@ def schema_keys() -> dict[str, tuple[type[Section], str]]:
 
     def walk(section: type[Section], prefix: str) -> None:
         for name, field in section.model_fields.items():
-            keys.setdefault(prefix + name, (section, name))
+            key = prefix + (field.alias or name)
+            keys.setdefault(key, (section, name))
             for inner in sections_in(field.annotation):
-                walk(inner, f"{prefix}{name}.")
+                walk(inner, f"{key}.")
 
     walk(Config, "")
     return keys

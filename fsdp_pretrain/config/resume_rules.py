@@ -18,6 +18,7 @@ from typing import Any
 from fsdp_pretrain.errors import ConfigError
 
 from .config import Config, load_known, schema_keys
+from .timeline import TimelineEntry
 from .toml_file import nearest
 
 FREE, DECLARED, FORBIDDEN = "free", "declared", "forbidden"
@@ -61,6 +62,7 @@ CLASSES: dict[str, str] = {
     "health": FREE,
     "watchdog": FREE,
     "launch": FREE,
+    "timeline": DECLARED,  # what lies behind; an entry ahead is free, see `_timeline`
 }
 """Class of a key and of all keys below it that are not listed themselves."""
 
@@ -84,11 +86,13 @@ class ConfigChange:
     """Class of this change."""
     advice: str = ""
     """How to avoid it, if that is not obvious."""
+    at: int | None = None
+    """Samples consumed before it changes anything; None: it does at once."""
 
 
 def changes(old: Config, new: Config) -> list[ConfigChange]:
     """How two configurations of a run differ, in what they mean from here on; forbidden changes included."""
-    found = [*_decay(old, new), *_duration(old, new)]
+    found = [*_decay(old, new), *_duration(old, new), *_timeline(old, new)]
     for path, was, is_ in leaves(_tree(old), _tree(new)):
         key = ".".join(path[:2] + path[3:] if path[:2] == ("data", "sources") else path)
         if key not in ("optimizer.decay", "train.duration"):
@@ -101,6 +105,7 @@ def _tree(config: Config) -> dict[str, Any]:
     """The values, sources by name: their order means nothing."""
     tree = config.model_dump(mode="json")
     tree["data"]["sources"] = {source["name"]: source for source in tree["data"]["sources"]}
+    del tree["timeline"]  # see `_timeline`
     return tree
 
 
@@ -119,7 +124,26 @@ def _decay(old: Config, new: Config) -> Iterator[ConfigChange]:
         return
     advice = "" if new.optimizer.decay else f'optimizer.decay="{was}" keeps the curve of the learning rate as it was'
     end = "" if new.optimizer.decay else ", the end of the run"
-    yield ConfigChange("optimizer.decay", f"optimizer.decay: {was} -> {is_}{end}", DECLARED, advice)
+    both = old.optimizer.curve == new.optimizer.curve == "wsd"  # then nothing changes before the decay
+    at = min(old.schedule.decay_start, new.schedule.decay_start) if both else None
+    yield ConfigChange("optimizer.decay", f"optimizer.decay: {was} -> {is_}{end}", DECLARED, advice, at)
+
+
+def _timeline(old: Config, new: Config) -> Iterator[ConfigChange]:
+    """Entries that came, which change nothing before their place; and entries that went, perhaps by an old file."""
+    for entry in old.timeline:
+        if entry not in new.timeline:
+            yield ConfigChange("timeline", f"timeline: {entry} -> absent", _class_of_entry(entry))
+    for placed in new.schedule.timeline:
+        if placed.entry not in old.timeline:
+            yield ConfigChange(
+                "timeline", f"timeline: absent -> {placed.entry}", _class_of_entry(placed.entry), at=placed.at
+            )
+
+
+def _class_of_entry(entry: TimelineEntry) -> str:
+    free = entry.rewarm is None and all(class_of(key) == FREE for key, _ in entry.changes())
+    return FREE if free else DECLARED
 
 
 def leaves(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
@@ -210,10 +234,17 @@ def _covers(name: str, key: str) -> bool:
     return f"{key}.".startswith(f"{name}.")
 
 
-def undeclared(found: Iterable[ConfigChange], allowed: Collection[str]) -> list[ConfigChange]:
-    """The changes that must be declared and are not."""
-    declared = (change for change in found if change.kind == DECLARED)
+def undeclared(
+    found: Iterable[ConfigChange], allowed: Collection[str], consumed: int | None = None
+) -> list[ConfigChange]:
+    """The changes that must be declared and are not; without those that are still ahead at `consumed` samples."""
+    declared = (change for change in found if change.kind == DECLARED and not is_ahead(change, consumed))
     return [change for change in declared if not any(_covers(name, change.key) for name in allowed)]
+
+
+def is_ahead(change: ConfigChange, consumed: int | None) -> bool:
+    """Whether a change affects no step that ends at or before `consumed` samples, and waits for its place."""
+    return consumed is not None and change.at is not None and change.at >= consumed
 
 
 def refuse(where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange], cursor: int) -> None:

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from fsdp_pretrain.units import BatchSize, Progress, SampleRange, Seconds
 
 from .base import Positive, Section, Share
+from .intervals import Every
 
 Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
 
@@ -276,12 +277,21 @@ class OptimizerSection(Section):
     """Peak learning rate."""
     min_lr: Rate = 0.0
     """Learning rate at the end of the decay."""
-    curve: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay after the warm-up."""
+    lr_scale: Rate = 1.0
+    """Factor of the whole curve, warm-up and `min_lr` included."""
+    curve: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
+    """Shape of the decay after the warm-up. `wsd` (warm-up, stable, decay) stays at `lr` until the last `decay_length`;
+    `inverse-sqrt` falls with the root of the place and does not fall below `min_lr`."""
     warmup: Progress = Progress(0, "step")
-    """Length of the linear warm-up from zero."""
+    """Length of the warm-up from zero."""
+    warmup_shape: Literal["linear", "parabolic"] = "linear"
+    """Share of `lr` after a share x of the warm-up. `linear`: x; `parabolic`: 1 - (1 - x)^2."""
     decay: Progress | None = None
     """Where the curve reaches `min_lr`, counted from the start of the run. Default: `train.duration`."""
+    decay_length: Progress | None = None
+    """For `wsd`: length of the decay, which ends at `decay`."""
+    decay_shape: Literal["1-sqrt", "linear"] = "1-sqrt"
+    """For `wsd`: share of the way to `min_lr` after a share x of the decay. `1-sqrt`: the root of x; `linear`: x."""
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     """AdamW betas."""
     eps: Annotated[float, Field(strict=False, gt=0)] = 1e-8
@@ -294,6 +304,12 @@ class OptimizerSection(Section):
     """Gradients that are shrunk: those through the `input` only, or also those through the logits of a tied table."""
     no_decay: list[str] = ["bias$", "norm.*\\.weight$"]
     """Regular expressions; parameters whose name matches one get no weight decay."""
+
+    @model_validator(mode="after")
+    def _one_curve(self) -> OptimizerSection:
+        if (self.curve == "wsd") != (self.decay_length is not None):
+            raise ValueError("`decay_length` is needed for curve = wsd, and belongs to no other")
+        return self
 
     @field_validator("no_decay")
     @classmethod
@@ -337,8 +353,8 @@ class ParallelSection(Section):
 class CheckpointSection(Section):
     """When checkpoints are written and which are kept."""
 
-    every: Progress
-    """Interval between checkpoints. The last step is always saved."""
+    every: Every
+    """Interval between checkpoints, or a list of ranges with their intervals. The last step is always saved."""
     keep_last: Annotated[int, Field(ge=2)] = 3
     """Number of newest checkpoints to keep, at least two: one may turn out to be bad."""
     keep_every: Progress | list[Progress] | None = None
@@ -399,8 +415,9 @@ class HeldOutSource(Section):
 class EvalSection(Section):
     """Scheduled evaluation of checkpoints by lm-eval, in separate processes, and the held-out loss during training."""
 
-    every: Progress | None = None
-    """Evaluate checkpoints that complete this interval, and the last one. Absent: no scheduled evaluation."""
+    every: Every | None = None
+    """Evaluate checkpoints that complete this interval, and the last one; or a list of ranges. Absent: no scheduled
+    evaluation."""
     tasks: list[str] = [
         "heldout_bpb",
         "heldout_choice",
@@ -457,9 +474,10 @@ class EvalSection(Section):
     daily."""
     loss_on: list[HeldOutSource] = []
     """Measure the loss of held-out samples during training: one `[[eval.loss_on]]` table per source. Empty: off."""
-    loss_every: Progress | None = None
-    """Interval between measurements of the held-out loss; also measured after the last step. A measurement of N samples
-    costs what training N / 3 samples does. Default: 500 times the samples of the full global batch."""
+    loss_every: Every | None = None
+    """Interval between measurements of the held-out loss, or a list of ranges; also measured after the last step. A
+    measurement of N samples costs what training N / 3 samples does. Default: 500 times the samples of the full global
+    batch."""
     loss_samples: Positive | None = None
     """Held-out samples of each source, the same in every measurement. Default: four full global batches, shared among
     the sources (or all that a source has): with the default interval 0.27% of the time of training."""

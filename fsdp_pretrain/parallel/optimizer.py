@@ -50,19 +50,30 @@ class AdamW:
     def __init__(self, model: nn.Module, config: OptimizerSection) -> None:
         self._config, self._parameters = config, dict(model.named_parameters())
         decaying, spared = parameter_groups(model, config.no_decay)
-        self._groups = ((decaying, config.weight_decay), (spared, 0.0))
+        self._groups = ((decaying, True), (spared, False))
         self.state: dict[str, dict[str, Tensor]] = {}
 
     @torch.no_grad()
-    def step(self, *, lr: float, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+    def step(
+        self,
+        *,
+        lr: float,
+        weight_decay: float | None = None,
+        betas: tuple[float, float] | None = None,
+        divisor: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
         """Take or skip one step without synchronising with the device. Clears the gradients.
 
         Args:
+            weight_decay, betas: of this step; None: as configured. `weight_decay` is not for the second group.
             divisor: of the gradients, fp32 0-dim; None is 1.
             skip: the same on every rank, fp32 0-dim: 1 to leave parameters, moments and step counts unchanged, else 0.
                 None never skips.
         """
-        for names, weight_decay in self._groups:
+        decay = self._config.weight_decay if weight_decay is None else weight_decay
+        beta1, beta2 = self._config.betas if betas is None else betas
+        for names, decays in self._groups:
             used = [name for name in names if self._parameters[name].grad is not None]
             parameters, states = [self._parameters[name] for name in used], [self._state_of(name) for name in used]
             adamw(
@@ -76,10 +87,10 @@ class AdamW:
                 grad_scale=divisor,
                 found_inf=skip,
                 amsgrad=False,
-                beta1=self._config.betas[0],
-                beta2=self._config.betas[1],
+                beta1=beta1,
+                beta2=beta2,
                 lr=lr,
-                weight_decay=weight_decay,
+                weight_decay=decay if decays else 0.0,
                 eps=self._config.eps,
                 maximize=False,
             )

@@ -202,7 +202,7 @@ def _predict(config: Config, cluster: Cluster, operations: Operations, ranks: in
     schedule, work = config.schedule, workload(config, cluster, ranks)
     parts = step(work, cluster)
     batch = work.micro_batches * work.micro_batch * ranks
-    every = config.checkpoint.every
+    every = config.save_every(config.schedule.total)
     steps = every.value if every.unit == "step" else schedule.samples(every) / batch
     longest = config.watchdog.hang.longest.value
     operations = replace(operations, detect=max(operations.detect, min(30 * parts.seconds, longest)))

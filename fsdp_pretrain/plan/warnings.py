@@ -136,8 +136,9 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
             f"the learning rate ends at {schedule.lr_at(schedule.total):.3g}, above its floor of "
             f"{config.optimizer.min_lr:.3g}: optimizer.decay is longer than the run; leave it out to end with the run"
         )
-    if config.checkpoint.every.unit == "step" and config.checkpoint.every.value > schedule.steps:
-        yield f"checkpoint.every = {config.checkpoint.every} is longer than the run: only its end is saved"
+    saves = config.save_every(0)
+    if saves.unit == "step" and saves.value > schedule.steps:
+        yield f"checkpoint.every = {saves} is longer than the run: only its end is saved"
 
 
 def ramp_warning(config: Config, largest: int) -> Iterator[str]:

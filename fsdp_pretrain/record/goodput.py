@@ -410,13 +410,15 @@ def _interval(configured: float | None, mtti: float | None, saves: Saves, typica
 def _configured_interval(run: RunDir, history: StartHistory, typical: float | None) -> float | None:
     """The configured interval between saves in seconds, at the typical pace."""
     batches = [attempt.steps.batch[-1] for attempt in history.attempts if len(attempt.steps)]
+    consumed = [attempt.steps.consumed[-1] for attempt in history.attempts if len(attempt.steps)]
     try:
         config, _ = load_recorded(run.config)
     except UserError:
         return None
     if typical is None or not batches:
         return None
-    return config.schedule.samples(config.checkpoint.every) / float(batches[-1]) * typical
+    every = config.save_every(int(consumed[-1]))
+    return config.schedule.samples(every) / float(batches[-1]) * typical
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -33,7 +33,7 @@ def milestones(config: Config) -> list[Milestone]:
         full = schedule.batch.stages[-1].consumed
         found.append((full, f"the batch ramp ends: {schedule.batch.full:_} samples a step from here on"))
     for place in schedule.shrink.places if schedule.shrink is not None else []:
-        found.append((place, f"embedding shrink is {schedule.ramps_at(place)['embedding_shrink']:g}"))
+        found.append((place, f"embedding shrink is {schedule.values_at(place).embedding_shrink:g}"))
     tokens = _FEWEST_TOKENS
     while tokens <= schedule.tokens(schedule.total):
         found.append((-(-tokens // schedule.sequence_length), f"{human_count(tokens)} tokens"))

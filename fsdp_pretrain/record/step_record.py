@@ -75,6 +75,13 @@ class Ramps(_Part):
 
     shares: dict[str, float] = Field(default_factory=dict)  # planned share of each source
     embedding_shrink: float | None = None  # factor of the embedding's gradient, if configured
+    lr_scale: float | None = None  # this and the following: if the timeline changes them; both factors are in `lr`
+    rewarm: float | None = None
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    grad_clip: float | None = None
+    z_loss: float | None = None
+    shrink_paths: Literal["input", "both"] | None = None
 
     @model_serializer(mode="wrap")
     def _configured(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:

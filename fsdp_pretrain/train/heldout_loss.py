@@ -43,8 +43,8 @@ class HeldOutLoss:
     def due(self, state: TrainState) -> bool:
         """Whether to measure after the step that led to `state`: it completes an interval, or is the last."""
         schedule, before = self._config.schedule, state.consumed - state.batch
-        last = state.consumed >= schedule.total
-        return last or schedule.due(self._config.heldout_every, step=state.step, before=before, after=state.consumed)
+        last, every = state.consumed >= schedule.total, self._config.heldout_every(state.consumed)
+        return last or schedule.due(every, step=state.step, before=before, after=state.consumed)
 
     @torch.no_grad()
     def compile(self, model: Decoder) -> None:

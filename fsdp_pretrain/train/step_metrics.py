@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.steering import StepValues
 from fsdp_pretrain.parallel import replica_check as replicas
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan.flops import device_name, flops_per_token, memory_in_use, peak_flops
@@ -25,7 +26,7 @@ class IssuedStep:
 
     Attributes:
         state: after it.
-        lr, ramps: values of its schedules.
+        values: of its schedules.
         times: of it.
         counts, sums: packed `StepCounts` and `StepSums` of all ranks.
         heldout: of the held-out loss, see `HeldOutLoss.measure`; None: not measured.
@@ -34,8 +35,7 @@ class IssuedStep:
     """
 
     state: TrainState
-    lr: float
-    ramps: dict[str, float]
+    values: StepValues
     times: StepTimes
     counts: Tensor
     sums: Tensor
@@ -71,7 +71,7 @@ class StepRecords:
         counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()
         losses, targets = sums.losses.tolist(), sums.targets.tolist()
         norm, bad_losses, bad_norms = sums.norm.item(), sums.bad_losses.item(), sums.bad_norms.item()
-        clip, z_loss, rate = config.train.grad_clip, config.train.z_loss, state.batch * length / seconds.training
+        clip, z_loss, rate = issued.values.grad_clip, issued.values.z_loss, state.batch * length / seconds.training
         return StepRecord(
             step=state.step,
             consumed=state.consumed,
@@ -89,8 +89,8 @@ class StepRecords:
             not_finite="loss" if bad_losses else "gradients" if bad_norms else None,
             nonfinite_rank=int(sums.bad_ranks) if bad_losses == 1 else None,
             replicas=replicas.compare(counts.checksums, world.shards) if counts.checksums else None,
-            lr=issued.lr,
-            ramps=Ramps(shares=issued.data["shares"], **issued.ramps),
+            lr=issued.values.lr,
+            ramps=Ramps(shares=issued.data["shares"], **config.schedule.steered(issued.values)),
             batch=state.batch,
             sequence_length=length,
             mixture={

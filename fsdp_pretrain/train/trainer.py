@@ -20,6 +20,7 @@ from data.packing.loader import StepBatch
 from data.packing.position import Position
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.steering import StepValues
 from fsdp_pretrain.errors import DataError, Exit, UserError
 from fsdp_pretrain.health.journal import Provenance, record_findings
 from fsdp_pretrain.health.monitor import Health, RollbackRequest
@@ -115,7 +116,6 @@ class Trainer:
         config, world = run.config, run.world
         self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
-        model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
         self.saves, self.state, self.recorder, self._heartbeat = saves, state, run.recorder, run.heartbeat
         self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
         window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
@@ -240,7 +240,8 @@ class Trainer:
         except DataError:
             return None
         self._seed_dropout(rollback.end)
-        sums = self._accumulate(batch, StepCounts.of(batch).sum_over(self.world))
+        values = self._enter(batch.position.consumed)
+        sums = self._accumulate(batch, StepCounts.of(batch).sum_over(self.world), values)
         self._heartbeat.beat(Phase.REDUCE)
         sums.sum_over(self.world, optim.local_norm(self.model))
         return bool(sums.not_finite().item())
@@ -251,21 +252,22 @@ class Trainer:
             batch = self._next_batch()
         state = TrainState.at(batch.position)
         self._seed_dropout(state.step)
-        lr, ramps = self.schedule.lr_at(state.consumed), self.schedule.ramps_at(state.consumed)
-        self.model.embedding.shrink = ramps.get("embedding_shrink", 1.0)
+        values = self._enter(state.consumed)
         counts = self._sum_counts(batch)
         self._clock.begin_forward()
-        sums = self._accumulate(batch, counts)
+        sums = self._accumulate(batch, counts, values)
         self._clock.begin_update()
         norm = optim.local_norm(self.model)
         self._heartbeat.beat(Phase.REDUCE)
         sums.sum_over(self.world, norm)
         scale = None if self.scaler is None else self.scaler.scale
         too_large = None if scale is None else scale * len(batch.micro)
-        norm, divisor = optim.clip(sums.total_norm(self.world), self.config.train.grad_clip, too_large)
+        norm, divisor = optim.clip(sums.total_norm(self.world), values.grad_clip, too_large)
         skip = sums.not_finite() if self._skips else None
         sums.add_update(norm, scale, skip)
-        self.optimizer.step(lr=lr, divisor=divisor, skip=skip)
+        self.optimizer.step(
+            lr=values.lr, weight_decay=values.weight_decay, betas=values.betas, divisor=divisor, skip=skip
+        )
         if self.scaler is not None and skip is not None:
             self.scaler.advance(skip)
         self._clock.end_update()
@@ -273,9 +275,15 @@ class Trainer:
         times = self._clock.end_step(self.saves.take_stalled(), measured=heldout is not None)
         host_counts, host_sums, host_heldout, ready = to_host(self.world.device, counts, sums.packed, heldout)
         self._issued.append(
-            IssuedStep(state, lr, ramps, times, host_counts, host_sums, host_heldout, ready, self._facts(batch))
+            IssuedStep(state, values, times, host_counts, host_sums, host_heldout, ready, self._facts(batch))
         )
         self.state = state
+
+    def _enter(self, consumed: int) -> StepValues:
+        """The steered values of the step that brings the counter to `consumed`; the model gets its own."""
+        values = self.schedule.values_at(consumed)
+        self.model.embedding.shrink, self.model.embedding.shrink_head = values.embedding_shrink, values.shrink_head
+        return values
 
     def _measure_heldout(self, state: TrainState) -> Tensor | None:
         """See `HeldOutLoss.measure`; None unless it is due after the step that led to `state`."""
@@ -324,12 +332,13 @@ class Trainer:
         due = (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2)
         return counts.sum_over(self.world, replica_check.checksums(self.model, self.world) if due else None)
 
-    def _accumulate(self, batch: StepBatch, counts: Tensor) -> StepSums:
+    def _accumulate(self, batch: StepBatch, counts: Tensor, values: StepValues) -> StepSums:
         """Forward and backward of a batch's micro-batches, accumulating gradients; returns what this rank measured.
 
         Args:
             batch: this rank's share.
             counts: packed `StepCounts` of all ranks, on the device.
+            values: steered values of the step.
         """
         # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
         # size and divided by the number of targets, or of samples with targets, of all ranks.
@@ -342,16 +351,17 @@ class Trainer:
         for index, micro in enumerate(batch.micro):
             self._heartbeat.beat(Phase.COMPUTE)
             fsdp.set_last_micro_batch(self.model, index == len(batch.micro) - 1, reshard=reshard)
-            self._micro_step(micro, factor, sums)
+            self._micro_step(micro, factor, values.z_loss, sums)
         return sums
 
-    def _micro_step(self, micro: forward.PackedBatch, factor: Tensor, sums: StepSums) -> None:
+    def _micro_step(self, micro: forward.PackedBatch, factor: Tensor, weight: float, sums: StepSums) -> None:
         """Forward and backward of one micro-batch; adds what it measures to `sums`.
 
         Args:
             factor: multiplies the loss of a target (or a sample's mean loss, if samples are weighted equally).
+            weight: of the z-loss.
         """
-        device, weight = self.world.device, self.config.train.z_loss
+        device = self.world.device
         measured = forward.losses(self.model, micro, self.config.data, device, with_penalties=weight > 0)
         losses, targets = measured.losses.sum(1), (measured.labels != IGNORE).sum(1)
         objective = losses if measured.penalties is None else losses + weight * measured.penalties.sum(1)
@@ -432,7 +442,7 @@ class Trainer:
     def _save_due(self) -> bool:
         state = self.state
         due = self.schedule.due(
-            self.config.checkpoint.every,
+            self.config.save_every(state.consumed),
             step=state.step,
             before=state.consumed - state.batch,
             after=state.consumed,

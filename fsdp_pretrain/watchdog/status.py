@@ -245,7 +245,7 @@ def _unsaved_training(run: RunDir, config: Config, status: Status) -> UnsavedTra
     step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
     saves = journal.of_kind(journal.read(run), "checkpoint")
     return UnsavedTraining(
-        config.checkpoint.every,
+        config.save_every(status.consumed or 0),
         steps=(status.step or 0) - step,
         samples=(status.consumed or 0) - consumed,
         tokens=(status.tokens or 0) - tokens,

@@ -60,7 +60,7 @@ class CheckpointDetector(Detector):
 
     Args:
         stores: directories with checkpoints, the run's own first.
-        every: `checkpoint.every`.
+        every: gives `checkpoint.every` at a number of samples consumed.
         verify: checkpoints are verified after they were written (`checkpoint.verify`); else whole ones count.
         prune: old ones may be deleted to make room (`checkpoint.prune`).
         pids: returns the process ids of the ranks on this node.
@@ -85,7 +85,7 @@ class CheckpointDetector(Detector):
         run: Path,
         segment: int,
         stores: list[Path],
-        every: Progress,
+        every: Callable[[int], Progress],
         verify: bool = True,
         prune: bool = True,
         pids: Callable[[], list[int]] = list,
@@ -164,7 +164,7 @@ class CheckpointDetector(Detector):
         steps = max(record.step, self._reached()) - self.protected
         samples = steps * record.batch
         made = UnsavedTraining(
-            self._every,
+            self._every(record.consumed),
             steps=steps,
             samples=samples,
             tokens=samples * record.sequence_length,

@@ -1,0 +1,43 @@
+"""`[[timeline]]`: an entry is a restart with other settings, crashes and rollbacks change no value, resume rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.record.files import RunDir
+
+OTHER = {
+    "optimizer": {
+        "lr": 5e-3, "min_lr": 5e-4, "weight_decay": 0.3, "betas": [0.8, 0.97], "embedding_shrink": 0.5,
+        "shrink_paths": "input",
+    },
+    "train": {"grad_clip": 0.05, "z_loss": 1e-3},
+}  # fmt: skip
+
+
+def digest(run: Any) -> str:
+    return stores(RunDir(run)).scan()[-1].manifest().state_digest
+
+
+def test_an_entry_is_a_restart_with_other_settings(lab: Any, helpers: Any) -> None:
+    common = {
+        "model": {"tied_head": True},
+        "train": {"duration": "6 steps"},
+        "optimizer": {"decay": "12 steps"},
+        "checkpoint": {"every": "6 steps"},
+    }
+    plain = lab.config("plain", **common)
+    lab.train(plain)
+    settings = [f"{section}.{key}={value!r}" for section, keys in OTHER.items() for key, value in keys.items()]
+    settings[4] = "optimizer.embedding_shrink=[{at='0 steps',value=0.5}]"
+    lab.train(plain, "train.duration=12 steps", *settings, flags=("--allow", "optimizer", "--allow", "train"))
+    entry = {"at": "6 steps", "reason": "a restart", "allow_jump": True, **OTHER}
+    common["train"]["duration"] = "12 steps"
+    lab.train(lab.config("steered", **common, timeline=[entry]))
+    plain_run, run = lab.path / "plain", lab.path / "steered"
+    assert helpers.losses(run) == helpers.losses(plain_run)
+    assert digest(run) == digest(plain_run)
+    first, last = (helpers.metrics(run)[index]["ramps"] for index in (5, 6))
+    assert first["betas"] == [0.9, 0.95] and last["betas"] == [0.8, 0.97] and last["shrink_paths"] == "input"
+    assert helpers.metrics(run)[6]["z_loss"] is not None and helpers.metrics(run)[5]["z_loss"] is None
