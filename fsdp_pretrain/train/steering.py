@@ -98,6 +98,9 @@ class Steering:
             raise ConfigError(f"step {at + 1:_} has begun: the run is at step {step:_}")
         entry = live_set.read_entry(request.changes, at=at, over=request.over, reason=request.reason)
         after = live_set.steer(before, entry)
+        shown = live_set.shown_keys(entry)
+        was, is_ = ({key: live_set.value_at(config, key, at + 1) for key in shown} for config in (before, after))
+        facts = {"at": at, "consumed": after.schedule.samples(entry.at), "before": was, "after": is_}
         self._guard()
         try:
             standing = overrides.add_entry(run, entry)
@@ -106,12 +109,9 @@ class Steering:
         with suppress(OSError):  # the first makes it outlive a power failure; the next start writes the second again
             sync_directory(run.path)
             replace_file(run.config, after.to_toml())
-        shown = live_set.shown_keys(entry)
-        was, is_ = ({key: live_set.value_at(config, key, at + 1) for key in shown} for config in (before, after))
         values = ", ".join(f"{key} {live_set.text_of(was[key])} -> {live_set.text_of(is_[key])}" for key in shown)
-        text, facts = f"set {entry}; in step {at + 1:_}: {values}", {"before": was, "after": is_}
-        place = after.schedule.samples(entry.at)
-        self._answer(request, step, text, did="set", at=at, consumed=place, entry=live_set.plain(entry), **facts)
+        text = f"set {entry}; in step {at + 1:_}: {values}"
+        self._answer(request, step, text, did="set", entry=live_set.plain(entry), **facts)
         self._recorder.status(force=True, overrides=str(standing))
         return entry, after
 
