@@ -28,6 +28,8 @@ from fsdp_pretrain.record.overrides import Overrides
 from fsdp_pretrain.units import SampleRange
 
 _AHEAD = (1, 10, 100, 1000)
+_IN_FLIGHT = 3
+"""Steps that a run may have begun after the last one in its record."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,9 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
 
 def _left_behind(run: RunDir, config: Config, standing: Overrides, state: TrainState) -> list[TimelineEntry]:
     """What `control set` changed in steps after the checkpoint: it goes with them. What is ahead of the run stays."""
-    head = max((node.segment for node in lineage.nodes(run)), default=None)
-    newest = [] if head is None else last_records(run.segment(head), 1 << 16)
-    reached = newest[-1].consumed if newest else state.consumed
+    segments = reversed([run.segment(node.segment) for node in lineage.nodes(run)])
+    newest = next((found[-1] for path in segments if (found := last_records(path, 1 << 16))), None)
+    reached = state.consumed if newest is None else newest.consumed + _IN_FLIGHT * newest.batch
     return [entry for entry in standing.timeline if state.consumed <= config.schedule.samples(entry.at) < reached]
 
 

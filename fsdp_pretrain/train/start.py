@@ -255,12 +255,12 @@ def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:
 
 
 def discard_requests(run: RunContext) -> None:
-    """Discard requests that an earlier start did not take, and say so."""
+    """Discard requests from before this start was ready, most for an earlier one, and say so."""
     for request in run.inbox.discard():
         what = " ".join([request.verb or "a damaged request", *request.changes])
         facts = {"request": request.id, "asked": request.verb, "by": request.by}
-        text = f"discarded, since it was left from before this start: {what}"
-        run.recorder.event("control", text, refused="the job had ended", **facts)
+        why = "it was sent before training had begun"
+        run.recorder.event("control", f"discarded, since {why}: {what}", refused=why, **facts)
 
 
 def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:

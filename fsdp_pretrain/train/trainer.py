@@ -36,8 +36,8 @@ from .checkpointing import Checkpointing
 from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
 from .heldout_loss import HeldOutLoss
+from .live_control import Decided, LiveControl
 from .run_context import RunContext
-from .steering import Decided, Steering
 from .step_clock import StepClock
 from .step_metrics import IssuedStep, StepRecords
 from .step_sums import StepCounts, StepSums
@@ -121,7 +121,7 @@ class Trainer:
         window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
         self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
-        self._steering, self._on_set = Steering(run, guard), on_set
+        self._control, self._on_set = LiveControl(run, guard), on_set
         self.rollback: RollbackRequest | None = None
         self._first = state.step
         self._issued: deque[IssuedStep] = deque()
@@ -187,11 +187,11 @@ class Trainer:
         start = time.perf_counter()
         self.collect(keep=0)
         if self._agreed.rollback is not None:
-            self._steering.refuse(pause, self.state.step, "the run goes back to an earlier step")
+            self._control.refuse(pause, self.state.step, "the run goes back to an earlier step")
             return False
         self._heartbeat.beat(Phase.SAVE)
         self.saves.finish()
-        stop = self._steering.hold(pause, self.state.step, self._look_while_held, self._act_while_held)
+        stop = self._control.hold(pause, self.state.step, self._look_while_held, self._act_while_held)
         seconds = time.perf_counter() - start
         self.saves.pass_over(seconds)
         self._clock.go_on(seconds)
@@ -199,9 +199,9 @@ class Trainer:
 
     def _decide(self, *, held: bool = False) -> Decided:
         """Decide on what operators asked for, and go on with what was set."""
-        decided = self._steering.decide(self.state.step, held=held)
+        decided = self._control.decide(self.state.step, held=held)
         if decided.entries:
-            self.config = config = self._steering.config
+            self.config = config = self._control.config
             self.schedule = config.schedule
             self._records.steer(config)
             self._health.steer(config)

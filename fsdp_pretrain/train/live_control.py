@@ -39,7 +39,7 @@ class Decided:
     resume: Request | None = None
 
 
-class Steering:
+class LiveControl:
     """The requests of one start. All ranks call its methods together.
 
     Args:
