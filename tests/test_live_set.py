@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tomli_w
 from processes import ROOT
-from sight import seeded, until
+from sight import seeded, steps, until
 from traps import killed_at
 
 from fsdp_pretrain.config.config import load
@@ -57,7 +57,7 @@ def test_a_live_set_is_a_timeline_entry(
     config, run = config_of(lab, checkpoint={"every": "1000 steps"}), lab.path / "run"
     first, second = gates(20, 50)
     job = lab.start(config, ranks=4)
-    until(lambda: (run / "status.json").exists() and len(helpers.metrics(run)) >= 17, what=job.output)
+    until(lambda: steps(run) >= 17, what=job.output)
 
     def asked(*arguments: object) -> Any:
         return run_command(CLI, "control", run, "set", *arguments)
@@ -105,7 +105,7 @@ def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(
     config, run = config_of(lab, parallel={}, checkpoint={"every": "10 steps", "keep_last": 9}), lab.path / "run"
     first, second = gates(15, 40)
     job = lab.start(config)
-    until(lambda: (run / "status.json").exists() and len(helpers.metrics(run)) >= 12, what=job.output)
+    until(lambda: steps(run) >= 12, what=job.output)
     send(RunDir(run), "set", changes=["optimizer.lr_scale=0.5"], at=24, reason="")
     send(RunDir(run), "set", changes=["train.grad_clip=0.5"], at=50, reason="")
     first.touch()
@@ -203,7 +203,7 @@ def test_a_live_set_survives_kill_9_at_any_point(
     monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/traps.py"))
     monkeypatch.setenv("TRAP", json.dumps(trap))
     job = lab.start(config, ranks=2)
-    until(lambda: (run / "status.json").exists() and len(helpers.metrics(run)) >= 10, what=job.output)
+    until(lambda: steps(run) >= 10, what=job.output)
     command = start_command(CLI, "control", run, "set", "optimizer.lr_scale=0.5", "--yes", "--reason", "why")
     assert -signal.SIGKILL in job.wait()
     assert command.wait() == 75, command.output()
@@ -252,13 +252,11 @@ def test_ten_sets_with_kills_between_are_one_timeline(lab: Any, helpers: Any, ru
     run, sent = lab.path / "run", 0
     while sent < 10:
         job = lab.start(config, ranks=ranks)
-        before = len(helpers.metrics(run)) if (run / "status.json").exists() else 0
-        segment = len(list((run / "segments").glob("*"))) + 1 if (run / "segments").exists() else 1
-        until(
-            lambda: (run / f"segments/{segment:04d}/metrics.jsonl").exists() or None not in job.codes(),  # noqa: B023
-            what=job.output,
-        )
-        until(lambda: len(helpers.metrics(run)) >= max(1, before - 5) + rng.randrange(9), what=job.output)  # noqa: B023
+        segment = len(list((run / "segments").glob("*"))) + 1
+        metrics = run / f"segments/{segment:04d}/metrics.jsonl"
+        until(metrics.exists, what=job.output)
+        goal = rng.randrange(1, 12)
+        until(lambda: metrics.read_text().count("\n") >= goal, what=job.output)  # noqa: B023
         for _ in range(rng.choice([1, 1, 2])):
             key = rng.choice(list(CHOICES))
             value, more = json.dumps(rng.choice(CHOICES[key])), list[object]()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sight import PATIENT, until
+from sight import PATIENT, steps, until
 
 CLI = "fsdp_pretrain.cli"
 LONG = {"duration": "100_000 steps", "micro_batch": 2}
@@ -26,13 +26,7 @@ class Live:
         return self.job
 
     def reach(self, step: int) -> None:
-        until(lambda: self.steps() >= step or None not in self.job.codes(), what=lambda: self.job.output())
-        assert self.steps() >= step, self.job.output()
-
-    def steps(self) -> int:
-        return (
-            self.metrics()[-1]["step"] if (self.run / "segments/0001/lineage.json").exists() and self.metrics() else 0
-        )
+        until(lambda: steps(self.run) >= step, what=lambda: self.job.output())
 
     def metrics(self) -> list[dict[str, Any]]:
         return self._helpers.metrics(self.run)  # type: ignore[no-any-return]
@@ -68,7 +62,7 @@ def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, 
     entry = run.answers()[-1]
     step = entry["step"]
     assert f"paused after step {step}, because: power is cut" in said and entry["did"] == "pause" and entry["by"]
-    assert run.steps() == step
+    assert steps(run.run) == step
     status = run_command(CLI, "status", run.run)
     assert status.returncode == 1 and ": PAUSED" in status.stdout, status.stdout
     assert f"by {entry['by']}: power is cut" in status.stdout and "paused for" in status.stdout
@@ -76,7 +70,7 @@ def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, 
     assert not helpers.journal(run.run, "checkpoint")
     run.control("save")
     until(lambda: [saved["step"] for saved in helpers.journal(run.run, "checkpoint")] == [step], what=job.output)
-    assert run.steps() == step
+    assert steps(run.run) == step
 
     assert f"resumed after step {step}, after a pause" in run.control("resume")
     run.reach(step + 5)
@@ -87,7 +81,7 @@ def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, 
     last = run.answers()[-1]["step"]
     run.control("stop", "--reason", "done")
     assert job.wait() == [75, 75], job.output()
-    assert run.steps() == last == helpers.journal(run.run, "checkpoint")[-1]["step"]
+    assert steps(run.run) == last == helpers.journal(run.run, "checkpoint")[-1]["step"]
     assert "done" in json.loads((run.run / "status.json").read_text())["exit_intent"]["reason"]
     found = json.loads(run_command(CLI, "goodput", run.run, "--json").stdout)
     held = sum(record["seconds"]["paused"] for record in run.metrics())

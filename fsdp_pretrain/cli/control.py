@@ -113,7 +113,11 @@ def _confirm() -> None:
         raise ConfigError(
             "not confirmed: this is no terminal", effect="nothing was changed", remedy="add --yes after the preview"
         )
-    if input("change the run? [y/N] ").strip().lower() not in ("y", "yes"):
+    try:
+        agreed = input("change the run? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        agreed = False
+    if not agreed:
         raise ConfigError("not confirmed", effect="nothing was changed")
 
 
