@@ -145,7 +145,7 @@ def test_every_problem_of_a_set_is_said_at_once() -> None:
         ("checkpoint.every=20", "", "no unit"),
         ("checkpoint.every=20 steps", "10 steps", "cannot be ramped"),
         ("optimizer.lr={to=1e-4, over='3 steps'}", "10 steps", "once"),
-        ("optimizer.lr=1e-3", "10", "no unit"),
+        ("optimizer.lr=1e-3", "10", "not a quantity"),
     ):
         with pytest.raises(ConfigError, match=words):
             read_entry([change], at=3, over=over)

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from fsdp_pretrain.config.config import with_timeline
 from fsdp_pretrain.config.resume_rules import (
     changes,
     differences,
@@ -186,7 +187,8 @@ class Resume:
         stands, unknown = load_recorded(path)
         refuse_unknown(path, unknown)
         live = [entry for entry in overrides.read(self._run).timeline if entry not in stands.timeline]
-        stands = stands.model_copy(update={"timeline": [*stands.timeline, *live]})  # `control set` declared them
+        if live:  # declared by `control set`
+            stands = with_timeline(stands, [*stands.timeline, *live], path)
         here = changes(stands, self._config)
         missing = undeclared(here, self._terms.changes, content.consumed) if content.consumed else []  # nothing learned
         wrong = forbidden(content.identity, self._identity, content.cursor)
