@@ -192,7 +192,8 @@ class Resume:
         here = changes(stands, self._config)
         missing = undeclared(here, self._terms.changes, content.consumed) if content.consumed else []  # nothing learned
         wrong = forbidden(content.identity, self._identity, content.cursor)
-        refuse(str(checkpoint.path), wrong, missing, content.cursor)
+        at_once = stands.schedule.jumps_to(self._config.schedule, content.consumed)
+        refuse(str(checkpoint.path), wrong, missing, content.cursor, at_once)
         changed = [change.text for change in changes(wrote, self._config)]
         changed += [f"{change.text} -> not known to this version" for change in unknown]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")

@@ -19,7 +19,7 @@ from typing import Any
 from fsdp_pretrain.units import Progress
 
 from .curves import ENDLESS, LearningRateCurve
-from .steering import Placed, SteeredValues, Steering, StepValues
+from .steering import Placed, SteeredValues, Steering, StepValues, jumps
 
 
 @dataclass(frozen=True)
@@ -240,6 +240,11 @@ class Schedule:
     def timeline(self) -> list[Placed]:
         """The entries of the timeline in order, with their places and what jumps there."""
         return self._timeline.entries
+
+    def jumps_to(self, other: Schedule, consumed: int) -> list[str]:
+        """What differs at once if the step after `consumed` samples is of another schedule instead of this one."""
+        following = consumed + other.batch.batch_at(consumed)
+        return [str(jump) for jump in jumps(self.values_at(following), other.values_at(following))]
 
     def unmeant(self) -> list[str]:
         """Jumps of the timeline that no entry says are meant, one sentence each."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from math import inf
 from typing import Any, Generic, Literal, TypeVar
 
 from fsdp_pretrain.units import Progress
@@ -69,7 +70,7 @@ class Jump:
 
     def __str__(self) -> str:
         """`lr 4.53e-05 -> 2.46e-05 (-45.7%)`."""
-        percent = "" if self.share is None else f" ({self.share:+.1%})"
+        percent = "" if self.share in (None, inf) else f" ({self.share:+.1%})"
         return f"{self.key} {_short(self.before)} -> {_short(self.after)}{percent}"
 
 
@@ -106,9 +107,12 @@ class Track:
 
     @property
     def marks(self) -> list[int]:
-        """Where it changes: the places of changes and the ends of ramps."""
-        ends = (at + change[2] for at, change in zip(self._places, self._changes, strict=True))
-        return sorted({*self._places, *ends})
+        """Where it changes: the places of changes, and the ends of ramps that no other change cuts short."""
+        found = set(self._places)
+        for number, (_, _, length) in enumerate(self._changes):
+            end = self._places[number] + length
+            found |= {end} if all(end < later for later in self._places[number + 1 :]) else set()
+        return sorted(found)
 
 
 class Switch(Generic[T]):
@@ -256,17 +260,24 @@ class SteeredValues:
     # ------------------------------------------------------------------ continuity
 
     def _jumps(self, at: int, placed: Sequence[tuple[int, TimelineEntry]]) -> Iterator[Jump]:
-        """What jumps at a place."""
+        """What jumps at a place; at the beginning of the run, nothing can."""
+        if at == 0:
+            return
         here = [entry for place, entry in placed if place == at]
         meant = any(entry.allow_jump for entry in here)
         begun = {key.partition(".")[2] for entry in here for key, value in entry.changes() if _begins(value)}
-        before, after = self.values_at(at), self.values_at(at, behind=True)
-        for item in fields(StepValues):
-            key, was, is_ = item.name, getattr(before, item.name), getattr(after, item.name)
-            if was != is_ and key != "rewarm":
-                share = _share(was, is_)
-                said = key in begun or (key == "lr" and ({"lr", "min_lr"} & begun or any(e.rewarm for e in here)))
-                yield Jump(key, was, is_, share, bool(meant or said or share is None or abs(share) <= _LARGEST_JUMP))
+        begun |= {"lr"} if {"min_lr", "lr_scale"} & begun or any(entry.rewarm for entry in here) else set()
+        for jump in jumps(self.values_at(at), self.values_at(at, behind=True)):
+            yield replace(jump, meant=jump.meant or meant or jump.key in begun)
+
+
+def jumps(before: StepValues, after: StepValues) -> Iterator[Jump]:
+    """What differs between two steps; meant if it is small, or a choice."""
+    for item in fields(StepValues):
+        was, is_ = getattr(before, item.name), getattr(after, item.name)
+        if was != is_ and item.name != "rewarm":
+            share = _share(was, is_)
+            yield Jump(item.name, was, is_, share, share is None or abs(share) <= _LARGEST_JUMP)
 
 
 def _ranges(
@@ -297,7 +308,7 @@ def _share(before: Any, after: Any) -> float | None:
         return max((float((1 - was) / (1 - is_) - 1) for was, is_ in zip(before, after, strict=True)), key=abs)
     if isinstance(before, str):
         return None
-    return float(after) / before - 1 if before else float("inf")
+    return float(after) / before - 1 if before else inf
 
 
 def _short(value: Any) -> str:

@@ -190,11 +190,16 @@ class TimelineEntry(Section):
                 if (value := getattr(section, key)) is not None:
                     yield f"{name}.{key}", value
 
+    def keys(self) -> str:
+        """For people: `optimizer.lr = 4e-05, rewarm = 2_000 steps`."""
+        parts = [f"{key} = {_short(value)}" for key, value in self.changes()]
+        parts += ["continuous"] if self.continuous else []
+        parts += [f"rewarm = {self.rewarm}"] if self.rewarm is not None else []
+        return ", ".join(parts)
+
     def __str__(self) -> str:
         """For people: `at 26_000 steps: optimizer.lr = 4e-05`."""
-        parts = [f"{key} = {_short(value)}" for key, value in self.changes()]
-        parts += [f"rewarm = {self.rewarm}"] if self.rewarm is not None else []
-        return f"at {self.at}: {', '.join(parts)}"
+        return f"at {self.at}: {self.keys()}"
 
 
 def _short(value: Any) -> str:

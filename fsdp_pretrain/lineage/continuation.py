@@ -54,6 +54,7 @@ class Branch:
             skip=str(self.skip) if self.skip else None,
             changes=_changes(self.before, self.after),
             since_checkpoint=_changes(load_compatible(self.checkpoint.path / CONFIG), self.after),
+            jumps=self.before.schedule.jumps_to(self.after.schedule, self.state.consumed),
             schedule={
                 "before": schedule_from(self.before, self.state),
                 "after": schedule_from(self.after, self.state),
@@ -176,6 +177,7 @@ def render(report: BranchReport) -> list[str]:
     lines += [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report.changes or ["none"])]
     other = [text for text in report.since_checkpoint if text not in report.changes]
     lines += [f"  {'earlier' if not at else '':11} {text} (since the checkpoint)" for at, text in enumerate(other)]
+    lines += [f"  {'jump' if not at else '':11} {text}" for at, text in enumerate(report.jumps)]
     lines.append(f"  {'schedule':8} {'step':>12} {'consumed':>14} {'cursor':>14} {'batch':>6} {'lr':>10}  shares")
     for name, rows in report.schedule.items():
         for row in rows:

@@ -19,14 +19,11 @@ from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
-from . import devices, epochs, memory, predict
+from . import devices, epochs, memory, predict, preview
 from . import warnings as advice
 from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, speed
 from .overheads import DAY
 from .sizes import check_declared
-
-_COLUMNS = ("step", "consumed", "tokens", "batch", "lr")
-"""Columns of the schedule's preview; those of the run's ramps follow."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,7 @@ class Plan:
         heldout: of the held-out loss, or None.
         markers: where schedules change, see `warnings.markers`.
         schedule: rows of `Schedule.preview`.
+        timeline: what changes in the course of the run, and what of it jumps.
         world: on a given number of ranks, or None.
     """
 
@@ -113,7 +111,8 @@ class Plan:
     time: RunTime | None
     heldout: HeldOut | None
     markers: dict[str, advice.Marker]
-    schedule: list[dict[str, float | int]]
+    schedule: list[dict[str, Any]]
+    timeline: list[preview.TimelineRow]
     warnings: list[str]
     world: Layout | None
 
@@ -207,6 +206,7 @@ def plan(
         heldout=_heldout(config),
         markers=advice.markers(schedule),
         schedule=schedule.preview(),
+        timeline=preview.entries(schedule),
         warnings=warnings,
         world=layout,
     )
@@ -317,15 +317,8 @@ def render(plan: Plan) -> str:
         lines += _render_layout(plan.world)
     if plan.time is not None:
         lines.append(_render_time(plan.time))
-    ramps = [key for key in plan.schedule[0] if key not in _COLUMNS]
-    names = "".join(f" {name:>16}" for name in ramps)
-    lines.append(f"  {'step':>10} {'consumed':>14} {'tokens':>8} {'batch':>6} {'lr':>10}{names}")
-    for row in plan.schedule:
-        values = "".join(f" {row[name]:>16.4f}" for name in ramps)
-        lines.append(
-            f"  {row['step']:>10_} {row['consumed']:>14_} {human_count(row['tokens']):>8} "
-            f"{row['batch']:>6} {row['lr']:>10.3e}{values}"
-        )
+    lines += preview.render_rows(plan.schedule)
+    lines += preview.render_entries(plan.timeline)
     for name, mark in plan.markers.items():
         tokens = human_count(mark.tokens)
         lines.append(f"  {name:<11} after step {mark.step:_}, {mark.samples:_} samples, {tokens} tokens")

@@ -136,6 +136,9 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
             f"the learning rate ends at {schedule.lr_at(schedule.total):.3g}, above its floor of "
             f"{config.optimizer.min_lr:.3g}: optimizer.decay is longer than the run; leave it out to end with the run"
         )
+    for placed in schedule.timeline:
+        if placed.at >= schedule.total:
+            yield f"timeline, {placed.entry}: the run has ended by then"
     saves = config.save_every(0)
     if saves.unit == "step" and saves.value > schedule.steps:
         yield f"checkpoint.every = {saves} is longer than the run: only its end is saved"
