@@ -204,6 +204,8 @@ def test_a_live_set_survives_kill_9_at_any_point(
     monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/traps.py"))
     monkeypatch.setenv("TRAP", json.dumps(trap))
     job = lab.start(config, ranks=2)
+    monkeypatch.delenv("TRAP")
+    monkeypatch.delenv("EXECUTE_FIRST")
     until(lambda: steps(run) >= 10, what=job.output)
     command = start_command(CLI, "control", run, "set", "optimizer.lr_scale=0.5", "--yes", "--reason", "why")
     assert -signal.SIGKILL in job.wait()
@@ -214,8 +216,6 @@ def test_a_live_set_survives_kill_9_at_any_point(
     else:
         assert ("it lasts, also over restarts" in said) is lasts and ("nothing was changed" in said) is not lasts
     assert bool(timeline(run)) is bool(lasts)
-    monkeypatch.delenv("TRAP")
-    monkeypatch.delenv("EXECUTE_FIRST")
     last = max(record["step"] for record in helpers.metrics(run)) + 20
     lab.train(config, f"train.duration={last} steps", ranks=2, flags=("--allow", "train.duration"))
     told = [entry["text"] for entry in helpers.journal(run, "overrides")]
