@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from fsdp_pretrain.config.config import with_timeline
 from fsdp_pretrain.config.resume_rules import (
     changes,
     differences,
@@ -17,7 +18,7 @@ from fsdp_pretrain.config.resume_rules import (
 )
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
 from fsdp_pretrain.parallel.fsdp import compute_dtype
-from fsdp_pretrain.record import lineage
+from fsdp_pretrain.record import lineage, overrides
 from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.record.metrics import left_behind
 from fsdp_pretrain.record.recorder import Recorder
@@ -185,6 +186,9 @@ class Resume:
             path = its
         stands, unknown = load_recorded(path)
         refuse_unknown(path, unknown)
+        live = [entry for entry in overrides.read(self._run).timeline if entry not in stands.timeline]
+        if live:  # declared by `control set`
+            stands = with_timeline(stands, [*stands.timeline, *live], path)
         here = changes(stands, self._config)
         missing = undeclared(here, self._terms.changes, content.consumed) if content.consumed else []  # nothing learned
         wrong = forbidden(content.identity, self._identity, content.cursor)

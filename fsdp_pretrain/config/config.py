@@ -305,6 +305,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def with_timeline(config: Config, timeline: Sequence[TimelineEntry], path: Path) -> Config:
+    """The configuration with another timeline, checked as a whole. `path` is for messages.
+
+    Raises ConfigError, which lists every problem.
+    """
+    raw = config.model_dump(mode="json", exclude_none=True)
+    raw["timeline"] = [entry.model_dump(mode="json", exclude_none=True) for entry in timeline]
+    changed, problems = _validate(raw, path, {})
+    if changed is None:
+        raise _invalid(problems, path)
+    return changed
+
+
 def _invalid(problems: list[str], path: Path) -> ConfigError:
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     return ConfigError(f"{count} in {path}\n" + "\n".join(f"  - {problem}" for problem in problems))

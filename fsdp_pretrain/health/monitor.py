@@ -117,6 +117,10 @@ class Health:
         self._carried = [finding for rule in rules for finding in rule.incident.carried()]
         self._expected = expected
 
+    def steer(self, config: Config) -> None:
+        """Go on with a configuration in which only the timeline differs."""
+        self._schedule = config.schedule
+
     @property
     def suspicion(self) -> str | None:
         """Why a checkpoint made now should not be trusted; None if it can be."""

@@ -62,6 +62,7 @@ class StepSeconds(_Part):
     optimizer: float = 0.0
     heldout: float = 0.0  # measuring the held-out loss
     other: float = 0.0
+    paused: float = 0.0  # before the iteration and no part of it: held by `control pause`
 
     @property
     def training(self) -> float:

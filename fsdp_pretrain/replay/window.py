@@ -14,9 +14,11 @@ from data.packing.position import Position
 from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.checkpoint.store import Checkpoint
+from fsdp_pretrain.config import live_set
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.config.resume_rules import FREE, changes, differences, load_compatible
+from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.record import environment, journal, lineage
 from fsdp_pretrain.record.environment import Environment
@@ -171,8 +173,12 @@ def _refuse_mixed(run: RunDir, records: list[StepRecord], config: Config) -> Non
 
 
 def _settings(run: RunDir, segment: int) -> Config:
-    """The configuration that a start trained with. Raises ConfigError."""
-    return load_compatible(run.segment(segment) / "config.toml")
+    """The configuration that a start trained with, with what it was set while it ran. Raises ConfigError."""
+    config = load_compatible(run.segment(segment) / "config.toml")
+    for answer in journal.of_kind(journal.read(run), "control"):
+        if answer.get("did") == "set" and answer.get("segment") == segment:
+            config = live_set.steer(config, TimelineEntry.model_validate(answer["entry"]))
+    return config
 
 
 def _before(record: StepRecord, config: Config) -> Position:

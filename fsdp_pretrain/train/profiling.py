@@ -47,7 +47,7 @@ class StepProfiler:
     def ask(self, request: ProfileRequest | None) -> bool:
         """On rank 0: keep a new request until `agree`; returns whether there is one."""
         self._pending += [] if request is None else [request]
-        return request is not None
+        return bool(self._pending)
 
     def agree(self, step: int) -> None:
         """After `step`, on all ranks: take the request. The step before its first one warms the profiler up."""

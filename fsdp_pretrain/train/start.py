@@ -254,6 +254,15 @@ def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:
         run.recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
 
 
+def discard_requests(run: RunContext) -> None:
+    """Discard requests from before this start was ready, most for an earlier one, and say so."""
+    for request in run.inbox.discard():
+        what = " ".join([request.verb or "a damaged request", *request.changes])
+        facts = {"request": request.id, "asked": request.verb, "by": request.by}
+        why = "it was sent before training had begun"
+        run.recorder.event("control", f"discarded, since {why}: {what}", refused=why, **facts)
+
+
 def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
     """Record which held-out samples are measured, and how often."""
     if heldout is not None:

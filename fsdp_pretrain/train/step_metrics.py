@@ -62,6 +62,10 @@ class StepRecords:
         self._flops = partial(flops_per_token, parameters, config.model)
         self._peak = peak_flops(device_name(world.device))
 
+    def steer(self, config: Config) -> None:
+        """Go on with a configuration in which only the timeline differs."""
+        self._config = config
+
     def of(self, issued: IssuedStep) -> StepRecord:
         """The record of a step whose metrics have arrived."""
         config, world, state = self._config, self._world, issued.state

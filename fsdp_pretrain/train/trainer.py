@@ -7,6 +7,7 @@ step, so decisions based on them need no further communication.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +19,7 @@ from torch import Tensor
 from data.packing.loader import StepBatch
 from data.packing.position import Position
 from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.steering import StepValues
 from fsdp_pretrain.errors import DataError, Exit, UserError
 from fsdp_pretrain.health.journal import Provenance, record_findings
@@ -26,12 +28,15 @@ from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.record.inbox import Request
+from fsdp_pretrain.record.requests import Requests
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
 from .checkpointing import Checkpointing
 from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
 from .heldout_loss import HeldOutLoss
+from .live_control import Decided, LiveControl
 from .profiling import StepProfiler
 from .run_context import RunContext
 from .step_clock import StepClock
@@ -65,6 +70,7 @@ class AgreedActions:
     stop: bool = False
     save: bool = False
     profile: bool = False
+    steer: bool = False
     saved: int = 0
     overdue: bool = False
     rollback: RollbackRequest | None = None
@@ -84,6 +90,8 @@ class Trainer:
         provenance: names the documents of a batch, for the journal.
         reread: rebuilds a batch, while `data` may be prefetching others.
         heldout: measures the held-out loss.
+        guard: raises UserError if this job may not write into the run directory any more.
+        on_set: called on every rank with the configuration after `control set`.
 
     Attributes:
         context: as given.
@@ -104,6 +112,8 @@ class Trainer:
         provenance: Provenance | None = None,
         reread: Reread | None = None,
         heldout: HeldOutLoss | None = None,
+        guard: Callable[[], None] = lambda: None,
+        on_set: Callable[[Config], None] = lambda config: None,
     ) -> None:
         config, world = run.config, run.world
         self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
@@ -114,6 +124,7 @@ class Trainer:
         self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
         self._profiler = StepProfiler(run)
         self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
+        self._control, self._on_set = LiveControl(run, guard), on_set
         self.rollback: RollbackRequest | None = None
         self._first = state.step
         self._issued: deque[IssuedStep] = deque()
@@ -165,7 +176,7 @@ class Trainer:
                 self.saves.finish()
             if self._save_due() or agreed.save:
                 self.checkpoint()
-            if agreed.stop:
+            if agreed.stop or (agreed.steer and self._steer()):
                 outcome = Exit.RESUME
                 break
         self._profiler.finish(self.state.step)
@@ -179,6 +190,48 @@ class Trainer:
         if self.saves.saved_step != self.state.step:
             self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
         return outcome
+
+    def _steer(self) -> bool:
+        """Do what operators asked for, before the next step; whether to stop."""
+        pause = self._decide().pause
+        if pause is None:
+            return False
+        start = time.perf_counter()
+        self.collect(keep=0)
+        if self._agreed.rollback is not None:
+            self._control.refuse(pause, self.state.step, "the run goes back to an earlier step")
+            return False
+        self._heartbeat.beat(Phase.SAVE)
+        self.saves.finish()
+        stop = self._control.hold(pause, self.state.step, self._look_while_held, self._act_while_held)
+        seconds = time.perf_counter() - start
+        self.saves.pass_over(seconds)
+        self._clock.go_on(seconds)
+        return stop
+
+    def _decide(self, *, held: bool = False) -> Decided:
+        """Decide on what operators asked for, and go on with what was set."""
+        decided = self._control.decide(self.state.step, held=held)
+        if decided.entries:
+            self.config = config = self._control.config
+            self.schedule = config.schedule
+            self._records.steer(config)
+            self._health.steer(config)
+            if self._heldout is not None:
+                self._heldout.steer(config)
+            self._on_set(config)
+        return decided
+
+    def _look_while_held(self) -> Requests:
+        asked, (_, retry, _) = self.context.inbox.take(), self.saves.signals()
+        self._profiler.ask(asked.profile)
+        return replace(asked, save=asked.save or retry)
+
+    def _act_while_held(self, asked: Requests) -> Request | None:
+        if asked.save and self.saves.saved_step != self.state.step:
+            self.checkpoint()
+            self.saves.finish()
+        return self._decide(held=True).resume if asked.steer else None
 
     def _end_for(self, rollback: RollbackRequest) -> Exit:
         """End without saving: the steps since the incident are discarded."""
@@ -280,6 +333,7 @@ class Trainer:
             stop=asked.stop,
             save=asked.save or retry,
             profile=self._profiler.ask(asked.profile),
+            steer=asked.steer,
             without_data=self._data_error is not None,
             saved=saved,
             overdue=overdue,
@@ -367,6 +421,7 @@ class Trainer:
             self._agreed.stop |= counts.stop > 0
             self._agreed.save |= counts.save > 0
             self._agreed.profile |= counts.profile > 0
+            self._agreed.steer |= counts.steer > 0
             self._agreed.saved = max(self._agreed.saved, counts.saved)
             self._agreed.overdue |= counts.overdue > 0
             self._clock.finish(issued.times)

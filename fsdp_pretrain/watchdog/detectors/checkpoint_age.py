@@ -243,6 +243,9 @@ class CheckpointDetector(Detector):
                 "check whether a mount is missing (checkpoint.fallback_dir?), or checkpoints were deleted",
                 step=step,
             )
+        elif kind == "control" and mine and (every := entry.get("entry", {}).get("checkpoint", {}).get("every")):
+            before, asked, place = self._every, Progress.parse(every), entry["consumed"]
+            self._every = lambda consumed: asked if consumed > place else before(consumed)
         elif kind == "checkpoint-failed" and mine:
             self.failures += 1
             self.open(
