@@ -16,8 +16,8 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.hf_folder import Folder
 from fsdp_pretrain.checkpoint.hf_layout import FACTS, ExportFacts, read_json_object, read_model
+from fsdp_pretrain.config.data_section import CausalObjective
 from fsdp_pretrain.config.model import GLMModel, LlamaModel
-from fsdp_pretrain.config.sections import CausalObjective
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.mesh import World

@@ -31,9 +31,9 @@ from data.text.tokenizer import Tokenizer
 from data.validate.validate import check_against, validate
 from fsdp_pretrain.checkpoint.state import identity
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.config.resume_rules import differences
 from fsdp_pretrain.config.schedule import BatchSchedule
-from fsdp_pretrain.config.sections import GLMObjective
 from fsdp_pretrain.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.quick

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.sections import DataSection, GLMObjective, Place, SourceSection
+from fsdp_pretrain.config.data_section import DataSection, GLMObjective, Place, SourceSection
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.errors import ConfigError, DataError
 

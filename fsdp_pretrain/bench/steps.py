@@ -20,8 +20,8 @@ from data.packing.loader import MicroBatch, StepBatch, check_batches
 from data.packing.position import Position
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.config.schedule import BatchSchedule
-from fsdp_pretrain.config.sections import GLMObjective
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.console import Parser
 from fsdp_pretrain.health.monitor import Health

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from fsdp_pretrain.config.data_section import Objective
 from fsdp_pretrain.config.model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
-from fsdp_pretrain.config.sections import Objective
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.units import human_bytes

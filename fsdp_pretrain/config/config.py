@@ -19,6 +19,7 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import Progress
 
 from .base import Section
+from .data_section import DataSection, GLMObjective
 from .intervals import Every
 from .model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
 from .operations import HealthSection, LaunchSection, WatchdogSection
@@ -26,9 +27,7 @@ from .schedule import BatchSchedule, Ramp, Schedule
 from .sections import (
     BatchRampSection,
     CheckpointSection,
-    DataSection,
     EvalSection,
-    GLMObjective,
     OptimizerSection,
     ParallelSection,
     RecordSection,

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsdp_pretrain.config.sections import DataSection
+from fsdp_pretrain.config.data_section import DataSection
 
 from .decoder import Decoder
 from .loss import IGNORE
