@@ -16,6 +16,7 @@ from fsdp_pretrain.config.resume_rules import (
     refuse_unknown,
     undeclared,
 )
+from fsdp_pretrain.config.surgery import refuse_missed
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
 from fsdp_pretrain.parallel.fsdp import compute_dtype
 from fsdp_pretrain.record import lineage
@@ -190,6 +191,7 @@ class Resume:
         missing = undeclared(here, self._terms.changes) if content.consumed else []  # nothing learned yet
         wrong = forbidden(content.identity, self._identity, content.cursor)
         refuse(str(checkpoint.path), wrong, missing, content.cursor)
+        refuse_missed(self._config, wrote, consumed=content.consumed, batch=content.batch)
         changed = [change.text for change in changes(wrote, self._config)]
         changed += [f"{change.text} -> not known to this version" for change in unknown]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +15,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from fsdp_pretrain.units import BatchSize, Progress, SampleRange, Seconds
 
 from .base import Positive, Section, Share
+from .surgery import Pattern, SurgerySection
 
 Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
 
@@ -292,18 +292,10 @@ class OptimizerSection(Section):
     """Factor for the gradient of the embedding table over time, as in GLM-130B; empty: off."""
     shrink_paths: Literal["input", "both"] = "both"
     """Gradients that are shrunk: those through the `input` only, or also those through the logits of a tied table."""
-    no_decay: list[str] = ["bias$", "norm.*\\.weight$"]
+    no_decay: list[Pattern] = ["bias$", "norm.*\\.weight$"]
     """Regular expressions; parameters whose name matches one get no weight decay."""
-
-    @field_validator("no_decay")
-    @classmethod
-    def _compiles(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-        return patterns
+    surgery: list[SurgerySection] = []
+    """Resets of moments and frozen parameters at points of the run: one `[[optimizer.surgery]]` table each."""
 
 
 Recompute = Annotated[int, Field(ge=0)] | Literal["feed-forward"]

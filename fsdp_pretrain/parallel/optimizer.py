@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from fsdp_pretrain.config.sections import LossScaleSection, OptimizerSection
+from fsdp_pretrain.config.surgery import Frozen
 from fsdp_pretrain.errors import ConfigError
 
 from .mesh import local_part
@@ -42,6 +44,7 @@ class AdamW:
 
     Attributes:
         state: by parameter name, {"step", "exp_avg", "exp_avg_sq"}; the moments are sharded like the parameter.
+        frozen: parameters that steps leave as they are -> what their moments do; see `surgery`.
 
     Raises:
         ConfigError: see `parameter_groups`.
@@ -52,6 +55,7 @@ class AdamW:
         decaying, spared = parameter_groups(model, config.no_decay)
         self._groups = ((decaying, config.weight_decay), (spared, 0.0))
         self.state: dict[str, dict[str, Tensor]] = {}
+        self.frozen: Mapping[str, Frozen] = {}
 
     @torch.no_grad()
     def step(self, *, lr: float, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -62,7 +66,7 @@ class AdamW:
             skip: the same on every rank, fp32 0-dim: 1 to leave parameters, moments and step counts unchanged, else 0.
                 None never skips.
         """
-        for names, weight_decay in self._groups:
+        for names, weight_decay, rate in self._parts(lr):
             used = [name for name in names if self._parameters[name].grad is not None]
             parameters, states = [self._parameters[name] for name in used], [self._state_of(name) for name in used]
             adamw(
@@ -78,12 +82,20 @@ class AdamW:
                 amsgrad=False,
                 beta1=self._config.betas[0],
                 beta2=self._config.betas[1],
-                lr=lr,
+                lr=rate,
                 weight_decay=weight_decay,
                 eps=self._config.eps,
                 maximize=False,
             )
         self.zero_grad()
+
+    def _parts(self, lr: float) -> Iterator[tuple[list[str], float, float]]:
+        """(names, weight decay, learning rate) to update together; a rate of 0 changes only the state."""
+        for names, weight_decay in self._groups:
+            yield [name for name in names if name not in self.frozen], weight_decay, lr
+            filling = [name for name in names if self.frozen.get(name) == "fill"]
+            if filling:
+                yield filling, weight_decay, 0.0
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():

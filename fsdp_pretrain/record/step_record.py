@@ -117,6 +117,7 @@ class StepRecord(_Part):
     nonfinite_rank: int | None = None  # the rank whose loss was not finite, if it was a single one
     replicas: Replicas | None = None  # of the steps that compare them
     lr: float  # applied
+    frozen: int = 0  # parameter tensors that surgery kept from it
     ramps: Ramps
     batch: int  # samples
     sequence_length: int  # tokens of a sample

@@ -86,6 +86,7 @@ class StepRecords:
             nonfinite_rank=int(sums.bad_ranks) if bad_losses == 1 else None,
             replicas=replicas.compare(counts.checksums, world.shards) if counts.checksums else None,
             lr=issued.lr,
+            frozen=issued.data["frozen"],
             ramps=Ramps(shares=issued.data["shares"], **issued.ramps),
             batch=state.batch,
             sequence_length=length,

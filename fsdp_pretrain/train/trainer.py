@@ -25,6 +25,7 @@ from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.parallel.surgery import Surgery
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
 from .checkpointing import Checkpointing
@@ -81,6 +82,7 @@ class Trainer:
         provenance: names the documents of a batch, for the journal.
         reread: rebuilds a batch, while `data` may be prefetching others.
         heldout: measures the held-out loss.
+        surgery: on the optimiser.
 
     Attributes:
         context: as given.
@@ -101,6 +103,7 @@ class Trainer:
         provenance: Provenance | None = None,
         reread: Reread | None = None,
         heldout: HeldOutLoss | None = None,
+        surgery: Surgery | None = None,
     ) -> None:
         config, world = run.config, run.world
         self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
@@ -111,6 +114,7 @@ class Trainer:
         window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
         self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
+        self._surgery = surgery
         self.rollback: RollbackRequest | None = None
         self._first = state.step
         self._issued: deque[IssuedStep] = deque()
@@ -213,6 +217,7 @@ class Trainer:
         norm, divisor = optim.clip(sums.total_norm(self.world), self.config.train.grad_clip, too_large)
         skip = sums.not_finite() if self._skips else None
         sums.add_update(norm, scale, skip)
+        self._operate()
         self.optimizer.step(lr=lr, divisor=divisor, skip=skip)
         if self.scaler is not None and skip is not None:
             self.scaler.advance(skip)
@@ -224,6 +229,12 @@ class Trainer:
             IssuedStep(state, lr, ramps, times, host_counts, host_sums, host_heldout, ready, self._facts(batch))
         )
         self.state = state
+
+    def _operate(self) -> None:
+        """See `Surgery.act`."""
+        if self._surgery is not None:
+            for text in self._surgery.act(self.optimizer, consumed=self.state.consumed, batch=self.state.batch):
+                self.recorder.event("surgery", text, step=self.state.step)
 
     def _measure_heldout(self, state: TrainState) -> Tensor | None:
         """See `HeldOutLoss.measure`; None unless it is due after the step that led to `state`."""
@@ -316,6 +327,7 @@ class Trainer:
         """Facts about a batch and what runs beside it that need no sum."""
         beside = [*(["save"] if self.saves.in_flight else []), *self.context.beside()]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
+        facts["frozen"] = len(self.optimizer.frozen)
         return {"shares": batch.shares, "epochs": batch.epochs, **facts}
 
     # ------------------------------------------------------------------ what steps measured
