@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,16 @@ def parameter_groups(model: nn.Module, patterns: list[str]) -> tuple[list[str], 
     return [name for name in names if name not in set(spared)], spared
 
 
+@dataclass(frozen=True)
+class AppliedUpdate:
+    """What the fused kernel was called with for some parameters."""
+
+    names: list[str]
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+
+
 class AdamW:
     """Fused AdamW (arXiv 1711.05101) over this rank's parts of a model's parameters, in two groups.
 
@@ -45,6 +56,7 @@ class AdamW:
     Attributes:
         state: by parameter name, {"step", "exp_avg", "exp_avg_sq"}; the moments are sharded like the parameter.
         frozen: parameters that steps leave as they are -> what their moments do; see `surgery`.
+        applied: how the last step updated which parameters.
 
     Raises:
         ConfigError: see `parameter_groups`.
@@ -56,6 +68,7 @@ class AdamW:
         self._groups = ((decaying, config.weight_decay), (spared, 0.0))
         self.state: dict[str, dict[str, Tensor]] = {}
         self.frozen: Mapping[str, Frozen] = {}
+        self.applied: list[AppliedUpdate] = []
 
     @torch.no_grad()
     def step(self, *, lr: float, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -66,7 +79,9 @@ class AdamW:
             skip: the same on every rank, fp32 0-dim: 1 to leave parameters, moments and step counts unchanged, else 0.
                 None never skips.
         """
+        self.applied = []
         for names, weight_decay, rate in self._parts(lr):
+            self.applied.append(AppliedUpdate(names, rate, weight_decay, self._config.betas))
             used = [name for name in names if self._parameters[name].grad is not None]
             parameters, states = [self._parameters[name] for name in used], [self._state_of(name) for name in used]
             adamw(

@@ -28,9 +28,11 @@ from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.surgery import Surgery
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
+from . import activation_maxima
 from .checkpointing import Checkpointing
 from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
+from .group_statistics import GroupStatistics
 from .heldout_loss import HeldOutLoss
 from .run_context import RunContext
 from .step_clock import StepClock
@@ -110,7 +112,9 @@ class Trainer:
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
         model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
         self.saves, self.state, self.recorder, self._heartbeat = saves, state, run.recorder, run.heartbeat
-        self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
+        self._statistics = GroupStatistics(model, optimizer, config, world)
+        parameters, scaled = model.count_parameters(), scaler is not None
+        self._records = StepRecords(config, world, parameters, self._statistics, scaled=scaled)
         window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
         self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
@@ -206,6 +210,8 @@ class Trainer:
         lr, ramps = self.schedule.lr_at(state.consumed), self.schedule.ramps_at(state.consumed)
         self.model.embedding.shrink = ramps.get("embedding_shrink", 1.0)
         counts = self._sum_counts(batch)
+        measures = self._statistics.due(state)
+        maxima = self._measure_maxima(batch) if measures else None
         self._clock.begin_forward()
         sums = self._accumulate(batch, counts)
         self._clock.begin_update()
@@ -218,16 +224,16 @@ class Trainer:
         skip = sums.not_finite() if self._skips else None
         sums.add_update(norm, scale, skip)
         self._operate()
+        gradients = self._statistics.of_gradients(too_large) if measures else None
         self.optimizer.step(lr=lr, divisor=divisor, skip=skip)
+        groups = None if gradients is None else self._statistics.after_update(gradients)
         if self.scaler is not None and skip is not None:
             self.scaler.advance(skip)
         self._clock.end_update()
         heldout = self._measure_heldout(state)
         times = self._clock.end_step(self.saves.take_stalled(), measured=heldout is not None)
-        host_counts, host_sums, host_heldout, ready = to_host(self.world.device, counts, sums.packed, heldout)
-        self._issued.append(
-            IssuedStep(state, lr, ramps, times, host_counts, host_sums, host_heldout, ready, self._facts(batch))
-        )
+        measured = to_host(self.world.device, counts, sums.packed, heldout, groups, maxima)
+        self._issued.append(IssuedStep(state, lr, ramps, times, self._facts(batch), *measured))
         self.state = state
 
     def _operate(self) -> None:
@@ -235,6 +241,13 @@ class Trainer:
         if self._surgery is not None:
             for text in self._surgery.act(self.optimizer, consumed=self.state.consumed, batch=self.state.batch):
                 self.recorder.event("surgery", text, step=self.state.step)
+
+    def _measure_maxima(self, batch: StepBatch) -> Tensor | None:
+        """See `activation_maxima.measure`; None unless configured."""
+        if not self.config.record.activation_maxima:
+            return None
+        self._heartbeat.beat(Phase.COMPUTE)
+        return activation_maxima.measure(self.model, batch.micro[0], self.config, self.world)
 
     def _measure_heldout(self, state: TrainState) -> Tensor | None:
         """See `HeldOutLoss.measure`; None unless it is due after the step that led to `state`."""
