@@ -22,7 +22,7 @@ from fsdp_pretrain.record.step_record import ParameterGroup, number
 
 _STRETCHES = 4
 """Parts of the depth whose attention and feed-forward layers are groups of their own."""
-_ELEMENTS = 2**24
+_ELEMENTS = 2**22
 """Most elements of a stretch, which needs two fp32 tensors of its size."""
 
 
@@ -88,10 +88,10 @@ class GroupStatistics:
 
         `scale`: by which they are too large, 0-dim; None is 1.
         """
-        gradients = {n: local_part(p.grad) for n, p in self._parameters.items() if p.grad is not None}
-        norms = dict(zip(gradients, torch._foreach_norm(list(gradients.values()), 2, torch.float64), strict=True))
-        zero = torch.zeros((), dtype=torch.float64, device=self._world.device)
-        squares = torch.stack([zero, *(norms.get(name, zero) for name in self._parameters)]).square()
+        gradients = [parameter.grad for parameter in self._parameters.values()]
+        zero = torch.zeros((), device=self._world.device)
+        own = [zero if each is None else _square(local_part(each).flatten()) for each in gradients]
+        squares = torch.stack([zero, *own]).double()
         return torch.where(self._members, squares if scale is None else squares / scale.double().square(), 0.0).sum(-1)
 
     @torch.no_grad()
@@ -112,12 +112,12 @@ class GroupStatistics:
         return torch.cat((every[:, :5].sum(0), every[:, 5:].amax(0)))
 
     def _corrections(self, states: dict[str, dict[str, Tensor]]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """(a, b) of every parameter, fp32 0-dim, so that Adam's update is lr * exp_avg / (a * sqrt(exp_avg_sq) + b)."""
+        """(a, b) of every parameter, fp32 0-dim, so that Adam's update is lr / a * exp_avg / (sqrt(exp_avg_sq) + b)."""
         beta1, beta2 = self._optimizer.applied[0].betas
         steps = torch.stack([state["step"] for state in states.values()]).double().clamp(min=1)
         first, second = 1 - beta1**steps, 1 - beta2**steps
         eps = self._config.optimizer.eps
-        return (first / second.sqrt()).float().unbind(), (first * eps).float().unbind()
+        return (first / second.sqrt()).float().unbind(), (second.sqrt() * eps).float().unbind()
 
     def _measure(
         self,
@@ -135,17 +135,18 @@ class GroupStatistics:
         first = [piece.of(states[piece.name]["exp_avg"]) for piece in stretch]
         second = [piece.of(states[piece.name]["exp_avg_sq"]) for piece in stretch]
         updates = [applied.get(piece.name, _NONE) for piece in stretch]
-        roots = torch._foreach_sqrt(second)
-        sums = [*torch._foreach_norm(second, 1, torch.float64), *torch._foreach_norm(roots, 1, torch.float64)]
-        largest = torch._foreach_norm(second, float("inf"), torch.float64)
-        torch._foreach_mul_(roots, [factors[piece.number] for piece in stretch])
+        scales = [factors[piece.number] for piece in stretch]
+        roots = list(torch._foreach_sqrt(second))
+        sums = [each.sum() for each in (*second, *roots)]
         torch._foreach_add_(roots, [offsets[piece.number] for piece in stretch])
-        moved = torch._foreach_mul(weights, [update.weight_decay for update in updates])
+        moved = torch._foreach_mul(weights, torch._foreach_mul(scales, [update.weight_decay for update in updates]))
         torch._foreach_addcdiv_(moved, first, roots)
-        lengths = torch._foreach_norm(moved, 2, torch.float64)
-        torch._foreach_mul_(lengths, [update.lr / (1 - update.lr * update.weight_decay) for update in updates])
-        norms = torch.stack([*torch._foreach_norm(weights, 2, torch.float64), *lengths]).square()
-        return torch.cat((norms, torch.stack([*sums, *largest]))).view(5, -1)
+        rates = [update.lr / (1 - update.lr * update.weight_decay) for update in updates]
+        lengths = [
+            _square(each) * (rate / scale).square() for each, rate, scale in zip(moved, rates, scales, strict=True)
+        ]
+        values = [*map(_square, weights), *lengths, *sums, *(each.amax() for each in second)]
+        return torch.stack(values).double().view(5, -1)
 
     def read(self, measured: Tensor, *, skipped: bool) -> dict[str, ParameterGroup]:
         """By group, from what `after_update` measured, in host memory. `skipped`: the step was."""
@@ -164,6 +165,11 @@ class GroupStatistics:
                 second_moment_root_max=number(largest**0.5),
             )
         return found
+
+
+def _square(flat: Tensor) -> Tensor:
+    """The squared norm of [n], fp32 0-dim; on a CPU several times faster than a norm, and nearer to it."""
+    return torch.dot(flat, flat)
 
 
 _NONE = AppliedUpdate([], 0.0, 0.0, (0.0, 0.0))
