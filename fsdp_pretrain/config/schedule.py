@@ -187,7 +187,7 @@ class Schedule:
             curve=LearningRateCurve(curve, self.warmup, self.decay, self.decay_start, warmup_shape, decay_shape),
             shrink=None if self.shrink is None else self.shrink.at,
             place=self.samples,
-            behind=self._behind,
+            behind=self.behind,
         )
 
     def samples(self, progress: Progress) -> int:
@@ -202,7 +202,7 @@ class Schedule:
         """Tokens of the first `samples` samples trained."""
         return self.lengths.tokens(samples)
 
-    def _behind(self, at: int, length: Progress) -> int:
+    def behind(self, at: int, length: Progress) -> int:
         """The place that is `length` behind another, both in samples."""
         if length.unit == "step":
             return self.batch.consumed_at(self.batch.step_at(at) + length.value)

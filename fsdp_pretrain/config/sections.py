@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -14,6 +13,7 @@ from fsdp_pretrain.units import BatchSize, Progress, Seconds
 
 from .base import FilePath, Positive, Section, Share
 from .intervals import Every
+from .surgery import Pattern, SurgerySection
 
 Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
 
@@ -139,24 +139,16 @@ class OptimizerSection(Section):
     """Factor for the gradient of the embedding table over time, as in GLM-130B; empty: off."""
     shrink_paths: Literal["input", "both"] = "both"
     """Gradients that are shrunk: those through the `input` only, or also those through the logits of a tied table."""
-    no_decay: list[str] = ["bias$", "norm.*\\.weight$"]
+    no_decay: list[Pattern] = ["bias$", "norm.*\\.weight$"]
     """Regular expressions; parameters whose name matches one get no weight decay."""
+    surgery: list[SurgerySection] = []
+    """Resets of moments and frozen parameters at points of the run: one `[[optimizer.surgery]]` table each."""
 
     @model_validator(mode="after")
     def _one_curve(self) -> OptimizerSection:
         if (self.curve == "wsd") != (self.decay_length is not None):
             raise ValueError("`decay_length` is needed for curve = wsd, and belongs to no other")
         return self
-
-    @field_validator("no_decay")
-    @classmethod
-    def _compiles(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-        return patterns
 
 
 Recompute = Annotated[int, Field(ge=0)] | Literal["feed-forward"]
@@ -333,6 +325,11 @@ class RecordSection(Section):
 
     console_every: Positive = 10
     """Steps between console lines."""
+    statistics_every: Progress = Progress(100, "step")
+    """Interval between statistics of groups of parameters in the record: gradient norms, Adam's second moments, updates
+    relative to weights. `"0 steps"`: never."""
+    activation_maxima: bool = False
+    """Also record the largest logit and attention scores then, from an additional forward pass of one micro-batch."""
     aim: bool = False
     """Mirror the record into Aim during training (needs the extra `aim`). Never affects training."""
     aim_repo: FilePath | None = None

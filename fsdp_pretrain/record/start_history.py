@@ -25,7 +25,7 @@ from .environment import Environment
 from .files import RunDir, replace_file, seconds_of
 from .metrics import METRICS, records
 from .status import Status
-from .step_record import StepRecord
+from .step_record import ParameterGroup, StepRecord
 
 _CLEAN = (0, 75)
 _DECLARING = frozenset(("hang", "rank-died"))
@@ -69,6 +69,7 @@ class StepColumns:
     tokens_per_second: Column
     memory: Column  # bytes
     by_source: dict[str, Column]  # `loss/NAME`, `heldout/NAME`, `share/NAME`: mean losses and planned share of a source
+    # and of groups of parameters: `gradient/NAME`, `update/NAME`, `second_moment/NAME`
 
     def __len__(self) -> int:
         return len(self.step)
@@ -266,8 +267,18 @@ def _row(record: StepRecord) -> _Row:
             **{f"loss/{name}": loss.mean for name, loss in record.sources.items()},
             **{f"heldout/{name}": loss.mean for name, loss in (record.heldout or {}).items()},
             **{f"share/{name}": share for name, share in ramps.shares.items()},
+            **_of_groups(record.groups or {}),
         },
     )
+
+
+def _of_groups(groups: dict[str, ParameterGroup]) -> dict[str, float]:
+    found = {}
+    for name, group in groups.items():
+        found[f"gradient/{name}"] = _known(group.grad_norm)
+        found[f"update/{name}"] = _known(group.update_ratio)
+        found[f"second_moment/{name}"] = _known(group.second_moment_max)
+    return found
 
 
 def _known(value: float | None) -> float:

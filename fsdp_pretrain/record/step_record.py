@@ -104,6 +104,26 @@ class Replicas(_Part):
     differing: list[int]  # ranks whose shard differs from the majority of replicas; without a majority, all its ranks
 
 
+class ParameterGroup(_Part):
+    """Statistics of a group of parameters in a step; None: not finite. The second moments are those after it."""
+
+    grad_norm: float | None  # unscaled, before clipping
+    grad_share: float | None  # of the squared gradient norm of all groups
+    weight_norm: float | None  # after the step
+    update_ratio: float | None  # norm of the step's change of the weights, relative to theirs
+    second_moment_l1: float | None  # sum of Adam's exp_avg_sq
+    second_moment_max: float | None
+    second_moment_root_l1: float | None  # the same of its square root
+    second_moment_root_max: float | None
+
+
+class ActivationMaxima(_Part):
+    """Largest values in the first micro-batches of all ranks, before the step's update; None: not finite."""
+
+    logit: float | None
+    attention_scores: list[float | None]  # of every block, before the softmax
+
+
 class StepRecord(_Part):
     """One optimiser step. `step`, `consumed`, `cursor` and `tokens` are counted after it."""
 
@@ -123,8 +143,11 @@ class StepRecord(_Part):
     skipped: bool  # the update was not applied, because loss or gradients were not finite
     not_finite: Literal["loss", "gradients"] | None
     nonfinite_rank: int | None = None  # the rank whose loss was not finite, if it was a single one
+    groups: dict[str, ParameterGroup] | None = None  # of the steps that measure them, by group of parameters
+    maxima: ActivationMaxima | None = None  # likewise, if configured
     replicas: Replicas | None = None  # of the steps that compare them
     lr: float  # applied
+    frozen: int = 0  # parameter tensors that surgery kept from it
     ramps: Ramps
     batch: int  # samples
     sequence_length: int  # tokens of a sample; of the longest, if they differ

@@ -124,6 +124,7 @@ def _values(record: StepRecord) -> PointValues:
     scalars += _losses(record.heldout or {}, "heldout")
     values = {name: getattr(record, attribute) for name, attribute in _VALUES.items()}
     scalars += [Scalar(name, value) for name, value in values.items() if value is not None]
+    scalars += _groups(record)
     scalars += [Scalar("speed/seconds", seconds, {"part": part}) for part, seconds in record.seconds]
     return PointValues(record.step, seconds_of(record.time) or 0.0, scalars)
 
@@ -132,6 +133,19 @@ def _losses(losses: Mapping[str, LossSum], subset: str) -> Iterator[Scalar]:
     for source, loss in losses.items():
         if math.isfinite(loss.mean):
             yield Scalar("loss", loss.mean, {"subset": subset, "source": source})
+
+
+def _groups(record: StepRecord) -> Iterator[Scalar]:
+    for name, group in (record.groups or {}).items():
+        for statistic, value in group:
+            if value is not None:
+                yield Scalar(f"optimizer/group_{statistic}", value, {"group": name})
+    if record.maxima is not None:
+        for block, score in enumerate(record.maxima.attention_scores):
+            if score is not None:
+                yield Scalar("training/attention_score_max", score, {"block": str(block)})
+        if record.maxima.logit is not None:
+            yield Scalar("training/logit_max", record.maxima.logit)
 
 
 def _scores(entry: dict[str, Any]) -> PointValues:

@@ -28,13 +28,16 @@ from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.parallel.surgery import Surgery
 from fsdp_pretrain.record.inbox import Request
 from fsdp_pretrain.record.requests import Requests
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
+from . import activation_maxima
 from .checkpointing import Checkpointing
 from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
+from .group_statistics import GroupStatistics
 from .heldout_loss import HeldOutLoss
 from .live_control import Decided, LiveControl
 from .profiling import StepProfiler
@@ -92,6 +95,7 @@ class Trainer:
         heldout: measures the held-out loss.
         guard: raises UserError if this job may not write into the run directory any more.
         on_set: called on every rank with the configuration after `control set`.
+        surgery: on the optimiser.
 
     Attributes:
         context: as given.
@@ -114,17 +118,21 @@ class Trainer:
         heldout: HeldOutLoss | None = None,
         guard: Callable[[], None] = lambda: None,
         on_set: Callable[[Config], None] = lambda config: None,
+        surgery: Surgery | None = None,
     ) -> None:
         config, world = run.config, run.world
         self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
         self.saves, self.state, self.recorder, self._heartbeat = saves, state, run.recorder, run.heartbeat
-        self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
+        self._statistics = GroupStatistics(model, optimizer, config, world)
+        parameters, scaled = model.count_parameters(), scaler is not None
+        self._records = StepRecords(config, world, parameters, self._statistics, scaled=scaled)
         window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
         self._profiler = StepProfiler(run)
         self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
         self._control, self._on_set = LiveControl(run, guard), on_set
+        self._surgery = surgery
         self.rollback: RollbackRequest | None = None
         self._first = state.step
         self._issued: deque[IssuedStep] = deque()
@@ -267,6 +275,8 @@ class Trainer:
         self._seed_dropout(state.step)
         values = self._enter(state.consumed)
         counts = self._sum_counts(batch)
+        measures = self._statistics.due(state)
+        maxima = self._measure_maxima(batch) if measures else None
         self._clock.begin_forward()
         sums = self._accumulate(batch, counts, values)
         self._clock.begin_update()
@@ -278,19 +288,33 @@ class Trainer:
         norm, divisor = optim.clip(sums.total_norm(self.world), values.grad_clip, too_large)
         skip = sums.not_finite() if self._skips else None
         sums.add_update(norm, scale, skip)
+        self._operate()
+        gradients = self._statistics.of_gradients(too_large) if measures else None
         self.optimizer.step(
             lr=values.lr, weight_decay=values.weight_decay, betas=values.betas, divisor=divisor, skip=skip
         )
+        groups = None if gradients is None else self._statistics.after_update(gradients)
         if self.scaler is not None and skip is not None:
             self.scaler.advance(skip)
         self._clock.end_update()
         heldout = self._measure_heldout(state)
         times = self._clock.end_step(self.saves.take_stalled(), measured=heldout is not None)
-        host_counts, host_sums, host_heldout, ready = to_host(self.world.device, counts, sums.packed, heldout)
-        self._issued.append(
-            IssuedStep(state, values, times, host_counts, host_sums, host_heldout, ready, self._facts(batch))
-        )
+        measured = to_host(self.world.device, counts, sums.packed, heldout, groups, maxima)
+        self._issued.append(IssuedStep(state, values, times, self._facts(batch), *measured))
         self.state = state
+
+    def _operate(self) -> None:
+        """See `Surgery.act`."""
+        if self._surgery is not None:
+            for text in self._surgery.act(self.optimizer, consumed=self.state.consumed, batch=self.state.batch):
+                self.recorder.event("surgery", text, step=self.state.step)
+
+    def _measure_maxima(self, batch: StepBatch) -> Tensor | None:
+        """See `activation_maxima.measure`; None unless configured."""
+        if not self.config.record.activation_maxima:
+            return None
+        self._heartbeat.beat(Phase.COMPUTE)
+        return activation_maxima.measure(self.model, batch.micro[0], self.config, self.world)
 
     def _enter(self, consumed: int) -> StepValues:
         """The steered values of the step that brings the counter to `consumed`; the model gets its own."""
@@ -400,6 +424,7 @@ class Trainer:
         profiled = self._profiler.beside(batch.position.step)
         beside = [*(["save"] if self.saves.in_flight else []), *profiled, *self.context.beside()]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
+        facts["frozen"] = len(self.optimizer.frozen)
         return {"shares": batch.shares, "epochs": batch.epochs, **facts}
 
     # ------------------------------------------------------------------ what steps measured
