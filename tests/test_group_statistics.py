@@ -103,6 +103,7 @@ def maxima(run: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> list[float]
     return [float(logits.max()), *scores]
 
 
+@pytest.mark.shows("B6")
 @pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
 def test_they_are_those_of_an_unsharded_computation(
     lab: Any, helpers: Any, monkeypatch: pytest.MonkeyPatch, ranks: int

@@ -49,6 +49,7 @@ def same_as_configured(lab: Any, helpers: Any, config: Path, run: Path, ranks: i
     assert [record["lr"] for record in helpers.metrics(run)] == [record["lr"] for record in helpers.metrics(twin)]
 
 
+@pytest.mark.shows("A22", "A35")
 def test_a_live_set_is_a_timeline_entry(
     lab: Any, helpers: Any, run_command: Any, start_command: Any, gates: Any
 ) -> None:

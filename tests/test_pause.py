@@ -52,6 +52,7 @@ def live(lab: Any, helpers: Any, run_command: Any) -> Any:
     return make
 
 
+@pytest.mark.shows("D17")
 def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, helpers: Any) -> None:
     """Save, and stop, while paused; the pause is in the status, the journal and a row of its own in goodput, and no
     step's time."""
@@ -90,6 +91,7 @@ def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, 
     assert not found["incidents"]
 
 
+@pytest.mark.shows("D17")
 @pytest.mark.slow
 def test_a_pause_raises_no_alarm_and_a_hang_in_it_does(live: Any, helpers: Any) -> None:
     """Several times longer than the deadlines of a hang."""

@@ -80,6 +80,7 @@ def trained(module_lab: Any, helpers: Any) -> Path:
 # ---------------------------------------------------------------------- equal to the bit
 
 
+@pytest.mark.shows("D11")
 def test_beside_a_live_run_nothing_is_touched(
     lab: Any, helpers: Any, replay: Any, gates: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_branch_that_was_left_is_replayed(trained: Path, tmp_path: Path, run_c
 # ---------------------------------------------------------------------- what it was
 
 
+@pytest.mark.shows("B12")
 def test_a_bad_document_stays_bad_and_is_named(trained: Path, replay: Any) -> None:
     same = replay(trained, "--from", 24, "--steps", 4)
     assert same["finding"] == "reproducible" and f"Step {BAD} is bad again" in same["verdict"]
@@ -157,6 +159,7 @@ def test_a_bad_document_stays_bad_and_is_named(trained: Path, replay: Any) -> No
     assert NOISE in [piece["document"] for piece in elsewhere["suspects"][0]["pieces"]]
 
 
+@pytest.mark.shows("B12")
 def test_a_bad_kernel_is_gone_without_it(lab: Any, replay: Any, fault: Any) -> None:
     """Fused attention gives NaN in step 7, in training and whenever it is used."""
     fault("kernel", rank="all", steps=[7])

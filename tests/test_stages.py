@@ -143,6 +143,7 @@ def rows(packer: Packer, first: int, stop: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.shows("B21")
 @quick
 @pytest.mark.usefixtures("groups_of_6")
 def test_every_token_is_predicted_once_over_stages_sources_and_epochs(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -262,6 +263,7 @@ def test_filler_beside_a_shorter_sample_changes_no_loss(lab: Any, data: dict[str
 # ------------------------------------------------------------------ the configuration
 
 
+@pytest.mark.shows("B21")
 @quick
 def test_clocks_in_tokens_count_the_tokens_trained(lab: Any) -> None:
     """Duration, warm-up, decay and shrink in tokens, with samples skipped in two of the stages."""

@@ -122,6 +122,7 @@ def test_what_cannot_be_is_refused_before_work_starts(override: str, text: str) 
 # ---------------------------------------------------------------- entries
 
 
+@pytest.mark.shows("A12")
 def test_a_new_warm_up_is_absolute_and_then_inert() -> None:
     plain, found = schedule(curve="cosine"), schedule({"at": "20 steps", "rewarm": "10 steps"}, curve="cosine")
     factors = [found.lr_at(4 * n) / plain.lr_at(4 * n) for n in range(1, 100)]
@@ -169,6 +170,7 @@ def test_values_are_those_of_restarts(entries: list[tuple[int, float]], step: in
     assert found.lr_at(4 * step) == (past[-1] if past else 1.0)
 
 
+@pytest.mark.shows("A31")
 @pytest.mark.parametrize("curve", ["cosine", "linear", "wsd"])
 def test_another_floor_without_a_jump(curve: str) -> None:
     options = {"curve": curve, "warmup": "10 steps", "decay_length": "60 steps" if curve == "wsd" else None}
@@ -217,6 +219,7 @@ def cosine(step: int, peak: float, floor: float) -> float:
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * (consumed - warm) / (end - warm)))
 
 
+@pytest.mark.shows("A3", "A15", "A22")
 def test_glm_130b_as_it_ran(run_command: Run) -> None:
     """Its log: rates 4.53e-5 -> 2.46e-5 at 26,000 and 9.8e-6 -> 6.0e-6 at 42,700; shrink; re-warm-up; two skips."""
     steps = "4000,6000,6250,6500,22_799,22_800,22_801,23_200,23_800,26_000,26_001,28_850,33_601,35_201"
@@ -253,6 +256,7 @@ def test_glm_130b_as_it_ran(run_command: Run) -> None:
     assert last.split()[:3] == ["40_700", "159_265_080", "159_265_080"] and first.split()[2] == "160_114_104"
 
 
+@pytest.mark.shows("A16", "A31")
 def test_the_glm_timeline_names_every_jump() -> None:
     """A16 of its log: an end was written where a duration was read; plotted too late. Here the preview says it."""
     found = {placed.entry.at.value: list(map(str, placed.jumps)) for placed in recipe("glm-130b").schedule.timeline}
@@ -329,12 +333,14 @@ def saves(config: Config, last: int) -> list[int]:
     return due
 
 
+@pytest.mark.shows("D23")
 def test_three_rounds_of_saves_are_one_run() -> None:
     """tr1-13B needed three runs from scratch for 10, 18 and 1,500."""
     expected = [*range(10, 101, 10), *range(108, 1001, 18), *range(1500, 5000, 1500)]
     assert saves(recipe("tr1-13b"), 5000) == expected and len(range(108, 1001, 18)) == 50
 
 
+@pytest.mark.shows("A2")
 def test_another_interval_from_a_place_on() -> None:
     """GLM-130B: 500 until 4,000, then 100; an entry also replaces ranges that were to come."""
     assert saves(recipe("glm-130b"), 4250) == [*range(500, 4001, 500), 4100, 4200]

@@ -223,6 +223,7 @@ def test_a_start_refuses_what_would_not_act(
     assert message in output and output.count("error:") == 1
 
 
+@pytest.mark.shows("D8")
 @pytest.mark.slow
 def test_everything_may_be_frozen_while_moments_fill(lab: Any, helpers: Any) -> None:
     """An optimiser's reset as runs did it with a rate of 0: no weight moves meanwhile, and no detector complains."""

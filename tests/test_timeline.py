@@ -26,6 +26,7 @@ def digest(run: Any) -> str:
     return stores(RunDir(run)).scan()[-1].manifest().state_digest
 
 
+@pytest.mark.shows("B13")
 def test_an_entry_is_a_restart_with_other_settings(lab: Any, helpers: Any) -> None:
     common = {
         "model": {"tied_head": True},
@@ -78,6 +79,7 @@ def story(helpers: Any, run: Path) -> list[tuple[Any, ...]]:
     return [(r["step"], r["lr"], r["ramps"], r["clip"], r["loss"], r["grad_norm"]) for r in helpers.metrics(run)]
 
 
+@pytest.mark.shows("A12", "A15")
 @pytest.mark.slow
 def test_crashes_inside_every_ramp_change_nothing(
     module_lab: Any, eventful: Path, helpers: Any, gates: Any, tmp_path: Path
