@@ -99,6 +99,7 @@ def test_a_live_set_is_a_timeline_entry(
     same_as_configured(lab, helpers, config, run, 4)
 
 
+@pytest.mark.slow
 def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(
     lab: Any, helpers: Any, run_command: Any, gates: Any
 ) -> None:

@@ -20,7 +20,7 @@ PAGE = ROOT / "docs/operations.md"
 COUNTS = {"A": 35, "B": 24, "C": 6, "D": 25, "F": 51}
 """Rows of each table."""
 _ROW = re.compile(r"^\| ([A-F]\d+) \| (.*) \| (.*) \| (.*) \|$", re.MULTILINE)
-_SUMMARY = re.compile(r"\d+ are shown by tests \(.*?are not supported\.", re.DOTALL)
+_SUMMARY = re.compile(r"\d+ are shown by tests \(.*?not supported\.", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def written(page: str) -> str:
     refused = sum(row[3].startswith("Not supported, because ") for row in rows if not tests[row[1]])
     summary = (
         f"{len(shown)} are shown by tests ({default} of them by tests of the\ndefault suite), "
-        f"{len(rows) - len(shown) - refused} answered by a command, {refused} are not supported."
+        f"{len(rows) - len(shown) - refused} answered by a command, {refused} not supported."
     )
     return _SUMMARY.sub(summary, page)
 
