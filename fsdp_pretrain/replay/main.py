@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def replay(request: ReplayRequest) -> int:
     Raises:
         UserError: see `open_window`; the corpora or the checkpoint cannot be read; the directory cannot be written.
     """
-    window = open_window(request)
+    window = _on_fewer_ranks(open_window(request))
     run_id.bind(window.run.path, None)
     run_id.bind(window.run.path.resolve(), None)
     start = time.monotonic()
@@ -90,6 +91,15 @@ def replay(request: ReplayRequest) -> int:
         report = judge(report.model_copy(update={"seconds": time.monotonic() - start}))
         world.decide(lambda: _finish(request, window, report, records))
     return int(Exit.COMPLETE) if report.equal else DIFFERS
+
+
+def _on_fewer_ranks(window: ReplayWindow) -> ReplayWindow:
+    """The recorded mesh, or the usual one where it does not fit the ranks of this job."""
+    parallel = window.config.parallel
+    if isinstance(parallel.shard, int) and mesh.RankInfo.from_environment().world % parallel.shard:
+        usual = {"parallel": parallel.model_copy(update={"shard": "node"})}
+        return replace(window, config=window.config.model_copy(update=usual))
+    return window
 
 
 # ---------------------------------------------------------------------- training
