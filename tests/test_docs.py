@@ -55,19 +55,18 @@ def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
     return Reader(path, helpers.environment(PATH=f"{binaries}{os.pathsep}{os.environ['PATH']}"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("page", "made"),
     [
         ("docs/data.md", "runs/demo/corpus/manifest.json"),
-        pytest.param(
-            "docs/training.md", "runs/demo/run/checkpoints/step-00000008/manifest.json", marks=pytest.mark.slow
-        ),
-        pytest.param("docs/launch.md", "runs/demo/run/status.json", marks=pytest.mark.slow),
-        pytest.param("docs/evaluation.md", "runs/demo/run/evals/step-00000008", marks=pytest.mark.slow),
-        pytest.param("docs/trackers.md", "runs/demo/run/tensorboard/kept", marks=pytest.mark.slow),
-        pytest.param("docs/huggingface.md", "runs/demo/hf/config.json", marks=pytest.mark.slow),
-        pytest.param("docs/report.md", "runs/demo/run/report.html", marks=pytest.mark.slow),
+        ("docs/training.md", "runs/demo/run/checkpoints/step-00000008/manifest.json"),
+        ("docs/launch.md", "runs/demo/run/status.json"),
+        ("docs/evaluation.md", "runs/demo/run/evals/step-00000008"),
+        ("docs/trackers.md", "runs/demo/run/tensorboard/kept"),
+        ("docs/huggingface.md", "runs/demo/hf/config.json"),
+        ("docs/report.md", "runs/demo/run/report.html"),
     ],
 )
 def test_commands_of_the_documentation_run(reader: Reader, page: str, made: str) -> None:

@@ -333,11 +333,9 @@ class Gone:
             self._aside.rename(self.run)
 
 
-SLOW_WAYS = [pytest.param(how, marks=pytest.mark.slow) for how in ("itself", "checkpoints", "removed", "moved")]
-
-
+@pytest.mark.slow
 @pytest.mark.shows("F51")
-@pytest.mark.parametrize("how", ["above", *SLOW_WAYS])
+@pytest.mark.parametrize("how", ["above", "itself", "checkpoints", "removed", "moved"])
 def test_a_run_directory_that_is_gone_is_not_begun_again(
     launch: Launch, lab: Any, helpers: Any, removable: Any, run_command: Any, how: str
 ) -> None:
