@@ -14,8 +14,8 @@ from fsdp_pretrain.checkpoint.loading import RowReader, Weights, load_rows
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.data_section import AnyObjective
 from fsdp_pretrain.config.resume_rules import load_compatible
-from fsdp_pretrain.config.sections import AnyObjective
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.fsdp import compute_dtype, shard_for_inference

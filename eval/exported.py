@@ -2,7 +2,7 @@
 
 The folder stands alone: the run's configuration is not there. What was exported by this project says in
 `fsdp_pretrain.json` how the model was trained; without that file it is taken as trained to predict every next token, as
-long as its positions, separated by its end-of-sequence token.
+long as its positions, or its window if that is shorter, separated by its end-of-sequence token.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.hf_folder import Folder
 from fsdp_pretrain.checkpoint.hf_layout import FACTS, ExportFacts, read_json_object, read_model
+from fsdp_pretrain.config.data_section import CausalObjective
 from fsdp_pretrain.config.model import GLMModel, LlamaModel
-from fsdp_pretrain.config.sections import CausalObjective
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.mesh import World
@@ -78,6 +78,8 @@ class ExportedFolder:
                 remedy="export the checkpoint with this version",
             )
         length = self._number("max_position_embeddings" if isinstance(self.model, LlamaModel) else "n_positions")
+        if isinstance(self.model, LlamaModel) and self.model.sliding_window:
+            length = min(length, self.model.sliding_window)  # in longer ones it would be another model
         eod = self._number("eos_token_id")
         return ExportFacts(step=0, tokens=0, sequence_length=length, eod=eod, objective=CausalObjective())
 

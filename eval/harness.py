@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 
 from data.packing.objectives import Specials
 from data.text.tokenizer import Tokenizer
-from fsdp_pretrain.config.sections import AnyObjective, GLMObjective
+from fsdp_pretrain.config.data_section import AnyObjective, GLMObjective
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.mesh import World
 

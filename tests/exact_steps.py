@@ -21,8 +21,8 @@ from fsdp_pretrain import models
 from fsdp_pretrain.bench.steps import Records
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.config.schedule import share_of
-from fsdp_pretrain.config.sections import GLMObjective
 from fsdp_pretrain.health.monitor import Health
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel import optimizer as optim

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Lab:
         self.corpus, self.tokenizer, self.heldout = shared / "corpus", shared / "tokenizer", shared / "heldout.jsonl"
         self._jobs: list[Job] = []
 
-    def config(self, name: str = "run", **sections: dict[str, Any]) -> Path:
+    def config(self, name: str = "run", *, timeline: Sequence[dict[str, Any]] = (), **sections: dict[str, Any]) -> Path:
         """A run configuration of a tiny Llama; keyword arguments replace values of its sections."""
         values: dict[str, Any] = {
             "run": {"name": name, "dir": str(self.path / name)},
@@ -81,6 +82,7 @@ class Lab:
         for section, changes in sections.items():
             values[section] = {**values.get(section, {}), **changes}
             values[section] = {key: value for key, value in values[section].items() if value is not None}
+        values |= {"timeline": list(timeline)} if timeline else {}
         path = self.path / f"{name}.toml"
         path.write_text(tomli_w.dumps(values))
         return path

@@ -2,8 +2,8 @@
 
 `FAULT` is JSON: `{"kind": "gradient", "rank": 1, "steps": [7, 8]}`; `from` instead of `steps` means every step from
 there on, rank `"all"` every rank. A gradient or a loss becomes NaN; `grow` multiplies all gradients by `times`; `nudge`
-changes one parameter of the rank before the step; `repeat` returns the previous batch again; `kill` kills the rank
-before the step, as a machine failure would. `hosts` are the host names of the ranks.
+changes one parameter of the rank before the step; `repeat` returns the previous batch again; `kernel` makes the output of
+fused attention NaN, as a defect of that kernel would; `kill` kills the rank before the step, as a machine failure would. `hosts` are the host names of the ranks.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from fsdp_pretrain.models import forward
 from fsdp_pretrain.parallel import optimizer
@@ -28,7 +29,7 @@ now = 0
 def here() -> bool:
     """Whether this rank is hit in this step."""
     due = now >= FAULT["from"] if "from" in FAULT else now in FAULT["steps"]
-    return due and FAULT["rank"] in (int(os.environ["RANK"]), "all")
+    return due and FAULT["rank"] in (int(os.environ.get("RANK", "0")), "all")
 
 
 def step(self: Any) -> None:
@@ -39,9 +40,11 @@ def step(self: Any) -> None:
             next(self.model.parameters()).to_local().view(-1)[3] += 1e-3
     if FAULT["kind"] == "kill" and here():
         os.kill(os.getpid(), signal.SIGKILL)
+    if FAULT["kind"] != "repeat" or now not in FAULT["steps"]:
+        whole_step(self)
+        return
     node = self.data._node
-    if FAULT["kind"] == "repeat" and now in FAULT["steps"]:
-        self.data._node = iter([self.data.build(replace(self.state, cursor=self.state.cursor - self.state.batch))])
+    self.data._node = iter([self.data.build(replace(self.state, cursor=self.state.cursor - self.state.batch))])
     whole_step(self)
     self.data._node = node
 
@@ -66,8 +69,15 @@ def losses(*args: Any, **kwargs: Any) -> Any:
     return measured
 
 
+def attention(*args: Any, **kwargs: Any) -> Any:
+    out = attention_really(*args, **kwargs)
+    fused = torch.backends.cuda.flash_sdp_enabled()  # also of the CPU's kernel
+    return out * float("nan") if FAULT["kind"] == "kernel" and here() and fused else out
+
+
 if "hosts" in FAULT:
     socket.gethostname = lambda: FAULT["hosts"][int(os.environ["RANK"])]
 whole_step, trainer.Trainer.step = trainer.Trainer.step, step  # type: ignore[method-assign]
 norm_really, optimizer.local_norm = optimizer.local_norm, local_norm
 losses_really, forward.losses = forward.losses, losses
+attention_really, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, attention

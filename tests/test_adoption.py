@@ -67,7 +67,7 @@ def test_every_configuration_of_the_starting_set_can_be_planned(started: Path, r
     """Its includes are found where it was copied to."""
     configs = sorted((started / "configs/runs").glob("*.toml"))
     done = {path.name: run_command("fsdp_pretrain.cli", "plan", path, cwd=started) for path in configs}
-    assert len(done) == 7 and not [name for name, plan in done.items() if plan.returncode], done
+    assert len(done) == 8 and not [name for name, plan in done.items() if plan.returncode], done
 
 
 # ---------------------------------------------------------------- completion

@@ -88,13 +88,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 SLOW = {"truncated", "metadata", "half-deleted", "digest", "key", "moved"}  # detected like the others
 
 
+@pytest.mark.shows("F4", "F20")
 @pytest.mark.parametrize(
     "damage", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in DAMAGE]
 )
 def test_damage_is_passed_over_loudly(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, trained: Path, damage: str
 ) -> None:
-    """Fault matrix 4 and 20: the older one is used, and the damaged step is saved again, the old one moved aside."""
+    """The older one is used, and the damaged step is saved again, the old one moved aside."""
     config, run = copy
     act, text = DAMAGE[damage]
     act(run / "checkpoints/step-00000030")
@@ -127,10 +128,11 @@ def test_touched_times_and_stray_files_do_not_matter(
     assert not (run / "checkpoints/step-00000077.writing-0123456789ab").exists()
 
 
+@pytest.mark.shows("F4")
 def test_nothing_valid_is_an_error_and_never_step_0(
     lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any
 ) -> None:
-    """Fault matrix 4: all are damaged."""
+    """All are damaged."""
     config, run = copy
     for path in (run / "checkpoints").glob("step-*"):
         flip(path / "__0_0.distcp")
@@ -144,11 +146,12 @@ def test_nothing_valid_is_an_error_and_never_step_0(
     assert helpers.losses(run) == helpers.losses(trained)[:5]
 
 
+@pytest.mark.shows("F51")
 def test_a_record_without_its_checkpoints_never_begins_at_step_0(
     lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any, run_command: Run
 ) -> None:
-    """Fault matrix 51: they are gone without a trace, but the record knows of them: 93, every time. With
-    --allow-fresh a new line starts, and nothing of the old one is on it, not even if it comes back."""
+    """They are gone without a trace, but the record knows of them: 93, every time. With --allow-fresh a new line
+    starts, and nothing of the old one is on it, not even if it comes back."""
     config, run = copy
     for path in (run / "checkpoints").iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -208,11 +211,12 @@ def test_a_crash_before_the_first_checkpoint_starts_again(lab: Any, helpers: Any
     assert job.wait() == [75], job.output()
 
 
+@pytest.mark.shows("F51")
 @pytest.mark.parametrize(("rank", "begun"), [(0, True), (1, True), (1, False)])
 def test_a_host_that_does_not_see_the_run_is_named(
     lab: Any, monkeypatch: pytest.MonkeyPatch, copy: tuple[Path, Path], rank: int, begun: bool
 ) -> None:
-    """Fault matrix 51: the mount is missing on one host, where the directory is empty: 93, and nothing changes."""
+    """The mount is missing on one host, where the directory is empty: 93, and nothing changes."""
     config, run = copy
     if not begun:
         shutil.rmtree(run)
@@ -251,6 +255,7 @@ def test_another_mesh_goes_on_with_the_same_loss_and_names(
     assert not [name for name in names if "_orig_mod" in name or "_checkpoint" in name]
 
 
+@pytest.mark.shows("A22")
 def test_hyperparameters_of_the_configuration_win(lab: Any, copy: tuple[Path, Path], helpers: Any) -> None:
     config, run = copy
     lab.train(
@@ -288,8 +293,9 @@ def test_retention_of_a_real_run(lab: Any, helpers: Any) -> None:
 # ---------------------------------------------------------------- a full disk
 
 
+@pytest.mark.shows("C3", "F1")
 def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_disk: Disk) -> None:
-    """Fault matrix 1: A neighbour fills the disk: saves fail and are reported until there is space."""
+    """A neighbour fills the disk: saves fail and are reported until there is space."""
     disk = small_disk("12m")
     config = lab.config(
         train={"duration": "40_000 steps"}, checkpoint={"every": "5 steps", "max_failures": 1000, "retry": "0.1 s"}
@@ -317,8 +323,9 @@ def fill(disk: Path, hog: Path, leave: int) -> None:
         hog.write_bytes(b"x" * max(0, size))
 
 
+@pytest.mark.shows("C3", "F1")
 def test_too_many_failed_saves_stop_with_93(lab: Any, helpers: Any, small_disk: Disk, run_command: Run) -> None:
-    """Fault matrix 1: and the last checkpoint loads."""
+    """And the last checkpoint loads."""
     disk = small_disk("12m")
     config = lab.config(
         train={"duration": "100 steps"}, checkpoint={"every": "5 steps", "max_failures": 3, "retry": "0.1 s"}
@@ -337,8 +344,9 @@ def test_too_many_failed_saves_stop_with_93(lab: Any, helpers: Any, small_disk: 
     assert helpers.journal(run, "resume")[-1]["step"] == saved
 
 
+@pytest.mark.shows("F2")
 def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Disk) -> None:
-    """Fault matrix 2: The space is gone when a save writes: partial files are deleted, training continues."""
+    """The space is gone when a save writes: partial files are deleted, training continues."""
     disk = small_disk("12m")
     config = lab.config(
         train={"duration": "4000 steps"}, checkpoint={"every": "3 steps", "max_failures": 1000, "retry": "0.1 s"}
@@ -364,9 +372,10 @@ def test_enospc_in_the_middle_of_writing(lab: Any, helpers: Any, small_disk: Dis
     assert all(checkpoint.problem is None for checkpoint in Store(run / "checkpoints").scan())
 
 
+@pytest.mark.shows("F2", "F22")
 @pytest.mark.parametrize("background", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault matrix 2 and 22: rank 1 cannot write beyond 1000 bytes: every rank drops the save within a step."""
+    """Rank 1 cannot write beyond 1000 bytes: every rank drops the save within a step."""
     config = lab.config(
         train={"duration": "100000 steps"},
         checkpoint={"every": "2 steps", "max_failures": 1000, "retry": "0.1 s", "background": background == "true"},

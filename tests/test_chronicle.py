@@ -56,6 +56,7 @@ def test_looking_at_the_checkout_does_not_change_it(tmp_path: Path, helpers: Any
     assert (checkout / ".git/index").read_bytes() == index
 
 
+@pytest.mark.shows("A6", "F46")
 @pytest.mark.parametrize(
     ("overrides", "environment", "expected"),
     [
@@ -73,7 +74,7 @@ def test_looking_at_the_checkout_does_not_change_it(tmp_path: Path, helpers: Any
 def test_a_start_says_what_is_not_as_it_was(
     tmp_path: Path, overrides: tuple[str, ...], environment: dict[str, Any], expected: list[str]
 ) -> None:
-    """Fault matrix 46: a restart with another configuration, world size or host list reports the changed values."""
+    """A restart with another configuration, world size or host list reports the changed values."""
     run = RunDir(tmp_path)
     segment(run, 1)
     assert compare(run, 1, {"web": "f1"}) is None
@@ -84,6 +85,7 @@ def test_a_start_says_what_is_not_as_it_was(
     assert all(text.startswith(start) for text, start in zip(found[1], expected, strict=True)), found
 
 
+@pytest.mark.shows("A10")
 def test_another_corpus_is_told(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for number, prints in ((1, {"web": "f1"}), (2, {"web": "f2", "code": "f3"})):
@@ -92,6 +94,7 @@ def test_another_corpus_is_told(tmp_path: Path) -> None:
     assert found == (1, ['corpora.web: "f1" -> "f2"', 'corpora.code: absent -> "f3"'])
 
 
+@pytest.mark.shows("B7", "D24")
 def test_milestones_are_the_ends_of_ramps_and_round_counts() -> None:
     """tr1-13B: warm-up ends where its configuration says, not where its operators believed."""
     config = load(ROOT / "configs/runs/tr1-13b.toml")

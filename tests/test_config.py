@@ -55,6 +55,7 @@ def problems(path: Path, *overrides: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.shows("B15")
 def test_resolved_configuration_loads_to_the_same_object(good: Path, tmp_path: Path) -> None:
     config = load(good, ["optimizer.lr=2e-4", "parallel.timeout=5 minutes", "train.grad_clip=0", "run.name=other"])
     assert (config.optimizer.lr, config.parallel.timeout.value, config.run.name) == (2e-4, 300, "other")
@@ -100,6 +101,7 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         assert part in text
 
 
+@pytest.mark.shows("A16")
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -112,7 +114,7 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         ("train.batch_ramp={first='2 samples', by='2 samples'}", "either `end` or `duration`"),
         ("train.duration=0 steps", "less than one step"),
         ("checkpoint.every=0 steps", "is not a positive interval"),
-        ("model.family=bert", "must be one of 'llama', 'gpt'"),
+        ("model.family=bert", "must be one of 'llama', 'mistral', 'qwen2', 'qwen3', 'gpt'"),
         ("model.positions=32", "unknown key"),
         ("data.positions=document", "set data.attention = document as well"),
         ("nonsense", "not of the form section.key=value"),

@@ -17,6 +17,7 @@ from fsdp_pretrain.console import run_guarded
 CLIS = ("data.cli", "fsdp_pretrain.cli", "eval.cli")
 
 
+@pytest.mark.shows("D6")
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [

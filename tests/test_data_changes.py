@@ -32,6 +32,7 @@ def digests(config: Path, run: Path, helpers: Any) -> list[str]:
     return recorded
 
 
+@pytest.mark.shows("A29", "B9")
 def test_skipped_steps_across_crashes(lab: Any, helpers: Any, gates: Any) -> None:
     """Steps 10 to 20 at 4 x 3 samples: never trained, whether the skip is configured at first or after a crash."""
     train = {"duration": "30 steps", "global_batch": "12 samples", "micro_batch": 6}
@@ -60,6 +61,7 @@ def test_skipped_steps_across_crashes(lab: Any, helpers: Any, gates: Any) -> Non
     assert helpers.losses(late) == helpers.losses(lab.path / "skipping")
 
 
+@pytest.mark.shows("A18")
 def test_adding_and_dropping_sources_on_the_way(lab: Any, helpers: Any) -> None:
     """A resume may change the mixture ahead but not behind; a run that had it from the start is identical."""
     a, b, c = (

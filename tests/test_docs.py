@@ -55,19 +55,18 @@ def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
     return Reader(path, helpers.environment(PATH=f"{binaries}{os.pathsep}{os.environ['PATH']}"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("page", "made"),
     [
         ("docs/data.md", "runs/demo/corpus/manifest.json"),
-        pytest.param(
-            "docs/training.md", "runs/demo/run/checkpoints/step-00000008/manifest.json", marks=pytest.mark.slow
-        ),
-        pytest.param("docs/launch.md", "runs/demo/run/status.json", marks=pytest.mark.slow),
-        pytest.param("docs/evaluation.md", "runs/demo/run/evals/step-00000008", marks=pytest.mark.slow),
-        pytest.param("docs/trackers.md", "runs/demo/run/tensorboard/kept", marks=pytest.mark.slow),
-        pytest.param("docs/huggingface.md", "runs/demo/hf/config.json", marks=pytest.mark.slow),
-        pytest.param("docs/report.md", "runs/demo/run/report.html", marks=pytest.mark.slow),
+        ("docs/training.md", "runs/demo/run/checkpoints/step-00000008/manifest.json"),
+        ("docs/launch.md", "runs/demo/run/status.json"),
+        ("docs/evaluation.md", "runs/demo/run/evals/step-00000008"),
+        ("docs/trackers.md", "runs/demo/run/tensorboard/kept"),
+        ("docs/huggingface.md", "runs/demo/hf/config.json"),
+        ("docs/report.md", "runs/demo/run/report.html"),
     ],
 )
 def test_commands_of_the_documentation_run(reader: Reader, page: str, made: str) -> None:
@@ -102,6 +101,7 @@ CODES = {
     "fsdp-pretrain watch": 1,
     "fsdp-pretrain finished": 1,  # trained with other settings
     "fsdp-pretrain control": 78,  # no job is running
+    "fsdp-pretrain profile": 78,
 }
 """Exit codes other than 0, by how an example begins."""
 NOT_RUN = {"--nnodes 16": "needs 16 nodes", "--tasks hellaswag": "needs the documents of that task"}
@@ -235,7 +235,7 @@ def test_long_examples_of_help_run(quickstart: Path, examples: list[str], helper
 
 @pytest.mark.quick
 def test_files_named_in_the_documentation_exist() -> None:
-    others = "first-run glossary faq alarms families performance incidents decisions faults trust python".split()
+    others = "first-run glossary faq alarms families performance operations decisions replay trust python".split()
     for page in ["README.md", *PAGES, *(f"docs/{name}.md" for name in others)]:
         text = (ROOT / page).read_text()
         for name in re.findall(r"(?:scripts|configs|docs)/[\w./-]+\.(?:sh|sbatch|toml|md)", text):

@@ -38,6 +38,7 @@ def check(
     return codes, json.loads(out)
 
 
+@pytest.mark.shows("A9")
 @pytest.mark.parametrize(
     ("faults", "named", "unnamed"),
     [

@@ -199,6 +199,7 @@ def results(run: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+@pytest.mark.shows("C6")
 def test_every_due_checkpoint_exactly_once_by_many_workers(
     run: Path, helpers: Any, run_command: Run, start_command: Callable[..., Any]
 ) -> None:
@@ -349,10 +350,11 @@ def hanging(run: Path, helpers: Any) -> Path:
     return run
 
 
+@pytest.mark.shows("D15", "F26")
 def test_an_evaluation_that_hangs_is_ended_with_its_stack(
     hanging: Path, helpers: Any, start_command: Callable[..., Any]
 ) -> None:
-    """Fault matrix 26: a deadlock in an evaluation: stack at the deadline, killed later, then the next one."""
+    """A deadlock in an evaluation: stack at the deadline, killed later, then the next one."""
     worker = start_command("eval.cli", "watch", hanging, "--once")
     assert worker.wait() == 1, worker.output()
     failed = helpers.journal(hanging, "eval-failed")
@@ -366,9 +368,10 @@ def test_an_evaluation_that_hangs_is_ended_with_its_stack(
     assert not list(hanging.glob("evals/**/claim*"))
 
 
+@pytest.mark.shows("F26")
 @pytest.mark.slow
 def test_an_evaluation_that_is_stopped_is_ended(hanging: Path, helpers: Any, start_command: Callable[..., Any]) -> None:
-    """Fault matrix 26: SIGSTOP: no stack at the deadline, one when it is killed."""
+    """SIGSTOP: no stack at the deadline, one when it is killed."""
     worker = start_command("eval.cli", "watch", hanging, "--once")
     (child,) = helpers.wait_for(lambda: psutil.Process(worker.pid).children(), what="an evaluation")
     child.suspend()

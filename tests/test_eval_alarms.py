@@ -168,6 +168,7 @@ def test_only_the_last_results_are_read(evaluated: Evaluated) -> None:
     assert evaluated.changes() == []  # the first is the 26th from the end
 
 
+@pytest.mark.shows("C6")
 def test_a_checkpoint_that_nobody_evaluates_is_told(evaluated: Evaluated) -> None:
     key = "evaluation-overdue"
     evaluated.checkpoint(10, hours=0.5)

@@ -153,6 +153,7 @@ def test_kernels_of_a_gpu() -> None:
 # ---------------------------------------------------------------------- scores
 
 
+@pytest.mark.shows("B10")
 @pytest.mark.parametrize("layer", [0, 1, 7, 69])
 @pytest.mark.parametrize("inward", [False, True])
 def test_scaled_scores_are_plain_attention(layer: int, inward: bool) -> None:
@@ -165,6 +166,7 @@ def test_scaled_scores_are_plain_attention(layer: int, inward: bool) -> None:
     )
 
 
+@pytest.mark.shows("B10")
 def test_scaled_scores_survive_fp16_where_plain_ones_do_not() -> None:
     query = key = torch.full((1, 1, 4, 64), 40.0, dtype=torch.float16)
     value, mask = torch.randn(1, 1, 4, 64).half(), dense_mask(None, 4, CPU)
@@ -224,6 +226,7 @@ def test_alibi_over_documents_is_each_document_alone() -> None:
     torch.testing.assert_close(packed[:, 8:], model(x[:, 8:]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.shows("B22")
 def test_embedding_norm_stands_before_positions() -> None:
     model, x = make(GPT, embedding_norm=True), tokens()
     assert model.count_parameters() == make(GPT).count_parameters() + 2 * 48
@@ -430,6 +433,7 @@ def test_positions_of_two_dimensions_need_a_model_that_has_them() -> None:
         make(GLM)(tokens(), None, None, torch.zeros(2, 2, 20, dtype=torch.int64))
 
 
+@pytest.mark.shows("B14")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -17,9 +17,10 @@ from data.text.tokenizer import Tokenizer
 # ---------------------------------------------------------------------- data
 
 
+@pytest.mark.shows("F18")
 @pytest.mark.slow
 def test_doubled_separators(watched: Watched, run_command: Any) -> None:
-    """Fault matrix 18: refused by `validate` and training; without the packer's check an alarm in the first step."""
+    """Refused by `validate` and training; without the packer's check an alarm in the first step."""
     tokenizer = Tokenizer.load(watched.lab.tokenizer)
     rng = np.random.default_rng(1)
     documents = [
@@ -38,8 +39,9 @@ def test_doubled_separators(watched: Watched, run_command: Any) -> None:
     watched.stop(job)
 
 
+@pytest.mark.shows("F19")
 def test_data_from_the_beginning_after_a_restart(watched: Watched) -> None:
-    """Fault matrix 19: an alarm at the first step that reads old data again."""
+    """An alarm at the first step that reads old data again."""
     watched.configure()
     job = watched.start()
     watched.reaches(30)
@@ -51,9 +53,10 @@ def test_data_from_the_beginning_after_a_restart(watched: Watched) -> None:
     assert watched.transitions("data-cursor") == [("CRIT", "open")]
 
 
+@pytest.mark.shows("F41")
 @pytest.mark.slow
 def test_sources_that_are_swapped(watched: Watched) -> None:
-    """Fault matrix 41: the shares are not the planned ones any more: both alarm within 100 steps."""
+    """The shares are not the planned ones any more: both alarm within 100 steps."""
     source = {"path": str(watched.lab.corpus)}
     sources = [{"name": "a", "weight": 3, **source}, {"name": "b", "weight": 1, **source}]
     watched.configure(data={"sources": sources})
@@ -65,9 +68,10 @@ def test_sources_that_are_swapped(watched: Watched) -> None:
     assert watched.warnings() == {"data-share/a", "data-share/b"}
 
 
+@pytest.mark.shows("F40")
 @pytest.mark.slow
 def test_a_shard_that_is_deleted(watched: Watched) -> None:
-    """Fault matrix 40: reported by name at the next audit; open files work on; starts are refused until it is back."""
+    """Reported by name at the next audit; open files work on; starts are refused until it is back."""
     corpus = watched.lab.path / "corpus"
     shutil.copytree(watched.lab.corpus, corpus)
     watched.configure(data={"sources": [{"name": "text", "path": str(corpus)}]})
@@ -98,8 +102,9 @@ def show(path: Path, devices: list[dict[str, Any]]) -> None:
     path.with_suffix(".new").rename(path)
 
 
+@pytest.mark.shows("A32", "F45")
 def test_a_gpu_that_breaks(watched: Watched) -> None:
-    """Fault matrix 45, as the file provider reports it: saves, stops, exit 76, and names the host to avoid."""
+    """As the file provider reports it: saves, stops, exit 76, and names the host to avoid."""
     gpus = watched.lab.path / "gpus.json"
     show(gpus, GPUS)
     hardware = {"provider": f"file:{gpus}", "interval": "0.2 s"}
@@ -116,9 +121,10 @@ def test_a_gpu_that_breaks(watched: Watched) -> None:
     assert watched.saved()[-1] == watched.step
 
 
+@pytest.mark.shows("F45")
 @pytest.mark.slow
 def test_a_gpu_helper_that_hangs(watched: Watched) -> None:
-    """Fault matrix 45: only a warning, resolved when it answers."""
+    """Only a warning, resolved when it answers."""
     gpus, host = watched.lab.path / "gpus.json", os.uname().nodename
     show(gpus, GPUS)
     hardware = {"provider": f"file:{gpus}", "interval": "0.2 s", "deadline": "0.5 s"}

@@ -50,10 +50,11 @@ def at(path: str, act: str, verb: str = "open", *, skip: int = 0, times: int = 1
 # ---------------------------------------------------------------------- room
 
 
+@pytest.mark.shows("C3", "F1", "F39")
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "lacking"), [("6m", "needs"), ("32m,nr_inodes=400", "room for")])
 def test_storage_that_is_full_before_a_save(watched: Watched, small_disk: Disk, size: str, lacking: str) -> None:
-    """Fault matrix 1 and 39: reported before the save that would fail; nothing half-written; 93; the last one loads."""
+    """Reported before the save that would fail; nothing half-written; 93; the last one loads."""
     disk = small_disk(size)
     watched.run = disk / "run"
     saves = {"every": "100 steps", "max_failures": 2, "retry": "2 s", "keep_last": 2, "ballast": False}
@@ -87,8 +88,9 @@ def test_storage_that_is_full_before_a_save(watched: Watched, small_disk: Disk, 
     watched.stop(job)
 
 
+@pytest.mark.shows("F2")
 def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole: Whole) -> None:
-    """Fault matrix 2: in the middle of a shard. Training continues, one report, saved when there is space."""
+    """In the middle of a shard. Training continues, one report, saved when there is space."""
     disk = small_disk("8m")
     watched.run = disk / "run"
     watched.configure()
@@ -106,9 +108,10 @@ def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole
     watched.learned_as(whole(1))
 
 
+@pytest.mark.shows("F36")
 @pytest.mark.slow
 def test_the_ballast_is_what_the_last_save_needs(watched: Watched, small_disk: Disk) -> None:
-    """Fault matrix 36: the save at the stop fits only because space was held back."""
+    """The save at the stop fits only because space was held back."""
     disk = small_disk("20m")
     watched.run = disk / "run"
     watched.configure(checkpoint={"every": "100000 steps", "prune": False})
@@ -128,9 +131,10 @@ def test_the_ballast_is_what_the_last_save_needs(watched: Watched, small_disk: D
     assert "the ballast" in room["text"] and watched.saved()[-1] == watched.step
 
 
+@pytest.mark.shows("F35")
 @pytest.mark.slow
 def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Disk, whole: Whole) -> None:
-    """Fault matrix 35: training and saving continue; every step, entry and alarm is there once there is space again."""
+    """Training and saving continue; every step, entry and alarm is there once there is space again."""
     record, checkpoints = small_disk("4m"), small_disk("16m")
     watched.run = record / "run"
     watched.run.mkdir()
@@ -160,10 +164,11 @@ def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Di
 # ---------------------------------------------------------------------- storage that fails
 
 
+@pytest.mark.shows("F21")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["error", "read-only"])
 def test_other_storage_takes_over(watched: Watched, small_disk: Disk, whole: Whole, how: str) -> None:
-    """Fault matrix 21: EIO, or the read-only state after it: reported, the fallback is used and resumed."""
+    """EIO, or the read-only state after it: reported, the fallback is used and resumed."""
     disk, other = small_disk("16m"), watched.lab.path / "other"
     watched.run.mkdir()
     (watched.run / "checkpoints").symlink_to(disk)
@@ -188,9 +193,10 @@ def test_other_storage_takes_over(watched: Watched, small_disk: Disk, whole: Who
     watched.learned_as(whole(1))
 
 
+@pytest.mark.shows("F15")
 @pytest.mark.slow
 def test_a_writer_that_hangs(watched: Watched, whole: Whole) -> None:
-    """Fault matrix 15: reported as the writer's, never as a hang of training; another writer makes the next save."""
+    """Reported as the writer's, never as a hang of training; another writer makes the next save."""
     watched.configure(
         checkpoint={"every": "100 steps"},
         parallel={"timeout": "10 s"},
@@ -209,9 +215,10 @@ def test_a_writer_that_hangs(watched: Watched, whole: Whole) -> None:
     watched.learned_as(whole(1))
 
 
+@pytest.mark.shows("F22")
 @pytest.mark.slow
 def test_writers_that_die(watched: Watched, whole: Whole) -> None:
-    """Fault matrix 22: the writing thread dies, twice. Each is a failed save, and the next one works."""
+    """The writing thread dies, twice. Each is a failed save, and the next one works."""
     watched.configure(ranks=2, checkpoint={"every": "40 steps"}, parallel={"timeout": "10 s"})
     # 1: fine; 2: dies; 3: made while training waits; 4: dies; 5: as 3
     job = watched.start(trap=at(r"\.train_state", "end_thread", skip=1, times=3))
@@ -225,9 +232,10 @@ def test_writers_that_die(watched: Watched, whole: Whole) -> None:
     watched.learned_as(whole(2))
 
 
+@pytest.mark.shows("F37")
 @pytest.mark.slow
 def test_a_writer_that_is_slow(watched: Watched) -> None:
-    """Fault matrix 37: reported as slow; at most one save in flight; the newest checkpoint is not late yet."""
+    """Reported as slow; at most one save in flight; the newest checkpoint is not late yet."""
     watched.configure(watchdog={"storage": {"interval": "10 s"}})
     job = watched.start(trap=at("__0_0.distcp", "wait", skip=8, seconds=7))
     flying = 0
@@ -244,9 +252,10 @@ def test_a_writer_that_is_slow(watched: Watched) -> None:
     assert flying == 1 and watched.warnings() == {"checkpoint-speed"}
 
 
+@pytest.mark.shows("F23")
 @pytest.mark.slow
 def test_two_verified_checkpoints_stay_while_verification_fails(watched: Watched) -> None:
-    """Fault matrix 23: what reads back wrong is moved aside and reported, and nothing older is deleted for it."""
+    """What reads back wrong is moved aside and reported, and nothing older is deleted for it."""
     watched.configure(checkpoint={"keep_last": 2})
     job = watched.start(trap=at(r"/step-\d{8}$", "flip", "rename", skip=3, times=4))
     watched.helpers.wait_for(lambda: len(watched.saved()) >= 2, what="two checkpoints")
@@ -295,9 +304,10 @@ for module in list(sys.modules.values()):
 """
 
 
+@pytest.mark.shows("F47")
 @pytest.mark.slow
 def test_a_clock_that_jumps(watched: Watched, monkeypatch: pytest.MonkeyPatch, whole: Whole) -> None:
-    """Fault matrix 47: the wall clock of ranks and watchdog jumps an hour ahead, then two back: reported, no effect."""
+    """The wall clock of ranks and watchdog jumps an hour ahead, then two back: reported, no effect."""
     jump, first = watched.lab.path / "jump", watched.lab.path / "clock/sitecustomize.py"
     first.parent.mkdir()
     first.write_text(CLOCK.format(jump=str(jump)))

@@ -15,6 +15,7 @@ from processes import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/first-run.md").read_text()
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
 JOBSET = ROOT / "configs/kubernetes/jobset.yaml"
 MODULES = {"fsdp-data": "data.cli", "fsdp-eval": "eval.cli", "fsdp-pretrain": "fsdp_pretrain.cli"}
 REPORTS = re.compile(r"^(fsdp-pretrain (watch|status) .*)$", re.MULTILINE)
@@ -83,9 +84,10 @@ def commands(text: str) -> list[list[str]]:
 
 
 @pytest.mark.quick
-def test_every_command_of_the_page_exists(run_command: Run) -> None:
+@pytest.mark.parametrize("page", [PAGE, OPERATIONS], ids=["first-run", "operations"])
+def test_every_command_of_the_page_exists(run_command: Run, page: str) -> None:
     """Also those that need a cluster: verbs and options as `--help` lists them."""
-    lines = commands(PAGE)
+    lines = commands(page)
     assert len(lines) > 20
     helps: dict[tuple[str, str], str] = {}
     wrong = []

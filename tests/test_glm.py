@@ -157,6 +157,7 @@ def model_of(run: Path, step: int) -> Decoder:
     return read_checkpoint(Store(run / "checkpoints").find(step), "cpu")[0].eval()
 
 
+@pytest.mark.shows("A21")
 @pytest.mark.parametrize("name", ["one", "two-dimensions"])
 def test_a_recorded_step_is_its_slots_one_by_one(trained: Callable[[str], Path], helpers: Any, name: str) -> None:
     """Losses by sample, their sums under both norms, and the gradient that the configured norm gives."""

@@ -153,9 +153,10 @@ class Script:
         return found
 
 
+@pytest.mark.shows("F32")
 @pytest.mark.quick
 def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
-    """Fault matrix 32: crash, rollback and requeue; states sum to the wall clock, lost time is exact."""
+    """Crash, rollback and requeue; states sum to the wall clock, lost time is exact."""
     script = Script(tmp_path)
     script.start()
     script.train(30)
@@ -305,6 +306,7 @@ def test_what_was_read_is_not_read_again_and_never_believed_of_another_file(tmp_
     assert goodput(script.run) == other
 
 
+@pytest.mark.shows("A2", "B8")
 @pytest.mark.quick
 def test_the_recommended_interval_is_the_square_root_law(tmp_path: Path) -> None:
     """GLM-130B saved every 500 steps of 88 s; with a day between losses of nodes and 60 s a save, that is too long."""
@@ -391,8 +393,9 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
     assert earliest - 0.05 <= BEGIN + sum(shorter.states.values()) <= script.lines[cut - 1][0] + 0.05
 
 
+@pytest.mark.shows("A5", "F46")
 def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_command: Any, gates: Any) -> None:
-    """Fault matrix 46, in part: kill -9 and resume on two ranks, with another learning rate; no second is missing."""
+    """kill -9 and resume on two ranks, with another learning rate; no second is missing."""
     began = time.time()
     config = lab.config(train={"duration": "60 steps"}, checkpoint={"every": "10 steps"})
     gates(29)

@@ -66,8 +66,9 @@ def start(lab: Any) -> Iterator[Callable[..., Elastic]]:
         job.close()
 
 
+@pytest.mark.shows("A8", "A25", "F6")
 def test_a_stopped_rank_is_named_and_the_job_ended(lab: Any, helpers: Any, watched: Callable[..., Path]) -> None:
-    """Fault matrix 6: SIGSTOP. Alarm at the soft deadline with the rank, stacks of all, end at the hard one."""
+    """SIGSTOP. Alarm at the soft deadline with the rank, stacks of all, end at the hard one."""
     config, run = watched(), lab.path / "run"
     job = lab.start(config, ranks=2)
     until(lambda: steps(run) > 30)
@@ -91,13 +92,14 @@ CASES: dict[str, tuple[dict[str, Any], str, list[int], str]] = {
 }
 
 
+@pytest.mark.shows("A25", "F7", "F28")
 @pytest.mark.parametrize(
     "case", ["held", *(pytest.param(case, marks=pytest.mark.slow) for case in ("busy elsewhere", "lost step"))]
 )
 def test_hangs_are_told_apart(
     lab: Any, helpers: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """Fault matrix 7 and 28: the interpreter lock held in C, code that waits forever, another collective."""
+    """The interpreter lock held in C, code that waits forever, another collective."""
     fault, verdict, suspects, words = CASES[case]
     monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
     monkeypatch.setenv("FAULT", json.dumps({"rank": 1, "step": 30, **fault}))
@@ -158,10 +160,11 @@ def test_a_verdict_is_as_good_as_what_is_known(
     assert verdict.silent == tuple(quiet) and set(unreported) <= set(verdict.unknown)
 
 
+@pytest.mark.shows("F27")
 def test_a_shard_that_does_not_answer_is_named(
     lab: Any, helpers: Any, watched: Callable[..., Path], shared_corpus: Path
 ) -> None:
-    """Fault matrix 27: a FIFO in place of a shard. The alarm names the file."""
+    """A FIFO in place of a shard. The alarm names the file."""
     corpus = lab.path / "corpus"
     shutil.copytree(shared_corpus / "corpus", corpus)
     data = {"sources": [{"name": "text", "path": str(corpus)}]}
@@ -180,11 +183,12 @@ def test_a_shard_that_does_not_answer_is_named(
     assert str(shard) in hang(run, verdict="data")["summary"]
 
 
+@pytest.mark.shows("A4", "F16")
 @pytest.mark.slow  # test_launch has a killed rank, with the launcher
 def test_a_killed_rank_is_seen_at_once_and_torchrun_goes_on(
     lab: Any, watched: Callable[..., Path], start: Callable[..., Elastic], helpers: Any
 ) -> None:
-    """Fault matrix 16: kill -9 of a rank: detected within a second, restarted, the curve as if nothing had happened."""
+    """kill -9 of a rank: detected within a second, restarted, the curve as if nothing had happened."""
     sections = {"train": {"duration": "60 steps"}, "checkpoint": {"every": "20 steps"}, "watchdog": PATIENT}
     config, run = watched(**sections), lab.path / "run"
     lab.train(config, f"run.dir={lab.path / 'whole'}", "watchdog.enabled=false", ranks=2)
@@ -200,8 +204,8 @@ def test_a_killed_rank_is_seen_at_once_and_torchrun_goes_on(
     until(lambda: not helpers.agents(run))
 
 
+@pytest.mark.shows("F24")
 def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, helpers: Any, watched: Callable[..., Path]) -> None:
-    """Fault matrix 24."""
     config, run = watched(watchdog=PATIENT), lab.path / "run"
     job = lab.start(config, ranks=2)
     first = until(lambda: helpers.agents(run))
@@ -217,10 +221,11 @@ def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, helpers: Any, watc
     until(lambda: not psutil.pid_exists(again[0]))
 
 
+@pytest.mark.shows("D16", "F25")
 def test_nothing_outlives_a_killed_torchrun(
     lab: Any, helpers: Any, watched: Callable[..., Path], start: Callable[..., Elastic]
 ) -> None:
-    """Fault matrix 25: the agent ends the ranks that a killed torchrun leaves, and itself."""
+    """The agent ends the ranks that a killed torchrun leaves, and itself."""
     run = lab.path / "run"
     job = start(watched(watchdog=PATIENT))
     until(lambda: steps(run) > 10)
@@ -266,11 +271,12 @@ def test_a_launcher_that_is_about_to_end_is_gone(tmp_path: Path) -> None:
     assert ranks.launcher_gone
 
 
+@pytest.mark.shows("F15", "F31")
 @pytest.mark.slow
 def test_long_first_steps_and_saves_are_no_hang(
     lab: Any, helpers: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault matrix 31, and 15 as seen by the hang detector: a first step of many deadlines; a regular end."""
+    """A first step of many deadlines, saves that take long, and a regular end."""
     monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
     monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 1, "kind": "doze", "seconds": 6}))
     config, run = watched(train={"duration": "40 steps"}, checkpoint={"every": "20 steps"}), lab.path / "run"

@@ -82,6 +82,7 @@ def set_device(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
     return lambda devices: devices[3].update(changes)
 
 
+@pytest.mark.shows("A9", "A32", "F45")
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -94,7 +95,7 @@ def set_device(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
     ],
 )
 def test_a_broken_gpu_condemns_its_host(machine: Any, fault: Callable[..., Any], says: str) -> None:
-    """Fault matrix 45: at the next check, once, and with the host to avoid."""
+    """At the next check, once, and with the host to avoid."""
     machine.look(3)
     assert machine.changes == []
     fault(machine.devices)
@@ -104,6 +105,7 @@ def test_a_broken_gpu_condemns_its_host(machine: Any, fault: Callable[..., Any],
     assert len(json.loads((machine.path.parent / "hosts.json").read_text())["node-7"]) == 1
 
 
+@pytest.mark.shows("F45")
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -118,7 +120,7 @@ def test_a_broken_gpu_condemns_its_host(machine: Any, fault: Callable[..., Any],
     ],
 )
 def test_an_odd_gpu_is_told_when_it_stays_so(machine: Any, fault: Callable[..., Any], says: str) -> None:
-    """Fault matrix 45: a warning after 15 of 20 checks; resolved when it is gone."""
+    """A warning after 15 of 20 checks; resolved when it is gone."""
     machine.look(2)
     fault(machine.devices)
     machine.look(14)
@@ -148,6 +150,7 @@ def test_what_is_normal_is_not_told(machine: Any, harmless: Callable[..., Any]) 
     assert machine.changes == []
 
 
+@pytest.mark.shows("A32")
 def test_links_that_err_again_and_again(machine: Any) -> None:
     for errors in range(20):
         machine.devices[5]["nvlink"] = [18, 3 + errors // 2]
@@ -159,8 +162,9 @@ def test_links_that_err_again_and_again(machine: Any) -> None:
     assert machine.transitions() == [("gpu-odd/node-7", "WARN", "open")]
 
 
+@pytest.mark.shows("F45")
 def test_a_helper_that_hangs_is_told_and_left(machine: Any) -> None:
-    """Fault matrix 45: the driver does not answer. Here a FIFO, which blocks when opened, replaces the file."""
+    """The driver does not answer. Here a FIFO, which blocks when opened, replaces the file."""
     machine.look()
     machine.path.unlink()
     os.mkfifo(machine.path)
@@ -182,6 +186,7 @@ def test_a_file_that_is_none_is_told(machine: Any, content: str) -> None:
     assert machine.transitions() == [("gpu-blind/node-7", "WARN", "open")]
 
 
+@pytest.mark.shows("A5")
 def test_hosts_are_remembered(tmp_path: Path) -> None:
     """Three incidents in two weeks are too many; older ones do not count."""
     path = tmp_path / "watchdog/hosts.json"
@@ -191,6 +196,7 @@ def test_hosts_are_remembered(tmp_path: Path) -> None:
     assert remember(path, "c", "gpu") == {"a": 3, "c": 1}
 
 
+@pytest.mark.shows("D4")
 def test_the_third_incident_proposes_to_exclude_a_host(machine: Any) -> None:
     for _ in range(2):
         remember(machine.memory, "node-7", "hang")
@@ -274,8 +280,8 @@ def test_kills_descriptors_and_stolen_time(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.shows("F47")
 def test_a_clock_that_jumps_is_told_and_nothing_else_is(tmp_path: Path) -> None:
-    """Fault matrix 47."""
     changes = watch_host(tmp_path, [IDLE] * 200, clock=lambda now: now + (3600 if now > 1805 else 0) + now * 1e-4)
     assert changes == [("clock/h", "WARN", "open", 30), ("clock/h", "WARN", "resolved", 90)]
 

@@ -237,6 +237,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
             load(lab.config(eval=wrong))
 
 
+@pytest.mark.shows("D18")
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("changes", "samples", "every", "share"),
@@ -259,6 +260,7 @@ def test_its_cost_does_not_depend_on_a_ramp(
 # ------------------------------------------------------------------------ who shows it
 
 
+@pytest.mark.shows("D18")
 def test_status_console_and_goodput_show_it(trained: Callable[..., Path], helpers: Any, run_command: Any) -> None:
     run = trained("llama", 1)
     record = helpers.metrics(run)[-1]

@@ -27,10 +27,13 @@ from data.prepare.prepare import PrepareOptions
 from data.prepare.train_tokenizer import train_tokenizer
 from data.text.tokenizer import Tokenizer
 from eval.checkpoints import read_checkpoint
+from eval.exported import open_exported
+from eval.generation import Decoding
+from eval.scorer import Prompt, Scorer
 from fsdp_pretrain.checkpoint import hf
-from fsdp_pretrain.checkpoint.hf_layout import read_model, to_hf
+from fsdp_pretrain.checkpoint.hf_layout import read_model, to_hf, weights
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.checkpoint.tokenizer import export_tokenizer, samples
+from fsdp_pretrain.checkpoint.tokenizer import export_tokenizer, samples, warn_of_qwen2
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError, DataError, UserError
 from fsdp_pretrain.record.files import RunDir
@@ -113,6 +116,7 @@ def some_tokens(count: int = 512) -> Tensor:
 # ------------------------------------------------------------------------ out
 
 
+@pytest.mark.shows("D25")
 @pytest.mark.parametrize("family", ["llama", "llama-linear", "gpt"])
 def test_export_of_a_2x2_checkpoint_is_the_same_function_in_transformers(
     trained: Callable[[str], RunDir], family: str, tmp_path: Path
@@ -196,6 +200,7 @@ def test_exports_that_are_refused(trained: Callable[[str], RunDir], module_lab: 
     assert not list(tmp_path.glob("*other*"))
 
 
+@pytest.mark.shows("D25")
 @pytest.mark.parametrize("odd", [{"positions": "alibi"}, {"embedding_norm": True}])
 def test_a_model_transformers_cannot_express_is_not_exported(module_lab: Any, odd: dict[str, Any]) -> None:
     config = load(module_lab.config("odd", model={**GPT, **odd}))
@@ -203,18 +208,41 @@ def test_a_model_transformers_cannot_express_is_not_exported(module_lab: Any, od
         to_hf(config.model, sequence_length=32, eod=0, dtype="float32")
 
 
-@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
-def test_tokenizers_encode_alike_in_transformers(shared_corpus: Path, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "family"), [("bpe", "llama"), ("sentencepiece", "llama"), ("bpe", "mistral"), ("bpe", "qwen3")]
+)
+def test_tokenizers_encode_alike_in_transformers(shared_corpus: Path, kind: str, family: str, tmp_path: Path) -> None:
     ours = learn(shared_corpus / "train.jsonl", tmp_path / "tokenizer", kind)
     (tmp_path / "out").mkdir()
     printed = export_tokenizer(ours, tmp_path / "out", sequence_length=32)
     assert ("converted" in printed) == (kind == "sentencepiece")
-    (tmp_path / "out/config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "out/config.json").write_text(json.dumps({"model_type": family}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     texts = [*samples(ours), *(json.loads(line)["text"] for line in (shared_corpus / "heldout.jsonl").open())]
     assert theirs(texts)["input_ids"] == ours.encode(texts)
     assert theirs.eos_token_id == ours.eod
     assert [theirs.decode(ids) for ids in ours.encode(texts[1:3])] == texts[1:3]
+
+
+@pytest.mark.parametrize("splits", ["as Qwen", "otherwise"])
+def test_an_export_of_qwen2_says_when_autotokenizer_encodes_otherwise(
+    shared_corpus: Path, splits: str, tmp_path: Path
+) -> None:
+    """transformers 5 rebuilds the tokenizer of every Qwen2."""
+    content = json.loads((shared_corpus / "tokenizer/tokenizer.json").read_text())
+    if splits == "as Qwen":
+        published = transformers.Qwen2Tokenizer().backend_tokenizer
+        content |= {name: json.loads(published.to_str())[name] for name in ("normalizer", "pre_tokenizer")}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    ours, out = Tokenizer.load(tmp_path), tmp_path / "out"
+    out.mkdir()
+    export_tokenizer(ours, out, sequence_length=32)
+    (out / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    alike = theirs(samples(ours))["input_ids"] == ours.encode(samples(ours))
+    assert alike == (splits == "as Qwen") == (warn_of_qwen2(ours, out) == "")
+    by_name = transformers.PreTrainedTokenizerFast.from_pretrained(out)
+    assert by_name(samples(ours))["input_ids"] == ours.encode(samples(ours))
 
 
 def test_settings_of_a_tokenizer_file_that_change_texts_are_not_exported(shared_corpus: Path, tmp_path: Path) -> None:
@@ -259,6 +287,13 @@ THEIRS: dict[str, dict[str, Any]] = {
     "llama-base": {**TINY_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
     "llama-linear": {**TINY_LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}},
     "llama-llama3": {**TINY_LLAMA, "rope_parameters": LLAMA3},
+    "mistral": {**TINY_LLAMA, "sliding_window": None},
+    "mistral-window": {**TINY_LLAMA, "sliding_window": 32, "tie_word_embeddings": True},
+    "mistral-nemo": {**TINY_LLAMA, "hidden_size": 36, "head_dim": 16, "sliding_window": None},
+    "qwen2": {**TINY_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2-tied": {**TINY_LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "qwen3": {**TINY_LLAMA, "head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen3-tied": {**TINY_LLAMA, "head_dim": 8, "tie_word_embeddings": True},
     "gpt2": TINY_GPT2,
     "gpt2-untied": {**TINY_GPT2, "tie_word_embeddings": False, "n_inner": 80},
 }
@@ -266,9 +301,9 @@ THEIRS: dict[str, dict[str, Any]] = {
 
 def make_folder(path: Path, name: str, **save: Any) -> Path:
     """A folder written by transformers, of a model with weights far from their initial scale."""
-    kind = transformers.LlamaConfig if name.startswith("llama") else transformers.GPT2Config
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(kind(**THEIRS[name]))
+    config = transformers.AutoConfig.for_model(name.partition("-")[0], **THEIRS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
@@ -291,6 +326,7 @@ def test_import_is_the_same_function_and_goes_out_again_bit_for_bit(lab: Any, na
     run = RunDir(config.run.dir)
     done = hf.import_folder(run, folder, config, ["tokenizer"])
     assert done.padded == 0 and done.saved.checkpoint.verified
+    assert ("window of 32 tokens is not in force" in done.tokenizer) == (name == "mistral-window")
     assert_equal_logits(our_logits(run, 0, some_tokens()), their_logits(folder, some_tokens()))
     hf.export_checkpoint(run, 0, lab.path / "again", dtype="fp32", shard_bytes=10**9)
     again = load_file(lab.path / "again/model.safetensors")
@@ -338,7 +374,13 @@ def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: 
     assert saved.manifest().optimizer is True
 
 
-@pytest.mark.parametrize("name", ["llama-base", "llama-linear", "llama-llama3", "gpt2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama-base", "llama-linear", "llama-llama3", "gpt2"),
+        *("mistral-window", "mistral-nemo", "qwen2", "qwen2-tied", "qwen3", "qwen3-tied"),
+    ],
+)
 def test_import_trained_on_2x2_goes_out_and_comes_back(lab: Any, name: str) -> None:
     """Import, four steps of hybrid sharding, export: the same function in transformers; imported again: bit for bit."""
     folder = make_folder(lab.path / "theirs", name)
@@ -351,9 +393,46 @@ def test_import_trained_on_2x2_goes_out_and_comes_back(lab: Any, name: str) -> N
     assert float((trained - our_logits(run, 0, some_tokens())).abs().max()) > 0.01  # it has learned
     hf.export_checkpoint(run, 4, lab.path / "again", dtype="fp32", shard_bytes=10**9)
     assert_equal_logits(trained, their_logits(lab.path / "again", some_tokens()))
+    kinds = [json.loads((path / "config.json").read_text())["architectures"] for path in (folder, lab.path / "again")]
+    assert kinds[0] == kinds[1] == [type(transformers.AutoModelForCausalLM.from_pretrained(folder)).__name__]
     back = load(path, [f"run.dir={lab.path / 'back'}"])
     hf.import_folder(RunDir(back.run.dir), lab.path / "again", back)
     assert torch.equal(our_logits(RunDir(back.run.dir), 0, some_tokens()), trained)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-nemo", "qwen2-tied", "qwen3"])
+def test_gradients_are_those_of_transformers(lab: Any, name: str) -> None:
+    folder, tokens = make_folder(lab.path / "theirs", name), some_tokens()
+    set_config(eos_token_id=0)(folder)
+    shutil.copytree(lab.tokenizer, folder, dirs_exist_ok=True)
+    ours, theirs = open_exported(folder).read("cpu", None), transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ours(tokens[:, :-1], tokens[:, 1:]).mean().backward()
+    logits = theirs(tokens[:, :-1]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    parameters, known = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    pairs = [(parameters[weight.ours[0]], known[weight.theirs]) for weight in weights(ours.config, list(parameters))]
+    assert len(pairs) == len(parameters) == len(known)
+    for our, their in pairs:
+        assert float((our.grad - their.grad).abs().max() / their.grad.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "mistral-nemo", "qwen2", "qwen3"])
+def test_answers_are_those_of_transformers(lab: Any, name: str) -> None:
+    """Both with a cache of keys and values; ours with several prompts at once."""
+    folder = make_folder(lab.path / "theirs", name)
+    shutil.copytree(lab.tokenizer, folder, dirs_exist_ok=True)
+    set_config(eos_token_id=Tokenizer.load(folder).eod)(folder)
+    opened = open_exported(folder)
+    assert opened.length == (32 if name == "mistral-window" else 64)  # in longer sequences the window would matter
+    prompts = [Prompt(row[:count].tolist(), Decoding((), 16)) for row in some_tokens() for count in (3, 11, 16)]
+    scorer = Scorer(opened.read("cpu", None), opened.tokenizer, length=opened.length, batch=4)
+    model, expected = transformers.AutoModelForCausalLM.from_pretrained(folder), []
+    for prompt in prompts:
+        made = model.generate(torch.tensor([prompt.inputs]), max_new_tokens=16, do_sample=False, pad_token_id=0)
+        ids = made[0, len(prompt.inputs) :].tolist()
+        ids.append(opened.tokenizer.eod)
+        expected.append(opened.tokenizer.decode(ids[: ids.index(opened.tokenizer.eod)]))
+    assert scorer.answers(prompts, quiet=True) == expected
 
 
 def test_rows_that_the_folder_lacks_get_the_mean(lab: Any) -> None:
@@ -399,7 +478,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no-config": (lambda f: (f / "config.json").unlink(), "cannot read .*config.json"),
     "other-shape": (set_config(rms_norm_eps=1e-3), "model.norm_eps: 0.001 -> 1e-06"),
     "two-differences": (set_config(rope_parameters={"rope_theta": 5e5}, num_hidden_layers=3), "layers: 3 -> 2"),
-    "kind": (set_config(model_type="mistral"), "model_type = 'mistral'"),
+    "kind": (set_config(model_type="gemma"), "model_type = 'gemma'"),
+    "experts": (set_config(model_type="qwen3_moe"), "mixtures of experts are not built"),
+    "family": (set_config(model_type="mistral"), '(?s)family: "mistral" -> "llama".*sliding_window: 4096 -> absent'),
     "rope": (set_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type = 'yarn'"),
     "bias": (set_config(attention_bias=True), "attention_bias = True"),
     "rows": (set_config(vocab_size=600), "rows of the embedding table: 600 -> 512"),

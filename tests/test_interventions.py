@@ -59,6 +59,7 @@ def intent(run: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.shows("A11", "F13")
 @pytest.mark.parametrize(
     ("kind", "shard"),
     [
@@ -69,8 +70,8 @@ def intent(run: Path) -> dict[str, Any]:
     ],
 )
 def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind: str, shard: int) -> None:
-    """Fault matrix 13: a NaN on one rank, once. The others skip too, and the run ends as one configured to skip that
-    batch: the same weights to the bit, on every replica."""
+    """A NaN on one rank, once. The others skip too, and the run ends as one configured to skip that batch: the same
+    weights to the bit, on every replica."""
     config = lab.config(health=HEALTH, parallel={"shard": shard}, train={"duration": "14 steps"})
     fault(kind, rank=1, steps=[7])
     lab.train(config, ranks=2)
@@ -130,8 +131,9 @@ def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
     assert [entry["step"] for entry in helpers.journal(run, "resume")] == [10]
 
 
+@pytest.mark.shows("A11", "A27", "F14")
 def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault: Any) -> None:
-    """Fault matrix 14: NaN in every step from 14 on. One rollback that skips the samples, then exit 93."""
+    """NaN in every step from 14 on. One rollback that skips the samples, then exit 93."""
     config = lab.config(health=HEALTH, checkpoint={"every": "5 steps"})
     fault("gradient", rank=1, **{"from": 14})
     output = lab.train(config, ranks=2, expect=75)
@@ -217,10 +219,11 @@ def poison(lab: Any, helpers: Any, until: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.shows("B1", "F8")
 @pytest.mark.parametrize("until", [384, pytest.param(440, marks=pytest.mark.slow)])
 def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_command: Any, until: int) -> None:
-    """Fault matrix 8: warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. If
-    more is poisoned than the first one skips, a second one skips twice as much."""
+    """Warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. If more is poisoned than
+    the first one skips, a second one skips twice as much."""
     config = lab.config(
         health=HEALTH,
         data=poison(lab, helpers, until),
@@ -280,8 +283,9 @@ def test_only_telling(lab: Any, helpers: Any) -> None:
     assert steps == [36, 39, 57, 60]  # the two newest, and the newest up to 41 - 4 and up to 40
 
 
+@pytest.mark.shows("D12", "F43")
 def test_replicas_that_differ_stop_the_run(lab: Any, helpers: Any, fault: Any) -> None:
-    """Fault matrix 43: one parameter of one replica changes, which nothing else would detect."""
+    """One parameter of one replica changes, which nothing else would detect."""
     fault("nudge", rank=3, steps=[7])
     config = lab.config(health=HEALTH, parallel={"shard": 2}, train={"micro_batch": 1})
     output = lab.train(config, ranks=4, expect=93)
@@ -292,9 +296,10 @@ def test_replicas_that_differ_stop_the_run(lab: Any, helpers: Any, fault: Any) -
     assert found(records, severity="CRIT") == [(records[-1]["step"], "replicas/parameters")]
 
 
+@pytest.mark.shows("D9", "F5", "F19")
 def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) -> None:
-    """Fault matrix 5 and 19: killed after its checkpoint, the run repeats steps to the bit and reports nothing; with a
-    batch repeated it is stopped."""
+    """Killed after its checkpoint, the run repeats steps to the bit and reports nothing; with a batch repeated it is
+    stopped."""
     saves = {"every": "10 steps", "background": False}  # that of step 10 is there when the run is killed
     config = lab.config(health=HEALTH, checkpoint=saves)
     fault("kill", rank=1, steps=[15])
@@ -329,9 +334,10 @@ HEALTH_KEYS = ("gradient/", "learning/", "loss/", "scale/")
 WATCHED = {"enabled": True, "interval": "0.2 s"}
 
 
+@pytest.mark.shows("A26", "F44")
 @pytest.mark.slow  # test_told_runs has both without ranks
 def test_a_loss_scale_that_collapses_is_told_before_the_loss_moves(lab: Any, helpers: Any, fault: Any) -> None:
-    """Fault matrix 44: every other step of an fp16 run overflows on one rank; steps are lost, not weights."""
+    """Every other step of an fp16 run overflows on one rank; steps are lost, not weights."""
     bad = list(range(41, 60, 2))
     fault("gradient", rank=1, steps=bad)
     scale = {"first": 1024.0, "window": 1000, "hysteresis": 1, "min": 1e-6}
@@ -348,9 +354,10 @@ def test_a_loss_scale_that_collapses_is_told_before_the_loss_moves(lab: Any, hel
     assert not helpers.journal(lab.path / "run", "health-rollback")
 
 
+@pytest.mark.shows("F49")
 @pytest.mark.slow
 def test_single_steps_of_large_gradients_are_noted_and_no_more(lab: Any, helpers: Any, fault: Any) -> None:
-    """Fault matrix 49: the norm stands out in four single steps; clipping handles them."""
+    """The norm stands out in four single steps; clipping handles them."""
     steps = [150, 200, 250, 300]
     fault("grow", rank="all", times=100.0, steps=steps)
     calm = {"lr": 1e-3, "min_lr": None, "curve": "constant"}

@@ -119,6 +119,7 @@ def chain(module_lab: Any, helpers: Any) -> Callable[[int, str], Chain]:
 FEW = ["shard-1", "manifest-named", "commit-durable"]
 
 
+@pytest.mark.shows("F3")
 @pytest.mark.parametrize(
     ("points", "background", "everybody"),
     [
@@ -133,7 +134,7 @@ FEW = ["shard-1", "manifest-named", "commit-durable"]
 def test_killed_at_every_point_of_a_save(
     chain: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, points: list[str], background: bool, everybody: bool
 ) -> None:
-    """Fault matrix 3: One start after the other, each killed at the next point of its first save, the writer alone or all ranks."""
+    """One start after the other, each killed at the next point of its first save, the writer alone or all ranks."""
     killed = chain(2, f"points-{len(points)}-{background}-{everybody}")
     mode = f"checkpoint.background={str(background).lower()}"
     job = killed.start(f"train.duration={3 * EVERY} steps", mode)
@@ -162,12 +163,13 @@ def test_killed_at_every_point_of_a_save(
     killed.end()
 
 
+@pytest.mark.shows("F3")
 @pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_in_the_middle_of_a_write(
     chain: Any, monkeypatch: pytest.MonkeyPatch, rank: int, background: bool
 ) -> None:
-    """Fault matrix 3: The kernel kills a rank in the write that takes its shard beyond a size."""
+    """The kernel kills a rank in the write that takes its shard beyond a size."""
     killed = chain(2, f"write-{rank}-{background}")
     mode = f"checkpoint.background={str(background).lower()}"
     job = killed.start(f"train.duration={EVERY} steps", mode)
@@ -186,11 +188,12 @@ def test_killed_in_the_middle_of_a_write(
     killed.end()
 
 
+@pytest.mark.shows("F3")
 @pytest.mark.parametrize(
     ("seed", "kills"), [(0, 2), *(pytest.param(seed, 10, marks=pytest.mark.slow) for seed in range(1, 11))]
 )
 def test_killed_at_any_instant_of_a_save(chain: Any, helpers: Any, seed: int, kills: int) -> None:
-    """Fault matrix 3: kill -9 from outside, of one rank or of all, on 2 to 4 ranks, in the background or while training waits."""
+    """kill -9 from outside, of one rank or of all, on 2 to 4 ranks, in the background or while training waits."""
     rng = seeded(seed)
     killed = chain((2, 4, 3)[seed % 3], f"random-{seed}")
     seconds = 0.3

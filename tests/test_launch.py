@@ -116,9 +116,10 @@ def dies_at(folder: Path, cursor: int) -> Path:
     return folder
 
 
+@pytest.mark.shows("A4", "A24", "A28", "F11", "F16")
 def test_killed_rank_then_stop(launch: Launch, lab: Any, helpers: Any) -> None:
-    """Fault matrix 16, 11: kill -9 of a rank is reported with its number and followed by a new start; SIGUSR1 to
-    every process of the job saves, stops, exits 75, without a word about failures."""
+    """kill -9 of a rank is reported with its number and followed by a new start; SIGUSR1 to every process of the job
+    saves, stops, exits 75, without a word about failures."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE, watchdog=PATIENT)
     job = launch(config)
     job.reaches(12)
@@ -144,10 +145,11 @@ def test_killed_rank_then_stop(launch: Launch, lab: Any, helpers: Any) -> None:
     assert helpers.journal(job.run, "resume")[-1]["step"] >= 10 and segments(job) == 2
 
 
+@pytest.mark.shows("A23", "F11")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["one-rank", "control", "job", "twice", "limit"])
 def test_stops_are_not_started_again(launch: Launch, lab: Any, helpers: Any, run_command: Any, how: str) -> None:
-    """Fault matrix 11: whoever asks, and however: one agreed step, a verified checkpoint, 75, no other start."""
+    """Whoever asks, and however: one agreed step, a verified checkpoint, 75, no other start."""
     options = ("--time-limit", "90 s") if how == "limit" else ()
     haste = {**HASTE, "grace": "45 s"}
     train = {**LONG, "duration": "400_000 steps"}
@@ -201,10 +203,11 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Launch, lab: Any, helper
     assert "SIGTERM before training began" in helpers.journal(job.run)[-1]["text"]
 
 
+@pytest.mark.shows("D16", "F25")
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "torchrun"])
 def test_no_process_outlives_its_parent(launch: Launch, lab: Any, helpers: Any, victim: str) -> None:
-    """Fault matrix 25: kill -9 of the launcher ends everything; of torchrun: the ranks, and another start follows."""
+    """kill -9 of the launcher ends everything; of torchrun: the ranks, and another start follows."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch=HASTE))
     job.reaches(7)
     family, ranks = job.family(), job.ranks()
@@ -235,9 +238,10 @@ def test_a_torchrun_that_does_not_end_is_killed(launch: Launch, lab: Any, helper
     job.ends(75)
 
 
+@pytest.mark.shows("F17")
 @pytest.mark.slow
 def test_a_loop_of_crashes_ends_and_names_the_batch(launch: Launch, lab: Any, helpers: Any, run_command: Any) -> None:
-    """Fault matrix 17: three deaths at the same step: 93, with the samples; `where` shows the step without a record."""
+    """Three deaths at the same step: 93, with the samples; `where` shows the step without a record."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE)
     job = launch(config, PYTHONPATH=helpers.python_path(dies_at(lab.path / "fault", cursor=13 * 8)))
     printed = job.ends(93)
@@ -329,14 +333,13 @@ class Gone:
             self._aside.rename(self.run)
 
 
-SLOW_WAYS = [pytest.param(how, marks=pytest.mark.slow) for how in ("itself", "checkpoints", "removed", "moved")]
-
-
-@pytest.mark.parametrize("how", ["above", *SLOW_WAYS])
+@pytest.mark.slow
+@pytest.mark.shows("F51")
+@pytest.mark.parametrize("how", ["above", "itself", "checkpoints", "removed", "moved"])
 def test_a_run_directory_that_is_gone_is_not_begun_again(
     launch: Launch, lab: Any, helpers: Any, removable: Any, run_command: Any, how: str
 ) -> None:
-    """Fault matrix 51: 93 at the next save, nothing in its place, and when it is back the same command continues."""
+    """93 at the next save, nothing in its place, and when it is back the same command continues."""
     run = lab.path / "disk/run"
     directory = Gone(how, run, removable)
     config = lab.config(train=LONG, checkpoint={"every": "40 steps"}, launch=HASTE)
@@ -367,12 +370,13 @@ def test_a_run_directory_that_is_gone_is_not_begun_again(
     assert run_command("fsdp_pretrain.cli", "status", run, "--json").returncode == 1  # stopped
 
 
+@pytest.mark.shows("F51")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["above", "checkpoints"])
 def test_the_watchdog_tells_of_a_run_directory_that_is_gone(
     launch: Launch, lab: Any, helpers: Any, removable: Any, endpoint: Any, how: str
 ) -> None:
-    """Fault matrix 51: long before the next save; the message is sent although the run directory takes no writes."""
+    """Long before the next save; the message is sent although the run directory takes no writes."""
     run = lab.path / "disk/run"
     directory = Gone(how, run, removable)
     endpoint.up()
@@ -412,9 +416,10 @@ def test_a_launcher_does_not_accept_less_than_it_has_seen(
     assert not helpers.journal(job.run, "checkpoint-missing")
 
 
+@pytest.mark.shows("F51")
 @pytest.mark.slow
 def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(lab: Any, helpers: Any, removable: Any) -> None:
-    """Fault matrix 51, without the launcher: the ranks that torchrun restarts know what those before them had."""
+    """Without the launcher: the ranks that torchrun restarts know what those before them had."""
     run, disk = lab.path / "disk/run", removable(lab.path / "disk")
     config, log = lab.config(train=LONG, checkpoint={"every": "40 steps"}), lab.path / "log"
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 2]
@@ -430,9 +435,10 @@ def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(lab: Any,
     assert not [*disk.path.rglob("*")]
 
 
+@pytest.mark.shows("D4", "F45")
 @pytest.mark.slow
 def test_a_broken_gpu_keeps_its_host_away(launch: Launch, lab: Any, helpers: Any) -> None:
-    """Fault matrix 45: saved, 76, the host is in `avoid_hosts`, and the launcher does not start there again."""
+    """Saved, 76, the host is in `avoid_hosts`, and the launcher does not start there again."""
     gpus, host = lab.path / "gpus.json", os.uname().nodename
     gpus.write_text(json.dumps({"devices": [{"index": 0}, {"index": 1}]}))
     hardware = {"provider": f"file:{gpus}", "interval": "0.2 s"}
@@ -451,8 +457,9 @@ def test_a_broken_gpu_keeps_its_host_away(launch: Launch, lab: Any, helpers: Any
     assert segments(job) == 1
 
 
+@pytest.mark.shows("A9", "F38")
 def test_preflight(lab: Any, run_command: Any, small_disk: Any, helpers: Any) -> None:
-    """Fault matrix 38: a directory that cannot be written is named, exit 78, before a rank starts; and other refusals."""
+    """A directory that cannot be written is named, exit 78, before a rank starts; and other refusals."""
     disk = small_disk("2m")
     run = disk / "run"
     config = lab.config()

@@ -116,6 +116,7 @@ def test_hosts_to_avoid_are_kept_once(tmp_path: Path) -> None:
     assert run.avoid_hosts.read_text() == "b\na\nc\n"
 
 
+@pytest.mark.shows("B19")
 def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1.5 times four steps and two saves, at least what is configured or two minutes; Slurm gets the limit."""
     run = RunDir(tmp_path)

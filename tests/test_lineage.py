@@ -58,16 +58,18 @@ def curve(run: Path, helpers: Any) -> list[Any]:
 # ---------------------------------------------------------------- rollback
 
 
+@pytest.mark.shows("A22", "A29", "B2", "F5", "F20")
 def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run
 ) -> None:
-    """Fault matrix 5 and 20: Skipped steps and a new learning rate from step 12 on, kept by restarts with the first command."""
+    """Skipped steps and a new learning rate from step 12 on, kept by restarts with the first command."""
     config, run = copy
     before = {r["step"]: r for r in helpers.metrics(run)}
     decided = ["--skip-steps", "15:17", "--set", "optimizer.lr=5e-3", "--reason", "spike"]
     done = run_command(CLI, "rollback", run.name, "--to", 12, *decided, cwd=run.parent)
     assert done.returncode == 0, done.stderr
     assert "optimizer.lr: 0.01 -> 0.005" in done.stdout and "112:136" in done.stdout
+    assert "  jump        lr 0.0" in done.stdout
     assert [c.step for c in Store(run / "checkpoints").scan()] == [6, 12]
     assert sorted(p.name[:13] for p in (run / "checkpoints/abandoned").iterdir()) == ["step-00000018", "step-00000024"]
     assert sorted(p.name[:13] for p in (run / "evals").rglob("step-*")) == [f"step-{n:08d}" for n in (6, 12, 18)]
@@ -108,6 +110,7 @@ def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
     assert str(overrides.read(RunDir(run))) == "optimizer.lr=0.005; skip 112:136 samples; skip 168:184 samples"
 
 
+@pytest.mark.shows("B2")
 def test_a_dry_run_changes_nothing_and_says_the_same(copy: tuple[Path, Path], run_command: Run) -> None:
     _, run = copy
     before = tree(run)
@@ -178,6 +181,7 @@ def outcome(run: Path) -> Any:
     return abandoned, entries, parts, leftovers, files, steps, str(overrides.read(where))
 
 
+@pytest.mark.shows("B2")
 @pytest.mark.parametrize(
     ("verb", "stride"),
     [("rollback", 3), ("fork", 11), *(pytest.param(verb, 1, marks=pytest.mark.slow) for verb in ("rollback", "fork"))],
@@ -283,6 +287,7 @@ def test_a_flipped_override_is_no_declared_change(lab: Any, copy: tuple[Path, Pa
 # ---------------------------------------------------------------- fork
 
 
+@pytest.mark.shows("A13")
 def test_a_fork_lives_without_its_parent(
     lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any, run_command: Run
 ) -> None:

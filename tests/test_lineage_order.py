@@ -116,6 +116,7 @@ class Simulation:
         assert not list(self.path.glob("*.forking"))
 
 
+@pytest.mark.shows("A34")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 30))])
 def test_rollbacks_and_forks_in_any_order_leave_one_lineage(config: Path, tmp_path: Path, seed: int) -> None:
     simulation = Simulation(config, tmp_path, seed)

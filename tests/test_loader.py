@@ -95,6 +95,7 @@ def test_quarantined_stretches_are_not_learned(packer: Packer) -> None:
     assert quarantined > 0
 
 
+@pytest.mark.shows("D3")
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_errors_of_the_background_thread_arrive_whole(tmp_path: Path, shared_corpus: Path, prefetch: int) -> None:
     import shutil

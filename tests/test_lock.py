@@ -28,6 +28,7 @@ def refused(act: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.shows("B19")
 def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: Any, run_command: Run) -> None:
     config, run = lab.config(train={"duration": "9000 steps"}, checkpoint={"every": "5 steps"}), lab.path / "run"
     first = lab.start(config, ranks=2)

@@ -47,6 +47,7 @@ def world() -> Iterator[Any]:
         yield connected
 
 
+@pytest.mark.shows("B20")
 @pytest.mark.parametrize(
     ("model", "overrides"),
     [
@@ -57,6 +58,8 @@ def world() -> Iterator[Any]:
         (GLM, [BLANKS % "glm1d"]),
         (GLM, [BLANKS % "glm2d", "model.positions=rope-2d", "train.micro_batch=2", "parallel.recompute=1"]),
         pytest.param(GLM, [BLANKS % "glm1d", "model.scores=layer_scaled"], marks=pytest.mark.slow),
+        pytest.param({**LLAMA, "family": "qwen2"}, [], marks=pytest.mark.slow),
+        pytest.param({**LLAMA, "family": "qwen3", "head_size": 32}, [], marks=pytest.mark.slow),
     ],
     ids=[
         "plain",
@@ -66,6 +69,8 @@ def world() -> Iterator[Any]:
         "glm",
         "glm-2d-accumulated-recomputed",
         "glm-scaled",
+        "qwen2",
+        "qwen3",
     ],
 )
 def test_estimate_is_the_measured_peak(lab: Any, world: Any, model: dict[str, Any], overrides: list[str]) -> None:

@@ -84,6 +84,7 @@ def test_any_mixture_deals_every_source_in_order(weights: list[MixtureWeight], b
         assert mixture.counts(index)[mixture.names.index(name)] == number
 
 
+@pytest.mark.shows("A14")
 def test_ramped_shares_follow_the_schedule() -> None:
     """Within 0.5 points over any 10,000 samples, 0.01 points over a million."""
     total = 3_000_000
@@ -107,6 +108,7 @@ def test_ramped_shares_follow_the_schedule() -> None:
     assert mixture.shares(2_600_000) == pytest.approx({"web": 2 / 9, "code": 5 / 9, "books": 2 / 9}, abs=1e-6)
 
 
+@pytest.mark.shows("A18")
 def test_what_happens_later_does_not_touch_what_was_before() -> None:
     """Adding C at S, and dropping A at T, leaves everything before unchanged and the order of the others as it was."""
     added, dropped = 5000, 9001
@@ -145,6 +147,7 @@ def test_nothing_to_read_is_refused() -> None:
         Mixture({"a": MixtureWeight(((0, 1.0), (10**13 * GRID, 2.0)))})
 
 
+@pytest.mark.shows("A30")
 @settings(max_examples=200, deadline=None)
 @given(
     ranges=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), max_size=5),
@@ -171,6 +174,7 @@ def packer(shared_corpus: Path, **options: Any) -> Packer:
     return Packer(sources, 32, seed=options.pop("seed", 5), lanes=options.pop("lanes", 4), **options)
 
 
+@pytest.mark.shows("B4")
 def test_a_reshuffle_permutes_the_rest_of_the_epoch(shared_corpus: Path) -> None:
     plain, at = packer(shared_corpus), 300
     samples = math.ceil(plain.epoch_samples["text"])
@@ -192,6 +196,7 @@ def test_a_reshuffle_permutes_the_rest_of_the_epoch(shared_corpus: Path) -> None
     assert len(set(later) & set(rows(plain, samples + 1, 2 * samples - 2))) > 0.9 * len(set(later))
 
 
+@pytest.mark.shows("A19")
 def test_an_excluded_document_keeps_its_place_and_is_not_learned(shared_corpus: Path) -> None:
     plain = packer(shared_corpus)
     target = plain.provenance(17)[0]
@@ -211,6 +216,7 @@ def test_an_excluded_document_keeps_its_place_and_is_not_learned(shared_corpus: 
     assert set(ours.ignore) == expected and expected
 
 
+@pytest.mark.shows("A14", "A30")
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_the_same_ids_for_every_world_and_prefetch_and_across_resumes(
@@ -243,6 +249,7 @@ def test_the_same_ids_for_every_world_and_prefetch_and_across_resumes(
             assert (position.cursor, position.consumed) == (cursor, consumed)
 
 
+@pytest.mark.shows("B9")
 def test_skipping_steps_drops_exactly_their_samples(shared_corpus: Path) -> None:
     """Steps 10 to 20 at 12 samples a step: 132 samples, counted manually, and nothing else moves."""
     plain, first, stop = packer(shared_corpus), 9 * 12, 20 * 12

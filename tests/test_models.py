@@ -267,6 +267,7 @@ def test_log_normalisers_are_differentiable_too(per_chunk: int, kept: int, monke
     torch.testing.assert_close(w.grad.double(), w64.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.shows("A3")
 @pytest.mark.parametrize("values", [LLAMA, GPT, {**LLAMA, "tied_head": True}, {**GPT, "tied_head": False}])
 def test_shrink_changes_the_gradient_of_the_table_and_nothing_else(values: dict[str, Any]) -> None:
     x, found = tokens(), {}
@@ -334,6 +335,7 @@ def test_initial_values(values: dict[str, Any]) -> None:
         model.initial("blocks.0.attention.unknown.weight")
 
 
+@pytest.mark.shows("B4")
 def test_initial_values_depend_on_seed_and_name_only() -> None:
     a, b, c = make(LLAMA, 1), make(LLAMA, 1), make(LLAMA, 2)
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))

@@ -61,8 +61,9 @@ def chronicle(run: Path) -> str:
     return "\n".join(line["text"] for line in lines if line["kind"] == "watchdog")
 
 
+@pytest.mark.shows("F6")
 def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
-    """Fault matrix 6, between nodes: one alarm with rank and host, all ranks ended, stacks of both nodes."""
+    """Between nodes: one alarm with rank and host, all ranks ended, stacks of both nodes."""
     job, run = pair(silent="60 s", hard="8 s"), lab.path / "run"
     job.kill(1, signal.SIGSTOP)
     alarm = hang(run, suspects=[1])
@@ -104,6 +105,7 @@ def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Any,
     assert "is stopped" in [entry["text"] for entry in journal if entry["kind"] == "alarm"][-1]
 
 
+@pytest.mark.shows("A8")
 @pytest.mark.slow
 def test_a_lost_node_is_named(lab: Any, pair: Any) -> None:
     """kill -9 of everything on a node: the other's ranks fail, and its watchdog names the lost node as the reason."""
@@ -118,9 +120,10 @@ def test_a_lost_node_is_named(lab: Any, pair: Any) -> None:
     assert (found["code"], found["lost"]) == (75, ["node-1"]) and not alarms(run, "rank-died")
 
 
+@pytest.mark.shows("F16")
 @pytest.mark.slow
 def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
-    """Fault matrix 16, between nodes: the leader reports what the other watchdog saw; its own rank is not blamed."""
+    """Between nodes: the leader reports what the other watchdog saw; its own rank is not blamed."""
     job, run = pair(), lab.path / "run"
     job.kill(1)
     (alarm,) = until(lambda: alarms(run, "rank-died"))
@@ -131,10 +134,11 @@ def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
     assert len(alarms(run, "rank-died")) == 1 and not alarms(run, "node/node-1")
 
 
+@pytest.mark.shows("F24")
 @pytest.mark.slow
 def test_another_node_takes_the_lead(lab: Any, pair: Any) -> None:
-    """Fault matrix 24: the leader's agent is killed, and its rank, which would restart it, is stopped: the next node's
-    watchdog takes over and reports. Thawed, the first does not take the lead back, and repeats nothing."""
+    """The leader's agent is killed, and its rank, which would restart it, is stopped: the next node's watchdog takes
+    over and reports. Thawed, the first does not take the lead back, and repeats nothing."""
     job, run = pair(hard="60 s"), lab.path / "run"
     job.kill(0, signal.SIGSTOP)
     os.kill(agent_of(run, 0), signal.SIGKILL)
@@ -254,13 +258,12 @@ def starts(run: Path) -> int:
     return len(list((run / "segments").iterdir()))
 
 
+@pytest.mark.shows("F6")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_both_nodes_start_again_after_a_hang(lab: Any, helpers: Any, sides: Sides) -> None:
-    """Fault matrix 6, between nodes, under launchers: SIGSTOP of rank 3 on the second; the curve continues bitwise.
-
-    Between two saves, which are far apart: how long one may take is not known before the third.
-    """
+    """Between nodes, under launchers: SIGSTOP of rank 3 on the second; the curve continues bitwise. Between two saves,
+    which are far apart: how long one may take is not known before the third."""
     both, run = sides(steps_=240, every=60, ranks=2), lab.path / "run"
     name, pid = both[1].node.name, both[1].rank(3)
     until(lambda: helpers.journal(run, "checkpoint"))
@@ -298,6 +301,7 @@ def test_a_node_dies(lab: Any, helpers: Any, sides: Sides, nnodes: str) -> None:
     assert f"gone: {name}" in helpers.journal(run, "hosts")[-1]["text"]
 
 
+@pytest.mark.shows("A8")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("mended", [True, False])

@@ -73,11 +73,12 @@ def waiting(run: Path, channel: str) -> list[Path]:
     return sorted((run / "watchdog/spool" / channel).glob("[0-9]*.json"))
 
 
+@pytest.mark.shows("F33")
 @pytest.mark.parametrize("fault", ["down", "500", "redirect", "hangs"])
 def test_an_endpoint_that_fails_delays_and_loses_nothing(
     endpoint: Endpoint, quick: None, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault matrix 33: spooled, visible as an alarm of the channel, other channels continue, delivered once later."""
+    """Spooled, visible as an alarm of the channel, other channels continue, delivered once later."""
     endpoint.answers = {"500": 500, "redirect": 302}.get(fault, 200)
     if fault != "down":
         endpoint.up()
@@ -112,8 +113,9 @@ def test_an_endpoint_that_fails_delays_and_loses_nothing(
     assert SECRET not in "".join(path.read_text() for path in tmp_path.rglob("*.json*"))
 
 
+@pytest.mark.shows("F33")
 def test_an_endpoint_that_is_slow_hears_once(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
-    """Fault matrix 33, slow: longer than the connect timeout, yet it got the message and is not sent it again."""
+    """Slow: longer than the connect timeout, yet it got the message and is not sent it again."""
     endpoint.up()
     endpoint.delay = 0.6
     watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack={})
@@ -156,11 +158,12 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.shows("F33")
 @pytest.mark.parametrize("seconds", ["0", "1.0"])
 def test_a_killed_watchdog_leaves_its_messages_to_the_next(
     endpoint: Endpoint, quick: None, tmp_path: Path, helpers: Any, seconds: str
 ) -> None:
-    """Fault matrix 33: killed with the endpoint down, at once or later; also what it had no time to hand over."""
+    """Killed with the endpoint down, at once or later; also what it had no time to hand over."""
     url = f"http://127.0.0.1:{endpoint.port}/x"
     environment = helpers.environment(ALARM_WEBHOOK_URL=url)
     script = [sys.executable, "-c", KILLED, str(tmp_path), seconds]
@@ -409,21 +412,22 @@ def test_what_cannot_work_is_refused_at_start(
     assert says in str(refusal.value) and SECRET not in str(refusal.value)
 
 
+@pytest.mark.shows("F48")
 @pytest.mark.parametrize(
     "given", [f'slack="https://x/{SECRET}"', f'slack.url_env="https://x/{SECRET}"', f"slack.url={SECRET}"]
 )
 def test_a_secret_in_the_configuration_is_refused_and_not_shown(run_command: Any, helpers: Any, given: str) -> None:
-    """Fault matrix 48."""
     config = helpers.root / "configs/runs/quickstart.toml"
     done = run_command("fsdp_pretrain.cli", "plan", config, f"watchdog.notify.{given}")
     assert done.returncode == 78 and "watchdog.notify.slack" in done.stderr
     assert SECRET not in done.stdout + done.stderr
 
 
+@pytest.mark.shows("F48")
 def test_a_secret_is_nowhere(
     endpoint: Endpoint, tmp_path: Path, helpers: Any, start_command: Any, run_command: Any
 ) -> None:
-    """Fault matrix 48: not in the record, what commands print, or a process list, while sending works and fails."""
+    """Not in the record, what commands print, or a process list, while sending works and fails."""
     run = make_run(
         tmp_path, "slack={}", 'pagerduty={url="http://127.0.0.1:1/x"}', f'command={{argv=["{tmp_path}/hook"]}}'
     )

@@ -31,9 +31,9 @@ from data.text.tokenizer import Tokenizer
 from data.validate.validate import check_against, validate
 from fsdp_pretrain.checkpoint.state import identity
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.config.resume_rules import differences
 from fsdp_pretrain.config.schedule import BatchSchedule
-from fsdp_pretrain.config.sections import GLMObjective
 from fsdp_pretrain.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.quick
@@ -481,6 +481,7 @@ def test_special_tokens_need_ids_of_their_own(glm: Path, packer: Packer, first: 
         open_packer(load(glm, [f"data.objective.first_special={size - 1}"]))
 
 
+@pytest.mark.shows("A33")
 def test_the_objective_is_identity(glm: Path) -> None:
     config = load(glm)
     packer = open_packer(config)

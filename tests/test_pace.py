@@ -110,6 +110,7 @@ def test_a_faster_run_is_a_new_baseline() -> None:
     assert [c.kind for c in found] == ["faster", "slower"] and found[1].step < 3000 + 81
 
 
+@pytest.mark.shows("A7", "D14")
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("before", "after", "sd", "minutes"),

@@ -70,6 +70,7 @@ def test_plan_shows_the_shrink(lab: Any, run_command: Run) -> None:
     assert next(line for line in shown if line.split()[0] == "20").endswith("1.0000")  # the row of the last step
 
 
+@pytest.mark.shows("B14", "D2")
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -205,6 +206,7 @@ def test_every_shipped_configuration_is_the_size_it_declares(path: Path) -> None
     assert config.model.declared_params in (None, count_parameters(config.model))
 
 
+@pytest.mark.shows("D2")
 @pytest.mark.parametrize(
     ("recipe", "options", "parameters", "markers", "warned"),
     [
@@ -235,6 +237,7 @@ def test_recipes(
         assert any(text in warning for warning in result["warnings"]), (text, result["warnings"])
 
 
+@pytest.mark.shows("D1")
 def test_the_104b_that_was_57b() -> None:
     config = load(str(ROOT / "configs/runs/tr8-104b.toml"), ["model.ffn=20_480"])
     with pytest.raises(ConfigError, match=r"103_943_028_736, .* has 56_696_946_688 parameters \(-45.5%\)") as refused:
@@ -242,6 +245,7 @@ def test_the_104b_that_was_57b() -> None:
     assert refused.value.exit == Exit.REFUSED
 
 
+@pytest.mark.shows("B7", "D24")
 def test_a_warm_up_that_the_ramp_makes_long() -> None:
     """tr1-13B: 216,320 samples were meant as 2,000 steps."""
     config = load(str(ROOT / "configs/runs/tr1-13b.toml"))
@@ -253,6 +257,7 @@ def test_a_warm_up_that_the_ramp_makes_long() -> None:
     assert "216_320 samples (443M tokens) takes 8_641 steps because of the batch ramp" in warning
 
 
+@pytest.mark.shows("B14")
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -310,6 +315,7 @@ def test_flops_reproduce_the_published_mfu_of_the_7b_run() -> None:
     assert 9600 * flops_per_token(6_738_415_616, model, 4096) / 989e12 == pytest.approx(0.455, abs=0.002)
 
 
+@pytest.mark.shows("A1")
 @pytest.mark.parametrize(("batch", "seconds", "tflops"), [(4224, 88.5, 134.15), (6144, 122.5, 140.97)])
 def test_megatron_formula_gives_the_logged_tflops_of_glm_130b(batch: int, seconds: float, tflops: float) -> None:
     config = load(str(ROOT / "configs/runs/glm-130b.toml"))
@@ -346,6 +352,7 @@ def test_speed_of_a_measured_step(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert main.main() == 0 and "MFU unknown (no peak on file)" in capsys.readouterr().out
 
 
+@pytest.mark.shows("A1")
 def test_bench_measures_the_trainer(lab: Any, run_command: Run) -> None:
     done = run_command("fsdp_pretrain.bench", lab.config(), "--steps", 3, "--warmup", 1, "--json")
     assert done.returncode == 0, done.stderr

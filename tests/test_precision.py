@@ -192,6 +192,7 @@ def script() -> Any:
     return module
 
 
+@pytest.mark.shows("A3")
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("case", CASES[:-1])
 def test_steps_are_those_of_plain_torch(exact: dict[Any, Any], case: str, world: int) -> None:

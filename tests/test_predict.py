@@ -48,11 +48,13 @@ def work(shards: int = 8, replicas: int = 16, **changes: Any) -> Workload:
     [
         LlamaModel(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=60),
         LlamaModel(family="llama", layers=1, hidden=32, heads=4, ffn=48, vocab=60, vocab_multiple=64, tied_head=True),
+        LlamaModel(family="qwen2", layers=2, hidden=32, heads=4, kv_heads=1, ffn=48, vocab=60, tied_head=True),
+        LlamaModel(family="qwen3", layers=2, hidden=36, heads=4, kv_heads=2, head_size=16, ffn=48, vocab=60),
         GPTModel(family="gpt", layers=2, hidden=32, heads=4, vocab=60, positions=16),
         GPTModel(family="gpt", layers=2, hidden=32, heads=4, ffn=40, vocab=60, positions="alibi", embedding_norm=True),
         GLMModel(family="glm", layers=2, hidden=24, heads=4, vocab=60, tied_head=False),
     ],
-    ids=["llama", "llama-tied", "gpt", "gpt-alibi", "glm"],
+    ids=["llama", "llama-tied", "qwen2", "qwen3", "gpt", "gpt-alibi", "glm"],
 )
 def test_closed_forms_count_the_models(model: Any) -> None:
     built, counted = models.build(model), sizes(model)

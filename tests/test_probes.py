@@ -82,6 +82,7 @@ def marked(lab: Any, helpers: Any, run_command: Run, monkeypatch: pytest.MonkeyP
     return train(lab, "run", lab.path / "imported")
 
 
+@pytest.mark.shows("C4")
 @pytest.mark.parametrize(
     ("plant", "said"),
     [

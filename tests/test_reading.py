@@ -97,6 +97,7 @@ def damage(kind: str, path: Path) -> None:
         hang(path)
 
 
+@pytest.mark.shows("A17")
 @pytest.mark.quick
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
@@ -171,6 +172,7 @@ def test_a_mirror_of_another_corpus_is_refused(corpus: Path, mirror: Path, share
         open_packer(corpus, mirror)
 
 
+@pytest.mark.shows("D3")
 @pytest.mark.quick
 def test_a_shard_cut_while_it_is_open_is_an_error_and_no_signal(corpus: Path, mirror: Path) -> None:
     """Touching missing pages kills a process (SIGBUS); loading them first does not."""
@@ -250,6 +252,7 @@ def test_a_run_on_a_hanging_shard_ends_on_every_rank(lab: Any, corpus: Path, suf
     assert intent["code"] == 75 and str(pipe) in intent["reason"]
 
 
+@pytest.mark.shows("A17")
 def test_one_rank_alone_ends_the_run_on_all_and_the_mirror_carries_it_on(
     lab: Any, tmp_path: Path, shared_corpus: Path, helpers: Any
 ) -> None:

@@ -123,6 +123,7 @@ def test_a_writer_whose_disk_was_full_and_another_one(small_disk: Any) -> None:
     assert [record["n"] for record, _ in read_lines(disk / "lines.jsonl", json_object)] == [0, 1, 3, 2, 4]
 
 
+@pytest.mark.shows("B17")
 def test_replaced_files_are_never_seen_half_written(tmp_path: Path) -> None:
     path, stop = tmp_path / "status.json", threading.Event()
     replace_file(path, json.dumps({"n": -1, "fill": "x" * 5000}))
@@ -155,12 +156,13 @@ WRITERS: dict[str, Callable[[RunDir], object]] = {
 }
 
 
+@pytest.mark.shows("F51")
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("left", ["nothing", "empty", "another run"])
 def test_nothing_is_written_in_the_place_of_a_run_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, left: str
 ) -> None:
-    """Fault matrix 51: a mount point that lost its mount stays empty, whatever this process writes."""
+    """A mount point that lost its mount stays empty, whatever this process writes."""
     monkeypatch.setattr(run_id, "_bound", {})
     run = RunDir(tmp_path / "run")
     known = run_id.assign(run.path)
@@ -206,6 +208,7 @@ def test_what_was_seen_of_a_run_is_known_to_the_next_start(tmp_path: Path) -> No
         LauncherMemory(note)
 
 
+@pytest.mark.shows("A34")
 def test_restarts_make_one_curve(tmp_path: Path) -> None:
     """A segment resumed from step r replaces the steps after r; one without a state replaces nothing."""
     run = RunDir(tmp_path)
@@ -250,6 +253,7 @@ def test_console_line_has_a_fixed_form(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(f"Z {line}\n" in (tmp_path / "segments/0001/log").read_text() for line in lines)
 
 
+@pytest.mark.shows("B24")
 def test_journal_and_chronicle(tmp_path: Path, run_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     run = RunDir(tmp_path)
     (tmp_path / "segments").mkdir()
@@ -352,6 +356,7 @@ def test_status_of_nothing(tmp_path: Path, run_command: Any) -> None:
     assert run_command("fsdp_pretrain.cli", "status", tmp_path).returncode == ALERT
 
 
+@pytest.mark.shows("D17")
 def test_control_is_refused_when_nobody_listens(tmp_path: Path, run_command: Any) -> None:
     run = RunDir(tmp_path)
     recorder(run).status(force=True, state="complete", exit_intent={"code": 0, "reason": "complete"})

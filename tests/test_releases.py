@@ -35,6 +35,7 @@ def copy(release: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.shows("D20")
 @pytest.mark.parametrize(
     ("arguments", "code", "shown"),
     [
@@ -81,6 +82,7 @@ def config_of(release: Path, run: Path) -> tuple[Path, str]:
     return release / "run.toml", f"run.dir={run}"
 
 
+@pytest.mark.shows("C2")
 def test_it_goes_on_where_it_was(release: Path, copy: Path, lab: Any, helpers: Any) -> None:
     """It resumes from the last checkpoint and repeats the steps that were recorded after it."""
     before = {record.step: json.loads(record.to_line()) for record in read_metrics(RunDir(copy))}

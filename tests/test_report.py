@@ -249,6 +249,7 @@ def test_one_axis_is_shared_by_all_panels_on_every_clock(tab: Tab, made: LongRun
     assert tab.problems == []
 
 
+@pytest.mark.shows("B7")
 @needs_chromium
 def test_texts_of_the_record_stay_texts_and_runs_are_compared(tab: Tab, compared: Path) -> None:
     tab.open(compared)

@@ -205,6 +205,7 @@ def test_every_key_is_in_a_class_and_forbidden_is_what_identity_compares(
             node = node[part]
 
 
+@pytest.mark.shows("A16")
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
@@ -253,6 +254,7 @@ checkpoint = {{ every = "10 steps" }}
     return path
 
 
+@pytest.mark.shows("A33")
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "expected"),
@@ -268,10 +270,11 @@ def test_what_cannot_be_allowed(name: str, expected: str) -> None:
         read_allowed([name, "optimizer", "train.batch_ramp.by", "data", "parallel.shard"])
 
 
+@pytest.mark.shows("B23", "F46")
 def test_all_refusals_are_one_report_and_its_line_is_what_to_add(
     lab: Any, copy: tuple[Path, Path], helpers: Any, gates: Any
 ) -> None:
-    """Fault matrix 46: changes that a resume cannot accept are refused."""
+    """Changes that a resume cannot accept are refused."""
     config, run = copy
     changed = ("optimizer.lr=5e-3", "train.duration=30 steps", "train.z_loss=1e-4", "parallel.shard=1")
     output = lab.train(config, *changed, "model.ffn=96", ranks=2, expect=78)
@@ -322,6 +325,7 @@ def test_keys_of_another_version(
 # ---------------------------------------------------------------- what comes back
 
 
+@pytest.mark.shows("D6")
 def test_the_load_is_reported(lab: Any, copy: tuple[Path, Path], helpers: Any) -> None:
     config, run = copy
     shutil.rmtree(run / "checkpoints/step-00000024")
@@ -333,6 +337,7 @@ def test_the_load_is_reported(lab: Any, copy: tuple[Path, Path], helpers: Any) -
     assert entry["state_digest"] == saved and f"state digest {saved} as saved" in entry["text"]
 
 
+@pytest.mark.shows("D7", "D8")
 def test_the_optimiser_begins_anew_where_it_is_asked_to_and_nowhere_else(
     lab: Any, copy: tuple[Path, Path], helpers: Any
 ) -> None:

@@ -42,9 +42,10 @@ def test_what_is_given_up_and_in_which_order(small_disk: Disk) -> None:
         list(make_room(disk, SpaceNeeded(20_000_000, 1), acts[:1]))
 
 
+@pytest.mark.shows("F39")
 @pytest.mark.quick
 def test_names_can_run_out_before_bytes(small_disk: Disk) -> None:
-    """Fault matrix 39: before a save is started."""
+    """Before a save is started."""
     disk = small_disk("8m,nr_inodes=12")
     assert list(make_room(disk, SpaceNeeded(1000, 5), [])) == []
     for n in range(9):
@@ -53,9 +54,10 @@ def test_names_can_run_out_before_bytes(small_disk: Disk) -> None:
         list(make_room(disk, SpaceNeeded(1000, 5), []))
 
 
+@pytest.mark.shows("F36")
 @pytest.mark.quick
 def test_ballast_is_small_and_only_of_what_is_to_spare(small_disk: Disk) -> None:
-    """Fault matrix 36: the size of the ballast."""
+    """The size of the ballast."""
     disk = small_disk("8m")
     ballast = Ballast(disk)
     ballast.take(1_000_000)
@@ -65,6 +67,7 @@ def test_ballast_is_small_and_only_of_what_is_to_spare(small_disk: Disk) -> None
     assert not ballast.path.exists()
 
 
+@pytest.mark.shows("D21")
 @pytest.mark.quick
 def test_pinned_checkpoints_stay(tmp_path: Path, run_command: Run) -> None:
     store = Store(tmp_path / "checkpoints")
@@ -78,8 +81,9 @@ def test_pinned_checkpoints_stay(tmp_path: Path, run_command: Run) -> None:
     assert [checkpoint.step for checkpoint in store.retain(2, lambda _: False)] == [2]
 
 
+@pytest.mark.shows("C3", "F1")
 def test_old_checkpoints_go_before_a_save_fails(lab: Any, helpers: Any, small_disk: Disk) -> None:
-    """Fault matrix 1: keep_last = 50 does not fit: with pruning the run completes with fewer, without it stops with 93."""
+    """keep_last = 50 does not fit: with pruning the run completes with fewer, without it stops with 93."""
     config = lab.config(
         train={"duration": "60 steps", "micro_batch": 8},
         checkpoint={"every": "3 steps", "keep_last": 50, "max_failures": 2, "retry": "0.1 s"},
@@ -99,8 +103,9 @@ def test_old_checkpoints_go_before_a_save_fails(lab: Any, helpers: Any, small_di
     assert helpers.losses(disk / "run") == helpers.losses(other / "run")
 
 
+@pytest.mark.shows("F21")
 def test_other_storage_takes_over(lab: Any, helpers: Any, small_disk: Disk) -> None:
-    """Fault matrix 21: The run directory cannot hold a checkpoint: they go to the fallback, and a resume finds them there."""
+    """The run directory cannot hold a checkpoint: they go to the fallback, and a resume finds them there."""
     disk = small_disk("400k")
     config = lab.config(
         train={"duration": "20 steps"},
@@ -159,6 +164,7 @@ def test_saving_beside_training_changes_no_number(lab: Any, helpers: Any, ranks:
     assert len(Store(lab.path / "alone/checkpoints").newest().manifest().state_digest) == 16  # type: ignore[union-attr]
 
 
+@pytest.mark.shows("D13")
 def test_a_state_that_is_not_what_was_saved_is_refused(lab: Any, helpers: Any) -> None:
     """Bytes and manifest agree, the digest of the state does not, as with damaged memory."""
     config = lab.config()
@@ -185,6 +191,7 @@ def test_no_checkpoint_for_too_long_ends_the_run(lab: Any, helpers: Any, small_d
 # ---------------------------------------------------------------------- on_commit
 
 
+@pytest.mark.shows("D21")
 def test_a_command_for_every_checkpoint(lab: Any, helpers: Any) -> None:
     copies = lab.path / "my copies"
     copies.mkdir()
@@ -224,6 +231,7 @@ def test_a_path_is_never_a_command(lab: Any, helpers: Any) -> None:
     assert not marker.exists() and not Path("/executed").exists()
 
 
+@pytest.mark.shows("B18")
 def test_a_command_that_hangs_or_fails_harms_nothing(lab: Any, helpers: Any) -> None:
     """Hanging ones keep their checkpoints and do not pile up; failing ones are lines in the journal."""
     config = lab.config(

@@ -30,6 +30,7 @@ def test_progress_is_read_exactly(text: str, value: int, unit: str) -> None:
     assert Progress.parse(str(Progress.parse(text))) == Progress.parse(text)
 
 
+@pytest.mark.shows("A16")
 @pytest.mark.parametrize(
     "bad", [100, 1.5, True, "100", "steps", "ten steps", "1.5 steps", "3 epochs", "-1 steps", "", None]
 )
@@ -163,6 +164,7 @@ def test_impossible_ramps_are_refused(ramp: Ramp, text: str) -> None:
         BatchSchedule(64, ramp)
 
 
+@pytest.mark.shows("A3")
 @pytest.mark.parametrize(
     ("points", "values"),
     [

@@ -24,6 +24,8 @@ VOCABULARY, LENGTH = 512, 40
 SIZE = {"layers": 2, "hidden": 32, "heads": 4, "vocab": VOCABULARY}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**SIZE, "family": "llama", "kv_heads": 2, "ffn": 64, "init_std": 0.3},
+    "qwen2": {**SIZE, "family": "qwen2", "kv_heads": 1, "ffn": 64, "tied_head": True, "init_std": 0.3},
+    "qwen3": {**SIZE, "family": "qwen3", "kv_heads": 2, "head_size": 12, "ffn": 64, "init_std": 0.3},
     "gpt": {**SIZE, "family": "gpt", "positions": LENGTH, "init_std": 0.3},
     "alibi": {
         **SIZE,

@@ -92,6 +92,7 @@ def drift_away(records: Records) -> None:
         record["data_distance"] = 7.0
 
 
+@pytest.mark.shows("C4", "F18", "F19", "F41")
 @pytest.mark.parametrize(
     ("change", "said", "within"),
     [
@@ -109,7 +110,7 @@ def drift_away(records: Records) -> None:
 def test_what_is_wrong_is_told(
     records: Records, tmp_path: Path, change: Callable[[Records], None], said: list[tuple[str, str]], within: int
 ) -> None:
-    """Fault matrix 18, 19 and 41: within the step, or the steps that a comparison needs."""
+    """Within the step, or the steps that a comparison needs."""
     wrong = copy.deepcopy(records)
     change(wrong)
     first = next((n for n, (a, b) in enumerate(zip(records, wrong, strict=True), 1) if a != b), 0)
@@ -144,9 +145,10 @@ def test_the_rate_of_separators_is_that_of_the_manifests(
     assert [key for key, _, _ in found] == said
 
 
+@pytest.mark.shows("F19")
 @pytest.mark.parametrize("again", [0, 5])
 def test_a_restart_goes_on_where_the_run_was(records: Records, tmp_path: Path, again: int) -> None:
-    """Fault matrix 19: the first step after a restart is compared with the record it continues."""
+    """The first step after a restart is compared with the record it continues."""
 
     def before(step: int) -> StepRecord:
         return parsed(records[step - 1])
@@ -159,8 +161,9 @@ def test_a_restart_goes_on_where_the_run_was(records: Records, tmp_path: Path, a
     assert [(key, step) for key, _, step in found][:1] == ([("data-cursor", 41)] if again else [])
 
 
+@pytest.mark.shows("C5", "F42")
 def test_shifted_ids_are_noticed_and_mixtures_are_learned_anew(tmp_path: Path) -> None:
-    """Fault matrix 42, on an idealised vocabulary: Zipf's law, each document on one topic."""
+    """On an idealised vocabulary: Zipf's law, each document on one topic."""
     rng = np.random.default_rng(1)
     zipf = 1 / np.arange(1, 20_001) ** 1.05
 
@@ -181,9 +184,10 @@ def test_shifted_ids_are_noticed_and_mixtures_are_learned_anew(tmp_path: Path) -
     assert again.score(step(1), {"a": 0.5, "b": 0.5}) is None
 
 
+@pytest.mark.shows("F42")
 @pytest.mark.slow
 def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
-    """Fault matrix 42 end to end: between two starts every id of the corpus grows by one, and the sizes stay."""
+    """End to end: between two starts every id of the corpus grows by one, and the sizes stay."""
     corpus = lab.path / "corpus"
     shutil.copytree(lab.corpus, corpus)
     config = lab.config(

@@ -71,10 +71,11 @@ def test_own_time_is_that_of_the_own_blocks(lab: Any, helpers: Any, slow: Slow, 
     assert own[0] < 0.080 and typical[len(typical) // 2] > 0.160  # waiting for rank 1 is not its own time
 
 
+@pytest.mark.shows("A7", "D14", "F12")
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow, ranks: int) -> None:
-    """Fault matrix 12: all ranks slower: no alarm; then one more than the others: it alone, within four windows."""
+    """All ranks slower: no alarm; then one more than the others: it alone, within four windows."""
     window, guilty, blocks = 12, ranks - 1, 2 * 4 // ranks
     faults = [
         {"rank": "all", "step": 0, "kind": "drag", "seconds": 0.040 / blocks},
@@ -93,11 +94,12 @@ def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow, rank
     assert f"rank {guilty} ({HOST}) needs" in reported[0]["summary"] and reported[0]["severity"] == "CRIT"
 
 
+@pytest.mark.shows("F10")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("slower", [0.05, 0.10])
 def test_a_slowdown_is_one_incident_that_ends(lab: Any, helpers: Any, slow: Slow, slower: float) -> None:
-    """Fault matrix 10: all ranks slower from step 580 to 700: reported once within 40 steps (5%: 48), then resolved."""
+    """All ranks slower from step 580 to 700: reported once within 40 steps (5%: 48), then resolved."""
     usual = {"rank": "all", "step": 0, "kind": "wait", "seconds": 0.25}
     faults = [
         {**usual, "until": 580},
@@ -113,12 +115,13 @@ def test_a_slowdown_is_one_incident_that_ends(lab: Any, helpers: Any, slow: Slow
     assert 700 < reported[1]["step"] <= 700 + 6 * 16
 
 
+@pytest.mark.shows("F34")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_slowdown_that_comes_and_goes_is_three_messages(
     lab: Any, helpers: Any, slow: Slow, endpoint: Endpoint
 ) -> None:
-    """Fault matrix 34 with real ranks: four times 20% slower for 48 steps. (The digest comes after an hour.)"""
+    """With real ranks: four times 20% slower for 48 steps. (The digest comes after an hour.)"""
     endpoint.up()
     usual, turns = {"rank": "all", "step": 0, "kind": "wait"}, range(560, 1200, 160)
     faults = [{**usual, "until": 560, "seconds": 0.2}]
@@ -134,11 +137,12 @@ def test_a_slowdown_that_comes_and_goes_is_three_messages(
     assert kinds == ["open", "resolved", "flapping"], kinds
 
 
+@pytest.mark.shows("A7", "F30")
 @pytest.mark.slow
 def test_a_slower_restart_names_the_new_hosts(
     lab: Any, helpers: Any, slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fault matrix 30: the second start, on another host, has steps 20% longer."""
+    """The second start, on another host, has steps 20% longer."""
     usual = {"rank": "all", "step": 0, "kind": "wait", "seconds": 0.2}
     best = lab.path / "run/watchdog/pace.json"
     lab.train(slow(130, [usual], {}), ranks=2)
@@ -191,21 +195,41 @@ CASES: dict[str, tuple[Callable[[int], dict[str, Any]], bool]] = {
 }
 
 
+@pytest.mark.shows("F10")
 @pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_planned_is_no_incident(tmp_path: Path, case: str) -> None:
-    """Fault matrix 10, negative controls, each compared with the same slowdown unplanned."""
+    """Negative controls, each compared with the same slowdown unplanned."""
     changes, unplanned = CASES[case]
     reported = transitions_of(tmp_path, changes, 3000)
     assert bool(reported) == unplanned, reported
 
 
+@pytest.mark.shows("C1", "F29")
 @pytest.mark.quick
 def test_a_slow_decline_is_told_before_it_is_large(tmp_path: Path) -> None:
-    """Fault matrix 29: +5% over 5,000 steps: one incident, before the run is 2.75% slower."""
+    """+5% over 5,000 steps: one incident, before the run is 2.75% slower."""
     reported = transitions_of(tmp_path, lambda step: {"times": 1 + 0.05 * min(1.0, max(0, step - 1000) / 5000)}, 7000)
     opened = [step for state, step in reported if state == "open"]
     assert len(opened) == 1 and (opened[0] - 1000) / 5000 * 0.05 < 0.0275
+
+
+@pytest.mark.shows("C1")
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("part", "named"), [("data", "waiting for data"), ("forward_backward", "computing"), ("optimizer", "the optimiser")]
+)
+def test_the_part_of_a_step_that_grows_is_named(tmp_path: Path, part: str, named: str) -> None:
+    """By 1 ms every ten steps, while the others stay as they are."""
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: None)
+    drift, noise = SlowdownDetector(alarms, PaceSection(), tmp_path / "pace.json", [HOST]), random.Random(5)
+    for step in range(1, 1_201):
+        usual = {"data": 0.01, "forward_backward": 0.08, "optimizer": 0.01, "checkpoint": 0.0}
+        seconds = {name: value * noise.lognormvariate(0, 0.01) for name, value in usual.items()}
+        seconds[part] += max(0, step - 1_000) * 1e-4
+        drift.step(step_record(step, world=2, seconds={"iteration": sum(seconds.values()), **seconds}))
+    (alarm,) = [alarm for alarm in alarms if alarm.key == "pace"]
+    assert alarm.facts["part"] == named and f"what grew most is {named}: 0.0" in alarm.summary
 
 
 @pytest.mark.quick
@@ -242,13 +266,14 @@ def stragglers_of(
     return reported
 
 
+@pytest.mark.shows("A7", "F12")
 @pytest.mark.quick
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 64])
 @pytest.mark.parametrize("noise", [0.002, 0.01, 0.05])
 def test_ranks_that_vary_are_no_stragglers_and_those_that_are_slow_are(
     tmp_path: Path, ranks: int, noise: float
 ) -> None:
-    """Fault matrix 12: no alarm in many windows of noise; a rank slower by more than that in the third window."""
+    """No alarm in many windows of noise; a rank slower by more than that in the third window."""
     assert stragglers_of(tmp_path, ranks, noise, {}, 3000 if ranks < 8 else 12000 // ranks) == []
     slower = max(0.06, 14 * noise)
     assert stragglers_of(tmp_path, ranks, noise, {1: slower}, 40)[0] in [("straggler/rank-1", n) for n in (23, 24)]

@@ -129,6 +129,7 @@ def test_a_job_is_stopped_queued_again_and_completed(
     assert helpers.losses(run) == helpers.losses(lab.path / "whole")
 
 
+@pytest.mark.shows("B19")
 def test_a_chain_goes_on_at_the_time_limit_and_ends_with_the_run(
     cluster: Cluster, lab: Any, helpers: Any, run_command: Any
 ) -> None:

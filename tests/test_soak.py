@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.shows("F50")
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["null", "faults"])
 def test_soak(kind: str, tmp_path: Path) -> None:
-    """Fault matrix 50, and the false alarms of a healthy run."""
+    """Faults at random for a while; and the false alarms of a healthy run."""
     if kind == "faults" and os.geteuid():
         pytest.skip("mounting a tmpfs needs root")
     script = Path(__file__).with_name("soak.py")

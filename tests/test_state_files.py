@@ -87,10 +87,11 @@ FILES: dict[str, tuple[str, Callable[[RunDir], object]]] = {
 }
 
 
+@pytest.mark.shows("F4")
 @pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_named_or_without_effect(written: RunDir, name: str, stride: int) -> None:
-    """Fault matrix 4: in files that decide which checkpoint is used, which steps are kept, what is trained next."""
+    """In files that decide which checkpoint is used, which steps are kept, what is trained next."""
     file, look = FILES[name]
     path = written.path / file
     before, named, without_effect = look(written), 0, 0

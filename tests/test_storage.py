@@ -79,8 +79,9 @@ def test_a_helper_that_stopped_is_replaced(watch: Watch, tmp_path: Path) -> None
 # ---------------------------------------------------------------------- room
 
 
+@pytest.mark.shows("D22", "F1")
 def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
-    """Fault matrix 1: reported three checkpoints ahead, and before the save that would fail."""
+    """Reported three checkpoints ahead, and before the save that would fail."""
     run = small_disk("8m") / "run"
     store = Store(run / "checkpoints")
     commit(store, 1, {"data": bytes(1_000_000)})
@@ -108,8 +109,9 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
     assert space.fit["checkpoints"] == 5
 
 
+@pytest.mark.shows("F35")
 def test_a_full_record_is_told_once(watch: Watch, small_disk: Disk) -> None:
-    """Fault matrix 35: the file system of the record, which holds no checkpoint."""
+    """The file system of the record, which holds no checkpoint."""
     run = small_disk("4m")
     watch.detectors = [DiskSpaceDetector(watch.alarms, StorageSection(), watch.probes, [("run", run, False)])]
     watch.advance()
@@ -136,6 +138,7 @@ class Scripted:
         return ProbeAnswer({**found, "writing": 0, "device": 1})
 
 
+@pytest.mark.shows("D22")
 @pytest.mark.parametrize(
     ("per_hour", "warns"), [(0, False), (1e9, False), (20e9, False), (150e9, True), (-5e9, False)], ids=str
 )
@@ -178,8 +181,9 @@ def test_what_seconds_show_says_nothing_of_tomorrow(
 # ---------------------------------------------------------------------- mounts and data
 
 
+@pytest.mark.shows("F40")
 def test_shards_that_go_and_mounts_that_hang(watch: Watch, tmp_path: Path, shared_corpus: Path) -> None:
-    """Fault matrix 40, and a mount that does not answer: reported by name, while the watchdog continues."""
+    """Also a mount that does not answer: reported by name, while the watchdog continues."""
     copy = tmp_path / "corpus"
     shutil.copytree(shared_corpus / "corpus", copy)
     shard = next((copy / "shards").glob("*.bin"))

@@ -127,8 +127,9 @@ def test_a_request_that_a_full_disk_does_not_take_becomes_a_signal(watch: Watch,
     assert got == [signal.SIGUSR1]
 
 
+@pytest.mark.shows("F2", "F37")
 def test_failed_saves_and_slow_ones(watch: Watch, tmp_path: Path) -> None:
-    """Fault matrix 2 and 37: a failure is reported until the next success; ten times slower is reported."""
+    """A failure is reported until the next success; ten times slower is reported."""
     run = tmp_path / "run"
     checkpoints = saves(watch, run)
     watch.detectors = [checkpoints]
@@ -152,8 +153,9 @@ def test_failed_saves_and_slow_ones(watch: Watch, tmp_path: Path) -> None:
     assert watch.transitions()[3:] == [("checkpoint-speed", "WARN", "resolved")]
 
 
+@pytest.mark.shows("F15")
 def test_a_writer_that_does_not_write(watch: Watch, tmp_path: Path) -> None:
-    """Fault matrix 15: reported as the writer's, whether or not training continues. A slow writer is only slow."""
+    """Reported as the writer's, whether or not training continues. A slow writer is only slow."""
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
     watch.detectors = [saves(watch, run)]
@@ -175,9 +177,10 @@ def test_a_writer_that_does_not_write(watch: Watch, tmp_path: Path) -> None:
     assert watch.transitions()[2:] == [("checkpoint-writer", "CRIT", "resolved")]
 
 
+@pytest.mark.shows("F4")
 @pytest.mark.parametrize("fault", ["cut", "flip", "missing"])
 def test_a_checkpoint_that_decays(watch: Watch, tmp_path: Path, fault: str) -> None:
-    """Fault matrix 4: a checkpoint that was verified and is damaged afterwards."""
+    """A checkpoint that was verified and is damaged afterwards."""
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
     commit(store, 1)
@@ -249,9 +252,10 @@ def test_a_sound_run_is_left_in_peace(watch: Watch, lab: Any, helpers: Any) -> N
     assert watch.transitions() == []
 
 
+@pytest.mark.shows("F1", "F2")
 @pytest.mark.slow
 def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any, small_disk: Disk) -> None:
-    """Fault matrix 1 and 2, on a real run: its storage fills, it trains on, and ends with 93 without intervention."""
+    """On a real run: its storage fills, it trains on, and ends with 93 without intervention."""
     config = lab.config(
         train={"duration": "100000 steps"},
         checkpoint={"every": "10 steps", "max_failures": 100, "retry": "0.01 s", "ballast": False},

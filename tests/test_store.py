@@ -238,6 +238,7 @@ def test_any_saves_leave_exactly_the_policy(keep_last: int, every: list[str], sa
         assert left | deleted == set(range(1, len(saves) + 1)) and not left & deleted
 
 
+@pytest.mark.shows("D21")
 def test_500_saves_leave_exactly_the_policy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)  # no crash here
     rng = random.Random(0)

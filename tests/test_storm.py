@@ -111,10 +111,11 @@ def test_what_was_taken_is_told_again_if_it_gets_worse(life: Life) -> None:
     assert life.messages() == ["open disk/run", "acknowledged disk/run", "worse disk/run"]
 
 
+@pytest.mark.shows("F34")
 @pytest.mark.parametrize("severity", [WARN, CRIT])
 @pytest.mark.parametrize("period", [60, 600, 1000])
 def test_flapping_is_three_messages_an_hour_and_a_digest(life: Life, severity: Severity, period: int) -> None:
-    """Fault matrix 34: a slowdown that comes and goes for six hours, then stays away."""
+    """A slowdown that comes and goes for six hours, then stays away."""
     start, turns = life.time, 0
     while life.time - start < 6 * HOUR:
         turns += 2

@@ -20,10 +20,11 @@ def heard(endpoint: Endpoint, key: str) -> list[tuple[str, str]]:
     return [(body["state"], body["severity"]) for body in endpoint.bodies() if body["key"] == key]
 
 
+@pytest.mark.shows("F33", "F48")
 def test_a_hang_is_told_once_and_its_end_through_an_endpoint_that_was_down(
     lab: Any, helpers: Any, endpoint: Endpoint
 ) -> None:
-    """Fault matrix 33, 48: delivered once when the endpoint is back; training continues; the secret is nowhere."""
+    """Delivered once when the endpoint is back; training continues; the secret is nowhere."""
     hang = {"soft": "4 s", "hard": "600 s"}
     watchdog = {"enabled": True, "interval": "0.2 s", "hang": hang, "pace": CALM, "notify": {"webhook": {}}}
     config = lab.config(train={"duration": "100_000 steps"}, checkpoint={"every": "10_000 steps"}, watchdog=watchdog)
@@ -51,9 +52,10 @@ def test_a_hang_is_told_once_and_its_end_through_an_endpoint_that_was_down(
     assert SECRET not in shown and SECRET.encode() not in written and SECRET not in job.output()
 
 
+@pytest.mark.shows("D15", "F26")
 @pytest.mark.slow
 def test_an_evaluation_that_hangs_is_told_and_training_goes_on(lab: Any, helpers: Any) -> None:
-    """Fault matrix 26, as the run's watchdog reports it: `evaluation/STEP`, resolved when its worker has ended it."""
+    """As the run's watchdog reports it: `evaluation/STEP`, resolved when its worker has ended it."""
     evaluation = {
         "every": "40 steps",
         "include": [str(helpers.root / "tests/deadlock")],
@@ -112,10 +114,11 @@ CASES: dict[str, tuple[list[StepRecord], list[tuple[str, str, str]]]] = {
 }
 
 
+@pytest.mark.shows("F44", "F49")
 @pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_become_alarms(lab: Any, case: str) -> None:
-    """Fault matrix 44 and 49: through the trainer's verdicts and the watchdog's reading of them, from WARN on."""
+    """Through the trainer's verdicts and the watchdog's reading of them, from WARN on."""
     from fsdp_pretrain.config.config import load
     from fsdp_pretrain.health.monitor import Health
     from fsdp_pretrain.severity import Severity

@@ -327,6 +327,7 @@ def test_a_view_that_breaks_is_one_line_and_harms_no_other(
     assert stops(run) == [name]
 
 
+@pytest.mark.shows("B18")
 @needs_aim
 @pytest.mark.parametrize(
     "harms",

@@ -101,6 +101,7 @@ def same_within_rounding(ours: list[dict[str, Any]], theirs: list[dict[str, Any]
     assert [r["loss"]["sum"] for r in ours] == pytest.approx([r["loss"]["sum"] for r in theirs], rel=1e-5)
 
 
+@pytest.mark.shows("A4", "A24", "A28", "D7")
 def test_kill_and_restart_is_bitwise(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, gates: Any
 ) -> None:
@@ -133,6 +134,7 @@ def reached(run: Path, step: int, helpers: Any) -> bool:
     return bool(records) and records[-1]["step"] >= step
 
 
+@pytest.mark.shows("A6", "D19")
 @pytest.mark.parametrize(
     ("ranks", "overrides"), [(2, ["parallel.shard=2"]), pytest.param(1, ["parallel.shard=1"], marks=pytest.mark.slow)]
 )
@@ -149,6 +151,7 @@ def test_another_world_size_continues_the_same_batches(
     assert any(change.startswith("train.duration:") for change in resume["changed"])
 
 
+@pytest.mark.shows("D19")
 @pytest.mark.slow
 def test_a_run_that_changes_its_mesh_again_and_again(lab: Any, helpers: Any) -> None:
     """4 -> 2 -> 8 -> 6 -> 1 -> 4 processes, shards and replicas in turn: the samples and losses of an unchanged run."""
@@ -299,6 +302,7 @@ def test_killed_at_any_instant(
     assert not list((run / "checkpoints").glob("*.writing-*"))
 
 
+@pytest.mark.shows("A23", "D17")
 def test_stopping_saves_and_says_resume(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, run_command: Any, gates: Any
 ) -> None:
@@ -370,6 +374,7 @@ def test_resuming_another_run_is_refused(
     assert expected in output and output.count("error:") == 1 and "Traceback" not in output
 
 
+@pytest.mark.shows("D1", "D6")
 @pytest.mark.parametrize(
     ("override", "ranks", "expected"),
     [
@@ -391,6 +396,7 @@ def test_refused_before_work_starts(lab: Any, override: str, ranks: int, expecte
         assert json.loads(intent.read_text())["code"] == 78
 
 
+@pytest.mark.shows("A11")
 def test_a_loss_that_is_not_finite_stops_with_93_and_is_not_saved(lab: Any, helpers: Any) -> None:
     output = lab.train(lab.config(optimizer={"lr": 1e30, "min_lr": 0.0}, train={"grad_clip": 0.0}), ranks=2, expect=93)
     assert "not finite" in output and output.count("error:") == 1
@@ -400,6 +406,7 @@ def test_a_loss_that_is_not_finite_stops_with_93_and_is_not_saved(lab: Any, help
     assert json.loads((lab.path / "run/status.json").read_text())["exit_intent"]["code"] == 93
 
 
+@pytest.mark.shows("B4")
 def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Any) -> None:
     """Random numbers are functions of (seed, step, rank): no generator state is stored, yet a resume repeats them."""
     gpt = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab": 512, "positions": 32, "dropout": 0.2}
@@ -469,6 +476,7 @@ def test_labels_that_cross_documents_can_be_left_out(
     assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
+@pytest.mark.shows("A21")
 def test_document_attention_and_many_sources(lab: Any, helpers: Any) -> None:
     sources = [
         {"name": "a", "path": str(lab.corpus), "weight": 3.0},

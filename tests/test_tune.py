@@ -29,6 +29,7 @@ def config(lab: Any) -> Path:
     return path
 
 
+@pytest.mark.shows("A1")
 @pytest.mark.slow
 def test_the_first_is_the_fastest_of_all_that_fit(config: Path) -> None:
     """Against every way, each planned and predicted on its own."""
@@ -60,6 +61,7 @@ def test_the_first_is_the_fastest_of_all_that_fit(config: Path) -> None:
         assert choice.tokens == pytest.approx(rates[choice.overrides])
 
 
+@pytest.mark.shows("D2")
 def test_micro_batches_split_every_batch_of_a_ramp(lab: Any) -> None:
     ramp = {"first": "32 samples", "by": "16 samples", "duration": "1000 samples"}
     config = load(lab.config(train={"global_batch": "96 samples", "duration": "200 steps", "batch_ramp": ramp}), [])

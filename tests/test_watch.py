@@ -171,6 +171,7 @@ def test_runs_in_a_terminal(lab: Lab, written: Written, terminal: Any) -> None: 
 # ------------------------------------------------------------------ not in a terminal
 
 
+@pytest.mark.shows("B17")
 def test_a_page_in_a_file(written: Written, run_command: Run) -> None:
     """One page, no escape codes, the exit code of `status`, nothing written."""
     before = contents(written.run)

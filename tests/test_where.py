@@ -57,6 +57,7 @@ def steps(trained: Path, run_command: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.shows("B16")
 def test_ids_are_the_trained_batch(trained: Path, steps: list[dict[str, Any]], helpers: Any) -> None:
     """The digest, computed here from the ids shown, is the one recorded for each step in training."""
     records = helpers.metrics(trained)
@@ -92,6 +93,7 @@ def texts(path: Path) -> set[str]:
     return {json.loads(line)["text"] for line in path.read_text().splitlines()}
 
 
+@pytest.mark.shows("B16")
 def test_text_is_that_of_the_documents(trained: Path, steps: list[dict[str, Any]], shared_corpus: Path) -> None:
     assert check_text(steps, Tokenizer.load(trained / "tokenizer"), texts(shared_corpus / "train.jsonl")) > 50
     assert {sample["source"] for step in steps for sample in step["samples"]} == {"a", "b"}
@@ -221,6 +223,7 @@ def test_a_moved_corpus_still_proves_itself(moved: Path) -> None:
     assert provenance.trained_step(RunDir(moved), 3).number == 3
 
 
+@pytest.mark.shows("B16")
 @pytest.mark.parametrize(("step", "checkpoint"), [(6, 5), (7, 5), (6, 8)])
 def test_losses_of_samples(
     trained: Path, helpers: Any, steps: list[dict[str, Any]], step: int, checkpoint: int

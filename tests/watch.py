@@ -74,7 +74,7 @@ def saves(
         run=run,
         segment=2,
         stores=[run / "checkpoints", run / "elsewhere"],
-        every=Progress.parse(every),
+        every=lambda _: Progress.parse(every),
         prune=prune,
         reached=reached,
     )

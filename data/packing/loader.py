@@ -161,9 +161,9 @@ class Loader(Iterator[StepBatch]):
         step = StepBatch([], before.advance(self._batches, self._skips))
         share = share_of(0, step.position.batch, self._rank, self._world)
         own = self._skips.take(before.cursor, step.position.batch)[share.start : share.stop]
-        step.shares = self._packer.mixture.shares(before.cursor)
+        step.shares = self._packer.shares(before.cursor)
         step.epochs = self._packer.epochs_read(step.position.cursor)
-        tokens = []
+        tokens = list[Any]()
         for start in range(0, len(own), self._micro_batch):
             packed = self._packer.pack_samples(own[start : start + self._micro_batch])
             micro = micro_batch(
@@ -180,7 +180,7 @@ class Loader(Iterator[StepBatch]):
             step.adjacent_specials += adjacent
             step.quarantined += packed.quarantined
             step.digest += packed.digest
-            tokens.append(packed.tokens)
+            tokens += [packed.tokens] if packed.lasts is None else packed.rows
         step.digest = (step.digest + 2**63) % 2**64 - 2**63
         for corpus in self._packer.corpora.values():
             step.reads.add(corpus.places.take_times())
@@ -191,10 +191,12 @@ class Loader(Iterator[StepBatch]):
 
     def blank(self, before: Position) -> StepBatch:
         """A share of the same shape with nothing to learn: keeps a rank without data in step with the others."""
-        step, length = StepBatch([], before.advance(self._batches, self._skips)), self._packer.length
-        own = share_of(0, step.position.batch, self._rank, self._world)
+        step = StepBatch([], before.advance(self._batches, self._skips))
+        share = share_of(0, step.position.batch, self._rank, self._world)
+        own = self._skips.take(before.cursor, step.position.batch)[share.start : share.stop]
         for start in range(0, len(own), self._micro_batch):
             count = min(self._micro_batch, len(own) - start)
+            length = self._packer.length_of(own[start : start + count])
             sources = torch.zeros(count, dtype=torch.int64)
             if self._infilling is not None:
                 micro = _infilled(self._infilling.empty(count), sources)
@@ -214,10 +216,13 @@ def micro_batch(
         return _infilled(infilling.apply(packed), torch.from_numpy(packed.sources))
     tokens = torch.from_numpy(packed.tokens)
     labels = None
-    if packed.ignore or not across_documents:
+    if packed.ignore or packed.lasts is not None or not across_documents:
         labels = tokens[:, 1:].clone()
         for row, start, stop in packed.ignore:
             labels[row, max(0, start - 1) : stop - 1] = IGNORE
+    if labels is not None and packed.lasts is not None:
+        for row, last in enumerate(packed.lasts.tolist()):
+            labels[row, last:] = IGNORE
     if labels is not None and not across_documents:
         ends = torch.zeros(tokens.shape, dtype=torch.bool)
         ends.view(-1)[torch.from_numpy(packed.separators)] = True

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from data.corpus.corpus import TokenizerEntry
 from data.corpus.hashing import key_of, uniforms
-from fsdp_pretrain.config.sections import GLMObjective
+from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.errors import ConfigError
 
 from .packer import Packed

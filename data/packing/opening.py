@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.schedule import Schedule
-from fsdp_pretrain.config.sections import DataSection, GLMObjective, SourceSection
+from fsdp_pretrain.config.data_section import DataSection, GLMObjective, Place, SourceSection
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.errors import ConfigError, DataError
 
 from .mixture import Mixture, MixtureWeight
 from .objectives import Infilling, Specials
 from .packer import Packer
+from .pieces import Pieces
 
 
 def open_packer(config: Config) -> Packer:
     """The packer of a run. Raises DataError, and ConfigError if the corpora do not fit the model."""
-    data = config.data
+    data, pieces = config.data, Pieces(config.data.sequence_stages)
     packer = Packer(
-        [(source.name, source.path, _weight(source, config.schedule)) for source in data.sources],
+        [(source.name, source.path, _weight(source, pieces)) for source in data.sources],
         data.row,
         seed=data.seed,
         lanes=data.lanes,
         max_epochs={source.name: source.max_epochs for source in data.sources if source.max_epochs is not None},
-        reshuffle=[config.schedule.samples(place) for place in data.reshuffle],
+        reshuffle=windows_at(data, data.reshuffle),
         exclude=_read_exclusions(data.exclude) if data.exclude is not None else (),
         mirrors={source.name: source.mirror for source in data.sources if source.mirror is not None},
         read_timeout=config.read_timeout,
         slots=slots_of(data),
+        stages=data.sequence_stages,
     )
     if packer.tokenizer.vocab_size > config.model.vocab:
         raise ConfigError(
@@ -39,6 +41,12 @@ def open_packer(config: Config) -> Packer:
         )
     open_infilling(config, packer)
     return packer
+
+
+def windows_at(data: DataSection, places: Sequence[Place]) -> list[int]:
+    """The windows of places in the data."""
+    pieces = Pieces(data.sequence_stages)
+    return [pieces.begun_at(place) for place in places]
 
 
 def slots_of(data: DataSection) -> tuple[int, int] | None:
@@ -81,12 +89,27 @@ def data_at(config: Config, consumed: int) -> dict[str, Any]:
 
 def shares_at(config: Config, cursor: int) -> dict[str, float]:
     """Planned shares of the sources at sample `cursor`, from the configuration alone. Raises DataError."""
-    return Mixture({source.name: _weight(source, config.schedule) for source in config.data.sources}).shares(cursor)
+    pieces = Pieces(config.data.sequence_stages)
+    mixture = Mixture({source.name: _weight(source, pieces) for source in config.data.sources})
+    return mixture.shares(pieces.place(cursor)[0])
 
 
 def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) -> None:
-    """Raise DataError unless the mixture lasts from these counters to the end of the run."""
-    last, capacity = open_skips(config).after(cursor, config.schedule.total - consumed), packer.mixture.capacity
+    """Raise DataError unless the mixture lasts from these counters to the end of the run.
+
+    With stages of shorter samples, also raise ConfigError if the skipped samples do not explain the counters: how many
+    tokens were trained would not be known.
+    """
+    skips = open_skips(config)
+    if config.data.stages and (expected := skips.after(0, consumed)) != cursor:
+        raise ConfigError(
+            f"with data.skip as it is, the run would have read {expected:_} samples after training {consumed:_}, but "
+            f"it has read {cursor:_}",
+            effect="with data.stages, how many tokens were trained depends on the samples that were skipped: schedules "
+            "in tokens would jump",
+            remedy="restore the ranges of data.skip that are past, and begin new ones at a sample that is still ahead",
+        )
+    last, capacity = skips.after(cursor, config.schedule.total - consumed), packer.capacity
     if capacity is not None and last > capacity:
         epochs = ", ".join(f"{name} after {epochs:.2f} epochs" for name, epochs in packer.epochs_read(capacity).items())
         raise DataError(
@@ -96,14 +119,14 @@ def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) 
         )
 
 
-def _weight(source: SourceSection, schedule: Schedule) -> MixtureWeight:
-    """A source's weight by sample index."""
+def _weight(source: SourceSection, pieces: Pieces) -> MixtureWeight:
+    """A source's weight by window."""
     if isinstance(source.weight, list):
-        points = tuple((schedule.samples(point.at), point.value) for point in source.weight)
+        points = tuple((pieces.begun_at(point.at), point.value) for point in source.weight)
     else:
         points = ((0, source.weight),)
-    stop = None if source.stop is None else schedule.samples(source.stop)
-    return MixtureWeight(points, schedule.samples(source.start), stop)
+    stop = None if source.stop is None else pieces.begun_at(source.stop)
+    return MixtureWeight(points, pieces.begun_at(source.start), stop)
 
 
 def _read_exclusions(path: Path) -> set[tuple[str, str, int]]:

@@ -11,6 +11,8 @@ How a source becomes samples (all integers; S is the sequence length, T the toke
    smaller than a round does not meet the same lanes periodically.
 4. Inside a lane, each stretch of `STRETCH` windows is permuted, so that the windows of a long document do not follow
    each other, while a lane still reads one neighbourhood of the files at a time.
+5. In a stage of shorter samples (`data.stages`), a sample is a piece of a window: see `data.packing.pieces`. The order
+   above, mixtures and epochs are those of windows, and a sample is a window everywhere else.
 
 So a sample is found from the block table and one block's lengths. There is no iterator state, no shuffle buffer and
 no rank here; the permutations depend on (seed, source name, epoch, block) by `data.corpus.hashing`, not by a library's
@@ -23,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +33,12 @@ import xxhash
 
 from data.corpus.corpus import Corpus
 from data.corpus.reading import READ_TIMEOUT
+from fsdp_pretrain.config.sequence_stages import SequenceStages
 from fsdp_pretrain.errors import DataError
 
 from .mixture import Mixture, MixtureWeight
 from .pairs import Pairs
+from .pieces import Pieces
 from .source import Ints, SourceStream, Span
 
 
@@ -59,13 +64,15 @@ class Packed:
 
     Attributes:
         tokens: int64 [n, S + 1]; inputs are `[:, :-1]`, labels `[:, 1:]`. In a mixture with prompts and answers int64
-            [n, width], with filler tokens after the S + 1 of a text and between pairs.
+            [n, width], with filler tokens after the S + 1 of a text and between pairs; where a stage of shorter samples
+            ends among the samples, with filler after those.
         sample_indices: [n].
         sources: int64 [n], number of each sample's source.
-        source_indices: int64 [n], index of each sample in its source.
+        source_indices: int64 [n], index of each sample, or of the window it is a piece of, in its source.
         separators: int64, positions of separators in the flattened `tokens`: the ends of documents.
         ignore: (row, start, stop) spans of `tokens` that must not be learned: quarantined and excluded documents.
         quarantined: the pieces of the quarantined documents.
+        lasts: int64 [n], position of each sample's last token, if not all end with the row.
     """
 
     tokens: Ints
@@ -75,6 +82,7 @@ class Packed:
     separators: Ints
     ignore: list[tuple[int, int, int]] = field(default_factory=list)
     quarantined: list[Piece] = field(default_factory=list)
+    lasts: Ints | None = None
 
     @property
     def documents(self) -> int:
@@ -83,14 +91,15 @@ class Packed:
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """Document lengths over the S inputs (separators counted), zero-padded: int32 [n, D]."""
+        """Document lengths over the S inputs (separators counted), zero-padded: int32 [n, D]. Filler is a document."""
         samples, width = self.tokens.shape
         bounds = self.separators.searchsorted(np.arange(samples + 1) * width)
         rows = []
         for row in range(samples):
+            last = width - 1 if self.lasts is None else int(self.lasts[row])
             ends = self.separators[bounds[row] : bounds[row + 1]] - row * width + 1
-            ends = np.append(ends[ends < width - 1], width - 1)  # a separator at S is only a label
-            rows.append(np.diff(ends, prepend=0))
+            ends = np.append(ends[ends < last], [last] if last == width - 1 else [last, width - 1])
+            rows.append(np.diff(ends, prepend=0))  # a separator at S is only a label
         lengths = np.zeros((samples, max(map(len, rows))), dtype=np.int32)
         for row, own in enumerate(rows):
             lengths[row, : len(own)] = own
@@ -99,7 +108,14 @@ class Packed:
     @property
     def digest(self) -> int:
         """Sum over samples of xxh3 of their tokens, modulo 2^64: identifies a batch however it is split."""
-        return sum(xxhash.xxh3_64_intdigest(row) for row in self.tokens) % 2**64
+        return sum(xxhash.xxh3_64_intdigest(row) for row in self.rows) % 2**64
+
+    @property
+    def rows(self) -> list[Any]:
+        """The tokens of each sample, int64 [S + 1], without filler after it where lengths differ."""
+        if self.lasts is None:
+            return list(self.tokens)
+        return [row[: last + 1] for row, last in zip(self.tokens, self.lasts.tolist(), strict=True)]
 
 
 class Packer:
@@ -109,11 +125,15 @@ class Packer:
         sources: (name, corpus directory, weight).
         lanes: places of an epoch that consecutive samples come from in turn.
         max_epochs: by source name, how often it may be read; unlimited if absent.
-        reshuffle: sample indices from which the rest of each source gets another order.
+        reshuffle: windows from which the rest of each source gets another order.
         exclude: (source, shard, document) that keep their places but are not learned.
         slots: (pairs per sample, tokens per pair) of the sources of prompts with answers; None allows none.
+        stages: lengths of the samples; default: all are windows of `sequence_length`.
 
     Attributes:
+        length: of a window.
+        pieces: which piece of which window a sample is.
+        mixture: of windows.
         pairs: numbers of the sources of prompts with answers.
 
     Raises:
@@ -134,8 +154,10 @@ class Packer:
         mirrors: Mapping[str, Path] | None = None,
         read_timeout: float = READ_TIMEOUT,
         slots: tuple[int, int] | None = None,
+        stages: SequenceStages | None = None,
     ) -> None:
         self.length, self._excluded = sequence_length, frozenset(exclude)
+        self.pieces = Pieces(stages or SequenceStages.constant(sequence_length))
         self._sources: list[SourceStream] = []
         weights: dict[str, MixtureWeight] = {}
         for name, path, given in sources:
@@ -152,8 +174,8 @@ class Packer:
         self.pairs = [number for number, source in enumerate(self._sources) if isinstance(source, Pairs)]
         self._width = max(sequence_length + 1, slots[0] * slots[1] if self.pairs and slots else 0)
         self.mixture = Mixture(weights)
-        for sample_index in sorted(reshuffle):
-            for source, count in zip(self._sources, self.mixture.counts(sample_index), strict=True):
+        for window in sorted(reshuffle):
+            for source, count in zip(self._sources, self.mixture.counts(window), strict=True):
                 source.reshuffles.append(count)
         manifests = [source.corpus.manifest for source in self._sources]
         self.tokenizer = manifests[0].tokenizer
@@ -177,8 +199,25 @@ class Packer:
 
     @property
     def epoch_samples(self) -> dict[str, float]:
-        """Samples in one epoch of each source."""
+        """Windows in one epoch of each source."""
         return {source.name: source.epoch_length / source.length for source in self._sources}
+
+    @property
+    def capacity(self) -> int | None:
+        """Samples before some stretch of the data has no source left; None if there is always one."""
+        windows = self.mixture.capacity
+        return None if windows is None else self.pieces.first_sample(windows)
+
+    def shares(self, sample_index: int) -> dict[str, float]:
+        """The planned share of each source around a sample."""
+        return self.mixture.shares(self.pieces.place(sample_index)[0])
+
+    def length_of(self, sample_indices: Sequence[int]) -> int:
+        """Tokens of the longest of these samples, by index; of a window if there are none."""
+        stages = self.pieces.stages
+        if len(stages.starts) == 1 or not len(sample_indices):
+            return self.length
+        return max(map(stages.length_at, sample_indices))
 
     def pack(self, first: int, count: int) -> Packed:
         """Samples [first, first + count); see `pack_samples`."""
@@ -192,29 +231,41 @@ class Packer:
         that breaks this is quarantined: its offending tokens are replaced by an ordinary one and its whole stretch is
         listed in `ignore`.
         """
-        count = len(sample_indices)
-        tokens = np.empty((count, self._width), dtype=np.int64)
-        if self.pairs:
-            tokens[:] = self._filler
+        count, longest = len(sample_indices), self.length_of(sample_indices)
+        width = self._width - self.length + longest
+        tokens = np.empty((count, width), dtype=np.int64)
+        lasts = np.full(count, width - 1)
         separators, (sources, source_indices) = [], np.empty((2, count), dtype=np.int64)
         for row, sample_index in enumerate(sample_indices):
-            source, source_index = self.mixture.source_of(sample_index)
-            sources[row], source_indices[row] = source, source_index
-            separators.append(self._fill(source, source_index, tokens[row]))
+            sample = self._find(sample_index)
+            sources[row], source_indices[row] = sample.source, sample.source_index
+            if sample.length < longest:
+                lasts[row] = sample.length
+            if self.pairs or lasts[row] < width - 1:
+                tokens[row] = self._filler
+            separators.append(self._fill(sample, tokens[row]))
         flat = tokens.reshape(-1)
-        where = np.array([row * self._width + at for row, ats in enumerate(separators) for at in ats], np.int64)
+        where = np.array([row * width + at for row, ats in enumerate(separators) for at in ats], np.int64)
         flat[where] = self.eod
         packed = Packed(tokens, sample_indices, sources, source_indices, where)
+        if (lasts < width - 1).any():
+            packed.lasts = lasts
         if not self._clean(flat, len(where)):
             self._quarantine(packed, separators)
         if self._excluded:
             self._leave_out(packed)
         return packed
 
-    def _fill(self, source: int, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
+    def _find(self, sample_index: int) -> _Sample:
+        """Where a sample comes from. Raises DataError."""
+        window, piece, pieces = self.pieces.place(sample_index)
+        length = self.length // pieces
+        return _Sample(*self.mixture.source_of(window), piece * length, length)
+
+    def _fill(self, sample: _Sample, row: Ints, spans: list[Span] | None = None) -> list[int]:
         """See `SourceStream.fill`; a text leaves the rest of a wider row unchanged."""
-        room = row if source in self.pairs else row[: self.length + 1]
-        return self._sources[source].fill(source_index, room, spans)
+        room = row if sample.source in self.pairs else row[: sample.length + 1]
+        return self._sources[sample.source].fill(sample.source_index, room, spans, begin=sample.begin)
 
     def _clean(self, flat: Ints, separators: int) -> bool:
         """Whether the only special tokens are the separators just written and no id is outside the vocabulary."""
@@ -230,7 +281,7 @@ class Packer:
 
         Counted from the tokens alone, as a check: separators must equal `packed.documents`, pairs 0.
         """
-        flat, width = packed.tokens.reshape(-1), self._width
+        flat, width = packed.tokens.reshape(-1), packed.tokens.shape[1]
         at = np.flatnonzero(self._special.take(flat))
         adjacent = (np.diff(at) == 1) & (at[1:] % width != 0)  # not across two samples
         return int(np.count_nonzero(flat[at] == self.eod)), int(np.count_nonzero(adjacent))
@@ -262,10 +313,9 @@ class Packer:
 
     def _spans(self, sample_index: int) -> tuple[SourceStream, list[Span]]:
         """A sample's source and stretches."""
-        source, source_index = self.mixture.source_of(sample_index)
-        spans: list[Span] = []
-        self._fill(source, source_index, np.empty(self._width, dtype=np.int64), spans)
-        return self._sources[source], spans
+        sample, spans = self._find(sample_index), list[Span]()
+        self._fill(sample, np.empty(self._width, dtype=np.int64), spans)
+        return self._sources[sample.source], spans
 
     def provenance(self, sample_index: int) -> list[Piece]:
         """The documents of a sample, in order."""
@@ -274,16 +324,32 @@ class Packer:
 
     def epoch_of(self, sample_index: int) -> int:
         """The epoch of its source in which a sample starts."""
-        source, source_index = self.mixture.source_of(sample_index)
-        return self._sources[source].start_of(source_index)[0]
+        sample = self._find(sample_index)
+        source = self._sources[sample.source]
+        epoch, offset = source.start_of(sample.source_index)
+        return epoch + (offset + sample.begin) // source.epoch_length
 
     def epochs_read(self, sample_index: int) -> dict[str, float]:
         """Epochs completed by each source once samples [0, sample_index) have been read."""
-        counts = self.mixture.counts(sample_index)
+        group = self.pieces.group(sample_index)
+        piece, inside = divmod(sample_index - group.sample, group.size)
+        counts = np.array(self.mixture.counts(group.window))
+        if sample_index > group.sample:  # of each window `piece` pieces, and one more of the first
+            first, whole = (np.array(self.mixture.counts(group.window + n)) - counts for n in (inside, group.size))
+            counts = counts + (piece * whole + first) / group.pieces
         return {
             source.name: count * source.length / source.epoch_length
-            for source, count in zip(self._sources, counts, strict=True)
+            for source, count in zip(self._sources, counts.tolist(), strict=True)
         }
+
+
+class _Sample(NamedTuple):
+    """A sample: tokens from `begin` on of a window of a source."""
+
+    source: int
+    source_index: int
+    begin: int
+    length: int
 
 
 def _piece(source: SourceStream, span: Span) -> Piece:

@@ -40,8 +40,10 @@ class Pairs(SourceStream):
         pairs = permutation(key_of(self.seed, self.name, epoch, block), len(lengths) // 2)
         return np.stack((2 * pairs, 2 * pairs + 1), axis=1).reshape(-1)
 
-    def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
+    def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None, *, begin: int = 0) -> list[int]:
         """Write a sample: each pair at the start of its slot, prompt and answer each followed by a separator.
+
+        A sample of pairs is not cut: `begin` is 0.
 
         What is too long for a slot is cut: first the prompt, at its end and down to a quarter of the slot, then the
         answer. Places without text and those of separators are not written.

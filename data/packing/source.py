@@ -204,13 +204,17 @@ class SourceStream:
         block.waiting.difference_update(near)
         return block.tokens
 
-    def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None) -> list[int]:
-        """Write a sample into `row` [S + 1], except the separators, and its stretches into `spans` if given.
+    def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None, *, begin: int = 0) -> list[int]:
+        """Write a sample from its token `begin` on into `row`, except the separators, and its stretches into `spans`.
+
+        `row` is int64 [S + 1], or shorter for a piece of a sample.
 
         Returns:
-            Positions of the separators, ascending.
+            Positions of the separators in the row, ascending.
         """
         epoch, offset = self.start_of(source_index)
+        epochs, offset = divmod(offset + begin, self.epoch_length)
+        epoch += epochs
         separators: list[int] = []
         filled = 0
         while True:

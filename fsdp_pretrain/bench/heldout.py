@@ -55,7 +55,7 @@ def measure(
     """
     default = _with_heldout(config, None)
     often = _with_heldout(config, Progress(steps, "step"))
-    interval = default.schedule.samples(default.heldout_every) / default.schedule.batch.full
+    interval = default.schedule.samples(default.heldout_every(0)) / default.schedule.batch.full
     off, _ = build(often, world)
     on, records = build(often, world, heldout=random_samples(often, world, batches))
     for trainer in (off, on):

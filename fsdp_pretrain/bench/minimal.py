@@ -39,7 +39,7 @@ class MinimalBlock(nn.Module):
 
     def __init__(self, config: LlamaModel) -> None:
         super().__init__()
-        hidden, narrow = config.hidden, (config.kv_heads or config.heads) * config.head_dim
+        hidden, narrow = config.hidden, config.kv_width
         self.head_dim, self.grouped = config.head_dim, narrow != hidden
         self.attention_norm = nn.RMSNorm(hidden, eps=config.norm_eps)
         self.attention = _layers(

@@ -197,9 +197,10 @@ def titan_problem() -> str | None:
 def _check(config: Config) -> None:
     """Raise ConfigError if other implementations would not compute the same."""
     model = config.model
-    odd = [] if isinstance(model, LlamaModel) else [f"model.family = {model.family}"]
+    odd = [] if model.family == "llama" else [f"model.family = {model.family}"]
     if isinstance(model, LlamaModel):
-        odd += ["model.tied_head"] * model.tied_head + ["model.rope_scaling"] * (model.rope_scaling is not None)
+        odd += ["model.head_size"] * (model.query_width != model.hidden) + ["model.tied_head"] * model.tied_head
+        odd += ["model.rope_scaling"] * (model.rope_scaling is not None)
     odd += ["data.attention = document"] * (config.data.attention == "document")
     odd += ["train.z_loss"] * (config.train.z_loss > 0) + ["train.precision = fp16"] * (
         config.train.precision == "fp16"

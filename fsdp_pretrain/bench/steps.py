@@ -20,8 +20,8 @@ from data.packing.loader import MicroBatch, StepBatch, check_batches
 from data.packing.position import Position
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.config.schedule import BatchSchedule
-from fsdp_pretrain.config.sections import GLMObjective
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.console import Parser
 from fsdp_pretrain.health.monitor import Health
@@ -45,7 +45,7 @@ from fsdp_pretrain.train.trainer import LAG, Trainer
 from fsdp_pretrain.units import human_bytes, human_count
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
-from . import checkpoints, features, heldout, kernels, peers, sides, watchdog
+from . import checkpoints, features, group_statistics, heldout, kernels, peers, sides, watchdog
 
 
 class RandomSteps:
@@ -280,6 +280,7 @@ def _parser() -> Parser:
     what.add_argument("--watchdog", type=Path, metavar="DIR", help="time what the watchdog costs instead")
     what.add_argument("--features", type=Path, metavar="DIR", help="time what watchdog, record and saves cost instead")
     what.add_argument("--heldout", action="store_true", help="time what the held-out loss costs instead")
+    what.add_argument("--statistics", action="store_true", help="time what statistics of parameters cost instead")
     what.add_argument("--kernels", action="store_true", help="time attention and loss alone, by kernel, instead")
     what.add_argument("--peers", action="store_true", help="compare with other implementations of the model instead")
     what.add_argument("--side", choices=peers.SIDES, help=argparse.SUPPRESS)  # a round of --peers starts itself so
@@ -289,9 +290,7 @@ def _parser() -> Parser:
         metavar="A,B",
         help=f"of --peers, separated by commas (default: {','.join(peers.SIDES)})",
     )
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="of --saves, --features, --heldout, --kernels and --peers (default: 5)"
-    )
+    parser.add_argument("--rounds", type=int, default=5, help="of all but --watchdog and the steps alone (default: 5)")
     parser.add_argument("--side-limit", type=float, default=900, help="of --peers: seconds of a side (default: 900)")
     parser.add_argument("--seconds", type=float, default=60, help="of --watchdog: to watch the agent (default: 60)")
     parser.add_argument("--json", action="store_true")
@@ -329,6 +328,9 @@ def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[di
     if args.heldout:
         result = heldout.measure(build, config, world, RandomSteps(config, world), rounds=args.rounds, **often)
         return result, heldout.render(result)
+    if args.statistics:
+        result = group_statistics.measure(build, config, world, rounds=args.rounds, **often)
+        return result, group_statistics.render(result)
     if args.kernels:
         result = kernels.measure(config, world.device, rounds=args.rounds, steps=args.steps)
         return result, kernels.render(result)

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from data.packing.opening import open_packer
 from fsdp_pretrain import __version__, models
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError, StorageError
 from fsdp_pretrain.record import state_files
@@ -30,7 +31,7 @@ from .hf_layout import FACTS, ExportFacts, HFTensor, read_model, to_hf, weights
 from .loading import Weights
 from .locations import stores
 from .store import CONFIG, Checkpoint, sync_directory, verify_files
-from .tokenizer import compare_with_folder, export_tokenizer, find_tokenizer
+from .tokenizer import compare_with_folder, export_tokenizer, find_tokenizer, warn_of_qwen2
 from .weights_import import Imported, begin, refuse_another_model, refuse_begun
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -98,6 +99,7 @@ def export_checkpoint(
         ends = {key: content[key] for key in ("bos_token_id", "eos_token_id")}
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
         said = export_tokenizer(tokenizer, folder, sequence_length=length)
+        said += warn_of_qwen2(tokenizer, folder) if config.model.family == "qwen2" else ""
         tokens, objective = checkpoint.train_state().tokens, config.data.objective
         known = ExportFacts(step=step, tokens=tokens, sequence_length=length, eod=tokenizer.eod, objective=objective)
         state_files.write(folder / FACTS, known.model_dump(mode="json"))
@@ -238,4 +240,8 @@ def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[
                 "= false here; if the table does, add --accept tied-head",
             )
         said += "; its lm_head.weight, which is not the embedding table, was left out (--accept tied-head)"
+    window = config.model.sliding_window if isinstance(config.model, LlamaModel) else None
+    if window:
+        length = config.data.sequence_length
+        said += f"; its sliding_window of {window} tokens is not in force, since samples have {length}"
     return begin(run, config, packer, source, folder, said)

@@ -1,7 +1,8 @@
 """The Hugging Face layout of our models: weight names and `config.json`, in both directions. No torch.
 
-Llama and GPT use the layouts of `LlamaForCausalLM` and `GPT2LMHeadModel`. transformers has no class that computes the
-same as our GLM: its folder keeps our names, and `config.json` holds the `[model]` section.
+Llama and GPT use the layouts of `LlamaForCausalLM` (`Mistral...`, `Qwen2...`, `Qwen3...`) and `GPT2LMHeadModel`.
+transformers has no class that computes the same as our GLM: its folder keeps our names, and `config.json` holds the
+`[model]` section.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import json
 import re
 import reprlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from fsdp_pretrain.config.data_section import Objective
 from fsdp_pretrain.config.model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
-from fsdp_pretrain.config.sections import Objective
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.units import human_bytes
@@ -65,14 +66,16 @@ def _both(theirs: str, *ours: str, transposed: bool = False) -> tuple[HFTensor, 
     )
 
 
-# `{}` is the number of the block.
+# `{}` is the number of the block. A model has those of whose parameters it has the first.
 _LLAMA = (
     HFTensor("model.embed_tokens.weight", ("embedding.weight",)),
     HFTensor("model.layers.{}.input_layernorm.weight", ("blocks.{}.attention_norm.weight",)),
-    HFTensor("model.layers.{}.self_attn.q_proj.weight", ("blocks.{}.attention.query.weight",)),
-    HFTensor("model.layers.{}.self_attn.k_proj.weight", ("blocks.{}.attention.key.weight",)),
-    HFTensor("model.layers.{}.self_attn.v_proj.weight", ("blocks.{}.attention.value.weight",)),
+    *_both("model.layers.{}.self_attn.q_proj", "blocks.{}.attention.query"),
+    *_both("model.layers.{}.self_attn.k_proj", "blocks.{}.attention.key"),
+    *_both("model.layers.{}.self_attn.v_proj", "blocks.{}.attention.value"),
     HFTensor("model.layers.{}.self_attn.o_proj.weight", ("blocks.{}.attention.out.weight",)),
+    HFTensor("model.layers.{}.self_attn.q_norm.weight", ("blocks.{}.attention.query_norm.weight",)),
+    HFTensor("model.layers.{}.self_attn.k_norm.weight", ("blocks.{}.attention.key_norm.weight",)),
     HFTensor("model.layers.{}.post_attention_layernorm.weight", ("blocks.{}.mlp_norm.weight",)),
     HFTensor("model.layers.{}.mlp.gate_proj.weight", ("blocks.{}.mlp.gate.weight",)),
     HFTensor("model.layers.{}.mlp.up_proj.weight", ("blocks.{}.mlp.up.weight",)),
@@ -98,7 +101,6 @@ _GPT2 = (
     *_both("transformer.ln_f", "norm"),
     HFTensor("lm_head.weight", ("head.weight",)),
 )
-_TABLES = {"llama": _LLAMA, "gpt": _GPT2}
 _BASE = re.compile(r"^(model|transformer)\.")
 _COMPUTED = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)$")
 """Buffers that old versions of transformers stored: masks and frequencies, not weights."""
@@ -111,7 +113,7 @@ def weights(model: AnyModel, names: Collection[str]) -> list[HFTensor]:
     """
     if isinstance(model, GLMModel):
         return [HFTensor(name, (name,)) for name in names]
-    table = _TABLES[model.family]
+    table = _LLAMA if isinstance(model, LlamaModel) else _GPT2
     found = [weight for weight in table if "{}" not in weight.theirs]
     inside = [weight for weight in table if "{}" in weight.theirs]
     blocks = [
@@ -139,16 +141,19 @@ def is_computed(name: str) -> bool:
 
 # (our key, their key, default of transformers' class)
 _LLAMA_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("vocab", "vocab_size", 32000),
     ("layers", "num_hidden_layers", 32),
     ("hidden", "hidden_size", 4096),
     ("heads", "num_attention_heads", 32),
     ("kv_heads", "num_key_value_heads", None),
+    ("head_size", "head_dim", None),
     ("ffn", "intermediate_size", 11008),
     ("norm_eps", "rms_norm_eps", 1e-6),
     ("init_std", "initializer_range", 0.02),
     ("tied_head", "tie_word_embeddings", False),
 )
 _GPT2_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("vocab", "vocab_size", 50257),
     ("layers", "n_layer", 12),
     ("hidden", "n_embd", 768),
     ("heads", "n_head", 12),
@@ -161,11 +166,7 @@ _GPT2_KEYS: tuple[tuple[str, str, Any], ...] = (
     ("tied_head", "tie_word_embeddings", True),
 )
 # (their key, values equivalent to our model; the first is written, and is the default of their class)
-_LLAMA_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("hidden_act", ("silu", "swish")),
-    ("attention_bias", (False,)),
-    ("mlp_bias", (False,)),
-)
+_LLAMA_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (("hidden_act", ("silu", "swish")),)
 _GPT2_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")),  # all three are the tanh approximation
     ("scale_attn_weights", (True,)),
@@ -174,11 +175,37 @@ _GPT2_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class _LlamaClass:
+    """A class of transformers for a family of `LlamaModel`: what it has besides Llama's keys, and other defaults."""
+
+    name: str
+    keys: tuple[tuple[str, str, Any], ...] = ()
+    fixed: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+_QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
+_LLAMA_CLASSES = {
+    "llama": _LlamaClass("LlamaForCausalLM", fixed=(("attention_bias", (False,)), ("mlp_bias", (False,)))),
+    "mistral": _LlamaClass(
+        "MistralForCausalLM",
+        keys=(("sliding_window", "sliding_window", 4096),),
+        defaults={"intermediate_size": 14336, "num_key_value_heads": 8},
+    ),
+    "qwen2": _LlamaClass("Qwen2ForCausalLM", defaults=_QWEN),
+    "qwen3": _LlamaClass(
+        "Qwen3ForCausalLM", fixed=(("attention_bias", (False,)),), defaults={**_QWEN, "head_dim": 128}
+    ),
+}
+"""By family, which is also their `model_type`."""
+
+
 def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dict[str, Any]:
     """Contents of `config.json`.
 
     Args:
-        sequence_length: tokens of a training sample, written as `max_position_embeddings` of Llama.
+        sequence_length: tokens of a training sample, written as `max_position_embeddings` of Llama and its variants.
         eod: the document separator, written as `bos_token_id` and `eos_token_id`.
         dtype: of the weights, such as `bfloat16`.
 
@@ -188,13 +215,13 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
     common: dict[str, Any] = {"vocab_size": model.rows, "bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
     common |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}  # `torch_dtype` is what 4.x reads
     if isinstance(model, LlamaModel):
-        values = model.model_dump() | {"kv_heads": model.kv_heads or model.heads, "init_std": model.std}
+        known, values = _LLAMA_CLASSES[model.family], model.model_dump()
+        values |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_dim, "init_std": model.std}
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            **{theirs: values[ours] for ours, theirs, _ in _LLAMA_KEYS},
-            **{key: allowed[0] for key, allowed in _LLAMA_FIXED},
-            "head_dim": model.head_dim,
+            "architectures": [known.name],
+            "model_type": model.family,
+            **{theirs: values[ours] for ours, theirs, _ in (*_LLAMA_KEYS, *known.keys)},
+            **{key: allowed[0] for key, allowed in (*_LLAMA_FIXED, *known.fixed)},
             "attention_dropout": 0.0,
             "max_position_embeddings": sequence_length,
             **_rope_to_hf(model),
@@ -274,15 +301,18 @@ def read_model(folder: Path) -> AnyModel:
         problems.append("quantization_config: quantised weights cannot be trained")
     if content.get("transformers_weights"):
         problems.append("transformers_weights: the weights are in a file of another name")
-    if kind == "llama":
-        values, theirs = _llama_from_hf(content, problems), {ours: key for ours, key, _ in _LLAMA_KEYS}
+    if isinstance(kind, str) and kind in _LLAMA_CLASSES:
+        values = _llama_from_hf(kind, content, problems)
+        theirs = {ours: key for ours, key, _ in (*_LLAMA_KEYS, *_LLAMA_CLASSES[kind].keys)}
     elif kind == "gpt2":
         values, theirs = _values(content, _GPT2_KEYS, _GPT2_FIXED, problems), {ours: key for ours, key, _ in _GPT2_KEYS}
-        values = {"family": "gpt", **values, "vocab": content.get("vocab_size", 50257)}
+        values = {"family": "gpt", **values}
     elif kind == GLM_TYPE:
         values = content.get("model") or {}
     else:
-        problems.append(f"model_type = {reprlib.repr(kind)}; known are llama, gpt2 and {GLM_TYPE}")
+        known = f"known are {', '.join(_LLAMA_CLASSES)}, gpt2 and {GLM_TYPE}"
+        experts = "; mixtures of experts are not built" if str(kind).endswith("_moe") or kind == "mixtral" else ""
+        problems.append(f"model_type = {reprlib.repr(kind)}; {known}{experts}")
     model: AnyModel | None = None
     if values is not None:
         try:
@@ -293,9 +323,8 @@ def read_model(folder: Path) -> AnyModel:
                 problems.append(f"{key} = {reprlib.repr(item['input'])}: {item['msg']}" if key else item["msg"])
     if model is not None and kind != GLM_TYPE:
         problems += _not_numbers(values or {}, theirs)
-    head_dim = content.get("head_dim")
-    if isinstance(model, LlamaModel) and head_dim not in (None, model.head_dim):
-        problems.append(f"head_dim = {reprlib.repr(head_dim)}; ours is hidden_size / num_attention_heads")
+    if isinstance(model, LlamaModel) and model.head_dim * model.heads == model.hidden:
+        model = model.model_copy(update={"head_size": None})
     if problems or model is None:
         raise ConfigError(f"{path} describes a model that this trainer does not have:\n    " + "\n    ".join(problems))
     return model
@@ -323,8 +352,12 @@ def _values(
     return {ours: content.get(theirs, default) for ours, theirs, default in keys}
 
 
-def _llama_from_hf(content: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    values = _values(content, _LLAMA_KEYS, _LLAMA_FIXED, problems)
+def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    known = _LLAMA_CLASSES[family]
+    content = {**known.defaults, **content}
+    values = _values(content, (*_LLAMA_KEYS, *known.keys), (*_LLAMA_FIXED, *known.fixed), problems)
+    if family.startswith("qwen"):
+        problems += _qwen_window(content, values["layers"])
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         problems.append(f"rope_parameters = {reprlib.repr(rope)}: not a JSON object")
@@ -346,8 +379,22 @@ def _llama_from_hf(content: dict[str, Any], problems: list[str]) -> dict[str, An
             ),
         }
     base = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
-    vocab = content.get("vocab_size", 32000)
-    return {"family": "llama", **values, "vocab": vocab, "rope_base": base, "rope_scaling": scaling}
+    return {"family": family, **values, "rope_base": base, "rope_scaling": scaling}
+
+
+def _qwen_window(content: dict[str, Any], layers: Any) -> Iterator[str]:
+    """A problem if some layers see a window only. Most folders have the keys, but not in force."""
+    kinds, first = content.get("layer_types"), content.get("max_window_layers", 28)
+    if kinds is None and content.get("use_sliding_window", False) and content.get("sliding_window", 4096) is not None:
+        windowed = not (isinstance(first, int) and isinstance(layers, int) and first >= layers)
+    else:
+        full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+        windowed = kinds is not None and not full
+    if windowed:
+        yield (
+            "use_sliding_window, layer_types: some layers see a window only, which is not built; for sequences that "
+            'fit into it, "use_sliding_window": false without layer_types is the same model'
+        )
 
 
 _FREE = {"declared_params", "init_std", "dropout", "attention_dropout", "scores", "vocab", "vocab_multiple"}
@@ -359,7 +406,7 @@ def architecture(model: AnyModel) -> dict[str, Any]:
     values = model.model_dump(mode="json", exclude=_FREE)
     if isinstance(model, LlamaModel):
         scaling = model.rope_scaling
-        values |= {"kv_heads": model.kv_heads or model.heads}
+        values |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_dim}
         if scaling is not None and scaling.kind == "linear":
             values["rope_scaling"] = {"kind": scaling.kind, "factor": scaling.factor}
     else:

@@ -55,6 +55,10 @@ class CheckpointManager:
         if self._config.checkpoint.background:
             self.renew()
 
+    def steer(self, config: Config) -> None:
+        """Go on with a configuration in which only the timeline differs."""
+        self._config = config
+
     def save(self, state: TrainState, *, final: bool) -> dcp.SaveResult:
         """Write, commit and verify a checkpoint, then apply the retention policy.
 
@@ -64,7 +68,7 @@ class CheckpointManager:
             RunGoneError: the run directory is gone.
         """
         self._world.together(self._guard)
-        return self._save(self._world, state, self._tensors(), self._facts(state, final))
+        return self._save(self._world, state, self._tensors(), self._facts(state, final), self._config)
 
     def begin(self, state: TrainState) -> Pending[dcp.SaveResult]:
         """Copy the state, then do the same as `save` in the background; training may continue on return.
@@ -74,8 +78,8 @@ class CheckpointManager:
         """
         self._world.together(self._guard)
         tensors = self._world.together(lambda: self._stager.copy(self._tensors()))
-        world, facts = self._world.on(self._writers), self._facts(state, False)
-        return Pending(lambda: self._save(world, state, tensors, facts))
+        world, facts, config = self._world.on(self._writers), self._facts(state, False), self._config
+        return Pending(lambda: self._save(world, state, tensors, facts, config))
 
     def renew(self) -> None:
         """Create a new process group and new copy buffers for background saves.
@@ -91,8 +95,10 @@ class CheckpointManager:
     def _tensors(self) -> dict[str, Any]:
         return state_dict(self._subject.model, self._subject.optimizer)
 
-    def _save(self, world: World, state: TrainState, tensors: dict[str, Any], facts: Facts) -> dcp.SaveResult:
-        config = self._config
+    def _save(
+        self, world: World, state: TrainState, tensors: dict[str, Any], facts: Facts, config: Config
+    ) -> dcp.SaveResult:
+        """`config`: that of the step, also if training goes on with another."""
 
         def save(store: Store, reclaimable: Reclaimable) -> dcp.SaveResult:
             world.decide(store.sweep)  # ranks of an earlier attempt may have ended at different times

@@ -97,9 +97,10 @@ class CheckpointManifest(Facts):
 
 def evaluation_due(config: Config, manifest: CheckpointManifest) -> bool:
     """Whether the configuration asks to evaluate a checkpoint with this manifest."""
-    if config.eval.every is None:
+    every = config.schedule.interval_at("eval.every", manifest.consumed)
+    if every is None:
         return False
     if manifest.final:
         return True
     before = manifest.consumed - manifest.batch
-    return config.schedule.due(config.eval.every, step=manifest.step, before=before, after=manifest.consumed)
+    return config.schedule.due(every, step=manifest.step, before=before, after=manifest.consumed)

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
+from fsdp_pretrain.config.config import with_timeline
 from fsdp_pretrain.config.resume_rules import (
-    DECLARED,
     changes,
     differences,
     load_recorded,
@@ -16,9 +16,10 @@ from fsdp_pretrain.config.resume_rules import (
     refuse_unknown,
     undeclared,
 )
+from fsdp_pretrain.config.surgery import refuse_missed
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
 from fsdp_pretrain.parallel.fsdp import compute_dtype
-from fsdp_pretrain.record import lineage
+from fsdp_pretrain.record import lineage, overrides
 from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.record.metrics import left_behind
 from fsdp_pretrain.record.recorder import Recorder
@@ -186,14 +187,19 @@ class Resume:
             path = its
         stands, unknown = load_recorded(path)
         refuse_unknown(path, unknown)
+        live = [entry for entry in overrides.read(self._run).timeline if entry not in stands.timeline]
+        if live:  # declared by `control set`
+            stands = with_timeline(stands, [*stands.timeline, *live], path)
         here = changes(stands, self._config)
-        missing = undeclared(here, self._terms.changes) if content.consumed else []  # nothing learned yet
+        missing = undeclared(here, self._terms.changes, content.consumed) if content.consumed else []  # nothing learned
         wrong = forbidden(content.identity, self._identity, content.cursor)
-        refuse(str(checkpoint.path), wrong, missing, content.cursor)
+        at_once = stands.schedule.jumps_to(self._config.schedule, content.consumed)
+        refuse(str(checkpoint.path), wrong, missing, content.cursor, at_once)
+        refuse_missed(self._config, wrote, consumed=content.consumed, batch=content.batch)
         changed = [change.text for change in changes(wrote, self._config)]
         changed += [f"{change.text} -> not known to this version" for change in unknown]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
-        return changed, [change.text for change in here if change.kind == DECLARED]
+        return changed, [change.text for change in undeclared(here, (), content.consumed)]
 
     def _judge_reset(self, step: int) -> bool:
         """Whether the optimiser is reset at this checkpoint. Raises ConfigError if its step was not reached."""

@@ -7,10 +7,13 @@ from itertools import zip_longest
 
 from data.packing.mixture import SCALE, Mixture, MixtureWeight
 from data.packing.objectives import VERSION
+from data.packing.opening import windows_at
 from data.packing.packer import Packer
+from data.packing.pieces import Pieces
 from data.packing.position import Position
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import differences
+from fsdp_pretrain.config.sequence_stages import SequenceStages
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.record.files import now
@@ -51,12 +54,14 @@ def identity(config: Config, packer: Packer) -> RunIdentity:
     if data.objective.kind != "causal":
         objective["version"] = VERSION
     fixed = ("sequence_length", "seed", "lanes", "attention", "positions", "loss_across_documents")
+    stages = packer.pieces.stages
+    lengths = {"stages": list(map(list, zip(stages.starts, stages.lengths, strict=True)))} if data.stages else {}
     return RunIdentity(
         model=config.model.model_dump(mode="json", exclude={"declared_params"}),
-        data={**{key: getattr(data, key) for key in fixed}, "objective": objective},
+        data={**{key: getattr(data, key) for key in fixed}, "objective": objective, **lengths},
         mixture={name: weight.to_json() for name, weight in mixture.weights.items()},
         corpora={name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
-        reshuffle=[config.schedule.samples(place) for place in data.reshuffle],
+        reshuffle=windows_at(data, data.reshuffle),
         tokenizer=TokenizerIdentity(fingerprint=packer.tokenizer.fingerprint, eod=packer.tokenizer.eod),
     )
 
@@ -64,14 +69,24 @@ def identity(config: Config, packer: Packer) -> RunIdentity:
 def forbidden(stored: RunIdentity, current: RunIdentity, cursor: int) -> list[str]:
     """Forbidden changes of the model, or of the data before sample `cursor`, as `key: old -> new`.
 
-    From `cursor` on the mixture may change: other weights, sources added or dropped, a reshuffle.
+    From `cursor` on the mixture may change: other weights, sources added or dropped, a reshuffle, the length of the
+    samples.
     """
-    was, is_ = (side.model_dump(include={"model", "data", "tokenizer"}) for side in (stored, current))
+    kept = {"model", "data", "tokenizer"}
+    was, is_ = (side.model_dump(include=kept, exclude={"data": {"stages"}}) for side in (stored, current))
     return differences(was, is_) + _changed_past(stored, current, cursor)
 
 
 def _changed_past(stored: RunIdentity, current: RunIdentity, cursor: int) -> list[str]:
     """Differences in the data before sample `cursor`."""
+    cuts = _pieces(stored), _pieces(current)
+    lengths, others = (cut.past(cursor) for cut in cuts)
+    if lengths != others:
+        ahead = cuts[0].first_sample(cuts[0].begun(cursor))
+        return [
+            f"data.stages: samples before {cursor:_} would be others; from sample {ahead:_} on, a new stage may begin"
+        ]
+    cursor = cuts[0].begun(cursor)  # from here on in windows
     before, now_ = (sorted(place for place in side.reshuffle if place < cursor) for side in (stored, current))
     changed = differences({"reshuffle": before}, {"reshuffle": now_}, "data")
     pasts = [
@@ -88,3 +103,8 @@ def _changed_past(stored: RunIdentity, current: RunIdentity, cursor: int) -> lis
             changed += differences(was, is_, "data.sources") or at
             break
     return changed
+
+
+def _pieces(of: RunIdentity) -> Pieces:
+    starts, lengths = zip(*of.data.get("stages", [(0, of.data["sequence_length"])]), strict=True)
+    return Pieces(SequenceStages(starts, lengths))

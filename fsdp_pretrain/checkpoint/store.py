@@ -154,6 +154,13 @@ class Store(CheckpointReader):
         except OSError as error:
             raise StorageError(f"cannot read {self.directory}: {error.strerror}") from None
 
+    def abandoned(self) -> list[Checkpoint]:
+        """What a rollback or `abandon` moved aside, oldest step first."""
+        aside = self.directory / "abandoned"
+        places = sorted(aside.iterdir()) if aside.is_dir() else []
+        steps = [(step_of("-".join(path.name.split("-")[:2])), path) for path in places]
+        return [_inspect(step, path) for step, path in steps if step is not None]
+
     def begin(self, step: int) -> Path:
         """Create a uniquely named directory to write the checkpoint of `step` into. Raises StorageError."""
         path = self.directory / f"{directory_name(step)}.writing-{uuid.uuid4().hex[:12]}"

@@ -16,13 +16,14 @@ from functools import partial
 from pathlib import Path
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, positive, row, verb
-from fsdp_pretrain.errors import ConfigError, StorageError
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, run_directory
 from fsdp_pretrain.record.files import stamp
 from fsdp_pretrain.units import Seconds, human_bytes
 
-from . import alarms, checkpoints, init, launch, plan, trackers
+from . import alarms, checkpoints, init, launch, plan, steps, trackers
+from .control import control
 from .finished import finished
 from .watch import watch
 
@@ -35,7 +36,8 @@ def main() -> int:
     command.add(_status, watch, finished)
     checkpoints.add(command)
     alarms.add(command)
-    command.add(_rollback, _fork, _control, _where, _journal, _goodput, _report, _note)
+    command.add(_rollback, _fork, control, _where, _journal, _goodput, _report, _note)
+    steps.add(command)
     trackers.add(command)
     launch.add(command)
     command.add(_config_reference)
@@ -113,28 +115,6 @@ def _fork(args: argparse.Namespace) -> int:
     lines = [f"{args.target} goes on from step {args.at:_} of {args.run.path}", *continuation.render(report)]
     lines.append(row("start", f"torchrun ... -m fsdp_pretrain.train {report.config}"))
     print(report.model_dump_json(indent=1, exclude_unset=True) if args.json else "\n".join(lines))
-    return 0
-
-
-@verb("control", "runs/quickstart/run save", RUN, argument("action", choices=("stop", "save")))
-def _control(args: argparse.Namespace) -> int:
-    """Ask the running job to save a checkpoint, or to save and stop."""
-    from fsdp_pretrain.record.requests import send
-    from fsdp_pretrain.watchdog.status import inspect
-
-    report = inspect(args.run)
-    if not report.running:
-        raise ConfigError(
-            f"no job of {args.run.path} is running (state {report.state})",
-            effect="the request would wait for a later start, which discards it",
-        )
-    try:
-        send(args.run, args.action)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write to {args.run.control}: {error.strerror}", effect="the request was not sent"
-        ) from None
-    print(f"asked to {args.action}; the job reacts within a few steps (see its log or `fsdp-pretrain journal`)")
     return 0
 
 

@@ -6,12 +6,11 @@ import argparse
 import json
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.arguments import import_extra
-from fsdp_pretrain.units import Progress
 
 if TYPE_CHECKING:
     from fsdp_pretrain.config.config import Config
@@ -49,7 +48,7 @@ def _share(text: str) -> float:
         type=_share,
         help="for the days of the run, such as 45%% (default: predicted from --world-size and --device)",
     ),
-    argument("--at", help="print the schedule at a point, such as '43680 steps'"),
+    argument("--at", help="print the schedule at a point, such as '43680 steps', or at several: '22_800,22_801 steps'"),
     argument(
         "--predict",
         action="store_true",
@@ -104,10 +103,7 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
     config = load(args.config, args.overrides)
     if args.at is not None:
-        found = _schedule_at(config, args.at)
-        lines = (f"{key:16} {value}" for key, value in found.items())
-        print(json.dumps(found, indent=1) if args.json else "\n".join(lines))
-        return 0
+        return _at(args, config)
     if args.tune:
         return _tune(args, config)
     plan = import_extra("fsdp_pretrain.plan.plan", "plan counts parameters")
@@ -124,6 +120,18 @@ def _plan(args: argparse.Namespace) -> int:
         mfu=args.mfu,
     )
     print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
+    return 0
+
+
+def _at(args: argparse.Namespace, config: Config) -> int:
+    """Print the schedule at a place, or a table of several."""
+    from fsdp_pretrain.plan.preview import render_rows, rows_at
+
+    rows = rows_at(config, args.at)
+    if args.json:
+        print(json.dumps(rows if "," in args.at else rows[0], indent=1))
+    else:
+        print("\n".join(render_rows(rows) if len(rows) > 1 else (f"{key:16} {rows[0][key]}" for key in rows[0])))
     return 0
 
 
@@ -176,22 +184,3 @@ def _predict(args: argparse.Namespace) -> int:
     )
     print(json.dumps(table.to_json(), indent=1) if args.json else predict.render(table))
     return 0
-
-
-def _schedule_at(config: Config, text: str) -> dict[str, Any]:
-    """The schedule at a position such as `43680 steps`. Raises ConfigError."""
-    from data.packing.opening import data_at
-
-    schedule = config.schedule
-    try:
-        samples = schedule.samples(Progress.parse(text))
-    except ValueError as error:
-        raise ConfigError(f"--at: {error}") from None
-    if not 0 < samples <= schedule.total:
-        raise ConfigError(
-            f"--at {text!r} is {'after the end' if samples else 'before the first step'} of the run, which has "
-            f"{schedule.steps:_} steps: {schedule.total:_} samples, "
-            f"{schedule.tokens(schedule.total):_} tokens"
-        )
-    found = schedule.at(schedule.batch.step_at(samples))
-    return {**found, **data_at(config, int(found["consumed"])), "sequence_length": config.data.sequence_length}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
@@ -15,3 +17,10 @@ class Section(BaseModel):
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(strict=False, ge=0, le=1)]
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.normpath(Path.cwd() / path.expanduser()))  # symbolic links stay as written
+
+
+FilePath = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]

@@ -19,21 +19,24 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import Progress
 
 from .base import Section
+from .data_section import DataSection, GLMObjective
+from .intervals import Every
 from .model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
 from .operations import HealthSection, LaunchSection, WatchdogSection
 from .schedule import BatchSchedule, Ramp, Schedule
 from .sections import (
     BatchRampSection,
     CheckpointSection,
-    DataSection,
     EvalSection,
-    GLMObjective,
     OptimizerSection,
     ParallelSection,
     RecordSection,
     RunSection,
     TrainSection,
 )
+from .skips import Skips
+from .steering import Steering
+from .timeline import TimelineEntry
 from .toml_file import describe, override, read_toml
 
 _PROBES = ("separator_probe", "copy_probe", "memory_probe")
@@ -61,11 +64,13 @@ class Config(Section):
     health: HealthSection = HealthSection()
     watchdog: WatchdogSection = WatchdogSection()
     launch: LaunchSection = LaunchSection()
+    timeline: list[TimelineEntry] = []
+    """What changes in the course of the run: `[[timeline]]` tables, in any order."""
 
     @cached_property
     def schedule(self) -> Schedule:
         """The run's schedules as numbers."""
-        return _build_schedule(self.data, self.train, self.optimizer)
+        return _build_schedule(self.data, self.train, self.optimizer, self.checkpoint, self.eval, self.timeline)
 
     @property
     def read_timeout(self) -> float:
@@ -73,10 +78,16 @@ class Config(Section):
         asked = self.data.read_timeout
         return self.parallel.timeout.value / 3 if asked is None else asked.value
 
-    @property
-    def heldout_every(self) -> Progress:
-        """Interval between measurements of the held-out loss."""
-        return self.eval.loss_every or Progress(_HELDOUT_EVERY * self.schedule.batch.full, "sample")
+    def save_every(self, consumed: int) -> Progress:
+        """Interval between checkpoints at the step that ends at `consumed`."""
+        every = self.schedule.interval_at("checkpoint.every", consumed)
+        assert every is not None
+        return every
+
+    def heldout_every(self, consumed: int) -> Progress:
+        """Interval between measurements of the held-out loss at the step that ends at `consumed`."""
+        every = self.schedule.interval_at("eval.loss_every", consumed)
+        return every or Progress(_HELDOUT_EVERY * self.schedule.batch.full, "sample")
 
     @property
     def heldout_samples(self) -> int:
@@ -115,7 +126,19 @@ def _build_ramp(section: BatchRampSection, length: int) -> Ramp:
     return Ramp(samples["first"], samples["by"], samples["start"], end)
 
 
-def _build_schedule(data: DataSection, train: TrainSection, optimizer: OptimizerSection) -> Schedule:
+def _ranges(every: Every | None) -> list[tuple[Progress | None, Progress]]:
+    parts = every if isinstance(every, list) else []
+    return [(None, every)] if isinstance(every, Progress) else [(part.until, part.every) for part in parts]
+
+
+def _build_schedule(
+    data: DataSection,
+    train: TrainSection,
+    optimizer: OptimizerSection,
+    checkpoint: CheckpointSection,
+    evaluation: EvalSection,
+    timeline: Sequence[TimelineEntry],
+) -> Schedule:
     """Raises ValueError if the durations contradict each other."""
     length, ramp = data.sequence_length, train.batch_ramp
     return Schedule(
@@ -131,6 +154,24 @@ def _build_schedule(data: DataSection, train: TrainSection, optimizer: Optimizer
         warmup=optimizer.warmup,
         decay=optimizer.decay,
         shrink=[(point.at, point.value) for point in optimizer.embedding_shrink],
+        warmup_shape=optimizer.warmup_shape,
+        decay_shape=optimizer.decay_shape,
+        decay_length=optimizer.decay_length,
+        steering=Steering(
+            lr_scale=optimizer.lr_scale,
+            weight_decay=optimizer.weight_decay,
+            betas=optimizer.betas,
+            grad_clip=train.grad_clip,
+            z_loss=train.z_loss,
+            shrink_paths=optimizer.shrink_paths,
+            intervals={
+                "checkpoint.every": _ranges(checkpoint.every),
+                "eval.every": _ranges(evaluation.every),
+                "eval.loss_every": _ranges(evaluation.loss_every),
+            },
+            timeline=timeline,
+        ),
+        lengths=data.sequence_stages.trained(Skips((span.first, span.stop) for span in data.skip)),
     )
 
 
@@ -147,13 +188,22 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             "data.positions = document with data.attention = causal: rotary positions are distances between tokens, "
             "and a token would see the documents before its own at wrong ones; set data.attention = document as well"
         )
+    window = model.sliding_window if isinstance(model, LlamaModel) else None
+    if window and data and data.sequence_length > window:
+        yield (
+            f"data.sequence_length = {data.sequence_length} exceeds model.sliding_window = {window}: attention to a "
+            f"window is not built, and without it the model would be another one; set data.sequence_length <= {window}"
+        )
     if data:
         yield from _objective_checks(data, model)
+        yield from _stage_checks(data, train)
     if optimizer and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}"
-    if data and train and optimizer:
+    timeline = sections.get("timeline")
+    if data and train and optimizer and checkpoint and evaluation and timeline is not None:
         try:
-            _build_schedule(data, train, optimizer)
+            schedule = _build_schedule(data, train, optimizer, checkpoint, evaluation, timeline)
+            yield from schedule.unmeant()
         except ValueError as error:
             yield str(error)
     if data and parallel and data.read_timeout is not None:
@@ -163,13 +213,16 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
                 f"data.read_timeout = {data.read_timeout}{' (for the source, then for its mirror)' * (waits - 1)} must "
                 f"end before parallel.timeout = {parallel.timeout}, or the other ranks time out first"
             )
-    intervals = [("eval.every", evaluation.every), ("eval.loss_every", evaluation.loss_every)] if evaluation else []
-    if checkpoint:
-        intervals += [("checkpoint.every", checkpoint.every)]
-        intervals += [("checkpoint.keep_every", every) for every in checkpoint.kept_intervals]
+    asked = [("eval.every", evaluation.every), ("eval.loss_every", evaluation.loss_every)] if evaluation else []
+    asked += [("checkpoint.every", checkpoint.every)] if checkpoint else []
+    intervals = [(name, interval) for name, every in asked for _, interval in _ranges(every)]
+    intervals += [("checkpoint.keep_every", every) for every in checkpoint.kept_intervals] if checkpoint else []
     for name, interval in intervals:
-        if interval is not None and interval.value < 1:
+        if interval.value < 1:
             yield f"{name} = {interval} is not a positive interval"
+    for entry in timeline or ():
+        if evaluation and evaluation.every is None and entry.eval.every is not None:
+            yield f"timeline, {entry}: no evaluation is scheduled that this could change; set eval.every as well"
     if evaluation and evaluation.every is not None and evaluation.heldout is None:
         bundled = [task for task in evaluation.tasks if task.startswith("heldout_") or task in _PROBES]
         if bundled:
@@ -216,6 +269,23 @@ def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str
         yield "data.objective.multitask_positions is a choice for glm1d; glm2d has a scheme of its own for answers"
 
 
+def _stage_checks(data: DataSection, train: TrainSection | None) -> Iterator[str]:
+    """Contradictions between `data.stages` and what knows one length only. What is wrong in them, the schedule says."""
+    if not data.stages:
+        return
+    if isinstance(data.objective, GLMObjective):
+        yield (
+            "data.stages with data.objective.kind = glm: blanks and slots are made for one length of samples; leave "
+            "the stages out"
+        )
+    ramp = train.batch_ramp if train is not None else None
+    sizes: dict[str, Progress] = {"train.global_batch": train.global_batch} if train is not None else {}
+    sizes |= {f"train.batch_ramp.{name}": value for name, value in ramp or () if isinstance(value, Progress)}
+    for name, size in sizes.items():
+        if size.unit == "token":
+            yield f"{name} = {size}: with data.stages, how many samples that is changes on the way; give it in samples"
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, apply `section.key=value` overrides, and check.
 
@@ -232,6 +302,19 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if config is None:
         raise _invalid(problems, path)
     return config
+
+
+def with_timeline(config: Config, timeline: Sequence[TimelineEntry], path: Path) -> Config:
+    """The configuration with another timeline, checked as a whole. `path` is for messages.
+
+    Raises ConfigError, which lists every problem.
+    """
+    raw = config.model_dump(mode="json", exclude_none=True)
+    raw["timeline"] = [entry.model_dump(mode="json", exclude_none=True) for entry in timeline]
+    changed, problems = _validate(raw, path, {})
+    if changed is None:
+        raise _invalid(problems, path)
+    return changed
 
 
 def _invalid(problems: list[str], path: Path) -> ConfigError:
@@ -329,9 +412,10 @@ def schema_keys() -> dict[str, tuple[type[Section], str]]:
 
     def walk(section: type[Section], prefix: str) -> None:
         for name, field in section.model_fields.items():
-            keys.setdefault(prefix + name, (section, name))
+            key = prefix + (field.alias or name)
+            keys.setdefault(key, (section, name))
             for inner in sections_in(field.annotation):
-                walk(inner, f"{prefix}{name}.")
+                walk(inner, f"{key}.")
 
     walk(Config, "")
     return keys

@@ -29,7 +29,7 @@ class _Decoder(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> _Decoder:
-        if self.hidden % self.heads:
+        if not getattr(self, "head_size", None) and self.hidden % self.heads:
             raise ValueError(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
         return self
 
@@ -39,7 +39,17 @@ class _Decoder(Section):
 
     @property
     def head_dim(self) -> int:
-        return self.hidden // self.heads
+        return getattr(self, "head_size", None) or self.hidden // self.heads
+
+    @property
+    def query_width(self) -> int:
+        """Width of the queries of all heads, and of what they attend to; `hidden`, unless `head_size` is given."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all keys, and of all values."""
+        return (getattr(self, "kv_heads", None) or self.heads) * self.head_dim
 
     @property
     def uses_dropout(self) -> bool:
@@ -84,10 +94,14 @@ class RopeScaling(Section):
 
 
 class LlamaModel(_Normal):
-    """Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases."""
+    """Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases; and its variants."""
 
-    family: Literal["llama"]
-    """Model family."""
+    family: Literal["llama", "mistral", "qwen2", "qwen3"]
+    """Model family, and the class of an export. `mistral`: the same as `llama`, with a `sliding_window` of its first
+    version. `qwen2`: biases on queries, keys and values. `qwen3`: RMSNorm over each head of queries and of keys, before
+    they are rotated."""
+    head_size: Positive | None = None
+    """Width of a head; with it, `heads` need not divide `hidden`. Default: `hidden` / `heads`."""
     kv_heads: Positive | None = None
     """Number of key/value heads (grouped-query attention). Default: `heads`."""
     ffn: Positive
@@ -98,9 +112,14 @@ class LlamaModel(_Normal):
     """Optional scaling of the rotary positions."""
     tied_head: bool = False
     """Use the embedding table as output matrix."""
+    sliding_window: Positive | None = None
+    """`mistral`: tokens that a token sees of those up to itself. Longer sequences are refused: in shorter ones, the
+    window changes nothing. An export keeps it."""
 
     @model_validator(mode="after")
     def _llama_shapes(self) -> LlamaModel:
+        if self.sliding_window is not None and self.family != "mistral":
+            raise ValueError(f"sliding_window is of family = mistral, not of {self.family}")
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
         if self.head_dim % 2:

@@ -11,9 +11,8 @@ from pydantic import Field, model_validator
 
 from fsdp_pretrain.units import Seconds, Steps
 
-from .base import Positive, Section, Share
+from .base import FilePath, Positive, Section, Share
 from .notify import NotifySection
-from .sections import FilePath
 
 Limit = Annotated[float, Field(strict=False, gt=0)]
 

@@ -18,6 +18,7 @@ from typing import Any
 from fsdp_pretrain.errors import ConfigError
 
 from .config import Config, load_known, schema_keys
+from .timeline import TimelineEntry
 from .toml_file import nearest
 
 FREE, DECLARED, FORBIDDEN = "free", "declared", "forbidden"
@@ -29,6 +30,7 @@ CLASSES: dict[str, str] = {
     "model": FORBIDDEN,
     "model.declared_params": FREE,
     "data.sequence_length": FORBIDDEN,
+    "data.stages": DECLARED,  # what lies ahead; the past is identity
     "data.seed": FORBIDDEN,
     "data.lanes": FORBIDDEN,
     "data.attention": FORBIDDEN,
@@ -61,6 +63,7 @@ CLASSES: dict[str, str] = {
     "health": FREE,
     "watchdog": FREE,
     "launch": FREE,
+    "timeline": DECLARED,  # what lies behind; an entry ahead is free, see `_timeline`
 }
 """Class of a key and of all keys below it that are not listed themselves."""
 
@@ -84,11 +87,13 @@ class ConfigChange:
     """Class of this change."""
     advice: str = ""
     """How to avoid it, if that is not obvious."""
+    at: int | None = None
+    """Samples consumed before it changes anything; None: it does at once."""
 
 
 def changes(old: Config, new: Config) -> list[ConfigChange]:
     """How two configurations of a run differ, in what they mean from here on; forbidden changes included."""
-    found = [*_decay(old, new), *_duration(old, new)]
+    found = [*_decay(old, new), *_duration(old, new), *_timeline(old, new)]
     for path, was, is_ in leaves(_tree(old), _tree(new)):
         key = ".".join(path[:2] + path[3:] if path[:2] == ("data", "sources") else path)
         if key not in ("optimizer.decay", "train.duration"):
@@ -101,6 +106,7 @@ def _tree(config: Config) -> dict[str, Any]:
     """The values, sources by name: their order means nothing."""
     tree = config.model_dump(mode="json")
     tree["data"]["sources"] = {source["name"]: source for source in tree["data"]["sources"]}
+    del tree["timeline"]  # see `_timeline`
     return tree
 
 
@@ -119,7 +125,26 @@ def _decay(old: Config, new: Config) -> Iterator[ConfigChange]:
         return
     advice = "" if new.optimizer.decay else f'optimizer.decay="{was}" keeps the curve of the learning rate as it was'
     end = "" if new.optimizer.decay else ", the end of the run"
-    yield ConfigChange("optimizer.decay", f"optimizer.decay: {was} -> {is_}{end}", DECLARED, advice)
+    both = old.optimizer.curve == new.optimizer.curve == "wsd"  # then nothing changes before the decay
+    at = min(old.schedule.decay_start, new.schedule.decay_start) if both else None
+    yield ConfigChange("optimizer.decay", f"optimizer.decay: {was} -> {is_}{end}", DECLARED, advice, at)
+
+
+def _timeline(old: Config, new: Config) -> Iterator[ConfigChange]:
+    """Entries that came, which change nothing before their place; and entries that went, perhaps by an old file."""
+    for entry in old.timeline:
+        if entry not in new.timeline:
+            yield ConfigChange("timeline", f"timeline: {entry} -> absent", _class_of_entry(entry))
+    for placed in new.schedule.timeline:
+        if placed.entry not in old.timeline:
+            yield ConfigChange(
+                "timeline", f"timeline: absent -> {placed.entry}", _class_of_entry(placed.entry), at=placed.at
+            )
+
+
+def _class_of_entry(entry: TimelineEntry) -> str:
+    free = entry.rewarm is None and all(class_of(key) == FREE for key, _ in entry.changes())
+    return FREE if free else DECLARED
 
 
 def leaves(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
@@ -210,19 +235,29 @@ def _covers(name: str, key: str) -> bool:
     return f"{key}.".startswith(f"{name}.")
 
 
-def undeclared(found: Iterable[ConfigChange], allowed: Collection[str]) -> list[ConfigChange]:
-    """The changes that must be declared and are not."""
-    declared = (change for change in found if change.kind == DECLARED)
+def undeclared(
+    found: Iterable[ConfigChange], allowed: Collection[str], consumed: int | None = None
+) -> list[ConfigChange]:
+    """The changes that must be declared and are not; without those that are still ahead at `consumed` samples."""
+    declared = (change for change in found if change.kind == DECLARED and not is_ahead(change, consumed))
     return [change for change in declared if not any(_covers(name, change.key) for name in allowed)]
 
 
-def refuse(where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange], cursor: int) -> None:
+def is_ahead(change: ConfigChange, consumed: int | None) -> bool:
+    """Whether a change affects no step that ends at or before `consumed` samples, and waits for its place."""
+    return consumed is not None and change.at is not None and change.at >= consumed
+
+
+def refuse(
+    where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange], cursor: int, jumps: Sequence[str] = ()
+) -> None:
     """Raise ConfigError, with every change in one report, if there are any.
 
     Args:
         where, cursor: the checkpoint, and the samples read at it.
         forbidden: texts of what may not be changed.
         declared: what `undeclared` found.
+        jumps: what differs at once, from the next step on.
     """
     parts, remedies = [], []
     if forbidden:
@@ -236,6 +271,7 @@ def refuse(where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange
     if declared:
         lines = "\n    ".join(change.text for change in declared)
         parts.append(f"these changes affect what is learned from here on, and need --allow:\n    {lines}")
+        parts += ["from the next step on:\n    " + "\n    ".join(jumps)] if jumps else []
         keys = dict.fromkeys(change.key for change in declared)
         remedies += [change.advice for change in declared if change.advice]
         remedies.append("if it is meant, add:  " + " ".join(f"--allow {key}" for key in keys))

@@ -14,8 +14,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from fsdp_pretrain.units import Progress
+
+from .curves import ENDLESS, LearningRateCurve
+from .sequence_stages import SequenceStages
+from .steering import Placed, SteeredValues, Steering, StepValues, jumps
 
 
 @dataclass(frozen=True)
@@ -128,9 +133,11 @@ class Piecewise:
 class Schedule:
     """Everything that changes over a run, as numbers. Raises ValueError if the durations contradict each other.
 
-    The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a linear
-    `warmup` from 0; `curve` (`cosine`, `linear`, `constant`) leads to `min_lr` at `decay`, counted from the start of
-    the run (None: at its end). `shrink` are points of the embedding-gradient shrink.
+    The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a `warmup`
+    from 0; `curve` (see `curves`) leads to `min_lr` at `decay`, counted from the start of the run (None: at its
+    end), within the last `decay_length` of that for `wsd`. `shrink` are points of the embedding-gradient shrink.
+    `lengths` are those of the samples trained, if not all have `sequence_length` tokens. `steering` has all other
+    values of a step, and the timeline.
     """
 
     def __init__(
@@ -145,14 +152,18 @@ class Schedule:
         warmup: Progress,
         decay: Progress | None,
         shrink: Sequence[tuple[Progress, float]] = (),
+        warmup_shape: str = "linear",
+        decay_shape: str = "1-sqrt",
+        decay_length: Progress | None = None,
+        steering: Steering | None = None,
+        lengths: SequenceStages | None = None,
     ) -> None:
-        self.sequence_length, self.batch = sequence_length, batch
+        self.batch, self.lengths = batch, lengths or SequenceStages.constant(sequence_length)
         self.steps = batch.step_at(self.samples(duration))
         self.total = batch.consumed_at(self.steps)
         self.warmup = self.samples(warmup)
         self.decay = self.samples(decay) if decay is not None else self.total
-        self.decays = curve != "constant"
-        self._curve, self._peak, self._floor = curve, lr, min_lr
+        self.decays = curve not in ENDLESS
         try:
             self.shrink = Piecewise([(self.samples(at), value) for at, value in shrink]) if shrink else None
         except ValueError as error:
@@ -163,35 +174,91 @@ class Schedule:
             raise ValueError(
                 f"the warm-up of {warmup} ({self.warmup:_} samples) is longer than the decay ({self.decay:_} samples)"
             )
+        if curve == "inverse-sqrt" and not self.warmup:
+            raise ValueError("optimizer.curve = inverse-sqrt is measured in warm-ups: it needs an optimizer.warmup")
+        self.decay_start = self.warmup if decay_length is None else self._ahead(self.decay, decay_length)
+        """Where the learning rate leaves its peak, in samples."""
+        if self.decay_start < self.warmup:
+            raise ValueError(f"optimizer.decay_length = {decay_length} begins within the warm-up of {warmup}")
+        self._timeline = SteeredValues(
+            steering or Steering(),
+            lr=lr,
+            min_lr=min_lr,
+            curve=LearningRateCurve(curve, self.warmup, self.decay, self.decay_start, warmup_shape, decay_shape),
+            shrink=None if self.shrink is None else self.shrink.at,
+            place=self.samples,
+            behind=self.behind,
+        )
 
     def samples(self, progress: Progress) -> int:
         """Samples consumed after `progress` from the start of the run, rounded up."""
         if progress.unit == "step":
             return self.batch.consumed_at(progress.value)
         if progress.unit == "token":
-            return -(-progress.value // self.sequence_length)
+            return self.lengths.samples(progress.value)
         return progress.value
 
     def tokens(self, samples: int) -> int:
-        return samples * self.sequence_length
+        """Tokens of the first `samples` samples trained."""
+        return self.lengths.tokens(samples)
+
+    def behind(self, at: int, length: Progress) -> int:
+        """The place that is `length` behind another, both in samples."""
+        if length.unit == "step":
+            return self.batch.consumed_at(self.batch.step_at(at) + length.value)
+        if length.unit == "token":
+            return self.samples(Progress(self.tokens(at) + length.value, "token"))
+        return at + length.value
+
+    def _ahead(self, at: int, length: Progress) -> int:
+        """The place that is `length` ahead of another, both in samples; negative if before the start of the run."""
+        if length.unit == "step":
+            steps = self.batch.step_at(at) - length.value
+            return self.batch.consumed_at(steps) if steps >= 0 else -1
+        if length.unit == "token":
+            tokens = self.tokens(at) - length.value
+            return self.samples(Progress(tokens, "token")) if tokens >= 0 else -1
+        return at - length.value
+
+    def values_at(self, consumed: int) -> StepValues:
+        """Everything steered in the step that brings the counter to `consumed`."""
+        return self._timeline.values_at(consumed)
 
     def lr_at(self, consumed: int) -> float:
         """Learning rate of the step that brings the counter to `consumed`."""
-        peak, floor, warmup = self._peak, self._floor, self.warmup
-        if warmup and consumed <= warmup:
-            return peak * consumed / warmup
-        if not self.decays:
-            return peak
-        if consumed >= self.decay:
-            return floor
-        passed, length = consumed - warmup, self.decay - warmup
-        if self._curve == "linear":
-            return peak + (floor - peak) * passed / length
-        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * (passed / length)))
+        return self.values_at(consumed).lr
 
-    def ramps_at(self, consumed: int) -> dict[str, float]:
-        """Values of the other ramps that are configured, in the step that brings the counter to `consumed`."""
-        return {} if self.shrink is None else {"embedding_shrink": self.shrink.at(consumed)}
+    def steered(self, values: StepValues) -> dict[str, Any]:
+        """Those of a step's values, besides the learning rate, that change in the course of the run."""
+        return {name: getattr(values, name) for name in self._timeline.names}
+
+    def interval_at(self, key: str, consumed: int) -> Progress | None:
+        """The interval `key`, such as `checkpoint.every`, in force in the step that ends at `consumed`; None: never."""
+        return self._timeline.interval_at(key, consumed)
+
+    def thresholds_at(self, consumed: int) -> dict[str, float]:
+        """Keys of `[health]` that the timeline has changed by the step that ends at `consumed`, and their values."""
+        return self._timeline.thresholds_at(consumed)
+
+    @property
+    def timeline(self) -> list[Placed]:
+        """The entries of the timeline in order, with their places and what jumps there."""
+        return self._timeline.entries
+
+    def jumps_to(self, other: Schedule, consumed: int) -> list[str]:
+        """What differs at once if the step after `consumed` samples is of another schedule instead of this one."""
+        following = consumed + other.batch.batch_at(consumed)
+        return [str(jump) for jump in jumps(self.values_at(following), other.values_at(following))]
+
+    def unmeant(self) -> list[str]:
+        """Jumps of the timeline that no entry says are meant, one sentence each."""
+        return [
+            f"timeline, {placed.entry}: {jump} jumps in one step; ramp it with `over`, or say that it is meant with "
+            "allow_jump = true"
+            for placed in self.timeline
+            for jump in placed.jumps
+            if not jump.meant
+        ]
 
     def due(self, every: Progress | None, *, step: int, before: int, after: int) -> bool:
         """Whether step number `step`, which took `consumed` from `before` to `after`, completed an interval."""
@@ -203,28 +270,32 @@ class Schedule:
             before, after = self.tokens(before), self.tokens(after)
         return after // every.value > before // every.value
 
-    def preview(self) -> list[dict[str, float | int]]:
-        """Evenly spaced rows of the schedule, and the ends of warm-up, decay and ramps."""
+    def preview(self) -> list[dict[str, Any]]:
+        """Evenly spaced rows of the schedule, the ends of warm-up, decay and ramps, and the steps around entries."""
         points = 9
         marks = {self.total * i // (points - 1) for i in range(points)}
         marks |= {stage.consumed for stage in self.batch.stages if stage.consumed <= self.total}
-        marks |= {mark for mark in (self.warmup, self.decay) if mark <= self.total}
+        marks |= {mark for mark in (self.warmup, self.decay_start, self.decay) if mark <= self.total}
         marks |= {mark for mark in (self.shrink.places if self.shrink else []) if mark <= self.total}
         steps = sorted({max(1, self.batch.step_at(mark)) for mark in marks})
         if len(steps) > 2 * points:  # a long ramp: keep its ends and an even choice between
             steps = [steps[i * (len(steps) - 1) // (2 * points - 1)] for i in range(2 * points)]
-        return [self.at(step) for step in steps]
+        for mark in self._timeline.marks:
+            at = self.batch.step_at(mark)
+            steps += [step for step in (at - 1, at, at + 1) if 1 <= step <= self.steps]
+        return [self.at(step) for step in sorted(set(steps))]
 
-    def at(self, step: int) -> dict[str, float | int]:
+    def at(self, step: int) -> dict[str, Any]:
         """The schedule after step number `step`: consumed, tokens, batch, lr and ramps of that step."""
         consumed = self.batch.consumed_at(step)
+        values = self.values_at(consumed)
         return {
             "step": step,
             "consumed": consumed,
             "tokens": self.tokens(consumed),
             "batch": consumed - self.batch.consumed_at(step - 1),
-            "lr": self.lr_at(consumed),
-            **self.ramps_at(consumed),
+            "lr": values.lr,
+            **self.steered(values),
         }
 
     def batches(self) -> list[int]:

@@ -5,26 +5,17 @@
 
 from __future__ import annotations
 
-import os
-import re
-from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from fsdp_pretrain.units import BatchSize, Progress, SampleRange, Seconds
+from fsdp_pretrain.units import BatchSize, Progress, Seconds
 
-from .base import Positive, Section, Share
+from .base import FilePath, Positive, Section, Share
+from .intervals import Every
+from .surgery import Pattern, SurgerySection
 
 Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
-
-
-def _absolute(path: Path) -> Path:
-    return Path(os.path.normpath(Path.cwd() / path.expanduser()))  # symbolic links stay as written
-
-
-FilePath = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]
 
 
 class RunSection(Section):
@@ -36,159 +27,6 @@ class RunSection(Section):
     """Run directory, with checkpoints, metrics, journal and evaluations. Created if missing, resumed if not."""
     seed: int = 1234
     """Seed of parameter initialisation and dropout. The data order has its own seed, `data.seed`."""
-
-
-def _in_samples(value: Progress) -> Progress:
-    if value.unit == "step":
-        raise ValueError("a place in the data is counted in samples or tokens, not in steps")
-    return value
-
-
-Place = Annotated[Progress, AfterValidator(_in_samples)]
-Weighting = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
-
-
-class WeightPoint(Section):
-    """A point of a weight that changes: linear between points; two points at one place are a jump."""
-
-    at: Place
-    """Place in the data: samples or tokens read since the beginning of the run."""
-    value: Weighting
-    """Weight at that place."""
-
-
-class SourceSection(Section):
-    """One corpus of the training mixture."""
-
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the source in the metrics. Its shuffle depends on it: renaming a source reshuffles it."""
-    path: FilePath
-    """Corpus directory, as written by `fsdp-data prepare`."""
-    mirror: FilePath | None = None
-    """Directory with a copy of the corpus, used when a file of `path` cannot be read or hangs. Changes no sample."""
-    weight: Weighting | Annotated[list[WeightPoint], Field(min_length=1)] = 1.0
-    """Share of the samples, relative to the weights of the other sources: a number, or points of a ramp."""
-    start: Place = Progress(0, "sample")
-    """The source is not used before this place in the data: for adding a source to a running run."""
-    stop: Place | None = None
-    """The source is not used from this place in the data on: for dropping a source from a running run."""
-    max_epochs: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] | None = None
-    """How many times the source may be read; then the other sources share its weight. Default: no limit."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> SourceSection:
-        points = self.weight if isinstance(self.weight, list) else []
-        if any(a.at.unit == b.at.unit and a.at.value > b.at.value for a, b in pairwise(points)):
-            raise ValueError("the points of `weight` are not in order")
-        if self.stop is not None and self.stop.unit == self.start.unit and self.stop.value <= self.start.value:
-            raise ValueError(f"`stop` = {self.stop} is not after `start` = {self.start}")
-        return self
-
-
-class CausalObjective(Section):
-    """Predict every next token."""
-
-    kind: Literal["causal"] = "causal"
-    """Name of the objective."""
-
-
-class GLMObjective(Section):
-    """Blank infilling as in GLM-130B: short blanks ([MASK]) and long endings ([gMASK]), predicted token by token."""
-
-    kind: Literal["glm"]
-    """Name of the objective."""
-    row: Positive
-    """Tokens of text per sample, including separators; the rest of `data.sequence_length` is for special tokens."""
-    slots: Positive = 4
-    """Slots of a sample. A [MASK] sample has one independent piece of row / slots tokens in each, a multi-task sample
-    one prompt."""
-    mask_share: Share = 0.3
-    """Share of samples with [MASK] blanks; the others have one [gMASK] ending."""
-    mask_budget: Annotated[float, Field(strict=False, ge=0, le=0.5)] = 0.15
-    """Least share of a piece's tokens that is blanked."""
-    span_mean: Annotated[float, Field(strict=False, gt=0)] = 3.0
-    """Mean of the Poisson distribution of a blank's length, before that is limited to 1 to 39 tokens."""
-    single_span: Share = 0.02
-    """Share of [MASK] pieces with exactly one blank."""
-    short: Share = 0.02
-    """Share of [MASK] pieces that are cut to a random length of at least 32 tokens."""
-    ending_min: Share = 0.2
-    """Shortest [gMASK] ending, as a share of the row; the longest is the whole row."""
-    overflow: Literal["truncate", "shrink"] = "shrink"
-    """What happens when blanks make a piece longer than its slot. `truncate`: its last targets (about 36% of them) are
-    lost, as in GLM-130B. `shrink`: its text is shortened beforehand."""
-    positions: Literal["glm1d", "glm2d"] = "glm1d"
-    """Scheme of position ids, see data.md. `glm2d` needs a model with two-dimensional positions."""
-    multitask_positions: Literal["arange", "mask", "unified"] = "arange"
-    """Positions of answers with `glm1d`: `arange` continues the sequence (as in training), `mask` puts all at the mask,
-    `unified` counts from the mask on."""
-    loss_norm: Literal["sequence", "tokens"] = "sequence"
-    """What counts equally in the loss. `sequence`: every sample, regardless of its number of targets, as in GLM-130B;
-    `tokens`: every target."""
-    first_special: Annotated[int, Field(ge=0)] | None = None
-    """Id of [MASK]; [gMASK], [sMASK], eod, sop and eop follow. Default: the first id after the tokenizer's
-    vocabulary."""
-
-
-AnyObjective = CausalObjective | GLMObjective
-Objective = Annotated[AnyObjective, Field(discriminator="kind")]
-
-
-class DataSection(Section):
-    """The training data and its order."""
-
-    sequence_length: Positive
-    """Tokens per sample."""
-    sources: Annotated[list[SourceSection], Field(min_length=1)]
-    """The mixture: one `[[data.sources]]` table per source."""
-    seed: int = 1234
-    """Seed of the data order, independent of `run.seed`."""
-    lanes: Positive = 256
-    """Number of places in an epoch from which consecutive samples come in turn. Changing it reshuffles the data."""
-    attention: Literal["causal", "document"] = "causal"
-    """Attention across the documents packed into a sample: `causal` allows it, `document` masks other documents."""
-    positions: Literal["sample", "document"] = "sample"
-    """Where positions are counted from: the start of the `sample`, or of each `document` in it."""
-    loss_across_documents: bool = True
-    """Learn to predict the first token of a document from the separator before it. Off: such targets do not count."""
-    objective: Objective = CausalObjective()
-    """Training objective: a `[data.objective]` table."""
-    skip: list[SampleRange] = []
-    """Samples that are not trained: `["1200:1332 samples"]`. All other samples stay in place."""
-    reshuffle: list[Place] = []
-    """Places in the data from which the rest of every source comes in another order."""
-    exclude: FilePath | None = None
-    """File of documents that stay in place but are not learned: one line `SOURCE SHARD DOCUMENT` each."""
-    prefetch: Annotated[int, Field(ge=0)] = 4
-    """Steps that the background thread prepares in advance."""
-    read_timeout: Seconds | None = None
-    """How long a read from a corpus may take before it counts as hanging; then the mirror is used, or the run ends with
-    exit 75. Default: a third of `parallel.timeout`, because the other ranks wait."""
-    max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4
-    """Share of documents (counted as stretches in samples) that may fail the checks of the packer, which leaves them
-    out of the loss. Beyond it, the run ends with exit 78."""
-
-    @property
-    def row(self) -> int:
-        return self.objective.row if isinstance(self.objective, GLMObjective) else self.sequence_length
-
-    @property
-    def uses_lengths(self) -> bool:
-        """Whether the model needs the document lengths of its samples."""
-        return "document" in (self.attention, self.positions)
-
-    @property
-    def by_sequence(self) -> bool:
-        """Whether every sample counts equally in the loss; otherwise every target does."""
-        return isinstance(self.objective, GLMObjective) and self.objective.loss_norm == "sequence"
-
-    @field_validator("sources")
-    @classmethod
-    def _unique_names(cls, sources: list[SourceSection]) -> list[SourceSection]:
-        names = [source.name for source in sources]
-        if len(set(names)) < len(names):
-            raise ValueError(f"source names must differ, got {names}")
-        return sources
 
 
 class BatchRampSection(Section):
@@ -276,12 +114,21 @@ class OptimizerSection(Section):
     """Peak learning rate."""
     min_lr: Rate = 0.0
     """Learning rate at the end of the decay."""
-    curve: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the decay after the warm-up."""
+    lr_scale: Rate = 1.0
+    """Factor of the whole curve, warm-up and `min_lr` included."""
+    curve: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
+    """Shape of the decay after the warm-up. `wsd` (warm-up, stable, decay) stays at `lr` until the last `decay_length`;
+    `inverse-sqrt` falls with the root of the place and does not fall below `min_lr`."""
     warmup: Progress = Progress(0, "step")
-    """Length of the linear warm-up from zero."""
+    """Length of the warm-up from zero."""
+    warmup_shape: Literal["linear", "parabolic"] = "linear"
+    """Share of `lr` after a share x of the warm-up. `linear`: x; `parabolic`: 1 - (1 - x)^2."""
     decay: Progress | None = None
     """Where the curve reaches `min_lr`, counted from the start of the run. Default: `train.duration`."""
+    decay_length: Progress | None = None
+    """For `wsd`: length of the decay, which ends at `decay`."""
+    decay_shape: Literal["1-sqrt", "linear"] = "1-sqrt"
+    """For `wsd`: share of the way to `min_lr` after a share x of the decay. `1-sqrt`: the root of x; `linear`: x."""
     betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
     """AdamW betas."""
     eps: Annotated[float, Field(strict=False, gt=0)] = 1e-8
@@ -292,18 +139,16 @@ class OptimizerSection(Section):
     """Factor for the gradient of the embedding table over time, as in GLM-130B; empty: off."""
     shrink_paths: Literal["input", "both"] = "both"
     """Gradients that are shrunk: those through the `input` only, or also those through the logits of a tied table."""
-    no_decay: list[str] = ["bias$", "norm.*\\.weight$"]
+    no_decay: list[Pattern] = ["bias$", "norm.*\\.weight$"]
     """Regular expressions; parameters whose name matches one get no weight decay."""
+    surgery: list[SurgerySection] = []
+    """Resets of moments and frozen parameters at points of the run: one `[[optimizer.surgery]]` table each."""
 
-    @field_validator("no_decay")
-    @classmethod
-    def _compiles(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-        return patterns
+    @model_validator(mode="after")
+    def _one_curve(self) -> OptimizerSection:
+        if (self.curve == "wsd") != (self.decay_length is not None):
+            raise ValueError("`decay_length` is needed for curve = wsd, and belongs to no other")
+        return self
 
 
 Recompute = Annotated[int, Field(ge=0)] | Literal["feed-forward"]
@@ -337,8 +182,8 @@ class ParallelSection(Section):
 class CheckpointSection(Section):
     """When checkpoints are written and which are kept."""
 
-    every: Progress
-    """Interval between checkpoints. The last step is always saved."""
+    every: Every
+    """Interval between checkpoints, or a list of ranges with their intervals. The last step is always saved."""
     keep_last: Annotated[int, Field(ge=2)] = 3
     """Number of newest checkpoints to keep, at least two: one may turn out to be bad."""
     keep_every: Progress | list[Progress] | None = None
@@ -399,8 +244,9 @@ class HeldOutSource(Section):
 class EvalSection(Section):
     """Scheduled evaluation of checkpoints by lm-eval, in separate processes, and the held-out loss during training."""
 
-    every: Progress | None = None
-    """Evaluate checkpoints that complete this interval, and the last one. Absent: no scheduled evaluation."""
+    every: Every | None = None
+    """Evaluate checkpoints that complete this interval, and the last one; or a list of ranges. Absent: no scheduled
+    evaluation."""
     tasks: list[str] = [
         "heldout_bpb",
         "heldout_choice",
@@ -457,9 +303,10 @@ class EvalSection(Section):
     daily."""
     loss_on: list[HeldOutSource] = []
     """Measure the loss of held-out samples during training: one `[[eval.loss_on]]` table per source. Empty: off."""
-    loss_every: Progress | None = None
-    """Interval between measurements of the held-out loss; also measured after the last step. A measurement of N samples
-    costs what training N / 3 samples does. Default: 500 times the samples of the full global batch."""
+    loss_every: Every | None = None
+    """Interval between measurements of the held-out loss, or a list of ranges; also measured after the last step. A
+    measurement of N samples costs what training N / 3 samples does. Default: 500 times the samples of the full global
+    batch."""
     loss_samples: Positive | None = None
     """Held-out samples of each source, the same in every measurement. Default: four full global batches, shared among
     the sources (or all that a source has): with the default interval 0.27% of the time of training."""
@@ -478,6 +325,11 @@ class RecordSection(Section):
 
     console_every: Positive = 10
     """Steps between console lines."""
+    statistics_every: Progress = Progress(100, "step")
+    """Interval between statistics of groups of parameters in the record: gradient norms, Adam's second moments, updates
+    relative to weights. `"0 steps"`: never."""
+    activation_maxima: bool = False
+    """Also record the largest logit and attention scores then, from an additional forward pass of one micro-batch."""
     aim: bool = False
     """Mirror the record into Aim during training (needs the extra `aim`). Never affects training."""
     aim_repo: FilePath | None = None

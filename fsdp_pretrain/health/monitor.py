@@ -117,6 +117,10 @@ class Health:
         self._carried = [finding for rule in rules for finding in rule.incident.carried()]
         self._expected = expected
 
+    def steer(self, config: Config) -> None:
+        """Go on with a configuration in which only the timeline differs."""
+        self._schedule = config.schedule
+
     @property
     def suspicion(self) -> str | None:
         """Why a checkpoint made now should not be trusted; None if it can be."""
@@ -134,6 +138,9 @@ class Health:
     def step(self, record: StepRecord) -> HealthOutcome:
         """Judge a step by its record. Call once per step, in order."""
         self._cursors.append((record.step, record.cursor))
+        if changed := self._schedule.thresholds_at(record.consumed):
+            limits = self._config.model_copy(update=changed)
+            self._spike.limits = self._level.limits = self._norm.limits = limits
         verdict, self._carried = HealthOutcome(self._carried), []
         self._judge_finite(record, verdict)
         if record.loss_scale is not None:
@@ -252,7 +259,7 @@ class Health:
             elif self._digest is not None and self._digest != sums.digest:
                 verdict.findings += self._still.settle(record.step, "the parameters change")
             self._digest, self._updates = sums.digest, 0
-        if not record.skipped and record.lr > 0:
+        if not record.skipped and record.lr > 0 and not record.frozen:
             self._updates += 1
 
     # ------------------------------------------------------------------ what must be equal

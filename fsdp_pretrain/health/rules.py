@@ -94,7 +94,7 @@ class LossLevelRule:
     """Shifts of the loss too small to be spikes: `loss/level`."""
 
     def __init__(self, config: HealthSection) -> None:
-        self._least = config.level
+        self.limits = config
         self.noise = 0.0  # standard deviation of the level, from differences of neighbouring blocks; 0 while unknown
         self._block: list[float] = []
         self._medians: deque[float] = deque(maxlen=_BLOCKS)
@@ -116,9 +116,10 @@ class LossLevelRule:
         block = statistics.spread(self._changes)[1] / math.sqrt(2)
         self.noise = _OF_MEDIAN * block / math.sqrt(_JOINED)
         levels = [median(known[at : at + _JOINED]) for at in range(len(known) - _JOINED + 1)]
-        rise, limit = levels[-1] - min(levels), max(self._least, _LEVEL_NOISE * self.noise)
+        rise, limit = levels[-1] - min(levels), max(self.limits.level, _LEVEL_NOISE * self.noise)
         if rise > limit:
-            text = f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best of {_BLOCKS * _BLOCK} steps"
+            best = step - _BLOCK * (len(levels) - 1 - levels.index(min(levels)) + _JOINED)
+            text = f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best, around step {best}"
             return self.incident.seen(Severity.WARN, step, f"{text} (limit {limit:.3f})")
         if rise < limit / 2:
             return self.incident.settle(step, f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best")
@@ -129,7 +130,7 @@ class GradientNormRule:
     """Gradient norms that stand out: `gradient/norm`. A single one is benign, so it is INFO."""
 
     def __init__(self, config: HealthSection) -> None:
-        self._limit = config.norm
+        self.limits = config
         self._past = RecentValues(config.window.value, _NORM_FLOOR)
         self._recent: deque[tuple[float, bool]] = deque(maxlen=config.patience.value)
         self.incident = HealthIncident("gradient/norm", config.quiet.value)
@@ -142,7 +143,7 @@ class GradientNormRule:
         if deviation is None:
             self._past.add(value)
             return []
-        high = deviation > self._limit
+        high = deviation > self.limits.norm
         self._recent.append((value, high))
         self.ratio = math.exp(value - self._past.median)
         if not high:
@@ -170,7 +171,7 @@ class LossSpikeRule:
     """Losses that stand out: `loss/spike`. INFO: one; WARN: several in a few steps; CRIT: the loss does not recover."""
 
     def __init__(self, config: HealthSection) -> None:
-        self._config = config
+        self.limits = config
         self._past = RecentValues(config.window.value, config.floor)
         self._last: deque[_Recent] = deque(maxlen=_LAST)
         self._since: deque[float] = deque(maxlen=_BLOCK)
@@ -188,20 +189,20 @@ class LossSpikeRule:
         self._last.append(_Recent(step, loss, deviation, norm.ratio))
         self._since.append(loss)
         found = []
-        if deviation > self._config.spike:
+        if deviation > self.limits.spike:
             self.incident.last = step
             found = self._high(step, loss, deviation)
         else:
             self._past.add(loss)
         if self._warned is not None:
             found += self._judge(step, level, norm)
-        ended = self.incident.settle(step, f"the loss is {loss:.4f} again, quiet for {self._config.quiet}")
+        ended = self.incident.settle(step, f"the loss is {loss:.4f} again, quiet for {self.limits.quiet}")
         if ended:
             self._warned = None
         return found + ended
 
     def _high(self, step: int, loss: float, deviation: float) -> list[HealthFinding]:
-        high = [recent for recent in self._last if recent.deviation > self._config.spike]
+        high = [recent for recent in self._last if recent.deviation > self.limits.spike]
         text = f"loss {loss:.4f}, {deviation:.1f} spreads above the median {self._past.median:.4f}"
         if len(high) >= _ENOUGH and self._warned is None:
             if not self.incident.serious:
@@ -211,16 +212,16 @@ class LossSpikeRule:
             return self.incident.seen(Severity.WARN, step, f"{text}, since step {self.start}")
         if self.incident.severity is None:
             self.start = step
-        return self.incident.seen(Severity.INFO, step, text) if deviation > self._config.outlier else []
+        return self.incident.seen(Severity.INFO, step, text) if deviation > self.limits.outlier else []
 
     def _judge(self, step: int, level: LossLevelRule, norm: GradientNormRule) -> list[HealthFinding]:
         """After the warning: whether the loss has recovered within its time."""
         assert self._warned is not None
         waited, now = step - self._warned, median(self._since)
         blown = [recent.deviation > _BLOWN_UP and recent.norm_ratio > _BLOWN_NORM for recent in self._last]
-        over = waited >= self._config.patience.value
-        due = over or (norm.incident.serious and waited >= self._config.patience_with_norm.value)
-        high = now > self._before + max(self._config.rise, 5 * level.noise)
+        over = waited >= self.limits.patience.value
+        due = over or (norm.incident.serious and waited >= self.limits.patience_with_norm.value)
+        high = now > self._before + max(self.limits.rise, 5 * level.noise)
         found = []
         if sum(blown) >= _ENOUGH or (due and high):
             text = f"the loss has not come back since step {self.start}: {now:.4f}, before {self._before:.4f}"

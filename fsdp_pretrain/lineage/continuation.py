@@ -17,16 +17,20 @@ from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, verify_files
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.resume_rules import differences, load_compatible, refuse
+from fsdp_pretrain.config.resume_rules import changes, differences, load_compatible, load_recorded, refuse
+from fsdp_pretrain.config.surgery import refuse_missed
+from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import CheckpointError, ConfigError
-from fsdp_pretrain.record import overrides
+from fsdp_pretrain.record import lineage, overrides
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lineage import BranchReport, BranchRequest, ScheduleRow
-from fsdp_pretrain.record.metrics import find_step
+from fsdp_pretrain.record.metrics import find_step, last_records
 from fsdp_pretrain.record.overrides import Overrides
 from fsdp_pretrain.units import SampleRange
 
 _AHEAD = (1, 10, 100, 1000)
+_IN_FLIGHT = 3
+"""Steps that a run may have begun after the last one in its record."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +47,15 @@ class Branch:
 
     def report(self) -> BranchReport:
         """What changes, and the schedules from this step."""
-        old, new, trained = (
-            config.model_dump(mode="json")
-            for config in (self.before, self.after, load_compatible(self.checkpoint.path / CONFIG))
-        )
         return BranchReport(
             step=self.state.step,
             segment=self.segment,
             consumed=self.state.consumed,
             cursor=self.state.cursor,
             skip=str(self.skip) if self.skip else None,
-            changes=differences(old, new),
-            since_checkpoint=differences(trained, new),
+            changes=_changes(self.before, self.after),
+            since_checkpoint=_changes(load_compatible(self.checkpoint.path / CONFIG), self.after),
+            jumps=self.before.schedule.jumps_to(self.after.schedule, self.state.consumed),
             schedule={
                 "before": schedule_from(self.before, self.state),
                 "after": schedule_from(self.after, self.state),
@@ -87,8 +88,9 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     standing = overrides.read(run)
     before = overrides.apply(run.config, (), standing)
     lasting = [_absolute(text, load(run.config, [text])) for text in request.changes]
-    added = standing.add(lasting, [skip] if skip else [])
-    after = overrides.apply(run.config, place, added)
+    gone = _left_behind(run, before, standing, state)
+    added = standing.add(lasting, [skip] if skip else []).without(gone)
+    after = overrides.apply(run.config, place, added, gone)
     if after.schedule.total <= state.consumed < before.schedule.total:
         raise ConfigError(
             f"train.duration would be {after.train.duration}, which ends the run at step {after.schedule.steps}",
@@ -97,14 +99,30 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     packer = open_packer(after)
     changed = forbidden(content.identity, identity(after, packer), state.cursor)
     refuse(str(checkpoint.path), changed, [], state.cursor)
+    wrote, _ = load_recorded(checkpoint.path / CONFIG)
+    refuse_missed(after, wrote, consumed=state.consumed, batch=state.batch)
     check_supply(after, packer, cursor=state.cursor, consumed=state.consumed)
     return Branch(checkpoint, checkpoint.manifest().segment, state, before, after, added, skip)
+
+
+def _left_behind(run: RunDir, config: Config, standing: Overrides, state: TrainState) -> list[TimelineEntry]:
+    """What `control set` changed in steps after the checkpoint: it goes with them. What is ahead of the run stays."""
+    segments = reversed([run.segment(node.segment) for node in lineage.nodes(run)])
+    newest = next((found[-1] for path in segments if (found := last_records(path, 1 << 16))), None)
+    reached = state.consumed if newest is None else newest.consumed + _IN_FLIGHT * newest.batch
+    return [entry for entry in standing.timeline if state.consumed <= config.schedule.samples(entry.at) < reached]
 
 
 def refuse_run_dir(changes: Sequence[str], cause: str, remedy: str) -> None:
     """Raise ConfigError if `section.key=value` changes include the run directory."""
     if any(_key(text) == "run.dir" for text in changes):
         raise ConfigError(cause, remedy=remedy)
+
+
+def _changes(old: Config, new: Config) -> list[str]:
+    """How two configurations differ, as `key: old -> new`; timeline entries one by one."""
+    was, is_ = (config.model_dump(mode="json", exclude={"timeline"}) for config in (old, new))
+    return differences(was, is_) + [change.text for change in changes(old, new) if change.key == "timeline"]
 
 
 def _key(text: str) -> str:
@@ -162,6 +180,7 @@ def render(report: BranchReport) -> list[str]:
     lines += [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report.changes or ["none"])]
     other = [text for text in report.since_checkpoint if text not in report.changes]
     lines += [f"  {'earlier' if not at else '':11} {text} (since the checkpoint)" for at, text in enumerate(other)]
+    lines += [f"  {'jump' if not at else '':11} {text}" for at, text in enumerate(report.jumps)]
     lines.append(f"  {'schedule':8} {'step':>12} {'consumed':>14} {'cursor':>14} {'batch':>6} {'lr':>10}  shares")
     for name, rows in report.schedule.items():
         for row in rows:

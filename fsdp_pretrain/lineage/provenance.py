@@ -91,9 +91,10 @@ class ShownPiece(BaseModel):
 
 
 class ShownSample(BaseModel):
-    """A sample of a step; `micro_batch` is that of its rank, `ids` are its S + 1 tokens."""
+    """A sample of a step: `length` tokens; `micro_batch` is that of its rank, `ids` are its `length` + 1 tokens."""
 
     index: int
+    length: int
     rank: int
     micro_batch: int
     source: str
@@ -103,7 +104,10 @@ class ShownSample(BaseModel):
 
 
 class ShownStep(BaseModel):
-    """A step and its samples, as shown by `fsdp-pretrain where --json`; what was not asked for is not set."""
+    """A step and its samples, as shown by `fsdp-pretrain where --json`; what was not asked for is not set.
+
+    `sequence_length` is that of the longest sample.
+    """
 
     step: int
     segment: int
@@ -229,6 +233,7 @@ def describe_sample(
     rank, inside = divmod(position, share)
     return ShownSample(
         index=index,
+        length=step.packer.length_of([index]),
         rank=rank,
         micro_batch=inside // step.config.train.micro_batch,
         source=step.config.data.sources[int(packed.sources[0])].name,
@@ -278,7 +283,7 @@ def describe_step(
         replaced_by=step.replaced_by,
         cursor=record.cursor,
         batch=size,
-        sequence_length=step.packer.length,
+        sequence_length=step.packer.length_of(indices),
         world=world,
         data_digest=record.data_digest if isinstance(record, StepRecord) else None,
         samples=[describe_sample(step, at, world=world, tokenizer=tokenizer, ids=ids) for at in chosen],
@@ -292,8 +297,9 @@ def render(shown: ShownStep) -> str:
     proof = f"computed again, the batch has the recorded digest {digest}"
     if digest is None:
         proof = "not recorded: what was due next"
+    mixed = "up to " if any(sample.length < shown.sequence_length for sample in shown.samples) else ""
     lines = [
-        f"step {shown.step} of segment {shown.segment}{replaced}: {shown.batch} samples of "
+        f"step {shown.step} of segment {shown.segment}{replaced}: {shown.batch} samples of {mixed}"
         f"{shown.sequence_length} tokens over {shown.world} ranks; {proof}"
     ]
     for sample in shown.samples:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_pretrain.config.model import AnyModel
+from fsdp_pretrain.config.model import AnyModel, GLMModel, GPTModel, LlamaModel
 
 from .decoder import Decoder
 from .glm import GLM
@@ -15,10 +15,10 @@ from .llama import Llama
 
 __all__ = ["Decoder", "build"]
 
-_FAMILIES: dict[str, Callable[..., Decoder]] = {"llama": Llama, "gpt": GPT, "glm": GLM}
+_KINDS: dict[type[AnyModel], Callable[..., Decoder]] = {LlamaModel: Llama, GPTModel: GPT, GLMModel: GLM}
 
 
 def build(config: AnyModel) -> Decoder:
     """The model on the meta device: shapes and names, no memory. `parallel.fsdp.materialise` initialises it."""
     with torch.device("meta"):
-        return _FAMILIES[config.family](config)
+        return _KINDS[type(config)](config)

@@ -28,6 +28,8 @@ class Attention(nn.Module):
     """Grouped-query attention; each of `kv_heads` serves heads / kv_heads query heads.
 
     Args:
+        out_bias: of the output projection; `bias` is of queries, keys and values.
+        head_norm: epsilon of an RMSNorm over each head of queries and of keys, before rotation; None: there is none.
         dropout: on attention probabilities, in training mode.
         scores: how they are computed, see `scaled_attention`.
         layer: index of the block from 0, for score scaling.
@@ -35,6 +37,7 @@ class Attention(nn.Module):
 
     Attributes:
         cache: keys and values of earlier passes, see `Decoder.caching`; None in training.
+        observe: called with query [B, heads, S, d], key [B, kv_heads, T, d] and mask of every pass; mostly None.
     """
 
     def __init__(
@@ -42,8 +45,11 @@ class Attention(nn.Module):
         hidden: int,
         heads: int,
         kv_heads: int,
+        head_dim: int,
         *,
         bias: bool = False,
+        out_bias: bool = False,
+        head_norm: float | None = None,
         dropout: float = 0.0,
         scores: Scores = "fused",
         layer: int = 0,
@@ -52,12 +58,15 @@ class Attention(nn.Module):
         super().__init__()
         self._score_mod = alibi_score_mod(heads) if alibi else None
         self.cache: LayerCache | None = None
-        self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, hidden // heads, dropout
+        self.observe: Callable[[Tensor, Tensor, Mask], None] | None = None
+        self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, head_dim, dropout
         self.scores, self.layer = scores, layer
-        self.query = nn.Linear(hidden, heads * self.head_dim, bias=bias)
-        self.key = nn.Linear(hidden, kv_heads * self.head_dim, bias=bias)
-        self.value = nn.Linear(hidden, kv_heads * self.head_dim, bias=bias)
-        self.out = nn.Linear(heads * self.head_dim, hidden, bias=bias)
+        self.query = nn.Linear(hidden, heads * head_dim, bias=bias)
+        self.key = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
+        self.value = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
+        self.out = nn.Linear(heads * head_dim, hidden, bias=out_bias)
+        self.query_norm = None if head_norm is None else nn.RMSNorm(head_dim, eps=head_norm)
+        self.key_norm = None if head_norm is None else nn.RMSNorm(head_dim, eps=head_norm)
 
     def forward(self, x: Tensor, mask: Mask, rotary: Rotary | None) -> Tensor:
         """[B, S, H] -> [B, S, H]; `rotary` from `layers.rotary_tables`, or None."""
@@ -65,11 +74,15 @@ class Attention(nn.Module):
         query = self.query(x).view(batch, length, self.heads, self.head_dim)
         key = self.key(x).view(batch, length, self.kv_heads, self.head_dim)
         value = self.value(x).view(batch, length, self.kv_heads, self.head_dim)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if self.cache is not None:
             key, value = self.cache.extend(key, value)
+        if self.observe is not None:
+            self.observe(query, key, mask)
         mixed = self._attend(query, key, value, mask)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out
@@ -90,9 +103,17 @@ class Attention(nn.Module):
 
 def biased_attention(config: GPTModel | GLMModel, layer: int) -> Attention:
     """Multi-head attention with biases."""
-    rate, heads, alibi = config.attention_rate, config.heads, getattr(config, "positions", None) == "alibi"
     return Attention(
-        config.hidden, heads, heads, bias=True, dropout=rate, scores=config.scores, layer=layer, alibi=alibi
+        config.hidden,
+        config.heads,
+        config.heads,
+        config.head_dim,
+        bias=True,
+        out_bias=True,
+        dropout=config.attention_rate,
+        scores=config.scores,
+        layer=layer,
+        alibi=config.positions == "alibi",
     )
 
 

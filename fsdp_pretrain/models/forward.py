@@ -7,9 +7,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsdp_pretrain.config.sections import DataSection
+from fsdp_pretrain.config.data_section import DataSection
 
-from .decoder import Decoder
+from .decoder import Decoder, Reader
 from .loss import IGNORE
 from .masks import Slots
 
@@ -43,8 +43,22 @@ def losses(
         micro: in host memory; with lengths if `data.uses_lengths`.
         with_penalties: also return the squared log-normalisers for the z-loss.
     """
-    tokens = micro.tokens.to(device, non_blocking=True)
+    tokens, slots, positions = _inputs(micro, data, device)
     labels = tokens[:, 1:] if micro.labels is None else micro.labels.to(device, non_blocking=True)
+    out = model(tokens[:, :-1], labels, slots, positions, with_normalisers=with_penalties)
+    return Losses(out[0], labels, out[1].square()) if with_penalties else Losses(out, labels, None)
+
+
+def read(model: Decoder, micro: PackedBatch, data: DataSection, device: torch.device, reader: Reader) -> Tensor:
+    """What `reader` makes of the last hidden states."""
+    tokens, slots, positions = _inputs(micro, data, device)
+    out: Tensor = model(tokens[:, :-1], None, slots, positions, read=reader)
+    return out
+
+
+def _inputs(micro: PackedBatch, data: DataSection, device: torch.device) -> tuple[Tensor, Slots | None, Tensor | None]:
+    """Tokens (with the one after the last position), slots and positions, on the device."""
+    tokens = micro.tokens.to(device, non_blocking=True)
     slots = positions = None
     if micro.lengths is not None:
         prefix = None if micro.prefix is None else micro.prefix.to(device, non_blocking=True)
@@ -56,8 +70,7 @@ def losses(
         positions = slots.positions(tokens.shape[1] - 1)
     if data.attention == "causal" and micro.prefix is None:
         slots = None
-    out = model(tokens[:, :-1], labels, slots, positions, with_normalisers=with_penalties)
-    return Losses(out[0], labels, out[1].square()) if with_penalties else Losses(out, labels, None)
+    return tokens, slots, positions
 
 
 def learning_samples(micro: PackedBatch) -> int:

@@ -1,4 +1,9 @@
-"""Llama-style decoder (arXiv 2302.13971, 2307.09288): pre-norm with RMSNorm, rotary positions, GQA, SwiGLU."""
+"""Llama-style decoder (arXiv 2302.13971, 2307.09288): pre-norm with RMSNorm, rotary positions, GQA, SwiGLU.
+
+Mistral's (arXiv 2310.06825) is the same, as long as sequences are not longer than its window. Qwen2's (arXiv
+2407.10671) has biases on queries, keys and values, Qwen3's (arXiv 2505.09388) an RMSNorm over each head of queries and
+of keys.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,14 @@ class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaModel) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.attention = Attention(config.hidden, config.heads, config.kv_heads or config.heads)
+        self.attention = Attention(
+            config.hidden,
+            config.heads,
+            config.kv_heads or config.heads,
+            config.head_dim,
+            bias=config.family == "qwen2",
+            head_norm=config.norm_eps if config.family == "qwen3" else None,
+        )
         self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.mlp = SwiGLU(config.hidden, config.ffn)
 
@@ -29,7 +41,11 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(Decoder):
-    """See the module docstring. Parameter count: V*h*(1 or 2) + L*(2h^2 + 2h^2*kv/heads + 3hf + 2h) + h."""
+    """See the module docstring.
+
+    Parameter count with q = heads*d and k = kv*d for heads of size d: V*h*(1 or 2) + L*(2hq + 2hk + 3hf + 2h) + h;
+    Qwen2 adds L*(q + 2k), Qwen3 L*2d.
+    """
 
     def __init__(self, config: LlamaModel) -> None:
         super().__init__(config, lambda _: LlamaBlock(config), nn.RMSNorm(config.hidden, eps=config.norm_eps))

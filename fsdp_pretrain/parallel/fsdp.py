@@ -39,6 +39,8 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
     if config.train.precision == "bf16+fp8":
         use_float8(model, world.device)
     if compiles(config, world.device):
+        if config.data.stages:
+            _compile_for_each_length(len({stage.length for stage in config.data.stages}))
         for block in model.blocks:
             block.compile(fullgraph=True)  # a break would be slow without a word
     dtype = compute_dtype(config, world.device)
@@ -65,6 +67,17 @@ def shard_for_inference(model: Decoder, world: World) -> Decoder:
         # What FSDP gathers by itself in a forward pass it keeps a second time until the next unit is gathered.
         modules[0].register_forward_pre_hook(_unshard, prepend=True)
     return _allocate(model, world.device)
+
+
+def _compile_for_each_length(shorter: int) -> None:
+    """Compile once for each length of samples, not on the second for any length.
+
+    That would be slower, and another computation than that of a start after the change. `shorter`: number of lengths
+    besides the full one.
+    """
+    settings = torch._dynamo.config
+    settings.automatic_dynamic_shapes = False
+    settings.recompile_limit = max(settings.recompile_limit, 4 * (shorter + 1))
 
 
 def _unshard(module: nn.Module, inputs: object) -> None:

@@ -98,6 +98,17 @@ class World:
         dist.all_reduce(values, op=dist.ReduceOp.SUM)
         return values
 
+    def max_(self, values: Tensor) -> Tensor:
+        """Maximum over all ranks, in place, on the device; no host synchronisation on CUDA."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
+    def gather_shards(self, values: Tensor) -> Tensor:
+        """`values` of every rank that holds a part of this replica: [shards, ...] on the device, without waiting."""
+        found = [torch.empty_like(values) for _ in range(self.shards)]
+        dist.all_gather(found, values, group=self.mesh.get_group(SHARD))
+        return torch.stack(found)
+
     def new_group(self) -> dist.ProcessGroup:
         """Create another gloo group of all ranks. Collective."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)

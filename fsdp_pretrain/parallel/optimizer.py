@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from fsdp_pretrain.config.sections import LossScaleSection, OptimizerSection
+from fsdp_pretrain.config.surgery import Frozen
 from fsdp_pretrain.errors import ConfigError
 
 from .mesh import local_part
@@ -34,6 +37,16 @@ def parameter_groups(model: nn.Module, patterns: list[str]) -> tuple[list[str], 
     return [name for name in names if name not in set(spared)], spared
 
 
+@dataclass(frozen=True)
+class AppliedUpdate:
+    """What the fused kernel was called with for some parameters."""
+
+    names: list[str]
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+
+
 class AdamW:
     """Fused AdamW (arXiv 1711.05101) over this rank's parts of a model's parameters, in two groups.
 
@@ -42,6 +55,8 @@ class AdamW:
 
     Attributes:
         state: by parameter name, {"step", "exp_avg", "exp_avg_sq"}; the moments are sharded like the parameter.
+        frozen: parameters that steps leave as they are -> what their moments do; see `surgery`.
+        applied: how the last step updated which parameters.
 
     Raises:
         ConfigError: see `parameter_groups`.
@@ -50,19 +65,34 @@ class AdamW:
     def __init__(self, model: nn.Module, config: OptimizerSection) -> None:
         self._config, self._parameters = config, dict(model.named_parameters())
         decaying, spared = parameter_groups(model, config.no_decay)
-        self._groups = ((decaying, config.weight_decay), (spared, 0.0))
+        self._groups = ((decaying, True), (spared, False))
         self.state: dict[str, dict[str, Tensor]] = {}
+        self.frozen: Mapping[str, Frozen] = {}
+        self.applied: list[AppliedUpdate] = []
 
     @torch.no_grad()
-    def step(self, *, lr: float, divisor: Tensor | None = None, skip: Tensor | None = None) -> None:
+    def step(
+        self,
+        *,
+        lr: float,
+        weight_decay: float | None = None,
+        betas: tuple[float, float] | None = None,
+        divisor: Tensor | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
         """Take or skip one step without synchronising with the device. Clears the gradients.
 
         Args:
+            weight_decay, betas: of this step; None: as configured. `weight_decay` is not for the second group.
             divisor: of the gradients, fp32 0-dim; None is 1.
             skip: the same on every rank, fp32 0-dim: 1 to leave parameters, moments and step counts unchanged, else 0.
                 None never skips.
         """
-        for names, weight_decay in self._groups:
+        self.applied = []
+        decay = self._config.weight_decay if weight_decay is None else weight_decay
+        betas = self._config.betas if betas is None else betas
+        for update in self._updates(lr, decay, betas):
+            names = update.names
             used = [name for name in names if self._parameters[name].grad is not None]
             parameters, states = [self._parameters[name] for name in used], [self._state_of(name) for name in used]
             adamw(
@@ -76,14 +106,24 @@ class AdamW:
                 grad_scale=divisor,
                 found_inf=skip,
                 amsgrad=False,
-                beta1=self._config.betas[0],
-                beta2=self._config.betas[1],
-                lr=lr,
-                weight_decay=weight_decay,
+                beta1=betas[0],
+                beta2=betas[1],
+                lr=update.lr,
+                weight_decay=update.weight_decay,
                 eps=self._config.eps,
                 maximize=False,
             )
+            self.applied.append(update)
         self.zero_grad()
+
+    def _updates(self, lr: float, weight_decay: float, betas: tuple[float, float]) -> Iterator[AppliedUpdate]:
+        """What to update together; a rate of 0 changes only the state."""
+        for names, decays in self._groups:
+            decay = weight_decay if decays else 0.0
+            yield AppliedUpdate([name for name in names if name not in self.frozen], lr, decay, betas)
+            filling = [name for name in names if self.frozen.get(name) == "fill"]
+            if filling:
+                yield AppliedUpdate(filling, 0.0, decay, betas)
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():

@@ -37,12 +37,14 @@ def device_memory(name: str) -> int | None:
 
 
 def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> float:
-    """Training FLOPs per token, 6 P + 12 L h S: PaLM's formula (appendix B), which the published 7B FSDP figures use.
+    """Training FLOPs per token, 6 P + 12 L q S: PaLM's formula (appendix B), which the published 7B FSDP figures use.
+
+    q is the width of the queries of all heads, in most models h.
 
     Counts all parameters (embedding included) and full, not causal, attention, but no recomputation: these are model
     FLOPs (MFU), not hardware FLOPs.
     """
-    return 6.0 * parameters + 12.0 * model.layers * model.hidden * sequence_length
+    return 6.0 * parameters + 12.0 * model.layers * model.query_width * sequence_length
 
 
 def feed_forward(model: AnyModel) -> tuple[int, int]:
@@ -73,9 +75,8 @@ def recomputed_share(model: AnyModel, sequence_length: int, recompute: Recompute
 
 
 def _block_forward(model: AnyModel, sequence_length: int) -> float:
-    h, (ffn, matrices) = model.hidden, feed_forward(model)
-    kv_width = (getattr(model, "kv_heads", None) or model.heads) * model.head_dim
-    return float(4 * h * h + 4 * h * kv_width + 4 * h * sequence_length + 2 * matrices * h * ffn)
+    h, q, (ffn, matrices) = model.hidden, model.query_width, feed_forward(model)
+    return float(4 * h * q + 4 * h * model.kv_width + 4 * q * sequence_length + 2 * matrices * h * ffn)
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,11 @@ from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
-from . import devices, epochs, memory, predict
+from . import devices, epochs, memory, predict, preview
 from . import warnings as advice
 from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, speed
 from .overheads import DAY
 from .sizes import check_declared
-
-_COLUMNS = ("step", "consumed", "tokens", "batch", "lr")
-"""Columns of the schedule's preview; those of the run's ramps follow."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +83,14 @@ class Plan:
     """The result of `plan`.
 
     Attributes:
+        flops: of the model, for the whole run.
+        sequence_lengths: samples of the run by their length.
         sources: how often each is read; None if the corpora are not here.
         time: on a given number of devices whose speed is known, or None.
         heldout: of the held-out loss, or None.
         markers: where schedules change, see `warnings.markers`.
         schedule: rows of `Schedule.preview`.
+        timeline: what changes in the course of the run, and what of it jumps.
         world: on a given number of ranks, or None.
     """
 
@@ -104,6 +104,8 @@ class Plan:
     steps: int
     samples: int
     tokens: int
+    flops: float
+    sequence_lengths: dict[int, int]
     global_batches: list[int]
     world_sizes: list[int]
     checkpoint_bytes: int
@@ -113,7 +115,8 @@ class Plan:
     time: RunTime | None
     heldout: HeldOut | None
     markers: dict[str, advice.Marker]
-    schedule: list[dict[str, float | int]]
+    schedule: list[dict[str, Any]]
+    timeline: list[preview.TimelineRow]
     warnings: list[str]
     world: Layout | None
 
@@ -197,6 +200,8 @@ def plan(
         steps=schedule.steps,
         samples=schedule.total,
         tokens=schedule.tokens(schedule.total),
+        flops=_flops(config, parameters),
+        sequence_lengths=schedule.lengths.between(0, schedule.total),
         global_batches=schedule.batches(),
         world_sizes=sizes,
         checkpoint_bytes=checkpoint.bytes,
@@ -207,6 +212,7 @@ def plan(
         heldout=_heldout(config),
         markers=advice.markers(schedule),
         schedule=schedule.preview(),
+        timeline=preview.entries(schedule),
         warnings=warnings,
         world=layout,
     )
@@ -228,18 +234,22 @@ def _time(
             f"--mfu is a share of the peak of a device, and that of {device!r} is not known",
             remedy=f"name one of these with --device: {', '.join(devices.names())}",
         )
-    tokens, length = config.schedule.tokens(config.schedule.total), config.data.sequence_length
-    rate = world * kind.peak * mfu / flops_per_token(parameters, config.model, length)
-    return RunTime(world, device, tokens / rate / DAY, mfu, None)
+    return RunTime(world, device, _flops(config, parameters) / (world * kind.peak * mfu) / DAY, mfu, None)
+
+
+def _flops(config: Config, parameters: int) -> float:
+    """FLOPs of the model for the whole run."""
+    lengths = config.schedule.lengths.between(0, config.schedule.total)
+    return sum(n * length * flops_per_token(parameters, config.model, length) for length, n in lengths.items())
 
 
 def _heldout(config: Config) -> HeldOut | None:
     """What the held-out loss costs; None if it is off."""
     if not config.eval.loss_on:
         return None
-    every, batch = config.heldout_every, config.schedule.batch.full
+    every, batch = config.heldout_every(config.schedule.total), config.schedule.batch.full
     samples, sources = config.heldout_samples * len(config.eval.loss_on), len(config.eval.loss_on)
-    between = every.value * batch if every.unit == "step" else config.schedule.samples(every)
+    between = every.value * batch if every.unit == "step" else config.schedule.lengths.interval(every)
     return HeldOut(samples, sources, str(every), samples / (3 * max(between, batch)))
 
 
@@ -299,7 +309,7 @@ def render(plan: Plan) -> str:
         f"  shape       hidden/layers {shape.hidden_per_layer:.0f}, head size {shape.head_size}, "
         f"ffn/hidden {shape.ffn_per_hidden:.2f}, {shape.rows:_} rows",
         f"  run         {plan.steps:_} steps, {plan.samples:_} samples, {plan.tokens:_} tokens "
-        f"({human_count(plan.tokens)}), {plan.tokens * plan.flops_per_token:.3g} FLOPs",
+        f"({human_count(plan.tokens)}), {plan.flops:.3g} FLOPs",
         f"  per token   {human_count(plan.flops_per_token)} FLOPs of the model, "
         f"{human_count(plan.hardware_flops_per_token)} of the hardware",
         f"  batch       {_range(plan.global_batches)} samples",
@@ -307,6 +317,9 @@ def render(plan: Plan) -> str:
         f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
         f"{human_bytes(plan.disk_bytes)} of disk for {plan.checkpoints_kept} (kept and being written)",
     ]
+    if len(plan.sequence_lengths) > 1:
+        lengths = (f"{samples:_} samples of {length} tokens" for length, samples in plan.sequence_lengths.items())
+        lines.append(f"  lengths     {', then '.join(lengths)}")
     lines += _render_sources(plan)
     if plan.heldout is not None:
         lines.append(
@@ -317,15 +330,8 @@ def render(plan: Plan) -> str:
         lines += _render_layout(plan.world)
     if plan.time is not None:
         lines.append(_render_time(plan.time))
-    ramps = [key for key in plan.schedule[0] if key not in _COLUMNS]
-    names = "".join(f" {name:>16}" for name in ramps)
-    lines.append(f"  {'step':>10} {'consumed':>14} {'tokens':>8} {'batch':>6} {'lr':>10}{names}")
-    for row in plan.schedule:
-        values = "".join(f" {row[name]:>16.4f}" for name in ramps)
-        lines.append(
-            f"  {row['step']:>10_} {row['consumed']:>14_} {human_count(row['tokens']):>8} "
-            f"{row['batch']:>6} {row['lr']:>10.3e}{values}"
-        )
+    lines += preview.render_rows(plan.schedule)
+    lines += preview.render_entries(plan.timeline)
     for name, mark in plan.markers.items():
         tokens = human_count(mark.tokens)
         lines.append(f"  {name:<11} after step {mark.step:_}, {mark.samples:_} samples, {tokens} tokens")

@@ -181,10 +181,13 @@ def _shards(config: Config, cluster: Cluster, ranks: int) -> int:
     return min(ranks, cluster.gpus) if config.parallel.shard == "node" else config.parallel.shard
 
 
-def workload(config: Config, cluster: Cluster, ranks: int) -> Workload:
-    """A step of the full batch on `ranks`, with as many micro-batches as come closest to it, at least one."""
+def workload(config: Config, cluster: Cluster, ranks: int, length: int | None = None) -> Workload:
+    """A step of the full batch on `ranks`, with as many micro-batches as come closest to it, at least one.
+
+    `length`: of its samples; default: `data.sequence_length`.
+    """
     shards, parallel = _shards(config, cluster, ranks), config.parallel
-    micro_batch, length = config.train.micro_batch, config.data.sequence_length
+    micro_batch, length = config.train.micro_batch, length or config.data.sequence_length
     return Workload(
         model=config.model,
         sequence_length=length,
@@ -202,14 +205,17 @@ def _predict(config: Config, cluster: Cluster, operations: Operations, ranks: in
     schedule, work = config.schedule, workload(config, cluster, ranks)
     parts = step(work, cluster)
     batch = work.micro_batches * work.micro_batch * ranks
-    every = config.checkpoint.every
-    steps = every.value if every.unit == "step" else schedule.samples(every) / batch
+    every = config.save_every(config.schedule.total)
+    steps = every.value if every.unit == "step" else schedule.lengths.interval(every) / batch
     longest = config.watchdog.hang.longest.value
     operations = replace(operations, detect=max(operations.detect, min(30 * parts.seconds, longest)))
     costs = overheads(work, cluster, operations, interval=steps * parts.seconds)
     tokens = parts.tokens(work)
     flops = flops_per_token(work.sizes.total, config.model, config.data.sequence_length)
-    seconds = schedule.tokens(schedule.total) / (tokens * ranks)
+    seconds = 0.0
+    for length, samples in schedule.lengths.between(0, schedule.total).items():
+        staged = workload(config, cluster, ranks, length)
+        seconds += samples * length / (step(staged, cluster).tokens(staged) * ranks)
     return Prediction(
         ranks=ranks,
         shards=work.shards,

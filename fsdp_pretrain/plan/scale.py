@@ -237,16 +237,17 @@ def _products(work: Workload, cluster: Cluster, constants: Constants) -> tuple[f
 def block_traffic(work: Workload) -> int:
     """Bytes per token that the elementwise kernels of a block read and write in the forward pass, in bf16.
 
-    With h = hidden and f = ffn. Fused: each norm reads the stream and a branch and writes their sum and its norm (8h),
-    the rotation reads and writes queries and keys (8h), the feed-forward reads its inner tensors and writes one (2f
-    each). Eager blocks with a rotation (Llama, GLM), as published ones had: norms and rotation are several kernels
-    each, in fp32 (36h per norm, 66h), sums 12h, the gate 10f. Eager GPT: norms 4h each, sums 12h, GELU 4f.
+    With h = hidden, q = heads of queries and f = ffn. Fused: each norm reads the stream and a branch and writes their
+    sum and its norm (8h), the rotation reads and writes queries and keys (8q), the feed-forward reads its inner tensors
+    and writes one (2f each). Eager blocks with a rotation (Llama, GLM), as published ones had: norms and rotation are
+    several kernels each, in fp32 (36h per norm, 66q), sums 12h, the gate 10f. Eager GPT: norms 4h each, sums 12h, GELU
+    4f.
     """
-    h, (ffn, matrices) = work.model.hidden, feed_forward(work.model)
+    h, q, (ffn, matrices) = work.model.hidden, work.model.query_width, feed_forward(work.model)
     rotates = not isinstance(work.model, GPTModel)
     if work.compiled:
-        return (24 if rotates else 16) * h + 2 * matrices * ffn
-    return 150 * h + 10 * ffn if rotates else 20 * h + 4 * ffn
+        return 16 * h + (8 * q if rotates else 0) + 2 * matrices * ffn
+    return 84 * h + 66 * q + 10 * ffn if rotates else 20 * h + 4 * ffn
 
 
 def _elementwise(work: Workload, cluster: Cluster) -> tuple[float, float]:

@@ -37,8 +37,9 @@ def sizes(model: AnyModel) -> Sizes:
     h, (ffn, matrices) = model.hidden, feed_forward(model)
     tables = model.rows * h * (1 if model.tied_head else 2)
     if isinstance(model, LlamaModel):
-        kv_width = (model.kv_heads or model.heads) * model.head_dim
-        return Sizes(2 * h * h + 2 * h * kv_width + matrices * h * ffn + 2 * h, model.layers, tables + h)
+        q, k = model.query_width, model.kv_width
+        extra = {"qwen2": q + 2 * k, "qwen3": 2 * model.head_dim}.get(model.family, 0)
+        return Sizes(2 * h * q + 2 * h * k + matrices * h * ffn + 2 * h + extra, model.layers, tables + h)
     biases = 4 * h + (matrices - 1) * ffn + h + 4 * h  # attention, feed-forward, two norms with bias
     root = tables + 2 * h
     if isinstance(model, GPTModel):

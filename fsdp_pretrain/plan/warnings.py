@@ -60,7 +60,7 @@ def shape(model: AnyModel) -> Proportions:
         head_size=model.head_dim,
         ffn=ffn,
         ffn_per_hidden=ffn / h,
-        ffn_per_hidden_usual=4.0 if matrices == 2 else 8 / 3,
+        ffn_per_hidden_usual=4.0 if matrices == 2 or model.family == "qwen2" else 8 / 3,
         rows=model.rows,
         init_std=None if isinstance(model, GLMModel) else model.std,
         init_std_rules={"sqrt(2/(5h))": (2 / (5 * h)) ** 0.5, "sqrt(1/(3h))": (1 / (3 * h)) ** 0.5},
@@ -70,13 +70,15 @@ def shape(model: AnyModel) -> Proportions:
 def markers(schedule: Schedule) -> dict[str, Marker]:
     """Where the schedules of a run change: step, samples and tokens.
 
-    lr_peak is the end of the warmup, batch_full of the batch ramp, lr_floor of the decay; ones that do not apply are
-    left out.
+    lr_peak is the end of the warmup, batch_full of the batch ramp, lr_floor of the decay, length_N where samples of N
+    tokens begin; ones that do not apply are left out.
     """
     batch = schedule.batch
     samples = {"lr_peak": schedule.warmup, "batch_full": batch.stages[-1].consumed}
     if schedule.decays:
         samples["lr_floor"] = schedule.decay
+    for start, length in schedule.lengths.changes():
+        samples.setdefault(f"length_{length}", start)
     return {
         name: Marker(batch.step_at(at), at, schedule.tokens(at))
         for name, at in samples.items()
@@ -136,8 +138,12 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
             f"the learning rate ends at {schedule.lr_at(schedule.total):.3g}, above its floor of "
             f"{config.optimizer.min_lr:.3g}: optimizer.decay is longer than the run; leave it out to end with the run"
         )
-    if config.checkpoint.every.unit == "step" and config.checkpoint.every.value > schedule.steps:
-        yield f"checkpoint.every = {config.checkpoint.every} is longer than the run: only its end is saved"
+    for placed in schedule.timeline:
+        if placed.at >= schedule.total:
+            yield f"timeline, {placed.entry}: the run has ended by then"
+    saves = config.save_every(0)
+    if saves.unit == "step" and saves.value > schedule.steps:
+        yield f"checkpoint.every = {saves} is longer than the run: only its end is saved"
 
 
 def ramp_warning(config: Config, largest: int) -> Iterator[str]:

@@ -52,6 +52,7 @@ class State(StrEnum):
     DATA_WAIT = "data_wait", "waiting for data"
     CKPT_BLOCK = "ckpt_block", "waiting for saves"
     HELDOUT = "heldout", "measuring the held-out loss"
+    PAUSED = "paused", "held by a person, with `control pause`"
     LOST = "lost", "steps that a resume or rollback discarded"
     DETECT = "detect", "from the last progress until the end was detected"
     TEARDOWN = "teardown", "from there until all processes had ended"
@@ -200,6 +201,8 @@ def _divide(history: StartHistory) -> tuple[_Ledger, list[Interruption]]:
         if attempt.ready is not None:
             ledger.until(attempt.ready, State.LOAD)
             _train(ledger, attempt, kept_steps(history, attempt), references[attempt.segment])
+            if attempt.paused is not None:
+                ledger.until(attempt.paused, State.PAUSED)
         incident = _judge(history, attempt, after)
         if incident is not None:
             incidents.append(incident)
@@ -224,7 +227,7 @@ def _train(ledger: _Ledger, attempt: Start, kept: NDArray[np.bool_], reference: 
     excess = np.maximum(steps.compute - reference, 0.0)
     early = np.arange(len(steps)) < _WARMUP_STEPS
     spent = {State.WARMUP: np.where(trained & early, excess, 0.0)}
-    ledger.pieces.append((ledger.at + np.cumsum(steps.iteration + steps.missing), spent))
+    ledger.pieces.append((ledger.at + np.cumsum(steps.seconds), spent))
     ledger.add(float(spent[State.WARMUP].sum()), State.WARMUP)
     if ledger.incident is not None:
         ledger.incident.over, ledger.incident = True, None
@@ -237,6 +240,7 @@ def _train(ledger: _Ledger, attempt: Start, kept: NDArray[np.bool_], reference: 
         (steps.heldout, kept, State.HELDOUT),
         (steps.iteration, ~kept, State.LOST),
         (steps.missing, np.ones_like(kept), State.IDLE_UNKNOWN),
+        (steps.paused, np.ones_like(kept), State.PAUSED),
     ):
         spent[state] = np.where(rows, column, 0.0)
         ledger.add(float(spent[state].sum()), state)
@@ -406,13 +410,16 @@ def _interval(configured: float | None, mtti: float | None, saves: Saves, typica
 def _configured_interval(run: RunDir, history: StartHistory, typical: float | None) -> float | None:
     """The configured interval between saves in seconds, at the typical pace."""
     batches = [attempt.steps.batch[-1] for attempt in history.attempts if len(attempt.steps)]
+    consumed = [attempt.steps.consumed[-1] for attempt in history.attempts if len(attempt.steps)]
     try:
         config, _ = load_recorded(run.config)
     except UserError:
         return None
     if typical is None or not batches:
         return None
-    return config.schedule.samples(config.checkpoint.every) / float(batches[-1]) * typical
+    every, schedule = config.save_every(int(consumed[-1])), config.schedule
+    samples = schedule.samples(every) if every.unit == "step" else schedule.lengths.interval(every)
+    return samples / float(batches[-1]) * typical
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -19,13 +19,20 @@ from .state_files import StateFile
 class Request(StateFile):
     """A request; a damaged one has an empty verb.
 
-    `reason` and `avoid_hosts` belong to a stop (see `requests.send`), `key` to an alarm.
+    `avoid_hosts` belongs to a stop (see `requests.send`), `key` to an alarm, `changes` and `over` to a `set`, `steps`
+    and `ranks` to a profile, `at` to both.
     """
 
+    id: str = ""  # the name of its file
     verb: str = ""
     reason: str = ""
+    changes: list[str] = Field(default_factory=list)  # `section.key=value`
+    over: str = ""
+    at: int | None = None
     avoid_hosts: list[str] = Field(default_factory=list)
     key: str = ""
+    steps: int = 0
+    ranks: list[int] = Field(default_factory=list)
     by: str = "?"
 
 
@@ -37,13 +44,17 @@ def put(folder: Path, **content: Any) -> Path:
 
 
 def take(folder: Path) -> list[Request]:
-    """Remove and return all requests, oldest first."""
+    """Remove and return all requests, oldest first, but not one that its sender takes back at this moment."""
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".json") and name[0] != ".")  # noqa: PTH208
     except OSError:
         return []
     found = []
     for name in names:
-        found.append(state_files.view(folder / name, Request) or Request())
-        (folder / name).unlink(missing_ok=True)
+        request = state_files.view(folder / name, Request) or Request()
+        try:
+            (folder / name).unlink()
+        except FileNotFoundError:
+            continue
+        found.append(request.model_copy(update={"id": name.removesuffix(".json")}))
     return found

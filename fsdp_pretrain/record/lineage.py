@@ -57,6 +57,7 @@ class BranchReport(StateFile):
     skip: str | None
     changes: list[str]
     since_checkpoint: list[str]
+    jumps: list[str] = Field(default_factory=list)  # values that the changes change at once
     schedule: dict[str, list[ScheduleRow]]  # `before` and `after`
     abandoned: list[str] = Field(default_factory=list)  # checkpoints moved aside; those in a fallback as paths
     config: str = ""  # of a fork: the configuration to start with

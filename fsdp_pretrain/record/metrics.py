@@ -89,10 +89,13 @@ def tail(segment: Path, step: int) -> list[StepRecord]:
         reach *= 4
 
 
-def last_metrics(run: RunDir, step: int, count: int) -> list[StepRecord]:
-    """The kept line's records of the `count` steps up to `step`, oldest first; fewer if there are fewer."""
+def last_metrics(run: RunDir, step: int, count: int, head: int | None = None) -> list[StepRecord]:
+    """Records of the `count` steps up to `step`, oldest first; fewer if there are fewer.
+
+    They are those of the line that ends in segment `head`; None: the kept line.
+    """
     found: dict[int, StepRecord] = {}
-    for part in reversed(lineage.line(lineage.nodes(run))):
+    for part in reversed(lineage.line(lineage.nodes(run), head)):
         first = max(part.after, step - count) + 1
         for record in tail(run.segment(part.segment), first):
             if record.step <= min(part.until, step):

@@ -33,9 +33,13 @@ def milestones(config: Config) -> list[Milestone]:
         full = schedule.batch.stages[-1].consumed
         found.append((full, f"the batch ramp ends: {schedule.batch.full:_} samples a step from here on"))
     for place in schedule.shrink.places if schedule.shrink is not None else []:
-        found.append((place, f"embedding shrink is {schedule.ramps_at(place)['embedding_shrink']:g}"))
+        found.append((place, f"embedding shrink is {schedule.values_at(place).embedding_shrink:g}"))
+    for placed in schedule.timeline:
+        facts = "; ".join([placed.entry.keys(), *map(str, placed.jumps), *filter(None, [placed.entry.reason])])
+        found.append((placed.at + 1, f"timeline: {facts}"))
+    found += [(at, f"samples have {length:_} tokens from here on") for at, length in schedule.lengths.changes()]
     tokens = _FEWEST_TOKENS
     while tokens <= schedule.tokens(schedule.total):
-        found.append((-(-tokens // schedule.sequence_length), f"{human_count(tokens)} tokens"))
+        found.append((schedule.lengths.samples(tokens), f"{human_count(tokens)} tokens"))
         tokens = tokens * 5 // 2 if str(tokens).startswith("2") else tokens * 2  # 1, 2, 5, 10, 20, ...
     return sorted({Milestone(place, text) for place, text in found if 0 < place < schedule.total})

@@ -1,8 +1,9 @@
-"""Permanent changes by rollbacks and forks: `RUN/overrides.toml`, part of the configuration at every start.
+"""Permanent changes by rollbacks, forks and `control set`: `RUN/overrides.toml`, part of the configuration at every
+start.
 
 A run is restarted many times with its first command, often automatically. So changes made by a rollback are kept in
-the run directory and win over the configuration file; skipped samples are added to the file's. A command line that
-contradicts them is refused rather than obeyed or ignored.
+the run directory and win over the configuration file; skipped samples, and timeline entries that a live run was given,
+are added to the file's. A command line that contradicts them is refused rather than obeyed or ignored.
 """
 
 from __future__ import annotations
@@ -10,41 +11,56 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tomli_w
+from pydantic import TypeAdapter
 
-from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.config import Config, load, with_timeline
 from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import SampleRange
 
-from .files import RunDir
+from .files import RunDir, replace_file
 from .lineage import decided_rollback
 
 _HEADER = (
-    "# Part of the configuration at every start of this run. Written by `fsdp-pretrain rollback` and `fork`;\n"
-    "# change it by hand only while no job runs. `set` wins over the file, `skip` is added to data.skip.\n"
+    "# Part of the configuration at every start of this run. Written by `fsdp-pretrain rollback`, `fork` and\n"
+    "# `control set`; change it by hand only while no job runs. `set` wins over the file, `skip` is added to\n"
+    "# data.skip, `timeline` to timeline.\n"
 )
+
+
+_ENTRIES = TypeAdapter(list[TimelineEntry])
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """Permanent changes of a run's configuration: `section.key=value`, each key once; and samples to skip."""
+    """Permanent changes of a run's configuration: `section.key=value`, each key once; samples to skip; and timeline
+    entries, in the order in which they were given."""
 
     set: tuple[str, ...] = ()
     skip: tuple[SampleRange, ...] = ()
+    timeline: tuple[TimelineEntry, ...] = ()
 
     def add(self, changes: Sequence[str], skip: Sequence[SampleRange]) -> Overrides:
         """These plus further ones; a later value of a key replaces the earlier."""
         values = {text.partition("=")[0].strip(): text for text in (*self.set, *changes)}
-        return Overrides(tuple(values.values()), _merge((*self.skip, *skip)))
+        return replace(self, set=tuple(values.values()), skip=_merge((*self.skip, *skip)))
+
+    def without(self, gone: Sequence[TimelineEntry]) -> Overrides:
+        """These without some timeline entries."""
+        return replace(self, timeline=tuple(entry for entry in self.timeline if entry not in gone))
 
     def to_toml(self) -> str:
         """Contents of the file."""
-        return _HEADER + tomli_w.dumps({"set": list(self.set), "skip": [str(span) for span in self.skip]})
+        content: dict[str, Any] = {"set": list(self.set), "skip": [str(span) for span in self.skip]}
+        if self.timeline:
+            content["timeline"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in self.timeline]
+        return _HEADER + tomli_w.dumps(content)
 
     @classmethod
     def from_toml(cls, text: str, where: Path) -> Overrides:
@@ -53,18 +69,19 @@ class Overrides:
             content = tomllib.loads(text)
             changes = content.pop("set", [])
             skip = _merge([SampleRange.parse(span) for span in content.pop("skip", [])])
+            timeline = _ENTRIES.validate_python(content.pop("timeline", []))
             if content or not all(isinstance(item, str) for item in changes):
-                raise ValueError("it may have only `set` and `skip`, two lists of strings")
+                raise ValueError("it may have only `set` and `skip`, two lists of strings, and `timeline` tables")
         except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{where} cannot be read: {error}",
-                effect="the run would continue without the changes of a rollback or fork",
+                effect="the run would continue without the changes of a rollback, a fork or `control set`",
                 remedy="restore it; the config.toml of the newest segment has the same values",
             ) from None
-        return cls(tuple(changes), skip)
+        return cls(tuple(changes), skip, tuple(timeline))
 
     def __str__(self) -> str:
-        return "; ".join([*self.set, *(f"skip {span}" for span in self.skip)])
+        return "; ".join([*self.set, *(f"skip {span}" for span in self.skip), *map(str, self.timeline)])
 
 
 def _merge(spans: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
@@ -84,8 +101,10 @@ def read(run: RunDir) -> Overrides:
         raise ConfigError(f"cannot read {run.overrides}: {error}") from None
 
 
-def apply(path: str | Path, arguments: Sequence[str], overrides: Overrides) -> Config:
-    """The configuration of a file, `key=value` arguments and a run's overrides.
+def apply(
+    path: str | Path, arguments: Sequence[str], overrides: Overrides, gone: Sequence[TimelineEntry] = ()
+) -> Config:
+    """The configuration of a file, `key=value` arguments and a run's overrides, without the timeline entries `gone`.
 
     Raises:
         ConfigError: it is invalid, or the arguments contradict the overrides.
@@ -106,7 +125,10 @@ def apply(path: str | Path, arguments: Sequence[str], overrides: Overrides) -> C
         spans = _merge((*config.data.skip, *overrides.skip))
         skip = f"data.skip={json.dumps([str(span) for span in spans])}"
         config = load(path, [*arguments, *overrides.set, skip])
-    return config
+    # The run's own config.toml has them already.
+    timeline = [entry for entry in config.timeline if entry not in overrides.timeline and entry not in gone]
+    timeline += overrides.timeline
+    return config if timeline == config.timeline else with_timeline(config, timeline, Path(path))
 
 
 def load_run(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Config, Overrides]:
@@ -114,6 +136,17 @@ def load_run(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Config, O
     config = load(path, arguments)
     overrides = read(RunDir(config.run.dir))
     return apply(path, arguments, overrides), overrides
+
+
+def add_entry(run: RunDir, entry: TimelineEntry) -> Overrides:
+    """Add a timeline entry: from the return on every start has it. Returns all overrides.
+
+    Raises OSError; ConfigError if those that stand cannot be read.
+    """
+    standing = read(run)
+    after = replace(standing, timeline=(*standing.timeline, entry))
+    replace_file(run.overrides, after.to_toml())
+    return after
 
 
 def value(tree: Any, key: str) -> Any:

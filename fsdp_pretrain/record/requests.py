@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,29 +19,38 @@ from fsdp_pretrain.errors import Interrupted
 
 from . import inbox
 from .files import RunDir
+from .inbox import Request
+from .profiles import MOST_RANKS, MOST_STEPS, ProfileRequest
 
+STEERING = ("pause", "resume", "set")
+"""Requests that are answered by an entry of the journal, kind `control`, with the request's id."""
 _POLL_INTERVAL = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
-def send(run: RunDir, verb: str, **more: Any) -> None:
-    """Send a request, `stop` or `save`, to the job of a run. Raises OSError, also if there is no run.
+def send(run: RunDir, verb: str, **more: Any) -> Path:
+    """Send a request, `stop`, `save`, `profile` or one of `STEERING`, to the job of a run.
 
-    A stop may have a `reason`, and `avoid_hosts`, a list of hosts that the next start should not use.
+    A stop may have a `reason`, and `avoid_hosts`, a list of hosts that the next start should not use; a profile has the
+    fields of `profiles.ProfileRequest`. Returns the file, whose stem is the request's id: who removes it before the job
+    does has taken the request back. Raises OSError, also if there is no run.
     """
     if not run.begun:
         raise FileNotFoundError(errno.ENOENT, "there is no run", str(run.path))
-    inbox.put(run.control, verb=verb, **more)
+    return inbox.put(run.control, verb=verb, **more)
 
 
 @dataclass
 class Requests:
-    """Pending requests on this rank; `reason` and `avoid_hosts` belong to the stop."""
+    """Pending requests on this rank; `reason` and `avoid_hosts` belong to the stop. `steer`: there are others, see
+    `Inbox.take_steering`."""
 
     stop: bool = False
     save: bool = False
+    steer: bool = False
     reason: str = ""
     avoid_hosts: tuple[str, ...] = ()
+    profile: ProfileRequest | None = None
 
 
 def interrupt_on_signal() -> None:
@@ -61,11 +71,11 @@ class Inbox:
 
     def __init__(self, run: RunDir | None) -> None:
         self._run, self._polled = run, 0.0
-        self._requests = Requests()
+        self._requests, self._steering = Requests(), list[Request]()
 
-    def discard(self) -> int:
-        """Remove requests meant for an earlier start. Returns their number."""
-        return len(inbox.take(self._run.control)) if self._run is not None else 0
+    def discard(self) -> list[Request]:
+        """Remove and return requests meant for an earlier start."""
+        return inbox.take(self._run.control) if self._run is not None else []
 
     def listen(self) -> None:
         """Turn SIGTERM, SIGINT and SIGUSR1 into a request to stop; a second SIGINT interrupts at once."""
@@ -80,15 +90,20 @@ class Inbox:
         self._requests.reason = signal.Signals(number).name
 
     def take(self) -> Requests:
-        """The pending requests: a save is returned once, a stop every time.
+        """The pending requests: a save or profile is returned once, a stop every time.
 
         Reads the inbox at most twice a second.
         """
         if self._run is not None and time.monotonic() - self._polled >= _POLL_INTERVAL:
             self._polled = time.monotonic()
             self._read_files(self._run)
-        taken = replace(self._requests)
-        self._requests.save = False
+        taken = replace(self._requests, steer=bool(self._steering))
+        self._requests.save, self._requests.profile = False, None
+        return taken
+
+    def take_steering(self) -> list[Request]:
+        """The pending requests to steer the run, oldest first; each is returned once."""
+        taken, self._steering = self._steering, []
         return taken
 
     def _read_files(self, run: RunDir) -> None:
@@ -99,5 +114,10 @@ class Inbox:
                 self._requests.avoid_hosts = tuple(request.avoid_hosts)
             elif request.verb == "save":
                 self._requests.save = True
+            elif request.verb == "profile" and 0 < request.steps <= MOST_STEPS and len(request.ranks) <= MOST_RANKS:
+                ranks = tuple(request.ranks)
+                self._requests.profile = ProfileRequest(request.steps, request.at or 0, ranks, request.by)
+            elif request.verb in STEERING:
+                self._steering.append(request)
             else:
                 print(f"warning: a request in {run.control} was damaged and is dropped", file=sys.stderr, flush=True)

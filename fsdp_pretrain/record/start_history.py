@@ -25,12 +25,14 @@ from .environment import Environment
 from .files import RunDir, replace_file, seconds_of
 from .metrics import METRICS, records
 from .status import Status
-from .step_record import StepRecord
+from .step_record import ParameterGroup, StepRecord
 
 _CLEAN = (0, 75)
 _DECLARING = frozenset(("hang", "rank-died"))
 """Detectors whose alarms declare the end of a start."""
 _SAVING = frozenset(("checkpoint", "checkpoint-failed"))
+_HOLDING = ("pause", "resume")
+"""What was done, in entries of kind `control`: the ranks were held, and released."""
 _READ, _TAIL, _WORTH_KEEPING, _CHUNK = "steps.npz", 2048, 1000, 10_000
 
 Column = NDArray[np.float64]
@@ -60,12 +62,14 @@ class StepColumns:
     loss_scale: Column
     lr: Column
     embedding_shrink: Column
-    forward_backward: Column  # seconds, as are the next two
+    forward_backward: Column  # seconds, as are the next three
     optimizer: Column
     other: Column
+    paused: Column
     tokens_per_second: Column
     memory: Column  # bytes
     by_source: dict[str, Column]  # `loss/NAME`, `heldout/NAME`, `share/NAME`: mean losses and planned share of a source
+    # and of groups of parameters: `gradient/NAME`, `update/NAME`, `second_moment/NAME`
 
     def __len__(self) -> int:
         return len(self.step)
@@ -79,7 +83,13 @@ class StepColumns:
     def missing(self) -> Column:
         """Seconds before each step whose records were lost, from the timestamps of the others."""
         lost = np.diff(self.step, prepend=self.step[:1] - 1) > 1
-        return np.where(lost, np.maximum(np.diff(self.written, prepend=self.written[:1]) - self.iteration, 0.0), 0.0)
+        known = self.iteration + self.paused
+        return np.where(lost, np.maximum(np.diff(self.written, prepend=self.written[:1]) - known, 0.0), 0.0)
+
+    @property
+    def seconds(self) -> Column:
+        """From the end of the step recorded before to the end of each: also without records, and paused."""
+        return self.iteration + self.missing + self.paused
 
 
 _FIXED = tuple(field.name for field in fields(StepColumns) if field.name != "by_source")
@@ -96,6 +106,7 @@ class Start:
     steps: StepColumns
     saves: list[tuple[float, float]]  # (time, seconds it took) of completed checkpoints
     saving: float | None  # when its last save after its last step ended, successful or not
+    paused: float | None  # when a pause after its last step ended, or it was last seen in one
     declared: float | None  # when its end was declared: by itself, the watchdog or the launcher
     end: float  # its last sign of life
     closed: bool  # it, the watchdog or the launcher recorded its end
@@ -109,7 +120,7 @@ class Start:
     def progress(self) -> float:
         """When the last recorded step ended; without steps, when it was ready or connected."""
         begun = self.connected if self.ready is None else self.ready
-        return begun + float(self.steps.iteration.sum() + self.steps.missing.sum())
+        return begun + float(self.steps.seconds.sum())
 
 
 @dataclass(frozen=True)
@@ -227,7 +238,7 @@ def _row(record: StepRecord) -> _Row:
     return _Row(
         (
             record.step,
-            record.batch * record.sequence_length,
+            record.trained,
             seconds.iteration,
             seconds.data,
             seconds.checkpoint,
@@ -248,6 +259,7 @@ def _row(record: StepRecord) -> _Row:
             seconds.forward_backward,
             seconds.optimizer,
             seconds.other,
+            seconds.paused,
             record.tokens_per_second,
             record.memory_bytes,
         ),
@@ -255,8 +267,18 @@ def _row(record: StepRecord) -> _Row:
             **{f"loss/{name}": loss.mean for name, loss in record.sources.items()},
             **{f"heldout/{name}": loss.mean for name, loss in (record.heldout or {}).items()},
             **{f"share/{name}": share for name, share in ramps.shares.items()},
+            **_of_groups(record.groups or {}),
         },
     )
+
+
+def _of_groups(groups: dict[str, ParameterGroup]) -> dict[str, float]:
+    found = {}
+    for name, group in groups.items():
+        found[f"gradient/{name}"] = _known(group.grad_norm)
+        found[f"update/{name}"] = _known(group.update_ratio)
+        found[f"second_moment/{name}"] = _known(group.second_moment_max)
+    return found
 
 
 def _known(value: float | None) -> float:
@@ -309,15 +331,17 @@ def _attempt(
     mine = [(time, entry) for time, entry in around if entry.get("segment") == start.number]
     ready = next((time for time, entry in mine if entry["kind"] == "ready"), None)
     if ready is None and len(steps):  # the entry was lost
-        ready = float(steps.written[0] - steps.iteration[0])
+        ready = float(steps.written[0] - steps.seconds[0])
     stop = next((entry for _, entry in reversed(mine) if entry["kind"] == "stop"), None)
     intent = exit_intent.read(start.path)
     code = intent.code if intent is not None else (stop or {}).get("code")
-    progress = (ready or connected) + float(steps.iteration.sum() + steps.missing.sum())
+    progress = (ready or connected) + float(steps.seconds.sum())
     end = next(((t, entry) for t, entry in around if _declares(entry) and progress <= t <= until), None)
     declared = end[0] if end is not None else None
     signs = [progress, *(time for time, _ in mine), heartbeat, declared, seconds_of(intent and intent.time)]
     after = [time for time, entry in mine if entry["kind"] in _SAVING and time > progress]
+    held = [(time, entry["did"]) for time, entry in mine if entry.get("did") in _HOLDING and time > progress]
+    final = min(max(sign for sign in signs if sign is not None), max(until, progress))
     cause = (intent and intent.reason) or (stop or {}).get("text") or (str(end[1]["text"]) if end is not None else "")
     return Start(
         segment=start.number,
@@ -327,8 +351,9 @@ def _attempt(
         steps=steps,
         saves=[(t, e["seconds"]) for t, e in mine if e["kind"] == "checkpoint" and journal.is_whole(e)],
         saving=after[-1] if after and stop is not None else None,
+        paused=(held[-1][0] if held[-1][1] == "resume" else final) if held else None,
         declared=declared,
-        end=min(max(sign for sign in signs if sign is not None), max(until, progress)),
+        end=final,
         closed=intent is not None or declared is not None,
         clean=stop is not None and "step" in stop and code in _CLEAN,
         code=code,

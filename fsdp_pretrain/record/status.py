@@ -29,6 +29,14 @@ class MeasuredHeldOut(BaseModel):
     loss: dict[str, float | None]
 
 
+class RunPause(BaseModel):
+    """Who holds the ranks idle, and since when."""
+
+    since: str
+    by: str
+    reason: str
+
+
 class RunEnding(BaseModel):
     """How the job ended."""
 
@@ -46,7 +54,7 @@ class Status(StateFile):
     host: str | None = None
     pid: int | None = None
     started: str | None = None
-    state: str = "unknown"  # starting, running, saving, complete, stopped, failed
+    state: str = "unknown"  # starting, running, saving, paused, complete, stopped, failed
     step: int | None = None
     total_steps: int | None = None
     consumed: int | None = None
@@ -56,6 +64,7 @@ class Status(StateFile):
     tokens_per_second: float | None = None
     heldout: MeasuredHeldOut | None = None
     checkpoint: SavedCheckpoint | None = None
+    paused: RunPause | None = None  # in the state of this name
     overrides: str | None = None  # of the run directory, in words
     heartbeat: str | None = None  # when this was written
     exit_intent: RunEnding | None = None

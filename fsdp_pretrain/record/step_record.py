@@ -62,6 +62,7 @@ class StepSeconds(_Part):
     optimizer: float = 0.0
     heldout: float = 0.0  # measuring the held-out loss
     other: float = 0.0
+    paused: float = 0.0  # before the iteration and no part of it: held by `control pause`
 
     @property
     def training(self) -> float:
@@ -74,6 +75,13 @@ class Ramps(_Part):
 
     shares: dict[str, float] = Field(default_factory=dict)  # planned share of each source
     embedding_shrink: float | None = None  # factor of the embedding's gradient, if configured
+    lr_scale: float | None = None  # this and the following: if the timeline changes them; both factors are in `lr`
+    rewarm: float | None = None
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    grad_clip: float | None = None
+    z_loss: float | None = None
+    shrink_paths: Literal["input", "both"] | None = None
 
     @model_serializer(mode="wrap")
     def _configured(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
@@ -96,6 +104,26 @@ class Replicas(_Part):
     differing: list[int]  # ranks whose shard differs from the majority of replicas; without a majority, all its ranks
 
 
+class ParameterGroup(_Part):
+    """Statistics of a group of parameters in a step; None: not finite. The second moments are those after it."""
+
+    grad_norm: float | None  # unscaled, before clipping
+    grad_share: float | None  # of the squared gradient norm of all groups
+    weight_norm: float | None  # after the step
+    update_ratio: float | None  # norm of the step's change of the weights, relative to theirs
+    second_moment_l1: float | None  # sum of Adam's exp_avg_sq
+    second_moment_max: float | None
+    second_moment_root_l1: float | None  # the same of its square root
+    second_moment_root_max: float | None
+
+
+class ActivationMaxima(_Part):
+    """Largest values in the first micro-batches of all ranks, before the step's update; None: not finite."""
+
+    logit: float | None
+    attention_scores: list[float | None]  # of every block, before the softmax
+
+
 class StepRecord(_Part):
     """One optimiser step. `step`, `consumed`, `cursor` and `tokens` are counted after it."""
 
@@ -115,11 +143,15 @@ class StepRecord(_Part):
     skipped: bool  # the update was not applied, because loss or gradients were not finite
     not_finite: Literal["loss", "gradients"] | None
     nonfinite_rank: int | None = None  # the rank whose loss was not finite, if it was a single one
+    groups: dict[str, ParameterGroup] | None = None  # of the steps that measure them, by group of parameters
+    maxima: ActivationMaxima | None = None  # likewise, if configured
     replicas: Replicas | None = None  # of the steps that compare them
     lr: float  # applied
+    frozen: int = 0  # parameter tensors that surgery kept from it
     ramps: Ramps
     batch: int  # samples
-    sequence_length: int  # tokens of a sample
+    sequence_length: int  # tokens of a sample; of the longest, if they differ
+    step_tokens: int | None = None  # trained in the step, if its samples differ in length
     mixture: dict[str, float]  # share of each source in the target tokens
     epochs: dict[str, float] = Field(default_factory=dict)  # how often each source was read
     data_digest: str  # of the tokens of the global batch, 16 hex digits
@@ -145,6 +177,11 @@ class StepRecord(_Part):
     def overflow(self) -> bool:
         """Skipped because the loss scale was too high."""
         return self.skipped and self.loss_scale is not None
+
+    @property
+    def trained(self) -> int:
+        """Tokens of the step's samples."""
+        return self.batch * self.sequence_length if self.step_tokens is None else self.step_tokens
 
     @property
     def is_finite(self) -> bool:

@@ -113,7 +113,7 @@ def _entries(run: RunDir) -> list[dict[str, Any]]:
 def _timed(start: Start) -> StepColumns:
     """The steps of a start, with the times when they ended: their records are written up to two steps later."""
     steps, begun = start.steps, start.connected if start.ready is None else start.ready
-    return dataclasses.replace(steps, written=begun + np.cumsum(steps.iteration + steps.missing))
+    return dataclasses.replace(steps, written=begun + np.cumsum(steps.seconds))
 
 
 def gather(record: RunRecord, columns: list[str], runs: int) -> RunPage:

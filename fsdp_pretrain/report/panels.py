@@ -61,10 +61,17 @@ def lay_out(columns: Iterable[str]) -> PanelLayout:
         ("other", "other"),
     )
     losses = [Trace(name, _source(name)) for name in sources]
+    groups = {
+        kind: [Trace(name, _source(name), dots=True) for name in known if name.startswith(f"{kind}/")]
+        for kind in ("gradient", "update", "second_moment")
+    }
     panels = [
         Panel("loss", "Loss", [Trace("loss", "training"), *heldout], "log", about="nats per token"),
         Panel("sources", "Loss by source", losses, "log", about="nats per token"),
         Panel("grad_norm", "Gradient norm", [Trace("grad_norm", "before clipping")], "log"),
+        Panel("gradient", "Gradient norm by group", groups["gradient"], "log", about="before clipping"),
+        Panel("update", "Update of the weights by group", groups["update"], "log", about="relative to their norm"),
+        Panel("moment", "Largest second moment by group", groups["second_moment"], "log", about="Adam's exp_avg_sq"),
         Panel("lr", "Learning rate", [Trace("lr", "applied")], "zero"),
         Panel("batch", "Batch", [Trace("batch", "samples")], "zero", "count", "of a step", brief=True),
         Panel("length", "Sequence length", [Trace("length", "tokens")], "zero", "count", "of a sample", brief=True),

@@ -16,7 +16,7 @@ from fsdp_pretrain.record.files import RunDir, make_directory
 from fsdp_pretrain.record.lease import Lease, drop_if_stale
 from fsdp_pretrain.record.state_files import StateFile
 
-from .points import RecordStream, StepValues
+from .points import PointValues, RecordStream
 from .run_facts import read_config, read_facts
 from .sink import Sink, check_installed, sink
 
@@ -135,7 +135,7 @@ class Mirror:
         count, points = 0, self._stream.read()
         while chunk := list(itertools.islice(points, _CHUNK)):
             self._sink.write(chunk)
-            count += sum(isinstance(point, StepValues) for point in chunk)
+            count += sum(isinstance(point, PointValues) for point in chunk)
             if time.monotonic() - self._saved > _SAVE_SECONDS:
                 self._save()
             beat(count)

@@ -54,7 +54,7 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class StepValues:
+class PointValues:
     """Values at a step, of training or of an evaluation; `time` is seconds since 1970."""
 
     step: int
@@ -72,7 +72,7 @@ class StepText:
     lines: list[str]
 
 
-Point: TypeAlias = StepValues | StepText
+Point: TypeAlias = PointValues | StepText
 
 
 class RecordStream:
@@ -117,15 +117,16 @@ class RecordStream:
         self.offsets[name] = self._entries[-1][1]
 
 
-def _values(record: StepRecord) -> StepValues:
+def _values(record: StepRecord) -> PointValues:
     scalars = [*_losses({_ALL["source"]: record.loss}, _ALL["subset"])]
     if len(record.sources) > 1:
         scalars += _losses(record.sources, _ALL["subset"])
     scalars += _losses(record.heldout or {}, "heldout")
     values = {name: getattr(record, attribute) for name, attribute in _VALUES.items()}
     scalars += [Scalar(name, value) for name, value in values.items() if value is not None]
+    scalars += _groups(record)
     scalars += [Scalar("speed/seconds", seconds, {"part": part}) for part, seconds in record.seconds]
-    return StepValues(record.step, seconds_of(record.time) or 0.0, scalars)
+    return PointValues(record.step, seconds_of(record.time) or 0.0, scalars)
 
 
 def _losses(losses: Mapping[str, LossSum], subset: str) -> Iterator[Scalar]:
@@ -134,14 +135,27 @@ def _losses(losses: Mapping[str, LossSum], subset: str) -> Iterator[Scalar]:
             yield Scalar("loss", loss.mean, {"subset": subset, "source": source})
 
 
-def _scores(entry: dict[str, Any]) -> StepValues:
+def _groups(record: StepRecord) -> Iterator[Scalar]:
+    for name, group in (record.groups or {}).items():
+        for statistic, value in group:
+            if value is not None:
+                yield Scalar(f"optimizer/group_{statistic}", value, {"group": name})
+    if record.maxima is not None:
+        for block, score in enumerate(record.maxima.attention_scores):
+            if score is not None:
+                yield Scalar("training/attention_score_max", score, {"block": str(block)})
+        if record.maxima.logit is not None:
+            yield Scalar("training/logit_max", record.maxima.logit)
+
+
+def _scores(entry: dict[str, Any]) -> PointValues:
     scalars = [
         Scalar(_score(metric), value, {"task": task})
         for task, metrics in entry["scores"].items()
         for metric, value in metrics.items()
         if isinstance(value, int | float) and math.isfinite(value)
     ]
-    return StepValues(entry["step"], seconds_of(entry["time"]) or 0.0, scalars)
+    return PointValues(entry["step"], seconds_of(entry["time"]) or 0.0, scalars)
 
 
 def _score(metric: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .points import Point, StepText, StepValues
+from .points import Point, PointValues, StepText
 from .run_facts import RunFacts
 from .sink import Sink
 
@@ -55,7 +55,7 @@ class TensorboardSink(Sink):
 
     def write(self, points: Sequence[Point]) -> None:
         for point in points:
-            if isinstance(point, StepValues):
+            if isinstance(point, PointValues):
                 summary = self._summaries.Summary()
                 for each in point.scalars:
                     summary.value.add(tag=each.path, simple_value=each.value)

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp_pretrain.record.files import stamp
 
-from .points import Point, StepText, StepValues
+from .points import Point, PointValues, StepText
 from .run_facts import RunFacts
 from .sink import Sink
 
@@ -69,7 +69,7 @@ class WandbSink(Sink):
         for point in points:
             if isinstance(point, StepText):
                 self._lines[point.name, point.step] = point.lines
-            elif isinstance(point, StepValues):
+            elif isinstance(point, PointValues):
                 values = {each.path: each.value for each in point.scalars}
                 self._run.log({**values, "step": point.step, "_timestamp": point.time})
 

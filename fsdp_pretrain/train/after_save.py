@@ -14,10 +14,14 @@ from fsdp_pretrain.record.recorder import Recorder
 
 
 class AfterSave:
-    """Starts what a new checkpoint makes due, and tracks what is still running."""
+    """Starts what a new checkpoint makes due, and tracks what is still running.
+
+    Attributes:
+        config: of the run; replaced when a live run is steered.
+    """
 
     def __init__(self, config: Config, recorder: Recorder) -> None:
-        self._config, self._run, self._recorder = config, RunDir(config.run.dir), recorder
+        self.config, self._run, self._recorder = config, RunDir(config.run.dir), recorder
         command = config.checkpoint.on_commit
         self._hook = None if command is None else CommitHook(command, self._run.path / "on_commit.log", recorder)
         self._worker: subprocess.Popen[bytes] | None = None
@@ -27,7 +31,7 @@ class AfterSave:
         assert saved.manifest is not None
         if self._hook is not None:
             self._hook.start(saved.checkpoint.path, saved.checkpoint.step)
-        if self._config.eval.launch and jobs.is_due(self._config, saved.manifest):
+        if self.config.eval.launch and jobs.is_due(self.config, saved.manifest):
             self._evaluate(saved.manifest)
 
     def running(self) -> list[str]:
@@ -47,6 +51,6 @@ class AfterSave:
         if self._evaluating and not manifest.final:
             return
         try:
-            self._worker = jobs.start_worker(self._run, self._config)
+            self._worker = jobs.start_worker(self._run, self.config)
         except OSError as error:
             self._recorder.event("eval-failed", f"could not start the evaluation process: {error}", step=manifest.step)

@@ -76,6 +76,11 @@ class Checkpointing:
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
+    def pass_over(self, seconds: float) -> None:
+        """Training was held for so long: that is no wait for saves, and puts no step at risk."""
+        self.take_stalled()
+        self._safe_at += seconds
+
     @property
     def in_flight(self) -> bool:
         """Whether a background save is running."""

@@ -36,11 +36,15 @@ class HeldOutLoss:
         self._config, self._world, self._micro = config, world, micro
         self._sources = len(config.eval.loss_on)
 
+    def steer(self, config: Config) -> None:
+        """Go on with a configuration in which only the timeline differs."""
+        self._config = config
+
     def due(self, state: TrainState) -> bool:
         """Whether to measure after the step that led to `state`: it completes an interval, or is the last."""
         schedule, before = self._config.schedule, state.consumed - state.batch
-        last = state.consumed >= schedule.total
-        return last or schedule.due(self._config.heldout_every, step=state.step, before=before, after=state.consumed)
+        last, every = state.consumed >= schedule.total, self._config.heldout_every(state.consumed)
+        return last or schedule.due(every, step=state.step, before=before, after=state.consumed)
 
     @torch.no_grad()
     def compile(self, model: Decoder) -> None:

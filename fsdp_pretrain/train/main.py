@@ -37,6 +37,7 @@ from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.lineage.rollback import finish
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.surgery import Surgery
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.plan.sizes import check_declared
 from fsdp_pretrain.record import lineage, overrides, run_id
@@ -166,6 +167,7 @@ def _train(
     if world.is_main:
         start.copy_tokenizer(run_dir, packer)
     model, optimizer = build_model_and_optimizer(config, world)
+    surgery = world.together(lambda: Surgery(model, config))
     subject = TrainingObjects(world, run_dir, model, optimizer, config, identity(config, packer))
     start.record_start(recorder, subject, model.count_parameters())
     resumed = Resume(subject, recorder, terms).run()
@@ -184,8 +186,7 @@ def _train(
     start.record_state(context, state, scaled=scaler is not None)
     if world.is_main:
         replace_file(run_dir.config, config.to_toml())
-    if context.inbox.discard():
-        recorder.event("control", "requests left from before this start were discarded")
+    start.discard_requests(context)
     context.inbox.listen()
     follower = start_follower(run_dir) if world.is_main else None
 
@@ -198,6 +199,11 @@ def _train(
     if unigrams is not None:
         make_directory(unigrams.parent)
     manager = _manager(subject, recorder.number, guard, after_save, health)
+
+    def steered(config: Config) -> None:
+        manager.steer(config)
+        after_save.config = config
+
     trainer = Trainer(
         context,
         model=model,
@@ -210,6 +216,9 @@ def _train(
         provenance=provenance(config, world.size),
         reread=partial(_read_again, config, world),
         heldout=heldout,
+        guard=guard,
+        on_set=steered,
+        surgery=surgery,
     )
     if world.is_main:
         start.record_ready(context, state)
@@ -226,7 +235,7 @@ def _manager(
         subject,
         segment=segment,
         guard=guard,
-        protected=lambda: {*jobs.protected_steps(subject.run, subject.config), *after_save.steps_in_use()},
+        protected=lambda: {*jobs.protected_steps(subject.run, after_save.config), *after_save.steps_in_use()},
         suspicion=lambda: health.suspicion,
         clean_until=lambda: health.clean_until,
     )

@@ -254,11 +254,20 @@ def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:
         run.recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
 
 
+def discard_requests(run: RunContext) -> None:
+    """Discard requests from before this start was ready, most for an earlier one, and say so."""
+    for request in run.inbox.discard():
+        what = " ".join([request.verb or "a damaged request", *request.changes])
+        facts = {"request": request.id, "asked": request.verb, "by": request.by}
+        why = "it was sent before training had begun"
+        run.recorder.event("control", f"discarded, since {why}: {what}", refused=why, **facts)
+
+
 def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
     """Record which held-out samples are measured, and how often."""
     if heldout is not None:
         names = ", ".join(f"{count:_} of {name}" for name, count in heldout.counts.items())
-        text = f"the loss of {names} is measured every {run.config.heldout_every}"
+        text = f"the loss of {names} is measured every {run.config.heldout_every(0)}"
         run.recorder.event("heldout", text, samples=heldout.counts, corpora=heldout.fingerprints)
 
 

@@ -28,6 +28,7 @@ class StepTimes:
             end of the update, end of the step.
         own: argument of `OwnTime.add`.
         data, checkpoint: seconds that the host waited for data and for saves.
+        paused: seconds that the ranks were held before `before`.
     """
 
     before: Any
@@ -38,6 +39,7 @@ class StepTimes:
     own: list[Any] | None
     data: float
     checkpoint: float
+    paused: float
 
     def seconds(self) -> StepSeconds:
         """Parts of the iteration, which runs from the end of the previous step to the end of this one."""
@@ -52,6 +54,7 @@ class StepTimes:
             heldout=between(self.updated, self.end) if self.end is not self.updated else 0.0,
             checkpoint=checkpoint,
             other=gap - checkpoint - data,
+            paused=self.paused,
         )
 
 
@@ -71,7 +74,7 @@ class StepClock:
     ) -> None:
         self._device, self._heartbeat = device, heartbeat
         self._own = OwnTime(model, device, window, heartbeat, compiled=compiled)
-        self._data, self._marks = 0.0, [mark(device)]
+        self._data, self._paused, self._marks = 0.0, 0.0, [mark(device)]
         self._own_marks: list[Any] | None = None
 
     @contextmanager
@@ -106,7 +109,13 @@ class StepClock:
         before, forward, update, updated = self._marks
         end = mark(self._device) if measured else updated
         self._marks = [end]
-        return StepTimes(before, forward, update, updated, end, self._own_marks, self._data, checkpoint)
+        paused, self._paused = self._paused, 0.0
+        return StepTimes(before, forward, update, updated, end, self._own_marks, self._data, checkpoint, paused)
+
+    def go_on(self, paused: float) -> None:
+        """The next iteration starts now, after a pause of so many seconds between two steps."""
+        self._paused += paused
+        self._marks = [mark(self._device)]
 
     def finish(self, times: StepTimes) -> None:
         """The device has finished a step."""

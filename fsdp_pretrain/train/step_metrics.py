@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.steering import StepValues
 from fsdp_pretrain.parallel import replica_check as replicas
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan.flops import device_name, flops_per_token, memory_in_use, peak_flops
-from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadSeconds, StepRecord, number
+from fsdp_pretrain.record.step_record import ActivationMaxima, LossSum, Ramps, ReadSeconds, StepRecord, number
 
+from .group_statistics import GroupStatistics
 from .step_clock import StepTimes
 from .step_sums import StepCounts, StepSums
 
@@ -25,23 +28,26 @@ class IssuedStep:
 
     Attributes:
         state: after it.
-        lr, ramps: values of its schedules.
+        values: of its schedules.
         times: of it.
+        data: facts about its batch, for the record.
         counts, sums: packed `StepCounts` and `StepSums` of all ranks.
         heldout: of the held-out loss, see `HeldOutLoss.measure`; None: not measured.
-        ready: event after which `counts`, `sums` and `heldout` are in host memory; None: they are.
-        data: facts about its batch, for the record.
+        groups: of groups of parameters, see `GroupStatistics.after_update`; None: not measured.
+        maxima: see `activation_maxima.measure`; None: not measured.
+        ready: event after which the tensors are in host memory; None: they are.
     """
 
     state: TrainState
-    lr: float
-    ramps: dict[str, float]
+    values: StepValues
     times: StepTimes
+    data: dict[str, Any]
     counts: Tensor
     sums: Tensor
     heldout: Tensor | None
+    groups: Tensor | None
+    maxima: Tensor | None
     ready: torch.cuda.Event | None
-    data: dict[str, Any]
 
 
 class StepRecords:
@@ -51,23 +57,33 @@ class StepRecords:
         config: the run's configuration.
         world: all ranks.
         parameters: number of model parameters.
+        statistics: reads those of groups.
         scaled: the loss is scaled, for fp16.
     """
 
-    def __init__(self, config: Config, world: World, parameters: int, *, scaled: bool) -> None:
-        self._config, self._world, self._scaled = config, world, scaled
+    def __init__(
+        self, config: Config, world: World, parameters: int, statistics: GroupStatistics, *, scaled: bool
+    ) -> None:
+        self._config, self._world, self._statistics, self._scaled = config, world, statistics, scaled
         self._sources = [source.name for source in config.data.sources]
         self._heldout = [source.name for source in config.eval.loss_on]
-        self._flops = flops_per_token(parameters, config.model, config.data.sequence_length)
+        self._flops = partial(flops_per_token, parameters, config.model)
         self._peak = peak_flops(device_name(world.device))
+
+    def steer(self, config: Config) -> None:
+        """Go on with a configuration in which only the timeline differs."""
+        self._config = config
 
     def of(self, issued: IssuedStep) -> StepRecord:
         """The record of a step whose metrics have arrived."""
-        config, world, state, length = self._config, self._world, issued.state, self._config.data.sequence_length
+        config, world, state = self._config, self._world, issued.state
+        lengths = config.schedule.lengths.between(state.consumed - state.batch, state.consumed)
+        tokens = {length: length * samples for length, samples in lengths.items()}
         counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()
         losses, targets = sums.losses.tolist(), sums.targets.tolist()
         norm, bad_losses, bad_norms = sums.norm.item(), sums.bad_losses.item(), sums.bad_norms.item()
-        clip, z_loss, rate = config.train.grad_clip, config.train.z_loss, state.batch * length / seconds.training
+        clip, z_loss, rate = issued.values.grad_clip, issued.values.z_loss, sum(tokens.values()) / seconds.training
+        flops = sum(count * self._flops(length) for length, count in tokens.items()) / seconds.training
         return StepRecord(
             step=state.step,
             consumed=state.consumed,
@@ -78,6 +94,8 @@ class StepRecords:
             z_loss=LossSum(sum=number(z_loss * sums.penalties.item()), count=counts.targets) if z_loss else None,
             sources=_by_source(self._sources, losses, targets),
             heldout=None if issued.heldout is None else _by_source(self._heldout, *issued.heldout.tolist()),
+            groups=None if issued.groups is None else self._statistics.read(issued.groups, skipped=bool(sums.skipped)),
+            maxima=None if issued.maxima is None else _maxima(issued.maxima.tolist()),
             grad_norm=None if bad_norms else number(norm),
             clip=min(1.0, clip / (norm + 1e-6)) if clip and not bad_norms else 1.0,
             loss_scale=sums.loss_scale.item() if self._scaled else None,
@@ -85,10 +103,12 @@ class StepRecords:
             not_finite="loss" if bad_losses else "gradients" if bad_norms else None,
             nonfinite_rank=int(sums.bad_ranks) if bad_losses == 1 else None,
             replicas=replicas.compare(counts.checksums, world.shards) if counts.checksums else None,
-            lr=issued.lr,
-            ramps=Ramps(shares=issued.data["shares"], **issued.ramps),
+            lr=issued.values.lr,
+            frozen=issued.data["frozen"],
+            ramps=Ramps(shares=issued.data["shares"], **config.schedule.steered(issued.values)),
             batch=state.batch,
-            sequence_length=length,
+            sequence_length=max(tokens),
+            step_tokens=sum(tokens.values()) if len(tokens) > 1 else None,
             mixture={
                 name: count / counts.targets if counts.targets else 0.0
                 for name, count in zip(self._sources, targets, strict=True)
@@ -105,9 +125,14 @@ class StepRecords:
             world=world.size,
             seconds=seconds,
             tokens_per_second=rate,
-            mfu=rate * self._flops / (self._peak * world.size) if self._peak else None,
+            mfu=flops / (self._peak * world.size) if self._peak else None,
             memory_bytes=memory_in_use(world.device),
         )
+
+
+def _maxima(values: list[float]) -> ActivationMaxima:
+    logit, *scores = map(number, values)
+    return ActivationMaxima(logit=logit, attention_scores=scores)
 
 
 def _by_source(names: list[str], losses: list[float], targets: list[float]) -> dict[str, LossSum]:

@@ -24,7 +24,7 @@ class StepCounts:
         samples: samples with at least one target.
         documents, separators, adjacent_specials, digest: see `data.packing.loader.StepBatch`.
         quarantined: documents excluded from the loss.
-        stop, save: ranks that were asked to.
+        stop, save, profile, steer: ranks that were asked to.
         without_data: ranks that could not read their batch.
         saved, overdue: see `Checkpointing.signals`.
         checksums: of every rank's parameters, see `replica_check.checksums`; empty in most steps.
@@ -39,6 +39,8 @@ class StepCounts:
     quarantined: int
     stop: int = 0
     save: int = 0
+    profile: int = 0
+    steer: int = 0
     without_data: int = 0
     saved: int = 0
     overdue: int = 0

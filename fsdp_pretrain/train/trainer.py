@@ -7,6 +7,7 @@ step, so decisions based on them need no further communication.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +19,8 @@ from torch import Tensor
 from data.packing.loader import StepBatch
 from data.packing.position import Position
 from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.steering import StepValues
 from fsdp_pretrain.errors import DataError, Exit, UserError
 from fsdp_pretrain.health.journal import Provenance, record_findings
 from fsdp_pretrain.health.monitor import Health, RollbackRequest
@@ -25,12 +28,19 @@ from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.parallel.surgery import Surgery
+from fsdp_pretrain.record.inbox import Request
+from fsdp_pretrain.record.requests import Requests
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
+from . import activation_maxima
 from .checkpointing import Checkpointing
 from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
+from .group_statistics import GroupStatistics
 from .heldout_loss import HeldOutLoss
+from .live_control import Decided, LiveControl
+from .profiling import StepProfiler
 from .run_context import RunContext
 from .step_clock import StepClock
 from .step_metrics import IssuedStep, StepRecords
@@ -62,6 +72,8 @@ class AgreedActions:
 
     stop: bool = False
     save: bool = False
+    profile: bool = False
+    steer: bool = False
     saved: int = 0
     overdue: bool = False
     rollback: RollbackRequest | None = None
@@ -81,6 +93,9 @@ class Trainer:
         provenance: names the documents of a batch, for the journal.
         reread: rebuilds a batch, while `data` may be prefetching others.
         heldout: measures the held-out loss.
+        guard: raises UserError if this job may not write into the run directory any more.
+        on_set: called on every rank with the configuration after `control set`.
+        surgery: on the optimiser.
 
     Attributes:
         context: as given.
@@ -101,16 +116,23 @@ class Trainer:
         provenance: Provenance | None = None,
         reread: Reread | None = None,
         heldout: HeldOutLoss | None = None,
+        guard: Callable[[], None] = lambda: None,
+        on_set: Callable[[Config], None] = lambda config: None,
+        surgery: Surgery | None = None,
     ) -> None:
         config, world = run.config, run.world
         self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
         self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
-        model.embedding.shrink_head = config.optimizer.shrink_paths == "both"
         self.saves, self.state, self.recorder, self._heartbeat = saves, state, run.recorder, run.heartbeat
-        self._records = StepRecords(config, world, model.count_parameters(), scaled=scaler is not None)
+        self._statistics = GroupStatistics(model, optimizer, config, world)
+        parameters, scaled = model.count_parameters(), scaler is not None
+        self._records = StepRecords(config, world, parameters, self._statistics, scaled=scaled)
         window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
+        self._profiler = StepProfiler(run)
         self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
+        self._control, self._on_set = LiveControl(run, guard), on_set
+        self._surgery = surgery
         self.rollback: RollbackRequest | None = None
         self._first = state.step
         self._issued: deque[IssuedStep] = deque()
@@ -118,6 +140,8 @@ class Trainer:
         self._stretches = self._quarantined = 0
         self._skips = scaler is not None or config.health.skip_nonfinite
         self._data_error: DataError | None = None
+        self._widths = set[int]()
+        self._compiles_anew = compiled and bool(config.data.stages)
 
     # ------------------------------------------------------------------ the loop
 
@@ -134,6 +158,8 @@ class Trainer:
             if error.shared:
                 self.saves.abandon()
             raise
+        finally:
+            self._profiler.close()
 
     def _run(self) -> Exit:
         self.model.train()
@@ -141,12 +167,16 @@ class Trainer:
             self._heldout.compile(self.model)
         outcome = Exit.COMPLETE
         while self.state.consumed < self.schedule.total:
+            self._profiler.begin_step(self.state.step + 1)
             self.step()
+            self._profiler.end_step(self.state.step)
             self.collect(keep=LAG)
             collect_garbage(self.state.step)
             agreed, self._agreed = self._agreed, AgreedActions()
             if agreed.rollback is not None:
                 return self._end_for(agreed.rollback)
+            if agreed.profile:
+                self._profiler.agree(self.state.step)
             if agreed.overdue:
                 self.saves.refuse_to_go_on()
             if self.saves.all_ended(agreed.saved):
@@ -154,9 +184,10 @@ class Trainer:
                 self.saves.finish()
             if self._save_due() or agreed.save:
                 self.checkpoint()
-            if agreed.stop:
+            if agreed.stop or (agreed.steer and self._steer()):
                 outcome = Exit.RESUME
                 break
+        self._profiler.finish(self.state.step)
         self.collect(keep=0)
         if self._agreed.rollback is not None:
             return self._end_for(self._agreed.rollback)
@@ -167,6 +198,48 @@ class Trainer:
         if self.saves.saved_step != self.state.step:
             self.checkpoint(final=outcome is Exit.COMPLETE, must_succeed=True)
         return outcome
+
+    def _steer(self) -> bool:
+        """Do what operators asked for, before the next step; whether to stop."""
+        pause = self._decide().pause
+        if pause is None:
+            return False
+        start = time.perf_counter()
+        self.collect(keep=0)
+        if self._agreed.rollback is not None:
+            self._control.refuse(pause, self.state.step, "the run goes back to an earlier step")
+            return False
+        self._heartbeat.beat(Phase.SAVE)
+        self.saves.finish()
+        stop = self._control.hold(pause, self.state.step, self._look_while_held, self._act_while_held)
+        seconds = time.perf_counter() - start
+        self.saves.pass_over(seconds)
+        self._clock.go_on(seconds)
+        return stop
+
+    def _decide(self, *, held: bool = False) -> Decided:
+        """Decide on what operators asked for, and go on with what was set."""
+        decided = self._control.decide(self.state.step, held=held)
+        if decided.entries:
+            self.config = config = self._control.config
+            self.schedule = config.schedule
+            self._records.steer(config)
+            self._health.steer(config)
+            if self._heldout is not None:
+                self._heldout.steer(config)
+            self._on_set(config)
+        return decided
+
+    def _look_while_held(self) -> Requests:
+        asked, (_, retry, _) = self.context.inbox.take(), self.saves.signals()
+        self._profiler.ask(asked.profile)
+        return replace(asked, save=asked.save or retry)
+
+    def _act_while_held(self, asked: Requests) -> Request | None:
+        if asked.save and self.saves.saved_step != self.state.step:
+            self.checkpoint()
+            self.saves.finish()
+        return self._decide(held=True).resume if asked.steer else None
 
     def _end_for(self, rollback: RollbackRequest) -> Exit:
         """End without saving: the steps since the incident are discarded."""
@@ -188,7 +261,8 @@ class Trainer:
         except DataError:
             return None
         self._seed_dropout(rollback.end)
-        sums = self._accumulate(batch, StepCounts.of(batch).sum_over(self.world))
+        values = self._enter(batch.position.consumed)
+        sums = self._accumulate(batch, StepCounts.of(batch).sum_over(self.world), values)
         self._heartbeat.beat(Phase.REDUCE)
         sums.sum_over(self.world, optim.local_norm(self.model))
         return bool(sums.not_finite().item())
@@ -199,31 +273,54 @@ class Trainer:
             batch = self._next_batch()
         state = TrainState.at(batch.position)
         self._seed_dropout(state.step)
-        lr, ramps = self.schedule.lr_at(state.consumed), self.schedule.ramps_at(state.consumed)
-        self.model.embedding.shrink = ramps.get("embedding_shrink", 1.0)
+        values = self._enter(state.consumed)
         counts = self._sum_counts(batch)
+        measures = self._statistics.due(state)
+        maxima = self._measure_maxima(batch) if measures else None
         self._clock.begin_forward()
-        sums = self._accumulate(batch, counts)
+        sums = self._accumulate(batch, counts, values)
         self._clock.begin_update()
         norm = optim.local_norm(self.model)
         self._heartbeat.beat(Phase.REDUCE)
         sums.sum_over(self.world, norm)
         scale = None if self.scaler is None else self.scaler.scale
         too_large = None if scale is None else scale * len(batch.micro)
-        norm, divisor = optim.clip(sums.total_norm(self.world), self.config.train.grad_clip, too_large)
+        norm, divisor = optim.clip(sums.total_norm(self.world), values.grad_clip, too_large)
         skip = sums.not_finite() if self._skips else None
         sums.add_update(norm, scale, skip)
-        self.optimizer.step(lr=lr, divisor=divisor, skip=skip)
+        self._operate()
+        gradients = self._statistics.of_gradients(too_large) if measures else None
+        self.optimizer.step(
+            lr=values.lr, weight_decay=values.weight_decay, betas=values.betas, divisor=divisor, skip=skip
+        )
+        groups = None if gradients is None else self._statistics.after_update(gradients)
         if self.scaler is not None and skip is not None:
             self.scaler.advance(skip)
         self._clock.end_update()
         heldout = self._measure_heldout(state)
         times = self._clock.end_step(self.saves.take_stalled(), measured=heldout is not None)
-        host_counts, host_sums, host_heldout, ready = to_host(self.world.device, counts, sums.packed, heldout)
-        self._issued.append(
-            IssuedStep(state, lr, ramps, times, host_counts, host_sums, host_heldout, ready, self._facts(batch))
-        )
+        measured = to_host(self.world.device, counts, sums.packed, heldout, groups, maxima)
+        self._issued.append(IssuedStep(state, values, times, self._facts(batch), *measured))
         self.state = state
+
+    def _operate(self) -> None:
+        """See `Surgery.act`."""
+        if self._surgery is not None:
+            for text in self._surgery.act(self.optimizer, consumed=self.state.consumed, batch=self.state.batch):
+                self.recorder.event("surgery", text, step=self.state.step)
+
+    def _measure_maxima(self, batch: StepBatch) -> Tensor | None:
+        """See `activation_maxima.measure`; None unless configured."""
+        if not self.config.record.activation_maxima:
+            return None
+        self._heartbeat.beat(Phase.COMPUTE)
+        return activation_maxima.measure(self.model, batch.micro[0], self.config, self.world)
+
+    def _enter(self, consumed: int) -> StepValues:
+        """The steered values of the step that brings the counter to `consumed`; the model gets its own."""
+        values = self.schedule.values_at(consumed)
+        self.model.embedding.shrink, self.model.embedding.shrink_head = values.embedding_shrink, values.shrink_head
+        return values
 
     def _measure_heldout(self, state: TrainState) -> Tensor | None:
         """See `HeldOutLoss.measure`; None unless it is due after the step that led to `state`."""
@@ -259,6 +356,8 @@ class Trainer:
             StepCounts.of(batch),
             stop=asked.stop,
             save=asked.save or retry,
+            profile=self._profiler.ask(asked.profile),
+            steer=asked.steer,
             without_data=self._data_error is not None,
             saved=saved,
             overdue=overdue,
@@ -271,12 +370,13 @@ class Trainer:
         due = (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2)
         return counts.sum_over(self.world, replica_check.checksums(self.model, self.world) if due else None)
 
-    def _accumulate(self, batch: StepBatch, counts: Tensor) -> StepSums:
+    def _accumulate(self, batch: StepBatch, counts: Tensor, values: StepValues) -> StepSums:
         """Forward and backward of a batch's micro-batches, accumulating gradients; returns what this rank measured.
 
         Args:
             batch: this rank's share.
             counts: packed `StepCounts` of all ranks, on the device.
+            values: steered values of the step.
         """
         # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
         # size and divided by the number of targets, or of samples with targets, of all ranks.
@@ -287,18 +387,25 @@ class Trainer:
         sums = StepSums.zeros(len(self.config.data.sources), self.world.device)
         reshard = self.config.parallel.reshard_after_forward
         for index, micro in enumerate(batch.micro):
-            self._heartbeat.beat(Phase.COMPUTE)
+            self._heartbeat.beat(Phase.LOAD if self._compiles_for(micro.tokens.shape[1]) else Phase.COMPUTE)
             fsdp.set_last_micro_batch(self.model, index == len(batch.micro) - 1, reshard=reshard)
-            self._micro_step(micro, factor, sums)
+            self._micro_step(micro, factor, values.z_loss, sums)
         return sums
 
-    def _micro_step(self, micro: forward.PackedBatch, factor: Tensor, sums: StepSums) -> None:
+    def _compiles_for(self, width: int) -> bool:
+        """Whether the first pass over samples of this width is to come and compiles: for minutes, which is no hang."""
+        known = width in self._widths
+        self._widths.add(width)
+        return self._compiles_anew and not known
+
+    def _micro_step(self, micro: forward.PackedBatch, factor: Tensor, weight: float, sums: StepSums) -> None:
         """Forward and backward of one micro-batch; adds what it measures to `sums`.
 
         Args:
             factor: multiplies the loss of a target (or a sample's mean loss, if samples are weighted equally).
+            weight: of the z-loss.
         """
-        device, weight = self.world.device, self.config.train.z_loss
+        device = self.world.device
         measured = forward.losses(self.model, micro, self.config.data, device, with_penalties=weight > 0)
         losses, targets = measured.losses.sum(1), (measured.labels != IGNORE).sum(1)
         objective = losses if measured.penalties is None else losses + weight * measured.penalties.sum(1)
@@ -314,8 +421,10 @@ class Trainer:
 
     def _facts(self, batch: StepBatch) -> dict[str, Any]:
         """Facts about a batch and what runs beside it that need no sum."""
-        beside = [*(["save"] if self.saves.in_flight else []), *self.context.beside()]
+        profiled = self._profiler.beside(batch.position.step)
+        beside = [*(["save"] if self.saves.in_flight else []), *profiled, *self.context.beside()]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
+        facts["frozen"] = len(self.optimizer.frozen)
         return {"shares": batch.shares, "epochs": batch.epochs, **facts}
 
     # ------------------------------------------------------------------ what steps measured
@@ -336,6 +445,8 @@ class Trainer:
                 self.world.together(self._raise_data_error)
             self._agreed.stop |= counts.stop > 0
             self._agreed.save |= counts.save > 0
+            self._agreed.profile |= counts.profile > 0
+            self._agreed.steer |= counts.steer > 0
             self._agreed.saved = max(self._agreed.saved, counts.saved)
             self._agreed.overdue |= counts.overdue > 0
             self._clock.finish(issued.times)
@@ -378,7 +489,7 @@ class Trainer:
     def _save_due(self) -> bool:
         state = self.state
         due = self.schedule.due(
-            self.config.checkpoint.every,
+            self.config.save_every(state.consumed),
             step=state.step,
             before=state.consumed - state.batch,
             after=state.consumed,

@@ -25,7 +25,7 @@ _DEPTH = 4
 """Levels below the directory that are searched."""
 _SEARCH_SECONDS = 30.0
 KEYS = "q quit  ↑↓ select  Enter or 1-9 open a run"
-_ORDER = ("running", "saving", "starting", "incomplete", "stopped", "unknown", "complete")
+_ORDER = ("running", "saving", "paused", "starting", "incomplete", "stopped", "unknown", "complete")
 
 
 class FleetCheckpoint(BaseModel):

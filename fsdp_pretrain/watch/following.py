@@ -103,7 +103,7 @@ def open_alarms(run: RunDir) -> list[Alarm]:
 
 def state_of(report: StatusReport) -> str:
     """The state in words: that of the record, or `not running` where it says running and no process is."""
-    alive = report.state in ("starting", "running", "saving")
+    alive = report.state in ("starting", "running", "saving", "paused")
     return "not running" if alive and not report.running else report.state
 
 

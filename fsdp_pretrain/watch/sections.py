@@ -42,6 +42,7 @@ _TIME = (
     ("slow", (State.STEP_SLOW, State.STEP_SKIPPED, State.WARMUP), "yellow"),
     ("data", (State.DATA_WAIT,), "blue"),
     ("saves", (State.CKPT_BLOCK, State.HELDOUT), "magenta"),
+    ("paused", (State.PAUSED,), "white"),
     ("start and recovery", (State.LAUNCH, State.LOAD, State.DETECT, State.TEARDOWN), "cyan"),
     ("lost, idle, queued", (State.LOST, State.IDLE_UNKNOWN, State.QUEUED), "red"),
 )

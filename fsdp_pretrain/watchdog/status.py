@@ -94,8 +94,8 @@ class StatusReport(BaseModel):
 
     Attributes:
         status: what the job last reported.
-        state: starting, running, saving, complete, incomplete (it was complete, and its last checkpoint is missing),
-            stopped, failed, or unknown.
+        state: starting, running, saving, paused, complete, incomplete (it was complete, and its last checkpoint is
+            missing), stopped, failed, or unknown.
         running: whether a job seems to be alive.
         problems: (level, text).
         verified_checkpoint: the newest; None without one.
@@ -171,6 +171,9 @@ def _check_heartbeat(report: StatusReport, status: Status) -> None:
         report.problems.append((ALERT, f"its process {status.pid} exited without reporting a reason"))
         return
     report.running = True
+    if (held := status.paused) is not None:
+        since = f"paused for {human_time(age(held.since))}, since {held.since[:19].replace('T', ' ')}, by {held.by}"
+        report.problems.append((WARN, since + (f": {held.reason}" if held.reason else "")))
     allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0))
     if silent > 3 * allowed:
         report.running = False
@@ -242,7 +245,7 @@ def _unsaved_training(run: RunDir, config: Config, status: Status) -> UnsavedTra
     step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
     saves = journal.of_kind(journal.read(run), "checkpoint")
     return UnsavedTraining(
-        config.checkpoint.every,
+        config.save_every(status.consumed or 0),
         steps=(status.step or 0) - step,
         samples=(status.consumed or 0) - consumed,
         tokens=(status.tokens or 0) - tokens,

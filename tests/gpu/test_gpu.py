@@ -18,6 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+MEASURED = ["record.statistics_every=1 step", "record.activation_maxima=true"]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -146,7 +147,7 @@ def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
     from fsdp_pretrain.bench import steps
     from fsdp_pretrain.config.config import load
 
-    trainer, records = steps.build(load(config, ["train.micro_batch=4", "data.attention=document"]), world)
+    trainer, records = steps.build(load(config, ["train.micro_batch=4", "data.attention=document", *MEASURED]), world)
     for _ in range(3):
         trainer.step()
     torch.cuda.synchronize()

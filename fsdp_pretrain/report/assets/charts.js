@@ -125,7 +125,7 @@
     ["kept", "useful steps", ["step_kept"]], ["slow", "slower than usual", ["step_slow", "warmup"]], ["data", "waiting for data", ["data_wait"]],
     ["save", "waiting for saves", ["ckpt_block"]], ["heldout", "held-out loss", ["heldout"]], ["skipped", "skipped steps", ["step_skipped"]],
     ["lost", "lost steps", ["lost"]], ["restart", "ending and starting", ["detect", "teardown", "launch", "load"]], ["queue", "queue", ["queued"]],
-    ["unknown", "unexplained", ["idle_unknown"]],
+    ["paused", "paused", ["paused"]], ["unknown", "unexplained", ["idle_unknown"]],
   ];
   const goodput = (host, run) => {
     const band = run.bands.find((each) => each.edges[Report.clocks[Report.clock].column]);

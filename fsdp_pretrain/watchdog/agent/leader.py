@@ -148,6 +148,7 @@ class Leader:
         seen.segment_steps = (seen.segment_steps or 0) + 1
         seen.skipped_steps = (seen.skipped_steps or 0) + record.skipped
         seen.grad_norm, seen.loss = record.grad_norm, record.loss.mean
+        seen.see_groups(record)
         self._losses.append(record.loss.mean)
 
     def _check_nodes(self) -> None:

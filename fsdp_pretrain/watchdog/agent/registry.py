@@ -69,7 +69,7 @@ def build_detectors(
             run=run.path,
             segment=segment,
             stores=directories,
-            every=config.checkpoint.every,
+            every=config.save_every,
             verify=config.checkpoint.verify,
             prune=config.checkpoint.prune,
             pids=pids,

@@ -60,7 +60,7 @@ class CheckpointDetector(Detector):
 
     Args:
         stores: directories with checkpoints, the run's own first.
-        every: `checkpoint.every`.
+        every: gives `checkpoint.every` at a number of samples consumed.
         verify: checkpoints are verified after they were written (`checkpoint.verify`); else whole ones count.
         prune: old ones may be deleted to make room (`checkpoint.prune`).
         pids: returns the process ids of the ranks on this node.
@@ -85,7 +85,7 @@ class CheckpointDetector(Detector):
         run: Path,
         segment: int,
         stores: list[Path],
-        every: Progress,
+        every: Callable[[int], Progress],
         verify: bool = True,
         prune: bool = True,
         pids: Callable[[], list[int]] = list,
@@ -119,7 +119,7 @@ class CheckpointDetector(Detector):
         self._steps.append(record.seconds.iteration)
         if self.protected is None:  # a start continues from a saved step, or from 0
             self.protected = record.step - 1
-            self._protected_tokens = record.tokens - record.batch * record.sequence_length
+            self._protected_tokens = record.tokens - record.trained
         super().step(record)
 
     def tick(self, now: float) -> None:
@@ -164,7 +164,7 @@ class CheckpointDetector(Detector):
         steps = max(record.step, self._reached()) - self.protected
         samples = steps * record.batch
         made = UnsavedTraining(
-            self._every,
+            self._every(record.consumed),
             steps=steps,
             samples=samples,
             tokens=samples * record.sequence_length,
@@ -243,6 +243,9 @@ class CheckpointDetector(Detector):
                 "check whether a mount is missing (checkpoint.fallback_dir?), or checkpoints were deleted",
                 step=step,
             )
+        elif kind == "control" and mine and (every := entry.get("entry", {}).get("checkpoint", {}).get("every")):
+            before, asked, place = self._every, Progress.parse(every), entry["consumed"]
+            self._every = lambda consumed: asked if consumed > place else before(consumed)
         elif kind == "checkpoint-failed" and mine:
             self.failures += 1
             self.open(

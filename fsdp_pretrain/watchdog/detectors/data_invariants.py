@@ -120,7 +120,7 @@ class DataInvariantDetector(Detector):
         shares = {name: share for name, share in record.ramps.shares.items() if share}
         if not shares or not shares.keys() <= self._rates.keys():
             return
-        tokens = record.batch * self._row
+        tokens = record.trained if self._causal else record.batch * self._row
         self._tokens += tokens
         self._separators += record.separators
         self._expected += tokens * sum(share * self._rates[name] for name, share in shares.items())

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,7 @@ from statistics import median
 from fsdp_pretrain.config.operations import PaceSection
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import replace_file
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import spread
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
@@ -34,6 +34,8 @@ _AMONG, _OVER_TIME, _KNOWN, _KEPT = 6, 3, 7, 16
 needed to estimate the latter, and windows kept for it."""
 _FIRST, _BEST = 64, 512
 """Steps after a restart that are compared, and steps whose median counts as the best of a start."""
+_RECENT = 16
+"""Steps whose parts are compared with those of the first."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class SlowdownDetector(Detector):
         self._pace = PaceCusum()
         self._steps = self._wait = 0
         self._clean = deque[float](maxlen=_BEST)
+        self._first, self._recent = list[StepSeconds](), deque[StepSeconds](maxlen=_RECENT)
         self._shape = ""
         self._best = state_files.view(path, dict[str, BestPace]) or {}
         self._slow_since: float | None = None
@@ -79,10 +82,15 @@ class SlowdownDetector(Detector):
         if shape != self._shape:
             self._shape, self._slow_since = shape, None
             self._clean.clear()
+            self._first.clear()
+            self._recent.clear()
             self.resolve("pace", "another batch or sequence length: compared from here on")
+        self._recent.append(record.seconds)
+        if len(self._first) < _FIRST:
+            self._first.append(record.seconds)
         change = self._pace.add(record.step, record.seconds.training, shape)
         if change is not None:
-            self._report(change, record)
+            self._report(change)
         self._remember(record.seconds.training)
 
     def tick(self, now: float) -> None:
@@ -95,24 +103,23 @@ class SlowdownDetector(Detector):
         if ratio - 1 >= self._section.worse and now - self._slow_since > self._section.worse_after.value:
             self.open("pace", Severity.CRIT, f"steps still take {ratio - 1:.1%} longer")
 
-    def _report(self, change: PaceChange, record: StepRecord) -> None:
+    def _report(self, change: PaceChange) -> None:
         if change.kind == "back":
             self.resolve("pace", "steps take as long as at the beginning again")
         elif change.kind == "faster":
             self.resolve("pace", "steps have become faster")
         else:
-            seconds = record.seconds
-            parts = {"data": seconds.data, "computing": seconds.forward_backward, "optimiser": seconds.optimizer}
-            shares = ", ".join(f"{name} {part / seconds.iteration:.0%}" for name, part in parts.items())
+            first, now = _typical(self._first), _typical(self._recent)
+            part = max(now, key=lambda name: now[name] - first[name])
             self.open(
                 "pace",
                 Severity.WARN,
                 f"steps take {change.ratio - 1:.1%} longer than at the beginning of this start, since about step "
-                f"{change.since:_} (now {shares})",
+                f"{change.since:_}; what grew most is {part}: {first[part]:.3g} s -> {now[part]:.3g} s",
                 "the run will end later; nothing is lost",
                 "look for an alarm `straggler`, other jobs on the storage or the network, and the clocks of the "
                 "devices; `fsdp-pretrain doctor` compares nodes when the job is stopped",
-                facts={"ratio": change.ratio, "since": change.since},
+                facts={"ratio": change.ratio, "since": change.since, "part": part},
             )
 
     # ------------------------------------------------------------------ earlier starts
@@ -145,6 +152,17 @@ class SlowdownDetector(Detector):
             "`fsdp-pretrain doctor` compares nodes when the job is stopped",
             facts={"ratio": ratio, "new": new, "gone": sorted(set(best.hosts) - set(self._hosts))},
         )
+
+
+def _typical(steps: Collection[StepSeconds]) -> dict[str, float]:
+    """The median of each part of some steps, in seconds."""
+    parts = {
+        "waiting for data": "data",
+        "computing": "forward_backward",
+        "the optimiser": "optimizer",
+        "other": "other",
+    }
+    return {name: median(getattr(step, part) for step in steps) for name, part in parts.items()}
 
 
 class StragglerDetector(Detector):

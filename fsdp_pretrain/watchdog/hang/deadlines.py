@@ -17,6 +17,8 @@ from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase
 _HISTORY = 512
 _FEW = 3
 _LONG_PHASES = (Phase.LOAD, Phase.SAVE)
+_NO_STEP = (*_LONG_PHASES, Phase.PAUSED)
+"""A paused rank beats often, so that the deadlines of steps hold for it; but the time is not that of a step."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,20 @@ class PhaseHistory:
             self._steps.append(step_seconds)
 
     def observe(self, beat: Beat, phases: set[Phase]) -> None:
-        """Learn from the page of the first rank. A step with a save or a load in it, of any rank, does not count."""
-        last, long = self._last, self._under_way or phases.intersection(_LONG_PHASES)
+        """Learn from the page of the first rank. A step with a save, a load or a pause in it, of any rank, does not
+        count."""
+        last, other = self._last, self._under_way or phases.intersection(_NO_STEP)
         if last is None or beat.step > last.step:
-            if last is not None and last.step > 0 and not long:
+            if last is not None and last.step > 0 and not other:
                 self._steps.append((beat.step_at - last.step_at) / 1e9 / (beat.step - last.step))
             self._last = beat
-        for phase in _LONG_PHASES:
+        for phase in _NO_STEP:
             if beat.phase is phase:
                 self._under_way[phase] = beat.phase_at
             elif phase in self._under_way:
-                self._long[phase].append((beat.phase_at - self._under_way.pop(phase)) / 1e9)
+                seconds = (beat.phase_at - self._under_way.pop(phase)) / 1e9
+                if phase in _LONG_PHASES:
+                    self._long[phase].append(seconds)
 
     def deadlines(self, phases: set[Phase]) -> Deadlines:
         """The deadlines for ranks in these phases: the latest of each."""

@@ -32,6 +32,7 @@ class Phase(IntEnum):
     REDUCE = 5
     OPTIMIZER = 6
     SAVE = 7
+    PAUSED = 8
     END = 9
 
 

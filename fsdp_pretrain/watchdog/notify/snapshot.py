@@ -6,9 +6,12 @@ import math
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.severity import Severity
+
+if TYPE_CHECKING:
+    from fsdp_pretrain.record.step_record import StepRecord
 
 _BOUNDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 
@@ -92,6 +95,13 @@ class Snapshot:
     loss: float | None = _scalar("loss", "Training loss of the last step read.")
     loss_z: float | None = _scalar("loss_zscore", "Its distance from what was expected, robust deviations.")
     grad_norm: float | None = _scalar("grad_norm", "Gradient norm before clipping.")
+    group_grad_norms: dict[str, float] = field(
+        default_factory=dict, metadata=_metric("group_grad_norm", "The same by group of parameters.", "group")
+    )
+    group_update_ratios: dict[str, float] = field(
+        default_factory=dict,
+        metadata=_metric("group_update_ratio", "Norm of an update relative to the weights', by group.", "group"),
+    )
     skipped_steps: int | None = _scalar("skipped_steps_total", "Steps whose update was skipped.")
     goodput: float | None = _scalar("goodput_ratio", "Share of the wall clock spent on steps that were kept.")
     ettr: float | None = _scalar("ettr_ratio", "Productive time over available time.")
@@ -102,6 +112,14 @@ class Snapshot:
         default_factory=lambda: dict.fromkeys(Severity.__members__, 0),
         metadata=_metric("incidents_open", "Open alarms, by severity.", "severity"),
     )
+
+    def see_groups(self, record: StepRecord) -> None:
+        """Take over the statistics of groups, if a record has them."""
+        if record.groups is not None:
+            norms = {name: group.grad_norm for name, group in record.groups.items()}
+            ratios = {name: group.update_ratio for name, group in record.groups.items()}
+            self.group_grad_norms = {name: value for name, value in norms.items() if value is not None}
+            self.group_update_ratios = {name: value for name, value in ratios.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, without unknown values and those that JSON cannot hold (a non-finite loss)."""

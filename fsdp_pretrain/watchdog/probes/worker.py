@@ -31,7 +31,7 @@ from fsdp_pretrain.record.requests import send
 _PROBE_BYTES = 64 * 1024
 _SAMPLE = 64
 _ENTRIES = 40
-_KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing")
+_KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing", "control")
 
 
 def space(path: str) -> dict[str, Any]:

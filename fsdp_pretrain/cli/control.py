@@ -1,0 +1,182 @@
+"""`fsdp-pretrain control`: what any teammate can do to a live run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp_pretrain.console import JSON, argument, row, verb
+from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
+from fsdp_pretrain.record.arguments import RUN
+from fsdp_pretrain.units import Seconds, human_time
+
+if TYPE_CHECKING:
+    from fsdp_pretrain.config.live_set import ShownValue
+    from fsdp_pretrain.config.timeline import TimelineEntry
+    from fsdp_pretrain.watchdog.status import StatusReport
+
+_PATIENCE, _STEPS = 60.0, 20
+"""How long to wait for an answer: seconds, or this many steps if they take longer."""
+
+
+def _seconds(text: str) -> float:
+    """Argument type of a duration. Raises ArgumentTypeError."""
+    try:
+        return Seconds.parse(text).value
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _step(text: str) -> int:
+    """Argument type of a step, from 0. Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a step")
+    return int(text)
+
+
+@verb(
+    "control",
+    'runs/quickstart/run set optimizer.lr_scale=0.5 --over "200 steps" --reason "the loss is noisy"',
+    RUN,
+    argument("action", choices=("stop", "save", "pause", "resume", "set")),
+    argument("overrides", nargs="*", metavar="KEY=VALUE", help="set: what to change"),
+    argument("--over", default="", metavar="LENGTH", help="set: ramp to the new values, such as '200 steps'"),
+    argument("--at", type=_step, metavar="STEP", help="set: for the steps after this one (default: at once)"),
+    argument("--yes", action="store_true", help="set: do not ask for confirmation"),
+    argument("--reason", default="", help="for the chronicle"),
+    argument("--wait", type=_seconds, metavar="TIME", help="how long to wait for an answer, such as '5 minutes'"),
+    JSON,
+)
+def control(args: argparse.Namespace) -> int:
+    """Ask the running job to save a checkpoint, or to save and stop; to hold its ranks idle between two steps (pause),
+    and to go on (resume); to go on with other settings (set), for good, after a preview."""
+    from fsdp_pretrain.record.journal import who
+    from fsdp_pretrain.watchdog.status import inspect
+
+    if args.action != "set" and (args.overrides or args.over or args.at is not None):
+        raise ConfigError(f"KEY=VALUE, --over and --at belong to `set`, not to `{args.action}`")
+    report = inspect(args.run, brief=True)
+    if not report.running:
+        raise ConfigError(
+            f"no job of {args.run.path} is running (state {report.state})",
+            effect="the request would wait for a later start, which discards it",
+        )
+    if args.action == "set":
+        return _set(args, report)
+    if args.action in ("pause", "resume"):
+        _show(args, answer=_ask(args, report, reason=args.reason))
+        return 0
+    _send(args, reason=f"control stop by {who()}: {args.reason}" if args.action == "stop" and args.reason else "")
+    print(f"asked to {args.action}; the job reacts within a few steps (see its log or `fsdp-pretrain journal`)")
+    return 0
+
+
+def _set(args: argparse.Namespace, report: StatusReport) -> int:
+    from fsdp_pretrain.config.live_set import preview, read_entry, steer
+    from fsdp_pretrain.config.resume_rules import load_recorded
+
+    step = report.status.step or 0
+    at = step if args.at is None else args.at
+    if at < step:
+        raise ConfigError(f"--at {at}: the run is at step {step:_} already", effect="nothing was changed")
+    config, _ = load_recorded(args.run.config)
+    entry = read_entry(args.overrides, at=at, over=args.over, reason=args.reason)
+    after = steer(config, entry)
+    rows = preview(config, after, entry)
+    if not args.json:
+        jumps = next((placed.jumps for placed in after.schedule.timeline if placed.entry == entry), ())
+        exact = "" if args.at is not None else "; the job acts at the next step that all ranks have before them"
+        print("\n".join([f"{entry}{exact}", *_table(rows), *(row("jump", str(jump)) for jump in jumps)]), flush=True)
+    if not args.yes:
+        _confirm()
+    answer = _ask(args, report, reason=args.reason, changes=args.overrides, over=args.over, at=args.at)
+    _show(args, answer=answer, preview=[asdict(each) for each in rows])
+    return 0
+
+
+def _table(rows: list[ShownValue]) -> list[str]:
+    lines = [("step", "key", "as it is", "then")]
+    lines += [(f"{each.step:_}", each.key, each.before, each.after) for each in rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    return [
+        f"  {line[0]:>{widths[0]}}  {line[1]:{widths[1]}}  {line[2]:{widths[2]}}  {line[3]}".rstrip() for line in lines
+    ]
+
+
+def _confirm() -> None:
+    """Raise ConfigError unless a person agrees."""
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "not confirmed: this is no terminal", effect="nothing was changed", remedy="add --yes after the preview"
+        )
+    try:
+        agreed = input("change the run? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        agreed = False
+    if not agreed:
+        raise ConfigError("not confirmed", effect="nothing was changed")
+
+
+def _show(args: argparse.Namespace, **found: Any) -> None:
+    print(json.dumps(found, indent=1) if args.json else found["answer"]["text"])
+
+
+def _send(args: argparse.Namespace, **content: Any) -> Path:
+    """Send the request. Returns its file. Raises StorageError."""
+    from fsdp_pretrain.record.requests import send
+
+    try:
+        return send(args.run, args.action, **content)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write to {args.run.control}: {error.strerror}", effect="the request was not sent"
+        ) from None
+
+
+def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict[str, Any]:
+    """Send the request and wait for its answer. Raises UserError: it was refused, or not answered in time."""
+    from fsdp_pretrain.record import answers, overrides
+    from fsdp_pretrain.watchdog.status import inspect
+
+    def runs() -> bool:
+        now = inspect(args.run, brief=True)
+        return now.running and now.status.segment == report.status.segment
+
+    patience = args.wait or max(_PATIENCE, _STEPS * (report.status.iteration_seconds or 0.0))
+    before, offset = overrides.read(args.run).timeline, answers.end_of(args.run)
+    request = _send(args, **content)
+    try:
+        answer = answers.wait(args.run, request, offset, runs, patience)
+    except KeyboardInterrupt:
+        print(_fate(args, request, before, runs=runs()))
+        raise
+    if answer is None:
+        alive = runs()
+        why = f"did not answer within {human_time(patience)}" if alive else "has ended"
+        error = UserError(f"the job {why}", effect=_fate(args, request, before, runs=alive))
+        error.exit = Exit.RESUME
+        raise error
+    if "refused" in answer:
+        raise ConfigError(f"{args.action} was refused: {answer['refused']}", effect="nothing was changed")
+    return answer
+
+
+def _fate(args: argparse.Namespace, request: Path, before: tuple[TimelineEntry, ...], *, runs: bool) -> str:
+    """What becomes of a request without an answer. `before`: the lasting timeline entries before it was sent."""
+    from fsdp_pretrain.config.live_set import read_entry
+    from fsdp_pretrain.record import answers, overrides
+
+    if answers.take_back(request):
+        return "the request was taken back: nothing was changed"
+    for entry in overrides.read(args.run).timeline if args.action == "set" else ():
+        if entry not in before and entry == read_entry(
+            args.overrides, at=entry.at.value, over=args.over, reason=args.reason
+        ):
+            return f"it lasts, also over restarts, since it is in {args.run.overrides}: {entry}"
+    if not runs:
+        return "the job had not acted on the request: nothing was changed, and a restart does not have it"
+    return f"the job has taken the request: `fsdp-pretrain journal {args.run.path} --kind control` will have the answer"

@@ -1,0 +1,179 @@
+"""`fsdp-pretrain replay` and `profile`: look into chosen steps of a run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
+from fsdp_pretrain.errors import ConfigError, Exit, StorageError
+from fsdp_pretrain.launch.arguments import add_torchrun_options
+from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
+
+if TYPE_CHECKING:
+    from fsdp_pretrain.record.files import RunDir
+    from fsdp_pretrain.replay.window import ReplayRequest
+
+
+def add(command: CommandLine) -> None:
+    """Add the verbs."""
+    command.add(_profile)
+    parser = command.add(_replay)
+    parser.usage = "fsdp-pretrain replay RUN --from STEP [options] [torchrun options]"
+    add_torchrun_options(parser)
+    parser.set_defaults(passed_on=[], nproc_per_node=None, rdzv_id="replay")
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step")
+    return int(text)
+
+
+@verb(
+    "replay",
+    "runs/quickstart/run --from 0 --steps 3",
+    RUN,
+    argument(
+        "--from",
+        dest="start",
+        type=_step,
+        required=True,
+        metavar="STEP",
+        help="step of a checkpoint; 0: initial values",
+    ),
+    argument("--steps", type=positive, default=1, metavar="N", help="number of steps (default: 1)"),
+    argument("--precision", choices=("bf16", "bf16+fp8", "fp16", "fp32"), help="instead of the run's"),
+    argument(
+        "--attention",
+        choices=("sdpa", "flex", "math"),
+        help="kernels of attention; math: the formula, without a fused one",
+    ),
+    argument(
+        "--batch-of", type=positive, metavar="STEP", help="train the batch of this step (then of the next ones) instead"
+    ),
+    SEGMENT,
+    argument("--out", type=Path, metavar="DIR", help="directory to write to (default: a new one in RUN.replays/)"),
+    JSON,
+)
+def _replay(args: argparse.Namespace) -> int:
+    """Train the samples of recorded steps again, from a checkpoint, beside the run, which is not touched, and compare
+    with the record: were its numbers the data, the state, the numerics or a device? On the same number of ranks and
+    with nothing changed, the replay is equal to the bit. Exit 0 if it is, 1 if it differs. What is not listed here goes
+    to torchrun."""
+    from fsdp_pretrain.record import environment
+    from fsdp_pretrain.replay.window import ReplayRequest, open_window
+
+    request = ReplayRequest(
+        run=str(args.run.path),
+        out=str(args.out or _new_folder(args.run)),
+        start=args.start,
+        steps=args.steps,
+        segment=args.segment,
+        precision=args.precision,
+        attention=args.attention,
+        batch_of=args.batch_of,
+        json_output=args.json,
+    )
+    window = open_window(request)  # refused here, once, and not on every rank
+    begun = environment.view(args.run, window.records[0].segment)
+    if args.nproc_per_node is None:
+        args.nproc_per_node = str(max(begun.hosts.values(), default=begun.world.size if begun.world else 1))
+    if (args.nnodes, args.nproc_per_node) == ("1", "1"):
+        if args.passed_on:
+            raise ConfigError(
+                f"unrecognized arguments: {' '.join(args.passed_on)}", remedy="fsdp-pretrain replay --help"
+            )
+        return int(import_extra("fsdp_pretrain.replay.main", "a run is replayed").replay(request))
+    return _start_ranks(args, request)
+
+
+def _new_folder(run: RunDir) -> Path:
+    """`RUN.replays/0001`, or the next number."""
+    folder = Path(f"{os.path.abspath(run.path)}.replays")  # noqa: PTH100 (links stay as written)
+    numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
+    return folder / f"{max(numbers, default=0) + 1:04d}"
+
+
+def _start_ranks(args: argparse.Namespace, request: ReplayRequest) -> int:
+    """The replay under torchrun; its exit code."""
+    from fsdp_pretrain.launch import torchrun
+    from fsdp_pretrain.launch.torchrun import Torchrun
+    from fsdp_pretrain.record import state_files
+    from fsdp_pretrain.record.exit_intent import ExitIntent
+
+    command = torchrun.command(args, args.passed_on, "fsdp_pretrain.replay", [request.model_dump_json()])
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
+        note = Path(notes) / "replay.json"
+        child = Torchrun(command, torchrun.environment(os.environ, note))
+        try:
+            code = child.wait()
+        finally:
+            if child.poll() is None:
+                child.kill()
+        found = state_files.view(note, ExitIntent)
+    if found is not None:
+        return found.code
+    return int(Exit.REFUSED if code == torchrun.WRONG_OPTIONS else Exit.UNEXPECTED if code else Exit.COMPLETE)
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks such as 0,8")
+    return tuple(sorted(set(map(int, parts))))
+
+
+@verb(
+    "profile",
+    "runs/quickstart/run --steps 3 --ranks 0",
+    RUN,
+    argument("--steps", type=positive, default=3, metavar="N", help="number of steps (default: 3)"),
+    argument(
+        "--at",
+        type=positive,
+        default=0,
+        metavar="STEP",
+        help="the first step (default: the next that all ranks can trace)",
+    ),
+    argument("--ranks", type=_ranks, default=(0,), metavar="R,R", help="ranks that write a trace (default: 0)"),
+)
+def _profile(args: argparse.Namespace) -> int:
+    """Trace steps of the running job with PyTorch's profiler: one file per rank in RUN/profiles, for Perfetto or
+    chrome://tracing. All ranks begin at the same step; no number of the run changes."""
+    from fsdp_pretrain.record import environment
+    from fsdp_pretrain.record.profiles import MOST_RANKS, MOST_STEPS, trace_file
+    from fsdp_pretrain.record.requests import send
+    from fsdp_pretrain.watchdog.status import inspect
+
+    report = inspect(args.run)
+    if not report.running:
+        raise ConfigError(
+            f"no job of {args.run.path} is running (state {report.state})",
+            effect="the request would wait for a later start, which discards it",
+        )
+    if args.at and args.at <= (report.status.step or 0):
+        raise ConfigError(f"--at {args.at}: the job is at step {report.status.step} already")
+    begun = environment.view(args.run, int(args.run.segments[-1].name)).world
+    ranks = begun.size if begun is not None else 1
+    if args.steps > MOST_STEPS or len(args.ranks) > MOST_RANKS or args.ranks[-1] >= ranks:
+        raise ConfigError(
+            f"--steps {args.steps} --ranks {','.join(map(str, args.ranks))}: at most {MOST_STEPS} steps, {MOST_RANKS} "
+            f"ranks at once, and the job has ranks 0 to {ranks - 1}"
+        )
+    try:
+        send(args.run, "profile", steps=args.steps, at=args.at, ranks=args.ranks)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write to {args.run.control}: {error.strerror}", effect="the request was not sent"
+        ) from None
+    print(
+        f"asked to trace; the journal says which steps, and when the files are in {trace_file(args.run, 0, 0).parent}\n"
+        "open them at https://ui.perfetto.dev (they stay in the browser) or in chrome://tracing"
+    )
+    return 0

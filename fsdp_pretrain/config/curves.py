@@ -1,0 +1,67 @@
+"""The learning rate's warm-up and decay in closed form. No state; places are samples consumed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ENDLESS = ("constant", "inverse-sqrt")
+"""Curves that lead nowhere: where the run ends does not bend them."""
+
+
+@dataclass(frozen=True)
+class LearningRateCurve:
+    """From 0 to a peak at `warmup`, and by `shape` to a floor at `end`, as a function of samples consumed c.
+
+    Warm-up: `linear`, peak c/w; or `parabolic`, peak (1 - (1 - c/w)^2) (the published Llama-style 7B run).
+
+    Shapes, with x from 0 at the end of the warm-up (`wsd`: at `start`) to 1 at `end`:
+
+    - `cosine`: floor + (peak - floor) (1 + cos(pi x)) / 2 (SGDR, arXiv 1608.03983; Megatron-LM);
+    - `linear`: peak + (floor - peak) x;
+    - `constant`: peak;
+    - `wsd`: peak until `start`, then floor + (peak - floor) f with f = 1 - sqrt(x) or 1 - x (`decay_shape`; warm-up,
+      stable, decay: MiniCPM, arXiv 2404.06395; shapes: arXiv 2405.18392);
+    - `inverse-sqrt`: max(floor, peak sqrt(w/c)) (Transformer, arXiv 1706.03762; Megatron-LM).
+    """
+
+    shape: str
+    warmup: int
+    end: int
+    start: int = 0
+    warmup_shape: str = "linear"
+    decay_shape: str = "1-sqrt"
+
+    def lr(self, consumed: int, peak: float, floor: float) -> float:
+        """The learning rate at `consumed`."""
+        warmup = self.warmup
+        if warmup and consumed <= warmup:
+            if self.warmup_shape == "linear":
+                return peak * consumed / warmup
+            return peak * (1 - (1 - consumed / warmup) ** 2)
+        if self.shape == "constant":
+            return peak
+        if self.shape == "inverse-sqrt":
+            return max(floor, peak * math.sqrt(warmup / consumed))
+        start = max(warmup, self.start)
+        if self.shape == "wsd" and consumed <= start:
+            return peak
+        if consumed >= self.end:
+            return floor
+        passed, length = consumed - start, self.end - start
+        if self.shape == "linear":
+            return peak + (floor - peak) * passed / length
+        if self.shape == "wsd":
+            x = passed / length
+            return floor + (peak - floor) * (1 - (math.sqrt(x) if self.decay_shape == "1-sqrt" else x))
+        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * (passed / length)))
+
+    def peak_for(self, lr: float, consumed: int, floor: float) -> float:
+        """The peak with which the rate at `consumed`, behind the warm-up, is `lr` above another floor.
+
+        Raises ValueError if there is none: the curve is at its floor.
+        """
+        left = self.lr(consumed, 1.0, 0.0)  # share of the way from floor to peak
+        if left <= 0:
+            raise ValueError("the curve is at its floor, so another floor is a jump")
+        return floor + (lr - floor) / left

@@ -1,0 +1,147 @@
+"""A change of a live run as one more `[[timeline]]` entry: read from `key=value`, checked, previewed to the bit.
+
+The command and rank 0 use the same functions, so what is previewed is what is applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.units import Progress
+
+from .config import Config, sections_in, with_timeline
+from .timeline import TimelineEntry
+from .toml_file import describe, nearest, override
+
+_INTERVALS = ("checkpoint.every", "eval.every", "eval.loss_every")
+_OF_RATE = ("optimizer.min_lr", "rewarm", "continuous")
+"""Keys whose effect is seen in the learning rate alone."""
+_AHEAD = (1, 2, 10, 100, 1000)
+"""Steps after the place of a change that are shown."""
+
+
+def steerable() -> list[str]:
+    """The keys that can be changed on a live run."""
+    sections = ((name, sections_in(field.annotation)) for name, field in TimelineEntry.model_fields.items())
+    keys = [f"{name}.{key}" for name, found in sections if found for key in found[0].model_fields]
+    return [*keys, "rewarm", "continuous"]
+
+
+def read_entry(changes: Sequence[str], *, at: int, over: str = "", reason: str = "") -> TimelineEntry:
+    """The timeline entry of `key=value` changes that count for the steps after step `at`.
+
+    Args:
+        changes: as on the command line.
+        over: length of a ramp to the new values; empty: none.
+        reason: for the chronicle.
+
+    Raises:
+        ConfigError: it lists every problem.
+    """
+    raw: dict[str, Any] = {"at": str(Progress(at, "step")), "reason": reason, "allow_jump": True}
+    keys, known, origin = [text.partition("=")[0].strip() for text in changes], steerable(), dict[str, str]()
+    problems = [] if changes else ["nothing to change: give KEY=VALUE"]
+    for number, (key, text) in enumerate(zip(keys, changes, strict=True)):
+        if key in keys[:number]:
+            problems.append(f"{key} is given twice")
+        elif key in known or "=" not in text:
+            problem = override(raw, text, origin)
+            problems += [problem] if problem else []
+        else:
+            hint = nearest(key, known)
+            problems.append(f"{key} cannot be changed on a live run" + (f"; did you mean {hint!r}?" if hint else ""))
+    if over and not problems:
+        problems += _ramp(raw, keys, over)
+    if not problems:
+        try:
+            return TimelineEntry.model_validate(raw)
+        except ValidationError as error:
+            found = error.errors(include_url=False)
+            problems = [describe(item, Path("the request"), origin, known) for item in found]
+    lines = "\n".join(f"  - {problem}" for problem in problems)
+    raise ConfigError(
+        f"{len(problems)} problem{'s' * (len(problems) > 1)} in what is to be set\n{lines}",
+        effect="nothing was changed",
+        remedy=f"what a live run can be set: {', '.join(known)}",
+    )
+
+
+def _ramp(raw: dict[str, Any], keys: Sequence[str], over: str) -> Iterator[str]:
+    """Make ramps of all values. Yields what cannot be one."""
+    for key in keys:
+        name, _, last = key.partition(".")
+        section = sections_in(TimelineEntry.model_fields[name].annotation)
+        kind = str(section[0].model_fields[last].annotation) if section else ""
+        if "Change" not in kind:
+            yield f"{key} cannot be ramped: leave --over out"
+        elif isinstance(raw[name][last], dict):
+            yield f"{key}: give the length of the ramp once, in the value or as --over"
+        else:
+            raw[name][last] = {"to": raw[name][last], "over": over}
+
+
+def steer(config: Config, entry: TimelineEntry) -> Config:
+    """The configuration with one more entry. Raises ConfigError, which lists every problem."""
+    place, schedule = config.schedule.samples(entry.at), config.schedule
+    if place >= schedule.total:
+        raise ConfigError(f"the run ends after step {schedule.steps:_}: there is no step after {entry.at.value:_}")
+    return with_timeline(config, [*config.timeline, entry], Path("the run's configuration with this change"))
+
+
+@dataclass(frozen=True)
+class ShownValue:
+    """A value in one step, without and with a change, as text that has every bit."""
+
+    step: int
+    key: str
+    before: str
+    after: str
+
+
+def preview(before: Config, after: Config, entry: TimelineEntry) -> list[ShownValue]:
+    """What an entry changes: around its place, and around the ends of its ramps."""
+    at, marks = entry.at.value, ({row["step"] for row in config.schedule.preview()} for config in (after, before))
+    around = next(marks) - next(marks)  # places and ends of ramps that the entry adds
+    steps = sorted({at, *(at + ahead for ahead in _AHEAD), *around} & {*range(1, before.schedule.steps + 1)})
+    return [
+        ShownValue(step, key, *(text_of(value_at(config, key, step)) for config in (before, after)))
+        for key in shown_keys(entry)
+        for step in steps
+    ]
+
+
+def shown_keys(entry: TimelineEntry) -> list[str]:
+    """The keys of an entry under which its effect is seen."""
+    keys = [key for key, _ in entry.changes()] + (["rewarm"] if entry.rewarm is not None else [])
+    rate = ["optimizer.lr"] if {*_OF_RATE, "optimizer.lr", "optimizer.lr_scale"} & {*keys} else []
+    return [*rate, *(key for key in keys if key not in (*_OF_RATE, *rate))]
+
+
+def value_at(config: Config, key: str, step: int) -> Any:
+    """The value of a steerable key that is in force in a step, as JSON: of `optimizer.lr`, what the optimiser gets."""
+    schedule = config.schedule
+    section, _, name = key.partition(".")
+    consumed = schedule.batch.consumed_at(step)
+    if key == "eval.loss_every":
+        return str(config.heldout_every(consumed))
+    if key in _INTERVALS:
+        return str(schedule.interval_at(key, consumed))
+    if section == "health":
+        return schedule.thresholds_at(consumed).get(name, getattr(config.health, name))
+    return getattr(schedule.values_at(consumed), name)
+
+
+def text_of(value: Any) -> str:
+    """A value with every bit: floats as the shortest text that reads back as the same number."""
+    return str(value) if isinstance(value, str) else repr(value)
+
+
+def plain(entry: TimelineEntry) -> dict[str, Any]:
+    """An entry as JSON values, as it is in `overrides.toml`."""
+    return entry.model_dump(mode="json", exclude_defaults=True)

@@ -1,0 +1,210 @@
+"""`[[timeline]]`: what changes in the course of a run, so that its whole history is one configuration.
+
+What the entries mean as numbers is computed by `steering`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from fsdp_pretrain.units import Progress
+
+from .base import Section, Share
+
+Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
+Above = Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(strict=False, ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]
+
+
+class Change(Section):
+    """A new value, or a linear ramp to it: `4e-5` is the same as `{ to = 4e-5 }`."""
+
+    from_: Rate | None = Field(default=None, alias="from")
+    """Value at the beginning of the ramp; a jump to it is meant. Default: the value there."""
+    to: Rate
+    """Value from then on, or at the end of the ramp."""
+    over: Progress | None = None
+    """Length of the ramp. Default: none, the value changes at once."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        return value if isinstance(value, dict | cls) else {"to": value}
+
+    @model_validator(mode="after")
+    def _one_meaning(self) -> Change:
+        if self.from_ is not None and self.over is None:
+            raise ValueError("`from` is the beginning of a ramp; give its length as `over`, or leave it out")
+        if self.over is not None and self.over.value < 1:
+            raise ValueError(f"over = {self.over} is no length")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _by_alias(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        said = handler(self).items()
+        return {"from" if name == "from_" else name: value for name, value in said if value is not None}
+
+
+class PositiveChange(Change):
+    """Of a value above 0."""
+
+    from_: Above | None = Field(default=None, alias="from")
+    """See `Change`."""
+    to: Above
+    """See `Change`."""
+
+
+class ShareChange(Change):
+    """Of a value from 0 to 1."""
+
+    from_: Share | None = Field(default=None, alias="from")
+    """See `Change`."""
+    to: Share
+    """See `Change`."""
+
+
+class BetasChange(Change):
+    """Of both betas."""
+
+    from_: Betas | None = Field(default=None, alias="from")  # type: ignore[assignment]
+    """See `Change`."""
+    to: Betas  # type: ignore[assignment]
+    """See `Change`."""
+
+
+class OptimizerTimeline(Section):
+    """Keys of `[optimizer]` that an entry can change."""
+
+    lr: PositiveChange | None = None
+    """Peak of the curve: on a running cosine, the rate moves to the cosine of this peak with the same `min_lr`."""
+    min_lr: Change | None = None
+    """End of the curve; see also `continuous`."""
+    lr_scale: Change | None = None
+    """Factor of the learning rate."""
+    weight_decay: Change | None = None
+    """Decoupled weight decay."""
+    betas: BetasChange | None = None
+    """AdamW betas; the moments are kept."""
+    embedding_shrink: ShareChange | None = None
+    """Factor of the embedding's gradient, from here on instead of `optimizer.embedding_shrink`."""
+    shrink_paths: Literal["input", "both"] | None = None
+    """Gradients that are shrunk."""
+
+
+class TrainTimeline(Section):
+    """Keys of `[train]` that an entry can change."""
+
+    grad_clip: Change | None = None
+    """Largest global gradient norm; 0: off."""
+    z_loss: Change | None = None
+    """Weight of the z-loss; 0: off."""
+
+
+class CheckpointTimeline(Section):
+    """Keys of `[checkpoint]` that an entry can change."""
+
+    every: Progress | None = None
+    """Interval between checkpoints, whose multiples are counted from the start of the run."""
+
+
+class EvalTimeline(Section):
+    """Keys of `[eval]` that an entry can change."""
+
+    every: Progress | None = None
+    """Interval between evaluated checkpoints."""
+    loss_every: Progress | None = None
+    """Interval between measurements of the held-out loss."""
+
+
+class HealthTimeline(Section):
+    """Thresholds of `[health]` that an entry can change."""
+
+    outlier: Above | None = None
+    """Spreads above the median that are reported."""
+    spike: Above | None = None
+    """Spreads above the median that are a spike, if three of five."""
+    rise: Above | None = None
+    """Rise in nats that is not recovered."""
+    level: Above | None = None
+    """Rise of the level in nats that is a warning."""
+    norm: Above | None = None
+    """Spreads of the gradient norm that are reported."""
+
+
+class TimelineEntry(Section):
+    """A change in the course of the run. It counts for the steps after `at`, as a restart from the checkpoint of that
+    place with other settings would, and it is the same at every restart."""
+
+    at: Progress
+    """Place in training: steps, samples or tokens since the beginning of the run. Also inside a step."""
+    reason: str = ""
+    """Why, for the chronicle."""
+    rewarm: Progress | None = None
+    """Warm up again over this length: the learning rate is multiplied by (c - at) / length."""
+    continuous: bool = False
+    """For a new `optimizer.min_lr`: lead there from the learning rate at this place, without a jump."""
+    allow_jump: bool = False
+    """Jumps of more than 10% of a value are meant. Without it they are errors, unless a ramp has a `from`."""
+    optimizer: OptimizerTimeline = OptimizerTimeline()
+    """New values of `[optimizer]`, as `optimizer.lr = 4e-5` or `optimizer.lr = { to = 4e-5, over = "500 steps" }`."""
+    train: TrainTimeline = TrainTimeline()
+    """New values of `[train]`."""
+    checkpoint: CheckpointTimeline = CheckpointTimeline()
+    """New values of `[checkpoint]`."""
+    eval: EvalTimeline = EvalTimeline()
+    """New values of `[eval]`."""
+    health: HealthTimeline = HealthTimeline()
+    """New values of `[health]`."""
+
+    @model_validator(mode="after")
+    def _means_something(self) -> TimelineEntry:
+        if self.rewarm is None and not any(True for _ in self.changes()):
+            raise ValueError("the entry changes nothing: give it a key, such as `optimizer.lr = 4e-5`, or `rewarm`")
+        if self.rewarm is not None and self.rewarm.value < 1:
+            raise ValueError(f"rewarm = {self.rewarm} is no length")
+        for key, interval in self.changes():
+            if isinstance(interval, Progress) and interval.value < 1:
+                raise ValueError(f"{key} = {interval} is not a positive interval")
+        floor = self.optimizer.min_lr
+        if self.continuous and (floor is None or floor.over is not None or self.optimizer.lr is not None):
+            raise ValueError("`continuous` is for a new optimizer.min_lr, not a ramp, and leaves optimizer.lr out")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        said = {}
+        for key, value in handler(self).items():
+            if value := {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value:
+                said[key] = value
+        return said
+
+    def changes(self) -> Iterator[tuple[str, Any]]:
+        """(dotted key, `Change` or plain value) of everything that is set, in the order of the schema."""
+        for name in ("optimizer", "train", "checkpoint", "eval", "health"):
+            section = getattr(self, name)
+            for key in type(section).model_fields:
+                if (value := getattr(section, key)) is not None:
+                    yield f"{name}.{key}", value
+
+    def keys(self) -> str:
+        """For people: `optimizer.lr = 4e-05, rewarm = 2_000 steps`."""
+        parts = [f"{key} = {_short(value)}" for key, value in self.changes()]
+        parts += ["continuous"] if self.continuous else []
+        parts += [f"rewarm = {self.rewarm}"] if self.rewarm is not None else []
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        """For people: `at 26_000 steps: optimizer.lr = 4e-05`."""
+        return f"at {self.at}: {self.keys()}"
+
+
+def _short(value: Any) -> str:
+    if not isinstance(value, Change):
+        return str(value)
+    if value.over is None:
+        return str(value.to)
+    return f"{'' if value.from_ is None else f'{value.from_} '}to {value.to} over {value.over}"

@@ -1,0 +1,96 @@
+"""The schedule as a table, and what the timeline changes, for people and as JSON. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from data.packing.opening import data_at
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.schedule import Schedule
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.units import Progress, human_count
+
+_COLUMNS = {"step": "10_", "consumed": "14_", "cursor": "14_", "tokens": "8", "batch": "6_", "lr": "10.3e"}
+"""Columns of every table with their formats; those of what is steered follow."""
+
+
+@dataclass(frozen=True)
+class TimelineRow:
+    """A timeline entry, after which step it counts, and what differs at once between that step and the next."""
+
+    step: int
+    samples: int
+    tokens: int
+    text: str
+    reason: str
+    jumps: list[str]
+
+
+def entries(schedule: Schedule) -> list[TimelineRow]:
+    """The timeline in order."""
+    return [
+        TimelineRow(
+            step=schedule.batch.step_at(placed.at + 1) - 1,
+            samples=placed.at,
+            tokens=schedule.tokens(placed.at),
+            text=placed.entry.keys(),
+            reason=placed.entry.reason,
+            jumps=[str(jump) for jump in placed.jumps],
+        )
+        for placed in schedule.timeline
+    ]
+
+
+def rows_at(config: Config, text: str) -> list[dict[str, Any]]:
+    """The schedule at places such as `43_680 steps` or `22_799,22_800 steps`, in that order. Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",")]
+    unit = parts[-1].lstrip("0123456789_. ")
+    return [_row_at(config, part if part.strip("0123456789_. ") else f"{part} {unit}") for part in parts]
+
+
+def _row_at(config: Config, text: str) -> dict[str, Any]:
+    schedule = config.schedule
+    try:
+        samples = schedule.samples(Progress.parse(text))
+    except ValueError as error:
+        raise ConfigError(f"--at: {error}") from None
+    if not 0 < samples <= schedule.total:
+        raise ConfigError(
+            f"--at {text!r} is {'after the end' if samples else 'before the first step'} of the run, which has "
+            f"{schedule.steps:_} steps: {schedule.total:_} samples, "
+            f"{schedule.tokens(schedule.total):_} tokens"
+        )
+    found = schedule.at(schedule.batch.step_at(samples))
+    length = schedule.lengths.length_at(int(found["consumed"]) - 1)
+    return {**found, **data_at(config, int(found["consumed"])), "sequence_length": length}
+
+
+def render_rows(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Rows of `Schedule.at` or `rows_at` as a table."""
+    columns = {name: layout for name, layout in _COLUMNS.items() if name in rows[0]}
+    others = [name for name in rows[0] if name not in (*columns, "shares", "sequence_length")]
+    head = [f"{name:>{layout.rstrip('_e').partition('.')[0]}}" for name, layout in columns.items()]
+    shares = ["  shares"] if "shares" in rows[0] else []
+    yield "  " + " ".join([*head, *(f"{name:>16}" for name in others), *shares])
+    for row in rows:
+        shown = {**row, "tokens": human_count(row["tokens"])}
+        cells = [f"{shown[name]:>{layout}}" for name, layout in columns.items()]
+        cells += [f"{_text(row[name]):>16}" for name in others]
+        cells += ["  " + ", ".join(f"{name} {share:.3g}" for name, share in row["shares"].items())] if shares else []
+        yield "  " + " ".join(cells)
+
+
+def render_entries(timeline: Sequence[TimelineRow]) -> Iterator[str]:
+    """The entries of a timeline, each with what jumps."""
+    for entry in timeline:
+        reason = f" ({entry.reason})" if entry.reason else ""
+        yield f"  timeline    after step {entry.step:_}, {entry.samples:_} samples: {entry.text}{reason}"
+        yield from (f"  {'':11} jump: {jump}" for jump in entry.jumps)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.3e}"
+    return ", ".join(f"{part:g}" for part in value) if isinstance(value, tuple) else str(value)

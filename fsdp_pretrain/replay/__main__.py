@@ -1,0 +1,12 @@
+"""`python -m fsdp_pretrain.replay REQUEST`: one rank of `fsdp-pretrain replay`, which starts it."""
+
+import sys
+
+from fsdp_pretrain import master_port
+from fsdp_pretrain.console import run_guarded
+
+if __name__ == "__main__":
+    held = master_port.hold()
+    from .main import rank_main  # imports torch, which takes seconds
+
+    sys.exit(run_guarded(lambda: rank_main(sys.argv[1])))

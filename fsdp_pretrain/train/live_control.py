@@ -1,0 +1,153 @@
+"""Acts on what operators ask of a live run with `control`: all ranks together, between two steps.
+
+Rank 0 has the requests. That there are some reaches the others in the sums of a step; what they mean is then decided on
+rank 0 and broadcast, when all ranks have issued the same steps. A change is in `overrides.toml` before any rank acts on
+it, so a killed run has it wholly or not at all. Every request is answered by a journal entry.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from fsdp_pretrain.checkpoint.store import sync_directory
+from fsdp_pretrain.config import live_set
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.timeline import TimelineEntry
+from fsdp_pretrain.errors import ConfigError, UserError
+from fsdp_pretrain.record import overrides
+from fsdp_pretrain.record.files import now, replace_file
+from fsdp_pretrain.record.inbox import Request
+from fsdp_pretrain.record.requests import Requests
+from fsdp_pretrain.units import human_time
+from fsdp_pretrain.watchdog.heartbeat.page import Phase
+
+from .run_context import RunContext
+
+_ROUND = 0.5
+"""Seconds between two looks for requests while the ranks are held."""
+
+
+@dataclass
+class Decided:
+    """What all ranks do before the next step: add timeline entries, then be held (or, if they are, go on)."""
+
+    entries: list[TimelineEntry] = field(default_factory=list)
+    pause: Request | None = None
+    resume: Request | None = None
+
+
+class LiveControl:
+    """The requests of one start. All ranks call its methods together.
+
+    Args:
+        run: shared context of the start.
+        guard: raises UserError if this job may not write into the run directory any more.
+
+    Attributes:
+        config: with all changes up to now.
+    """
+
+    def __init__(self, run: RunContext, guard: Callable[[], None]) -> None:
+        self._run, self._world, self._recorder, self._guard = run, run.world, run.recorder, guard
+        self.config = run.config
+
+    def decide(self, step: int, *, held: bool = False) -> Decided:
+        """Decide on the pending requests, after `step` was issued on all ranks and no later one on any."""
+        decided = self._world.decide(lambda: self._judge(step, held))
+        for entry in decided.entries:
+            self.config = live_set.steer(self.config, entry)
+        return decided
+
+    def _judge(self, step: int, held: bool) -> Decided:
+        """On rank 0: the requests in the order in which they were sent."""
+        decided, config = Decided(), self.config
+        for request in self._run.inbox.take_steering():
+            holds = decided.pause is not None or (held and decided.resume is None)
+            if request.verb == "set":
+                try:
+                    entry, config = self._set(request, step, config)
+                    decided.entries.append(entry)
+                except UserError as error:
+                    self.refuse(request, step, error.cause)
+            elif request.verb == "pause" and not holds:
+                decided.pause = request
+            elif request.verb == "resume" and holds and decided.pause is None:
+                decided.resume = request
+            else:
+                self.refuse(request, step, "the ranks are paused already" if holds else "the ranks are not paused")
+        return decided
+
+    def refuse(self, request: Request, step: int, why: str) -> None:
+        """Answer a request that changes nothing."""
+        self._answer(request, step, f"{request.verb} refused: {why}", refused=why)
+
+    def _answer(self, request: Request, step: int, text: str, **facts: object) -> None:
+        because = f", because: {request.reason}" if request.reason else ""
+        names = {"request": request.id, "asked": request.verb, "by": request.by, "reason": request.reason}
+        self._recorder.event("control", text + because, step=step, **names, **facts)
+
+    # ------------------------------------------------------------------ set
+
+    def _set(self, request: Request, step: int, before: Config) -> tuple[TimelineEntry, Config]:
+        """On rank 0: make a change last. Returns it, and the configuration with it. Raises UserError: it is refused."""
+        at, run = step if request.at is None else request.at, self._recorder.run
+        if at < step:
+            raise ConfigError(f"step {at + 1:_} has begun: the run is at step {step:_}")
+        entry = live_set.read_entry(request.changes, at=at, over=request.over, reason=request.reason)
+        after = live_set.steer(before, entry)
+        shown = live_set.shown_keys(entry)
+        was, is_ = ({key: live_set.value_at(config, key, at + 1) for key in shown} for config in (before, after))
+        facts = {"at": at, "consumed": after.schedule.samples(entry.at), "before": was, "after": is_}
+        self._guard()
+        try:
+            standing = overrides.add_entry(run, entry)
+        except OSError as error:
+            raise ConfigError(f"cannot write {run.overrides}: {error.strerror}") from None
+        with suppress(OSError):  # the first makes it outlive a power failure; the next start writes the second again
+            sync_directory(run.path)
+            replace_file(run.config, after.to_toml())
+        values = ", ".join(f"{key} {live_set.text_of(was[key])} -> {live_set.text_of(is_[key])}" for key in shown)
+        text = f"set {entry}; in step {at + 1:_}: {values}"
+        self._answer(request, step, text, did="set", entry=live_set.plain(entry), **facts)
+        self._recorder.status(force=True, overrides=str(standing))
+        return entry, after
+
+    # ------------------------------------------------------------------ pause
+
+    def hold(
+        self, asked: Request, step: int, look: Callable[[], Requests], act: Callable[[Requests], Request | None]
+    ) -> bool:
+        """Hold all ranks idle after `step`. Returns whether to stop, else they were asked to go on.
+
+        Args:
+            asked: who asked for it, and why.
+            step: number of the last step.
+            look: returns this rank's pending requests.
+            act: does what all ranks together were asked for meanwhile; returns a request to go on.
+        """
+        since, start = now(), time.monotonic()
+        self._answer(asked, step, f"paused after step {step:_}", did="pause")
+        held = {"since": since, "by": asked.by, "reason": asked.reason}
+        self._recorder.status(force=True, state="paused", paused=held)
+        released: Request | None = None
+        try:
+            while released is None:
+                self._run.heartbeat.beat(Phase.PAUSED)
+                time.sleep(_ROUND)
+                found = self._world.gather(look())
+                if any(each.stop for each in found):
+                    return True
+                together = Requests(save=any(each.save for each in found), steer=any(each.steer for each in found))
+                released = act(together)
+                self._recorder.status(state="paused")
+        finally:
+            text = f"after a pause of {human_time(time.monotonic() - start)}"
+            if released is not None:
+                self._answer(released, step, f"resumed after step {step:_}, {text}", did="resume")
+            else:
+                self._recorder.event("control", f"ends {text}", step=step, did="resume")
+            self._recorder.status(force=True, state="running", paused=None)
+        return False

@@ -1,0 +1,260 @@
+"""Statistics of parameter groups: what they are, that they change nothing, what they send, and who shows them."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from records import step_record
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from data.packing.opening import open_packer
+from eval.checkpoints import read_checkpoint
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.models.masks import dense_mask
+from fsdp_pretrain.record.step_record import StepRecord, parse
+from fsdp_pretrain.report.panels import lay_out
+from fsdp_pretrain.train.activation_maxima import highest_logit, highest_score
+from fsdp_pretrain.train.group_statistics import group_of
+
+COUNTER = Path(__file__).with_name("count_collectives.py")
+GROUPS = ["embedding", "norms", "attention/0", "mlp/0", "attention/1", "mlp/1", "head"]
+MEASURED = {"record": {"statistics_every": "3 steps", "activation_maxima": True, "console_every": 100}}
+DROPS = {"family": "gpt", "kv_heads": None, "ffn": None, "positions": 64, "dropout": 0.1}
+
+
+def train(lab: Any, name: str, ranks: int, **sections: Any) -> Path:
+    """Seven steps, with all their checkpoints; a share of a step is one micro-batch."""
+    config = lab.config(
+        name,
+        train={"duration": "7 steps", "micro_batch": 8 // ranks, "grad_clip": 0.1},
+        checkpoint={"every": "1 step", "keep_last": 9},
+        parallel={"shard": min(ranks, 2)},
+        **sections,
+    )
+    lab.train(config, ranks=ranks)
+    return lab.path / name  # type: ignore[no-any-return]
+
+
+def tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Everything in the checkpoint of a step, whole."""
+    reader = FileSystemReader(run / f"checkpoints/step-{step:08d}")
+    known = reader.read_metadata().state_dict_metadata
+    found = {name: torch.empty(known[name].size, dtype=known[name].properties.dtype) for name in known}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+def expected(
+    before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], clip: float
+) -> dict[str, dict[str, float]]:
+    """The statistics of a step from the states around it: gradients from what they added to the first moment."""
+    found: dict[str, Counter[str]] = {}
+    for name in (key.removeprefix("model.") for key in after if key.startswith("model.")):
+        group = found.setdefault(group_of(name, 2), Counter())
+        weights, old = (side[f"model.{name}"].double() for side in (after, before))
+        m, was = (side[f"optim.{name}.exp_avg"].double() for side in (after, before))
+        v = after[f"optim.{name}.exp_avg_sq"].double()
+        group["gradient"] += float(((m - 0.9 * was) / 0.1 / clip).square().sum())
+        group["weights"] += float(weights.square().sum())
+        group["update"] += float((weights - old).square().sum())
+        group["second_moment_l1"] += float(v.sum())
+        group["second_moment_root_l1"] += float(v.sqrt().sum())
+        group["second_moment_max"] = max(group["second_moment_max"], float(v.max()))
+    total = sum(group["gradient"] for group in found.values())
+    return {
+        name: {
+            "grad_norm": group["gradient"] ** 0.5,
+            "grad_share": group["gradient"] / total,
+            "weight_norm": group["weights"] ** 0.5,
+            "update_ratio": (group["update"] / group["weights"]) ** 0.5,
+            "second_moment_root_max": group["second_moment_max"] ** 0.5,
+            **{key: value for key, value in group.items() if key.startswith("second_moment")},
+        }
+        for name, group in found.items()
+    }
+
+
+def maxima(run: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Largest logit and scores of the batch of a step, from the weights before it, with scores that are materialised."""
+    model, config = read_checkpoint(Store(run / "checkpoints").find(step - 1), "cpu")
+    tokens = torch.from_numpy(open_packer(config).pack(8 * (step - 1), 8).tokens)
+    scores = list[float]()
+
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert options["is_causal"] and options["attn_mask"] is None
+        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+        ahead = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
+        found = (query @ key.transpose(2, 3) / math.sqrt(query.shape[3])).masked_fill(ahead, -math.inf)
+        scores.append(float(found.max()))
+        return found.softmax(-1) @ value
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    with torch.inference_mode():
+        logits = model.eval()(tokens[:, :-1])
+    return [float(logits.max()), *scores]
+
+
+@pytest.mark.shows("B6")
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
+def test_they_are_those_of_an_unsharded_computation(
+    lab: Any, helpers: Any, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """On one rank, on two shards, and on two replicas of two; with clipping, decay and bias correction."""
+    run = train(lab, "run", ranks, **MEASURED)
+    records = helpers.metrics(run)
+    assert [record["step"] for record in records if record["groups"]] == [3, 6]
+    for step in (3, 6):
+        record = records[step - 1]
+        assert record["clip"] < 1 and list(record["groups"]) == GROUPS
+        found = expected(tensors(run, step - 1), tensors(run, step), record["clip"])
+        for name, values in found.items():
+            assert record["groups"][name] == pytest.approx(values, rel=1e-3), (step, name)
+        squares = sum(group["grad_norm"] ** 2 for group in record["groups"].values())
+        assert squares**0.5 == pytest.approx(record["grad_norm"], rel=1e-5)
+        assert sum(group["grad_share"] for group in record["groups"].values()) == pytest.approx(1)
+        whole = maxima(run, step, monkeypatch)
+        assert [record["maxima"]["logit"], *record["maxima"]["attention_scores"]] == pytest.approx(whole, rel=1e-5)
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks"), [(DROPS, 2), pytest.param({}, 4, marks=pytest.mark.slow)], ids=["dropout", "sharded"]
+)
+def test_training_is_the_same_to_the_bit_without_them(lab: Any, helpers: Any, model: Any, ranks: int) -> None:
+    seen = train(lab, "seen", ranks, model=model, record={**MEASURED["record"], "statistics_every": "1 step"})
+    blind = train(lab, "blind", ranks, model=model, record={"statistics_every": "0 steps"})
+    digests = [[each.manifest().state_digest for each in Store(run / "checkpoints").scan()] for run in (seen, blind)]
+    assert digests[0] == digests[1] and len(digests[0]) == 7
+    assert all(record["groups"] and record["maxima"] for record in helpers.metrics(seen))
+    assert not any(record["groups"] or record["maxima"] for record in helpers.metrics(blind))
+
+
+@pytest.mark.slow
+def test_what_is_skipped_or_frozen_has_no_update(lab: Any, helpers: Any) -> None:
+    """A frozen group's update is 0 while its moments fill; a step that overflows has no norms and updates nothing."""
+    frozen = {"at": "2 steps", "parameters": ["^embedding"], "reset": "none", "freeze": "2 steps"}
+    every = {"statistics_every": "1 step"}
+    run = train(lab, "frozen", 2, optimizer={"surgery": [frozen]}, record=every)
+    ratios = [record["groups"]["embedding"]["update_ratio"] for record in helpers.metrics(run)]
+    assert [ratio == 0 for ratio in ratios] == [False, False, True, True, False, False, False]
+    config = lab.config(
+        "fp16", train={"precision": "fp16", "loss_scale": {"first": 2.0**40}, "duration": "5 steps"}, record=every
+    )
+    lab.train(config)
+    for record in helpers.metrics(lab.path / "fp16"):
+        assert record["skipped"] and {group["update_ratio"] for group in record["groups"].values()} == {0.0}
+        assert None in {group["grad_norm"] for group in record["groups"].values()}
+
+
+@pytest.mark.slow
+def test_they_cost_one_small_gather(lab: Any, helpers: Any) -> None:
+    """Over the shards, of six numbers per group from every rank; all other collectives stay."""
+    config, found = lab.config(train={"micro_batch": 1}), []
+    for every in ("1 step", "0 steps"):
+        line = [sys.executable, str(COUNTER), "2", "4", str(config), f"record.statistics_every={every}"]
+        done = subprocess.run(line, capture_output=True, text=True, cwd="/", env=helpers.environment(), timeout=100)
+        assert done.returncode == 0, done.stderr
+        found.append(Counter((each["kind"], each["ranks"], each["bytes"]) for each in json.loads(done.stdout)))
+    measured, without = found
+    assert measured - without == Counter({("allgather_", 4, 6 * len(GROUPS) * 8): 1})
+    assert not without - measured
+
+
+# ------------------------------------------------------------------------ parts
+
+
+@pytest.mark.quick
+def test_every_parameter_is_in_the_group_of_its_kind_and_depth() -> None:
+    names = ["embedding.weight", "positions.weight", "head.weight", "norm.weight", "embedding_norm.bias"]
+    assert [group_of(name, 2) for name in names] == ["embedding", "embedding", "head", "norms", "norms"]
+    assert group_of("blocks.7.attention.query.bias", 32) == "attention/00-07"
+    assert group_of("blocks.8.mlp.up.weight", 32) == "mlp/08-15"
+    assert group_of("blocks.8.attention.query_norm.weight", 32) == group_of("blocks.8.mlp_norm.bias", 32) == "norms"
+    for layers in (1, 2, 3, 5, 6, 32, 70):
+        found = [group_of(f"blocks.{layer}.mlp.up.weight", layers) for layer in range(layers)]
+        assert found == sorted(found) and len(set(found)) <= 4
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("chunk", [1, 40, 2**25])
+@pytest.mark.parametrize("mask", ["causal", "bool", "added"])
+def test_maxima_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int, mask: str) -> None:
+    """Scores that no query sees do not count, however large."""
+    from fsdp_pretrain.train import activation_maxima
+
+    monkeypatch.setattr(activation_maxima, "_VALUES", chunk)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 9, 8, generator=generator)
+    key = torch.randn(2, 2, 9, 8, generator=generator)
+    key[:, :, -1] *= 50  # only the last query sees it
+    query[:, :, -1] *= 0.01
+    visible = dense_mask(None, 9, query.device)
+    bias = torch.where(visible, torch.randn(1, 4, 9, 9, generator=generator), -math.inf)
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) / math.sqrt(8)
+    scores = scores + bias if mask == "added" else scores.masked_fill(~visible, -math.inf)
+    given = {"causal": None, "bool": visible, "added": bias}[mask]
+    assert highest_score(query, key, given) == pytest.approx(float(scores.max()), rel=1e-6)
+    hidden, weight = torch.randn(2, 9, 8, generator=generator), torch.randn(11, 8, generator=generator)
+    assert highest_logit(hidden, weight) == pytest.approx(float((hidden @ weight.T).max()), rel=1e-6)
+
+
+def grouped(step: int) -> StepRecord:
+    """A record with statistics of two groups."""
+    group = {
+        "grad_norm": 0.5, "grad_share": 0.2, "weight_norm": 3.0, "update_ratio": 1e-3, "second_moment_l1": 2.0,
+        "second_moment_max": 0.25, "second_moment_root_l1": 4.0, "second_moment_root_max": 0.5,
+    }  # fmt: skip
+    line = json.loads(step_record(step).to_line())
+    line["groups"] = {"embedding": group, "mlp/0-7": {**group, "grad_norm": None}}
+    line["maxima"] = {"logit": 12.5, "attention_scores": [3.0, None]}
+    record = parse(json.dumps(line))
+    assert record is not None and parse(record.to_line()) == record
+    return record
+
+
+@pytest.mark.quick
+def test_trackers_get_what_is_known() -> None:
+    from fsdp_pretrain.trackers.points import _values
+
+    found = {scalar.path: scalar.value for scalar in _values(grouped(7)).scalars}
+    assert found["optimizer/group_grad_norm/embedding"] == 0.5
+    assert "optimizer/group_grad_norm/mlp/0-7" not in found
+    assert found["optimizer/group_update_ratio/mlp/0-7"] == 1e-3
+    assert found["training/logit_max"] == 12.5 and found["training/attention_score_max/0"] == 3.0
+    assert "training/attention_score_max/1" not in found
+
+
+@pytest.mark.quick
+def test_the_report_has_panels_of_the_groups(tmp_path: Path) -> None:
+    from fsdp_pretrain.record.start_history import read_steps
+
+    lines = [(grouped(step) if step == 2 else step_record(step)).to_line() + "\n" for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    steps, damaged = read_steps(tmp_path / "metrics.jsonl")
+    assert not damaged and steps.by_source["gradient/embedding"].tolist()[1] == 0.5
+    assert all(math.isnan(steps.by_source["gradient/embedding"][row]) for row in (0, 2))
+    panels = {panel.name: panel for panel in lay_out(steps.by_source).panels}
+    assert [trace.label for trace in panels["update"].traces] == ["embedding", "mlp/0-7"]
+    assert [trace.column for trace in panels["moment"].traces] == ["second_moment/embedding", "second_moment/mlp/0-7"]
+
+
+@pytest.mark.quick
+def test_prometheus_keeps_the_last_measurement(lab: Any) -> None:
+    from fsdp_pretrain.watchdog.notify.prometheus import render
+    from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
+
+    seen = Snapshot("x")
+    seen.see_groups(grouped(7))
+    seen.see_groups(step_record(8))
+    text = render(seen)
+    assert 'group_grad_norm{group="embedding",run="x"} 0.5' in text
+    assert 'group_update_ratio{group="mlp/0-7",run="x"} 0.001' in text and text.count("group_grad_norm{") == 1

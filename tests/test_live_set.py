@@ -1,0 +1,284 @@
+"""`control set` on a live run: one more timeline entry, previewed, in force on all ranks at one step, and lasting."""
+
+from __future__ import annotations
+
+import json
+import signal
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from processes import ROOT
+from sight import seeded, steps, until
+from traps import killed_at
+
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.live_set import read_entry, steer, steerable
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.record import overrides
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.overrides import Overrides
+from fsdp_pretrain.record.requests import send
+
+CLI = "fsdp_pretrain.cli"
+STEPS = 60
+SCHEDULE = {"lr": 1e-2, "min_lr": 1e-3, "warmup": "4 steps", "decay": f"{STEPS} steps"}
+
+
+def timeline(run: Path) -> list[dict[str, Any]]:
+    """The entries that last, as tables."""
+    path = run / "overrides.toml"
+    return tomllib.loads(path.read_text()).get("timeline", []) if path.exists() else []
+
+
+def config_of(lab: Any, name: str = "run", **sections: dict[str, Any]) -> Path:
+    train = {"duration": f"{STEPS} steps", "micro_batch": 2, **sections.pop("train", {})}
+    config: Path = lab.config(name, train=train, optimizer=SCHEDULE, **{"parallel": {"shard": 2}, **sections})
+    return config
+
+
+def same_as_configured(lab: Any, helpers: Any, config: Path, run: Path, ranks: int, *, last: int = STEPS) -> None:
+    """A run whose configuration has the lasting entries as its timeline has the same bits in every step."""
+    twin = lab.path / f"{run.name}-configured"
+    path = lab.path / f"{run.name}-configured.toml"
+    path.write_text(tomli_w.dumps({**tomllib.loads(config.read_text()), "timeline": timeline(run)}))
+    lab.train(path, f"run.dir={twin}", f"train.duration={last} steps", "checkpoint.every=1000 steps", ranks=ranks)
+    assert helpers.losses(run) == helpers.losses(twin)
+    assert [record["lr"] for record in helpers.metrics(run)] == [record["lr"] for record in helpers.metrics(twin)]
+
+
+@pytest.mark.shows("A22", "A35")
+def test_a_live_set_is_a_timeline_entry(
+    lab: Any, helpers: Any, run_command: Any, start_command: Any, gates: Any
+) -> None:
+    """4 ranks: in force in the same step on all, as previewed to the bit, in journal, checkpoint and overrides.toml;
+    and the run is that of a configuration with the entry. What cannot be is refused before and after it is sent."""
+    config, run = config_of(lab, checkpoint={"every": "1000 steps"}), lab.path / "run"
+    first, second = gates(20, 50)
+    job = lab.start(config, ranks=4)
+    until(lambda: steps(run) >= 17, what=job.output)
+
+    def asked(*arguments: object) -> Any:
+        return run_command(CLI, "control", run, "set", *arguments)
+
+    change = ("optimizer.lr_scale=0.5", "optimizer.weight_decay=0.02", "--at", 30)
+    unsure = asked(*change)
+    assert unsure.returncode == 78 and "add --yes" in unsure.stderr and "optimizer.lr  " in unsure.stdout
+    wrong = asked("optimizer.lr=abc", "data.seed=2", "--yes")
+    assert wrong.returncode == 78 and "data.seed cannot be changed on a live run" in wrong.stderr
+    past = asked("optimizer.lr_scale=0.5", "--at", 3, "--yes")
+    assert past.returncode == 78 and "already" in past.stderr
+    unheard = asked(*change, "--yes", "--wait", "0.2 s")
+    assert unheard.returncode == 75 and "was taken back: nothing was changed" in unheard.stderr
+    assert not list((run / "control").iterdir()) and not (run / "overrides.toml").exists()
+
+    late = send(RunDir(run), "set", changes=["optimizer.lr_scale=0.1"], at=2, reason="")
+    command = start_command(CLI, "control", run, "set", *change, "--reason", "less noise", "--yes", "--json")
+    until(lambda: len(list((run / "control").iterdir())) == 2, what="the requests")
+    first.touch()
+    assert command.wait() == 0, (command.output(), job.output())
+    found = json.loads(command.output()[0])
+    second.touch()
+    assert job.wait() == [0] * 4, job.output()
+
+    records = {record["step"]: record for record in helpers.metrics(run)}
+    shown = [each for each in found["preview"] if each["key"] == "optimizer.lr" and each["step"] <= STEPS]
+    assert {30, 31, 32, 40} <= {each["step"] for each in shown}
+    assert [each["after"] for each in shown] == [repr(records[each["step"]]["lr"]) for each in shown]
+    answers = helpers.journal(run, "control")
+    assert answers[0]["request"] == late.stem and "step 3 has begun" in answers[0]["refused"]
+    answer = answers[1]
+    assert answer == found["answer"] and answer["at"] == 30 and answer["reason"] == "less noise" and answer["by"]
+    assert answer["after"]["optimizer.lr"] == records[31]["lr"] == answer["before"]["optimizer.lr"] / 2
+    assert (answer["before"]["optimizer.weight_decay"], answer["after"]["optimizer.weight_decay"]) == (0.1, 0.02)
+    assert "less noise" in (run / "CHRONICLE.md").read_text()
+    kept = load(run / f"checkpoints/step-{STEPS:08d}/config.toml").timeline
+    assert kept == list(overrides.read(RunDir(run)).timeline) == load(run / "config.toml").timeline and len(kept) == 1
+    same_as_configured(lab, helpers, config, run, 4)
+
+
+@pytest.mark.slow
+def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(
+    lab: Any, helpers: Any, run_command: Any, gates: Any
+) -> None:
+    """What was set before the checkpoint stays, what counted in steps behind it goes, what is ahead of the run stays."""
+    config, run = config_of(lab, parallel={}, checkpoint={"every": "10 steps", "keep_last": 9}), lab.path / "run"
+    first, second = gates(15, 40)
+    job = lab.start(config)
+    until(lambda: steps(run) >= 12, what=job.output)
+    send(RunDir(run), "set", changes=["optimizer.lr_scale=0.5"], at=24, reason="")
+    send(RunDir(run), "set", changes=["train.grad_clip=0.5"], at=50, reason="")
+    first.touch()
+    until(lambda: steps(run) >= 37, what=job.output)
+    assert [entry["did"] for entry in helpers.journal(run, "control")] == ["set", "set"]
+    assert run_command(CLI, "control", run, "stop").returncode == 0
+    second.touch()
+    assert job.wait() == [75], job.output()
+
+    replayed = run_command(CLI, "replay", run, "--from", 20, "--steps", 6, "--out", lab.path / "replayed")
+    assert replayed.returncode == 0, (replayed.stdout, replayed.stderr)  # with what was set at 24
+
+    def dry(step: int) -> list[str]:
+        done = run_command(CLI, "rollback", run, "--to", step, "--dry-run", "--json")
+        assert done.returncode == 0, done.stderr
+        return [text for text in json.loads(done.stdout)["changes"] if text.startswith("timeline")]
+
+    assert dry(30) == []
+    assert dry(20) == ["timeline: at 24 steps: optimizer.lr_scale = 0.5 -> absent"]
+    assert run_command(CLI, "rollback", run, "--to", 20).returncode == 0
+    assert [entry["at"] for entry in timeline(run)] == ["50 steps"]
+    lab.train(config)
+    same_as_configured(lab, helpers, config, run, 1)
+
+
+@pytest.mark.quick
+def test_every_problem_of_a_set_is_said_at_once() -> None:
+    changes = ["optimizer.lr=0", "data.seed=2", "optimizer.lr_scale=2", "optimizer.lr_scale=3", "health.spike"]
+    with pytest.raises(ConfigError) as caught:
+        read_entry(changes, at=3)
+    for words in (
+        "data.seed cannot be changed",
+        "optimizer.lr_scale is given twice",
+        "'health.spike' is not of the form",
+    ):
+        assert words in caught.value.cause
+    assert caught.value.exit == 78 and "optimizer.betas" in caught.value.remedy
+    for change, over, words in (
+        ("optimizer.lr=0", "", "greater than 0"),
+        ("checkpoint.every=20", "", "no unit"),
+        ("checkpoint.every=20 steps", "10 steps", "cannot be ramped"),
+        ("optimizer.lr={to=1e-4, over='3 steps'}", "10 steps", "once"),
+        ("optimizer.lr=1e-3", "10", "not a quantity"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            read_entry([change], at=3, over=over)
+    assert {"optimizer.lr_scale", "optimizer.betas", "train.z_loss", "checkpoint.every", "health.spike"} <= {
+        *steerable()
+    }
+
+
+@pytest.mark.quick
+def test_an_entry_is_added_wholly_or_not_at_all(tmp_path: Path) -> None:
+    """Killed before any of the changes to the file system that adding makes."""
+    run = RunDir(tmp_path)
+    one, two = (read_entry([change], at=at) for change, at in (("optimizer.lr_scale=0.5", 3), ("train.z_loss=1e-4", 5)))
+    overrides.add_entry(run, one)
+    states, operation = set(), 0
+    while killed_at(lambda: overrides.add_entry(run, two), operation := operation + 1):
+        states.add(overrides.read(run).timeline)
+        run.overrides.write_text(Overrides(timeline=(one,)).to_toml())
+    assert operation > 2 and states <= {(one,), (one, two)} and (one,) in states
+    assert overrides.read(run).timeline == (one, two)
+
+
+@pytest.mark.quick
+def test_lasting_entries_are_part_of_the_configuration_once(lab: Any) -> None:
+    """Also where the file, such as the run's own config.toml, has them already; one more entry is seen in the values."""
+    config, entry = load(config_of(lab)), read_entry(["optimizer.lr_scale=0.5"], at=30)
+    after = steer(config, entry)
+    path = lab.path / "written.toml"
+    path.write_text(after.to_toml())
+    for file in (lab.path / "run.toml", path):
+        assert overrides.apply(file, (), Overrides(timeline=(entry,))) == after
+    assert overrides.apply(path, (), Overrides(), [entry]) == config
+    consumed = config.schedule.batch.consumed_at
+    assert [after.schedule.lr_at(consumed(n)) / config.schedule.lr_at(consumed(n)) for n in (30, 31)] == [1.0, 0.5]
+
+
+POINTS = {  # verb and path of the change before which rank 0 is killed -> the change lasts
+    "taken": ("remove", r"/control/\d+-\w+\.json$", None),
+    "opened": ("open", r"\.overrides\.toml\.", False),
+    "written": ("fsync", r"\.overrides\.toml\.", False),
+    "named": ("rename", r"/overrides\.toml$", False),
+    "in force": ("open", r"/run/\.config\.toml\.", True),
+    "told": ("rename", r"/run/config\.toml$", True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", POINTS)
+def test_a_live_set_survives_kill_9_at_any_point(
+    lab: Any, helpers: Any, start_command: Any, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """The run has it wholly or not at all, the command says which, and so does the next start."""
+    verb, path, lasts = POINTS[point]
+    config, run = config_of(lab, checkpoint={"every": "7 steps"}, train={"duration": "100_000 steps"}), lab.path / "run"
+    trap = {"rank": 0, "verb": verb, "path": path, "after": r"\.writing-" if lasts else ""}
+    monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/traps.py"))
+    monkeypatch.setenv("TRAP", json.dumps(trap))
+    job = lab.start(config, ranks=2)
+    monkeypatch.delenv("TRAP")
+    monkeypatch.delenv("EXECUTE_FIRST")
+    until(lambda: steps(run) >= 10, what=job.output)
+    command = start_command(CLI, "control", run, "set", "optimizer.lr_scale=0.5", "--yes", "--reason", "why")
+    assert -signal.SIGKILL in job.wait()
+    assert command.wait() == 75, command.output()
+    said = command.output()[1]
+    if lasts is None:
+        assert "taken back" in said
+    else:
+        assert ("it lasts, also over restarts" in said) is lasts and ("nothing was changed" in said) is not lasts
+    assert bool(timeline(run)) is bool(lasts)
+    last = max(record["step"] for record in helpers.metrics(run)) + 20
+    lab.train(config, f"train.duration={last} steps", ranks=2, flags=("--allow", "train.duration"))
+    told = [entry["text"] for entry in helpers.journal(run, "overrides")]
+    assert bool(told) is bool(lasts) and all("optimizer.lr_scale = 0.5" in text for text in told)
+    same_as_configured(lab, helpers, config, run, 2, last=last)
+
+
+CHOICES = {
+    "optimizer.lr": [4e-3, 2e-2],
+    "optimizer.min_lr": [1e-4, 2e-3],
+    "optimizer.lr_scale": [0.3, 0.7, 1.5],
+    "optimizer.weight_decay": [0.0, 0.05, 0.2],
+    "optimizer.betas": [[0.85, 0.99], [0.9, 0.9]],
+    "optimizer.embedding_shrink": [0.1, 0.9],
+    "train.grad_clip": [0.1, 0.5, 2.0],
+    "train.z_loss": [1e-4, 1e-3],
+    "checkpoint.every": ["5 steps", "11 steps"],
+    "health.spike": [8.0],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(3))
+def test_ten_sets_with_kills_between_are_one_timeline(lab: Any, helpers: Any, run_command: Any, seed: int) -> None:
+    """2 to 4 ranks, at once or at a later step, ramped or not; kill -9 of one rank or all after each, at any moment."""
+    rng = seeded(seed)
+    ranks = (4, 2, 3)[seed % 3]
+    config = config_of(
+        lab,
+        train={"duration": "100_000 steps", "global_batch": "12 samples", "micro_batch": 12 // ranks},
+        checkpoint={"every": "7 steps"},
+        parallel={"shard": 2 if ranks == 4 else ranks},
+        health={"rollback": False},  # it would take sets along
+    )
+    run, sent = lab.path / "run", 0
+    while sent < 10:
+        job = lab.start(config, ranks=ranks)
+        segment = len(list((run / "segments").glob("*"))) + 1
+        metrics = run / f"segments/{segment:04d}/metrics.jsonl"
+        until(metrics.exists, what=job.output)
+        goal = rng.randrange(1, 12)
+        until(lambda: metrics.read_text().count("\n") >= goal, what=job.output)  # noqa: B023
+        for _ in range(rng.choice([1, 1, 2])):
+            key = rng.choice(list(CHOICES))
+            value, more = json.dumps(rng.choice(CHOICES[key])), list[object]()
+            if not key.startswith(("checkpoint", "health")) and rng.random() < 0.4:
+                more += ["--over", f"{rng.randrange(3, 40)} steps"]
+            if rng.random() < 0.4:
+                more += ["--at", helpers.metrics(run)[-1]["step"] + rng.randrange(1, 300)]
+            done = run_command(CLI, "control", run, "set", f"{key}={value}", *more, "--yes")
+            assert done.returncode in (0, 78), (done.stdout, done.stderr, job.output())
+            sent += done.returncode == 0
+        if rng.random() < 0.3:
+            run_command(CLI, "control", run, "pause")
+        job.kill(rng.choice([None, rng.randrange(ranks)]))
+        job.wait_or_kill(75)
+        assert len(timeline(run)) == sent
+    last = helpers.metrics(run)[-1]["step"] + 20
+    lab.train(config, f"train.duration={last} steps", ranks=ranks, flags=("--allow", "train.duration"))
+    same_as_configured(lab, helpers, config, run, ranks, last=last)

@@ -1,0 +1,115 @@
+"""Steering a live run with `control`: pausing it, and changing settings from a step on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sight import PATIENT, steps, until
+
+CLI = "fsdp_pretrain.cli"
+LONG = {"duration": "100_000 steps", "micro_batch": 2}
+
+
+class Live:
+    """A run that trains until it is asked to stop, and commands to it."""
+
+    def __init__(self, lab: Any, helpers: Any, run_command: Any, config: Path, ranks: int) -> None:
+        self._lab, self._helpers, self._command, self.config, self.ranks = lab, helpers, run_command, config, ranks
+        self.run: Path = lab.path / "run"
+        self.job: Any = None
+
+    def start(self, *overrides: str) -> Any:
+        self.job = self._lab.start(self.config, *overrides, ranks=self.ranks)
+        return self.job
+
+    def reach(self, step: int) -> None:
+        until(lambda: steps(self.run) >= step, what=lambda: self.job.output())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return self._helpers.metrics(self.run)  # type: ignore[no-any-return]
+
+    def control(self, *arguments: object, expect: int = 0) -> str:
+        done = self._command(CLI, "control", self.run, *arguments)
+        assert done.returncode == expect, (arguments, done.returncode, done.stdout, done.stderr, self.job.output())
+        return done.stdout + done.stderr  # type: ignore[no-any-return]
+
+    def answers(self) -> list[dict[str, Any]]:
+        return self._helpers.journal(self.run, "control")  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def live(lab: Any, helpers: Any, run_command: Any) -> Any:
+    """`live(ranks, **sections)`: a run of many steps, not started yet."""
+
+    def make(ranks: int = 2, **sections: dict[str, Any]) -> Live:
+        train = {**LONG, "micro_batch": 8 // ranks, **sections.pop("train", {})}
+        config = lab.config(train=train, **{"checkpoint": {"every": "50_000 steps"}, **sections})
+        return Live(lab, helpers, run_command, config, ranks)
+
+    return make
+
+
+@pytest.mark.shows("D17")
+def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, helpers: Any) -> None:
+    """Save, and stop, while paused; the pause is in the status, the journal and a row of its own in goodput, and no
+    step's time."""
+    run = live()
+    job = run.start()
+    run.reach(5)
+    said = run.control("pause", "--reason", "power is cut")
+    entry = run.answers()[-1]
+    step = entry["step"]
+    assert f"paused after step {step}, because: power is cut" in said and entry["did"] == "pause" and entry["by"]
+    assert steps(run.run) == step
+    status = run_command(CLI, "status", run.run)
+    assert status.returncode == 1 and ": PAUSED" in status.stdout, status.stdout
+    assert f"by {entry['by']}: power is cut" in status.stdout and "paused for" in status.stdout
+    assert "paused already" in run.control("pause", expect=78)
+    assert not helpers.journal(run.run, "checkpoint")
+    run.control("save")
+    until(lambda: [saved["step"] for saved in helpers.journal(run.run, "checkpoint")] == [step], what=job.output)
+    assert steps(run.run) == step
+
+    assert f"resumed after step {step}, after a pause" in run.control("resume")
+    run.reach(step + 5)
+    assert "not paused" in run.control("resume", expect=78)
+    assert [record["step"] for record in run.metrics() if record["seconds"]["paused"]] == [step + 1]
+
+    run.control("pause")
+    last = run.answers()[-1]["step"]
+    run.control("stop", "--reason", "done")
+    assert job.wait() == [75, 75], job.output()
+    assert steps(run.run) == last == helpers.journal(run.run, "checkpoint")[-1]["step"]
+    assert "done" in json.loads((run.run / "status.json").read_text())["exit_intent"]["reason"]
+    found = json.loads(run_command(CLI, "goodput", run.run, "--json").stdout)
+    held = sum(record["seconds"]["paused"] for record in run.metrics())
+    assert found["states"]["paused"] > held > 0
+    assert sum(found["states"].values()) == pytest.approx(found["wall_seconds"])
+    assert not found["incidents"]
+
+
+@pytest.mark.shows("D17")
+@pytest.mark.slow
+def test_a_pause_raises_no_alarm_and_a_hang_in_it_does(live: Any, helpers: Any) -> None:
+    """Several times longer than the deadlines of a hang."""
+    hang = {**PATIENT["hang"], "soft": "5 s", "hard": "60 s", "unknown_soft": "60 s"}
+    run = live(watchdog={**PATIENT, "hang": hang})
+    run.start()
+    run.reach(40)
+    run.control("pause")
+    begun = helpers.journal(run.run, "control")[-1]["time"]
+    pages = run.run / "watchdog"
+    until(lambda: _age(begun) > 20, what="20 s in a pause")
+    assert pages.exists() and not helpers.alarms(run.run, "hang")
+    run.job.kill(1, 19)  # SIGSTOP
+    until(lambda: helpers.alarms(run.run, "hang"), what="the alarm for a rank that is stopped in a pause")
+    assert helpers.alarms(run.run, "hang")[-1]["facts"]["suspects"] == [1]
+
+
+def _age(since: str) -> float:
+    from fsdp_pretrain.record.files import age
+
+    return age(since)

@@ -1,0 +1,78 @@
+"""A trace of chosen steps of a live run: its ranks and steps, no change of numbers, storage that fails."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import CLI, Run
+
+
+def events(path: Path) -> list[str]:
+    """The names of the events of a trace."""
+    with gzip.open(path, "rt") as file:
+        return [event.get("name", "") for event in json.load(file)["traceEvents"]]
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Runs wait before step 5 until this file exists; steps take longer than reading the inbox is apart, in 10 steps."""
+    gate = tmp_path / "gate"
+    faults = [
+        {"rank": "all", "step": 0, "kind": "wait", "seconds": 0.06},
+        {"rank": "all", "step": 5, "kind": "await_file", "path": str(gate)},
+    ]
+    monkeypatch.setenv("EXECUTE_FIRST", str(Path(__file__).with_name("faults.py")))
+    monkeypatch.setenv("FAULT", json.dumps(faults))
+    return gate
+
+
+def test_two_ranks_trace_the_same_steps_and_no_number_changes(
+    lab: Any, helpers: Any, run_command: Run, held: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for while the run waits at a step: the files hold those steps, and the record is that of a run alone."""
+    config = lab.config(train={"duration": "24 steps"}, checkpoint={"every": "24 steps"})
+    job = lab.start(config, ranks=2)
+    run = lab.path / "run"
+    helpers.wait_for(lambda: helpers.metrics(run))
+    refused = run_command(CLI, "profile", run, "--ranks", "0,2")
+    assert refused.returncode == 78 and "ranks 0 to 1" in refused.stderr
+    assert run_command(CLI, "profile", run, "--steps", 21).returncode == 78
+    done = run_command(CLI, "profile", run, "--steps", 2, "--at", 20, "--ranks", "0,1")
+    assert done.returncode == 0 and "perfetto" in done.stdout, done.stderr
+    held.touch()
+    assert job.wait() == [0, 0]
+    traces = [run / f"profiles/step-00000020-rank-{rank}.json.gz" for rank in (0, 1)]
+    for path in traces:
+        assert [name for name in events(path) if re.fullmatch(r"step \d+", name)] == ["step 20", "step 21"]
+    texts = [entry["text"] for entry in helpers.journal(run, "profile")]
+    assert "tracing steps 20 to 21 on rank 0, 1" in texts[0] and sum("perfetto" in text for text in texts) == 2
+    assert [r["step"] for r in helpers.metrics(run) if "profile" in r["beside"]] == [19, 20, 21]
+    assert {path.name for path in (run / "profiles").iterdir()} == {path.name for path in traces}
+
+    monkeypatch.delenv("EXECUTE_FIRST")
+    lab.train(lab.config("alone", train={"duration": "24 steps"}, checkpoint={"every": "24 steps"}), ranks=2)
+    assert helpers.losses(run) == helpers.losses(lab.path / "alone")
+
+
+@pytest.mark.parametrize("broken", ["file", pytest.param("small", marks=pytest.mark.slow)])
+def test_storage_that_fails_loses_the_trace_and_nothing_else(
+    lab: Any, helpers: Any, run_command: Run, held: Path, small_disk: Any, broken: str
+) -> None:
+    """`profiles` is a file, or on a disk with little room. The run ends as it should, and the journal says why."""
+    job = lab.start(lab.config(train={"duration": "24 steps"}))
+    run = lab.path / "run"
+    helpers.wait_for(lambda: helpers.metrics(run))
+    if broken == "file":
+        (run / "profiles").touch()
+    else:
+        (run / "profiles").symlink_to(small_disk("1m"))
+    assert run_command(CLI, "profile", run, "--steps", 2).returncode == 0
+    held.touch()
+    assert job.wait() == [0]
+    (failed,) = helpers.journal(run, "profile-failed")
+    assert "no trace was written" in failed["text"] and len(helpers.losses(run)) == 24

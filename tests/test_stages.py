@@ -1,0 +1,508 @@
+"""Sequence length in stages: every token once whatever the stages, clocks in tokens, kills and rollbacks over a change."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from laboratory import write_tokens
+
+from data.packing import pieces
+from data.packing.loader import Loader, StepBatch
+from data.packing.mixture import MixtureWeight
+from data.packing.opening import check_supply, open_packer, open_skips
+from data.packing.packer import Packer
+from data.packing.pieces import Pieces
+from data.packing.position import Position
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.checkpoint.state import forbidden, identity
+from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.schedule import BatchSchedule, Ramp
+from fsdp_pretrain.config.sequence_stages import SequenceStages
+from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.units import Progress
+
+quick = pytest.mark.quick
+STAGES = SequenceStages((0, 80, 130), (8, 16, 32))  # 20 windows of 32 in 4 pieces, 25 in 2, then whole ones
+TABLES = [{"length": 8, "until": "77 samples"}, {"length": 16, "until": "1440 tokens"}]
+
+
+@pytest.fixture
+def groups_of_6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "GROUP", 6)
+
+
+def samples(count: int) -> Progress:
+    return Progress(count, "sample")
+
+
+# ------------------------------------------------------------------ samples and tokens
+
+drawn_stages = st.lists(st.tuples(st.sampled_from([2, 4, 8, 16, 32]), st.integers(1, 40), st.booleans()), max_size=4)
+drawn_skips = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 60)), max_size=4)
+
+
+def drawn(stages: list[tuple[int, int, bool]]) -> SequenceStages:
+    """Stages of these lengths and about so many samples more each, their ends in samples or in tokens."""
+    given, found = list[tuple[int, Progress]](), SequenceStages.constant(32)
+    for length, more, in_tokens in stages:
+        start = found.starts[-1]
+        end = Progress(found.tokens(start) + more * length, "token") if in_tokens else samples(start + more)
+        given.append((length, end))
+        found = SequenceStages.of(given, 32)
+    return found
+
+
+@quick
+@settings(max_examples=30, deadline=None)
+@given(stages=drawn_stages, skipped=drawn_skips)
+def test_conversions_are_sums_over_the_samples(stages: list[tuple[int, int, bool]], skipped: list[Any]) -> None:
+    """Of samples read, and of samples trained where others are skipped, also over the ends of stages."""
+    read, skips = drawn(stages), Skips((first, first + size) for first, size in skipped)
+    lengths = [read.length_at(sample) for sample in range(700)]
+    for (start, stop), length in zip(pairwise(read.starts), read.lengths, strict=False):
+        assert (stop - start) * length % 32 == 0 and lengths[start:stop] == [length] * (stop - start)
+    for clock, each in ((read, lengths), (read.trained(skips), [lengths[sample] for sample in skips.take(0, 250)])):
+        sums = [0, *accumulate(each)]
+        assert [clock.tokens(count) for count in range(len(sums))] == sums
+        for tokens in random.Random(1).sample(range(sums[-1]), 40):
+            assert clock.samples(tokens) == bisect_left(sums, tokens)
+        first, stop = 13, 160
+        assert clock.between(first, stop) == Counter(each[first:stop])
+
+
+@quick
+def test_ends_are_rounded_up_to_whole_windows() -> None:
+    of = SequenceStages.of
+    assert of([(8, samples(77)), (16, Progress(1440, "token"))], 32) == STAGES
+    assert of([(8, samples(80)), (16, samples(130))], 32) == STAGES
+    assert of([], 32) == SequenceStages.constant(32)
+
+
+# ------------------------------------------------------------------ pieces of windows
+
+
+def stage_windows(stages: SequenceStages, sample: int) -> int:
+    """Windows of the stage of a sample, which has an end."""
+    (samples_,) = (b - a for a, b in pairwise(stages.starts) if a <= sample < b)
+    return samples_ * stages.length_at(sample) // 32
+
+
+@quick
+@settings(max_examples=30, deadline=None)
+@given(stages=drawn_stages, group=st.integers(1, 12))
+def test_every_piece_of_every_window_is_one_sample(stages: list[tuple[int, int, bool]], group: int) -> None:
+    """A bijection; groups are runs of windows, in the order of a run without stages; nothing begun is unfinished."""
+    lengths = drawn(stages)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pieces, "GROUP", group)
+        cut, taken = Pieces(lengths), defaultdict[int, list[int]](list)
+        windows = cut.place(lengths.starts[-1])[0] + 10
+        for sample in range(cut.first_sample(windows)):
+            its, (window, piece, parts) = cut.group(sample), cut.place(sample)
+            assert (piece, parts, 32 // parts) == (len(taken[window]), its.pieces, lengths.length_at(sample))
+            assert window in range(its.window, its.window + its.size)
+            if sample == its.sample:  # all before it is finished
+                assert cut.begun(sample) == its.window
+                assert sorted(taken) == [*range(its.window), its.window]
+                assert all(len(taken[number]) == cut.place(taken[number][0])[2] for number in range(its.window))
+            assert cut.begun(sample + 1) == its.window + its.size
+            assert its.pieces == 1 or group <= its.size < 2 * group or its.size == stage_windows(lengths, sample)
+            taken[window].append(sample)
+        assert sorted(taken) == list(range(windows))
+        for window, own in taken.items():
+            its = cut.group(own[0])
+            assert own == [cut.first_sample(window) + piece * its.size for piece in range(its.pieces)]
+
+
+def mixed(tmp_path: Path, tokenizer: Tokenizer) -> list[tuple[str, Path, float | MixtureWeight]]:
+    """Two sources, one ramped and one that joins later, small enough for several epochs."""
+    rng = np.random.default_rng(3)
+    made = []
+    for name, count in (("a", 40), ("b", 9)):
+        documents = [rng.integers(5, 400, rng.integers(2, 70)).tolist() for _ in range(count)]
+        made.append(write_tokens(tmp_path / name, documents, tokenizer))
+    return [("a", made[0], MixtureWeight(((0, 3.0), (60, 1.0)))), ("b", made[1], MixtureWeight(start=12))]
+
+
+def rows(packer: Packer, first: int, stop: int) -> list[list[int]]:
+    """The tokens of samples, packed seven at a time, over the ends of stages too."""
+    found = list[list[int]]()
+    for start in range(first, stop, 7):
+        found += [row.tolist() for row in packer.pack(start, min(7, stop - start)).rows]
+    return found
+
+
+@pytest.mark.shows("B21")
+@quick
+@pytest.mark.usefixtures("groups_of_6")
+def test_every_token_is_predicted_once_over_stages_sources_and_epochs(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """The pieces of a window, put together, are the window of a run without stages; those after the stages too."""
+    sources = mixed(tmp_path, tokenizer)
+    options: dict[str, Any] = {"seed": 3, "lanes": 3, "reshuffle": [18, 61]}
+    plain, staged = Packer(sources, 32, **options), Packer(sources, 32, **options, stages=STAGES)
+    windows, parts = 150, defaultdict[int, list[list[int]]](list)
+    for sample, row in enumerate(rows(staged, 0, staged.pieces.first_sample(windows))):
+        window, piece, _ = staged.pieces.place(sample)
+        assert piece == len(parts[window])  # pieces of a window come in order
+        parts[window].append(row)
+    for window, whole in enumerate(rows(plain, 0, windows)):
+        assert all(a[-1] == b[0] for a, b in pairwise(parts[window]))
+        assert [token for part in parts[window] for token in part[:-1]] + parts[window][-1][-1:] == whole
+    assert min(plain.epochs_read(windows).values()) > 1.5
+
+
+@quick
+@pytest.mark.usefixtures("groups_of_6")
+def test_every_token_of_every_document_is_an_input_once_an_epoch(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Counted by what `where` shows, which is also what was trained."""
+    sources = [("a", mixed(tmp_path, tokenizer)[0][1], 1.0)]
+    packer = Packer(sources, 32, seed=3, lanes=3, stages=STAGES)
+    total, seen = packer._sources[0].epoch_length, Counter[tuple[str, int, int]]()
+    windows = 2 * -(-total // 32) + 3
+    assert total * 2 < 32 * windows and windows > 50  # both stages and two epochs
+    for sample, row in enumerate(rows(packer, 0, packer.pieces.first_sample(windows))):
+        found = packer.provenance(sample)
+        assert sum(piece.stop - piece.start for piece in found) == sum(token != packer.eod for token in row)
+        for piece in found:
+            inside = min(piece.stop, piece.start + len(row) - 1 - piece.position)  # the last token is only a label
+            seen.update((piece.shard, piece.document, at) for at in range(piece.start, inside))
+    epochs, _ = divmod(windows * 32, total)
+    assert set(seen.values()) <= {epochs, epochs + 1}
+    assert len(seen) == packer.corpora["a"].manifest.tokens
+
+
+@quick
+@pytest.mark.usefixtures("groups_of_6")
+def test_epochs_count_the_pieces(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    packer = Packer(mixed(tmp_path, tokenizer), 32, seed=3, lanes=3, stages=STAGES)
+    tokens = Counter[int]()
+    for sample in range(180):
+        expected = {s.name: tokens[n] / s.epoch_length for n, s in enumerate(packer._sources)}
+        assert packer.epochs_read(sample) == pytest.approx(expected)
+        tokens[int(packer.pack(sample, 1).sources[0])] += STAGES.length_at(sample)
+
+
+# ------------------------------------------------------------------ batches
+
+
+def learned(step: StepBatch) -> list[list[tuple[int, int]]]:
+    """(input, label) of every target of every sample of a rank's share."""
+    found = []
+    for micro in step.micro:
+        labels = micro.tokens[:, 1:] if micro.labels is None else micro.labels
+        assert micro.lengths is not None and (micro.lengths.sum(1) == labels.shape[1]).all()
+        for inputs, targets in zip(micro.tokens[:, :-1].tolist(), labels.tolist(), strict=True):
+            found.append([(a, b) for a, b in zip(inputs, targets, strict=True) if b != -100])
+    return found
+
+
+@quick
+@pytest.mark.usefixtures("groups_of_6")
+@pytest.mark.parametrize(("world", "micro_batch"), [(1, 12), (1, 5), (2, 3), (4, 1), (6, 2)])
+def test_batches_over_a_change_do_not_depend_on_the_ranks(
+    tmp_path: Path, tokenizer: Tokenizer, world: int, micro_batch: int
+) -> None:
+    """The samples that are not skipped, in order, each whole: in, at and after a change, wherever it was resumed."""
+    packer = Packer(mixed(tmp_path, tokenizer), 32, seed=3, lanes=3, stages=STAGES)
+    skips, batches = Skips([(20, 33), (75, 84), (128, 129)]), BatchSchedule(24, Ramp(12, 12, 0, 60))
+    kept, at, position = skips.take(0, 200), 0, Position()
+    for _ in range(9):
+        ranks = []
+        for rank in range(world):
+            options = {"micro_batch": micro_batch, "prefetch": 0, "skips": skips, "with_lengths": True}
+            loader = Loader(packer, batches, rank=rank, world=world, start=position, **options)
+            ranks.append(next(loader))
+            blank = loader.blank(position)
+            assert [m.tokens.shape for m in blank.micro] == [m.tokens.shape for m in ranks[-1].micro]
+            assert not any(m.targets for m in blank.micro)
+        size = ranks[0].position.batch
+        expected = [list(pairwise(packer.pack(i, 1).tokens[0].tolist())) for i in kept[at : at + size]]
+        assert [sample for rank in ranks for sample in learned(rank)] == expected
+        assert sum(rank.targets for rank in ranks) == sum(map(len, expected))
+        assert all((rank.separators, rank.adjacent_specials) == (rank.documents, 0) for rank in ranks)
+        digest = sum(packer.pack(i, 1).digest for i in kept[at : at + size])
+        assert sum(rank.digest for rank in ranks) % 2**64 == digest % 2**64
+        position, at = ranks[0].position, at + size
+    assert position.cursor > 130
+
+
+@pytest.mark.parametrize("data", [{}, {"attention": "document", "positions": "document"}], ids=["causal", "documents"])
+def test_filler_beside_a_shorter_sample_changes_no_loss(lab: Any, data: dict[str, Any]) -> None:
+    from data.packing.loader import micro_batch
+    from fsdp_pretrain import models
+    from fsdp_pretrain.models import forward
+    from fsdp_pretrain.parallel.fsdp import materialise
+
+    config = load(lab.config(data={"stages": TABLES, **data}))
+    packer, device = open_packer(config), torch.device("cpu")
+    model = materialise(models.build(config.model), 1, device)
+
+    def losses(indices: list[int]) -> list[list[float]]:
+        packed = packer.pack_samples(indices)
+        micro = micro_batch(packed, with_lengths=config.data.uses_lengths, across_documents=True)
+        measured = forward.losses(model, micro, config.data, device)
+        return [row[row != 0].tolist() for row in measured.losses.detach()]
+
+    together = losses([79, 80, 129, 130])
+    assert [len(row) for row in together] == [8, 16, 16, 32]
+    for index, row in zip([79, 80, 129, 130], together, strict=True):
+        assert row == pytest.approx(losses([index])[0], rel=1e-5)
+
+
+# ------------------------------------------------------------------ the configuration
+
+
+@pytest.mark.shows("B21")
+@quick
+def test_clocks_in_tokens_count_the_tokens_trained(lab: Any) -> None:
+    """Duration, warm-up, decay and shrink in tokens, with samples skipped in two of the stages."""
+    at = [{"at": "500 tokens", "value": 1.0}, {"at": "1500 tokens", "value": 0.5}]
+    config = load(
+        lab.config(
+            data={"stages": TABLES, "skip": ["20:31 samples", "78:83 samples"]},
+            train={"duration": "4000 tokens"},
+            optimizer={"warmup": "400 tokens", "decay": "3000 tokens", "embedding_shrink": at},
+        )
+    )
+    schedule, kept = config.schedule, open_skips(config).take(0, 400)
+    sums = [0, *accumulate(STAGES.length_at(sample) for sample in kept)]
+    assert [schedule.tokens(n) for n in range(400)] == sums[:400]
+    marks = {tokens: bisect_left(sums, tokens) for tokens in (400, 500, 1500, 3000, 4000)}
+    assert (schedule.warmup, schedule.decay) == (marks[400], marks[3000])
+    assert schedule.lr_at(marks[400]) == 1e-2 and schedule.lr_at(marks[3000]) == 1e-3 < schedule.lr_at(marks[3000] - 1)
+    assert schedule.shrink is not None and schedule.shrink.places == [marks[500], marks[1500]]
+    assert schedule.total == -(-marks[4000] // 8) * 8
+    every = Progress(256, "token")
+    due = [s for s in range(1, schedule.steps + 1) if schedule.due(every, step=s, before=8 * s - 8, after=8 * s)]
+    assert due == [s for s in range(1, schedule.steps + 1) if sums[8 * s] // 256 > sums[8 * s - 8] // 256]
+
+
+@quick
+@pytest.mark.parametrize(
+    ("data", "overrides", "expected"),
+    [
+        ({"stages": [{"length": 12, "until": "9 samples"}]}, [], "a length of 12 is not a whole part of"),
+        ({"stages": [{"length": 64, "until": "9 samples"}]}, [], "a length of 64 is not a whole part of"),
+        ({"stages": [*TABLES, {"length": 8, "until": "130 samples"}]}, [], "stage 3 ends at 130 samples, which is not"),
+        ({"stages": [{"length": 8, "until": "5 steps"}]}, [], "counted in samples or tokens, not in steps"),
+        ({"stages": [{"length": 0, "until": "5 samples"}]}, [], "greater than 0"),
+        ({"stages": TABLES}, ["train.global_batch=256 tokens"], "train.global_batch = 256 tokens: with data.stages"),
+        (
+            {"stages": TABLES},
+            ["train.batch_ramp={first='4 samples', by='4 samples', duration='64 tokens'}"],
+            "train.batch_ramp.duration = 64 tokens: with data.stages",
+        ),
+        (
+            {"stages": TABLES, "objective": {"kind": "glm", "row": 24, "slots": 2}},
+            ["model={family='glm', layers=1, hidden=32, heads=4, vocab=576}"],
+            "data.stages with data.objective.kind = glm",
+        ),
+    ],
+)
+def test_refused(lab: Any, data: dict[str, Any], overrides: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(lab.config(data=data), overrides)
+    assert expected in str(refused.value)
+
+
+@quick
+def test_a_run_without_stages_is_as_it_was(lab: Any) -> None:
+    """Its identity, which checkpoints of earlier versions hold, and what `data.stages = []` means."""
+    plain = load(lab.config())
+    stored = identity(plain, open_packer(plain))
+    assert "stages" not in stored.data
+    assert plain == load(lab.config(data={"stages": []})) and plain.schedule.lengths == SequenceStages.constant(32)
+
+
+def changed(lab: Any, old: dict[str, Any], new: dict[str, Any], cursor: int) -> list[str]:
+    def of(data: dict[str, Any]) -> Any:
+        config = load(lab.config(data=data))
+        return identity(config, open_packer(config))
+
+    return forbidden(of(old), of(new), cursor)
+
+
+@quick
+@pytest.mark.usefixtures("groups_of_6")
+def test_what_of_the_stages_is_past(lab: Any) -> None:
+    """Ahead of the cursor, and from the end of a begun group of windows on, stages and the mixture may change."""
+    first, second = TABLES
+    longer, group = {**first, "until": "200 samples"}, {"length": 8, "until": "24 samples"}  # 6 windows in 4 pieces
+    assert not changed(lab, {"stages": TABLES}, {}, 0)
+    assert not changed(lab, {"stages": TABLES}, {"stages": [first]}, 80)
+    assert not changed(lab, {"stages": TABLES}, {"stages": [longer]}, 24)
+    assert not changed(lab, {"stages": TABLES}, {"stages": [group, second]}, 24)
+    (refused,) = changed(lab, {"stages": TABLES}, {"stages": [group, second]}, 25)
+    assert "data.stages: samples before 25 would be others; from sample 48 on" in refused
+    (refused,) = changed(lab, {}, {"stages": TABLES}, 3)
+    assert "from sample 3 on" in refused
+    assert not changed(lab, {}, {"stages": [{"length": 32, "until": "3 samples"}, *TABLES]}, 3)
+    more = {"name": "more", "path": str(lab.corpus)}
+    sources = {"sources": [{"name": "text", "path": str(lab.corpus)}, {**more, "start": "30 samples"}]}
+    assert not changed(lab, {"stages": TABLES}, {"stages": TABLES, **sources}, 30)
+    assert changed(lab, {"stages": TABLES}, {"stages": TABLES, **sources}, 49)
+    assert not changed(lab, {"stages": TABLES}, {"stages": TABLES, "reshuffle": ["30 samples"]}, 48)
+    assert changed(lab, {"stages": TABLES}, {"stages": TABLES, "reshuffle": ["30 samples"]}, 49)
+
+
+@quick
+def test_skips_that_do_not_explain_the_counters_are_refused(lab: Any) -> None:
+    """How many tokens were trained would not be known: a range before the cursor came too late."""
+    config = load(lab.config(data={"stages": TABLES, "skip": ["8:16 samples"]}))
+    packer = open_packer(config)
+    check_supply(config, packer, cursor=48, consumed=40)
+    with pytest.raises(ConfigError, match="would have read 48 samples after training 40, but it has read 40"):
+        check_supply(config, packer, cursor=40, consumed=40)
+
+
+@quick
+def test_a_source_that_ends_in_a_stage(lab: Any) -> None:
+    """`max_epochs` counts tokens, whatever the length of the samples that they are read in."""
+    source = {"name": "text", "path": str(lab.corpus), "max_epochs": 0.04}
+    plain, staged = (
+        open_packer(load(lab.config(data={"sources": [source], "stages": stages}))) for stages in ([], TABLES)
+    )
+    windows = plain.capacity
+    assert windows is not None and 20 < windows < 45
+    assert staged.capacity is not None and staged.pieces.place(staged.capacity)[:2] == (windows, 0)
+    staged.pack(0, staged.capacity)
+    with pytest.raises(DataError, match="the mixture ends after"):
+        staged.pack(staged.capacity, 1)
+
+
+def test_plan_adds_up_the_lengths(lab: Any) -> None:
+    from fsdp_pretrain.plan.flops import flops_per_token
+    from fsdp_pretrain.plan.plan import plan, render
+
+    config = load(lab.config(data={"stages": TABLES}, train={"duration": "30 steps"}))
+    found = plan(config)
+    assert found.sequence_lengths == {8: 80, 16: 50, 32: 110} and found.tokens == 640 + 800 + 3520
+    expected = sum(n * length * flops_per_token(found.parameters, config.model, length) for length, n in
+                   found.sequence_lengths.items())  # fmt: skip
+    assert found.flops == expected < found.tokens * found.flops_per_token
+    assert (found.markers["length_16"].samples, found.markers["length_32"].tokens) == (80, 1440)
+    assert "80 samples of 8 tokens, then 50 samples of 16 tokens, then 110 samples of 32 tokens" in render(found)
+
+
+# ------------------------------------------------------------------ compiled
+
+
+@pytest.mark.slow
+def test_one_compilation_for_each_length_which_is_no_hang(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later stage is computed as by a start in it, and the first pass of each is not timed like a step."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    from fsdp_pretrain.bench import steps
+    from fsdp_pretrain.config.sections import ParallelSection
+    from fsdp_pretrain.parallel import mesh
+    from fsdp_pretrain.watchdog.heartbeat.page import Phase
+    from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
+
+    class Phases(Heartbeat):
+        seen: list[tuple[int, Phase]]
+
+        def __init__(self) -> None:
+            self.seen = []
+
+        def beat(self, phase: Phase) -> None:
+            self.seen.append((trainer.state.step + 1, phase))
+
+    torch._dynamo.reset()
+    counter, plain = CompileCounterWithBackend("aot_eager"), torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: plain(self, backend=counter, **how))
+    config = load(lab.config(data={"stages": TABLES, "prefetch": 0}), ["parallel.compile=true"])
+    with (
+        torch._dynamo.config.patch(automatic_dynamic_shapes=True, recompile_limit=8),
+        mesh.connect(ParallelSection()) as world,
+    ):
+        beats, packer = Phases(), open_packer(config)
+        trainer, _ = steps.build(config, world, beats)
+        trainer.data = Loader(packer, config.schedule.batch, rank=0, world=1, micro_batch=2, prefetch=0)
+        for _ in range(18):
+            trainer.step()
+        trainer.collect(keep=0)
+    assert counter.frame_count == 3
+    assert [step for step, phase in beats.seen if phase is Phase.LOAD] == [1, 11, 17]
+
+
+# ------------------------------------------------------------------ real runs
+
+
+def staged(lab: Any, **sections: dict[str, Any]) -> Path:
+    """20 steps of 8 samples: 8 tokens up to step 10, 16 to the middle of step 17, then 32; clocks in tokens."""
+    found: Path = lab.config(
+        **{
+            "data": {"stages": TABLES},
+            "optimizer": {"warmup": "200 tokens", "decay": "2000 tokens"},
+            "checkpoint": {"every": "2 steps", "keep_last": 9, "background": False},
+            **sections,
+        }
+    )
+    return found
+
+
+def tokens_of(config: Config) -> list[int]:
+    return [config.schedule.tokens(8 * step) for step in range(1, config.schedule.steps + 1)]
+
+
+def kept(records: list[dict[str, Any]], key: str) -> list[Any]:
+    """A value of every step as last trained."""
+    return list({record["step"]: record[key] for record in records}.values())
+
+
+def test_kills_in_a_stage_and_over_its_end_continue_bit_for_bit(lab: Any, helpers: Any, gates: Any) -> None:
+    config = staged(lab)
+    whole, killed = lab.path / "run", lab.path / "killed"
+    lab.train(config, ranks=2)
+    records, packer = helpers.metrics(whole), open_packer(load(config))
+    assert kept(records, "data_digest") == [f"{packer.pack(8 * n, 8).digest:016x}" for n in range(20)]
+    assert [record["tokens"] for record in records] == tokens_of(load(config))
+    assert [record["sequence_length"] for record in records] == [8] * 10 + [16] * 6 + [32] * 4
+    assert [record["step_tokens"] for record in records if record["step_tokens"]] == [2 * 16 + 6 * 32]
+    for step, saved in ((11, 10), (18, 16)):  # at the end of a stage, and in one before the step with both lengths
+        gates(step)
+        job = lab.start(config, f"run.dir={killed}", ranks=2)
+        made = killed / f"checkpoints/step-{saved:08}/manifest.json"
+        helpers.wait_for(lambda made=made, job=job: made.exists() or job.ranks[0].poll() is not None, what="a save")
+        job.kill()
+        job.wait()
+    gates()
+    lab.train(config, f"run.dir={killed}", ranks=2)
+    for key in ("loss", "lr", "data_digest", "tokens", "grad_norm", "sequence_length"):
+        assert kept(helpers.metrics(killed), key) == kept(records, key), key
+
+
+@pytest.mark.slow
+def test_rollback_over_a_change_with_a_skip(lab: Any, helpers: Any, run_command: Any) -> None:
+    """Back from the last stage into the first, steps around the change skipped, on another number of ranks."""
+    config, run = staged(lab), lab.path / "run"
+    lab.train(config, ranks=2)
+    back = ["rollback", run, "--to", 8, "--skip-steps", "10:12"]
+    done = run_command("fsdp_pretrain.cli", *back)
+    assert done.returncode == 0, done.stderr
+    lab.train(config, ranks=1)
+    records = {record["step"]: record for record in helpers.metrics(run)}
+    settings = load(run / "config.toml")
+    assert open_skips(settings).ranges == [(72, 96)]
+    assert [records[step]["tokens"] for step in sorted(records)] == tokens_of(settings)
+    packer, cursor = open_packer(settings), 64
+    for step in range(9, 21):
+        trained = open_skips(settings).take(cursor, 8)
+        assert f"{packer.pack_samples(trained).digest:016x}" == records[step]["data_digest"]
+        assert records[step]["loss"]["count"] == sum(STAGES.length_at(sample) for sample in trained)
+        cursor = records[step]["cursor"]
+    done = run_command("fsdp_pretrain.cli", "where", run, "--step", 14, "--json")
+    assert done.returncode == 0, done.stderr
+    late = lab.train(config, "data.skip=['0:8 samples']", ranks=1, flags=("--allow", "data.skip"), expect=78)
+    assert "with data.skip as it is, the run would have read" in late

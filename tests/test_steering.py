@@ -1,0 +1,412 @@
+"""Curves, timelines and intervals as pure functions, against closed forms and the logs of published runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import Run
+from records import step_record
+
+from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.resume_rules import DECLARED, changes, undeclared
+from fsdp_pretrain.config.schedule import BatchSchedule, Schedule
+from fsdp_pretrain.config.steering import Steering
+from fsdp_pretrain.config.timeline import TimelineEntry
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.health.monitor import Health
+from fsdp_pretrain.plan import plan
+from fsdp_pretrain.record.milestones import milestones
+from fsdp_pretrain.record.step_record import Ramps
+from fsdp_pretrain.units import Progress
+
+pytestmark = pytest.mark.quick
+RECIPES = Path(__file__).resolve().parent.parent / "configs/runs"
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    return load(RECIPES / f"{name}.toml", overrides)
+
+
+def schedule(*entries: dict[str, Any], steps: int = 100, steering: Steering | None = None, **options: Any) -> Schedule:
+    """Steps of 4 samples of 10 tokens."""
+    parsed = [TimelineEntry.model_validate({"allow_jump": True, **entry}) for entry in entries]
+    values: dict[str, Any] = {"curve": "constant", "lr": 1.0, "min_lr": 0.0, "warmup": "0 steps", "decay": None}
+    values |= options
+    for key in ("warmup", "decay", "decay_length"):
+        values[key] = Progress.parse(values[key]) if values.get(key) else None
+    return Schedule(
+        sequence_length=10,
+        batch=BatchSchedule(4),
+        duration=Progress(steps, "step"),
+        steering=replace(steering or Steering(), timeline=parsed),
+        **values,
+    )
+
+
+def lrs(found: Schedule, *steps: int) -> list[float]:
+    return [found.lr_at(4 * step) for step in steps]
+
+
+# ---------------------------------------------------------------- curves
+
+
+@pytest.mark.parametrize(
+    ("options", "closed", "steps"),
+    [
+        ({"warmup": "20 steps", "warmup_shape": "parabolic"}, lambda n: 1 - (1 - n / 20) ** 2, (1, 7, 19, 20)),
+        (
+            {"curve": "wsd", "warmup": "10 steps", "decay_length": "20 steps", "min_lr": 0.1},
+            lambda n: n / 10 if n < 10 else 1.0 if n <= 80 else 0.1 + 0.9 * (1 - math.sqrt((n - 80) / 20)),
+            (5, 10, 50, 80, 81, 85, 99, 100, 120),
+        ),
+        (
+            {"curve": "wsd", "decay_length": "80 samples", "decay_shape": "linear", "decay": "90 steps"},
+            lambda n: 1.0 if n <= 70 else (90 - n) / 20,
+            (1, 70, 71, 80, 90),
+        ),
+        ({"curve": "wsd", "decay_length": "400 tokens"}, lambda n: 1.0 if n <= 90 else 1 - math.sqrt((n - 90) / 10), (90, 95)),
+        (
+            {"curve": "inverse-sqrt", "warmup": "4 steps", "min_lr": 0.25},
+            lambda n: n / 4 if n < 4 else max(0.25, math.sqrt(4 / n)),
+            (2, 4, 5, 16, 63, 64, 65, 100),
+        ),
+    ],
+)  # fmt: skip
+def test_curves_are_their_closed_forms(
+    options: dict[str, Any], closed: Callable[[int], float], steps: tuple[int, ...]
+) -> None:
+    assert lrs(schedule(**options), *steps) == pytest.approx([max(0.0, closed(min(n, 100))) for n in steps], abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("optimizer.curve='wsd'", "`decay_length` is needed for curve = wsd"),
+        ("optimizer.decay_length='5 steps'", "belongs to no other"),
+        ("optimizer={lr=1e-3,curve='wsd',warmup='1900B tokens',decay_length='200B tokens'}", "within the warm-up"),
+        ("optimizer={lr=1e-3,curve='inverse-sqrt'}", "needs an optimizer.warmup"),
+        ("timeline=[{at='9 steps',optimizer={lr=1e-4}}]", "allow_jump = true"),
+        ("timeline=[{at='9 steps',train={grad_clip=0.5}}]", "grad_clip 1 -> 0.5 (-50.0%) jumps in one step"),
+        ("timeline=[{at='9 steps',optimizer={betas=[0.9,0.97]}}]", "betas (0.9, 0.95) -> (0.9, 0.97) (+66.7%)"),
+        ("timeline=[{at='9 steps',reason='none'}]", "the entry changes nothing"),
+        ("timeline=[{at='9 steps',rewarm='0 steps'}]", "is no length"),
+        ("timeline=[{at='9 steps',optimizer={lr={from=1e-4,to=1e-5}}}]", "give its length as `over`"),
+        ("timeline=[{at='9 steps',optimizer={lr={to=1e-5,over='0 steps'}}}]", "over = 0 steps is no length"),
+        ("timeline=[{at='9 steps',optimizer={beta=1}}]", "unknown key"),
+        ("timeline=[{at=9,optimizer={lr=1e-4}}]", "a bare number has no unit"),
+        ("timeline=[{at='9 steps',continuous=true,optimizer={lr=1e-4}}]", "`continuous` is for a new optimizer.min_lr"),
+        ("timeline=[{at='9 steps',allow_jump=true,optimizer={min_lr=1.0}}]", "min_lr = 1 is above optimizer.lr"),
+        ("timeline=[{at='9 steps',checkpoint={every='0 steps'}}]", "is not a positive interval"),
+        ("checkpoint.every=[{every='5 steps',until='10 steps'}]", "every range but the last must have an `until`"),
+        (
+            "checkpoint.every=[{every='5 steps',until='9 steps'},{every='6 steps',until='8 steps'},{every='7 steps'}]",
+            "checkpoint.every: the range until 8 steps ends before it begins",
+        ),
+        ("eval={loss_every=[{every='0 steps'}]}", "eval.loss_every = 0 steps is not a positive interval"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_work_starts(override: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        recipe("llama-7b-hsdp", override)
+
+
+# ---------------------------------------------------------------- entries
+
+
+@pytest.mark.shows("A12")
+def test_a_new_warm_up_is_absolute_and_then_inert() -> None:
+    plain, found = schedule(curve="cosine"), schedule({"at": "20 steps", "rewarm": "10 steps"}, curve="cosine")
+    factors = [found.lr_at(4 * n) / plain.lr_at(4 * n) for n in range(1, 100)]
+    assert factors == pytest.approx([1.0 if n <= 20 else min(1.0, (n - 20) / 10) for n in range(1, 100)], rel=1e-12)
+    assert lrs(found, 20, 30, 31, 99) == lrs(plain, 20, 30, 31, 99)
+    both = schedule({"at": "2 steps", "rewarm": "4 steps"}, warmup="8 steps")  # also inside the first warm-up
+    assert lrs(both, 2, 3, 4, 6) == [2 / 8, 3 / 8 / 4, 4 / 8 / 2, 6 / 8]
+
+
+@pytest.mark.parametrize("at", ["25 steps", "100 samples", "1000 tokens", "97 samples"])
+def test_every_clock_means_the_same_place(at: str) -> None:
+    """Also inside a step: 97 samples are passed by step 25, 100 by step 26."""
+    first = 25 if at == "97 samples" else 26
+    for over in ("10 steps", "40 samples", "400 tokens"):
+        found = schedule({"at": at, "train": {"z_loss": {"from": 1.0, "to": 2.0, "over": over}}})
+        place = found.timeline[0].at
+        values = [found.values_at(4 * n).z_loss for n in range(first - 1, first + 12)]
+        assert values[0] == 0.0
+        if over != "10 steps" or at != "97 samples":  # steps are counted from the end of the step
+            assert values[1:] == pytest.approx([min(2.0, 1 + (4 * n - place) / 40) for n in range(first, first + 12)])
+
+
+def test_ramps_go_on_from_where_they_are() -> None:
+    found = schedule(
+        {"at": "60 steps", "optimizer": {"weight_decay": 0.0}},  # the order in the file means nothing
+        {"at": "10 steps", "optimizer": {"weight_decay": {"to": 0.3, "over": "20 steps"}}},
+        {"at": "20 steps", "optimizer": {"weight_decay": {"to": 0.1, "over": "10 steps"}}},  # cuts the first short
+        {"at": "30 steps", "optimizer": {"betas": {"to": [0.8, 0.99], "over": "4 steps"}}},
+        {"at": "40 steps", "optimizer": {"weight_decay": {"from": 0.5, "to": 0.4, "over": "2 steps"}}},
+    )
+    values = {n: found.values_at(4 * n).weight_decay for n in (10, 15, 20, 25, 30, 40, 41, 42, 60, 61)}
+    assert values == pytest.approx(
+        {10: 0.1, 15: 0.15, 20: 0.2, 25: 0.15, 30: 0.1, 40: 0.1, 41: 0.45, 42: 0.4, 60: 0.4, 61: 0.0}
+    )
+    assert found.values_at(4 * 31).betas == pytest.approx((0.875, 0.96))
+    assert found.values_at(4 * 34).betas == (0.8, 0.99)
+    assert 30 not in {row["step"] for row in schedule({"at": "90 steps", "rewarm": "1 step"}).preview()}
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.floats(0.1, 1.0)), max_size=6), st.integers(1, 100))
+def test_values_are_those_of_restarts(entries: list[tuple[int, float]], step: int) -> None:
+    """A run that restarts at every place with the new value has the same value in every step."""
+    found = schedule(*({"at": f"{at} steps", "optimizer": {"lr_scale": scale}} for at, scale in entries))
+    past = [scale for at, scale in sorted(entries, key=lambda entry: entry[0]) if at < step]
+    assert found.lr_at(4 * step) == (past[-1] if past else 1.0)
+
+
+@pytest.mark.shows("A31")
+@pytest.mark.parametrize("curve", ["cosine", "linear", "wsd"])
+def test_another_floor_without_a_jump(curve: str) -> None:
+    options = {"curve": curve, "warmup": "10 steps", "decay_length": "60 steps" if curve == "wsd" else None}
+    entry = {"at": "70 steps", "continuous": True, "allow_jump": False, "optimizer": {"min_lr": 0.05}}
+    before, after = schedule(min_lr=0.2, **options), schedule(entry, min_lr=0.2, **options)
+    place = after.timeline[0]
+    assert lrs(after, *range(1, 71)) == lrs(before, *range(1, 71))
+    (jump,) = place.jumps or [None]
+    assert jump is None or abs(jump.after - jump.before) < 1e-12
+    share = [(after.lr_at(4 * n) - 0.05) / (before.lr_at(4 * n) - 0.2) for n in range(71, 100)]
+    assert share == pytest.approx([share[0]] * len(share)) and after.lr_at(400) == 0.05
+
+
+def test_finished_entries_change_nothing() -> None:
+    plain, text = recipe("glm-130b", "timeline=[]"), "timeline=[{at='100 steps',rewarm='9 steps'}]"
+    expired = recipe("glm-130b", text)
+    for step in (100, 109, 110, 30_000):
+        place = plain.schedule.batch.consumed_at(step)
+        assert plain.schedule.values_at(place) == replace(expired.schedule.values_at(place), rewarm=1.0)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "{at='9 steps',allow_jump=true,optimizer={lr=5e-5}}",
+        "{at='9 steps',optimizer={lr={from=5e-5,to=1e-4,over='5 steps'}}}",
+        "{at='9 steps',optimizer={lr={to=5e-5,over='5 steps'}}}",
+        "{at='9 steps',optimizer={lr=2.9e-4}}",
+        "{at='9 steps',rewarm='5 steps'}",
+        "{at='9 steps',optimizer={shrink_paths='input'}}",
+        "{at='9 steps',optimizer={betas=[0.9,0.952]}}",
+    ],
+)
+def test_what_is_no_jump_or_says_that_it_is_meant(entry: str, tmp_path: Path) -> None:
+    config = recipe("llama-7b-hsdp", f"timeline=[{entry}]")
+    (tmp_path / "again.toml").write_text(config.to_toml())
+    assert load(tmp_path / "again.toml") == config
+
+
+# ---------------------------------------------------------------- published runs
+
+
+def cosine(step: int, peak: float, floor: float) -> float:
+    """GLM-130B's learning rate after the batch ramp, from its script's numbers alone."""
+    warm, end, consumed = 1_098_632, 197_753_905, 12_692_280 + (step - 6000) * 4224
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * (consumed - warm) / (end - warm)))
+
+
+@pytest.mark.shows("A3", "A15", "A22")
+def test_glm_130b_as_it_ran(run_command: Run) -> None:
+    """Its log: rates 4.53e-5 -> 2.46e-5 at 26,000 and 9.8e-6 -> 6.0e-6 at 42,700; shrink; re-warm-up; two skips."""
+    steps = "4000,6000,6250,6500,22_799,22_800,22_801,23_200,23_800,26_000,26_001,28_850,33_601,35_201"
+    steps += ",40_700,40_701,40_901,42_400,42_401,42_600,42_700,42_701"
+    done = run_command("fsdp_pretrain.cli", "plan", RECIPES / "glm-130b.toml", "--at", f"{steps} steps", "--json")
+    rows = {row["step"]: row for row in json.loads(done.stdout)}
+    lr = {step: row["lr"] for step, row in rows.items()}
+    assert {step: lr[step] for step in (22_799, 22_800, 26_000, 26_001, 42_700, 42_701)} == pytest.approx(
+        {
+            **{step: cosine(step, 8e-5, 8e-6) for step in (22_799, 22_800, 26_000)},
+            **{step: cosine(step, 4e-5, 8e-6) for step in (26_001, 42_700)},
+            42_701: cosine(42_701, 4e-5, 4e-6),
+        },
+        rel=1e-9,
+    )
+    assert [f"{lr[step]:.2e}" for step in (26_000, 26_001)] == ["4.53e-05", "2.46e-05"]
+    assert [f"{lr[step]:.1e}" for step in (42_700, 42_701)] == ["9.8e-06", "6.0e-06"]
+    assert lr[22_801] == pytest.approx(cosine(22_801, 8e-5, 8e-6) / 2000)
+    assert lr[23_800] == pytest.approx(cosine(23_800, 8e-5, 8e-6) / 2)
+    shrink = {4000: 0.1, 6000: 0.1, 6250: 0.55, 6500: 1.0, 22_801: 1.0, 23_200: 0.2104, 28_850: 1.0, 33_601: 0.5,
+              35_201: 0.1, 42_701: 0.1}  # fmt: skip
+    assert {step: rows[step]["embedding_shrink"] for step in shrink} == pytest.approx(shrink, abs=5e-5)
+    assert [rows[step]["shrink_paths"] for step in (22_800, 22_801)] == ["input", "both"]
+    skipped = {step: row["cursor"] - row["consumed"] for step, row in rows.items()}
+    assert [skipped[step] // 4224 for step in (40_700, 40_701, 40_901, 42_400, 42_401, 42_701)] == [
+        0, 200, 200, 200, 400, 400,
+    ]  # fmt: skip
+    assert rows[22_800]["shares"]["multitask"] == 0 and rows[22_800]["shares"]["multitask-first"] == pytest.approx(0.05)
+    assert rows[23_800]["shares"]["multitask"] == pytest.approx(0.025, abs=1e-3)
+    assert rows[26_000]["shares"]["multitask-first"] == 0
+    shown = run_command("fsdp_pretrain.cli", "plan", RECIPES / "glm-130b.toml", "--at", "40_700,40_701 steps")
+    header, last, first = shown.stdout.splitlines()
+    assert header.split()[:3] == ["step", "consumed", "cursor"] and "rewarm" in header
+    assert last.split()[:3] == ["40_700", "159_265_080", "159_265_080"] and first.split()[2] == "160_114_104"
+
+
+@pytest.mark.shows("A16", "A31")
+def test_the_glm_timeline_names_every_jump() -> None:
+    """A16 of its log: an end was written where a duration was read; plotted too late. Here the preview says it."""
+    found = {placed.entry.at.value: list(map(str, placed.jumps)) for placed in recipe("glm-130b").schedule.timeline}
+    assert found[22_850] == ["embedding_shrink 1 -> 0.2 (-80.0%)"]
+    assert found[23_200] == ["embedding_shrink 0.2104 -> 0.2137 (+1.6%)"]
+    assert found[26_000] == ["lr 4.53e-05 -> 2.458e-05 (-45.7%)"]
+    assert found[42_700] == ["lr 9.807e-06 -> 6.033e-06 (-38.5%)"]
+    texts = [text for _, text in milestones(recipe("glm-130b"))]
+    assert sum(text.startswith("timeline: ") for text in texts) == len(found) == 9
+    assert any("lr 4.53e-05 -> 2.458e-05 (-45.7%); the loss falls slowly" in text for text in texts)
+    continuous = "timeline=[{at='42_700 steps',continuous=true,optimizer={min_lr=4e-6}}]"
+    (placed,) = recipe("glm-130b", continuous).schedule.timeline
+    assert not placed.jumps or abs(placed.jumps[0].after - placed.jumps[0].before) < 1e-12
+
+
+def test_plan_shows_the_steps_around_every_entry(lab: Any) -> None:
+    timeline = [
+        {"at": "7 steps", "reason": "tired", "rewarm": "4 steps"},
+        {"at": "0 steps", "optimizer": {"weight_decay": 0.2}},
+        {"at": "90 steps", "train": {"grad_clip": 0.95}},
+    ]
+    found = plan.plan(load(lab.config(timeline=timeline)))
+    rows = {row["step"]: row["rewarm"] for row in found.schedule}
+    assert {step: rows[step] for step in (6, 7, 8, 10, 11, 12)} == {6: 1, 7: 1, 8: 0.25, 10: 0.75, 11: 1, 12: 1}
+    lines = plan.render(found).splitlines()
+    (at,) = [
+        number for number, line in enumerate(lines) if "after step 7, 56 samples: rewarm = 4 steps (tired)" in line
+    ]
+    assert lines[at + 1].split()[:2] == ["jump:", "lr"] and lines[at + 1].endswith("-> 0 (-100.0%)")
+    assert any("at 90 steps: train.grad_clip = 0.95: the run has ended by then" in text for text in found.warnings)
+    assert [entry["step"] for entry in found.to_json()["timeline"]] == [0, 7, 90]
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "consumed", "batch", "lr"),
+    [
+        ("tr1-13b", 29_020, 10_698_064, 1024, None),  # its learning rate lagged by skipped steps
+        ("tr1-13b", 33_240, 15_019_344, 1024, None),
+        ("tr1-13b", 8_641, 216_320, None, 1.0e-4),
+        ("tr8-104b", 6_900, 251_312, 96, None),
+        ("tr8-104b", 7_000, 260_912, 96, None),
+        ("tr8-104b", 6_494, 216_320, 80, 6.0e-5),
+        ("tr11-176b", 12_695, 9_841_584, 2048, 5.969e-5),
+        ("tr11-176b", 31_214, 47_768_496, 2048, 5.279e-5),
+        ("tr11-176b", 12_658, 9_765_625, None, None),
+        ("glm-130b", 2_318, 1_098_632, None, 8.0e-5),
+        ("llama-7b-hsdp", 1_000, 256_000, 256, 2.25e-4),  # 1 - (1 - 1/2)^2
+        ("llama-7b-hsdp", 2_000, 512_000, 256, 3e-4),
+        ("llama-7b-hsdp", 1_907_349, 488_281_344, 256, 3e-5),
+    ],
+)
+def test_recipes_reproduce_the_logs(name: str, step: int, consumed: int, batch: int | None, lr: float | None) -> None:
+    row = recipe(name).schedule.at(step)
+    assert 0 <= row["consumed"] - consumed < (1 if batch else row["batch"]) and batch in (None, row["batch"])
+    assert lr is None or row["lr"] == pytest.approx(lr, rel=1e-4)
+
+
+def test_the_rate_of_tr8b_after_its_override() -> None:
+    """From 12,000 on another floor and another end: 5.842e-5 in the log, on a rate that skipped steps held back."""
+    found = recipe("tr8-104b", "optimizer.min_lr=6e-7", "optimizer.decay=12_695_312 samples").schedule
+    assert found.at(12_000)["consumed"] == 1_519_744 and f"{found.at(12_001)['lr']:.3e}" == "5.841e-05"
+
+
+# ---------------------------------------------------------------- intervals, thresholds, record
+
+
+def saves(config: Config, last: int) -> list[int]:
+    found, batch = config.schedule, config.schedule.batch
+    due = []
+    for step in range(1, last + 1):
+        before, after = batch.consumed_at(step - 1), batch.consumed_at(step)
+        if found.due(config.save_every(after), step=step, before=before, after=after):
+            due.append(step)
+    return due
+
+
+@pytest.mark.shows("D23")
+def test_three_rounds_of_saves_are_one_run() -> None:
+    """tr1-13B needed three runs from scratch for 10, 18 and 1,500."""
+    expected = [*range(10, 101, 10), *range(108, 1001, 18), *range(1500, 5000, 1500)]
+    assert saves(recipe("tr1-13b"), 5000) == expected and len(range(108, 1001, 18)) == 50
+
+
+@pytest.mark.shows("A2")
+def test_another_interval_from_a_place_on() -> None:
+    """GLM-130B: 500 until 4,000, then 100; an entry also replaces ranges that were to come."""
+    assert saves(recipe("glm-130b"), 4250) == [*range(500, 4001, 500), 4100, 4200]
+    ranges = (
+        "checkpoint.every=[{every='10 steps',until='20 steps'},{every='7 steps',until='60 steps'},{every='50 steps'}]"
+    )
+    found = recipe("tr1-13b", ranges, "timeline=[{at='30 steps',checkpoint={every='15 steps'}}]")
+    assert saves(found, 120) == [10, 20, 21, 28, 45, 60, 75, 90, 105, 120]
+    tokens = recipe("tr1-13b", "checkpoint.every=[{every='100_000 tokens',until='400_000 tokens'},{every='1M tokens'}]")
+    every = [tokens.schedule.batch.consumed_at(step) * 2048 for step in saves(tokens, 100)]
+    assert every[:4] == [131_072, 229_376, 327_680, 1_015_808]
+
+
+def test_thresholds_change_at_their_place() -> None:
+    config = recipe("llama-7b-hsdp", "timeline=[{at='300 steps',health={spike=50.0,outlier=50.0}}]")
+    for first, reported in ((201, True), (301, False)):
+        health, found = Health(config), []
+        for step in range(1, first + 4):
+            high = step >= first
+            loss = {"sum": 256 * (3.0 if high else 2.0 + step % 7 / 1000), "count": 256}
+            done = health.step(step_record(step, loss=loss, batch=256))
+            found += [finding.key for finding in done.findings]
+        assert ("loss/spike" in found) is reported
+
+
+def test_the_record_has_what_the_timeline_changes() -> None:
+    config = recipe("glm-130b")
+    values = config.schedule.values_at(83_659_704)
+    assert config.schedule.steered(values) == {"rewarm": 0.0005, "embedding_shrink": 1.0, "shrink_paths": "both"}
+    ramps = Ramps(shares={}, **config.schedule.steered(values), betas=(0.9, 0.95))
+    assert Ramps.model_validate_json(ramps.model_dump_json()) == ramps
+
+
+# ---------------------------------------------------------------- resume rules
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "declared"),
+    [
+        ("[]", "[{at='20 steps',rewarm='5 steps'}]", False),  # where the run is: the next step is the first of it
+        ("[]", "[{at='19 steps',rewarm='5 steps'}]", True),
+        ("[]", "[{at='19 steps',checkpoint={every='5 steps'}}]", False),  # nothing that is learned
+        ("[{at='90 steps',rewarm='5 steps'}]", "[]", True),  # an old file
+        ("[{at='90 steps',rewarm='5 steps'}]", "[{at='90 steps',rewarm='6 steps'}]", True),
+        (
+            "[{at='9 steps',rewarm='5 steps'}]",
+            "[{at='90 steps',rewarm='5 steps'},{at='9 steps',rewarm='5 steps'}]",
+            False,
+        ),
+    ],
+)
+def test_an_entry_ahead_is_free_and_one_behind_is_declared(before: str, after: str, declared: bool) -> None:
+    """Of a run that is at step 20."""
+    old, new = (recipe("llama-7b-hsdp", f"timeline={entries}") for entries in (before, after))
+    found = changes(old, new)
+    assert found and all(change.key == "timeline" for change in found)
+    needed = undeclared(found, (), old.schedule.batch.consumed_at(20))
+    assert bool(needed) is declared and not undeclared(needed, {"timeline"})
+
+
+def test_a_stable_run_may_become_longer_before_it_decays() -> None:
+    """What `wsd` is for: the same steps, and the decay later."""
+    wsd = ("optimizer.curve=wsd", "optimizer.decay_length=100B tokens")
+    old, new = recipe("llama-7b-hsdp", *wsd), recipe("llama-7b-hsdp", *wsd, "train.duration=3T tokens")
+    (change,) = [each for each in changes(old, new) if each.kind == DECLARED]
+    assert change.key == "optimizer.decay" and change.at == old.schedule.decay_start
+    assert not undeclared([change], (), old.schedule.decay_start) and undeclared(
+        [change], (), old.schedule.decay_start + 1
+    )

@@ -1,0 +1,246 @@
+"""Mistral, Qwen2 and Qwen3 as variants of Llama: shapes, formulas, and what is refused.
+
+`test_hf.py` compares them with transformers: logits, gradients, answers; imports, training on 2 x 2, exports.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+
+from fsdp_pretrain import models
+from fsdp_pretrain.checkpoint.hf_layout import read_model, to_hf
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.model import LlamaModel, Model
+from fsdp_pretrain.config.sections import OptimizerSection
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.models.masks import Slots
+from fsdp_pretrain.parallel.fsdp import materialise
+from fsdp_pretrain.parallel.optimizer import parameter_groups
+from fsdp_pretrain.plan.flops import flops_per_token, hardware_flops_per_token
+from fsdp_pretrain.plan.warnings import shape
+
+pytestmark = pytest.mark.quick
+MODELS = Path(__file__).resolve().parent.parent / "configs/models"
+SMALL: dict[str, Any] = {"layers": 2, "hidden": 36, "heads": 4, "kv_heads": 2, "ffn": 40, "vocab": 97, "init_std": 0.2}
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mistral-7b": {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32768,
+    },
+    "mistral-nemo-12b": {
+        "model_type": "mistral", "head_dim": 128, "hidden_size": 5120, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 40,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+        "tie_word_embeddings": False, "vocab_size": 131072,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072,
+        "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 131072, "tie_word_embeddings": False,
+        "use_mrope": False, "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_size": 1024, "intermediate_size": 3072,
+        "max_position_embeddings": 32768, "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e6,
+        "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_size": 4096,
+        "intermediate_size": 12288, "max_position_embeddings": 32768, "max_window_layers": 36,
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
+        "rope_scaling": None, "rope_theta": 1e6, "sliding_window": None, "tie_word_embeddings": False,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+}  # fmt: skip
+"""`config.json` as published: what matters of it."""
+
+
+def write_config(folder: Path, content: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def shipped(name: str) -> LlamaModel:
+    model = TypeAdapter(Model).validate_python(tomllib.loads((MODELS / f"{name}.toml").read_text())["model"])
+    assert isinstance(model, LlamaModel)
+    return model
+
+
+# ------------------------------------------------------------------------ shapes
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shipped_shape_is_that_of_the_published_file(name: str, tmp_path: Path) -> None:
+    section = shipped(name).model_copy(update={"declared_params": None})
+    assert read_model(write_config(tmp_path, PUBLISHED[name])) == section
+    assert read_model(write_config(tmp_path, to_hf(section, sequence_length=4096, eod=0, dtype="bfloat16"))) == section
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shipped_shape_is_of_the_size_that_transformers_builds(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for content in (PUBLISHED[name], to_hf(shipped(name), sequence_length=4096, eod=0, dtype="bfloat16")):
+        folder = write_config(tmp_path, content)
+        with torch.device("meta"):
+            built = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+        assert built.num_parameters() == shipped(name).declared_params
+
+
+def test_operations_are_of_the_queries_width() -> None:
+    """Qwen3 0.6B: 16 heads of 128 in a stream of 1024. Counted by hand for one layer and one token."""
+    model, h, q, k, f, s = shipped("qwen3-0.6b"), 1024, 2048, 1024, 3072, 4096
+    products = h * q + 2 * h * k + q * h + 3 * h * f + 2 * q * s  # scores, and what they weigh
+    assert hardware_flops_per_token(model, s) == 3 * 28 * 2 * products + 6 * h * model.rows
+    assert flops_per_token(10, model, s) == 6 * 10 + 12 * 28 * q * s
+    assert shape(model).head_size == 128
+
+
+# ------------------------------------------------------------------------ formulas
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_against_plain_formulas(family: Any) -> None:
+    """Whole models with heads of a size of their own, reimplemented in fp64 with nothing shared; two documents."""
+    config = LlamaModel(family=family, head_size=14, **SMALL)
+    model = materialise(models.build(config), 1, torch.device("cpu"))
+    values = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    for name, value in values.items():  # norms and biases away from 1 and 0
+        if value.ndim == 1:
+            value += torch.randn(value.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 0.3
+            dict(model.named_parameters())[name].data.copy_(value)
+
+    def linear(h: Tensor, name: str) -> Tensor:
+        return h @ values[f"{name}.weight"].T + values.get(f"{name}.bias", torch.zeros(()))
+
+    def norm(h: Tensor, name: str) -> Tensor:
+        return h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt() * values[f"{name}.weight"]
+
+    def turn(part: Tensor) -> Tensor:  # [9, heads, 14], pairs (i, i + 7)
+        angle = torch.arange(9).double().view(9, 1, 1) * 10000.0 ** -(torch.arange(0, 14, 2).double() / 14)
+        turned = torch.complex(part[..., :7], part[..., 7:]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((turned.real, turned.imag), -1)
+
+    tokens = torch.randint(97, (1, 9), generator=torch.Generator().manual_seed(2))
+    document = torch.tensor([0] * 4 + [1] * 5)
+    visible = torch.ones(9, 9).tril().bool() & (document == document.unsqueeze(1))
+    h = values["embedding.weight"][tokens[0]]
+    for block in ("blocks.0", "blocks.1"):
+        u = norm(h, f"{block}.attention_norm")
+        q, k, v = (linear(u, f"{block}.attention.{part}").view(9, -1, 14) for part in ("query", "key", "value"))
+        if family == "qwen3":
+            q, k = norm(q, f"{block}.attention.query_norm"), norm(k, f"{block}.attention.key_norm")
+        q, k, mixed = turn(q), turn(k), torch.empty(9, 4, 14, dtype=torch.float64)
+        for head in range(4):
+            scores = (q[:, head] @ k[:, head // 2].T / math.sqrt(14)).masked_fill(~visible, -math.inf)
+            mixed[:, head] = scores.softmax(-1) @ v[:, head // 2]
+        h = h + linear(mixed.reshape(9, 56), f"{block}.attention.out")
+        u = norm(h, f"{block}.mlp_norm")
+        gate = linear(u, f"{block}.mlp.gate")
+        h = h + linear(gate * gate.sigmoid() * linear(u, f"{block}.mlp.up"), f"{block}.mlp.down")
+    expected = norm(h, "norm") @ values["head.weight"].T
+    logits = model(tokens, None, Slots(torch.tensor([[4, 5]])))[0].double()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "added"),
+    [
+        ("mistral", set()),
+        ("qwen2", {"query.bias", "key.bias", "value.bias"}),
+        ("qwen3", {"query_norm.weight", "key_norm.weight"}),
+    ],
+)
+def test_what_a_family_adds_starts_neutral_and_does_not_decay(family: Any, added: set[str]) -> None:
+    plain, model = (
+        materialise(models.build(LlamaModel(**{**SMALL, "family": kind, "hidden": 40})), 1, torch.device("cpu"))
+        for kind in ("llama", family)
+    )
+    here, there = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert here.keys() - there.keys() == {f"blocks.{n}.attention.{name}" for n in range(2) for name in added}
+    assert [name for name in here if name in there] == list(there)
+    assert all(torch.equal(here[name], there[name]) for name in there)
+    new = {name: value for name, value in here.items() if name not in there}
+    assert all((value == (0.0 if name.endswith("bias") else 1.0)).all() for name, value in new.items())
+    decaying, spared = parameter_groups(model, OptimizerSection.model_fields["no_decay"].get_default())
+    assert new.keys() <= set(spared) and all(here[name].ndim == 2 for name in decaying)
+
+
+# ------------------------------------------------------------------------ refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "qwen2", "sliding_window": 8}, "sliding_window is of family = mistral, not of qwen2"),
+        ({"family": "qwen3", "head_size": 9}, "an even head size, not 9"),
+        ({"family": "llama", "hidden": 34}, "hidden = 34 is not a multiple of heads = 4"),
+    ],
+)
+def test_shapes_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        LlamaModel(**{**SMALL, **changes})
+    assert LlamaModel(**{**SMALL, "family": "llama", "hidden": 34, "head_size": 8}).query_width == 32
+
+
+def test_samples_longer_than_the_window_are_refused(lab: Any) -> None:
+    assert load(lab.config(model={"family": "mistral", "sliding_window": 32}))
+    with pytest.raises(ConfigError, match=r"(?s)exceeds model.sliding_window = 31.*set data.sequence_length <= 31"):
+        load(lab.config(model={"family": "mistral", "sliding_window": 31}))
+
+
+QWEN, MISTRAL = PUBLISHED["qwen2.5-7b"], PUBLISHED["mistral-7b"]
+WINDOW = "some layers see a window only, which is not built"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": 21}, WINDOW),
+        ({**QWEN, "layer_types": ["full_attention"] * 27 + ["sliding_attention"]}, WINDOW),
+        ({**QWEN, "layer_types": 3}, WINDOW),
+        ({**QWEN, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'; ours are default, linear"),
+        ({**QWEN, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+        ({**PUBLISHED["qwen3-8b"], "attention_bias": True}, "attention_bias = True; ours is False"),
+        ({**MISTRAL, "head_dim": "128"}, "head_dim = '128'"),
+        ({**MISTRAL, "sliding_window": True}, "sliding_window = True"),
+        ({**MISTRAL, "model_type": "mixtral"}, "model_type = 'mixtral'.*mixtures of experts are not built"),
+        ({**QWEN, "model_type": "qwen2_moe"}, "model_type = 'qwen2_moe'.*mixtures of experts are not built"),
+        ({**QWEN, "model_type": "qwen2_vl"}, "known are llama, mistral, qwen2, qwen3, gpt2 and"),
+    ],
+)
+def test_folders_of_models_that_are_not_built(content: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        read_model(write_config(tmp_path, content))
+    assert refused.value.exit == 78
+
+
+def test_a_window_that_is_not_in_force_is_no_obstacle(tmp_path: Path) -> None:
+    whole = read_model(write_config(tmp_path, QWEN))
+    for more in (
+        {"use_sliding_window": True, "max_window_layers": 28},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"layer_types": ["full_attention"] * 28},
+    ):
+        assert read_model(write_config(tmp_path, {**QWEN, **more})) == whole
+
+
+def test_defaults_are_those_of_the_classes(tmp_path: Path) -> None:
+    """A `config.json` that leaves out what its class has by default."""
+    mistral, qwen = (read_model(write_config(tmp_path, {"model_type": kind})) for kind in ("mistral", "qwen3"))
+    assert isinstance(mistral, LlamaModel) and isinstance(qwen, LlamaModel)
+    assert (mistral.kv_heads, mistral.ffn, mistral.sliding_window, mistral.vocab) == (8, 14336, 4096, 32000)
+    assert (qwen.kv_heads, qwen.ffn, qwen.head_dim, qwen.vocab) == (32, 22016, 128, 151936)
