@@ -7,16 +7,16 @@ divided by the default interval, it is the share of the time of training.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.sections import RecordSection
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.train.trainer import LAG, Trainer
+from fsdp_pretrain.train.trainer import Trainer
 
-from .ranges import median_range, show_range
+from .ranges import median_range, show_percent, show_range
+from .turns import turn
 
 _KINDS: dict[str, dict[str, Any]] = {
     "off": {"statistics_every": "0 steps"},
@@ -40,12 +40,12 @@ def measure(
     """
     trainers = {kind: build(_with(config, changes), world)[0] for kind, changes in _KINDS.items()}
     for trainer in trainers.values():
-        _turn(trainer, warmup)
+        turn(trainer, warmup)
     found = []
     kinds = list(_KINDS)
     for number in range(rounds + 1):
         order = [kinds[(number + place) % len(kinds)] for place in range(len(kinds))]
-        turns = {kind: _turn(trainers[kind], steps) for kind in order}
+        turns = {kind: turn(trainers[kind], steps) for kind in order}
         found.append(turns)
     found = found[1:]
     interval = RecordSection.model_fields["statistics_every"].get_default().value
@@ -74,16 +74,6 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     )
 
 
-def _turn(trainer: Trainer, steps: int) -> tuple[float, float]:
-    """(wall, processor) seconds of some steps, until the device has finished them."""
-    wall, used = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        trainer.step()
-        trainer.collect(keep=LAG)
-    trainer.collect(keep=0)
-    return time.perf_counter() - wall, time.process_time() - used
-
-
 def render(result: dict[str, Any]) -> str:
     """The results as text for people."""
     lines = [
@@ -95,10 +85,6 @@ def render(result: dict[str, Any]) -> str:
         processor = result[f"{kind}_processor_share"]
         lines += [
             f"  {name:<21} {show_range(cost)} steps; once in {result['interval']} steps "
-            f"{_percent(share)} of the time of training, processor {_percent(processor)}"
+            f"{show_percent(share)} of the time of training, processor {show_percent(processor)}"
         ]
     return "\n".join(lines)
-
-
-def _percent(found: list[float]) -> str:
-    return f"{show_range([100 * part for part in found])}%"

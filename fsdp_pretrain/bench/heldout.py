@@ -6,7 +6,6 @@ held-out samples once in its turn, and one that never does. The tokens are rando
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,11 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.sections import HeldOutSource
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.train.heldout_loss import HeldOutLoss
-from fsdp_pretrain.train.trainer import LAG, DataStream, Trainer
+from fsdp_pretrain.train.trainer import DataStream, Trainer
 from fsdp_pretrain.units import Progress
 
-from .ranges import median_range, show_range
+from .ranges import median_range, show_percent, show_range
+from .turns import turn
 
 _NEVER = Progress(10**9, "step")
 
@@ -59,10 +59,10 @@ def measure(
     off, _ = build(often, world)
     on, records = build(often, world, heldout=random_samples(often, world, batches))
     for trainer in (off, on):
-        _turn(trainer, warmup)
+        turn(trainer, warmup)
     found = []
     for number in range(rounds + 1):
-        turns = {trainer is on: _turn(trainer, steps) for trainer in ((off, on) if number % 2 else (on, off))}
+        turns = {trainer is on: turn(trainer, steps) for trainer in ((off, on) if number % 2 else (on, off))}
         (wall, used), (_, used_with) = turns[False], turns[True]
         (took,) = (record.seconds.heldout for record in records.records[-steps:] if record.heldout)
         found.append((wall / steps, took, steps * (used_with / used - 1)))
@@ -92,16 +92,6 @@ def _with_heldout(config: Config, every: Progress | None) -> Config:
     return Config(**{name: getattr(config, name) for name in Config.model_fields} | changes)
 
 
-def _turn(trainer: Trainer, steps: int) -> tuple[float, float]:
-    """(wall, processor) seconds of some steps, until the device has finished them."""
-    wall, used = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        trainer.step()
-        trainer.collect(keep=LAG)
-    trainer.collect(keep=0)
-    return time.perf_counter() - wall, time.process_time() - used
-
-
 def render(result: dict[str, Any]) -> str:
     """The results as text for people."""
     processor = result["measurement_processor_steps"]
@@ -111,11 +101,7 @@ def render(result: dict[str, Any]) -> str:
             f"  step                 {show_range(result['step_seconds'])}s",
             f"  measurement          {show_range(result['measurement_seconds'])}s for {result['samples']:_} samples: "
             f"{show_range(result['measurement_steps'])} steps; processor {show_range(processor)}",
-            f"  once in {result['interval']:g} steps    {_percent(result['share'])} of the time of training; "
-            f"processor {_percent(result['processor_share'])}",
+            f"  once in {result['interval']:g} steps    {show_percent(result['share'])} of the time of training; "
+            f"processor {show_percent(result['processor_share'])}",
         ]
     )
-
-
-def _percent(found: list[float]) -> str:
-    return f"{show_range([100 * part for part in found])}%"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_pretrain.console import CommandLine
-from fsdp_pretrain.errors import BusyError, ConfigError, Exit
+from fsdp_pretrain.errors import BusyError, ConfigError
 from fsdp_pretrain.launch.arguments import add_check_options, add_torchrun_options
 from fsdp_pretrain.record.arguments import parse_trainer, run_directory, seconds
 
@@ -83,9 +81,6 @@ def _launch(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from fsdp_pretrain.launch import torchrun
     from fsdp_pretrain.launch.preflight import check_devices
-    from fsdp_pretrain.launch.torchrun import Torchrun
-    from fsdp_pretrain.record import state_files
-    from fsdp_pretrain.record.exit_intent import ExitIntent
     from fsdp_pretrain.watchdog.status import inspect
 
     if args.run is not None and inspect(args.run).running:
@@ -100,17 +95,4 @@ def _doctor(args: argparse.Namespace) -> int:
     options = ["--slow", str(args.slow), "--slow-sum", str(args.slow_sum), "--timeout", str(args.timeout)]
     options += ["--megabytes", str(args.megabytes)] if args.megabytes else []
     options += ["--json"] if args.json else []
-    command = torchrun.command(args, args.passed_on, "fsdp_pretrain.launch.doctor", options)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
-        note = Path(notes) / "doctor.json"
-        child = Torchrun(command, torchrun.environment(os.environ, note))
-        try:
-            code = child.wait()
-        finally:
-            if child.poll() is None:
-                child.kill()
-        found = state_files.view(note, ExitIntent)
-    if found is not None:
-        return found.code
-    return int(Exit.REFUSED if code == torchrun.WRONG_OPTIONS else Exit.UNEXPECTED if code else Exit.COMPLETE)
+    return torchrun.run_once(torchrun.command(args, args.passed_on, "fsdp_pretrain.launch.doctor", options))

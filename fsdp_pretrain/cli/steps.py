@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
-from fsdp_pretrain.errors import ConfigError, Exit, StorageError
+from fsdp_pretrain.errors import ConfigError, StorageError
 from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
 
 if TYPE_CHECKING:
     from fsdp_pretrain.record.files import RunDir
-    from fsdp_pretrain.replay.window import ReplayRequest
 
 
 def add(command: CommandLine) -> None:
@@ -65,6 +62,7 @@ def _replay(args: argparse.Namespace) -> int:
     with the record: were its numbers the data, the state, the numerics or a device? On the same number of ranks and
     with nothing changed, the replay is equal to the bit. Exit 0 if it is, 1 if it differs. What is not listed here goes
     to torchrun."""
+    from fsdp_pretrain.launch import torchrun
     from fsdp_pretrain.record import environment
     from fsdp_pretrain.replay.window import ReplayRequest, open_window
 
@@ -89,7 +87,9 @@ def _replay(args: argparse.Namespace) -> int:
                 f"unrecognized arguments: {' '.join(args.passed_on)}", remedy="fsdp-pretrain replay --help"
             )
         return int(import_extra("fsdp_pretrain.replay.main", "a run is replayed").replay(request))
-    return _start_ranks(args, request)
+    return torchrun.run_once(
+        torchrun.command(args, args.passed_on, "fsdp_pretrain.replay", [request.model_dump_json()])
+    )
 
 
 def _new_folder(run: RunDir) -> Path:
@@ -97,29 +97,6 @@ def _new_folder(run: RunDir) -> Path:
     folder = Path(f"{os.path.abspath(run.path)}.replays")  # noqa: PTH100 (links stay as written)
     numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
     return folder / f"{max(numbers, default=0) + 1:04d}"
-
-
-def _start_ranks(args: argparse.Namespace, request: ReplayRequest) -> int:
-    """The replay under torchrun; its exit code."""
-    from fsdp_pretrain.launch import torchrun
-    from fsdp_pretrain.launch.torchrun import Torchrun
-    from fsdp_pretrain.record import state_files
-    from fsdp_pretrain.record.exit_intent import ExitIntent
-
-    command = torchrun.command(args, args.passed_on, "fsdp_pretrain.replay", [request.model_dump_json()])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
-        note = Path(notes) / "replay.json"
-        child = Torchrun(command, torchrun.environment(os.environ, note))
-        try:
-            code = child.wait()
-        finally:
-            if child.poll() is None:
-                child.kill()
-        found = state_files.view(note, ExitIntent)
-    if found is not None:
-        return found.code
-    return int(Exit.REFUSED if code == torchrun.WRONG_OPTIONS else Exit.UNEXPECTED if code else Exit.COMPLETE)
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import psutil
 
 from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.exit_intent import ExitIntent
 from fsdp_pretrain.record.lease import process_start, this_process
 from fsdp_pretrain.watchdog.heartbeat.rank_client import root
 
@@ -224,6 +226,23 @@ class Torchrun(subprocess.Popen[bytes]):
     def wait_for_ranks(self, seconds: float) -> bool:
         """Wait for ranks that outlive torchrun; returns whether all are gone."""
         return not psutil.wait_procs(self.ranks(), timeout=seconds)[1]
+
+
+def run_once(command: Sequence[str]) -> int:
+    """Run a torchrun command to its end, whatever that is; the exit code that the ranks agreed on."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
+        note = Path(notes) / "exit.json"
+        child = Torchrun(command, environment(os.environ, note))
+        try:
+            code = child.wait()
+        finally:
+            if child.poll() is None:
+                child.kill()
+        found = state_files.view(note, ExitIntent)
+    if found is not None:
+        return found.code
+    return int(Exit.REFUSED if code == WRONG_OPTIONS else Exit.UNEXPECTED if code else Exit.COMPLETE)
 
 
 def _is_alive(process: psutil.Process) -> bool:
