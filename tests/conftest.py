@@ -171,6 +171,20 @@ def two_nodes() -> Iterator[Callable[..., list[Node]]]:
         yield make
 
 
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`fault(kind, rank=1, steps=[7])` breaks the following runs; without arguments they run without faults again."""
+
+    def set_(kind: str = "", **where: Any) -> None:
+        if kind:
+            monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/numeric_faults.py"))
+            monkeypatch.setenv("FAULT", json.dumps({"kind": kind, **where}))
+        else:
+            monkeypatch.delenv("EXECUTE_FIRST")
+
+    return set_
+
+
 @pytest.fixture(scope="session")
 def run_command(zygotes: Zygotes) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`run_command("data.cli", "validate", path)` runs `python -m ...` and captures its output."""

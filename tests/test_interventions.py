@@ -6,14 +6,12 @@ import json
 import os
 import random
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import TORCHRUN
+from processes import ROOT, TORCHRUN
 
-FAULTS = Path(__file__).with_name("numeric_faults.py")
 HEALTH = {
     "window": "32 steps",
     "patience": "5 steps",
@@ -22,20 +20,6 @@ HEALTH = {
     "margin": "3 steps",
     "compare_every": "4 steps",
 }
-
-
-@pytest.fixture
-def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`fault(kind, rank=1, steps=[7])` breaks the following runs; without arguments they run without faults again."""
-
-    def set_(kind: str = "", **where: Any) -> None:
-        if kind:
-            monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
-            monkeypatch.setenv("FAULT", json.dumps({"kind": kind, **where}))
-        else:
-            monkeypatch.delenv("EXECUTE_FIRST")
-
-    return set_
 
 
 def found(records: list[dict[str, Any]], **wanted: Any) -> list[tuple[int, str]]:
@@ -117,7 +101,7 @@ def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
     (lab.path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if 'RANK' in os.environ and 'fsdp_pretrain.train' in ' '.join(sys.orig_argv):\n"
-        f"    import runpy; runpy.run_path({str(FAULTS)!r})\n"
+        f"    import runpy; runpy.run_path({str(ROOT / 'tests/numeric_faults.py')!r})\n"
     )
     fault = json.dumps({"kind": "gradient", "rank": 1, "from": 14})
     environment = helpers.environment(FAULT=fault, PYTHONPATH=helpers.python_path(lab.path))

@@ -18,7 +18,6 @@ from fsdp_pretrain.config.operations import HealthSection
 from fsdp_pretrain.replay.comparison import StepComparison, UsualSteps, compare
 from fsdp_pretrain.replay.verdict import ReplayReport, judge, render
 
-FAULTS = Path(__file__).with_name("numeric_faults.py")
 HEALTH = {"window": "8 steps", "compare_every": "4 steps"}
 NOISE, BAD = 291, 28
 """A document of random tokens, and the step that trains on it."""
@@ -28,20 +27,6 @@ def files(run: Path) -> dict[str, tuple[int, bytes]]:
     """Every file of a run directory but the lock, which beats: when it was written, and its bytes."""
     found = (path for path in run.rglob("*") if path.is_file() and "lock.json" not in path.name)
     return {str(path.relative_to(run)): (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
-
-
-@pytest.fixture
-def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`fault(kind, rank="all", steps=[7])` breaks the following runs and replays; `fault()` ends that."""
-
-    def set_(kind: str = "", **where: Any) -> None:
-        if kind:
-            monkeypatch.setenv("EXECUTE_FIRST", str(FAULTS))
-            monkeypatch.setenv("FAULT", json.dumps({"kind": kind, **where}))
-        else:
-            monkeypatch.delenv("EXECUTE_FIRST")
-
-    return set_
 
 
 @pytest.fixture
