@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -171,10 +172,13 @@ def test_a_killed_split_goes_on_and_a_finished_one_is_not_repeated(
     process = subprocess.Popen([*command, str(broken)], cwd="/", env=environment, start_new_session=True)
     helpers.wait_for(lambda: list(broken.glob("shards/*.json")) or process.poll() is not None, what="a part")
     if process.poll() is None:
+        workers = psutil.Process(process.pid).children(recursive=True)
         os.killpg(process.pid, signal.SIGKILL)
+        psutil.wait_procs(workers)  # until then they may end a write
     process.wait()
     for _ in range(2):
-        subprocess.run([*command, str(broken)], check=True, cwd="/", env=environment, capture_output=True)
+        done = subprocess.run([*command, str(broken)], cwd="/", env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     assert (broken / "heldout.jsonl").read_bytes() == (whole / "heldout.jsonl").read_bytes()
     stamp = (broken / "heldout.jsonl").stat().st_mtime_ns
     subprocess.run([*command, str(broken)], check=True, cwd="/", env=environment, capture_output=True)
