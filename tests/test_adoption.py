@@ -96,7 +96,7 @@ class Shell:
         self.type(f'eval "$({register} {" ".join(COMMANDS)})"; echo rea""dy\n', "ready")
 
     def type(self, keys: str, expected: str) -> None:
-        """Type, and wait for what the terminal shows then; clears the line."""
+        """Type, and wait for what the terminal must show then (fails with what it shows instead); clears the line."""
         self._seen = ""
         os.write(self._terminal, keys.encode())
         until(lambda: expected in self._read(), 60, lambda: repr(self._seen))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -24,3 +24,19 @@ def _absolute(path: Path) -> Path:
 
 
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+NamedT = TypeVar("NamedT", bound=_Named)
+
+
+def unique_names(sources: list[NamedT]) -> list[NamedT]:
+    """The sources; raises ValueError if two of them have one name."""
+    names = [source.name for source in sources]
+    if len(set(names)) < len(names):
+        raise ValueError(f"source names must differ, got {names}")
+    return sources

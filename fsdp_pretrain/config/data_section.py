@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from fsdp_pretrain.units import Progress, SampleRange, Seconds
 
-from .base import FilePath, Positive, Section, Share
+from .base import FilePath, Positive, Section, Share, unique_names
 from .sequence_stages import SequenceStages
 
 
@@ -126,7 +126,7 @@ class DataSection(Section):
     """Tokens per sample."""
     stages: list[SequenceStage] = []
     """Stages of shorter samples at the start of the run: one `[[data.stages]]` table each, see data.md."""
-    sources: Annotated[list[SourceSection], Field(min_length=1)]
+    sources: Annotated[list[SourceSection], Field(min_length=1), AfterValidator(unique_names)]
     """The mixture: one `[[data.sources]]` table per source."""
     seed: int = 1234
     """Seed of the data order, independent of `run.seed`."""
@@ -173,11 +173,3 @@ class DataSection(Section):
     def by_sequence(self) -> bool:
         """Whether every sample counts equally in the loss; otherwise every target does."""
         return isinstance(self.objective, GLMObjective) and self.objective.loss_norm == "sequence"
-
-    @field_validator("sources")
-    @classmethod
-    def _unique_names(cls, sources: list[SourceSection]) -> list[SourceSection]:
-        names = [source.name for source in sources]
-        if len(set(names)) < len(names):
-            raise ValueError(f"source names must differ, got {names}")
-        return sources

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from fsdp_pretrain.units import BatchSize, Progress, Seconds
 
-from .base import FilePath, Positive, Section, Share
+from .base import FilePath, Positive, Section, Share, unique_names
 from .intervals import Every
 from .surgery import Pattern, SurgerySection
 
@@ -301,7 +301,7 @@ class EvalSection(Section):
     overdue: Seconds = Seconds(2 * 3600)
     """The watchdog raises an alarm if a due checkpoint has waited this long for a worker. Set more if workers run only
     daily."""
-    loss_on: list[HeldOutSource] = []
+    loss_on: Annotated[list[HeldOutSource], AfterValidator(unique_names)] = []
     """Measure the loss of held-out samples during training: one `[[eval.loss_on]]` table per source. Empty: off."""
     loss_every: Every | None = None
     """Interval between measurements of the held-out loss, or a list of ranges; also measured after the last step. A
@@ -310,14 +310,6 @@ class EvalSection(Section):
     loss_samples: Positive | None = None
     """Held-out samples of each source, the same in every measurement. Default: four full global batches, shared among
     the sources (or all that a source has): with the default interval 0.27% of the time of training."""
-
-    @field_validator("loss_on")
-    @classmethod
-    def _unique_sources(cls, sources: list[HeldOutSource]) -> list[HeldOutSource]:
-        names = [source.name for source in sources]
-        if len(set(names)) < len(names):
-            raise ValueError(f"source names must differ, got {names}")
-        return sources
 
 
 class RecordSection(Section):
