@@ -1,0 +1,318 @@
+"""Objects in remote storage: `s3://`, `gs://`, `az://`, `https://`, and directories as `file://`, through fsspec.
+
+Every call is one object or a range of one, retried with growing pauses while the storage is busy or fails, and counted.
+Credentials come from where fsspec and the vendor's library look for them, never from the configuration. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import random
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import ConfigError, Exit, UserError
+
+T = TypeVar("T")
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "https": "aiohttp", "http": "aiohttp", "file": "fsspec"}
+"""By scheme: the package that fsspec needs for it."""
+PATIENCE = 60.0
+"""Seconds for which a call is repeated by default."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 20.0
+_CONNECT_SECONDS, _READ_SECONDS = 10, 30
+_CREDENTIALS = re.compile(r"credential|token.*expired|expired.*token", re.IGNORECASE)
+
+
+class Url(str):
+    """A directory or object in remote storage: `s3://bucket/corpora/web`, without a slash at its end.
+
+    Raises:
+        ValueError: an unknown scheme, no path, or something that does not belong into a URL, credentials for example.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, text: str) -> Url:
+        scheme, found, rest = text.partition("://")
+        if not found or scheme not in PACKAGES:
+            raise ValueError(f"{text!r} is not a URL of remote storage: {', '.join(f'{name}://' for name in PACKAGES)}")
+        if "@" in rest.partition("/")[0]:
+            raise ValueError("a URL must not hold credentials: leave them where the storage's own tools look for them")
+        if not rest.strip("/") or any(part in ("", ".", "..") for part in rest.strip("/").split("/")):
+            raise ValueError(f"{text!r} does not name a directory")
+        return super().__new__(cls, text.rstrip("/"))
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(f"{self}/{name}")
+
+    @property
+    def scheme(self) -> str:
+        return self.partition("://")[0]
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.rpartition("/")[2]
+
+
+def is_url(text: str) -> bool:
+    """Whether a text names remote storage rather than a local path."""
+    return "://" in text
+
+
+class Problem(StrEnum):
+    """Why a call failed."""
+
+    MISSING = "missing"
+    DENIED = "denied"
+    """Wrong, absent or expired credentials."""
+    BUSY = "busy"
+    """The storage asks for fewer requests (429, 503)."""
+    FAILED = "failed"
+    """Anything else: no connection, no answer, a cut answer, an error of the storage."""
+
+
+class RemoteError(UserError):
+    """An object cannot be read or written; `problem` says why, `object_url` names it."""
+
+    def __init__(self, object_url: str, problem: Problem, text: str) -> None:
+        self.object_url, self.problem = object_url, problem
+        cause = {
+            Problem.MISSING: f"{object_url} does not exist",
+            Problem.DENIED: f"no access to {object_url}: {text}",
+            Problem.BUSY: f"the storage of {object_url} is busy: {text}",
+            Problem.FAILED: f"{object_url}: {text}",
+        }[problem]
+        super().__init__(cause)
+        if self.is_temporary:
+            self.exit = Exit.RESUME
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether the same call may succeed later without anyone's help."""
+        return self.problem in (Problem.BUSY, Problem.FAILED)
+
+
+@dataclass
+class Traffic:
+    """What calls have cost so far."""
+
+    requests: int = 0
+    retries: int = 0
+    """Of the requests, those that repeat a failed one."""
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    def since(self, earlier: Traffic) -> Traffic:
+        return Traffic(**{name: value - getattr(earlier, name) for name, value in asdict(self).items()})
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """Size in bytes, and a text that changes when the object is written again (an ETag, or the time of change)."""
+
+    size: int
+    version: str
+
+
+class Remote:
+    """A directory in remote storage. Names are relative to it: `shards/shard-00001.bin`.
+
+    Methods may be called from several threads. `traffic` counts what they did.
+
+    Args:
+        url: of the directory.
+        patience: seconds for which a call that fails temporarily is repeated; 0 tries once.
+
+    Raises:
+        ConfigError: the package for the scheme is not installed.
+    """
+
+    def __init__(self, url: Url, *, patience: float = PATIENCE) -> None:
+        self.url, self.patience = url, patience
+        self._traffic, self._lock = Traffic(), threading.Lock()
+        self._files = _file_system(url.scheme)
+        self._root = url.partition("://")[2] if url.scheme not in ("https", "http") else str(url)
+        if url.scheme == "file":
+            self._root = "/" + self._root.lstrip("/")
+
+    @property
+    def traffic(self) -> Traffic:
+        """A copy of the counts."""
+        with self._lock:
+            return Traffic(**asdict(self._traffic))
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
+        """An object, or its bytes [start, stop). Raises RemoteError, also for fewer bytes than asked for."""
+
+        def act() -> bytes:
+            content: bytes = self._files.cat_file(self._path(name), start=start, end=stop)
+            if start is not None and stop is not None and len(content) != stop - start:
+                raise OSError(f"{len(content)} bytes instead of {stop - start} from {start} on")
+            return content
+
+        content = self._call(name, act)
+        self._count(bytes_read=len(content))
+        return content
+
+    def info(self, name: str) -> ObjectInfo:
+        """Raises RemoteError; `Problem.MISSING` if there is no such object."""
+        return self._call(name, lambda: _info(self._files.info(self._path(name))))
+
+    def list(self, name: str = "") -> dict[str, ObjectInfo]:
+        """All objects below a directory, by name relative to this one; empty if there are none. Raises RemoteError."""
+
+        def act() -> dict[str, ObjectInfo]:
+            try:
+                found = self._files.find(self._path(name), detail=True)
+            except FileNotFoundError:
+                return {}
+            prefix = self._root.rstrip("/") + "/"
+            return {str(path).removeprefix(prefix): _info(facts) for path, facts in found.items()}
+
+        return self._call(name, act)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Create or replace an object, which is seen whole or not at all. Raises RemoteError."""
+
+        def act() -> None:
+            if self.url.scheme != "file":
+                self._files.pipe_file(self._path(name), content)
+                return
+            with self._replacing(name) as partial:
+                partial.write_bytes(content)
+
+        self._call(name, act)
+        self._count(bytes_written=len(content))
+
+    def upload(self, path: Path, name: str) -> None:
+        """Copy a local file to an object, which is seen whole or not at all. Raises RemoteError, OSError of `path`."""
+        size = path.stat().st_size
+
+        def act() -> None:
+            if self.url.scheme != "file":
+                self._files.put_file(str(path), self._path(name))
+                return
+            with self._replacing(name) as partial:
+                self._files.put_file(str(path), str(partial))
+
+        self._call(name, act)
+        self._count(bytes_written=size)
+
+    def download(self, name: str, path: Path) -> None:
+        """Copy an object to a local file, in place of what is there. Raises RemoteError, OSError of `path`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._call(name, lambda: self._files.get_file(self._path(name), str(path)))
+        self._count(bytes_read=path.stat().st_size)
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; absent ones are no error. Raises RemoteError."""
+        for name in names:
+            with contextlib.suppress(_MissingError):
+                self._call(name, lambda name=name: self._files.rm_file(self._path(name)))  # type: ignore[misc]
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    @contextlib.contextmanager
+    def _replacing(self, name: str) -> Any:
+        """A local path whose file takes the object's place on success."""
+        target = Path(self._path(name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+        try:
+            yield partial
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, value in more.items():
+                setattr(self._traffic, name, getattr(self._traffic, name) + value)
+
+    def _call(self, name: str, act: Callable[[], T]) -> T:
+        until, pause = time.monotonic() + self.patience, _FIRST_PAUSE
+        while True:
+            self._count(requests=1)
+            try:
+                return act()
+            except Exception as error:
+                problem = _problem(error)
+                if problem is None:
+                    raise
+                failure = _failure(str(self.url / name) if name else str(self.url), problem, error)
+            if not failure.is_temporary or time.monotonic() + pause > until:
+                raise failure from None
+            time.sleep(pause * random.uniform(0.5, 1.0))  # not all nodes at once
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            self._count(retries=1)
+
+
+class _MissingError(RemoteError):
+    pass
+
+
+def _failure(object_url: str, problem: Problem, error: Exception) -> RemoteError:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return (_MissingError if problem is Problem.MISSING else RemoteError)(object_url, problem, text[:300])
+
+
+def _problem(error: Exception) -> Problem | None:
+    """What an exception of fsspec, its back ends or the vendors' libraries means; None for a bug."""
+    text = f"{type(error).__name__}: {error}"
+    status = getattr(error, "status", None) or getattr(error, "code", None)
+    if isinstance(error, FileNotFoundError) or status == 404:
+        return Problem.MISSING
+    if isinstance(error, PermissionError) or status in (401, 403) or _CREDENTIALS.search(text):
+        return Problem.DENIED
+    if status in (429, 503) or re.search(r"slow ?down|throttl|too many requests|\b(429|503)\b", text, re.IGNORECASE):
+        return Problem.BUSY
+    module = type(error).__module__.partition(".")[0]
+    known = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "adlfs", "azure", "google", "fsspec", "requests")
+    return Problem.FAILED if isinstance(error, OSError | TimeoutError | EOFError) or module in known else None
+
+
+def _info(facts: dict[str, Any]) -> ObjectInfo:
+    names = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified")
+    version = next((str(facts[name]) for name in names if facts.get(name) is not None), "")
+    return ObjectInfo(int(facts.get("size") or 0), version)
+
+
+def _file_system(scheme: str) -> Any:
+    """The fsspec file system of a scheme, which neither retries by itself nor keeps listings."""
+    if importlib.util.find_spec(PACKAGES[scheme]) is None or importlib.util.find_spec("fsspec") is None:
+        extra = "pip install 'fsdp-pretrain[s3]'" if scheme in ("s3", "https", "http", "file") else ""
+        raise ConfigError(
+            f"{scheme}:// needs the Python package {PACKAGES[scheme]}, which is not installed",
+            remedy=extra or f"pip install {PACKAGES[scheme]}",
+        )
+    import fsspec
+
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    if scheme == "s3":
+        options["config_kwargs"] = {
+            "retries": {"total_max_attempts": 1},
+            "connect_timeout": _CONNECT_SECONDS,
+            "read_timeout": _READ_SECONDS,
+            "max_pool_connections": 32,
+        }
+    if scheme == "file":
+        options = {"auto_mkdir": True, "skip_instance_cache": True}
+    if scheme in ("https", "http"):
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
+        options["client_kwargs"] = {"timeout": timeout}
+    files = fsspec.filesystem(scheme, **options)
+    if scheme == "s3":
+        files.retries = 1
+    return files
