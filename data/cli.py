@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.remote import Url, is_url
 from fsdp_pretrain.units import Progress
 
 if TYPE_CHECKING:
@@ -62,13 +63,32 @@ def _max_bad(text: str) -> MaxBad:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a share such as 0.01%") from None
 
 
+def _place(text: str) -> Path | Url:
+    """A local path, or a URL of remote storage."""
+    try:
+        return Url(text) if is_url(text) else Path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _local(text: str) -> Path:
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL; this is written to a local directory: copy it from there")
+    return Path(text)
+
+
 def _processors() -> int:
     """Processors available to this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 _INPUTS = (
-    argument("inputs", nargs="+", metavar="INPUT", help="text, JSONL or parquet files (.gz, .zst too), or directories"),
+    argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="text, JSONL or parquet files (.gz, .zst too), or directories; or URLs: 's3://bucket/text/*.jsonl.zst'",
+    ),
     argument("--text-field", default="text", help="JSONL field or parquet column (default: text)"),
     argument("--split", choices=("file", "lines"), default="file", help="a text file is one document, or each line is"),
     argument("--suffix", action="append", default=[], help="take files with this ending from directories (repeatable)"),
@@ -90,7 +110,14 @@ _WITHOUT = argument(
     help="leave out the documents that `fsdp-data split` writes with this share, such as 0.1%%",
 )
 _EOD = argument("--eod", help="text of the separator token, if the tokenizer does not define one")
-_CORPUS = argument("--out", type=Path, required=True, help="corpus directory")
+_CORPUS = argument("--out", type=_place, required=True, help="corpus directory, or URL: s3://bucket/corpora/web")
+_SCRATCH = argument(
+    "--scratch",
+    type=_local,
+    metavar="DIR",
+    help="local directory for the shards in work on the way to or from a URL, one per worker (default: the system's "
+    "for temporary files)",
+)
 _WORKERS = argument("--workers", type=positive, default=_processors(), help="processes (default: all processors)")
 _OVERWRITE = argument("--overwrite", action="store_true", help="replace a corpus made from other inputs or options")
 _QUIET = argument("--quiet", action="store_true", help="no progress bar")
@@ -103,7 +130,7 @@ _DTYPE = argument("--dtype", help="integer type of bin files (default: uint16)")
     *_INPUTS,
     _ANSWER,
     argument("--holdout", type=_holdout, required=True, metavar="SHARE", help="share of the documents, such as 0.1%%"),
-    argument("--out", type=Path, required=True, help="directory for heldout.jsonl"),
+    argument("--out", type=_local, required=True, help="directory for heldout.jsonl"),
     _WORKERS,
     argument("--overwrite", action="store_true", help="replace what was split from other inputs or options"),
     JSON,
@@ -128,7 +155,9 @@ def _split(args: argparse.Namespace) -> int:
 
 @verb(
     "prepare",
-    "runs/quickstart/text/train.jsonl --tokenizer runs/quickstart/tokenizer \\\n    --out runs/quickstart/corpus",
+    "runs/quickstart/text/train.jsonl --tokenizer runs/quickstart/tokenizer \\\n    --out runs/quickstart/corpus\n"
+    "  fsdp-data prepare 's3://bucket/text/*.jsonl.zst' --tokenizer runs/quickstart/tokenizer \\\n"
+    "    --out s3://bucket/corpora/web --part 1/8",
     *_INPUTS,
     argument(
         "--tokenizer",
@@ -145,6 +174,7 @@ def _split(args: argparse.Namespace) -> int:
         "--shard-size", type=byte_count, help="text per shard, such as 512MB (default: 1/32 of the input, 8MB to 1GB)"
     ),
     argument("--part", type=_part, default=(1, 1), metavar="I/N", help="make only part I of N, for job arrays"),
+    _SCRATCH,
     _OVERWRITE,
     _QUIET,
 )
@@ -161,6 +191,7 @@ def _prepare(args: argparse.Namespace) -> int:
         workers=args.workers,
         part=args.part,
         overwrite=args.overwrite,
+        scratch=args.scratch,
         quiet=args.quiet,
     )
     if manifest is None:
@@ -182,7 +213,7 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
     "import",
     "runs/quickstart/corpus/shards --tokenizer runs/quickstart/tokenizer --separators none \\\n"
     "    --out runs/quickstart/adopted",
-    argument("sources", nargs="+", type=Path, metavar="SRC", help="token files, or directories of them"),
+    argument("sources", nargs="+", type=_place, metavar="SRC", help="token files, or directories of them; or URLs"),
     argument(
         "--format", choices=("megatron", "arrow", "npy", "bin"), help="format of the files (default: by their names)"
     ),
@@ -198,6 +229,7 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
     _WORKERS,
     argument("--copy", action="store_true", help="copy Megatron shards instead of pointing to them"),
     _DTYPE,
+    _SCRATCH,
     _OVERWRITE,
     _QUIET,
 )
@@ -214,6 +246,7 @@ def _import(args: argparse.Namespace) -> int:
         import_corpus.ImportOptions(args.format, args.separators, args.copy, args.dtype),
         workers=args.workers,
         overwrite=args.overwrite,
+        scratch=args.scratch,
         quiet=args.quiet,
     )
     print(import_corpus.summary(manifest, args.out))
@@ -228,7 +261,7 @@ def _import(args: argparse.Namespace) -> int:
     argument("--vocab-size", type=positive, required=True),
     _WITHOUT,
     argument("--max-bytes", type=byte_count, default=2 * 10**9, help="text to train on, sampled evenly (default: 2GB)"),
-    argument("--out", type=Path, required=True, help="directory for tokenizer.json or tokenizer.model"),
+    argument("--out", type=_local, required=True, help="directory for tokenizer.json or tokenizer.model"),
 )
 def _train_tokenizer(args: argparse.Namespace) -> int:
     """Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer. If it is there already, made from the same
