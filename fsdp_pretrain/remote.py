@@ -92,8 +92,12 @@ class RemoteError(UserError):
             Problem.FAILED: f"{object_url}: {text}",
         }[problem]
         super().__init__(cause)
+        self._arguments = (object_url, problem, text)
         if self.is_temporary:
             self.exit = Exit.RESUME
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments  # from worker processes
 
     @property
     def is_temporary(self) -> bool:
@@ -130,7 +134,7 @@ class Remote:
 
     Args:
         url: of the directory.
-        patience: seconds for which a call that fails temporarily is repeated; 0 tries once.
+        patience: seconds after its first temporary failure for which a call is repeated; 0 tries once.
 
     Raises:
         ConfigError: the package for the scheme is not installed.
@@ -164,8 +168,15 @@ class Remote:
         return content
 
     def info(self, name: str) -> ObjectInfo:
-        """Raises RemoteError; `Problem.MISSING` if there is no such object."""
-        return self._call(name, lambda: _info(self._files.info(self._path(name))))
+        """Raises RemoteError; `Problem.MISSING` if there is no such object, also where objects lie below that name."""
+
+        def act() -> ObjectInfo:
+            facts = self._files.info(self._path(name))
+            if facts.get("type") == "directory":
+                raise FileNotFoundError(name)
+            return _info(facts)
+
+        return self._call(name, act)
 
     def list(self, name: str = "") -> dict[str, ObjectInfo]:
         """All objects below a directory, by name relative to this one; empty if there are none. Raises RemoteError."""
@@ -240,7 +251,7 @@ class Remote:
                 setattr(self._traffic, name, getattr(self._traffic, name) + value)
 
     def _call(self, name: str, act: Callable[[], T]) -> T:
-        until, pause = time.monotonic() + self.patience, _FIRST_PAUSE
+        until, pause = float("inf"), _FIRST_PAUSE
         while True:
             self._count(requests=1)
             try:
@@ -250,6 +261,7 @@ class Remote:
                 if problem is None:
                     raise
                 failure = _failure(str(self.url / name) if name else str(self.url), problem, error)
+            until = min(until, time.monotonic() + self.patience)  # a transfer may take longer than that before it fails
             if not failure.is_temporary or time.monotonic() + pause > until:
                 raise failure from None
             time.sleep(pause * random.uniform(0.5, 1.0))  # not all nodes at once
