@@ -128,7 +128,7 @@ class ObjectInfo:
 
 
 class Remote:
-    """A directory in remote storage. Names are relative to it: `shards/shard-00001.bin`.
+    """A directory in remote storage. Names are relative to it, `shards/shard-00001.bin`, or whole URLs of its scheme.
 
     Methods may be called from several threads. `traffic` counts what they did.
 
@@ -144,9 +144,7 @@ class Remote:
         self.url, self.patience = url, patience
         self._traffic, self._lock = Traffic(), threading.Lock()
         self._files = _file_system(url.scheme)
-        self._root = url.partition("://")[2] if url.scheme not in ("https", "http") else str(url)
-        if url.scheme == "file":
-            self._root = "/" + self._root.lstrip("/")
+        self._root = _place(url)
 
     @property
     def traffic(self) -> Traffic:
@@ -231,7 +229,7 @@ class Remote:
                 self._call(name, lambda name=name: self._files.rm_file(self._path(name)))  # type: ignore[misc]
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}".rstrip("/")
+        return _place(Url(name)) if is_url(name) else f"{self._root}/{name}".rstrip("/")
 
     @contextlib.contextmanager
     def _replacing(self, name: str) -> Any:
@@ -260,13 +258,22 @@ class Remote:
                 problem = _problem(error)
                 if problem is None:
                     raise
-                failure = _failure(str(self.url / name) if name else str(self.url), problem, error)
+                object_url = name if is_url(name) else f"{self.url}/{name}".rstrip("/")
+                failure = _failure(object_url, problem, error)
             until = min(until, time.monotonic() + self.patience)  # a transfer may take longer than that before it fails
             if not failure.is_temporary or time.monotonic() + pause > until:
                 raise failure from None
             time.sleep(pause * random.uniform(0.5, 1.0))  # not all nodes at once
             pause = min(2 * pause, _LONGEST_PAUSE)
             self._count(retries=1)
+
+
+def _place(url: Url) -> str:
+    """A URL as its file system names it."""
+    if url.scheme in ("https", "http"):
+        return str(url)
+    place = url.partition("://")[2]
+    return "/" + place.lstrip("/") if url.scheme == "file" else place
 
 
 class _MissingError(RemoteError):

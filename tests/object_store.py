@@ -22,13 +22,13 @@ import threading
 import time
 import urllib.parse
 import uuid
-from xml.etree import ElementTree
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from processes import free_port, spawn
 from sight import until
