@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Url, is_url
+from fsdp_pretrain.remote import Location, Url, is_url
 from fsdp_pretrain.units import Progress
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 def main() -> int:
     command = CommandLine("fsdp-data", "Tokenisers, token shards and their validation.")
-    command.add(_split, _prepare, _import, _train_tokenizer, _validate, _inspect, _bench, _quickstart_corpus)
+    command.add(_split, _prepare, _import, _train_tokenizer, _validate, _inspect, _checksums)
+    command.add(_bench, _quickstart_corpus)
     return command.run()
 
 
@@ -63,7 +64,7 @@ def _max_bad(text: str) -> MaxBad:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a share such as 0.01%") from None
 
 
-def _place(text: str) -> Path | Url:
+def _place(text: str) -> Location:
     """A local path, or a URL of remote storage."""
     try:
         return Url(text) if is_url(text) else Path(text)
@@ -173,6 +174,9 @@ def _split(args: argparse.Namespace) -> int:
     argument(
         "--shard-size", type=byte_count, help="text per shard, such as 512MB (default: 1/32 of the input, 8MB to 1GB)"
     ),
+    argument(
+        "--block-tokens", type=_tokens, metavar="N", help="tokens of a block, the unit of shuffling (default: 4M)"
+    ),
     argument("--part", type=_part, default=(1, 1), metavar="I/N", help="make only part I of N, for job arrays"),
     _SCRATCH,
     _OVERWRITE,
@@ -187,7 +191,7 @@ def _prepare(args: argparse.Namespace) -> int:
         args.inputs,
         Tokenizer.load(args.tokenizer, args.eod),
         args.out,
-        _options(args, shard_bytes=args.shard_size, answer_field=args.answer_field),
+        _options(args, shard_bytes=args.shard_size, answer_field=args.answer_field, block_tokens=args.block_tokens),
         workers=args.workers,
         part=args.part,
         overwrite=args.overwrite,
@@ -212,7 +216,9 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
 @verb(
     "import",
     "runs/quickstart/corpus/shards --tokenizer runs/quickstart/tokenizer --separators none \\\n"
-    "    --out runs/quickstart/adopted",
+    "    --out runs/quickstart/adopted\n"
+    "  fsdp-data import s3://bucket/megatron --tokenizer runs/quickstart/tokenizer --separators trailing \\\n"
+    "    --out s3://bucket/corpora/adopted",
     argument("sources", nargs="+", type=_place, metavar="SRC", help="token files, or directories of them; or URLs"),
     argument(
         "--format", choices=("megatron", "arrow", "npy", "bin"), help="format of the files (default: by their names)"
@@ -291,8 +297,10 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 
 @verb(
     "validate",
-    "runs/quickstart/corpus --json",
-    argument("directories", nargs="+", type=Path, metavar="DIR", help="corpora, or token files without a manifest"),
+    "runs/quickstart/corpus --json\n  fsdp-data validate s3://bucket/corpora/web --scratch /local/scratch",
+    argument(
+        "directories", nargs="+", type=_place, metavar="DIR", help="corpora, or token files without a manifest; or URLs"
+    ),
     argument(
         "--format",
         choices=("megatron", "arrow", "npy", "bin", "text"),
@@ -310,6 +318,7 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
     ),
     argument("--against", help="run configuration whose model, other sources and held-out data must fit the corpus"),
     _WORKERS,
+    _SCRATCH,
     argument("--no-checksums", dest="checksums", action="store_false", help="do not compare file checksums"),
     JSON,
     _QUIET,
@@ -324,7 +333,8 @@ def _validate(args: argparse.Namespace) -> int:
 
     tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
     vocabulary = _vocabulary(args)
-    missing = [str(d) for d in args.directories if not (d.exists() or d.with_name(d.name + ".idx").exists())]
+    local = [place for place in args.directories if isinstance(place, Path)]
+    missing = [str(d) for d in local if not (d.exists() or d.with_name(d.name + ".idx").exists())]
     if missing:
         raise DataError(f"there is no {', '.join(missing)}")
     run = load(args.against) if args.against else None
@@ -340,6 +350,7 @@ def _validate(args: argparse.Namespace) -> int:
             workers=args.workers,
             checksums=args.checksums,
             held_out=heldout_hashes(run, directory) if run is not None else None,
+            scratch=args.scratch,
             quiet=args.quiet or args.json,
         )
         if run is not None:
@@ -373,18 +384,19 @@ def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
 
 @verb(
     "inspect",
-    "runs/quickstart/corpus --doc 7",
-    argument("directory", type=Path, metavar="DIR"),
+    "runs/quickstart/corpus --doc 7\n  fsdp-data inspect s3://bucket/corpora/web --doc 1_000_000",
+    argument("directory", type=_place, metavar="DIR", help="corpus, or its URL: only what is shown is fetched"),
     argument("--doc", type=int, help="number of the document to show, counted over all shards"),
     JSON,
 )
 def _inspect(args: argparse.Namespace) -> int:
     """Show what a corpus holds, or one of its documents."""
     from data.corpus.corpus import Corpus
-    from data.validate.report import decode_any
+    from data.corpus.fetched import remote_manifest
+    from data.validate.inspect import document
 
-    corpus = Corpus(args.directory)
-    manifest = corpus.manifest
+    far = isinstance(args.directory, Url)
+    manifest = remote_manifest(args.directory) if far else Corpus(args.directory).manifest
     if args.json:
         print(manifest.model_dump_json(indent=1))
         return 0
@@ -403,21 +415,35 @@ def _inspect(args: argparse.Namespace) -> int:
             where = f" ({shard.path})" if shard.path else ""
             print(f"  {shard.name}: {shard.documents:_} documents, {shard.tokens:_} tokens{where}")
         return 0
-    number = args.doc
-    for index, shard in enumerate(manifest.shards):
-        if 0 <= number < shard.documents:
-            tokens = corpus.shard(index).document(number)
-            print(f"{shard.name}, document {number}: {len(tokens)} tokens", file=sys.stderr)
-            print(decode_any(tokens.tolist(), corpus.tokenizer()))
-            return 0
-        number -= shard.documents
-    raise DataError(f"there is no document {args.doc}: the corpus has {manifest.documents}")
+    found = document(args.directory, manifest, args.doc)
+    print(f"{found.shard}, document {found.number}: {found.tokens} tokens", file=sys.stderr)
+    print(found.text)
+    return 0
+
+
+@verb(
+    "checksums",
+    "runs/quickstart/corpus\n  fsdp-data checksums s3://bucket/corpora/web",
+    argument("directory", type=_place, metavar="CORPUS"),
+    _WORKERS,
+    _SCRATCH,
+    _QUIET,
+)
+def _checksums(args: argparse.Namespace) -> int:
+    """Add the checksums of its blocks to a corpus of an earlier version, so that it can be used by URL. Reads and
+    checks all shards; the corpus keeps its fingerprint. Interrupted runs continue where they stopped."""
+    from data.prepare.checksums import add_checksums
+
+    added = add_checksums(args.directory, workers=args.workers, scratch=args.scratch, quiet=args.quiet)
+    print(f"{args.directory}: " + (f"checksums of {added:_} blocks added" if added else "has its checksums already"))
+    return 0
 
 
 @verb(
     "bench",
     "runs/quickstart/corpus --sequence-length 2048",
-    argument("directory", type=Path, nargs="?", metavar="DIR", help="corpus (default: a synthetic one)"),
+    argument("directory", type=_place, nargs="?", metavar="DIR", help="corpus, or its URL (default: a synthetic one)"),
+    _SCRATCH,
     argument("--tokens", type=_tokens, default=10**8, help="size of the synthetic corpus (default: 100M)"),
     argument("--sequence-length", type=positive, default=2048, help="tokens per sample (default: 2048)"),
     argument("--batch", type=positive, default=8, help="samples per call (default: 8)"),
@@ -448,6 +474,7 @@ def _bench(args: argparse.Namespace) -> int:
         batch=args.batch,
         seconds=args.seconds,
         warm=not args.cold,
+        scratch=args.scratch,
     )
     print(json.dumps(figures, indent=1) if args.json else bench.render(figures))
     return 0

@@ -1,6 +1,7 @@
 """Blocks of corpora in remote storage, and the directory on local disk that keeps some of them.
 
-    CACHE/<corpus fingerprint>/manifest.json, blocks.npy, checksums.npy, tokenizer.*
+    CACHE/manifests/<hash of a URL>                the manifest there
+    CACHE/<corpus fingerprint>/blocks.npy, checksums.npy, tokenizer.*
     CACHE/<corpus fingerprint>/blocks/00001234     int32 lengths of the documents of a block, then its tokens, as stored
     CACHE/<corpus fingerprint>/blocks/.00001234.*.partial
     CACHE/users/<run id>-<node>.json               what each live fetcher needs
@@ -32,7 +33,7 @@ from fsdp_pretrain.remote import ObjectInfo, Remote, RemoteError, Url, is_url
 from .shards import LENGTHS_AT
 
 if TYPE_CHECKING:
-    from .corpus import CorpusManifest
+    from .corpus import CorpusManifest, ShardEntry
 
 LENGTH_BYTES = 4
 _ABANDONED_SECONDS = 3600.0
@@ -84,14 +85,14 @@ class RemoteCorpus:
         url: of the corpus.
         blocks: int64 [blocks, 5], see `BLOCK_COLUMNS`.
         checksums: uint64 [blocks, 2], xxh3-64 of the bytes of each block's lengths and tokens.
-        version: of the manifest's object when the corpus was opened; None if the storage did not answer then.
+        version: of the manifest's object.
     """
 
     url: Url
     manifest: CorpusManifest
     blocks: npt.NDArray[np.int64]
     checksums: npt.NDArray[np.uint64]
-    version: ObjectInfo | None = None
+    version: ObjectInfo
 
     @cached_property
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -123,27 +124,28 @@ class RemoteCorpus:
     def ranges(self, block: int) -> BlockRanges:
         """Where a block is stored. Raises DataError if its shard is not in remote storage."""
         shard, first, documents = self.blocks[block, :3].tolist()
-        name, start = self._prefix(shard), int(self._starts[block])
+        name, start = stored_at(self.url, self.manifest.shards[shard]), int(self._starts[block])
         lengths = LENGTHS_AT + LENGTH_BYTES * first
         return BlockRanges(
             ByteRange(f"{name}.idx", lengths, lengths + LENGTH_BYTES * documents),
             ByteRange(f"{name}.bin", start * self._item, (start + int(self._stored[block])) * self._item),
         )
 
-    def _prefix(self, shard: int) -> str:
-        """The objects of a shard without suffix: relative to the corpus, or a URL. Raises DataError."""
-        entry = self.manifest.shards[shard]
-        if entry.path is None:
-            return f"shards/{entry.name}"
-        scheme, _, place = self.url.partition("://")
-        if not is_url(entry.path) and (scheme == "file" or not entry.path.startswith("/")):
-            return f"{scheme}://" + posixpath.normpath(posixpath.join(place, entry.path))
-        if entry.path.startswith(f"{scheme}://"):
-            return entry.path
-        raise DataError(
-            f"the manifest of {self.url} says that shard {entry.name} is at {entry.path}, not in that storage",
-            remedy="import the files with --copy, and upload that corpus",
-        )
+
+def stored_at(url: Url, entry: ShardEntry) -> str:
+    """The objects of a shard of the corpus at `url`, without suffix: relative to the corpus, or a URL. Raises DataError
+    if they are not in that storage."""
+    if entry.path is None:
+        return f"shards/{entry.name}"
+    scheme, _, place = url.partition("://")
+    if not is_url(entry.path) and (scheme == "file" or not entry.path.startswith("/")):
+        return f"{scheme}://" + posixpath.normpath(posixpath.join(place, entry.path))
+    if entry.path.startswith(f"{scheme}://"):
+        return entry.path
+    raise DataError(
+        f"the manifest of {url} says that shard {entry.name} is at {entry.path}, not in that storage",
+        remedy="import the files with --copy, and upload that corpus",
+    )
 
 
 class BlockCache:
@@ -154,7 +156,7 @@ class BlockCache:
         fingerprint: of the corpus.
 
     Attributes:
-        directory: with the corpus' manifest and tables; `blocks/` inside it holds the blocks.
+        directory: with the corpus' tables and tokenizer; `blocks/` inside it holds the blocks.
     """
 
     def __init__(self, cache: Path, fingerprint: str) -> None:
@@ -177,6 +179,12 @@ class BlockCache:
                     with suppress(FileNotFoundError):  # evicted meanwhile
                         found[int(entry.name)] = entry.stat().st_size
         return found
+
+    def stamp(self) -> int:
+        """A number that changes when blocks come or go; 0 if there never was one."""
+        with suppress(FileNotFoundError):
+            return self._blocks.stat().st_mtime_ns
+        return 0
 
     def put(self, block: int, lengths: bytes, tokens: bytes) -> None:
         """Store a block that was checked; it is seen whole or not at all, also after a crash. Raises OSError."""
@@ -237,7 +245,7 @@ def fetch_block(remote: Remote, corpus: RemoteCorpus, block: int) -> tuple[bytes
 def damage(remote: Remote, corpus: RemoteCorpus, error: WrongChecksumError) -> DataError:
     """What a checksum that stays wrong means: the corpus was replaced since it was opened, or an object is damaged."""
     try:
-        replaced = corpus.version is not None and remote.info("manifest.json") != corpus.version
+        replaced = remote.info("manifest.json") != corpus.version
     except RemoteError:
         replaced = False
     if not replaced:

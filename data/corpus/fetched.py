@@ -13,9 +13,11 @@ from pathlib import Path
 import xxhash
 
 from data.text.remote_files import remote_of
-from fsdp_pretrain.errors import StorageError, naming
-from fsdp_pretrain.remote import Url
+from fsdp_pretrain.errors import DataError, StorageError, naming
+from fsdp_pretrain.remote import Location, Problem, RemoteError, Url
 from fsdp_pretrain.units import human_bytes
+
+from .corpus import CorpusManifest, parse_manifest
 
 _PREFIX = "fsdp-data-"
 _PIECE = 16 << 20
@@ -74,7 +76,7 @@ def require_room(scratch: Path, sizes: Iterable[int], workers: int) -> None:
 
 @contextmanager
 def fetched(
-    file: Path | Url, suffixes: Sequence[str], scratch: Path | None, checksums: Mapping[str, str] | None = None
+    file: Location, suffixes: Sequence[str], scratch: Path | None, checksums: Mapping[str, str] | None = None
 ) -> Iterator[Path]:
     """A token file as a local path: itself, or a copy of the object that is removed at the end.
 
@@ -99,6 +101,20 @@ def fetched(
                 if fetch(Url(file + suffix), path.with_name(path.name + suffix)) == expected or expected is None:
                     break
         yield path
+
+
+def remote_manifest(url: Url) -> CorpusManifest:
+    """The manifest of a corpus by URL. Raises DataError if it is absent, damaged or of another format; RemoteError."""
+    remote, name = remote_of(url)
+    try:
+        return parse_manifest(remote.read(f"{name}/manifest.json".lstrip("/")), f"{url}/manifest.json")
+    except RemoteError as error:
+        if error.problem is not Problem.MISSING:
+            raise
+        raise DataError(
+            f"{url} is not a corpus, or an unfinished one: it has no manifest.json",
+            remedy="make one with `fsdp-data prepare` or `fsdp-data import`; repeat a command that was interrupted",
+        ) from None
 
 
 def fetch(url: Url, path: Path) -> str:

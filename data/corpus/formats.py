@@ -27,12 +27,11 @@ from data.text.inputs import plan_shards, read_documents
 from data.text.remote_files import objects_below, parse_url
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Url
+from fsdp_pretrain.remote import Location, Url
 
 from .shards import Shard, map_file
 
 Format = Literal["megatron", "arrow", "npy", "bin", "text"]
-TokenPath = Path | Url
 Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[Any]
 RUN_TOKENS = 4_000_000
@@ -128,7 +127,7 @@ def find_token_files(path: Path, format: Format | None = None) -> list[Path]:  #
     return [file for file in token_files(path, format) if isinstance(file, Path)]
 
 
-def token_files(path: TokenPath, format: Format | None = None) -> dict[TokenPath, Format]:  # noqa: A002
+def token_files(path: Location, format: Format | None = None) -> dict[Location, Format]:  # noqa: A002
     """The token files at a path with their formats, ordered by name; for a Megatron pair, the prefix.
 
     `path` is a file, the prefix of a Megatron pair, or a directory to search. Raises DataError if nothing is found, or
@@ -148,7 +147,7 @@ def token_files(path: TokenPath, format: Format | None = None) -> dict[TokenPath
     return {Path(name): kind for name in names}
 
 
-def _token_objects(url: Url, format: Format | None) -> dict[TokenPath, Format]:  # noqa: A002
+def _token_objects(url: Url, format: Format | None) -> dict[Location, Format]:  # noqa: A002
     objects = objects_below(url)
     if set(objects) - {""}:
         kind, names = _of_one_format(list(objects), format, url)
@@ -169,7 +168,7 @@ def _token_objects(url: Url, format: Format | None) -> dict[TokenPath, Format]: 
 def _of_one_format(
     names: Sequence[str],
     format: Format | None,  # noqa: A002
-    where: TokenPath,
+    where: Location,
 ) -> tuple[Format, list[str]]:
     """Of names, those of token files, and their format. Raises DataError, see `token_files`."""
     held, there = dict[Format, list[str]](), set(names)

@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.corpus.corpus import CorpusManifest, Separators, Vocabulary, write_corpus
+from data.corpus.corpus import BLOCK_TOKENS, CorpusManifest, Separators, ShardBlocks, Vocabulary, write_corpus
 from data.corpus.fetched import PAIR, fetched, require_room, scratch_directory
-from data.corpus.formats import Format, TokenPath, open_file, token_files
+from data.corpus.formats import Format, open_file, token_files
 from data.corpus.shards import DTYPES, MAGIC, Shard, ShardWriter, file_checksum, token_dtype
 from data.text.files import InputFile, input_file, stamp_of
 from data.text.remote_files import at_once, remote_of
 from data.text.tokenizer import Tokenizer
 from data.validate.checker import TokenChecker
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Url
+from fsdp_pretrain.remote import Location, Url
 
 from .jobs import Task, claim, describe, gather, make_all, release, summed, write_record
-from .places import Place, open_place
+from .outputs import Output, open_output
 
 _COPY = "pass --copy to write new shards"
 _HEAD = len(MAGIC) + 8 + 1
@@ -52,9 +52,9 @@ class ImportOptions:
 
 
 def ingest(
-    sources: Sequence[TokenPath],
+    sources: Sequence[Location],
     tokenizer: Tokenizer,
-    out: Path | Url,
+    out: Location,
     options: ImportOptions,
     *,
     workers: int,
@@ -90,7 +90,7 @@ def ingest(
     dtype = token_dtype(tokenizer.vocab_size) if options.copy else _common_dtype(files)
     stamps = at_once(lambda file: stamp_of(_data_file(file, kind)), files)
     far = any(isinstance(file, Url) for file in files)
-    with scratch_directory(scratch) if far else nullcontext() as room, open_place(out, scratch) as place:
+    with scratch_directory(scratch) if far else nullcontext() as room, open_output(out, scratch) as place:
         tasks = [
             Task(f"shards/{name}", (file, options, int(stamp[0]), room), int(stamp[0]))
             for name, file, stamp in zip(_names(files), files, stamps, strict=True)
@@ -111,7 +111,7 @@ def ingest(
 
 
 def _finish(
-    place: Place, done: list[dict[str, Any]], tokenizer: Tokenizer, options: ImportOptions, dtype: np.dtype[Any]
+    place: Output, done: list[dict[str, Any]], tokenizer: Tokenizer, options: ImportOptions, dtype: np.dtype[Any]
 ) -> CorpusManifest:
     full = [record["entry"] for record in done if record["entry"]["documents"]]
     if not full:
@@ -124,7 +124,7 @@ def _finish(
         )
 
 
-def _check_places(files: Sequence[TokenPath], out: Path | Url, options: ImportOptions) -> None:
+def _check_places(files: Sequence[Location], out: Location, options: ImportOptions) -> None:
     """Raise DataError if the manifest cannot lie in `out` while the files stay where they are."""
     base = str(out) if isinstance(out, Url) else str(out.absolute())
     inside = [file for file in files if str(file).startswith(f"{base}/")]
@@ -140,7 +140,7 @@ def _check_places(files: Sequence[TokenPath], out: Path | Url, options: ImportOp
         )
 
 
-def _common_dtype(files: Sequence[TokenPath]) -> np.dtype[Any]:
+def _common_dtype(files: Sequence[Location]) -> np.dtype[Any]:
     """Dtype of all shards, if they can be adopted in place; of those in remote storage the rest is checked when they
     are fetched. Raises DataError."""
     dtypes = at_once(_remote_dtype, [file for file in files if isinstance(file, Url)])
@@ -174,7 +174,7 @@ def _require_adoptable(shard: Shard, source: str) -> None:
 
 
 def _job(
-    files: Sequence[TokenPath], stamps: list[list[int | str]], tokenizer: Tokenizer, options: ImportOptions
+    files: Sequence[Location], stamps: list[list[int | str]], tokenizer: Tokenizer, options: ImportOptions
 ) -> dict[str, Any]:
     """Everything that decides the content of the shards, as JSON values."""
     return {
@@ -185,7 +185,7 @@ def _job(
     }
 
 
-def _data_file(file: TokenPath, kind: Format) -> InputFile:
+def _data_file(file: Location, kind: Format) -> InputFile:
     """The file that holds the tokens. Raises DataError."""
     name = f"{file}.bin" if kind == "megatron" else str(file)
     try:
@@ -196,7 +196,7 @@ def _data_file(file: TokenPath, kind: Format) -> InputFile:
     return found
 
 
-def _names(files: Sequence[TokenPath]) -> list[str]:
+def _names(files: Sequence[Location]) -> list[str]:
     """A shard name for each file: its own if all are unique."""
     own = [PurePath(file.name) for file in files]
     names = [path.stem if path.suffix in (".arrow", ".npy", ".bin") else path.name for path in own]
@@ -205,7 +205,7 @@ def _names(files: Sequence[TokenPath]) -> list[str]:
 
 def ingest_file(
     prefix: Path,
-    source: TokenPath,
+    source: Location,
     options: ImportOptions,
     size: int,
     scratch: Path | None,
@@ -246,12 +246,15 @@ def ingest_file(
             shown += step
         checker.require(str(source), file, tokenizer)
         entry = writer.finish() if writer else _entry(prefix.name, source, here, checker, digest.hexdigest())
+        carried = int(declared != "none" and not options.copy)
+        made = Shard(prefix if options.copy else here)
+        entry["blocks"] = ShardBlocks.of(made, BLOCK_TOKENS, carried, pairs=False).to_json()
     report(size - shown)
     counts = {"documents": checker.documents, "empty": checker.empty, "unterminated": checker.unterminated}
     write_record(prefix, {"entry": entry, "counts": counts, "source": str(source)})
 
 
-def _entry(name: str, source: TokenPath, here: Path, checker: TokenChecker, bin_xxh3: str) -> dict[str, Any]:
+def _entry(name: str, source: Location, here: Path, checker: TokenChecker, bin_xxh3: str) -> dict[str, Any]:
     """The manifest entry of a shard that stays in place; `here` is where it is now."""
     return {
         "name": name,
@@ -264,7 +267,7 @@ def _entry(name: str, source: TokenPath, here: Path, checker: TokenChecker, bin_
     }
 
 
-def summary(manifest: CorpusManifest, out: Path | Url) -> str:
+def summary(manifest: CorpusManifest, out: Location) -> str:
     """The final message of `import`."""
     numbers = manifest.statistics
     where = "in place" if any(entry.path for entry in manifest.shards) else "copied"

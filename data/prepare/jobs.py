@@ -1,7 +1,7 @@
 """A corpus made shard by shard: claimed by one job, spread over processes, resumed after a kill.
 
 A shard is done when its `.json` record exists; the result does not depend on the number of processes. Where the shards
-come to lie is a `Place`.
+come to lie is a `Output`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Problem, RemoteError
 
-from .places import Place
+from .outputs import Output
 
 PLAN = "plan.json"
 Make = Callable[..., None]
@@ -47,10 +47,10 @@ class Task:
         return all(self.name + suffix in names for suffix in suffixes)
 
 
-Call = tuple[Make, Place, Task]
+Call = tuple[Make, Output, Task]
 
 
-def claim(out: Place, content: dict[str, Any], shards: int, *, overwrite: bool) -> None:
+def claim(out: Output, content: dict[str, Any], shards: int, *, overwrite: bool) -> None:
     """Make `out` this job's place. Raises DataError if it holds anything else.
 
     Args:
@@ -74,7 +74,7 @@ def claim(out: Place, content: dict[str, Any], shards: int, *, overwrite: bool) 
     out.write(PLAN, json.dumps({"job": job, "shards": shards}).encode())
 
 
-def _held_job(out: Place) -> Any:
+def _held_job(out: Output) -> Any:
     """What the plan of `out` says; None without one. Raises DataError if it is damaged."""
     try:
         held = _parsed(f"{out}/{PLAN}", out.read([PLAN])[0])
@@ -87,7 +87,7 @@ def _held_job(out: Place) -> Any:
     return held.get("job") if isinstance(held, dict) else ""
 
 
-def release(out: Place) -> None:
+def release(out: Output) -> None:
     """Undo `claim` for a refused job without finished shards: the corrected command is another job."""
     names = out.names()
     shards = [name for name in names if name.startswith("shards/")]
@@ -105,7 +105,7 @@ def _seal(record: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
 
 
-def gather(out: Place, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+def gather(out: Output, tasks: Sequence[Task]) -> list[dict[str, Any]]:
     """The records of all shards, which must be done. Deletes what killed processes left half-written.
 
     Raises:
@@ -115,7 +115,7 @@ def gather(out: Place, tasks: Sequence[Task]) -> list[dict[str, Any]]:
     return records(out, tasks)
 
 
-def records(out: Place, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+def records(out: Output, tasks: Sequence[Task]) -> list[dict[str, Any]]:
     """What `write_record` wrote of each shard. Raises DataError."""
     names = [f"{task.name}.json" for task in tasks]
     found = []
@@ -149,7 +149,7 @@ def describe(manifest: CorpusManifest) -> str:
 
 def make_all(
     make: Make,
-    out: Place,
+    out: Output,
     tasks: Sequence[Task],
     todo: Sequence[Task],
     tokenizer: Tokenizer | None,
@@ -178,7 +178,7 @@ def make_all(
                 _make(*call, tokenizer, shown.update)
 
 
-def _make(make: Make, out: Place, task: Task, tokenizer: Tokenizer | None, report: Callable[[int], object]) -> None:
+def _make(make: Make, out: Output, task: Task, tokenizer: Tokenizer | None, report: Callable[[int], object]) -> None:
     with out.making(task.name) as prefix:
         make(prefix, *task.arguments, tokenizer, report)
 

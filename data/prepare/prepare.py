@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from data.corpus.corpus import CorpusManifest, write_corpus
-from data.corpus.shards import ShardWriter, token_dtype
+from data.corpus.corpus import BLOCK_TOKENS, CorpusManifest, ShardBlocks, write_corpus
+from data.corpus.shards import Shard, ShardWriter, token_dtype
 from data.text.bad_records import STRICT, BadRecord, BadRecords, MaxBad, passed_over, too_many
 from data.text.files import InputFile, find_files, missing_numbers, stamp_of
 from data.text.holdout import Holdout
@@ -26,10 +26,10 @@ from data.text.inputs import Document, Unit, plan_shards, read_documents
 from data.text.tokenizer import Progress as Report
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Url
+from fsdp_pretrain.remote import Location
 
 from .jobs import Task, claim, describe, gather, make_all, summed, write_record
-from .places import Place, open_place
+from .outputs import Output, open_output
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 _ROUND_TRIPS_PER_SHARD = 32
@@ -53,6 +53,12 @@ class PrepareOptions:
     holdout: Holdout | None = None
     """The documents that are left out; `split` writes them."""
     max_bad: MaxBad = STRICT
+    block_tokens: int | None = None
+    """Tokens of a block; None: 4M, and not named in the job."""
+
+    @property
+    def pairs(self) -> bool:
+        return self.answer_field is not None
 
     def find(self, inputs: Sequence[str]) -> list[InputFile]:
         """The input files; says on standard error which numbered ones are missing. Raises DataError."""
@@ -77,7 +83,7 @@ class PrepareOptions:
 def prepare(
     inputs: Sequence[str],
     tokenizer: Tokenizer,
-    out: Path | Url,
+    out: Location,
     options: PrepareOptions,
     *,
     workers: int,
@@ -92,7 +98,7 @@ def prepare(
         out: created if absent; continued if it holds the same job, refused if it holds another one.
         part: (i, n), 1-based: make only every n-th shard, for job arrays; the last to finish writes the manifest.
         overwrite: discard what `out` holds.
-        scratch: see `open_place`.
+        scratch: see `open_output`.
 
     Returns:
         The manifest, or None if shards of other parts are still missing.
@@ -113,7 +119,7 @@ def prepare(
         Task(f"shards/shard-{number:05d}", (units, options), sum(unit.size for unit in units))
         for number, units in enumerate(shards)
     ]
-    with open_place(out, scratch) as place:
+    with open_output(out, scratch) as place:
         claim(place, _job(shards, stamps, tokenizer, options), len(shards), overwrite=overwrite)
         mine, names = tasks[part[0] - 1 :: part[1]], place.names()
         todo = [task for task in mine if not task.is_done(names)]
@@ -125,7 +131,7 @@ def prepare(
         return _finish(place, tasks, tokenizer, options)
 
 
-def _finish(place: Place, tasks: Sequence[Task], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
+def _finish(place: Output, tasks: Sequence[Task], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
     """Write what makes a corpus of the shards, the manifest last. Raises DataError."""
     done = gather(place, tasks)
     counts = {**asdict(_Counts()), **summed(done)}  # shards of an earlier version lack some
@@ -139,12 +145,12 @@ def _finish(place: Place, tasks: Sequence[Task], tokenizer: Tokenizer, options: 
     statistics = {**counts, "made": made, "text_field": options.text_field}
     if options.holdout is not None:
         statistics["holdout"] = str(options.holdout)
-    dtype, pairs = token_dtype(tokenizer.vocab_size), options.answer_field is not None
+    dtype, size = token_dtype(tokenizer.vocab_size), options.block_tokens or BLOCK_TOKENS
     with place.making() as directory:
-        return write_corpus(directory, tokenizer, full, dtype, statistics, pairs=pairs)
+        return write_corpus(directory, tokenizer, full, dtype, statistics, pairs=options.pairs, block_tokens=size)
 
 
-def list_bad(place: Place, done: Sequence[dict[str, Any]], counts: dict[str, int], limit: MaxBad) -> None:
+def list_bad(place: Output, done: Sequence[dict[str, Any]], counts: dict[str, int], limit: MaxBad) -> None:
     """Write and show the bad records of all shards, if any. Raises DataError if they are too many."""
     if not counts["bad"]:
         return
@@ -192,6 +198,7 @@ def _job(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, options
         "lines": options.lines,
         **({"answer_field": options.answer_field} if options.answer_field is not None else {}),
         **({"holdout": options.holdout.bound} if options.holdout is not None else {}),
+        **({"block_tokens": options.block_tokens} if options.block_tokens is not None else {}),
     }
 
 
@@ -260,6 +267,8 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
                 remedy="clean the input, or use a tokenizer that treats these strings as text",
             )
         entry = writer.finish()
+    blocks = ShardBlocks.of(Shard(prefix), options.block_tokens or BLOCK_TOKENS, 0, pairs=options.pairs)
+    entry["blocks"] = blocks.to_json()
     record = {"entry": entry, "counts": asdict(counts), "sources": sources, "quarantined": quarantined}
     write_record(prefix, {**record, "bad": [each.to_json() for each in bad.first]})
 
@@ -299,7 +308,7 @@ def _batches(unit: Unit, options: PrepareOptions, bad: BadRecords) -> Iterator[l
         yield batch
 
 
-def summary(manifest: CorpusManifest, out: Path | Url) -> str:
+def summary(manifest: CorpusManifest, out: Location) -> str:
     """The final message of `prepare`."""
     numbers = manifest.statistics
     ratio = numbers["utf8_bytes"] / max(1, manifest.tokens)

@@ -32,7 +32,7 @@ from fsdp_pretrain.errors import DataError, naming
 from fsdp_pretrain.units import human_count
 
 from .jobs import Task, claim, make_all, records, summed, write_record
-from .places import LocalPlace
+from .outputs import LocalOutput
 from .prepare import PrepareOptions, input_stamps, list_bad
 
 HELDOUT, REPORT = "heldout.jsonl", "split.json"
@@ -85,7 +85,7 @@ def split(
         "lines": options.lines,
         "holdout": options.holdout.bound,
     }
-    place = LocalPlace(out)
+    place = LocalOutput(out)
     claim(place, job, len(parts), overwrite=overwrite)
     if (out / REPORT).exists():
         done = SplitReport(**load_json(out / REPORT))

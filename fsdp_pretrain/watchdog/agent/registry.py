@@ -50,7 +50,7 @@ def build_detectors(
         reached: returns the newest step that a rank of this node has started.
     """
     run, host, section, probes = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, ProbeServer()
-    corpora = {source.name: source.path for source in config.data.sources}
+    corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
     mounts = MountDetector(alarms, section, probes, [run.checkpoints] if leads else [], corpora)
     found: list[Detector] = [mounts, HostDetector(alarms, host=host, pids=pids)]
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]

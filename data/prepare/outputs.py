@@ -21,7 +21,7 @@ from data.corpus.shards import file_checksum
 from data.text.remote_files import at_once, objects_below, remote_of
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Problem, RemoteError, Url
+from fsdp_pretrain.remote import Location, Problem, RemoteError, Url
 
 _PIECE = 16 << 20
 _ATTEMPTS = 3
@@ -29,7 +29,7 @@ _LAST = (".json", "manifest.json")
 """Of several files made together, what names the others is uploaded last."""
 
 
-class Place(Protocol):
+class Output(Protocol):
     """Names are relative to the place: `shards/shard-00001.json`."""
 
     def names(self) -> set[str]:
@@ -52,7 +52,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True)
-class LocalPlace:
+class LocalOutput:
     """A directory."""
 
     path: Path
@@ -88,7 +88,7 @@ class LocalPlace:
 
 
 @dataclass(frozen=True)
-class RemotePlace:
+class RemoteOutput:
     """A URL, and the local directory where what is in work lies."""
 
     url: Url
@@ -147,7 +147,7 @@ def _write(url: Url, content: bytes) -> None:
 
 
 @contextmanager
-def open_place(out: Path | Url, scratch: Path | None) -> Iterator[Place]:
+def open_output(out: Location, scratch: Path | None) -> Iterator[Output]:
     """The place of a corpus.
 
     Args:
@@ -157,9 +157,9 @@ def open_place(out: Path | Url, scratch: Path | None) -> Iterator[Place]:
         DataError: a URL that cannot be written to.
     """
     if not isinstance(out, Url):
-        yield LocalPlace(out)
+        yield LocalOutput(out)
         return
     if out.scheme in ("https", "http"):
         raise DataError(f"{out} can be read, but not written to", remedy="name a bucket: s3://, gs:// or az://")
     with scratch_directory(scratch) as directory:
-        yield RemotePlace(out, directory)
+        yield RemoteOutput(out, directory)
