@@ -311,10 +311,11 @@ def _status(error: BaseException | None) -> int | None:
     """The HTTP status of the answer that an exception or its cause stands for."""
     while error is not None:
         answer = getattr(error, "response", None)
-        of_boto = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
-        for status in (of_boto, *(getattr(error, name, None) for name in ("status", "status_code", "code"))):
-            if isinstance(status, int):
-                return status
+        if isinstance(answer, dict):  # of botocore
+            return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
+        found = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+        if (status := next((value for value in found if isinstance(value, int)), None)) is not None:
+            return status
         error = error.__cause__
     return None
 
