@@ -63,6 +63,10 @@ class Url(str):
         return self.rpartition("/")[2]
 
 
+Location = Path | Url
+"""A file or directory on this machine, or in remote storage."""
+
+
 def is_url(text: str) -> bool:
     """Whether a text names remote storage rather than a local path."""
     return "://" in text

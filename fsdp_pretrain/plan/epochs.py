@@ -11,8 +11,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from data.corpus.cached import FetchError
 from data.packing.opening import check_supply, open_packer, open_skips
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import human_count
 
 _HALF_WORTH = 15.387756
@@ -48,9 +50,13 @@ def read_epochs(config: Config) -> dict[str, SourceEpochs] | None:
         DataError: a corpus is damaged, or the mixture ends before the run.
         ConfigError: the corpora do not fit the model.
     """
-    if not all((source.path / "manifest.json").is_file() for source in config.data.sources):
+    paths = [source.path for source in config.data.sources]
+    if not all(isinstance(path, Url) or (path / "manifest.json").is_file() for path in paths):
         return None
-    packer = open_packer(config)
+    try:
+        packer = open_packer(config)
+    except FetchError:
+        return None
     check_supply(config, packer, cursor=0, consumed=0)
     read = packer.epochs_read(open_skips(config).after(0, config.schedule.total))
     return {
