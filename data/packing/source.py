@@ -245,6 +245,7 @@ class SourceStream:
             for (_, number), block in list(self._opened.items()):
                 if number in gone:
                     block.tokens, block.waiting = block.tokens[:0].copy(), set(block.chunks)
+
     def blocks_of(self, source_index: int, count: int, *, begin: int = 0) -> list[int]:
         """The blocks that `fill` opens for `count` tokens of a sample from its token `begin` on, in order of use.
 
