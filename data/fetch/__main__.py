@@ -41,7 +41,6 @@ def main() -> int:
     packer = _open(config, settings, ended)
     fetcher = None if packer is None else _build(config, packer, settings, ended)
     if fetcher is not None:
-        threading.Thread(target=lambda: (ended.wait(), fetcher.stop.set()), daemon=True).start()
         fetcher.run()
     _clean(settings)
     return 0
@@ -102,6 +101,7 @@ def _build(config: Config, packer: Packer, settings: FetcherSettings, ended: thr
         ranks=settings.ranks,
         name=settings.name,
         node=settings.node,
+        stop=ended,
     )
 
 

@@ -85,6 +85,7 @@ class Fetcher:
         ranks: of this node.
         name: among the users of the cache.
         node: its number.
+        stop: set when it is to end.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Fetcher:
         ranks: range,
         name: str,
         node: int,
+        stop: threading.Event,
     ) -> None:
         self._needs, self._copies, self._places, self._cache = needs, copies, places, cache
         self._size = self._limit = size
@@ -114,13 +116,13 @@ class Fetcher:
         self._others: set[Key] = set()
         self._missing_at: int | None = None
         self._status = FetcherStatus(host=socket.gethostname(), node=node, pid=os.getpid())
-        self.stop = threading.Event()
+        self._stop = stop
 
     def run(self) -> None:
-        """Fetch until `stop` is set."""
+        """Fetch until it is to end."""
         for cache in self._caches.values():
             cache.clean()
-        while not self.stop.is_set():
+        while not self._stop.is_set():
             self.turn()
             self._transfers.arrived.wait(_TURN)
         self._write_status(force=True)
