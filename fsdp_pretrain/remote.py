@@ -253,7 +253,7 @@ class Remote:
             try:
                 return act()
             except Exception as error:
-                problem = _problem(error)
+                problem = _problem(_real(error))
                 if problem is None:
                     raise
                 object_url = name if is_url(name) else f"{self.url}/{name}".rstrip("/")
@@ -315,18 +315,28 @@ def _status(error: BaseException | None) -> int | None:
     """The HTTP status of the answer that an exception or its cause stands for."""
     while error is not None:
         answer = getattr(error, "response", None)
-        of_boto = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
-        for status in (of_boto, *(getattr(error, name, None) for name in ("status", "status_code", "code"))):
-            if isinstance(status, int):
-                return status
+        if isinstance(answer, dict):  # of botocore
+            return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
+        found = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+        if (status := next((value for value in found if isinstance(value, int)), None)) is not None:
+            return status
         error = error.__cause__
     return None
 
 
 def _info(facts: dict[str, Any]) -> ObjectInfo:
-    names = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified")
+    names = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified")
     version = next((str(facts[name]) for name in names if facts.get(name) is not None), "")
     return ObjectInfo(int(facts.get("size") or 0), version)
+
+
+def _real(error: Exception) -> Exception:
+    """The error that fsspec reports over HTTP as a file that does not exist, if it is another."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    lost = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    return cause if lost or getattr(cause, "status", 404) != 404 else error
 
 
 def _file_system(scheme: str) -> Any:

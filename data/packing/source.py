@@ -239,6 +239,13 @@ class SourceStream:
         block.waiting.difference_update(near)
         return block.tokens
 
+    def let_go(self) -> None:
+        """Close blocks that were evicted from a cache; they are opened again when needed."""
+        if gone := self.corpus.let_go():
+            for (_, number), block in list(self._opened.items()):
+                if number in gone:
+                    block.tokens, block.waiting = block.tokens[:0].copy(), set(block.chunks)
+
     def blocks_of(self, source_index: int, count: int, *, begin: int = 0) -> list[int]:
         """The blocks that `fill` opens for `count` tokens of a sample from its token `begin` on, in order of use.
 
@@ -259,13 +266,6 @@ class SourceStream:
                 offset = int(block_ends[rank])
                 rank += 1
             epoch, offset = epoch + 1, 0
-
-    def let_go(self) -> None:
-        """Close blocks that were evicted from a cache; they are opened again when needed."""
-        if gone := self.corpus.let_go():
-            for (_, number), block in list(self._opened.items()):
-                if number in gone:
-                    block.tokens, block.waiting = block.tokens[:0].copy(), set(block.chunks)
 
     def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None, *, begin: int = 0) -> list[int]:
         """Write a sample from its token `begin` on into `row`, except the separators, and its stretches into `spans`.
