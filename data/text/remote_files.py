@@ -148,7 +148,9 @@ def find_objects(text: str) -> Found:
     if magic is not None:
         folder, pattern = parse_url("/".join(parts[:magic])), "/" + "/".join(parts[magic:])
         objects = {
-            name: info for name, info in objects_below(folder).items() if PurePosixPath(f"/{name}").match(pattern)
+            name: info
+            for name, info in objects_below(folder).items()
+            if PurePosixPath(f"/{name}").match(pattern) and ("/." in pattern or "/." not in f"/{name}")
         }
     else:
         folder, objects = url, objects_below(url)
