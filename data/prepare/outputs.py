@@ -101,15 +101,17 @@ class RemoteOutput:
         return {name for name in objects_below(self.url) if name.count("/") == name.startswith("shards/")}
 
     def read(self, names: Sequence[str]) -> list[bytes]:
-        remote, here = remote_of(self.url)
-        return at_once(lambda name: remote.read(f"{here}/{name}"), names)
+        return at_once(self._read, names)
 
     def write(self, name: str, content: bytes) -> None:
-        self._checked(name, len(content), xxhash.xxh3_128_hexdigest(content), lambda: _write(self.url / name, content))
+        remote, object_name = remote_of(self.url / name)
+        digest = xxhash.xxh3_128_hexdigest(content)
+        self._checked(name, len(content), digest, lambda: remote.write(object_name, content))
 
     def delete(self, names: Iterable[str]) -> None:
-        remote, here = remote_of(self.url)
-        remote.delete(f"{here}/{name}" for name in names)
+        for name in names:
+            remote, object_name = remote_of(self.url / name)
+            remote.delete([object_name])
 
     @contextmanager
     def making(self, name: str = "") -> Iterator[Path]:
@@ -122,28 +124,27 @@ class RemoteOutput:
     def require_room(self, sizes: Iterable[int], workers: int) -> None:
         require_room(self.scratch, sizes, workers)
 
+    def _read(self, name: str) -> bytes:
+        remote, object_name = remote_of(self.url / name)
+        return remote.read(object_name)
+
     def _upload(self, path: Path, name: str) -> None:
-        remote, here = remote_of(self.url)
+        remote, object_name = remote_of(self.url / name)
         size = path.stat().st_size
-        self._checked(name, size, file_checksum(path), lambda: remote.upload(path, f"{here}/{name}"))
+        self._checked(name, size, file_checksum(path), lambda: remote.upload(path, object_name))
 
     def _checked(self, name: str, size: int, digest: str, send: Callable[[], None]) -> None:
         """Send an object and read it back. Raises RemoteError if it is not what was sent."""
-        remote, here = remote_of(self.url)
+        remote, object_name = remote_of(self.url / name)
         for _ in range(_ATTEMPTS):
             send()
             found = xxhash.xxh3_128()
             for start in range(0, size, _PIECE):
-                found.update(remote.read(f"{here}/{name}", start, min(size, start + _PIECE)))
-            if found.hexdigest() == digest and remote.info(f"{here}/{name}").size == size:
+                found.update(remote.read(object_name, start, min(size, start + _PIECE)))
+            if found.hexdigest() == digest and remote.info(object_name).size == size:
                 return
         text = f"what was written reads back as other bytes, {_ATTEMPTS} times"
         raise RemoteError(self.url / name, Problem.FAILED, text)
-
-
-def _write(url: Url, content: bytes) -> None:
-    remote, name = remote_of(url)
-    remote.write(name, content)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from data.corpus.corpus import (
     parse_manifest,
     read_manifest,
 )
-from data.corpus.fetched import PAIR, fetch, fetched, require_room, scratch_directory
+from data.corpus.fetched import PAIR, fetched, read_twice, require_room, scratch_directory
 from data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, open_file, token_files
 from data.corpus.shards import Shard, file_checksum
 from data.packing.objectives import Specials
@@ -173,11 +173,10 @@ def _tables(url: Url, room: Path) -> Path:
 
 def _fetched_if_there(url: Url, path: Path) -> bool:
     try:
-        fetch(url, path)
+        path.write_bytes(read_twice(url))
     except RemoteError as error:
         if error.problem is not Problem.MISSING:
             raise
-        path.unlink(missing_ok=True)
         return False
     return True
 
