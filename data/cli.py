@@ -326,9 +326,10 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 def _validate(args: argparse.Namespace) -> int:
     """Measure what corpora really hold. Exit 0 clean, 1 warnings, 2 errors."""
     from data.text.tokenizer import Tokenizer
+    from data.validate.against import check_against
     from data.validate.heldout import heldout_hashes
     from data.validate.report import render
-    from data.validate.validate import check_against, validate
+    from data.validate.validate import validate
     from fsdp_pretrain.config.config import load
 
     tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None

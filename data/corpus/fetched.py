@@ -116,6 +116,29 @@ def remote_manifest(url: Url) -> CorpusManifest:
         ) from None
 
 
+def fetch_tables(url: Url, here: Path) -> Path:
+    """Copy what a corpus has beside its shards, as far as it is there, into the empty directory `here`; returns it.
+
+    Raises:
+        DataError: the manifest is damaged; RemoteError.
+    """
+    if _fetched_if_there(url / "manifest.json", here / "manifest.json"):
+        manifest = parse_manifest((here / "manifest.json").read_bytes(), f"{url}/manifest.json")
+        for name in ("blocks.npy", manifest.tokenizer.file):
+            _fetched_if_there(url / name, here / name)
+    return here
+
+
+def _fetched_if_there(url: Url, path: Path) -> bool:
+    try:
+        path.write_bytes(read_twice(url))
+    except RemoteError as error:
+        if error.problem is not Problem.MISSING:
+            raise
+        return False
+    return True
+
+
 def read_twice(url: Url) -> bytes:
     """A small object that no checksum is known of, read until two answers agree. Raises RemoteError."""
     remote, name = remote_of(url)

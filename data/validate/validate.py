@@ -18,23 +18,18 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.corpus.corpus import (
-    Corpus,
     CorpusManifest,
     Separators,
     ShardEntry,
     Vocabulary,
-    parse_manifest,
     read_manifest,
 )
-from data.corpus.fetched import PAIR, fetched, read_twice, require_room, scratch_directory
+from data.corpus.fetched import PAIR, fetch_tables, fetched, require_room, scratch_directory
 from data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, open_file, token_files
 from data.corpus.shards import Shard, file_checksum
-from data.packing.objectives import Specials
-from data.packing.opening import cache_use
 from data.text.files import input_file, size_of
 from data.text.remote_files import at_once
 from data.text.tokenizer import Tokenizer
-from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location, Problem, RemoteError, Url
 
@@ -140,7 +135,7 @@ def validate(
     findings = Findings()
     with ExitStack() as stack:
         room = stack.enter_context(scratch_directory(scratch)) if isinstance(directory, Url) else None
-        here = _tables(directory, room) if isinstance(directory, Url) and room else directory
+        here = fetch_tables(directory, room) if isinstance(directory, Url) and room else directory
         if isinstance(here, Path) and (here / "manifest.json").exists():
             subject = _declared(directory, here, tokenizer, vocabulary, separators, checksums, room, findings)
         else:
@@ -159,26 +154,6 @@ def validate(
         if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
             totals.findings.by_code.pop("one-token-documents", None)
         return _report(directory, subject, totals)
-
-
-def _tables(url: Url, room: Path) -> Path:
-    """A local directory with what a corpus has beside its shards; without a manifest if it has none."""
-    here = room / "corpus"
-    here.mkdir()
-    if _fetched_if_there(url / "manifest.json", here / "manifest.json"):
-        for name in ("blocks.npy", parse_manifest((here / "manifest.json").read_bytes(), url).tokenizer.file):
-            _fetched_if_there(url / name, here / name)
-    return here
-
-
-def _fetched_if_there(url: Url, path: Path) -> bool:
-    try:
-        path.write_bytes(read_twice(url))
-    except RemoteError as error:
-        if error.problem is not Problem.MISSING:
-            raise
-        return False
-    return True
 
 
 def _declared(
@@ -440,29 +415,3 @@ def _report(directory: Location, subject: _Subject, totals: Totals) -> Validatio
                     add_texts(examples, {file.name: rules.open(file, here)}, tokenizer)
         report.boundaries = [example.text for example in boundaries if example.text is not None]
     return report
-
-
-def check_against(report: ValidationReport, run: Config) -> Findings:
-    """Whether a run can train on the validated corpus together with its other sources.
-
-    The run's `model.vocab` must hold the vocabulary and the objective's special tokens, and its sources must share the
-    tokenizer.
-    """
-    findings, size, objective = Findings(), report.vocabulary.size, run.data.objective
-    needed = size if objective.kind == "causal" else max(size, Specials.behind(objective, size).eop + 1)
-    if run.model.vocab < needed:
-        note = f"model.vocab = {run.model.vocab}, tokenizer {size}"
-        note += f", with the objective's special tokens {needed}" if needed > size else ""
-        findings.note("vocabulary-too-small", "", note)
-    for source in run.data.sources:
-        try:
-            entry = Corpus(source.path, cache=cache_use(run)).manifest.tokenizer
-        except DataError as error:
-            findings.note("unreadable", source.name, error.cause)
-            continue
-        held: tuple[object, object] = (report.fingerprint, entry.fingerprint)
-        if report.fingerprint is None:
-            held = ((report.vocabulary.size, report.vocabulary.eod), (entry.vocab_size, entry.eod))
-        if held[0] != held[1]:
-            findings.note("tokenizer", "", f"source {source.name} of the run ({source.path}) was made with another")
-    return findings
