@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import http.server
-import itertools
 import json
 import os
 import shutil
@@ -17,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from sight import until
 
 from data.corpus.cache import BlockCache, RemoteCorpus, WrongChecksumError, fetch_block
-from data.corpus.cached import CachedCopy, CacheUse
+from data.corpus.cached import CachedCopy, CacheUse, FetchError
 from data.corpus.corpus import Corpus, parse_manifest, read_manifest, write_corpus
 from data.corpus.shards import Shard, ShardWriter
 from data.packing.packer import Packer
@@ -114,8 +114,9 @@ def packers(tmp_path: Path, tokenizer: Tokenizer, name: str, cache: CacheUse) ->
     )
 
 
-@pytest.mark.parametrize("size", [LARGE, 4_000], ids=["large", "small"])
-@pytest.mark.parametrize("name", PACKERS)
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, LARGE) for name in PACKERS), ("reshuffled", 4_000), ("pairs", 4_000)]
+)
 def test_samples_are_the_same_through_a_cache(tmp_path: Path, tokenizer: Tokenizer, name: str, size: int) -> None:
     """Over two epochs, with their provenance, also if the cache holds only a few blocks."""
     cache = CacheUse(tmp_path / "cache", size)
@@ -132,12 +133,43 @@ def test_samples_are_the_same_through_a_cache(tmp_path: Path, tokenizer: Tokeniz
     assert {corpus.tokenizer().fingerprint for corpus in by_url.corpora.values()} == {tokenizer.fingerprint}
 
 
+@pytest.mark.slow
+def test_a_run_by_url_is_the_run_from_files(lab: Any, helpers: Any, run_command: Any) -> None:
+    """Training, the held-out loss and `where`; a resume may change from one to the other."""
+    heldout = build(lab.path / "heldout", Tokenizer.load(lab.tokenizer))
+
+    def sections(by_url: bool) -> dict[str, Any]:
+        place = url if by_url else str
+        data = {"sources": [{"name": "text", "path": str(place(lab.corpus))}]}
+        cache = {"cache": {"dir": str(lab.path / "cache"), "size": "1GB"}} if by_url else {}
+        held = {"loss_on": [{"name": "held", "path": str(place(heldout))}], "loss_every": "10 steps", "loss_samples": 8}
+        return {"data": {**data, **cache}, "eval": held, "optimizer": {"decay": "20 steps"}}
+
+    lab.train(lab.config("files", **sections(False)))
+    lab.train(lab.config("urls", **sections(True)), "train.duration=10 steps")
+    shutil.copytree(lab.path / "urls", lab.path / "changed")
+    lab.train(lab.config("urls", **sections(True)))
+    lab.train(lab.config("changed", **sections(False)))
+    expected = facts(lab.path / "files")
+    assert len(expected) == 20 and facts(lab.path / "urls") == facts(lab.path / "changed") == expected
+    shown = [
+        run_command("fsdp_pretrain.cli", "where", lab.path / name, "--step", 7, "--text") for name in ("files", "urls")
+    ]
+    assert shown[0].returncode == 0 and shown[1].stdout == shown[0].stdout
+
+
+def facts(run: Path) -> list[tuple[Any, ...]]:
+    records = [json.loads(line) for path in sorted(run.glob("segments/*/metrics.jsonl")) for line in path.open()]
+    return [(record["step"], record["data_digest"], record["loss"], record.get("heldout")) for record in records]
+
+
 @pytest.mark.parametrize("remote", ["directory", "mirror"])
 def test_a_mirror_may_be_by_url_or_of_one(tmp_path: Path, tokenizer: Tokenizer, remote: str, capfd: Any) -> None:
+    """Also where a fetcher brings the blocks of the source itself: it knows nothing of the mirror."""
     first, second = build(tmp_path / "first", tokenizer), build(tmp_path / "second", tokenizer)
     expected = Packer([("a", second, 1.0)], 32, seed=5, lanes=6).pack(0, 200).digest
     places = (url(first), second) if remote == "directory" else (first, url(second))
-    cache = CacheUse(tmp_path / "cache", LARGE)
+    cache = CacheUse(tmp_path / "cache", LARGE, tmp_path / "fetcher.json" if remote == "mirror" else None)
     packer = Packer([("a", places[0], 1.0)], 32, seed=5, lanes=6, mirrors={"a": places[1]}, cache=cache)
     (first / "shards/s2.bin").unlink()
     assert packer.pack(0, 200).digest == expected
@@ -195,16 +227,26 @@ def mapped(directory: Path) -> int:
 
 
 def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
-    cache, lengths, tokens = BlockCache(tmp_path, "corpus"), b"\1" * 4_000, b"\2" * 3_000_000
+    cache, lengths, tokens = BlockCache(tmp_path, "corpus"), b"\1" * 4_000, b"\2" * 20_000_000
+
+    def seen() -> bool:
+        """What is there is whole at any time."""
+        assert {cache.path(block).read_bytes() for block in cache.present()} <= {lengths + tokens}
+        return len(cache.present()) >= 2
+
     child = os.fork()
     if not child:
-        for block in itertools.count():
-            cache.put(block, lengths, tokens)
-    while len(cache.present()) < 3:
-        pass
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert {cache.path(block).read_bytes() for block in cache.present()} == {lengths + tokens}
+        try:
+            for block in range(300):
+                cache.put(block, lengths, tokens)
+        finally:
+            os._exit(0)
+    try:
+        until(seen, what="two blocks", every=0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert seen()
     cache.put(0, lengths, tokens)
     (cache.directory / "blocks/.00000099.abc.partial").write_bytes(tokens)
     assert not cache.has(99) and 99 not in cache.present()
@@ -230,6 +272,9 @@ def test_a_wrong_byte_is_found_and_its_object_named(tmp_path: Path, tokenizer: T
     with pytest.raises(WrongChecksumError, match=part.name):
         reader.block(1)
     assert not list((tmp_path / "cache").glob("*/blocks/*1"))
+    (path / part.name).unlink()
+    with pytest.raises(FetchError, match=f"{part.name} does not exist"):
+        reader.block(1)
     manifest = path / "manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
     with pytest.raises(DataError, match="was replaced while it was in use"):
@@ -298,3 +343,18 @@ def test_a_corpus_without_checksums_is_refused_until_it_has_them(
         ["blocks.npy", "checksums.npy", "manifest.json", "shards", "tokenizer.json"]
     )
     Corpus(url(path), cache=cache)
+
+
+def test_blocks_may_be_small(tmp_path: Path, shared_corpus: Path, run_command: Any) -> None:
+    """The size of blocks is part of the job only where it is given; the shards are the same."""
+    text, out = shared_corpus / "train.jsonl", tmp_path / "small"
+    command = ["data.cli", "prepare", text, "--tokenizer", shared_corpus / "tokenizer", "--out", out, "--quiet"]
+    done = run_command(*command, "--workers", 1, "--block-tokens", "2K")
+    assert done.returncode == 0, done.stderr
+    small, usual = Corpus(out), Corpus(shared_corpus / "corpus")
+    assert len(usual.blocks) == len(usual.manifest.shards) < len(small.blocks) // 4
+    assert [entry.bin_xxh3 for entry in small.manifest.shards] == [entry.bin_xxh3 for entry in usual.manifest.shards]
+    assert small.manifest.fingerprint != usual.manifest.fingerprint
+    assert len(remote_corpus(out, tmp_path / "cache").checksums) == len(small.blocks)
+    assert run_command(*command).returncode == 78
+    assert run_command(*command, "--block-tokens", 0).returncode == 2
