@@ -16,34 +16,49 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
+from data.corpus.cached import CacheUse
 from data.corpus.corpus import write_corpus
+from data.corpus.fetched import require_room, scratch_directory
 from data.corpus.shards import ShardWriter, token_dtype
 from data.packing.packer import Packer
 from data.text.tokenizer import EOD, Tokenizer
+from fsdp_pretrain.remote import Location, Url
 
 _VOCABULARY = 32_000
 _SHARDS = 4
 
 
 def bench(
-    corpus: Path | None, *, tokens: int, sequence_length: int, batch: int, seconds: float, warm: bool
+    corpus: Location | None,
+    *,
+    tokens: int,
+    sequence_length: int,
+    batch: int,
+    seconds: float,
+    warm: bool,
+    scratch: Path | None = None,
 ) -> dict[str, float]:
     """Time opening, random samples and sequential packing in three rounds of `seconds`, in batches of `batch` samples.
 
-    `corpus` None makes a synthetic one of `tokens` tokens; `warm` reads every shard once first. Returns figures by
-    name, with units in the names. Raises DataError if `corpus` is not a corpus.
+    `corpus` None makes a synthetic one of `tokens` tokens; one by URL is read through a cache in `scratch`. `warm`
+    reads every block once first. Returns figures by name, with units in the names. Raises DataError if `corpus` is no
+    corpus.
     """
     with ExitStack() as stack:
         if corpus is None:
             corpus = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fsdp-data-bench-")))
             synthetic_corpus(corpus, tokens)
         started = time.perf_counter()
-        packer = Packer([("bench", corpus, 1.0)], sequence_length, seed=1, lanes=256)
+        room = stack.enter_context(scratch_directory(scratch)) if isinstance(corpus, Url) else None
+        cache = CacheUse(room, 1 << 62) if room is not None else None
+        packer = Packer([("bench", corpus, 1.0)], sequence_length, seed=1, lanes=256, cache=cache)
         opened = time.perf_counter() - started
         if warm:
             opened_corpus = packer.corpora["bench"]
-            for number in range(len(opened_corpus.manifest.shards)):
-                opened_corpus.shard(number).tokens.max(initial=0)
+            if room is not None and isinstance(corpus, Url):
+                require_room(room, [int(opened_corpus.copies[corpus].corpus.sizes.sum())], 1)
+            for number, tokens in enumerate(opened_corpus.blocks[:, 4].tolist()):
+                opened_corpus.block(number, 0, tokens).tokens.max(initial=0)
         rates = [_sequential(packer, batch, seconds) for _ in range(3)]
         epoch = int(packer.epoch_samples["bench"])  # random samples, different in every run:
         drawn = [

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.remote import Location, Url, is_url
 from fsdp_pretrain.units import Progress
 
 if TYPE_CHECKING:
@@ -65,13 +66,32 @@ def _max_bad(text: str) -> MaxBad:
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a share such as 0.01%") from None
 
 
+def _place(text: str) -> Location:
+    """A local path, or a URL of remote storage."""
+    try:
+        return Url(text) if is_url(text) else Path(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _local(text: str) -> Path:
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL; this is written to a local directory: copy it from there")
+    return Path(text)
+
+
 def _processors() -> int:
     """Processors available to this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 _INPUTS = (
-    argument("inputs", nargs="+", metavar="INPUT", help="text, JSONL or parquet files (.gz, .zst too), or directories"),
+    argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="text, JSONL or parquet files (.gz, .zst too), or directories; or URLs: 's3://bucket/text/*.jsonl.zst'",
+    ),
     argument("--text-field", default="text", help="JSONL field or parquet column (default: text)"),
     argument("--split", choices=("file", "lines"), default="file", help="a text file is one document, or each line is"),
     argument("--suffix", action="append", default=[], help="take files with this ending from directories (repeatable)"),
@@ -93,7 +113,14 @@ _WITHOUT = argument(
     help="leave out the documents that `fsdp-data split` writes with this share, such as 0.1%%",
 )
 _EOD = argument("--eod", help="text of the separator token, if the tokenizer does not define one")
-_CORPUS = argument("--out", type=Path, required=True, help="corpus directory")
+_CORPUS = argument("--out", type=_place, required=True, help="corpus directory, or URL: s3://bucket/corpora/web")
+_SCRATCH = argument(
+    "--scratch",
+    type=_local,
+    metavar="DIR",
+    help="local directory for the shards in work on the way to or from a URL, one per worker (default: the system's "
+    "for temporary files)",
+)
 _WORKERS = argument("--workers", type=positive, default=_processors(), help="processes (default: all processors)")
 _OVERWRITE = argument("--overwrite", action="store_true", help="replace a corpus made from other inputs or options")
 _QUIET = argument("--quiet", action="store_true", help="no progress bar")
@@ -106,7 +133,7 @@ _DTYPE = argument("--dtype", help="integer type of bin files (default: uint16)")
     *_INPUTS,
     _ANSWER,
     argument("--holdout", type=_holdout, required=True, metavar="SHARE", help="share of the documents, such as 0.1%%"),
-    argument("--out", type=Path, required=True, help="directory for heldout.jsonl"),
+    argument("--out", type=_local, required=True, help="directory for heldout.jsonl"),
     _WORKERS,
     argument("--overwrite", action="store_true", help="replace what was split from other inputs or options"),
     JSON,
@@ -131,7 +158,9 @@ def _split(args: argparse.Namespace) -> int:
 
 @verb(
     "prepare",
-    "runs/quickstart/text/train.jsonl --tokenizer runs/quickstart/tokenizer \\\n    --out runs/quickstart/corpus",
+    "runs/quickstart/text/train.jsonl --tokenizer runs/quickstart/tokenizer \\\n    --out runs/quickstart/corpus\n"
+    "  fsdp-data prepare 's3://bucket/text/*.jsonl.zst' --tokenizer runs/quickstart/tokenizer \\\n"
+    "    --out s3://bucket/corpora/web --part 1/8",
     *_INPUTS,
     argument(
         "--tokenizer",
@@ -151,6 +180,7 @@ def _split(args: argparse.Namespace) -> int:
         "--block-tokens", type=_tokens, metavar="N", help="tokens of a block, the unit of shuffling (default: 4M)"
     ),
     argument("--part", type=_part, default=(1, 1), metavar="I/N", help="make only part I of N, for job arrays"),
+    _SCRATCH,
     _OVERWRITE,
     _QUIET,
 )
@@ -167,6 +197,7 @@ def _prepare(args: argparse.Namespace) -> int:
         workers=args.workers,
         part=args.part,
         overwrite=args.overwrite,
+        scratch=args.scratch,
         quiet=args.quiet,
     )
     if manifest is None:
@@ -187,8 +218,10 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
 @verb(
     "import",
     "runs/quickstart/corpus/shards --tokenizer runs/quickstart/tokenizer --separators none \\\n"
-    "    --out runs/quickstart/adopted",
-    argument("sources", nargs="+", type=Path, metavar="SRC", help="token files, or directories of them"),
+    "    --out runs/quickstart/adopted\n"
+    "  fsdp-data import s3://bucket/megatron --tokenizer runs/quickstart/tokenizer --separators trailing \\\n"
+    "    --out s3://bucket/corpora/adopted",
+    argument("sources", nargs="+", type=_place, metavar="SRC", help="token files, or directories of them; or URLs"),
     argument(
         "--format", choices=("megatron", "arrow", "npy", "bin"), help="format of the files (default: by their names)"
     ),
@@ -204,6 +237,7 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
     _WORKERS,
     argument("--copy", action="store_true", help="copy Megatron shards instead of pointing to them"),
     _DTYPE,
+    _SCRATCH,
     _OVERWRITE,
     _QUIET,
 )
@@ -220,6 +254,7 @@ def _import(args: argparse.Namespace) -> int:
         import_corpus.ImportOptions(args.format, args.separators, args.copy, args.dtype),
         workers=args.workers,
         overwrite=args.overwrite,
+        scratch=args.scratch,
         quiet=args.quiet,
     )
     print(import_corpus.summary(manifest, args.out))
@@ -234,7 +269,7 @@ def _import(args: argparse.Namespace) -> int:
     argument("--vocab-size", type=positive, required=True),
     _WITHOUT,
     argument("--max-bytes", type=byte_count, default=2 * 10**9, help="text to train on, sampled evenly (default: 2GB)"),
-    argument("--out", type=Path, required=True, help="directory for tokenizer.json or tokenizer.model"),
+    argument("--out", type=_local, required=True, help="directory for tokenizer.json or tokenizer.model"),
 )
 def _train_tokenizer(args: argparse.Namespace) -> int:
     """Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer. If it is there already, made from the same
@@ -264,8 +299,10 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 
 @verb(
     "validate",
-    "runs/quickstart/corpus --json",
-    argument("directories", nargs="+", type=Path, metavar="DIR", help="corpora, or token files without a manifest"),
+    "runs/quickstart/corpus --json\n  fsdp-data validate s3://bucket/corpora/web --scratch /local/scratch",
+    argument(
+        "directories", nargs="+", type=_place, metavar="DIR", help="corpora, or token files without a manifest; or URLs"
+    ),
     argument(
         "--format",
         choices=("megatron", "arrow", "npy", "bin", "text"),
@@ -283,6 +320,7 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
     ),
     argument("--against", help="run configuration whose model, other sources and held-out data must fit the corpus"),
     _WORKERS,
+    _SCRATCH,
     argument("--no-checksums", dest="checksums", action="store_false", help="do not compare file checksums"),
     JSON,
     _QUIET,
@@ -290,14 +328,16 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 def _validate(args: argparse.Namespace) -> int:
     """Measure what corpora really hold. Exit 0 clean, 1 warnings, 2 errors."""
     from data.text.tokenizer import Tokenizer
+    from data.validate.against import check_against
     from data.validate.heldout import heldout_hashes
     from data.validate.report import render
-    from data.validate.validate import check_against, validate
+    from data.validate.validate import validate
     from fsdp_pretrain.config.config import load
 
     tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
     vocabulary = _vocabulary(args)
-    missing = [str(d) for d in args.directories if not (d.exists() or d.with_name(d.name + ".idx").exists())]
+    local = [place for place in args.directories if isinstance(place, Path)]
+    missing = [str(d) for d in local if not (d.exists() or d.with_name(d.name + ".idx").exists())]
     if missing:
         raise DataError(f"there is no {', '.join(missing)}")
     run = load(args.against) if args.against else None
@@ -313,6 +353,7 @@ def _validate(args: argparse.Namespace) -> int:
             workers=args.workers,
             checksums=args.checksums,
             held_out=heldout_hashes(run, directory) if run is not None else None,
+            scratch=args.scratch,
             quiet=args.quiet or args.json,
         )
         if run is not None:
@@ -346,18 +387,19 @@ def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
 
 @verb(
     "inspect",
-    "runs/quickstart/corpus --doc 7",
-    argument("directory", type=Path, metavar="DIR"),
+    "runs/quickstart/corpus --doc 7\n  fsdp-data inspect s3://bucket/corpora/web --doc 1_000_000",
+    argument("directory", type=_place, metavar="DIR", help="corpus, or its URL: only what is shown is fetched"),
     argument("--doc", type=int, help="number of the document to show, counted over all shards"),
     JSON,
 )
 def _inspect(args: argparse.Namespace) -> int:
     """Show what a corpus holds, or one of its documents."""
     from data.corpus.corpus import Corpus
-    from data.validate.report import decode_any
+    from data.corpus.fetched import remote_manifest
+    from data.validate.inspect import document
 
-    corpus = Corpus(args.directory)
-    manifest = corpus.manifest
+    far = isinstance(args.directory, Url)
+    manifest = remote_manifest(args.directory) if far else Corpus(args.directory).manifest
     if args.json:
         print(manifest.model_dump_json(indent=1))
         return 0
@@ -376,22 +418,18 @@ def _inspect(args: argparse.Namespace) -> int:
             where = f" ({shard.path})" if shard.path else ""
             print(f"  {shard.name}: {shard.documents:_} documents, {shard.tokens:_} tokens{where}")
         return 0
-    number = args.doc
-    for index, shard in enumerate(manifest.shards):
-        if 0 <= number < shard.documents:
-            tokens = corpus.shard(index).document(number)
-            print(f"{shard.name}, document {number}: {len(tokens)} tokens", file=sys.stderr)
-            print(decode_any(tokens.tolist(), corpus.tokenizer()))
-            return 0
-        number -= shard.documents
-    raise DataError(f"there is no document {args.doc}: the corpus has {manifest.documents}")
+    found = document(args.directory, manifest, args.doc)
+    print(f"{found.shard}, document {found.number}: {found.tokens} tokens", file=sys.stderr)
+    print(found.text)
+    return 0
 
 
 @verb(
     "checksums",
-    "runs/quickstart/corpus",
-    argument("directory", type=Path, metavar="CORPUS"),
+    "runs/quickstart/corpus\n  fsdp-data checksums s3://bucket/corpora/web",
+    argument("directory", type=_place, metavar="CORPUS"),
     _WORKERS,
+    _SCRATCH,
     _QUIET,
 )
 def _checksums(args: argparse.Namespace) -> int:
@@ -399,7 +437,7 @@ def _checksums(args: argparse.Namespace) -> int:
     checks all shards; the corpus keeps its fingerprint. Interrupted runs continue where they stopped."""
     from data.prepare.checksums import add_checksums
 
-    added = add_checksums(args.directory, workers=args.workers, quiet=args.quiet)
+    added = add_checksums(args.directory, workers=args.workers, scratch=args.scratch, quiet=args.quiet)
     print(f"{args.directory}: " + (f"checksums of {added:_} blocks added" if added else "has its checksums already"))
     return 0
 
@@ -407,7 +445,8 @@ def _checksums(args: argparse.Namespace) -> int:
 @verb(
     "bench",
     "runs/quickstart/corpus --sequence-length 2048",
-    argument("directory", type=Path, nargs="?", metavar="DIR", help="corpus (default: a synthetic one)"),
+    argument("directory", type=_place, nargs="?", metavar="DIR", help="corpus, or its URL (default: a synthetic one)"),
+    _SCRATCH,
     argument("--tokens", type=_tokens, default=10**8, help="size of the synthetic corpus (default: 100M)"),
     argument("--sequence-length", type=positive, default=2048, help="tokens per sample (default: 2048)"),
     argument("--batch", type=positive, default=8, help="samples per call (default: 8)"),
@@ -438,6 +477,7 @@ def _bench(args: argparse.Namespace) -> int:
         batch=args.batch,
         seconds=args.seconds,
         warm=not args.cold,
+        scratch=args.scratch,
     )
     print(json.dumps(figures, indent=1) if args.json else bench.render(figures))
     return 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from pathlib import Path
 
 
 class Exit(IntEnum):
@@ -57,7 +56,7 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: object) -> Iterator[None]:
     """Add the file name to OSErrors; those of reading, writing and closing lack it."""
     try:
         yield

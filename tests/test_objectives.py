@@ -28,7 +28,8 @@ from data.packing.packer import Packed, Packer
 from data.packing.position import Position
 from data.text.inputs import plan_shards, read_documents
 from data.text.tokenizer import Tokenizer
-from data.validate.validate import check_against, validate
+from data.validate.against import check_against
+from data.validate.validate import validate
 from fsdp_pretrain.checkpoint.state import identity
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.data_section import GLMObjective

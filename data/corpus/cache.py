@@ -33,7 +33,7 @@ from fsdp_pretrain.remote import ObjectInfo, Remote, RemoteError, Url, is_url
 from .shards import LENGTHS_AT
 
 if TYPE_CHECKING:
-    from .corpus import CorpusManifest
+    from .corpus import CorpusManifest, ShardEntry
 
 LENGTH_BYTES = 4
 _ABANDONED_SECONDS = 3600.0
@@ -124,27 +124,28 @@ class RemoteCorpus:
     def ranges(self, block: int) -> BlockRanges:
         """Where a block is stored. Raises DataError if its shard is not in remote storage."""
         shard, first, documents = self.blocks[block, :3].tolist()
-        name, start = self._prefix(shard), int(self._starts[block])
+        name, start = stored_at(self.url, self.manifest.shards[shard]), int(self._starts[block])
         lengths = LENGTHS_AT + LENGTH_BYTES * first
         return BlockRanges(
             ByteRange(f"{name}.idx", lengths, lengths + LENGTH_BYTES * documents),
             ByteRange(f"{name}.bin", start * self._item, (start + int(self._stored[block])) * self._item),
         )
 
-    def _prefix(self, shard: int) -> str:
-        """The objects of a shard without suffix: relative to the corpus, or a URL. Raises DataError."""
-        entry = self.manifest.shards[shard]
-        if entry.path is None:
-            return f"shards/{entry.name}"
-        scheme, _, place = self.url.partition("://")
-        if not is_url(entry.path) and (scheme == "file" or not entry.path.startswith("/")):
-            return f"{scheme}://" + posixpath.normpath(posixpath.join(place, entry.path))
-        if entry.path.startswith(f"{scheme}://"):
-            return entry.path
-        raise DataError(
-            f"the manifest of {self.url} says that shard {entry.name} is at {entry.path}, not in that storage",
-            remedy="import the files with --copy, and upload that corpus",
-        )
+
+def stored_at(url: Url, entry: ShardEntry) -> str:
+    """The objects of a shard of the corpus at `url`, without suffix: relative to the corpus, or a URL. Raises DataError
+    if they are not in that storage."""
+    if entry.path is None:
+        return f"shards/{entry.name}"
+    scheme, _, place = url.partition("://")
+    if not is_url(entry.path) and (scheme == "file" or not entry.path.startswith("/")):
+        return f"{scheme}://" + posixpath.normpath(posixpath.join(place, entry.path))
+    if entry.path.startswith(f"{scheme}://"):
+        return entry.path
+    raise DataError(
+        f"the manifest of {url} says that shard {entry.name} is at {entry.path}, not in that storage",
+        remedy="import the files with --copy, and upload that corpus",
+    )
 
 
 class BlockCache:

@@ -154,8 +154,7 @@ class CachedCopy:
             raise DataError(
                 f"{self.place} has no checksums of its blocks",
                 effect="a corrupted answer of the storage could not be told from the corpus",
-                remedy="run `fsdp-data checksums CORPUS` on a copy in files, then upload its checksums.npy and "
-                "manifest.json",
+                remedy=f"run `fsdp-data checksums {self.place}`",
             )
         blocks = self._object("blocks.npy", lambda raw: xxhash.xxh3_128_hexdigest(raw) == manifest.blocks_xxh3)
         sums = self._object("checksums.npy", lambda raw: xxhash.xxh3_128_hexdigest(raw) == manifest.checksums_xxh3)

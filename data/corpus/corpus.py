@@ -30,8 +30,9 @@ from pydantic.dataclasses import dataclass
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import PATIENCE, Location, Url
+from fsdp_pretrain.remote import PATIENCE, Location, Url, is_url
 
+from .cache import stored_at
 from .cached import CachedCopy, CacheUse
 from .reading import READ_TIMEOUT, MirroredPlaces
 from .shards import Part, Shard
@@ -96,6 +97,13 @@ class ShardEntry:
     def prefix(self, directory: Path) -> Path:
         """Path of the shard, without suffix."""
         return directory / (self.path or f"shards/{self.name}")
+
+    def location(self, corpus: Location) -> Location:
+        """Path or URL of the shard, without suffix. Raises DataError if it is not in the storage of the corpus."""
+        if not isinstance(corpus, Url):
+            return self.prefix(corpus)
+        name = stored_at(corpus, self)
+        return Url(name if is_url(name) else f"{corpus}/{name}")
 
 
 class CorpusManifest(BaseModel):

@@ -11,7 +11,7 @@ Reading is streaming and memory-mapped. A run holds about 4M tokens and never cu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,8 +24,10 @@ import numpy.typing as npt
 
 from data.text.files import DAMAGED, TEXT_SUFFIXES, files_below, readable, require_file
 from data.text.inputs import plan_shards, read_documents
+from data.text.remote_files import objects_below, parse_url
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.remote import Location, Url
 
 from .shards import Shard, map_file
 
@@ -121,31 +123,67 @@ def _join(held: list[tuple[Ints, Tokens]]) -> tuple[Ints, Tokens]:
 
 
 def find_token_files(path: Path, format: Format | None = None) -> list[Path]:  # noqa: A002
-    """The token files at a path, ordered by name; for a Megatron pair, the prefix.
+    """The token files at a local path, see `token_files`."""
+    return [file for file in token_files(path, format) if isinstance(file, Path)]
+
+
+def token_files(path: Location, format: Format | None = None) -> dict[Location, Format]:  # noqa: A002
+    """The token files at a path with their formats, ordered by name; for a Megatron pair, the prefix.
 
     `path` is a file, the prefix of a Megatron pair, or a directory to search. Raises DataError if nothing is found, or
-    a directory holds several formats and `format` is None.
+    a directory holds several formats and `format` is None; RemoteError.
     """
+    if isinstance(path, Url):
+        return _token_objects(path, format)
     if not path.is_dir():
         kind = format or detect_format(path)
         if kind == "megatron":
             path = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
         require_file(path.with_name(path.name + ".idx") if kind == "megatron" else path)
-        return [path]
-    held: dict[Format, list[Path]] = {}
-    for file in files_below(path):
+        return {path: kind}
+    kind, names = _of_one_format(list(map(str, files_below(path))), format, path)
+    for name in names:
+        require_file(Path(f"{name}.idx" if kind == "megatron" else name))
+    return {Path(name): kind for name in names}
+
+
+def _token_objects(url: Url, format: Format | None) -> dict[Location, Format]:  # noqa: A002
+    objects = objects_below(url)
+    if set(objects) - {""}:
+        kind, names = _of_one_format(list(objects), format, url)
+        return {parse_url(f"{url}/{name}"): kind for name in names}
+    stem = Url(url.removesuffix(".bin").removesuffix(".idx"))
+    paired = bool(set(objects_below(Url(f"{stem}.idx"))))
+    named = (kind for kind, suffixes in _SUFFIXES.items() if url.endswith(suffixes))
+    found = format or ("megatron" if paired else next(named, None))
+    if found == "megatron" and paired:
+        return {stem: found}
+    if not objects:
+        raise DataError(f"there is no {url}")
+    if found is None:
+        raise DataError(f"the format of {url} cannot be told from its name", remedy="say it with --format")
+    return {url: found}
+
+
+def _of_one_format(
+    names: Sequence[str],
+    format: Format | None,  # noqa: A002
+    where: Location,
+) -> tuple[Format, list[str]]:
+    """Of names, those of token files, and their format. Raises DataError, see `token_files`."""
+    held, there = dict[Format, list[str]](), set(names)
+    for name in names:
         for kind, suffixes in _SUFFIXES.items():
-            if file.name.endswith(suffixes) and not (kind == "bin" and file.with_suffix(".idx").exists()):
-                require_file(file)
-                held.setdefault(kind, []).append(file.with_suffix("") if kind == "megatron" else file)
+            if name.endswith(suffixes) and not (kind == "bin" and f"{name.removesuffix('.bin')}.idx" in there):
+                held.setdefault(kind, []).append(name.removesuffix(".idx") if kind == "megatron" else name)
     if format is None and len(held) > 1:
         counts = ", ".join(f"{len(files)} {kind}" for kind, files in held.items())
-        raise DataError(f"{path} holds files of several formats: {counts}", remedy="say which with --format")
-    found_here = held.get(format, []) if format else next(iter(held.values()), [])
-    if not found_here:
+        raise DataError(f"{where} holds files of several formats: {counts}", remedy="say which with --format")
+    found = format or next(iter(held), None)
+    if found is None or not held.get(found):
         suffixes = _SUFFIXES[format] if format else tuple(suffix for kind in _SUFFIXES.values() for suffix in kind)
-        raise DataError(f"{path} holds no {format or 'token'} files (names ending in {', '.join(suffixes)})")
-    return found_here
+        raise DataError(f"{where} holds no {format or 'token'} files (names ending in {', '.join(suffixes)})")
+    return found, held[found]
 
 
 def detect_format(path: Path) -> Format:

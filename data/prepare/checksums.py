@@ -1,26 +1,30 @@
-"""`fsdp-data checksums`: the checksums of blocks for a corpus that was made without them."""
+"""`fsdp-data checksums`: the checksums of blocks for a corpus that was made without them, in a directory or by URL."""
 
 from __future__ import annotations
 
+import io
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from data.corpus.corpus import CHECKSUMS, Corpus, block_checksums, load_json, write_manifest, write_table
+from data.corpus.corpus import CHECKSUMS, Corpus, block_checksums, write_manifest, write_table
+from data.corpus.fetched import PAIR, fetched, remote_manifest, scratch_directory
 from data.corpus.shards import Shard, file_checksum
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.remote import Location, Url
 
 from .jobs import Task, make_all
+from .outputs import open_output
 
-_PARTS = ".checksums"
-"""Directory in the corpus for those of finished shards."""
+_MADE = ".checksums"
+"""Ends the names of the files in `shards/` that hold those of finished shards."""
 
 
-def add_checksums(directory: Path, *, workers: int, quiet: bool = False) -> int:
+def add_checksums(out: Location, *, workers: int, scratch: Path | None = None, quiet: bool = False) -> int:
     """Write `checksums.npy` and name it in the manifest, whose fingerprint stays.
 
     Returns:
@@ -28,40 +32,45 @@ def add_checksums(directory: Path, *, workers: int, quiet: bool = False) -> int:
 
     Raises:
         DataError: not a corpus, or a shard is not the one that the manifest names.
-        OSError: the corpus cannot be written.
+        OSError: the corpus cannot be written; RemoteError: remote storage failed.
     """
-    corpus = Corpus(directory)
-    manifest, blocks = corpus.manifest, corpus.blocks
-    if manifest.checksums_xxh3 is not None and (directory / CHECKSUMS).exists():
-        return 0
-    (directory / _PARTS).mkdir(exist_ok=True)
-    tasks = []
-    for number, entry in enumerate(manifest.shards):
-        table = blocks[blocks[:, 0] == number, 1:].tolist()
-        arguments = (entry.prefix(directory), entry.bin_xxh3, entry.idx_xxh3, table)
-        tasks.append(Task(directory / _PARTS / (entry.bin_xxh3 + entry.idx_xxh3), arguments, entry.bytes))
-    todo = [task for task in tasks if not task.is_done((".json",))]
-    make_all(_sum_shard, tasks, todo, None, workers, desc="checksums", disable=quiet or None)
-    found = [row for task in tasks for row in load_json(task.prefix.with_name(task.prefix.name + ".json"))]
-    checksums = np.asarray(found, dtype=np.uint64).reshape(-1, 2)
-    manifest.checksums_xxh3 = write_table(directory / CHECKSUMS, checksums)
-    write_manifest(directory, manifest)
-    shutil.rmtree(directory / _PARTS)
+    manifest = remote_manifest(out) if isinstance(out, Url) else Corpus(out).manifest
+    with open_output(out, scratch) as place, scratch_directory(scratch) as room:
+        names = place.names()
+        if manifest.checksums_xxh3 is not None and CHECKSUMS in names:
+            return 0
+        table = place.read(["blocks.npy"])[0]
+        if xxhash.xxh3_128_hexdigest(table) != manifest.blocks_xxh3:
+            raise DataError(f"{out}/blocks.npy is not the block table that manifest.json names", remedy="restore it")
+        blocks, tasks = np.load(io.BytesIO(table), allow_pickle=False), []
+        for number, entry in enumerate(manifest.shards):
+            rows = blocks[blocks[:, 0] == number, 1:].tolist()
+            arguments = (entry.location(out), entry.bin_xxh3, entry.idx_xxh3, rows, room)
+            tasks.append(Task(f"shards/{entry.name}{_MADE}", arguments, entry.bytes))
+        todo = [task for task in tasks if not task.is_done(names, (".json",))]
+        make_all(_sum_shard, place, tasks, todo, None, workers, desc="checksums", disable=quiet or None)
+        made = [f"{task.name}.json" for task in tasks]
+        checksums = np.asarray([row for text in place.read(made) for row in json.loads(text)], dtype=np.uint64)
+        with place.making() as directory:
+            manifest.checksums_xxh3 = write_table(directory / CHECKSUMS, checksums.reshape(-1, 2))
+            write_manifest(directory, manifest)
+        place.delete(made)
     return len(checksums)
 
 
 def _sum_shard(
-    part: Path, prefix: Path, bin_xxh3: str, idx_xxh3: str, table: list[list[int]], tokenizer: None, report: Any
+    part: Path, shard: Location, bin_xxh3: str, idx_xxh3: str, table: list[list[int]], room: Path, _: None, report: Any
 ) -> None:
-    for suffix, expected in ((".bin", bin_xxh3), (".idx", idx_xxh3)):
-        path = prefix.with_name(prefix.name + suffix)
-        if file_checksum(path) != expected:
-            raise DataError(
-                f"{path} is not the file that the manifest names: another checksum",
-                effect="checksums of damaged blocks would declare them sound",
-                remedy="restore it from where the corpus came from, or prepare the corpus again",
-            )
-    shard = Shard(prefix)
-    checksums = block_checksums(shard, np.asarray(table, dtype=np.int64).reshape(-1, 4))
-    replace_file(part.with_name(part.name + ".json"), json.dumps(checksums.tolist()))
-    report(shard.bytes)
+    expected = dict(zip(PAIR, (bin_xxh3, idx_xxh3), strict=True))
+    with fetched(shard, PAIR, room, expected) as prefix:
+        for suffix, checksum in expected.items():
+            if file_checksum(prefix.with_name(prefix.name + suffix)) != checksum:
+                raise DataError(
+                    f"{shard}{suffix} is not the file that the manifest names: another checksum",
+                    effect="checksums of damaged blocks would declare them sound",
+                    remedy="restore it from where the corpus came from, or prepare the corpus again",
+                )
+        opened = Shard(prefix)
+        checksums = block_checksums(opened, np.asarray(table, dtype=np.int64).reshape(-1, 4))
+        replace_file(part.with_name(part.name + ".json"), json.dumps(checksums.tolist()))
+        report(opened.bytes)

@@ -1,6 +1,7 @@
 """A corpus made shard by shard: claimed by one job, spread over processes, resumed after a kill.
 
-A shard is done when its `.json` record exists; the result does not depend on the number of processes.
+A shard is done when its `.json` record exists; the result does not depend on the number of processes. Where the shards
+come to lie is a `Output`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import multiprocessing
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -20,29 +21,37 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from data.corpus.corpus import CorpusManifest, load_json
+from data.corpus.corpus import CorpusManifest
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.remote import Problem, RemoteError
 
+from .outputs import Output
+
+PLAN = "plan.json"
 Make = Callable[..., None]
 """`make(prefix, *arguments, tokenizer, report)` makes a shard; `report(bytes)` shows progress. Importable by name."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A shard to make: its path without suffix, the further arguments of `make`, and its bytes for progress."""
+    """A shard to make: its name in the place without suffix, the further arguments of `make`, and its bytes for
+    progress."""
 
-    prefix: Path
+    name: str
     arguments: tuple[Any, ...]
     size: int
 
-    def is_done(self, suffixes: Sequence[str] = (".json", ".bin", ".idx")) -> bool:
-        return all(self.prefix.with_name(self.prefix.name + suffix).exists() for suffix in suffixes)
+    def is_done(self, names: Collection[str], suffixes: Sequence[str] = (".json", ".bin", ".idx")) -> bool:
+        return all(self.name + suffix in names for suffix in suffixes)
 
 
-def claim(out: Path, content: dict[str, Any], shards: int, *, overwrite: bool) -> None:
-    """Make `out` this job's directory. Raises DataError if it holds anything else.
+Call = tuple[Make, Output, Task]
+
+
+def claim(out: Output, content: dict[str, Any], shards: int, *, overwrite: bool) -> None:
+    """Make `out` this job's place. Raises DataError if it holds anything else.
 
     Args:
         content: everything that decides the shards, as JSON values.
@@ -50,53 +59,79 @@ def claim(out: Path, content: dict[str, Any], shards: int, *, overwrite: bool) -
         overwrite: discard another job's work.
     """
     job = xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    plan = out / "plan.json"
-    if plan.exists():
-        held = load_json(plan)
-        if isinstance(held, dict) and held.get("job") == job:
-            return
-        if not overwrite:
-            raise DataError(
-                f"{out} holds what was made from other inputs, another tokenizer or other options",
-                remedy="choose another --out, or pass --overwrite to replace it",
-            )
-        results = [out / name for name in ("manifest.json", "blocks.npy", "split.json")]
-        for path in [*results, *out.glob("*.jsonl"), *out.glob("shards/*")]:
-            path.unlink(missing_ok=True)
-    elif out.exists() and any(out.iterdir()):
+    names, held = out.names(), _held_job(out)  # in this order: the plan of another part is written first
+    if held == job:
+        return
+    if held is None and names:
         raise DataError(f"{out} is not empty and not a corpus", remedy="choose another --out")
-    (out / "shards").mkdir(parents=True, exist_ok=True)
-    replace_file(plan, json.dumps({"job": job, "shards": shards}).encode())
+    if held is not None and not overwrite:
+        raise DataError(
+            f"{out} holds what was made from other inputs, another tokenizer or other options",
+            remedy="choose another --out, or pass --overwrite to replace it",
+        )
+    results = ("manifest.json", "blocks.npy", "checksums.npy", "split.json")
+    out.delete([*results, *sorted(name for name in names if name.endswith(".jsonl") or name.startswith("shards/"))])
+    out.write(PLAN, json.dumps({"job": job, "shards": shards}).encode())
 
 
-def release(out: Path) -> None:
+def _held_job(out: Output) -> Any:
+    """What the plan of `out` says; None without one. Raises DataError if it is damaged."""
+    try:
+        held = _parsed(f"{out}/{PLAN}", out.read([PLAN])[0])
+    except FileNotFoundError:
+        return None
+    except RemoteError as error:
+        if error.problem is not Problem.MISSING:
+            raise
+        return None
+    return held.get("job") if isinstance(held, dict) else ""
+
+
+def release(out: Output) -> None:
     """Undo `claim` for a refused job without finished shards: the corrected command is another job."""
-    if not any(out.glob("shards/*.json")):
-        for path in [out / "plan.json", *out.glob("shards/*")]:
-            path.unlink(missing_ok=True)
-        (out / "shards").rmdir()
+    names = out.names()
+    shards = [name for name in names if name.startswith("shards/")]
+    if not any(name.endswith(".json") for name in shards):
+        out.delete([PLAN, *shards])
 
 
 def write_record(prefix: Path, record: dict[str, Any]) -> None:
     """Mark a shard done: its manifest `entry`, `counts`, and further information for people."""
-    replace_file(prefix.with_name(prefix.name + ".json"), (json.dumps(record, indent=1) + "\n").encode())
+    sealed = {**record, "xxh3": _seal(record)}
+    replace_file(prefix.with_name(prefix.name + ".json"), (json.dumps(sealed, indent=1) + "\n").encode())
 
 
-def gather(out: Path, tasks: Sequence[Task]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Manifest entries of all shards with documents, and the summed counts; all shards must be done.
+def _seal(record: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
 
-    Deletes what killed processes left half-written.
+
+def gather(out: Output, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+    """The records of all shards, which must be done. Deletes what killed processes left half-written.
+
+    Raises:
+        DataError: a record is damaged.
     """
-    for path in (out / "shards").glob("*.partial"):
-        path.unlink(missing_ok=True)
-    shards = records(tasks)
-    counts = summed(shards)
-    return [done["entry"] for done in shards if done["entry"]["documents"]], counts
+    out.delete([name for name in out.names() if name.startswith("shards/") and name.endswith(".partial")])
+    return records(out, tasks)
 
 
-def records(tasks: Sequence[Task]) -> list[dict[str, Any]]:
+def records(out: Output, tasks: Sequence[Task]) -> list[dict[str, Any]]:
     """What `write_record` wrote of each shard. Raises DataError."""
-    return [load_json(task.prefix.with_name(task.prefix.name + ".json")) for task in tasks]
+    names = [f"{task.name}.json" for task in tasks]
+    found = []
+    for name, content in zip(names, out.read(names), strict=True):
+        record = _parsed(f"{out}/{name}", content)
+        if record.pop("xxh3", None) not in (None, _seal(record)):
+            raise DataError(f"{out}/{name} is damaged", remedy="delete it and repeat the command")
+        found.append(record)
+    return found
+
+
+def _parsed(name: str, content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"cannot read {name}: {error}", remedy="delete it and repeat the command") from None
 
 
 def summed(done: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -113,7 +148,13 @@ def describe(manifest: CorpusManifest) -> str:
 
 
 def make_all(
-    make: Make, tasks: Sequence[Task], todo: Sequence[Task], tokenizer: Tokenizer | None, workers: int, **bar: Any
+    make: Make,
+    out: Output,
+    tasks: Sequence[Task],
+    todo: Sequence[Task],
+    tokenizer: Tokenizer | None,
+    workers: int,
+    **bar: Any,
 ) -> None:
     """Make the shards of `todo`, which are some of `tasks`, with a progress bar.
 
@@ -124,20 +165,25 @@ def make_all(
 
     Raises:
         DataError: from `make`, or a process was killed.
+        StorageError: no room for what is in work.
     """
+    out.require_room([task.size for task in todo], workers)
     total, left = (sum(task.size for task in some) for some in (tasks, todo))
-    calls = [(task.prefix, *task.arguments) for task in todo]
+    calls: list[Call] = [(make, out, task) for task in todo]
     with tqdm(total=total, initial=total - left, unit="B", unit_scale=True, **bar) as shown:
         if min(workers, len(calls)) > 1:
-            _make_in_pool(make, calls, tokenizer, min(workers, len(calls)), shown)
+            _make_in_pool(calls, tokenizer, min(workers, len(calls)), shown)
         else:
             for call in calls:
-                make(*call, tokenizer, shown.update)
+                _make(*call, tokenizer, shown.update)
 
 
-def _make_in_pool(
-    make: Make, calls: Sequence[tuple[Any, ...]], tokenizer: Tokenizer | None, workers: int, bar: Any
-) -> None:
+def _make(make: Make, out: Output, task: Task, tokenizer: Tokenizer | None, report: Callable[[int], object]) -> None:
+    with out.making(task.name) as prefix:
+        make(prefix, *task.arguments, tokenizer, report)
+
+
+def _make_in_pool(calls: Sequence[Call], tokenizer: Tokenizer | None, workers: int, bar: Any) -> None:
     context = multiprocessing.get_context("spawn")
     progress = context.Value("q", 0)
     arguments = (None if tokenizer is None else (tokenizer.path, tokenizer.eod), progress)
@@ -145,7 +191,7 @@ def _make_in_pool(
     stop = threading.Event()
     shown = threading.Thread(target=_show, args=(progress, bar, stop), daemon=True)
     shown.start()
-    futures: list[Future[None]] = [pool.submit(_work, make, call) for call in calls]
+    futures: list[Future[None]] = [pool.submit(_work, call) for call in calls]
     try:
         for future in as_completed(futures):
             future.result()
@@ -181,11 +227,11 @@ def _start_worker(tokenizer: tuple[Path, int] | None, progress: Any) -> None:
     _worker = None if tokenizer is None else Tokenizer.load(*tokenizer), progress
 
 
-def _work(make: Make, call: tuple[Any, ...]) -> None:
+def _work(call: Call) -> None:
     tokenizer, progress = _worker
 
     def report(size: int) -> None:
         with progress.get_lock():
             progress.value += size
 
-    make(*call, tokenizer, report)
+    _make(*call, tokenizer, report)

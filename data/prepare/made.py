@@ -17,9 +17,11 @@ from typing import Any
 import xxhash
 
 from data.corpus.corpus import load_json
-from data.text.files import files_below
+from data.text.files import files_below, stamp_of
+from data.text.remote_files import find_objects
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.remote import is_url
 
 _RECORD = "made.json"
 _PACKAGES = ("tokenizers", "sentencepiece", "pyarrow", "numpy")
@@ -27,11 +29,15 @@ _PACKAGES = ("tokenizers", "sentencepiece", "pyarrow", "numpy")
 
 def origin(inputs: Iterable[str | Path], **options: Any) -> dict[str, Any]:
     """Everything that decides what is made from `inputs` (files, or directories with all that is in them; missing ones
-    are for the caller to report). Raises OSError if one cannot be read."""
-    files = [file for path in map(Path, inputs) for file in (files_below(path) if path.is_dir() else [path])]
-    stamps = {
+    are for the caller to report; URLs). Raises OSError if one cannot be read; DataError, RemoteError for URLs."""
+    inputs = list(inputs)
+    objects = [file for text in inputs if is_url(str(text)) for file in find_objects(str(text)).files]
+    paths = [Path(text) for text in inputs if not is_url(str(text))]
+    files = [file for path in paths for file in (files_below(path) if path.is_dir() else [path])]
+    stamps: dict[str, Any] = {
         str(file): (found.st_size, found.st_mtime_ns) for file in files if file.exists() and (found := file.stat())
     }
+    stamps |= {file.url: stamp_of(file) for file in objects}
     return {
         "inputs": hashlib.sha256(json.dumps(sorted(stamps.items())).encode()).hexdigest(),
         "options": {name: str(value) for name, value in options.items()},

@@ -20,15 +20,16 @@ import numpy as np
 from data.corpus.corpus import BLOCK_TOKENS, CorpusManifest, ShardBlocks, write_corpus
 from data.corpus.shards import Shard, ShardWriter, token_dtype
 from data.text.bad_records import STRICT, BadRecord, BadRecords, MaxBad, passed_over, too_many
-from data.text.files import find_files, missing_numbers
+from data.text.files import InputFile, find_files, missing_numbers, stamp_of
 from data.text.holdout import Holdout
 from data.text.inputs import Document, Unit, plan_shards, read_documents
 from data.text.tokenizer import Progress as Report
 from data.text.tokenizer import Tokenizer
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.remote import Location
 
-from .jobs import Task, claim, describe, gather, make_all, records, write_record
+from .jobs import Task, claim, describe, gather, make_all, summed, write_record
+from .outputs import Output, open_output
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 _ROUND_TRIPS_PER_SHARD = 32
@@ -59,7 +60,7 @@ class PrepareOptions:
     def pairs(self) -> bool:
         return self.answer_field is not None
 
-    def find(self, inputs: Sequence[str]) -> list[Path]:
+    def find(self, inputs: Sequence[str]) -> list[InputFile]:
         """The input files; says on standard error which numbered ones are missing. Raises DataError."""
         files = find_files(inputs, self.suffixes, self.only)
         for text in missing_numbers(files):
@@ -82,20 +83,22 @@ class PrepareOptions:
 def prepare(
     inputs: Sequence[str],
     tokenizer: Tokenizer,
-    out: Path,
+    out: Location,
     options: PrepareOptions,
     *,
     workers: int,
     part: tuple[int, int] = (1, 1),
     overwrite: bool = False,
+    scratch: Path | None = None,
     quiet: bool = False,
 ) -> CorpusManifest | None:
-    """Tokenise `inputs` into the corpus directory `out`.
+    """Tokenise `inputs` into the corpus `out`, a directory or a URL.
 
     Args:
         out: created if absent; continued if it holds the same job, refused if it holds another one.
         part: (i, n), 1-based: make only every n-th shard, for job arrays; the last to finish writes the manifest.
         overwrite: discard what `out` holds.
+        scratch: see `open_output`.
 
     Returns:
         The manifest, or None if shards of other parts are still missing.
@@ -104,25 +107,36 @@ def prepare(
         DataError: unreadable input, too many bad records, another job in `out`, or too many documents that contain
             special tokens.
         OSError: the input cannot be read, `out` cannot be written, or the storage failed.
+        RemoteError: remote storage failed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
     files = options.find(inputs)
     shards = plan_shards(files, options.shard_bytes, lines=options.lines)
     if not shards:
         raise DataError(f"the input holds no text: {len(files)} files, all of them empty")
-    claim(out, _job(shards, tokenizer, options), len(shards), overwrite=overwrite)
+    stamps = input_stamps(files, shards)
     tasks = [
-        Task(out / f"shards/shard-{number:05d}", (units, options), sum(unit.size for unit in units))
+        Task(f"shards/shard-{number:05d}", (units, options), sum(unit.size for unit in units))
         for number, units in enumerate(shards)
     ]
-    mine = tasks[part[0] - 1 :: part[1]]
-    todo = [task for task in mine if not task.is_done()]
-    make_all(make_shard, mine, todo, tokenizer, workers, desc="prepare", disable=quiet or None)
-    if not all(task.is_done() for task in tasks):
-        return None
-    full, summed = gather(out, tasks)
-    counts = {**asdict(_Counts()), **summed}  # shards of an earlier version lack some
-    list_bad(out, tasks, counts, options.max_bad)
+    with open_output(out, scratch) as place:
+        claim(place, _job(shards, stamps, tokenizer, options), len(shards), overwrite=overwrite)
+        mine, names = tasks[part[0] - 1 :: part[1]], place.names()
+        todo = [task for task in mine if not task.is_done(names)]
+        make_all(make_shard, place, mine, todo, tokenizer, workers, desc="prepare", disable=quiet or None)
+        names = place.names()
+        if not all(task.is_done(names) for task in tasks):
+            return None
+        _require_unchanged(stamps, input_stamps(find_files(inputs, options.suffixes, options.only), shards))
+        return _finish(place, tasks, tokenizer, options)
+
+
+def _finish(place: Output, tasks: Sequence[Task], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
+    """Write what makes a corpus of the shards, the manifest last. Raises DataError."""
+    done = gather(place, tasks)
+    counts = {**asdict(_Counts()), **summed(done)}  # shards of an earlier version lack some
+    list_bad(place, done, counts, options.max_bad)
+    full = [record["entry"] for record in done if record["entry"]["documents"]]
     if not full:
         raise DataError(
             f"the input holds no text: {counts['read']} documents, all of them empty, quarantined or held out"
@@ -132,33 +146,53 @@ def prepare(
     if options.holdout is not None:
         statistics["holdout"] = str(options.holdout)
     dtype, size = token_dtype(tokenizer.vocab_size), options.block_tokens or BLOCK_TOKENS
-    return write_corpus(out, tokenizer, full, dtype, statistics, pairs=options.pairs, block_tokens=size)
+    with place.making() as directory:
+        return write_corpus(directory, tokenizer, full, dtype, statistics, pairs=options.pairs, block_tokens=size)
 
 
-def list_bad(out: Path, tasks: Sequence[Task], counts: dict[str, int], limit: MaxBad) -> None:
+def list_bad(place: Output, done: Sequence[dict[str, Any]], counts: dict[str, int], limit: MaxBad) -> None:
     """Write and show the bad records of all shards, if any. Raises DataError if they are too many."""
     if not counts["bad"]:
         return
-    found = [record for shard in records(tasks) for record in shard.get("bad", [])]
-    replace_file(out / BAD_RECORDS, "".join(json.dumps(record) + "\n" for record in found))
+    found = [record for shard in done for record in shard.get("bad", [])]
+    place.write(BAD_RECORDS, "".join(json.dumps(record) + "\n" for record in found).encode())
     first = [str(BadRecord(**record)) for record in found[:5]]
     read = counts["read"] + counts["bad"]
     if not limit.allows(counts["bad"], read):
         raise too_many(counts["bad"], read, limit, first)
-    print(passed_over(counts["bad"], first, str(out / BAD_RECORDS)), file=sys.stderr)
+    print(passed_over(counts["bad"], first, f"{place}/{BAD_RECORDS}"), file=sys.stderr)
 
 
-def input_stamps(paths: Iterable[str]) -> dict[str, list[int]]:
-    """Size and time of change of each file: a job goes on only with the same input. Raises OSError."""
-    stamps = {path: os.stat(path) for path in paths}  # noqa: PTH116
-    return {path: [stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps.items()}
+Stamps = dict[str, list[int | str]]
 
 
-def _job(shards: list[list[Unit]], tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
+def input_stamps(files: Iterable[InputFile], shards: Iterable[Iterable[Unit]]) -> Stamps:
+    """Size and time of change, or version, of each file that is read: a job goes on only with the same input. Raises
+    OSError."""
+    read = {unit.path for shard in shards for unit in shard}
+    return {str(file): stamp_of(file) for file in files if str(file) in read}
+
+
+def _require_unchanged(before: Stamps, now: Stamps) -> None:
+    """Raise DataError if an input changed while it was read."""
+    for path, stamp in before.items():
+        if now.get(path) != stamp:
+            raise DataError(
+                f"{path} changed while it was read: it was {_shown(stamp)} and is {_shown(now.get(path))}",
+                effect="the shards may hold parts of both, so no manifest was written",
+                remedy="when nobody writes to the input any more, repeat the command with --overwrite",
+            )
+
+
+def _shown(stamp: list[int | str] | None) -> str:
+    return f"{stamp[0]:_} bytes of version {stamp[1]}" if stamp else "gone"
+
+
+def _job(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
     """Everything that decides the content of the shards, as JSON values."""
     return {
         "shards": [[asdict(unit) for unit in shard] for shard in shards],
-        "stamps": input_stamps(unit.path for shard in shards for unit in shard),
+        "stamps": stamps,
         "tokenizer": tokenizer.fingerprint,
         "text_field": options.text_field,
         "lines": options.lines,
@@ -274,7 +308,7 @@ def _batches(unit: Unit, options: PrepareOptions, bad: BadRecords) -> Iterator[l
         yield batch
 
 
-def summary(manifest: CorpusManifest, out: Path) -> str:
+def summary(manifest: CorpusManifest, out: Location) -> str:
     """The final message of `prepare`."""
     numbers = manifest.statistics
     ratio = numbers["utf8_bytes"] / max(1, manifest.tokens)

@@ -32,6 +32,7 @@ from fsdp_pretrain.errors import DataError, naming
 from fsdp_pretrain.units import human_count
 
 from .jobs import Task, claim, make_all, records, summed, write_record
+from .outputs import LocalOutput
 from .prepare import PrepareOptions, input_stamps, list_bad
 
 HELDOUT, REPORT = "heldout.jsonl", "split.json"
@@ -79,25 +80,27 @@ def split(
     parts = plan_shards(files, max(8 << 20, total // _MOST_PARTS), lines=options.lines)
     job = {
         "split": [[asdict(unit) for unit in part] for part in parts],
-        "stamps": input_stamps(unit.path for part in parts for unit in part),
+        "stamps": input_stamps(files, parts),
         "fields": [options.text_field, options.answer_field],
         "lines": options.lines,
         "holdout": options.holdout.bound,
     }
-    claim(out, job, len(parts), overwrite=overwrite)
+    place = LocalOutput(out)
+    claim(place, job, len(parts), overwrite=overwrite)
     if (out / REPORT).exists():
         done = SplitReport(**load_json(out / REPORT))
         if options.max_bad.allows(done.bad, done.read + done.bad):
             return done
-    (out / "shards").mkdir(exist_ok=True)
     tasks = [
-        Task(out / f"shards/part-{number:05d}", (units, options), sum(unit.size for unit in units))
+        Task(f"shards/part-{number:05d}", (units, options), sum(unit.size for unit in units))
         for number, units in enumerate(parts)
     ]
-    todo = [task for task in tasks if not task.is_done((".json", ".jsonl"))]
-    make_all(make_part, tasks, todo, None, workers, desc="split", disable=quiet or None)
-    counts = summed(records(tasks))
-    list_bad(out, tasks, counts, options.max_bad)
+    names = place.names()
+    todo = [task for task in tasks if not task.is_done(names, (".json", ".jsonl"))]
+    make_all(make_part, place, tasks, todo, None, workers, desc="split", disable=quiet or None)
+    finished = records(place, tasks)
+    counts = summed(finished)
+    list_bad(place, finished, counts, options.max_bad)
     if not counts["held_out"]:
         raise DataError(
             f"--holdout {options.holdout} holds out none of {counts['read']:_} documents", remedy="use a larger share"
@@ -106,10 +109,7 @@ def split(
     numbers = {**counts, "duplicates": counts["held_out"] - written, "characters": characters}
     report = SplitReport(holdout=str(options.holdout), **numbers)
     replace_file(out / REPORT, json.dumps(asdict(report), indent=1) + "\n")
-    for task in tasks:
-        for suffix in (".json", ".jsonl"):
-            task.prefix.with_name(task.prefix.name + suffix).unlink(missing_ok=True)
-    (out / "shards").rmdir()
+    place.delete(task.name + suffix for task in tasks for suffix in (".json", ".jsonl"))
     return report
 
 
@@ -148,7 +148,7 @@ def _merge(out: Path, tasks: Sequence[Task]) -> tuple[int, int]:
     target, documents, characters = out / HELDOUT, 0, 0
     partial = target.with_name(f".{HELDOUT}.partial")
     with ExitStack() as stack, naming(target):
-        parts = [stack.enter_context(task.prefix.with_name(task.prefix.name + ".jsonl").open("rb")) for task in tasks]
+        parts = [stack.enter_context((out / f"{task.name}.jsonl").open("rb")) for task in tasks]
         file = stack.enter_context(partial.open("wb"))
         for line in _without_repeats(heapq.merge(*parts)):
             file.write(line[_KEY:])

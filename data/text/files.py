@@ -13,11 +13,15 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any, Literal
 
 from fsdp_pretrain.errors import DataError, naming
+from fsdp_pretrain.remote import is_url
 
+from .remote_files import RemoteFile, find_objects, parse_url
+
+InputFile = Path | RemoteFile
 Kind = Literal["text", "jsonl", "parquet"]
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 PACKED = {".gz": "gzip", ".zst": "zstd"}
@@ -41,8 +45,27 @@ _SNIFFED = 1 << 16
 _FIRST_BYTES = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 
 
-def find_files(inputs: Sequence[str], suffixes: Sequence[str] = (), only: str | None = None) -> list[Path]:
-    """The named files and those in named directories, without duplicates (symbolic links resolved).
+def input_file(name: str) -> InputFile:
+    """The file of a path or URL. Raises RemoteError if a URL names no object."""
+    return RemoteFile.at(parse_url(name)) if is_url(name) else Path(name)
+
+
+def size_of(file: InputFile) -> int:
+    """In bytes. Raises OSError."""
+    return file.info.size if isinstance(file, RemoteFile) else file.stat().st_size
+
+
+def stamp_of(file: InputFile) -> list[int | str]:
+    """Size, and time of change or version. Raises OSError."""
+    if isinstance(file, RemoteFile):
+        return [file.info.size, file.info.version]
+    stamp = file.stat()
+    return [stamp.st_size, stamp.st_mtime_ns]
+
+
+def find_files(inputs: Sequence[str], suffixes: Sequence[str] = (), only: str | None = None) -> list[InputFile]:
+    """The named files and those in named directories, without duplicates (symbolic links resolved). Inputs may be URLs,
+    of objects, folders or patterns: see `find_objects`.
 
     Their order fixes the document numbers. From directories, only files that end in one of `suffixes` are taken, by
     default `.txt`, JSONL and parquet, and nothing whose name begins with a dot. If a directory holds several splits,
@@ -51,23 +74,16 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str] = (), only: str | 
     Raises:
         DataError: an input does not exist or is not a file, looks like another format than its name says, a directory
             holds several splits and `only` is None, or nothing is found.
+        RemoteError: remote storage cannot be read.
     """
     wanted = tuple(suffix + packed for suffix in suffixes for packed in ("", *PACKED)) or TEXT_SUFFIXES
-    missing = [name for name in inputs if not Path(name).exists()]
+    missing = [name for name in inputs if not is_url(name) and not Path(name).exists()]
     if missing:
         raise DataError(f"there is no input {', '.join(missing)}")
-    found: dict[Path, Path] = {}
-    for path in map(Path, inputs):
-        if path.is_dir():
-            inside = [inner for inner in files_below(path) if inner.name.endswith(wanted)]
-            here = _of_split(path, [inner for inner in inside if not _hidden(inner.relative_to(path))], only)
-        else:
-            require_file(path)
-            _check_name(path)
-            here = [path]
-        for file in here:
-            require_file(file)
-            found.setdefault(file.resolve(), file)
+    found: dict[Path | str, InputFile] = {}
+    for name in inputs:
+        for file in _found(name, wanted, only):
+            found.setdefault(file.url if isinstance(file, RemoteFile) else file.resolve(), file)
     if not found:
         raise DataError(
             f"no input files in {', '.join(inputs)}",
@@ -76,12 +92,33 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str] = (), only: str | 
     return list(found.values())
 
 
-def _hidden(path: Path) -> bool:
+def _found(name: str, wanted: tuple[str, ...], only: str | None) -> Sequence[InputFile]:
+    """The files of one input."""
+    folder: Path | str | None
+    files: Sequence[InputFile]
+    if is_url(name):
+        objects = find_objects(name)
+        files, folder = objects.files, objects.folder
+    else:
+        path = Path(name)
+        files, folder = (files_below(path), path) if path.is_dir() else ([path], None)
+    if folder is not None:
+        inside = {PurePath(str(file).removeprefix(f"{folder}/")): file for file in files if file.name.endswith(wanted)}
+        files = _of_split(folder, {path: file for path, file in inside.items() if not _hidden(path)}, only)
+    for file in files:
+        if isinstance(file, Path):
+            require_file(file)
+        if folder is None:
+            _check_name(file)
+    return files
+
+
+def _hidden(path: PurePath) -> bool:
     """Whether a file is in a cache or the like: `.cache/huggingface`, `.git`, `.ipynb_checkpoints`."""
     return any(part.startswith(".") for part in path.parts)
 
 
-def split_of(path: Path) -> str | None:
+def split_of(path: PurePath) -> str | None:
     """The split that the name of a file, or of a folder around it, stands for; `path` is relative to the input.
 
     `data/train-00000-of-00042.parquet`, `my_train_file.jsonl` and `train/0.jsonl.zst` are of the split train. A name of
@@ -97,16 +134,17 @@ def split_of(path: Path) -> str | None:
     return numbered[1] if numbered else None
 
 
-def _of_split(directory: Path, files: list[Path], only: str | None) -> list[Path]:
-    """The files of one split. Raises DataError if there are several and none was named, or not that one."""
-    splits = [split_of(file.relative_to(directory)) for file in files]
+def _of_split(directory: object, files: dict[PurePath, InputFile], only: str | None) -> list[InputFile]:
+    """Of files by their paths below a directory, those of one split. Raises DataError if there are several and none was
+    named, or not that one."""
+    splits = list(map(split_of, files))
     counts = Counter(splits)
     shown = ", ".join(f"{name or 'no split'}: {count:_}" for name, count in sorted(counts.items(), key=str))
     if only is not None:
         wanted = _SPLITS.get(only.lower(), only)
         if wanted not in counts:
             raise DataError(f"{directory} has no files of the split {only} (files of {shown or 'no split: 0'})")
-        return [file for file, split in zip(files, splits, strict=True) if split == wanted]
+        return [file for file, split in zip(files.values(), splits, strict=True) if split == wanted]
     if len(counts) > 1:
         name = "train" if "train" in counts else next(filter(None, counts))
         raise DataError(
@@ -114,17 +152,17 @@ def _of_split(directory: Path, files: list[Path], only: str | None) -> list[Path
             effect="text that is meant for judging the model would be trained on",
             remedy=f"take one with --only {name}, or name files or folders one by one",
         )
-    return files
+    return list(files.values())
 
 
-def missing_numbers(files: Sequence[Path]) -> list[str]:
+def missing_numbers(files: Sequence[InputFile]) -> list[str]:
     """Sets of files `NAME-00000-of-00042...` of which some are not there, described."""
-    sets: dict[tuple[Path, str, int], set[int]] = {}
+    sets: dict[tuple[str, str, int], set[int]] = {}
     for file in files:
         if match := _NUMBERED.match(file.name):
-            sets.setdefault((file.parent, match[1], int(match[3])), set()).add(int(match[2]))
+            sets.setdefault((str(file.parent), match[1], int(match[3])), set()).add(int(match[2]))
     return [
-        f"{folder / name}: {len(numbers):_} of {total:_} files are there"
+        f"{folder}/{name}: {len(numbers):_} of {total:_} files are there"
         for (folder, name, total), numbers in sorted(sets.items())
         if len(numbers) < total
     ]
@@ -170,7 +208,7 @@ def require_file(path: Path) -> None:
     )
 
 
-def _check_name(path: Path) -> None:
+def _check_name(path: InputFile) -> None:
     """Raise DataError if a file that would be read as text looks like another format."""
     if kind_of(path) != "text":
         return
@@ -191,7 +229,7 @@ def _check_name(path: Path) -> None:
         )
 
 
-def kind_of(path: Path) -> Kind:
+def kind_of(path: PurePath | RemoteFile) -> Kind:
     """How a file is read, by its suffix; anything unknown is text. Packed `.json` is JSONL, as published."""
     name = path.name
     for packed in PACKED:
@@ -201,7 +239,7 @@ def kind_of(path: Path) -> Kind:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def readable(path: InputFile) -> Iterator[None]:
     """Turn a library's errors about the content of `path` into DataError; other OSErrors get its name.
 
     Errors of the libraries have no error number, those of the operating system have one.
@@ -216,7 +254,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
+def open_unpacked(path: InputFile) -> Iterator[IO[bytes]]:
     """A file's bytes, decompressed if its name ends in `.gz` or `.zst`; members or frames are concatenated.
 
     Reading raises OSError without a number if the last of them is truncated or followed by something else.
@@ -227,7 +265,7 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
             return
         from pyarrow import CompressedInputStream
 
-        if not os.fstat(file.fileno()).st_size:
+        if not size_of(path):
             raise DataError(f"{path} is empty, not a valid {path.suffix} file", remedy=DAMAGED)
         yield io.BufferedReader(CompressedInputStream(file, PACKED[path.suffix]), 1 << 16)
 
@@ -235,9 +273,9 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
 class BoundedReader:
     """Reads a file from `open_unpacked` whole or by lines; refuses pieces longer than a packed file may hold."""
 
-    def __init__(self, file: IO[bytes], path: Path) -> None:
+    def __init__(self, file: IO[bytes], path: InputFile) -> None:
         self._file, self._path = file, path
-        self._longest = max(_UNPACKED, path.stat().st_size) if path.suffix in PACKED else None
+        self._longest = max(_UNPACKED, size_of(path)) if path.suffix in PACKED else None
 
     def line(self) -> bytes:
         """The next line, empty at the end. Raises DataError."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 
@@ -11,16 +9,19 @@ from data.corpus.corpus import Corpus
 from data.packing.opening import cache_use
 from data.text.documents import document_hashes
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.remote import Url
+from fsdp_pretrain.remote import Location, Url
 
 Hashes = npt.NDArray[np.uint64]
 
 
-def heldout_hashes(run: Config, directory: Path) -> dict[str, Hashes]:
+def heldout_hashes(run: Config, directory: Location) -> dict[str, Hashes]:
     """Hashes of the documents of each corpus of `eval.loss_on` but `directory`, by name. Raises DataError."""
-    here = directory.resolve()
-    sources = [source for source in run.eval.loss_on if isinstance(source.path, Url) or source.path.resolve() != here]
+    sources = [source for source in run.eval.loss_on if _whole(source.path) != _whole(directory)]
     return {source.name: _hashes(Corpus(source.path, cache=cache_use(run))) for source in sources}
+
+
+def _whole(place: Location) -> Location:
+    return place if isinstance(place, Url) else place.resolve()
 
 
 def _hashes(corpus: Corpus) -> Hashes:

@@ -11,19 +11,27 @@ import multiprocessing
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
 
-from data.corpus.corpus import Corpus, CorpusManifest, Separators, ShardEntry, Vocabulary, read_manifest
-from data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, detect_format, find_token_files, open_file
+from data.corpus.corpus import (
+    CorpusManifest,
+    Separators,
+    ShardEntry,
+    Vocabulary,
+    read_manifest,
+)
+from data.corpus.fetched import PAIR, fetch_tables, fetched, require_room, scratch_directory
+from data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, open_file, token_files
 from data.corpus.shards import Shard, file_checksum
-from data.packing.objectives import Specials
-from data.packing.opening import cache_use
+from data.text.files import input_file, size_of
+from data.text.remote_files import at_once
 from data.text.tokenizer import Tokenizer
-from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.remote import Location, Problem, RemoteError, Url
 
 from .checker import TokenChecker
 from .findings import EXAMPLES, Example, Findings
@@ -41,7 +49,7 @@ _POOL_BYTES = 32_000_000
 
 @dataclass(frozen=True)
 class _File:
-    path: Path
+    path: Location
     format: Format
     name: str
     entry: ShardEntry | None = None
@@ -56,12 +64,19 @@ class _Rules:
     tokenizer: tuple[Path, int] | None
     dtype: str | None
     checksums: bool
+    scratch: Path | None
+    """Where remote files are fetched to."""
 
-    def open(self, file: _File) -> TokenFile:
+    def fetched(self, file: _File) -> AbstractContextManager[Path]:
+        """The file as a local one. Raises RemoteError."""
+        entry, suffixes = file.entry, PAIR if file.format == "megatron" else ("",)
+        expected = dict(zip(PAIR, (entry.bin_xxh3, entry.idx_xxh3), strict=True)) if entry and self.checksums else None
+        return fetched(file.path, suffixes, self.scratch, expected)
+
+    def open(self, file: _File, here: Path) -> TokenFile:
+        """`here` is from `fetched`."""
         leading, tokenizer = self.separators == "leading", _load(self.tokenizer)
-        return open_file(
-            file.path, file.format, self.vocabulary.eod, tokenizer=tokenizer, dtype=self.dtype, leading=leading
-        )
+        return open_file(here, file.format, self.vocabulary.eod, tokenizer=tokenizer, dtype=self.dtype, leading=leading)
 
 
 @dataclass(frozen=True)
@@ -87,7 +102,7 @@ class _Work:
 
 
 def validate(
-    directory: Path,
+    directory: Location,
     *,
     tokenizer: Tokenizer | None = None,
     vocabulary: Vocabulary | None = None,
@@ -97,77 +112,92 @@ def validate(
     workers: int = 1,
     checksums: bool = True,
     held_out: Mapping[str, Hashes] | None = None,
+    scratch: Path | None = None,
     quiet: bool = False,
 ) -> ValidationReport:
     """Check every document of a corpus, or of token files without a manifest.
 
     Args:
-        directory: with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
+        directory: path or URL, with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be
+            given.
         vocabulary: overrides the manifest's.
         separators: what documents of files without a manifest should carry; None takes what most of them do.
         format, dtype: of files without a manifest, see `open_file`; None takes the format from their names.
         checksums: also read every file once more and compare checksums.
         held_out: hashes of documents that should not be here, by the name of their corpus.
+        scratch: local directory to which remote files are fetched, one for each worker; None takes the system's.
 
     Raises:
+        RemoteError: remote storage failed. An absent object is a finding.
         DataError: the directory holds no shards, nothing says what the ids should be, or `separators` is given for a
             corpus whose manifest declares them.
     """
     findings = Findings()
-    if (directory / "manifest.json").exists():
-        subject = _declared(directory, tokenizer, vocabulary, separators, checksums, findings)
-    else:
-        subject = _bare(directory, tokenizer, vocabulary, separators, format, dtype)
-    works = list(_split(subject.files))
-    totals = Totals([file.name for file in subject.files], subject.rules.vocabulary.size)
-    totals.findings.merge(findings)
-    size = sum(work.bytes for work in works)
-    with tqdm(total=size, unit="B", unit_scale=True, desc="validate", disable=True if quiet else None) as bar:
-        for work, measured in zip(works, _each(subject.rules, works, workers), strict=True):
-            totals.add(work.number, measured)
-            bar.update(work.bytes)
-    totals.add_findings(decoded=subject.rules.tokenizer is not None, held_out=held_out or {})
-    if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
-        totals.findings.by_code.pop("one-token-documents", None)
-    return _report(directory, subject, totals)
+    with ExitStack() as stack:
+        room = stack.enter_context(scratch_directory(scratch)) if isinstance(directory, Url) else None
+        here = fetch_tables(directory, room) if isinstance(directory, Url) and room else directory
+        if isinstance(here, Path) and (here / "manifest.json").exists():
+            subject = _declared(directory, here, tokenizer, vocabulary, separators, checksums, room, findings)
+        else:
+            subject = _bare(directory, tokenizer, vocabulary, separators, format, dtype, room)
+        works = list(_split(subject.files))
+        if room is not None:
+            require_room(room, [work.bytes for work in works], workers)
+        totals = Totals([file.name for file in subject.files], subject.rules.vocabulary.size)
+        totals.findings.merge(findings)
+        size = sum(work.bytes for work in works)
+        with tqdm(total=size, unit="B", unit_scale=True, desc="validate", disable=True if quiet else None) as bar:
+            for work, measured in zip(works, _each(subject.rules, works, workers), strict=True):
+                totals.add(work.number, measured)
+                bar.update(work.bytes)
+        totals.add_findings(decoded=subject.rules.tokenizer is not None, held_out=held_out or {})
+        if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
+            totals.findings.by_code.pop("one-token-documents", None)
+        return _report(directory, subject, totals)
 
 
 def _declared(
-    directory: Path,
+    directory: Location,
+    here: Path,
     tokenizer: Tokenizer | None,
     vocabulary: Vocabulary | None,
     separators: Separators | None,
     checksums: bool,
+    room: Path | None,
     findings: Findings,
 ) -> _Subject:
-    """A corpus with a manifest."""
-    manifest = read_manifest(directory)
+    """A corpus with a manifest; its tables are in `here`."""
+    manifest = read_manifest(here)
     if separators not in (None, manifest.separators):
         raise DataError(
             f"the manifest of {directory} declares separators `{manifest.separators}`, not `{separators}`",
             remedy="leave --separators out; validate judges by the manifest and reports what differs",
         )
-    entry, held = manifest.tokenizer, _compare(directory, manifest, tokenizer, checksums, findings)
+    entry, held = manifest.tokenizer, _compare(here, manifest, tokenizer, checksums, findings)
     stored = held if held is not None and held.fingerprint == entry.fingerprint else entry
-    rules = _Rules(vocabulary or Vocabulary.of(stored), manifest.separators, _named(held), manifest.dtype, checksums)
-    files = [_File(shard.prefix(directory), "megatron", shard.name, shard) for shard in manifest.shards]
+    ids = vocabulary or Vocabulary.of(stored)
+    rules = _Rules(ids, manifest.separators, _named(held), manifest.dtype, checksums, room)
+    files = [_File(shard.location(directory), "megatron", shard.name, shard) for shard in manifest.shards]
     return _Subject(files, rules, manifest, "declared by the manifest", entry.fingerprint)
 
 
 def _bare(
-    directory: Path,
+    directory: Location,
     tokenizer: Tokenizer | None,
     vocabulary: Vocabulary | None,
     separators: Separators | None,
     format: Format | None,  # noqa: A002
     dtype: str | None,
+    room: Path | None,
 ) -> _Subject:
     """A directory of token files without a manifest."""
-    top = directory if directory.is_dir() else directory.parent
+    found = token_files(directory, format)
     files = [
-        _File(path, format or detect_format(path), str(path.relative_to(top)))
-        for path in find_token_files(directory, format)
+        _File(path, kind, path.name if path.name == directory.name else str(path).removeprefix(f"{directory}/"))
+        for path, kind in found.items()
     ]
+    if room is not None and "text" in found.values():
+        raise DataError(f"{directory} holds text, not tokens", remedy="validate the corpus that `prepare` makes of it")
     if vocabulary is None and tokenizer is not None:
         vocabulary = Vocabulary.of(tokenizer)
     if vocabulary is None:
@@ -175,7 +205,7 @@ def _bare(
             f"{directory} has no manifest that defines its ids",
             remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
         )
-    rules, because = _Rules(vocabulary, separators or "none", _named(tokenizer), dtype, checksums=False), "declared"
+    rules, because = _Rules(vocabulary, separators or "none", _named(tokenizer), dtype, False, room), "declared"
     if separators is None:
         rules, because = _detect_separators(rules, files)
     return _Subject(files, rules, None, because, tokenizer.fingerprint if tokenizer else None)
@@ -221,14 +251,15 @@ def _detect_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
     checker = TokenChecker("", rules.vocabulary, "none", flat=False)
     for source in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
         try:
-            file = rules.open(source)
-            if file.shard and file.shard.index_problem():
-                continue
-            run = next(file.runs(MEASURED_TOKENS), None)
+            with rules.fetched(source) as here:
+                file = rules.open(source, here)
+                if file.shard and file.shard.index_problem():
+                    continue
+                run = next(file.runs(MEASURED_TOKENS), None)
+                if run is not None:
+                    checker.add(run)
         except (DataError, OSError):
             continue  # reported when the file is measured
-        if run is not None:
-            checker.add(run)
     documents, end, begin = checker.documents - checker.empty, checker.ending, checker.beginning
     found: Separators = "trailing" if 2 * end > documents else "leading" if 2 * begin > documents else "none"
     because = f"measured: of {documents:_} documents {end:_} end and {begin:_} begin with one"
@@ -237,11 +268,24 @@ def _detect_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
 
 def _split(files: list[_File]) -> Iterator[_Work]:
     """The work; Megatron files beyond 256 MB in parts, so that one file occupies all workers."""
-    for number, file in enumerate(files):
-        data = file.path.with_name(file.path.name + ".bin") if file.format == "megatron" else file.path
-        size = data.stat().st_size if data.exists() else 0
-        parts = max(1, -(-size // _PART_BYTES)) if file.format == "megatron" else 1
+    for number, (file, size) in enumerate(zip(files, at_once(_size, files), strict=True)):
+        parts = max(1, -(-size // _PART_BYTES)) if file.format == "megatron" and isinstance(file.path, Path) else 1
         yield from (_Work(number, file, part, parts, size // parts) for part in range(parts))
+
+
+def _size(file: _File) -> int:
+    """Bytes of the file with the tokens, 0 if it is absent."""
+    if isinstance(file.path, Url) and file.entry is not None:
+        return file.entry.bytes
+    name = f"{file.path}.bin" if file.format == "megatron" else str(file.path)
+    try:
+        return size_of(input_file(name))
+    except FileNotFoundError:
+        return 0
+    except RemoteError as error:
+        if error.problem is not Problem.MISSING:
+            raise
+        return 0
 
 
 def _each(rules: _Rules, works: list[_Work], workers: int) -> Iterator[Measurement]:
@@ -261,8 +305,20 @@ def _each(rules: _Rules, works: list[_Work], workers: int) -> Iterator[Measureme
 
 def _measure(rules: _Rules, work: _Work) -> Measurement:
     """Measure one part of a file; what concerns the whole file is reported with its first part."""
+    try:
+        with rules.fetched(work.file) as here:
+            return _measure_here(rules, work, here)
+    except RemoteError as error:
+        if error.problem is not Problem.MISSING:
+            raise
+        findings = Findings()
+        findings.note("unreadable", work.file.name, error.cause)
+        return Measurement(findings)
+
+
+def _measure_here(rules: _Rules, work: _Work, here: Path) -> Measurement:
     findings, name = Findings(), work.file.name
-    file = _open(rules, work, findings)
+    file = _open(rules, work, here, findings)
     if work.part:
         findings = Findings()
     if file is None:
@@ -297,10 +353,10 @@ def _load(tokenizer: tuple[Path, int] | None) -> Tokenizer | None:
     return Tokenizer.load(*tokenizer) if tokenizer is not None else None
 
 
-def _open(rules: _Rules, work: _Work, findings: Findings) -> TokenFile | None:
+def _open(rules: _Rules, work: _Work, here: Path, findings: Findings) -> TokenFile | None:
     """The opened file if it can be read in order; otherwise None, with findings."""
     try:
-        file = rules.open(work.file)
+        file = rules.open(work.file, here)
         if shard := file.shard:
             if work.part == 0 and work.file.entry is not None:
                 _compare_shard(shard, work.file, work.file.entry, rules, findings)
@@ -332,7 +388,7 @@ def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, 
                 findings.note("checksum", file.name + suffix, "")
 
 
-def _report(directory: Path, subject: _Subject, totals: Totals) -> ValidationReport:
+def _report(directory: Location, subject: _Subject, totals: Totals) -> ValidationReport:
     """Assemble the report and decode the text around its examples."""
     rules, tokenizer = subject.rules, _load(subject.rules.tokenizer)
     report = ValidationReport(
@@ -353,32 +409,9 @@ def _report(directory: Path, subject: _Subject, totals: Totals) -> ValidationRep
         boundaries = [Example(opened, n, 0) for n in range(1, EXAMPLES + 1)] if opened else []
         examples = [e for finding in totals.findings.by_code.values() for e in finding.examples] + boundaries
         wanted = {example.file for example in examples if example.document is not None}
-        add_texts(examples, {file.name: rules.open(file) for file in subject.files if file.name in wanted}, tokenizer)
+        for file in subject.files:
+            if file.name in wanted:
+                with rules.fetched(file) as here:
+                    add_texts(examples, {file.name: rules.open(file, here)}, tokenizer)
         report.boundaries = [example.text for example in boundaries if example.text is not None]
     return report
-
-
-def check_against(report: ValidationReport, run: Config) -> Findings:
-    """Whether a run can train on the validated corpus together with its other sources.
-
-    The run's `model.vocab` must hold the vocabulary and the objective's special tokens, and its sources must share the
-    tokenizer.
-    """
-    findings, size, objective = Findings(), report.vocabulary.size, run.data.objective
-    needed = size if objective.kind == "causal" else max(size, Specials.behind(objective, size).eop + 1)
-    if run.model.vocab < needed:
-        note = f"model.vocab = {run.model.vocab}, tokenizer {size}"
-        note += f", with the objective's special tokens {needed}" if needed > size else ""
-        findings.note("vocabulary-too-small", "", note)
-    for source in run.data.sources:
-        try:
-            entry = Corpus(source.path, cache=cache_use(run)).manifest.tokenizer
-        except DataError as error:
-            findings.note("unreadable", source.name, error.cause)
-            continue
-        held: tuple[object, object] = (report.fingerprint, entry.fingerprint)
-        if report.fingerprint is None:
-            held = ((report.vocabulary.size, report.vocabulary.eod), (entry.vocab_size, entry.eod))
-        if held[0] != held[1]:
-            findings.note("tokenizer", "", f"source {source.name} of the run ({source.path}) was made with another")
-    return findings

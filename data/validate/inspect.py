@@ -1,0 +1,63 @@
+"""One document of a corpus, for `fsdp-data inspect`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from data.corpus.cached import CacheUse
+from data.corpus.corpus import Corpus, CorpusManifest
+from data.corpus.fetched import scratch_directory
+from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.remote import Location, Url
+
+from .report import decode_any
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """A document: its shard, number there, tokens and text."""
+
+    shard: str
+    number: int
+    tokens: int
+    text: str
+
+
+def document(place: Location, manifest: CorpusManifest, wanted: int) -> ShownDocument:
+    """Document `wanted`, counted over all shards. Of a corpus by URL only its block is fetched.
+
+    Raises:
+        DataError: there is no such document, or the corpus is damaged; RemoteError.
+    """
+    ends = np.cumsum([shard.documents for shard in manifest.shards])
+    if not 0 <= wanted < manifest.documents:
+        raise DataError(f"there is no document {wanted}: the corpus has {manifest.documents}")
+    index = int(ends.searchsorted(wanted, "right"))
+    shard = manifest.shards[index]
+    number = wanted - (int(ends[index]) - shard.documents)
+    with ExitStack() as stack:
+        if isinstance(place, Url):
+            room = stack.enter_context(scratch_directory(None))
+            corpus = Corpus(place, cache=CacheUse(room, 1 << 62))
+            tokens = _from_block(corpus, index, number)
+        else:
+            corpus = Corpus(place)
+            tokens = corpus.shard(index).document(number)
+        text = decode_any(tokens.tolist(), corpus.tokenizer())
+        return ShownDocument(shard.name, number, len(tokens), text)
+
+
+def _from_block(corpus: Corpus, shard: int, number: int) -> npt.NDArray[Any]:
+    """A document from the block that holds it; those of no block are empty."""
+    table = corpus.blocks
+    inside = (table[:, 0] == shard) & (table[:, 1] <= number) & (number < table[:, 1] + table[:, 2])
+    for row in np.flatnonzero(inside).tolist():
+        block, at = corpus.block(row), number - int(table[row, 1])
+        begin, length = int(block.starts[at]), int(block.lengths[at])
+        return corpus.block(row, begin, begin + length).tokens[begin : begin + length]
+    return np.zeros(0, dtype=np.dtype(corpus.manifest.dtype))
