@@ -108,6 +108,7 @@ def _build(config: Config, packer: Packer, settings: FetcherSettings, ended: thr
 def _clean(settings: FetcherSettings) -> None:
     with contextlib.suppress(OSError):
         settings.status.unlink(missing_ok=True)
+        settings.pages.rmdir()  # unless it is also that of a watchdog, or of another rank
 
 
 if __name__ == "__main__":

@@ -82,10 +82,12 @@ def build_fetching(config: Config) -> NodeFetching | None:
     """This rank's part of the node's fetcher; None if the training data is in files."""
     if not any(isinstance(source.path, Url) for source in config.data.sources):
         return None
-    ranks = mesh.RankInfo.from_environment()
+    ranks, pages = mesh.RankInfo.from_environment(), folder(config.run.dir)
+    if not config.watchdog.enabled:  # agents of other runs remove folders without pages of live ranks
+        pages = pages.parent.with_name(f"{pages.parent.name}-fetch") / pages.name
     return NodeFetching(
         config,
-        folder(config.run.dir),
+        pages,
         rank=ranks.rank,
         world=ranks.world,
         local_rank=ranks.local_rank,
