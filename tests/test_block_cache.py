@@ -114,8 +114,9 @@ def packers(tmp_path: Path, tokenizer: Tokenizer, name: str, cache: CacheUse) ->
     )
 
 
-@pytest.mark.parametrize("size", [LARGE, 4_000], ids=["large", "small"])
-@pytest.mark.parametrize("name", PACKERS)
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, LARGE) for name in PACKERS), ("reshuffled", 4_000), ("pairs", 4_000)]
+)
 def test_samples_are_the_same_through_a_cache(tmp_path: Path, tokenizer: Tokenizer, name: str, size: int) -> None:
     """Over two epochs, with their provenance, also if the cache holds only a few blocks."""
     cache = CacheUse(tmp_path / "cache", size)
@@ -130,6 +131,36 @@ def test_samples_are_the_same_through_a_cache(tmp_path: Path, tokenizer: Tokeniz
     held = sum(path.stat().st_size for path in cache.directory.glob("*/blocks/*"))
     assert held <= size + len(files.corpora) * 2 * BLOCK * 4  # a block of each corpus may be beyond
     assert {corpus.tokenizer().fingerprint for corpus in by_url.corpora.values()} == {tokenizer.fingerprint}
+
+
+@pytest.mark.slow
+def test_a_run_by_url_is_the_run_from_files(lab: Any, helpers: Any, run_command: Any) -> None:
+    """Training, the held-out loss and `where`; a resume may change from one to the other."""
+    heldout = build(lab.path / "heldout", Tokenizer.load(lab.tokenizer))
+
+    def sections(by_url: bool) -> dict[str, Any]:
+        place = url if by_url else str
+        data = {"sources": [{"name": "text", "path": str(place(lab.corpus))}]}
+        cache = {"cache": {"dir": str(lab.path / "cache"), "size": "1GB"}} if by_url else {}
+        held = {"loss_on": [{"name": "held", "path": str(place(heldout))}], "loss_every": "10 steps", "loss_samples": 8}
+        return {"data": {**data, **cache}, "eval": held, "optimizer": {"decay": "20 steps"}}
+
+    lab.train(lab.config("files", **sections(False)))
+    lab.train(lab.config("urls", **sections(True)), "train.duration=10 steps")
+    shutil.copytree(lab.path / "urls", lab.path / "changed")
+    lab.train(lab.config("urls", **sections(True)))
+    lab.train(lab.config("changed", **sections(False)))
+    expected = facts(lab.path / "files")
+    assert len(expected) == 20 and facts(lab.path / "urls") == facts(lab.path / "changed") == expected
+    shown = [
+        run_command("fsdp_pretrain.cli", "where", lab.path / name, "--step", 7, "--text") for name in ("files", "urls")
+    ]
+    assert shown[0].returncode == 0 and shown[1].stdout == shown[0].stdout
+
+
+def facts(run: Path) -> list[tuple[Any, ...]]:
+    records = [json.loads(line) for path in sorted(run.glob("segments/*/metrics.jsonl")) for line in path.open()]
+    return [(record["step"], record["data_digest"], record["loss"], record.get("heldout")) for record in records]
 
 
 @pytest.mark.parametrize("remote", ["directory", "mirror"])

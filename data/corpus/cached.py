@@ -210,8 +210,10 @@ class CachedCopy:
 
     def _map(self, block: int) -> CachedBlock:
         corpus, path = self.corpus, self.blocks.path(block)
-        documents, dtype = int(corpus.blocks[block, 2]), np.dtype(corpus.manifest.dtype)
-        return CachedBlock(self.place, path, documents, dtype, int(corpus.sizes[block]))
+        documents, dtype, size = int(corpus.blocks[block, 2]), np.dtype(corpus.manifest.dtype), int(corpus.sizes[block])
+        if path.stat().st_size != size:  # the disk lost some of it
+            self.blocks.drop(block)
+        return CachedBlock(self.place, path, documents, dtype, size)
 
     def _wait(self, block: int) -> None:
         """Until the fetcher has brought a block. Whoever asked for it gives up before, see `MirroredPlaces`."""
