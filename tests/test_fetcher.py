@@ -60,7 +60,7 @@ class Node:
         self, path: Path, corpus: Path, cache: Path, size: str, *, name: str = "run", steps: int = 2600
     ) -> None:
         self.run = path / name
-        self.run.mkdir()
+        (self.run / "storage").mkdir(parents=True)
         values: dict[str, Any] = {
             "run": {"name": name, "dir": str(self.run)},
             "model": {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 512},
@@ -315,5 +315,5 @@ def _batches(run: Path) -> list[Any]:
             (segment / "metrics.jsonl").read_text().splitlines() if (segment / "metrics.jsonl").exists() else ()
         ):
             record = json.loads(line)
-            found[record["step"]] = (record["digest"], record["loss"])
+            found[record["step"]] = (record["data_digest"], record["loss"])
     return [found[step] for step in sorted(found)]

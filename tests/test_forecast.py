@@ -246,17 +246,20 @@ def lru(blocks: list[int], capacity: int) -> int:
     return fetched
 
 
-def test_what_others_need_is_evicted_last() -> None:
+def test_what_others_need_sooner_stays() -> None:
+    """Their next use counts like one's own; a block that they need before the fetched one goes after that."""
     present, nexts = {"mine": 10, "theirs": 10, "soon": 10}, {"mine": 50, "theirs": 99}
     order, uses = [(20, "new"), (30, "soon")], {"new": [20], "soon": [30]}
 
-    def fetch(size: int, room: int, **options: Any) -> Any:
+    def fetch(size: int, room: int, others: dict[str, int]) -> tuple[list[str], int]:
         sizes, later = {"new": size, "soon": 10}.__getitem__, {**nexts, "new": 70, "soon": 80}.__getitem__
-        return next(plan(order, uses, present, room, size_of=sizes, later=later, **options)).victims
+        found = next(plan(order, uses, present, room, size_of=sizes, later=later, others=others))
+        return found.victims, found.after
 
-    assert fetch(10, 0, others={"theirs"}) == ["mine"]
-    assert fetch(20, 0, others={"theirs"}) == ["mine", "soon"]
-    assert fetch(20, 0) == ["theirs", "mine"] and fetch(20, 10) == ["theirs"] and fetch(10, 10) == []
+    assert fetch(10, 0, {}) == (["theirs"], -1) and fetch(20, 0, {}) == (["theirs", "mine"], -1)
+    assert fetch(10, 10, {}) == ([], -1) and fetch(20, 10, {}) == (["theirs"], -1)
+    assert fetch(10, 0, {"theirs": 25}) == (["mine"], -1) and fetch(20, 0, {"theirs": 25}) == (["mine", "soon"], -1)
+    assert fetch(30, 0, {"theirs": 15}) == (["mine", "soon", "theirs"], 15)
 
 
 def test_a_fetch_waits_for_the_last_use_of_its_victim() -> None:

@@ -32,7 +32,7 @@ _TURN, _FORECAST_SECONDS = 0.2, 0.05
 _LEAST_STEPS = 64
 """Fetched ahead at least, and while the pace is not known."""
 _PACE_SECONDS = 120.0
-_SAY_SECONDS, _STATUS_SECONDS, _FAR_SECONDS, _RECORD_SECONDS = 5.0, 1.0, 30.0, 300.0
+_SAY_SECONDS, _STATUS_SECONDS, _FAR_SECONDS, _RECORD_SECONDS = 2.0, 1.0, 30.0, 300.0
 _ROOM_SECONDS = 10.0
 _PLANNED = 50_000
 """Uses that a plan looks at."""
@@ -113,7 +113,7 @@ class Fetcher:
         self._new = set[Key]()
         self._hits = self._evictions = 0
         self._due: dict[str, float] = {}
-        self._others: set[Key] = set()
+        self._others: dict[Key, int] = {}
         self._missing_at: int | None = None
         self._status = FetcherStatus(host=socket.gethostname(), node=node, pid=os.getpid())
         self._stop = stop
@@ -170,12 +170,17 @@ class Fetcher:
         self._new = set()
 
     def _look_at_users(self) -> None:
+        """Tell the other users of the cache in how many seconds blocks are needed here, and convert what they say."""
         if not self._is_due("users", _SAY_SECONDS):
             return
+        pace, done = self._pace.steps_per_second or 1.0, self._done
+        soon = self._needs.soon(self._last_step)
         with contextlib.suppress(OSError):  # a full disk: others see what was said before
-            self._user.say(self._needs.soon(self._last_step))
+            self._user.say({key: (step - done.step) / pace for key, step in soon.items()})
         with contextlib.suppress(OSError):
-            self._others = self._user.needs_of_others()
+            samples = pace * max(done.batch, 1)
+            needs = self._user.needs_of_others()
+            self._others = {key: done.cursor + int(seconds * samples) for key, seconds in needs.items()}
 
     def _has(self, key: Key) -> bool:
         return key[1] in self._present.get(key[0], ())
@@ -283,10 +288,8 @@ class Fetcher:
             self._status.write(self._places.status)
 
     def _write_record(self) -> None:
-        with contextlib.suppress(OSError):
-            self._places.record.parent.mkdir(parents=True, exist_ok=True)
-            with self._places.record.open("a", encoding="utf-8") as file:
-                file.write(self._status.to_json() + "\n")
+        with contextlib.suppress(OSError), self._places.record.open("a", encoding="utf-8") as file:
+            file.write(self._status.to_json() + "\n")
 
 
 def slowest(pages: Path, ranks: range) -> Position | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 
 from data.corpus.mapping import now_reading
 from data.fetch.process import NodeFetching
+from data.fetch.status import record_folder
 from data.packing.loader import Loader
 from data.packing.opening import open_infilling, open_skips
 from data.packing.packer import Packer
@@ -22,7 +24,7 @@ from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import AdamW, LossScaler
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.files import RunDir, make_directory
 from fsdp_pretrain.record.recorder import NotesOnlyRecorder, Recorder
 from fsdp_pretrain.remote import Url
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat, PageHeartbeat, folder
@@ -83,6 +85,8 @@ def build_fetching(config: Config) -> NodeFetching | None:
     if not any(isinstance(source.path, Url) for source in config.data.sources):
         return None
     ranks, pages = mesh.RankInfo.from_environment(), folder(config.run.dir)
+    with contextlib.suppress(OSError):  # only the fetcher's record would be missing
+        make_directory(record_folder(config.run.dir))
     if not config.watchdog.enabled:  # agents of other runs remove folders without pages of live ranks
         pages = pages.parent.with_name(f"{pages.parent.name}-fetch") / pages.name
     return NodeFetching(
