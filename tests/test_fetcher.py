@@ -42,13 +42,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path) -> Pat
     """400k tokens in a hundred blocks."""
     path, rng = tmp_path_factory.mktemp("remote") / "corpus", random.Random(1)
     (path / "shards").mkdir(parents=True)
-    entries = []
+    tokenizer, entries = Tokenizer.load(shared_corpus / "tokenizer"), []
+    words = [word for word in range(tokenizer.vocab_size) if word not in (tokenizer.eod, *tokenizer.specials)]
     for number in range(3):
         with ShardWriter(path / f"shards/s{number}", np.dtype("<u2")) as writer:
             for _ in range(6000):
-                writer.append(np.array(rng.choices(range(1, 500), k=rng.choice([2, 5, 17, 60])), dtype="<u2"))
+                writer.append(np.array(rng.choices(words, k=rng.choice([2, 5, 17, 60])), dtype="<u2"))
             entries.append(writer.finish())
-    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     write_corpus(path, tokenizer, entries, np.dtype("<u2"), {}, block_tokens=4000)
     return path
 
@@ -57,7 +57,15 @@ class Node:
     """The ranks of a node, as its fetcher sees them: they read and publish their positions in this process."""
 
     def __init__(
-        self, path: Path, corpus: Path, cache: Path, size: str, *, name: str = "run", steps: int = 2600
+        self,
+        path: Path,
+        corpus: Path,
+        cache: Path,
+        size: str,
+        *,
+        name: str = "run",
+        steps: int = 2600,
+        ahead: str = "60 s",
     ) -> None:
         self.run = path / name
         (self.run / "storage").mkdir(parents=True)
@@ -68,7 +76,7 @@ class Node:
                 "sequence_length": LENGTH,
                 "lanes": LANES,
                 "sources": [{"name": "text", "path": f"file://{corpus}"}],
-                "cache": {"dir": str(cache), "size": size, "ahead": "60 s"},
+                "cache": {"dir": str(cache), "size": size, "ahead": ahead},
             },
             "train": {"duration": f"{steps} steps", "global_batch": f"{BATCH} samples", "micro_batch": 2},
             "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "warmup": "4 steps"},
@@ -174,14 +182,14 @@ def test_a_cache_below_the_working_set_is_refused(nodes: Any) -> None:
 @pytest.mark.slow
 def test_two_jobs_on_one_cache_fetch_a_block_once(nodes: Any, corpus: Path, tmp_path: Path) -> None:
     """Side by side on the same text, they share what the cache holds; each has its own samples."""
-    one, other = nodes("300KB", name="one"), nodes("300KB", name="other")
+    one, other = (nodes("300KB", name=name, ahead="1 s") for name in ("one", "other"))
     found: dict[str, list[int]] = {"one": [], "other": []}
     for _ in range(75):
         found["one"] += one.train(20)
         found["other"] += other.train(20)
     assert found["one"] == found["other"] == local(corpus, 1500)
     first, second = one.end(), other.end()
-    assert first.bytes + second.bytes < 1.3 * int(one.sizes.sum())
+    assert first.bytes + second.bytes < 1.4 * int(one.sizes.sum())
     assert not list((tmp_path / "cache/users").glob("*.json"))
 
 
@@ -275,14 +283,14 @@ def test_the_alarm_says_what_fails_and_how_long_the_cache_lasts(tmp_path: Path) 
 def test_training_from_a_url_is_training_from_files(lab: Any, corpus: Path, tmp_path: Path) -> None:
     """Four ranks on two nodes; the fetcher of one is killed, then a rank: the same batches, to the bit, and a record."""
     data = {"sequence_length": LENGTH, "lanes": LANES, "sources": [{"name": "text", "path": str(corpus)}]}
-    train = {"duration": "60 steps", "global_batch": "16 samples", "micro_batch": 2}
-    sections = {"train": train, "checkpoint": {"every": "10 steps"}, "watchdog": PATIENT}
+    train = {"duration": "16 steps", "global_batch": "16 samples", "micro_batch": 2}
+    sections = {"train": train, "checkpoint": {"every": "4 steps"}, "watchdog": PATIENT}
     lab.train(lab.config("files", data=data, **sections), ranks=4)
     cached = {**data, "sources": [{"name": "text", "path": f"file://{corpus}"}]}
     cached["cache"] = {"dir": str(tmp_path / "cache"), "size": "170KB"}
     config, run = lab.config("urls", data=cached, **sections), lab.path / "urls"
     job = lab.start(config, ranks=4, nodes=2)
-    until(lambda: (run / "checkpoints/step-00000020").exists())
+    until(lambda: (run / "checkpoints/step-00000008").exists())
     fetchers = _fetchers(run)
     assert len(fetchers) == 2
     os.kill(fetchers[0], signal.SIGKILL)
@@ -293,7 +301,7 @@ def test_training_from_a_url_is_training_from_files(lab: Any, corpus: Path, tmp_
     assert _batches(lab.path / "files") == _batches(run)
     assert len(status.newest(run)) == 2 and not alarms(run, "corpus-storage")
     until(lambda: not _fetchers(run))
-    too_small = lab.start(config, "data.cache.size='50KB'", "train.duration='70 steps'", ranks=4, nodes=2)
+    too_small = lab.start(config, "data.cache.size='50KB'", "train.duration='20 steps'", ranks=4, nodes=2)
     assert too_small.wait() == [78] * 4 and "a node uses" in too_small.output()
 
 
