@@ -23,15 +23,15 @@ from watch import Watch
 
 from data.corpus.corpus import write_corpus
 from data.corpus.shards import ShardWriter
-from data.fetch import status
 from data.fetch.process import NodeFetching, check_size
-from data.fetch.status import FetcherStatus
 from data.packing.opening import open_packer, open_skips
 from data.packing.packer import Packer
 from data.packing.position import Position
 from data.text.tokenizer import Tokenizer
+from fsdp_pretrain import fetcher_status
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.fetcher_status import FetcherStatus
 from fsdp_pretrain.watchdog.detectors.corpus_storage import CorpusStorageDetector
 
 LENGTH, LANES, BATCH = 16, 3, 16
@@ -113,12 +113,12 @@ class Node:
 
     @property
     def status(self) -> FetcherStatus:
-        return until(lambda: status.read(self.fetching.status))  # type: ignore[no-any-return]
+        return until(lambda: fetcher_status.read(self.fetching.status))  # type: ignore[no-any-return]
 
     def end(self) -> FetcherStatus:
         """End the fetcher; what it recorded last."""
         self.fetching.close()
-        (found,) = status.newest(self.run)
+        (found,) = fetcher_status.newest(self.run)
         return found
 
     @property
@@ -285,7 +285,7 @@ def test_training_from_a_url_is_training_from_files(lab: Any, corpus: Path, tmp_
     data = {"sequence_length": LENGTH, "lanes": LANES, "sources": [{"name": "text", "path": str(corpus)}]}
     train = {"duration": "16 steps", "global_batch": "16 samples", "micro_batch": 2}
     sections = {"train": train, "checkpoint": {"every": "4 steps"}, "watchdog": PATIENT}
-    lab.train(lab.config("files", data=data, **sections), ranks=4)
+    assert lab.start(lab.config("files", data=data, **sections), ranks=4, nodes=2).wait() == [0] * 4
     cached = {**data, "sources": [{"name": "text", "path": f"file://{corpus}"}]}
     cached["cache"] = {"dir": str(tmp_path / "cache"), "size": "170KB"}
     config, run = lab.config("urls", data=cached, **sections), lab.path / "urls"
@@ -299,7 +299,7 @@ def test_training_from_a_url_is_training_from_files(lab: Any, corpus: Path, tmp_
     job = lab.start(config, ranks=4, nodes=2)
     assert job.wait() == [0] * 4, job.output()
     assert _batches(lab.path / "files") == _batches(run)
-    assert len(status.newest(run)) == 2 and not alarms(run, "corpus-storage")
+    assert len(fetcher_status.newest(run)) == 2 and not alarms(run, "corpus-storage")
     until(lambda: not _fetchers(run))
     too_small = lab.start(config, "data.cache.size='50KB'", "train.duration='20 steps'", ranks=4, nodes=2)
     assert too_small.wait() == [78] * 4 and "a node uses" in too_small.output()

@@ -20,11 +20,11 @@ from data.packing.position import Position
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.fetcher_status import record_folder, status_file
 from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import human_bytes
 
 from . import working_set
-from .status import record_folder, status_file
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _STEADY_SECONDS, _END_SECONDS = 0.1, 30.0, 60.0, 5.0
 

@@ -12,7 +12,6 @@ import torch
 
 from data.corpus.mapping import now_reading
 from data.fetch.process import NodeFetching
-from data.fetch.status import record_folder
 from data.packing.loader import Loader
 from data.packing.opening import open_infilling, open_skips
 from data.packing.packer import Packer
@@ -20,6 +19,7 @@ from data.packing.position import Position
 from data.packing.unigrams import Unigrams
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.fetcher_status import record_folder
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
