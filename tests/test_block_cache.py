@@ -19,7 +19,7 @@ import pytest
 import xxhash
 
 from data.corpus.cache import BlockCache, RemoteCorpus, WrongChecksumError, fetch_block
-from data.corpus.cached import CachedCopy, CacheUse
+from data.corpus.cached import CachedCopy, CacheUse, FetchError
 from data.corpus.corpus import Corpus, parse_manifest, read_manifest, write_corpus
 from data.corpus.shards import Shard, ShardWriter
 from data.packing.packer import Packer
@@ -165,10 +165,11 @@ def facts(run: Path) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("remote", ["directory", "mirror"])
 def test_a_mirror_may_be_by_url_or_of_one(tmp_path: Path, tokenizer: Tokenizer, remote: str, capfd: Any) -> None:
+    """Also where a fetcher brings the blocks of the source itself: it knows nothing of the mirror."""
     first, second = build(tmp_path / "first", tokenizer), build(tmp_path / "second", tokenizer)
     expected = Packer([("a", second, 1.0)], 32, seed=5, lanes=6).pack(0, 200).digest
     places = (url(first), second) if remote == "directory" else (first, url(second))
-    cache = CacheUse(tmp_path / "cache", LARGE)
+    cache = CacheUse(tmp_path / "cache", LARGE, tmp_path / "fetcher.json" if remote == "mirror" else None)
     packer = Packer([("a", places[0], 1.0)], 32, seed=5, lanes=6, mirrors={"a": places[1]}, cache=cache)
     (first / "shards/s2.bin").unlink()
     assert packer.pack(0, 200).digest == expected
@@ -261,6 +262,9 @@ def test_a_wrong_byte_is_found_and_its_object_named(tmp_path: Path, tokenizer: T
     with pytest.raises(WrongChecksumError, match=part.name):
         reader.block(1)
     assert not list((tmp_path / "cache").glob("*/blocks/*1"))
+    (path / part.name).unlink()
+    with pytest.raises(FetchError, match=f"{part.name} does not exist"):
+        reader.block(1)
     manifest = path / "manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
     with pytest.raises(DataError, match="was replaced while it was in use"):
