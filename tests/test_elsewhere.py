@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,12 @@ class Elsewhere:
     def start(self, config: Path) -> Any:
         return self.lab.start(config, ranks=4, nodes=2)
 
-    def reach(self, step: int, job: Any) -> None:
-        """Wait for a step of a running job."""
+    def reach(self, step: int, job: Any, further: Callable[[], bool] = lambda: True) -> None:
+        """Wait for a step of a running job, and a further condition."""
 
         def there() -> bool:
             assert all(code is None for code in job.codes()), job.output()
-            return newest_step(self.run) >= step
+            return newest_step(self.run) >= step and further()
 
         until(there, 10 * PATIENCE, what=lambda: f"step {step}\n{job.output()}")
 
@@ -102,7 +103,7 @@ class Elsewhere:
         def find() -> psutil.Process | None:
             for process in psutil.process_iter(["cmdline"]):
                 with contextlib.suppress(psutil.Error):
-                    own = str(self.lab.path) == process.environ().get("LOCAL_DISK", "").removesuffix("/local")
+                    own = str(self.lab.path) == process.environ().get("NODE_DISK", "").removesuffix("/local")
                     if own and "data.fetch" in (process.info["cmdline"] or []) and process.environ().get(NODE) == node:
                         return process
             return None
@@ -130,7 +131,7 @@ def elsewhere(lab: Any, object_store: ObjectStore, monkeypatch: pytest.MonkeyPat
     if os.geteuid():
         pytest.skip("disks of their own need root")
     monkeypatch.setenv("EXECUTE_FIRST", str(Path(__file__).with_name("apart.py")))
-    monkeypatch.setenv("LOCAL_DISK", str(lab.path / "local"))
+    monkeypatch.setenv("NODE_DISK", str(lab.path / "local"))
     return lambda tokens: Elsewhere(lab, object_store, tokens)
 
 
@@ -195,7 +196,7 @@ def test_storage_that_is_away_and_comes_back_in_time(elsewhere: Any, helpers: An
     there, batch, total = elsewhere(2_000_000), 512, 300
     size = sum(there.bytes.values()) // 2
     job = there.start(there.config(total, batch=batch, size=size, read_timeout="140 s"))
-    until(lambda: cached(there) > 0.8 * size and newest_step(there.run) >= 5, what=job.output)
+    there.reach(5, job, lambda: cached(there) > 0.8 * size)
     there.store.faults, before = Faults(refuse=True), newest_step(there.run)
     alarm = until(lambda: [found for found in alarms(there.run) if found["key"].startswith("corpus-storage/")], 60)[0]
     assert f"{there.url}/shards/shard-" in json.dumps(alarm)
@@ -214,7 +215,7 @@ def test_storage_that_stays_away(elsewhere: Any, helpers: Any) -> None:
     size = sum(there.bytes.values()) // 2
     config = there.config(total, batch=batch, size=size, read_timeout="10 s")
     job = there.start(config)
-    until(lambda: cached(there) > 0.8 * size and newest_step(there.run) >= 12, what=job.output)
+    there.reach(12, job, lambda: cached(there) > 0.8 * size)
     there.store.faults = Faults(refuse=True)
     assert None not in job.wait_or_kill(4 * PATIENCE)
     assert 12 <= newest_step(there.run) < total
