@@ -15,7 +15,7 @@ from data.corpus.corpus import build_blocks, write_corpus
 from data.corpus.shards import Shard, ShardWriter
 from data.fetch import working_set
 from data.fetch.forecast import NEVER, Forecast, NextUse
-from data.fetch.replacement import Trace, live_bytes, plan, simulate
+from data.fetch.replacement import BlockTrace, live_bytes, plan, simulate
 from data.packing import pieces, source
 from data.packing.loader import Loader
 from data.packing.mixture import MixtureWeight
@@ -227,7 +227,7 @@ def test_replacement_fetches_as_little_as_any_policy_can(seed: int) -> None:
     """On random orders: the simulation, and the rule of the fetcher however far it looks ahead."""
     rng = random.Random(seed)
     blocks = [rng.randrange(6) for _ in range(40)]
-    trace = Trace(np.arange(40), np.array(blocks), np.full(6, 1))
+    trace = BlockTrace(np.arange(40), np.array(blocks), np.full(6, 1))
     for capacity in (1, 2, 3, 5):
         best = fewest(blocks, capacity)
         assert simulate(trace, capacity, "belady") == best <= simulate(trace, capacity, "lru") == lru(blocks, capacity)
@@ -272,7 +272,7 @@ def test_a_fetch_waits_for_the_last_use_of_its_victim() -> None:
 
 def test_live_bytes_are_those_between_first_and_last_use() -> None:
     blocks = [0, 1, 0, 2, 1, 2, 0]
-    trace = Trace(np.arange(0, 700, 100), np.array(blocks), np.array([1, 10, 100]))
+    trace = BlockTrace(np.arange(0, 700, 100), np.array(blocks), np.array([1, 10, 100]))
     assert live_bytes(trace, np.full(3, 10_000)) == 111  # all three around 300
     assert live_bytes(trace, np.full(3, 300)) == 110  # block 0 is not worth keeping from 200 to 600
     for pause in itertools.product((50, 250, 10_000), repeat=3):

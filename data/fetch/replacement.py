@@ -89,7 +89,7 @@ def plan(
 
 
 @dataclass(frozen=True)
-class Trace:
+class BlockTrace:
     """Uses of blocks in order; blocks of several sources are numbered one source after the other.
 
     Attributes:
@@ -103,7 +103,7 @@ class Trace:
     sizes: Ints
 
 
-def simulate(trace: Trace, capacity: int, policy: Literal["belady", "lru"]) -> int:
+def simulate(trace: BlockTrace, capacity: int, policy: Literal["belady", "lru"]) -> int:
     """Bytes that a cache of `capacity` bytes fetches over a trace, one block at a time, when it is needed.
 
     Raises:
@@ -114,7 +114,7 @@ def simulate(trace: Trace, capacity: int, policy: Literal["belady", "lru"]) -> i
     return _belady(trace, capacity) if policy == "belady" else _lru(trace, capacity)
 
 
-def _belady(trace: Trace, capacity: int) -> int:
+def _belady(trace: BlockTrace, capacity: int) -> int:
     blocks, sizes = trace.blocks.tolist(), trace.sizes.tolist()
     following, seen = [len(blocks)] * len(blocks), dict[int, int]()
     for at in range(len(blocks) - 1, -1, -1):
@@ -135,7 +135,7 @@ def _belady(trace: Trace, capacity: int) -> int:
     return fetched
 
 
-def _lru(trace: Trace, capacity: int) -> int:
+def _lru(trace: BlockTrace, capacity: int) -> int:
     sizes, used, fetched = trace.sizes.tolist(), 0, 0
     present = OrderedDict[int, None]()
     for block in trace.blocks.tolist():
@@ -149,7 +149,7 @@ def _lru(trace: Trace, capacity: int) -> int:
     return fetched
 
 
-def live_bytes(trace: Trace, pause: Ints, epochs: Ints | None = None) -> int:
+def live_bytes(trace: BlockTrace, pause: Ints, epochs: Ints | None = None) -> int:
     """The largest number of bytes of blocks that are between their first and last use at once.
 
     Args:

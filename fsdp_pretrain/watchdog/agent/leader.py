@@ -298,6 +298,7 @@ class Follower:
         self._detectors: list[Detector] = []
 
     def run_pass(self, segment: int) -> None:
+        """Run the detectors of this node, which are built at the first pass."""
         if not self._detectors:
             self._detectors = build_detectors(
                 self._config,
