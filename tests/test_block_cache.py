@@ -19,7 +19,7 @@ import pytest
 import xxhash
 
 from data.corpus.cache import BlockCache, RemoteCorpus, WrongChecksumError, fetch_block
-from data.corpus.cached import CachedCopy, CacheUse
+from data.corpus.cached import CachedCopy, CacheUse, FetchError
 from data.corpus.corpus import Corpus, parse_manifest, read_manifest, write_corpus
 from data.corpus.shards import Shard, ShardWriter
 from data.packing.packer import Packer
@@ -114,8 +114,9 @@ def packers(tmp_path: Path, tokenizer: Tokenizer, name: str, cache: CacheUse) ->
     )
 
 
-@pytest.mark.parametrize("size", [LARGE, 4_000], ids=["large", "small"])
-@pytest.mark.parametrize("name", PACKERS)
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, LARGE) for name in PACKERS), ("reshuffled", 4_000), ("pairs", 4_000)]
+)
 def test_samples_are_the_same_through_a_cache(tmp_path: Path, tokenizer: Tokenizer, name: str, size: int) -> None:
     """Over two epochs, with their provenance, also if the cache holds only a few blocks."""
     cache = CacheUse(tmp_path / "cache", size)
@@ -132,12 +133,43 @@ def test_samples_are_the_same_through_a_cache(tmp_path: Path, tokenizer: Tokeniz
     assert {corpus.tokenizer().fingerprint for corpus in by_url.corpora.values()} == {tokenizer.fingerprint}
 
 
+@pytest.mark.slow
+def test_a_run_by_url_is_the_run_from_files(lab: Any, helpers: Any, run_command: Any) -> None:
+    """Training, the held-out loss and `where`; a resume may change from one to the other."""
+    heldout = build(lab.path / "heldout", Tokenizer.load(lab.tokenizer))
+
+    def sections(by_url: bool) -> dict[str, Any]:
+        place = url if by_url else str
+        data = {"sources": [{"name": "text", "path": str(place(lab.corpus))}]}
+        cache = {"cache": {"dir": str(lab.path / "cache"), "size": "1GB"}} if by_url else {}
+        held = {"loss_on": [{"name": "held", "path": str(place(heldout))}], "loss_every": "10 steps", "loss_samples": 8}
+        return {"data": {**data, **cache}, "eval": held, "optimizer": {"decay": "20 steps"}}
+
+    lab.train(lab.config("files", **sections(False)))
+    lab.train(lab.config("urls", **sections(True)), "train.duration=10 steps")
+    shutil.copytree(lab.path / "urls", lab.path / "changed")
+    lab.train(lab.config("urls", **sections(True)))
+    lab.train(lab.config("changed", **sections(False)))
+    expected = facts(lab.path / "files")
+    assert len(expected) == 20 and facts(lab.path / "urls") == facts(lab.path / "changed") == expected
+    shown = [
+        run_command("fsdp_pretrain.cli", "where", lab.path / name, "--step", 7, "--text") for name in ("files", "urls")
+    ]
+    assert shown[0].returncode == 0 and shown[1].stdout == shown[0].stdout
+
+
+def facts(run: Path) -> list[tuple[Any, ...]]:
+    records = [json.loads(line) for path in sorted(run.glob("segments/*/metrics.jsonl")) for line in path.open()]
+    return [(record["step"], record["data_digest"], record["loss"], record.get("heldout")) for record in records]
+
+
 @pytest.mark.parametrize("remote", ["directory", "mirror"])
 def test_a_mirror_may_be_by_url_or_of_one(tmp_path: Path, tokenizer: Tokenizer, remote: str, capfd: Any) -> None:
+    """Also where a fetcher brings the blocks of the source itself: it knows nothing of the mirror."""
     first, second = build(tmp_path / "first", tokenizer), build(tmp_path / "second", tokenizer)
     expected = Packer([("a", second, 1.0)], 32, seed=5, lanes=6).pack(0, 200).digest
     places = (url(first), second) if remote == "directory" else (first, url(second))
-    cache = CacheUse(tmp_path / "cache", LARGE)
+    cache = CacheUse(tmp_path / "cache", LARGE, tmp_path / "fetcher.json" if remote == "mirror" else None)
     packer = Packer([("a", places[0], 1.0)], 32, seed=5, lanes=6, mirrors={"a": places[1]}, cache=cache)
     (first / "shards/s2.bin").unlink()
     assert packer.pack(0, 200).digest == expected
@@ -230,6 +262,9 @@ def test_a_wrong_byte_is_found_and_its_object_named(tmp_path: Path, tokenizer: T
     with pytest.raises(WrongChecksumError, match=part.name):
         reader.block(1)
     assert not list((tmp_path / "cache").glob("*/blocks/*1"))
+    (path / part.name).unlink()
+    with pytest.raises(FetchError, match=f"{part.name} does not exist"):
+        reader.block(1)
     manifest = path / "manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
     with pytest.raises(DataError, match="was replaced while it was in use"):

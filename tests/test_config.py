@@ -139,7 +139,7 @@ def test_a_corpus_by_url_needs_a_cache(good: Path, place: str, tmp_path: Path) -
     assert f"{place} = s3://bucket/corpora/web needs local disk" in str(caught.value)
     assert "data.cache.dir and data.cache.size" in str(caught.value) and "optimizer.min_lr" in str(caught.value)
     for wrong in ("s4://bucket/web", "s3://key:secret@bucket/web"):
-        with pytest.raises(ConfigError, match="data.sources.0"):
+        with pytest.raises(ConfigError, match=r"data\.sources\.0"):
             load(good, [f'{place}="{wrong}"'])
     cache = [f'data.cache.dir="{tmp_path}"', 'data.cache.size="1.5 TiB"', 'data.cache.ahead="20min"']
     config = load(good, [url, *cache])

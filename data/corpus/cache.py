@@ -241,8 +241,9 @@ def fetch_block(remote: Remote, corpus: RemoteCorpus, block: int) -> tuple[bytes
     return found[0], found[1]
 
 
-def damage(remote: Remote, corpus: RemoteCorpus, error: WrongChecksumError) -> DataError:
-    """What a checksum that stays wrong means: the corpus was replaced since it was opened, or an object is damaged."""
+def damage(remote: Remote, corpus: RemoteCorpus, error: DataError) -> DataError:
+    """What a checksum that stays wrong or a missing object means: `error`, or that the corpus was replaced since it
+    was opened."""
     try:
         replaced = remote.info("manifest.json") != corpus.version
     except RemoteError:

@@ -49,8 +49,8 @@ class CacheUse:
     Attributes:
         directory: of the cache.
         size: bytes it may hold.
-        fetcher: file in which the node's fetcher says what is wrong (`problem`); missing blocks are waited for. None:
-            this process fetches them.
+        fetcher: file in which the node's fetcher says what is wrong (`problem`); missing blocks are waited for, except
+            those of a mirror. None: this process fetches them.
     """
 
     directory: Path
@@ -210,8 +210,10 @@ class CachedCopy:
 
     def _map(self, block: int) -> CachedBlock:
         corpus, path = self.corpus, self.blocks.path(block)
-        documents, dtype = int(corpus.blocks[block, 2]), np.dtype(corpus.manifest.dtype)
-        return CachedBlock(self.place, path, documents, dtype, int(corpus.sizes[block]))
+        documents, dtype, size = int(corpus.blocks[block, 2]), np.dtype(corpus.manifest.dtype), int(corpus.sizes[block])
+        if path.stat().st_size != size:  # the disk lost some of it
+            self.blocks.drop(block)
+        return CachedBlock(self.place, path, documents, dtype, size)
 
     def _wait(self, block: int) -> None:
         """Until the fetcher has brought a block. Whoever asked for it gives up before, see `MirroredPlaces`."""
@@ -232,7 +234,9 @@ class CachedCopy:
                 self._make_room(len(lengths) + len(tokens))
                 self.blocks.put(block, lengths, tokens)
             except RemoteError as error:
-                raise FetchError(error) from None
+                failure = FetchError(error)
+                missing = error.problem is Problem.MISSING
+                raise damage(self.remote, self.corpus, failure) if missing else failure from None
             except OSError as error:
                 raise DataError(f"cannot write to the cache {self._use.directory}: {error.strerror}") from None
 

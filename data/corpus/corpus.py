@@ -344,7 +344,8 @@ class Corpus:
             return place, read_manifest(place), None
         if self._cache is None:
             raise DataError(f"{place} is a URL, and no cache is given for it", remedy="set data.cache.dir and .size")
-        copy = CachedCopy(place, self._cache, parse_manifest, self._patience)
+        use = self._cache if place == self.directory else dataclasses.replace(self._cache, fetcher=None)
+        copy = CachedCopy(place, use, parse_manifest, self._patience)
         return place, copy.corpus.manifest, copy
 
     def _keep(self, place: Location, manifest: CorpusManifest, copy: CachedCopy | None) -> CorpusManifest:

@@ -40,6 +40,8 @@ now_reading: dict[int, Location] = {}
 class Mapping:
     """A file's `bytes`, uint8 [size], read-only. Unmapped once neither the object nor an array made from it is left.
 
+    `inode` is that of the file, which may meanwhile have another name or none.
+
     Raises:
         OSError: it cannot be opened or mapped.
     """
@@ -49,7 +51,7 @@ class Mapping:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)
-            size = status.st_size
+            size, self.inode = status.st_size, status.st_ino
             # For files of other users the kernel reports all pages as resident (mincore could spy on them).
             self._tells_residency = status.st_uid == os.geteuid() or os.access(path, os.W_OK)
             if not size:  # cannot be mapped; a shard without tokens is legal

@@ -42,7 +42,7 @@ class StoredBlock(ABC):
 
     @property
     def is_gone(self) -> bool:
-        """Whether its file was removed, so that its space on disk is free once it is let go."""
+        """Whether its file was removed or replaced, so that its space on disk is free once it is let go."""
         return False
 
     @abstractmethod
@@ -101,7 +101,10 @@ class CachedBlock(StoredBlock):
 
     @property
     def is_gone(self) -> bool:
-        return not self._file.path.exists()
+        try:
+            return self._file.path.stat().st_ino != self._file.inode
+        except FileNotFoundError:
+            return True
 
     def load(self, first: int, stop: int) -> None:
         try:
