@@ -59,7 +59,7 @@ class Elsewhere:
     def __init__(self, lab: Any, store: ObjectStore, tokens: int) -> None:
         self.lab, self.store, self.run = lab, store, lab.path / "run"
         self.corpus = random_corpus(lab.path / "corpus", tokens)
-        self.url, self.disk = store.put_folder(self.corpus, "corpus"), lab.path / "local"
+        self.url, self.disk = store.put_folder(self.corpus, "corpus"), lab.path / "disk"
         self.bytes = {
             name: (self.corpus / f"shards/shard-{name}").stat().st_size for name in (f"{n}.bin" for n in range(SHARDS))
         }
@@ -103,7 +103,7 @@ class Elsewhere:
         def find() -> psutil.Process | None:
             for process in psutil.process_iter(["cmdline"]):
                 with contextlib.suppress(psutil.Error):
-                    own = str(self.lab.path) == process.environ().get("NODE_DISK", "").removesuffix("/local")
+                    own = str(self.lab.path) == process.environ().get("NODE_DISK", "").removesuffix("/disk")
                     if own and "data.fetch" in (process.info["cmdline"] or []) and process.environ().get(NODE) == node:
                         return process
             return None
@@ -131,20 +131,23 @@ def elsewhere(lab: Any, object_store: ObjectStore, monkeypatch: pytest.MonkeyPat
     if os.geteuid():
         pytest.skip("disks of their own need root")
     monkeypatch.setenv("EXECUTE_FIRST", str(Path(__file__).with_name("apart.py")))
-    monkeypatch.setenv("NODE_DISK", str(lab.path / "local"))
+    monkeypatch.setenv("NODE_DISK", str(lab.path / "disk"))
     return lambda tokens: Elsewhere(lab, object_store, tokens)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_two_epochs_through_a_small_cache_and_every_fault(elsewhere: Any, helpers: Any) -> None:
+@pytest.mark.parametrize(("tokens", "batch", "part"), [(4_000_000, 512, 3), (20_000_000, 2048, 10)])
+def test_two_epochs_through_a_small_cache_and_every_fault(
+    elsewhere: Any, helpers: Any, tokens: int, batch: int, part: int
+) -> None:
     """20M tokens through a cache for a tenth of them: ranks and fetchers are killed, requests throttled, 5% fail, 1% come
     corrupted, some cut. The data is that of a local run, and no node fetches a byte more than 1.1 times per epoch."""
-    there, batch = elsewhere(20_000_000), 2048
+    there = elsewhere(tokens)
     store, whole = there.store, sum(there.bytes.values())
-    windows = 2 * (whole // 2 + 40_000) // LENGTH
+    windows = 2 * (whole // 2 + tokens // 500) // LENGTH
     total = windows // batch
-    config = there.config(total, batch=batch, size=whole // 10)
+    config = there.config(total, batch=batch, size=whole // part)
     usual = Faults(objects="corpus/shards", failing=0.05, corrupt=0.01, cut=0.005, latency=0.005)
     store.faults = usual
     job = there.start(config)
@@ -176,10 +179,10 @@ def test_two_epochs_through_a_small_cache_and_every_fault(elsewhere: Any, helper
         assert 1.9 * whole < fetched < 1.1 * 2 * whole, (node, fetched / whole)
         lines = record(there.run, number)
         assert sum(line["corrupted"] for line in lines) > 0 and sum(line["retries"] for line in lines) > 0
-        assert all(line["cached"] <= whole // 10 for line in lines)
-        assert sum(line["requests"] for line in lines) <= len(store.requests("corpus/shards", node=node)) * 1.01
+        assert all(line["cached"] <= whole // part for line in lines)
+        assert sum(line["requests"] for line in lines) <= len(store.requests("corpus/shards", node=node)) + 50
         held = sum(path.stat().st_size for path in (there.disk / node / "cache").rglob("blocks/*"))
-        assert held <= whole // 10
+        assert held <= whole // part
 
 
 def cached(there: Elsewhere) -> int:
@@ -222,7 +225,8 @@ def test_storage_that_stays_away(elsewhere: Any, helpers: Any) -> None:
     found = intent(there.run)
     assert found["code"] == 75 and "did not come within 10 s" in json.dumps(found), found
     there.store.faults = Faults()
-    assert there.start(config).wait(10 * PATIENCE) == [0] * 4
-    local = there.config(total, batch=batch, size=size, name="local", place=there.corpus)
-    assert there.start(local).wait(10 * PATIENCE) == [0] * 4
+    job = there.start(config)
+    assert job.wait(10 * PATIENCE) == [0] * 4, job.output()
+    job = there.start(there.config(total, batch=batch, size=size, name="local", place=there.corpus))
+    assert job.wait(10 * PATIENCE) == [0] * 4, job.output()
     assert helpers.losses(there.run) == helpers.losses(there.lab.path / "local")

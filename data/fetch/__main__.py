@@ -18,13 +18,13 @@ from data.packing.opening import open_packer, open_skips
 from data.packing.packer import Packer
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.fetcher_status import FetcherStatus
 from fsdp_pretrain.remote import Url
 
 from .fetcher import Fetcher, FetcherPlaces, slowest
 from .forecast import Forecast
 from .needs import Needs
 from .process import FetcherSettings
-from .status import FetcherStatus
 from .transfers import Copy
 
 _AGAIN_SECONDS, _TURN = 5.0, 0.02
@@ -108,6 +108,7 @@ def _build(config: Config, packer: Packer, settings: FetcherSettings, ended: thr
 def _clean(settings: FetcherSettings) -> None:
     with contextlib.suppress(OSError):
         settings.status.unlink(missing_ok=True)
+        settings.pages.rmdir()  # unless it is also that of a watchdog, or of another rank
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from pathlib import Path
 from data.corpus.cache import BlockCache
 from data.packing import progress
 from data.packing.position import Position
+from fsdp_pretrain.fetcher_status import FetcherStatus
 
 from .needs import Needs
 from .replacement import Fetch, plan
-from .status import FetcherStatus
 from .transfers import AT_ONCE, Copy, Outcome, Transfers
 from .users import CacheUser, Key
 
@@ -32,8 +32,9 @@ _TURN, _FORECAST_SECONDS = 0.2, 0.05
 _LEAST_STEPS = 64
 """Fetched ahead at least, and while the pace is not known."""
 _PACE_SECONDS = 120.0
-_SAY_SECONDS, _STATUS_SECONDS, _FAR_SECONDS, _RECORD_SECONDS = 5.0, 1.0, 30.0, 300.0
+_SAY_SECONDS, _STATUS_SECONDS, _FAR_SECONDS, _RECORD_SECONDS = 2.0, 1.0, 30.0, 300.0
 _ROOM_SECONDS = 10.0
+_PLAN_SECONDS, _URGENT_STEPS = 1.0, 8
 _PLANNED = 50_000
 """Uses that a plan looks at."""
 
@@ -113,7 +114,7 @@ class Fetcher:
         self._new = set[Key]()
         self._hits = self._evictions = 0
         self._due: dict[str, float] = {}
-        self._others: set[Key] = set()
+        self._others: dict[Key, int] = {}
         self._missing_at: int | None = None
         self._status = FetcherStatus(host=socket.gethostname(), node=node, pid=os.getpid())
         self._stop = stop
@@ -132,12 +133,13 @@ class Fetcher:
     def turn(self) -> None:
         """Look at the ranks, the cache and the ended transfers, and start what can be started."""
         self._look_at_ranks()
-        for key, outcome in self._transfers.take().items():
+        ended = self._transfers.take()
+        for key, outcome in ended.items():
             self._finish(key, outcome)
         self._look_at_cache()
         self._look_at_users()
         self._forecast()
-        self._start_transfers()
+        self._start_transfers(at_once=bool(ended))
         self._write_status()
         if self._is_due("record", _RECORD_SECONDS, at_once=False):
             threading.Thread(target=self._write_record, daemon=True).start()  # the run directory may hang
@@ -170,12 +172,17 @@ class Fetcher:
         self._new = set()
 
     def _look_at_users(self) -> None:
+        """Tell the other users of the cache in how many seconds blocks are needed here, and convert what they say."""
         if not self._is_due("users", _SAY_SECONDS):
             return
+        pace, done = self._pace.steps_per_second or 1.0, self._done
+        soon = self._needs.soon(self._last_step)
         with contextlib.suppress(OSError):  # a full disk: others see what was said before
-            self._user.say(self._needs.soon(self._last_step))
+            self._user.say({key: (step - done.step) / pace for key, step in soon.items()})
         with contextlib.suppress(OSError):
-            self._others = self._user.needs_of_others()
+            samples = pace * max(done.batch, 1)
+            needs = self._user.needs_of_others()
+            self._others = {key: done.cursor + int(seconds * samples) for key, seconds in needs.items()}
 
     def _has(self, key: Key) -> bool:
         return key[1] in self._present.get(key[0], ())
@@ -200,13 +207,17 @@ class Fetcher:
     def _size_of(self, key: Key) -> int:
         return int(self._copies[key[0]][0].corpus.sizes[key[1]])
 
-    def _start_transfers(self) -> None:
+    def _start_transfers(self, *, at_once: bool) -> None:
         """Start what is missing, in the order of first use, where there is room or something to evict for it."""
         missing = self._needs.missing(self._has, self._last_step)
         self._missing_at = missing[0][0].step if missing else None
         in_flight = self._transfers.in_flight
         self._transfers.forget({key for _, key in missing} | in_flight.keys())
         if len(in_flight) >= AT_ONCE or all(key in in_flight for _, key in missing):
+            return
+        if not (
+            at_once or missing[0][0].step <= self._done.step + _URGENT_STEPS or self._is_due("plan", _PLAN_SECONDS)
+        ):
             return
         held = {
             (fingerprint, block): size
@@ -223,10 +234,13 @@ class Fetcher:
             later=self._needs.later,
             others=self._others,
         )
+        waiting = 0
         for fetch in fetches:
-            if len(self._transfers.in_flight) >= AT_ONCE:
+            if len(in_flight) >= AT_ONCE or waiting >= AT_ONCE:
                 break
-            if self._transfers.may_start(fetch.key) and fetch.after < self._done.cursor:
+            if fetch.after >= self._done.cursor:
+                waiting += 1
+            elif self._transfers.may_start(fetch.key):
                 room = self._start(fetch, held, room)
 
     def _start(self, fetch: Fetch[Key], held: dict[Key, int], room: int) -> int:
@@ -283,10 +297,8 @@ class Fetcher:
             self._status.write(self._places.status)
 
     def _write_record(self) -> None:
-        with contextlib.suppress(OSError):
-            self._places.record.parent.mkdir(parents=True, exist_ok=True)
-            with self._places.record.open("a", encoding="utf-8") as file:
-                file.write(self._status.to_json() + "\n")
+        with contextlib.suppress(OSError), self._places.record.open("a", encoding="utf-8") as file:
+            file.write(self._status.to_json() + "\n")
 
 
 def slowest(pages: Path, ranks: range) -> Position | None:

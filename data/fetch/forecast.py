@@ -14,15 +14,15 @@ import numpy as np
 from data.packing.mixture import LONGEST
 from data.packing.packer import Packer
 from data.packing.position import Position
-from data.packing.source import STRETCH, Ints, SourceStream
+from data.packing.source import ROUNDS, STRETCH, Ints, SourceStream
 from fsdp_pretrain.config.schedule import BatchSchedule, share_of
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.errors import DataError
 
 NEVER = LONGEST
 """A sample index that no run reaches: a block that is not used again."""
-_GRID = 32
-"""Places of a lane at which a reshuffled order is looked up: two for every chunk that a reshuffle keeps together."""
+_GRID = 8
+"""A reshuffled order is looked up at every eighth place of a lane."""
 
 
 class Use(NamedTuple):
@@ -179,4 +179,5 @@ class NextUse:
         grid = np.arange(max(begin, first), first + count, stream.lanes * _GRID, dtype=np.int64)
         found = np.full(len(starts), NEVER)
         np.minimum.at(found, (stream.neighbourhoods(grid, first, count) - first) // size, grid)
-        return found
+        chunk = stream.lanes * ROUNDS  # inside it the order is another
+        return np.where(found < NEVER, np.maximum(found - chunk, begin), NEVER)

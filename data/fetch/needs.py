@@ -13,7 +13,7 @@ from .forecast import NEVER, Forecast, NextUse, Use
 from .users import Key
 
 _MOST_USES = 300_000
-"""Forecast at a time beyond what is fetched ahead, so that evictions are exact: about 50 MB."""
+"""Forecast at a time: about 50 MB."""
 
 
 class Needs:
@@ -31,6 +31,7 @@ class Needs:
         self._order = deque[tuple[Use, Key]]()
         self._ahead: dict[Key, deque[Use]] = {}
         self._later: dict[Key, int] = {}
+        self._keys: dict[tuple[int, int], Key] = {}
         self._ended = False
 
     @property
@@ -41,13 +42,13 @@ class Needs:
     def extend(self, step: int, seconds: float) -> set[Key]:
         """Forecast up to a step, for a while; returns blocks that were not ahead before."""
         until, new = time.monotonic() + seconds, set[Key]()
-        while not self._ended and self.end < step and time.monotonic() < until:
+        while not self.is_full and self.end < step and time.monotonic() < until:
             uses = self._forecast.advance()
             self._ended = uses is None
             for use in uses or ():
                 if use.source not in self._cached:
                     continue
-                key = self._cached[use.source], use.block
+                key = self._keys.setdefault(use[2:], (self._cached[use.source], use.block))
                 if key not in self._ahead:
                     self._ahead[key] = deque()
                     new.add(key)
@@ -57,7 +58,7 @@ class Needs:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough is forecast to decide on evictions."""
+        """Whether no more is forecast at present."""
         return self._ended or len(self._order) >= _MOST_USES
 
     def drop(self, step: int) -> None:
@@ -73,9 +74,9 @@ class Needs:
         firsts = [(uses[0], key) for key, uses in self._ahead.items() if uses[0].step <= until and not has(key)]
         return sorted(firsts, key=lambda first: first[0].cursor)
 
-    def soon(self, until: int) -> list[Key]:
-        """The blocks that are needed up to a step."""
-        return [key for key, uses in self._ahead.items() if uses[0].step <= until]
+    def soon(self, until: int) -> dict[Key, int]:
+        """The blocks that are needed up to a step, with the step that needs each first."""
+        return {key: uses[0].step for key, uses in self._ahead.items() if uses[0].step <= until}
 
     def order(self, most: int, until: int) -> Iterator[tuple[int, Key]]:
         """(samples read before the step, block) of at most so many uses, up to a step."""

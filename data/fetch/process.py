@@ -20,11 +20,11 @@ from data.packing.position import Position
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.fetcher_status import record_folder, status_file
 from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import human_bytes
 
 from . import working_set
-from .status import record_folder, status_file
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _STEADY_SECONDS, _END_SECONDS = 0.1, 30.0, 60.0, 5.0
 
@@ -76,7 +76,10 @@ class FetcherSettings:
 
 
 class FetcherProcess:
-    """The fetcher of this node, as long as the rank that starts it lives or until `close`."""
+    """The fetcher of this node, as long as the rank that starts it lives or until `close`.
+
+    It writes its record and a log if the run directory has the folder for them.
+    """
 
     def __init__(self, settings: FetcherSettings) -> None:
         self._settings, self._closed = settings, threading.Event()
@@ -98,10 +101,8 @@ class FetcherProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         output = None
-        with contextlib.suppress(OSError):  # the run directory is full or not created yet
-            folder = record_folder(self._settings.run)
-            folder.mkdir(parents=True, exist_ok=True)
-            output = (folder / f"node-{self._settings.node}.log").open("ab")
+        with contextlib.suppress(OSError):  # the run directory is full, or gone
+            output = (record_folder(self._settings.run) / f"node-{self._settings.node}.log").open("ab")
         try:
             out = output if output is not None else subprocess.DEVNULL
             process = start_module("data.fetch", stdin=subprocess.PIPE, stdout=out, stderr=out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -27,7 +27,8 @@ class Fetch(Generic[K]):
     Attributes:
         at: samples read before the step that needs it.
         victims: to be evicted for it.
-        after: samples read before the last step that needs one of the victims first; -1 if none does.
+        after: samples read before the last step, of this user or of others, that needs one of the victims first; -1 if
+            none does.
     """
 
     key: K
@@ -44,7 +45,7 @@ def plan(
     *,
     size_of: Callable[[K], int],
     later: Callable[[K], int],
-    others: Collection[K] = (),
+    others: Mapping[K, int] | None = None,
 ) -> Iterator[Fetch[K]]:
     """The blocks to fetch, in the order of their first use.
 
@@ -55,35 +56,40 @@ def plan(
         room: bytes free in it.
         size_of: bytes of a block.
         later: the next use of a block after all of `order`.
-        others: blocks that other users of the cache need: they are evicted last.
+        others: when other users of the cache need blocks next, in the same unit.
     """
+    others = others or {}
     ahead = {key: iter(uses[key]) for key in uses}
     held, last_use = dict(present), dict[K, int]()
     next_use = {key: next(ahead[key]) if key in ahead else later(key) for key in held}
-    latest = [(key in others, -at, number, key) for number, (key, at) in enumerate(next_use.items())]
+    soonest = {key: min(at, others.get(key, at)) for key, at in next_use.items()}  # of anyone
+    latest = [(-at, number, key) for number, (key, at) in enumerate(soonest.items())]
     heapq.heapify(latest)
     number = len(latest)
     for at, key in order:
         if key not in held:
             size, chosen = size_of(key), list[K]()
             while room < size and latest:
-                _, negative, _, victim = heapq.heappop(latest)
-                if victim in held and next_use[victim] == -negative:
+                negative, _, victim = heapq.heappop(latest)
+                if victim in held and soonest[victim] == -negative:
                     chosen.append(victim)
                     room += held.pop(victim)
-            after = max((last_use[victim] for victim in chosen if victim in last_use), default=-1)
-            yield Fetch(key, at, chosen, min(after, at - 1))
+            uses_before = [use for victim in chosen for use in (last_use.get(victim), others.get(victim))]
+            after = max((use for use in uses_before if use is not None and use < at), default=-1)
+            yield Fetch(key, at, chosen, after)
             if key not in next_use and key in ahead:
                 next(ahead[key], None)
             held[key], room = size, room - size
         last_use[key] = at
         next_use[key] = next(ahead[key], None) or later(key)
+        other = others.get(key, -1)
+        soonest[key] = min(next_use[key], other) if other > at else next_use[key]
         number += 1
-        heapq.heappush(latest, (key in others, -next_use[key], number, key))
+        heapq.heappush(latest, (-soonest[key], number, key))
 
 
 @dataclass(frozen=True)
-class Trace:
+class BlockTrace:
     """Uses of blocks in order; blocks of several sources are numbered one source after the other.
 
     Attributes:
@@ -97,7 +103,7 @@ class Trace:
     sizes: Ints
 
 
-def simulate(trace: Trace, capacity: int, policy: Literal["belady", "lru"]) -> int:
+def simulate(trace: BlockTrace, capacity: int, policy: Literal["belady", "lru"]) -> int:
     """Bytes that a cache of `capacity` bytes fetches over a trace, one block at a time, when it is needed.
 
     Raises:
@@ -108,7 +114,7 @@ def simulate(trace: Trace, capacity: int, policy: Literal["belady", "lru"]) -> i
     return _belady(trace, capacity) if policy == "belady" else _lru(trace, capacity)
 
 
-def _belady(trace: Trace, capacity: int) -> int:
+def _belady(trace: BlockTrace, capacity: int) -> int:
     blocks, sizes = trace.blocks.tolist(), trace.sizes.tolist()
     following, seen = [len(blocks)] * len(blocks), dict[int, int]()
     for at in range(len(blocks) - 1, -1, -1):
@@ -129,7 +135,7 @@ def _belady(trace: Trace, capacity: int) -> int:
     return fetched
 
 
-def _lru(trace: Trace, capacity: int) -> int:
+def _lru(trace: BlockTrace, capacity: int) -> int:
     sizes, used, fetched = trace.sizes.tolist(), 0, 0
     present = OrderedDict[int, None]()
     for block in trace.blocks.tolist():
@@ -143,7 +149,7 @@ def _lru(trace: Trace, capacity: int) -> int:
     return fetched
 
 
-def live_bytes(trace: Trace, pause: Ints, epochs: Ints | None = None) -> int:
+def live_bytes(trace: BlockTrace, pause: Ints, epochs: Ints | None = None) -> int:
     """The largest number of bytes of blocks that are between their first and last use at once.
 
     Args:

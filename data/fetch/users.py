@@ -1,6 +1,6 @@
-"""Who uses a cache: each live fetcher says which blocks it needs, so that the others evict them last. No torch.
+"""Who uses a cache: each live fetcher says which blocks it needs, and how soon, so that the others keep them. No torch.
 
-    CACHE/users/<name>.json    {corpus fingerprint: [block, ...]}, what one fetcher needs soon
+    CACHE/users/<name>.json    {corpus fingerprint: {block: seconds}}, what one fetcher needs, and how soon
     CACHE/users/<name>.lock    held (flock) by that fetcher as long as it lives
 
 A file whose lock is free is of a fetcher that was killed, and is removed.
@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fsdp_pretrain.atomic import replace_file
@@ -29,27 +29,29 @@ class CacheUser:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self._folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def say(self, needed: Collection[Key]) -> None:
-        """Publish what this user needs soon. Raises OSError."""
+    def say(self, needed: Mapping[Key, float]) -> None:
+        """Publish what this user needs, in how many seconds. Raises OSError."""
         with contextlib.suppress(BlockingIOError):  # an earlier fetcher of this node is about to end
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        found: dict[str, list[int]] = {}
-        for fingerprint, block in sorted(needed):
-            found.setdefault(fingerprint, []).append(block)
+        found: dict[str, dict[int, float]] = {}
+        for (fingerprint, block), seconds in needed.items():
+            found.setdefault(fingerprint, {})[block] = round(seconds, 1)
         replace_file(self._folder / f"{self._name}.json", json.dumps(found))
 
-    def needs_of_others(self) -> set[Key]:
-        """What the other live users need; files of dead ones are removed."""
-        found: set[Key] = set()
+    def needs_of_others(self) -> dict[Key, float]:
+        """What the other live users need, in how many seconds the first of them; files of dead ones are removed."""
+        found: dict[Key, float] = {}
         for path in self._folder.glob("*.json"):
             if path.stem == self._name:
                 continue
-            with contextlib.suppress(OSError, ValueError, AttributeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
                 if not _is_alive(path.with_suffix(".lock")):
                     path.unlink(missing_ok=True)
                     continue
                 for fingerprint, blocks in json.loads(path.read_text()).items():
-                    found |= {(str(fingerprint), int(block)) for block in blocks}
+                    for block, seconds in blocks.items():
+                        key = str(fingerprint), int(block)
+                        found[key] = min(found.get(key, float("inf")), float(seconds))
         return found
 
     def leave(self) -> None:

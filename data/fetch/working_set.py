@@ -16,7 +16,7 @@ from data.packing.packer import Packer
 from data.packing.source import STRETCH, Ints, SourceStream
 
 from .forecast import NEVER, Forecast, lane_runs
-from .replacement import Trace, live_bytes
+from .replacement import BlockTrace, live_bytes
 
 _PHASES = np.linspace(0.05, 0.95, 10)
 """Places in a stretch at which bytes in use are counted."""
@@ -29,7 +29,7 @@ _PAUSE = 1.5
 """Stretches without a use after which a block is not worth keeping."""
 
 
-def record(packer: Packer, forecast: Forecast, sizes: Mapping[str, Ints], steps: int) -> Trace:
+def record(packer: Packer, forecast: Forecast, sizes: Mapping[str, Ints], steps: int) -> BlockTrace:
     """The uses of blocks in the next `steps` steps of a forecast. `sizes`: bytes of the blocks of each source."""
     offsets = np.cumsum([0, *(len(sizes[name]) for name in packer.mixture.names)])
     cursors, blocks = list[int](), list[int]()
@@ -40,10 +40,10 @@ def record(packer: Packer, forecast: Forecast, sizes: Mapping[str, Ints], steps:
         cursors += [use.cursor for use in uses]
         blocks += [int(offsets[use.source]) + use.block for use in uses]
     whole = np.concatenate([sizes[name] for name in packer.mixture.names])
-    return Trace(np.array(cursors, np.int64), np.array(blocks, np.int64), whole)
+    return BlockTrace(np.array(cursors, np.int64), np.array(blocks, np.int64), whole)
 
 
-def measure(packer: Packer, trace: Trace) -> int:
+def measure(packer: Packer, trace: BlockTrace) -> int:
     """The working set of a trace that was recorded from the start of a run, in bytes.
 
     A block counts from its first to its last use in an epoch, but for long pauses: see `replacement.live_bytes`.

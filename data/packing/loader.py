@@ -90,6 +90,7 @@ class _Steps(BaseNode[Any]):
         self._failed = False
 
     def next(self) -> StepBatch | UserError:
+        """The next batch; an error only once, then the stream has ended."""
         if self._failed:  # do not wait for the same file again
             raise StopIteration
         try:

@@ -22,7 +22,7 @@ from fsdp_pretrain.errors import DataError
 Ints = npt.NDArray[np.int64]
 STRETCH = 1024
 """Windows of a lane that are permuted together: 4M tokens at a sequence length of 4096, the size of a block."""
-_ROUNDS = 64
+ROUNDS = 64
 """Rounds of all lanes that a reshuffle keeps together, so that a lane still reads one neighbourhood at a time."""
 _AHEAD = 8
 _CHUNK_BITS = 15
@@ -128,7 +128,7 @@ class SourceStream:
         begin = max(first, self.reshuffles[generation])
         if source_index < begin:
             return source_index
-        size, left = self.lanes * _ROUNDS, first + count - begin
+        size, left = self.lanes * ROUNDS, first + count - begin
         chunk, inside = divmod(source_index - begin, size)
         whole = left // size
         if chunk < whole:
@@ -142,7 +142,7 @@ class SourceStream:
         int64 [n] as `source_indices`. Reads nothing.
         """
         for generation in reversed(range(len(self.reshuffles))):
-            begin, size = max(first, self.reshuffles[generation]), self.lanes * _ROUNDS
+            begin, size = max(first, self.reshuffles[generation]), self.lanes * ROUNDS
             whole = (first + count - begin) // size
             if whole <= 0:
                 continue

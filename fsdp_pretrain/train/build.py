@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -18,11 +19,12 @@ from data.packing.position import Position
 from data.packing.unigrams import Unigrams
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.fetcher_status import record_folder
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import AdamW, LossScaler
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.files import RunDir, make_directory
 from fsdp_pretrain.record.recorder import NotesOnlyRecorder, Recorder
 from fsdp_pretrain.remote import Url
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat, PageHeartbeat, folder
@@ -82,10 +84,14 @@ def build_fetching(config: Config) -> NodeFetching | None:
     """This rank's part of the node's fetcher; None if the training data is in files."""
     if not any(isinstance(source.path, Url) for source in config.data.sources):
         return None
-    ranks = mesh.RankInfo.from_environment()
+    ranks, pages = mesh.RankInfo.from_environment(), folder(config.run.dir)
+    with contextlib.suppress(OSError):  # only the fetcher's record would be missing
+        make_directory(record_folder(config.run.dir))
+    if not config.watchdog.enabled:  # agents of other runs remove folders without pages of live ranks
+        pages = pages.parent.with_name(f"{pages.parent.name}-fetch") / pages.name
     return NodeFetching(
         config,
-        folder(config.run.dir),
+        pages,
         rank=ranks.rank,
         world=ranks.world,
         local_rank=ranks.local_rank,

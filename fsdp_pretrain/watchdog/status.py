@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 from pydantic import BaseModel, ConfigDict
 
-from data.fetch.status import newest
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.expected import missing
 from fsdp_pretrain.checkpoint.locations import stores
@@ -21,6 +20,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.console import row
 from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.fetcher_status import newest
 from fsdp_pretrain.record import goodput, journal, lineage, state_files
 from fsdp_pretrain.record.environment import ENVIRONMENT, Environment
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT, ExitIntent

@@ -14,9 +14,9 @@ from dataclasses import replace
 from statistics import median
 from typing import cast
 
-from data.fetch.status import status_file
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
+from fsdp_pretrain.fetcher_status import status_file
 from fsdp_pretrain.record import environment, exit_intent, run_id
 from fsdp_pretrain.record.files import RunDir, now, replace_file
 from fsdp_pretrain.record.journal import Journal
@@ -298,6 +298,7 @@ class Follower:
         self._detectors: list[Detector] = []
 
     def run_pass(self, segment: int) -> None:
+        """Run the detectors of this node, which are built at the first pass."""
         if not self._detectors:
             self._detectors = build_detectors(
                 self._config,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from data.fetch import status
-from data.fetch.status import FetcherStatus
+from fsdp_pretrain import fetcher_status
+from fsdp_pretrain.fetcher_status import FetcherStatus
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
@@ -34,7 +34,7 @@ class CorpusStorageDetector(Detector):
 
     def tick(self, now: float) -> None:
         """Read what the fetcher says."""
-        found = status.read(self._path)
+        found = fetcher_status.read(self._path)
         if found is not None and time.time() - found.time < _SILENT:
             self._seen = now
             self._judge(found)

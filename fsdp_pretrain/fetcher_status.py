@@ -1,4 +1,5 @@
-"""What a fetcher says about itself: a small file in local memory, replaced whenever it changes. No torch."""
+"""What the fetcher of a node (`data.fetch`) says about itself: a small file in local memory, and lines in the run
+directory. No torch."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from fsdp_pretrain.atomic import replace_file
-from fsdp_pretrain.units import human_bytes, human_time
+from .atomic import replace_file
+from .units import human_bytes, human_time
 
 _LAST_BYTES = 4096
 """At the end of a record; a line is shorter."""

@@ -1,0 +1,330 @@
+"""The fetcher of a node as a process: blocks come in time and once, whoever is killed and whatever else uses the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import tomli_w
+from sight import PATIENT, alarms, until
+from watch import Watch
+
+from data.corpus.corpus import write_corpus
+from data.corpus.shards import ShardWriter
+from data.fetch.process import NodeFetching, check_size
+from data.packing.opening import open_packer, open_skips
+from data.packing.packer import Packer
+from data.packing.position import Position
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain import fetcher_status
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.fetcher_status import FetcherStatus
+from fsdp_pretrain.watchdog.detectors.corpus_storage import CorpusStorageDetector
+
+LENGTH, LANES, BATCH = 16, 3, 16
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path) -> Path:
+    """400k tokens in a hundred blocks."""
+    path, rng = tmp_path_factory.mktemp("remote") / "corpus", random.Random(1)
+    (path / "shards").mkdir(parents=True)
+    tokenizer, entries = Tokenizer.load(shared_corpus / "tokenizer"), []
+    words = [word for word in range(tokenizer.vocab_size) if word not in (tokenizer.eod, *tokenizer.specials)]
+    for number in range(3):
+        with ShardWriter(path / f"shards/s{number}", np.dtype("<u2")) as writer:
+            for _ in range(6000):
+                writer.append(np.array(rng.choices(words, k=rng.choice([2, 5, 17, 60])), dtype="<u2"))
+            entries.append(writer.finish())
+    write_corpus(path, tokenizer, entries, np.dtype("<u2"), {}, block_tokens=4000)
+    return path
+
+
+class Node:
+    """The ranks of a node, as its fetcher sees them: they read and publish their positions in this process."""
+
+    def __init__(
+        self,
+        path: Path,
+        corpus: Path,
+        cache: Path,
+        size: str,
+        *,
+        name: str = "run",
+        steps: int = 2600,
+        ahead: str = "60 s",
+    ) -> None:
+        self.run = path / name
+        (self.run / "storage").mkdir(parents=True)
+        values: dict[str, Any] = {
+            "run": {"name": name, "dir": str(self.run)},
+            "model": {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 512},
+            "data": {
+                "sequence_length": LENGTH,
+                "lanes": LANES,
+                "sources": [{"name": "text", "path": f"file://{corpus}"}],
+                "cache": {"dir": str(cache), "size": size, "ahead": ahead},
+            },
+            "train": {"duration": f"{steps} steps", "global_batch": f"{BATCH} samples", "micro_batch": 2},
+            "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "warmup": "4 steps"},
+            "checkpoint": {"every": "500 steps"},
+        }
+        self.config = Config.model_validate(tomllib.loads(tomli_w.dumps(values)))
+        self.position, self.pages = Position(), path / f"{name}-pages"
+
+    def start(self) -> None:
+        first, second = ({"rank": rank, "local_rank": rank} for rank in range(2))
+        both = {"world": 2, "local_world": 2, "node": 0}
+        self.fetching = NodeFetching(self.config, self.pages, **first, **both)
+        self.packer = open_packer(self.config, self.fetching.status)
+        others = NodeFetching(self.config, self.pages, **second, **both)
+        self._built = [one.begin(self.position) for one in (self.fetching, others)]
+
+    @property
+    def pid(self) -> int:
+        assert self.fetching._process is not None
+        process = until(lambda: self.fetching._process.process)  # type: ignore[union-attr]
+        return int(process.pid)
+
+    def train(self, steps: int) -> list[int]:
+        """The digest of each step."""
+        found = []
+        for _ in range(steps):
+            packed = self.packer.pack(self.position.cursor, BATCH)
+            self.packer.let_go()
+            self.position = self.position.advance(self.config.schedule.batch, open_skips(self.config))
+            for built in self._built:
+                built(self.position)
+            found.append(packed.digest)
+        return found
+
+    @property
+    def status(self) -> FetcherStatus:
+        return until(lambda: fetcher_status.read(self.fetching.status))  # type: ignore[no-any-return]
+
+    def end(self) -> FetcherStatus:
+        """End the fetcher; what it recorded last."""
+        self.fetching.close()
+        (found,) = fetcher_status.newest(self.run)
+        return found
+
+    @property
+    def sizes(self) -> Any:
+        return next(iter(self.packer.corpora["text"].copies.values())).corpus.sizes
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Node]]:
+    made: list[Node] = []
+
+    def make(size: str = "170KB", **options: Any) -> Node:
+        made.append(Node(tmp_path, options.pop("corpus", corpus), tmp_path / "cache", size, **options))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.fetching.close()
+
+
+def local(corpus: Path, steps: int) -> list[int]:
+    packer = Packer([("text", corpus, 1.0)], LENGTH, seed=1234, lanes=LANES)
+    return [packer.pack(step * BATCH, BATCH).digest for step in range(steps)]
+
+
+def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path) -> None:
+    """It needs no state: the same samples as from files."""
+    node = nodes()
+    found = node.train(200)
+    killed = node.pid
+    os.kill(killed, signal.SIGKILL)
+    found += node.train(250)
+    assert found == local(corpus, 450)
+    last = node.end()
+    assert last.pid != killed and last.blocks and not last.problem and last.step == 450
+
+
+@pytest.mark.slow
+def test_every_block_comes_once_an_epoch(nodes: Any, corpus: Path) -> None:
+    """Over an epoch and a half, with a cache of a fifth of the corpus."""
+    node, steps = nodes(), 2300
+    check_size(node.config, node.packer, share=1.0)
+    assert node.train(steps) == local(corpus, steps)
+    last, epochs = node.end(), steps * BATCH / node.packer.epoch_samples["text"]
+    ahead = 2 * 64 * BATCH / node.packer.epoch_samples["text"]
+    assert last.bytes < 1.1 * (epochs + ahead) * int(node.sizes.sum())
+    assert last.cached <= 170_000 and last.requests == 2 * last.blocks
+
+
+def present(path: Path) -> list[Path]:
+    return [block for block in path.glob("cache/*/blocks/*") if block.name.isdecimal()]
+
+
+def test_a_cache_below_the_working_set_is_refused(nodes: Any) -> None:
+    node = nodes("100KB")
+    with pytest.raises(ConfigError, match=r"data\.cache\.size is 100KB, but a node uses 1\d\d KiB of blocks at a time"):
+        check_size(node.config, node.packer, share=1.0)
+
+
+@pytest.mark.slow
+def test_two_jobs_share_a_cache(nodes: Any, corpus: Path, tmp_path: Path) -> None:
+    """Side by side on the same text: each has its samples, and together they fetch less than two alone would.
+
+    They say what they need every two seconds, in which they train a whole epoch here; at a usual pace they share more.
+    """
+    one, other = (nodes("300KB", name=name, ahead="1 s") for name in ("one", "other"))
+    found: dict[str, list[int]] = {"one": [], "other": []}
+    for _ in range(75):
+        found["one"] += one.train(20)
+        found["other"] += other.train(20)
+    assert found["one"] == found["other"] == local(corpus, 1500)
+    first, second = one.end(), other.end()
+    assert first.bytes + second.bytes < 1.85 * int(one.sizes.sum())
+    assert not list((tmp_path / "cache/users").glob("*.json"))
+
+
+@pytest.mark.slow
+def test_what_fails_is_told_and_ends_by_itself(nodes: Any, corpus: Path, tmp_path: Path) -> None:
+    """An object that is missing, then damaged: named with the cause; once it is back, training goes on."""
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    for path in corpus.rglob("*"):
+        if path.is_file():
+            (remote / path.relative_to(corpus)).parent.mkdir(parents=True, exist_ok=True)
+            (remote / path.relative_to(corpus)).write_bytes(path.read_bytes())
+    node = nodes(corpus=remote)
+    found = node.train(100)
+    whole = {path: path.read_bytes() for path in remote.glob("shards/*.bin")}
+    for path in whole:
+        path.unlink()
+    for block in present(tmp_path):
+        block.unlink()
+    told = until(lambda: node.status if node.status.problem else None)
+    assert "shards/s" in told.problem and "does not exist" in told.problem and told.lasting
+    assert node.packer._sources[0].corpus._cache.problem() == told.problem  # what a rank says that gives up
+    for path, content in whole.items():
+        path.write_bytes(bytes(len(content)))
+    os.kill(node.pid, signal.SIGKILL)  # the next try would be in half a minute
+    told = until(lambda: node.status if "checksum" in node.status.problem else None)
+    assert told.corrupted and ".bin" in told.problem
+    for path, content in whole.items():
+        path.write_bytes(content)
+    os.kill(node.pid, signal.SIGKILL)
+    assert found + node.train(200) == local(corpus, 300)
+    until(lambda: not node.status.problem)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_told_and_training_goes_on(
+    corpus: Path, tmp_path: Path, small_disk: Callable[[str], Path]
+) -> None:
+    """The cache may hold more than its disk: fewer blocks are kept, and every sample comes."""
+    disk = small_disk("1m")
+    ballast = disk / "other"
+    node = Node(tmp_path, corpus, disk / "cache", "800KB")
+    node.start()
+    try:
+        found = node.train(50)
+        ballast.write_bytes(bytes(640 << 10))
+        found += node.train(1500)
+        assert found == local(corpus, 1550)
+        assert node.end().size < 800_000
+    finally:
+        node.fetching.close()
+
+
+# ------------------------------------------------------------------ the alarm
+
+
+@pytest.mark.quick
+def test_the_alarm_says_what_fails_and_how_long_the_cache_lasts(tmp_path: Path) -> None:
+    watch, path = Watch(tmp_path), tmp_path / "fetcher-0.json"
+    watch.detectors.append(CorpusStorageDetector(watch.alarms, path, "host-3"))
+    key = "corpus-storage/host-3"
+
+    def say(found: FetcherStatus, seconds: float = 1.0) -> None:
+        replace(found, time=time.time()).write(path)
+        watch.advance(seconds)
+
+    well = FetcherStatus(host="host-3", lasts=7200.0)
+    busy = replace(well, problem="the storage of s3://b/x is busy: SlowDown", since=time.time())
+    say(well)
+    say(busy)
+    assert watch.transitions() == []  # retries may help within seconds
+    say(replace(busy, since=time.time() - 30))
+    assert watch.transitions() == [(key, "WARN", "open")]
+    assert "s3://b/x is busy" in watch.changes[0].summary and "the cache lasts for 2h00m" in watch.changes[0].summary
+    say(replace(busy, since=time.time() - 6900, lasts=300.0))
+    assert watch.transitions()[1:] == [(key, "CRIT", "open")]
+    say(well)
+    assert watch.transitions()[2:] == [(key, "CRIT", "resolved")]
+    say(replace(well, problem="no access to s3://b/x: expired", since=time.time(), lasting=True))
+    assert watch.transitions()[3:] == [(key, "CRIT", "open")]
+    say(well)
+    replace(well, time=time.time() - 60).write(path)
+    watch.advance(31)
+    assert watch.transitions()[5:] == [(key, "WARN", "open")] and "has said nothing" in watch.changes[-1].summary
+
+
+# ------------------------------------------------------------------ training
+
+
+@pytest.mark.slow
+def test_training_from_a_url_is_training_from_files(lab: Any, corpus: Path, tmp_path: Path) -> None:
+    """Four ranks on two nodes; the fetcher of one is killed, then a rank: the same batches, to the bit, and a record."""
+    data = {"sequence_length": LENGTH, "lanes": LANES, "sources": [{"name": "text", "path": str(corpus)}]}
+    train = {"duration": "16 steps", "global_batch": "16 samples", "micro_batch": 2}
+    sections = {"train": train, "checkpoint": {"every": "4 steps"}, "watchdog": PATIENT}
+    assert lab.start(lab.config("files", data=data, **sections), ranks=4, nodes=2).wait() == [0] * 4
+    cached = {**data, "sources": [{"name": "text", "path": f"file://{corpus}"}]}
+    cached["cache"] = {"dir": str(tmp_path / "cache"), "size": "170KB"}
+    config, run = lab.config("urls", data=cached, **sections), lab.path / "urls"
+    job = lab.start(config, ranks=4, nodes=2)
+    until(lambda: (run / "checkpoints/step-00000008").exists())
+    fetchers = _fetchers(run)
+    assert len(fetchers) == 2
+    os.kill(fetchers[0], signal.SIGKILL)
+    job.kill(3)
+    job.wait_or_kill(20)
+    job = lab.start(config, ranks=4, nodes=2)
+    assert job.wait() == [0] * 4, job.output()
+    assert _batches(lab.path / "files") == _batches(run)
+    assert len(fetcher_status.newest(run)) == 2 and not alarms(run, "corpus-storage")
+    until(lambda: not _fetchers(run))
+    too_small = lab.start(config, "data.cache.size='50KB'", "train.duration='20 steps'", ranks=4, nodes=2)
+    assert too_small.wait() == [78] * 4 and "a node uses" in too_small.output()
+
+
+def _fetchers(run: Path) -> list[int]:
+    """Process ids."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        with contextlib.suppress(psutil.Error, OSError):
+            own = Path(f"/proc/{process.pid}/fd/1").readlink()
+            if "data.fetch" in (process.info["cmdline"] or ()) and run in own.parents:
+                found.append(process.pid)
+    return found
+
+
+def _batches(run: Path) -> list[Any]:
+    found = {}
+    for segment in sorted(run.glob("segments/*")):
+        for line in (
+            (segment / "metrics.jsonl").read_text().splitlines() if (segment / "metrics.jsonl").exists() else ()
+        ):
+            record = json.loads(line)
+            found[record["step"]] = (record["data_digest"], record["loss"])
+    return [found[step] for step in sorted(found)]
