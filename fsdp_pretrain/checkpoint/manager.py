@@ -32,10 +32,10 @@ class CheckpointManager:
         guard: raises BusyError when this job lost the run's lock, RunGoneError when the run directory is gone; called
             on every rank before a save, and on rank 0 before the commit.
         protected: steps that retention must not delete now (pending evaluations).
-        spared: steps that it deletes only when room is needed (being copied to the mirror).
         suspicion: why a checkpoint saved now should not be rolled back to, or None; see `Health.suspicion`.
         clean_until: steps; for each, retention keeps the newest checkpoint up to it that is not suspect; see
             `Health.clean_until`.
+        spared: steps that retention deletes only when room is needed (being copied to the mirror).
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class CheckpointManager:
         segment: int,
         guard: Callable[[], None],
         protected: Callable[[], Collection[int]],
-        spared: Callable[[], Collection[int]],
         suspicion: Callable[[], str | None],
         clean_until: Callable[[], Iterable[float]],
+        spared: Callable[[], Collection[int]] = list,
     ) -> None:
         self._subject, self._world, self._config, self._segment = subject, subject.world, subject.config, segment
         self._stores, self._fallback = self._world.decide(lambda: stores(subject.run)), fallback(subject.config)

@@ -75,11 +75,13 @@ class UploaderProcess:
     def _mind(self) -> None:
         starts = 0
         while True:
+            begun = time.monotonic()
             with contextlib.suppress(OSError):
                 self._process = self._start()
                 if self._process.wait() == 0 and self._finishing:
                     self._ended.set()
                     return
+            starts = 0 if time.monotonic() - begun > _PAUSES[-1] else starts
             time.sleep(_PAUSES[min(starts, len(_PAUSES) - 1)])
             starts += 1
 

@@ -100,8 +100,8 @@ def _progress(size: int, what: str) -> tqdm[None]:
 
 def _give_times(folder: Path, seconds: float | None) -> None:
     """Let the files be as old as the record: a restart must not take the end of an earlier start for its own."""
-    for path in folder.rglob("*") if seconds is not None else ():
-        if path.is_file():
+    for path in folder.rglob("*"):
+        if path.is_file() and seconds is not None:
             os.utime(path, (seconds, seconds))
 
 

@@ -249,9 +249,9 @@ def _manager(
         segment=segment,
         guard=guard,
         protected=lambda: {*jobs.protected_steps(subject.run, after_save.config), *after_save.steps_in_use()},
-        spared=uploader.steps_in_use if uploader is not None else list,
         suspicion=lambda: health.suspicion,
         clean_until=lambda: health.clean_until,
+        spared=uploader.steps_in_use if uploader is not None else list,
     )
 
 

@@ -42,7 +42,9 @@ from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 from .goodput_job import GoodputJob
 from .registry import build_detectors
 
-_PER_START = frozenset(("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory"))
+_PER_START = frozenset(
+    ("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory", "mirror", "mirror-uploader")
+)
 """Detectors whose alarms end when the ranks are restarted."""
 _SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
 _SERVE_EVERY = 5
