@@ -13,7 +13,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -28,7 +28,9 @@ PATIENCE = 60.0
 """Seconds for which a call is repeated by default."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 20.0
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
-_CREDENTIALS = re.compile(r"credential|token.*expired|expired.*token", re.IGNORECASE)
+_CREDENTIALS = re.compile(r"credential|token.*expired|(expired|invalid).*token|\(400\)", re.IGNORECASE)
+"""In messages. S3 answers HEAD with an expired token by 400 and no text."""
+_BUSY = re.compile(r"slow ?down|throttl|too ?many ?requests|service ?unavailable", re.IGNORECASE)
 
 
 class Url(str):
@@ -92,8 +94,12 @@ class RemoteError(UserError):
             Problem.FAILED: f"{object_url}: {text}",
         }[problem]
         super().__init__(cause)
+        self._arguments = (object_url, problem, text)
         if self.is_temporary:
             self.exit = Exit.RESUME
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._arguments  # from worker processes
 
     @property
     def is_temporary(self) -> bool:
@@ -124,13 +130,13 @@ class ObjectInfo:
 
 
 class Remote:
-    """A directory in remote storage. Names are relative to it: `shards/shard-00001.bin`.
+    """A directory in remote storage. Names are relative to it, `shards/shard-00001.bin`, or whole URLs of its scheme.
 
     Methods may be called from several threads. `traffic` counts what they did.
 
     Args:
         url: of the directory.
-        patience: seconds for which a call that fails temporarily is repeated; 0 tries once.
+        patience: seconds after its first temporary failure for which a call is repeated; 0 tries once.
 
     Raises:
         ConfigError: the package for the scheme is not installed.
@@ -140,9 +146,8 @@ class Remote:
         self.url, self.patience = url, patience
         self._traffic, self._lock = Traffic(), threading.Lock()
         self._files = _file_system(url.scheme)
-        self._root = url.partition("://")[2] if url.scheme not in ("https", "http") else str(url)
-        if url.scheme == "file":
-            self._root = "/" + self._root.lstrip("/")
+        self._whole = {"max_concurrency": 1} if url.scheme == "s3" else {}  # or it asks for the size first
+        self._root = _place(url)
 
     @property
     def traffic(self) -> Traffic:
@@ -154,7 +159,7 @@ class Remote:
         """An object, or its bytes [start, stop). Raises RemoteError, also for fewer bytes than asked for."""
 
         def act() -> bytes:
-            content: bytes = self._files.cat_file(self._path(name), start=start, end=stop)
+            content: bytes = self._files.cat_file(self._path(name), start=start, end=stop, **self._whole)
             if start is not None and stop is not None and len(content) != stop - start:
                 raise OSError(f"{len(content)} bytes instead of {stop - start} from {start} on")
             return content
@@ -164,8 +169,15 @@ class Remote:
         return content
 
     def info(self, name: str) -> ObjectInfo:
-        """Raises RemoteError; `Problem.MISSING` if there is no such object."""
-        return self._call(name, lambda: _info(self._files.info(self._path(name))))
+        """Raises RemoteError; `Problem.MISSING` if there is no such object, also where objects lie below that name."""
+
+        def act() -> ObjectInfo:
+            facts = self._files.info(self._path(name))
+            if facts.get("type") == "directory":
+                raise FileNotFoundError(name)
+            return _info(facts)
+
+        return self._call(name, act)
 
     def list(self, name: str = "") -> dict[str, ObjectInfo]:
         """All objects below a directory, by name relative to this one; empty if there are none. Raises RemoteError."""
@@ -187,7 +199,7 @@ class Remote:
             if self.url.scheme != "file":
                 self._files.pipe_file(self._path(name), content)
                 return
-            with self._replacing(name) as partial:
+            with _replacing(Path(self._path(name))) as partial:
                 partial.write_bytes(content)
 
         self._call(name, act)
@@ -201,17 +213,20 @@ class Remote:
             if self.url.scheme != "file":
                 self._files.put_file(str(path), self._path(name))
                 return
-            with self._replacing(name) as partial:
+            with _replacing(Path(self._path(name))) as partial:
                 self._files.put_file(str(path), str(partial))
 
         self._call(name, act)
         self._count(bytes_written=size)
 
     def download(self, name: str, path: Path) -> None:
-        """Copy an object to a local file, in place of what is there. Raises RemoteError, OSError of `path`."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._call(name, lambda: self._files.get_file(self._path(name), str(path)))
-        self._count(bytes_read=path.stat().st_size)
+        """Copy an object to a local file, which takes the place of what is there once it is whole.
+
+        Raises RemoteError, OSError of `path`.
+        """
+        with _replacing(path) as partial:
+            self._call(name, lambda: self._files.get_file(self._path(name), str(partial)))
+            self._count(bytes_read=partial.stat().st_size)
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; absent ones are no error. Raises RemoteError."""
@@ -220,19 +235,7 @@ class Remote:
                 self._call(name, lambda name=name: self._files.rm_file(self._path(name)))  # type: ignore[misc]
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}".rstrip("/")
-
-    @contextlib.contextmanager
-    def _replacing(self, name: str) -> Any:
-        """A local path whose file takes the object's place on success."""
-        target = Path(self._path(name))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-        try:
-            yield partial
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        return _place(Url(name)) if is_url(name) else f"{self._root}/{name}".rstrip("/")
 
     def _count(self, **more: int) -> None:
         with self._lock:
@@ -240,7 +243,7 @@ class Remote:
                 setattr(self._traffic, name, getattr(self._traffic, name) + value)
 
     def _call(self, name: str, act: Callable[[], T]) -> T:
-        until, pause = time.monotonic() + self.patience, _FIRST_PAUSE
+        until, pause = float("inf"), _FIRST_PAUSE
         while True:
             self._count(requests=1)
             try:
@@ -249,7 +252,9 @@ class Remote:
                 problem = _problem(error)
                 if problem is None:
                     raise
-                failure = _failure(str(self.url / name) if name else str(self.url), problem, error)
+                object_url = name if is_url(name) else f"{self.url}/{name}".rstrip("/")
+                failure = _failure(object_url, problem, error)
+            until = min(until, time.monotonic() + self.patience)  # a transfer may take longer than that before it fails
             if not failure.is_temporary or time.monotonic() + pause > until:
                 raise failure from None
             time.sleep(pause * random.uniform(0.5, 1.0))  # not all nodes at once
@@ -257,28 +262,62 @@ class Remote:
             self._count(retries=1)
 
 
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A path beside the target whose file takes its place on success."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _place(url: Url) -> str:
+    """A URL as its file system names it."""
+    if url.scheme in ("https", "http"):
+        return str(url)
+    place = url.partition("://")[2]
+    return "/" + place.lstrip("/") if url.scheme == "file" else place
+
+
 class _MissingError(RemoteError):
     pass
 
 
 def _failure(object_url: str, problem: Problem, error: Exception) -> RemoteError:
-    text = " ".join(str(error).split()) or type(error).__name__
+    told = error.__cause__ or error  # s3fs keeps only the message of an answer and leaves out its code
+    text = " ".join(str(told).split()) or type(told).__name__
     return (_MissingError if problem is Problem.MISSING else RemoteError)(object_url, problem, text[:300])
 
 
 def _problem(error: Exception) -> Problem | None:
     """What an exception of fsspec, its back ends or the vendors' libraries means; None for a bug."""
-    text = f"{type(error).__name__}: {error}"
-    status = getattr(error, "status", None) or getattr(error, "code", None)
+    text = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
+    status = _status(error)
     if isinstance(error, FileNotFoundError) or status == 404:
         return Problem.MISSING
     if isinstance(error, PermissionError) or status in (401, 403) or _CREDENTIALS.search(text):
         return Problem.DENIED
-    if status in (429, 503) or re.search(r"slow ?down|throttl|too many requests|\b(429|503)\b", text, re.IGNORECASE):
+    if status in (429, 503) or _BUSY.search(text):
         return Problem.BUSY
     module = type(error).__module__.partition(".")[0]
     known = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "adlfs", "azure", "google", "fsspec", "requests")
     return Problem.FAILED if isinstance(error, OSError | TimeoutError | EOFError) or module in known else None
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status of the answer that an exception or its cause stands for."""
+    while error is not None:
+        answer = getattr(error, "response", None)
+        if isinstance(answer, dict):  # of botocore
+            return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
+        found = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+        if (status := next((value for value in found if isinstance(value, int)), None)) is not None:
+            return status
+        error = error.__cause__
+    return None
 
 
 def _info(facts: dict[str, Any]) -> ObjectInfo:

@@ -18,6 +18,7 @@ import sight
 from endpoint import SECRET, Endpoint
 from laboratory import Lab, make_text, write_jsonl, write_tokens
 from machines import Node, Removable, joined_nodes, tmpfs
+from object_store import ObjectStore, s3_server
 from processes import ROOT, Process, Zygotes, clean_environment, free_port, python_path
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  (hooks)
 from tqdm import tqdm
@@ -183,6 +184,34 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.delenv("EXECUTE_FIRST")
 
     return set_
+
+
+@pytest.fixture(scope="session")
+def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Where a real S3 server listens."""
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as port:
+        yield port
+
+
+def _object_store(port: int) -> Iterator[ObjectStore]:
+    store = ObjectStore(port)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in store.environment.items():
+            patch.setenv(name, value)
+        yield store
+    store.close()
+
+
+@pytest.fixture
+def object_store(s3_port: int) -> Iterator[ObjectStore]:
+    """A fresh bucket behind a proxy with faults; commands started by the test find it."""
+    yield from _object_store(s3_port)
+
+
+@pytest.fixture(scope="module")
+def module_object_store(s3_port: int) -> Iterator[ObjectStore]:
+    """A bucket that the tests of one module share."""
+    yield from _object_store(s3_port)
 
 
 @pytest.fixture(scope="session")

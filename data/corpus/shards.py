@@ -24,6 +24,8 @@ from .mapping import Mapping
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
+LENGTHS_AT = _HEADER.size
+"""First byte of the lengths in an index."""
 DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("uint8"),
     2: np.dtype("int8"),

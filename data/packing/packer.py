@@ -198,6 +198,11 @@ class Packer:
         return {source.name: source.corpus for source in self._sources}
 
     @property
+    def streams(self) -> Sequence[SourceStream]:
+        """Of the sources, numbered as in `mixture.names`."""
+        return self._sources
+
+    @property
     def epoch_samples(self) -> dict[str, float]:
         """Windows in one epoch of each source."""
         return {source.name: source.epoch_length / source.length for source in self._sources}
@@ -255,6 +260,12 @@ class Packer:
         if self._excluded:
             self._leave_out(packed)
         return packed
+
+    def blocks_of(self, sample_index: int) -> tuple[int, list[int]]:
+        """(source, blocks that `pack_samples` reads for a sample, in order of use). Reads nothing. Raises DataError."""
+        sample = self._find(sample_index)
+        blocks = self._sources[sample.source].blocks_of(sample.source_index, sample.length + 1, begin=sample.begin)
+        return sample.source, blocks
 
     def _find(self, sample_index: int) -> _Sample:
         """Where a sample comes from. Raises DataError."""

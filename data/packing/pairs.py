@@ -40,6 +40,10 @@ class Pairs(SourceStream):
         pairs = permutation(key_of(self.seed, self.name, epoch, block), len(lengths) // 2)
         return np.stack((2 * pairs, 2 * pairs + 1), axis=1).reshape(-1)
 
+    def blocks_of(self, source_index: int, count: int, *, begin: int = 0) -> list[int]:
+        """See `SourceStream.blocks_of`: the stream is counted in pairs, and a sample is whole."""
+        return super().blocks_of(source_index, self.length)
+
     def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None, *, begin: int = 0) -> list[int]:
         """Write a sample: each pair at the start of its slot, prompt and answer each followed by a separator.
 

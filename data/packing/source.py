@@ -100,8 +100,7 @@ class SourceStream:
         """(epoch, offset in the epoch's stream) where sample `source_index` of this source starts."""
         total, length = self.epoch_length, self.length
         epoch = source_index * length // total
-        first = -(-epoch * total // length)
-        count = -(-(epoch + 1) * total // length) - first  # the samples of the epoch are [first, first + count)
+        first, count = self.epoch_windows(epoch)
         for generation in reversed(range(len(self.reshuffles))):
             source_index = self._reshuffled(source_index, generation, first, count)
         run, longer = divmod(count, self.lanes)
@@ -125,6 +124,31 @@ class SourceStream:
             chunk = int(_cached_permutation(key_of(self.seed, self.name, "chunks", generation, first), whole)[chunk])
         key = key_of(self.seed, self.name, "chunk", generation, first, chunk)
         return begin + chunk * size + int(_cached_permutation(key, min(size, left - chunk * size))[inside])
+
+    def neighbourhoods(self, source_indices: Ints, first: int, count: int) -> Ints:
+        """Where samples of the epoch [first, first + count) lay before all reshuffles, up to the order inside chunks.
+
+        int64 [n] as `source_indices`. Reads nothing.
+        """
+        for generation in reversed(range(len(self.reshuffles))):
+            begin, size = max(first, self.reshuffles[generation]), self.lanes * _ROUNDS
+            whole = (first + count - begin) // size
+            if whole <= 0:
+                continue
+            chunks, inside = np.divmod(source_indices - begin, size)
+            order = _cached_permutation(key_of(self.seed, self.name, "chunks", generation, first), whole)
+            moved = begin + order[np.clip(chunks, 0, whole - 1)] * size + inside
+            source_indices = np.where((chunks >= 0) & (chunks < whole), moved, source_indices)
+        return source_indices
+
+    def epoch_windows(self, epoch: int) -> tuple[int, int]:
+        """(first, number) of the windows that start in an epoch: also its samples, by source index."""
+        first = -(-epoch * self.epoch_length // self.length)
+        return first, -(-(epoch + 1) * self.epoch_length // self.length) - first
+
+    def block_order(self, epoch: int) -> tuple[Ints, Ints]:
+        """(blocks in the order of an epoch, their ends in its stream): both int64 [blocks]. Reads nothing."""
+        return self._epoch(epoch)
 
     def _order_lanes(self, epoch: int, position: int, size: int) -> Ints:
         """The order of the lanes in one round."""
@@ -203,6 +227,27 @@ class SourceStream:
             block.tokens, block.waiting = shard.tokens, set(block.chunks)
         block.waiting.difference_update(near)
         return block.tokens
+
+    def blocks_of(self, source_index: int, count: int, *, begin: int = 0) -> list[int]:
+        """The blocks that `fill` opens for `count` tokens of a sample from its token `begin` on, in order of use.
+
+        Reads nothing.
+        """
+        epoch, offset = self.start_of(source_index)
+        epochs, offset = divmod(offset + begin, self.epoch_length)
+        epoch += epochs
+        found: list[int] = []
+        while True:
+            order, block_ends = self._epoch(epoch)
+            rank = int(block_ends.searchsorted(offset, "right"))
+            while rank < len(order):
+                found.append(int(order[rank]))
+                count -= int(block_ends[rank]) - offset
+                if count <= 0:
+                    return found
+                offset = int(block_ends[rank])
+                rank += 1
+            epoch, offset = epoch + 1, 0
 
     def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None, *, begin: int = 0) -> list[int]:
         """Write a sample from its token `begin` on into `row`, except the separators, and its stretches into `spans`.

@@ -1,0 +1,254 @@
+"""Blocks of corpora in remote storage, and the directory on local disk that keeps some of them.
+
+    CACHE/<corpus fingerprint>/manifest.json, blocks.npy, checksums.npy, tokenizer.*
+    CACHE/<corpus fingerprint>/blocks/00001234     int32 lengths of the documents of a block, then its tokens, as stored
+    CACHE/<corpus fingerprint>/blocks/.00001234.*.partial
+    CACHE/users/<run id>-<node>.json               what each live fetcher needs
+
+A block is written beside its name, made durable and renamed: whoever sees the name may read it. It is evicted by
+removing the name, which does not hurt a reader that has it mapped. Nothing else is needed for correctness, so any
+number of processes may share a cache.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from fsdp_pretrain.errors import DataError, naming
+from fsdp_pretrain.remote import ObjectInfo, Remote, RemoteError, Url, is_url
+
+from .shards import LENGTHS_AT
+
+if TYPE_CHECKING:
+    from .corpus import CorpusManifest
+
+LENGTH_BYTES = 4
+_ABANDONED_SECONDS = 3600.0
+
+
+class WrongChecksumError(DataError):
+    """What came from `object_url` is not what was stored: a corrupted response, or a damaged or replaced object."""
+
+    def __init__(self, object_url: str, start: int, stop: int) -> None:
+        self.object_url = object_url
+        super().__init__(
+            f"bytes {start} to {stop} of {object_url} do not have the checksum of checksums.npy",
+            effect="the tokens are not those of the corpus; nothing was trained on them",
+            remedy="if this does not end by itself, the object is damaged: copy it to the storage again",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes [start, stop) of an object, named relative to the corpus or by a whole URL."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRanges:
+    """Where a block is stored: the lengths of its documents in an `.idx`, its tokens in a `.bin`."""
+
+    lengths: ByteRange
+    tokens: ByteRange
+
+    @property
+    def size(self) -> int:
+        """Bytes of the block, and of its file in a cache."""
+        return self.lengths.size + self.tokens.size
+
+
+@dataclass(frozen=True)
+class RemoteCorpus:
+    """A corpus in remote storage: all that is needed to fetch its blocks. Kilobytes per shard, 60 bytes per block.
+
+    Attributes:
+        url: of the corpus.
+        blocks: int64 [blocks, 5], see `BLOCK_COLUMNS`.
+        checksums: uint64 [blocks, 2], xxh3-64 of the bytes of each block's lengths and tokens.
+        version: of the manifest's object when the corpus was opened; None if the storage did not answer then.
+    """
+
+    url: Url
+    manifest: CorpusManifest
+    blocks: npt.NDArray[np.int64]
+    checksums: npt.NDArray[np.uint64]
+    version: ObjectInfo | None = None
+
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each block's file: int64 [blocks]."""
+        return self._stored * self._item + self.blocks[:, 2] * LENGTH_BYTES
+
+    @cached_property
+    def _stored(self) -> npt.NDArray[np.int64]:
+        """[blocks] tokens as stored, carried separators included."""
+        stored: npt.NDArray[np.int64] = self.blocks[:, 4] + self.manifest.carried * self.blocks[:, 2]
+        return stored
+
+    @cached_property
+    def _starts(self) -> npt.NDArray[np.int64]:
+        """[blocks] first token of each in its shard.
+
+        Documents follow each other without gaps, and those of no block are empty, but for the separator they carry.
+        """
+        shards, tokens = self.blocks[:, 0], self.blocks[:, 4]
+        before = np.cumsum(tokens) - tokens
+        _, first_blocks, of_block = np.unique(shards, return_index=True, return_inverse=True)
+        starts: npt.NDArray[np.int64] = before - before[first_blocks][of_block]
+        return starts + self.manifest.carried * self.blocks[:, 1]
+
+    @property
+    def _item(self) -> int:
+        return np.dtype(self.manifest.dtype).itemsize
+
+    def ranges(self, block: int) -> BlockRanges:
+        """Where a block is stored. Raises DataError if its shard is not in remote storage."""
+        shard, first, documents = self.blocks[block, :3].tolist()
+        name, start = self._prefix(shard), int(self._starts[block])
+        lengths = LENGTHS_AT + LENGTH_BYTES * first
+        return BlockRanges(
+            ByteRange(f"{name}.idx", lengths, lengths + LENGTH_BYTES * documents),
+            ByteRange(f"{name}.bin", start * self._item, (start + int(self._stored[block])) * self._item),
+        )
+
+    def _prefix(self, shard: int) -> str:
+        """The objects of a shard without suffix: relative to the corpus, or a URL. Raises DataError."""
+        entry = self.manifest.shards[shard]
+        if entry.path is None:
+            return f"shards/{entry.name}"
+        scheme, _, place = self.url.partition("://")
+        if not is_url(entry.path) and (scheme == "file" or not entry.path.startswith("/")):
+            return f"{scheme}://" + posixpath.normpath(posixpath.join(place, entry.path))
+        if entry.path.startswith(f"{scheme}://"):
+            return entry.path
+        raise DataError(
+            f"the manifest of {self.url} says that shard {entry.name} is at {entry.path}, not in that storage",
+            remedy="import the files with --copy, and upload that corpus",
+        )
+
+
+class BlockCache:
+    """The blocks of one corpus in a cache directory. Any number of processes may use it at once.
+
+    Args:
+        cache: the cache directory, shared by all corpora.
+        fingerprint: of the corpus.
+
+    Attributes:
+        directory: with the corpus' manifest and tables; `blocks/` inside it holds the blocks.
+    """
+
+    def __init__(self, cache: Path, fingerprint: str) -> None:
+        self.directory = cache / fingerprint
+        self._blocks = self.directory / "blocks"
+
+    def path(self, block: int) -> Path:
+        """The file of a block, whether it is there or not."""
+        return self._blocks / f"{block:08d}"
+
+    def has(self, block: int) -> bool:
+        return self.path(block).exists()
+
+    def present(self) -> dict[int, int]:
+        """Bytes of the file of each block that is there, by number."""
+        found = {}
+        with suppress(FileNotFoundError), os.scandir(self._blocks) as entries:
+            for entry in entries:
+                if entry.name.isdecimal():
+                    with suppress(FileNotFoundError):  # evicted meanwhile
+                        found[int(entry.name)] = entry.stat().st_size
+        return found
+
+    def put(self, block: int, lengths: bytes, tokens: bytes) -> None:
+        """Store a block that was checked; it is seen whole or not at all, also after a crash. Raises OSError."""
+        path = self.path(block)
+        self._blocks.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+        try:
+            with naming(path), partial.open("wb") as file:
+                file.write(lengths)
+                file.write(tokens)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def drop(self, block: int) -> None:
+        """Evict a block; readers that have it mapped keep it until they let go. Raises OSError."""
+        self.path(block).unlink(missing_ok=True)
+
+    def clean(self, older: float = _ABANDONED_SECONDS) -> None:
+        """Remove what killed processes left half-written, `older` seconds after its last byte."""
+        for partial in self._blocks.glob(".*.partial"):
+            with suppress(FileNotFoundError):
+                if time.time() - partial.stat().st_mtime > older:
+                    partial.unlink()
+
+
+def fetch_block(remote: Remote, corpus: RemoteCorpus, block: int) -> tuple[bytes, bytes]:
+    """The bytes of the lengths and of the tokens of a block, as stored and checked; two requests.
+
+    Args:
+        remote: of the corpus.
+
+    Raises:
+        RemoteError: the storage failed for as long as `remote` is patient.
+        WrongChecksumError: other bytes came than were stored. Try again; see `damage` if it remains so.
+        DataError: the corpus contradicts itself.
+    """
+    ranges, found = corpus.ranges(block), []
+    for part, expected in zip((ranges.lengths, ranges.tokens), corpus.checksums[block].tolist(), strict=True):
+        content = remote.read(part.name, part.start, part.stop)
+        if xxhash.xxh3_64_intdigest(content) != expected:
+            raise WrongChecksumError(_whole(corpus.url, part.name), part.start, part.stop)
+        found.append(content)
+    lengths = np.frombuffer(found[0], "<i4") - corpus.manifest.carried
+    _, _, _, nonempty, tokens = corpus.blocks[block].tolist()
+    if (lengths < 0).any() or (int((lengths > 0).sum()), int(lengths.sum(dtype=np.int64))) != (nonempty, tokens):
+        raise DataError(
+            f"{_whole(corpus.url, ranges.lengths.name)} does not hold the documents that blocks.npy lists "
+            f"(block {block} of {corpus.url})",
+            effect="samples would begin and end at other tokens than the run expects",
+            remedy="upload the corpus again, whole",
+        )
+    return found[0], found[1]
+
+
+def damage(remote: Remote, corpus: RemoteCorpus, error: WrongChecksumError) -> DataError:
+    """What a checksum that stays wrong means: the corpus was replaced since it was opened, or an object is damaged."""
+    try:
+        replaced = corpus.version is not None and remote.info("manifest.json") != corpus.version
+    except RemoteError:
+        replaced = False
+    if not replaced:
+        return error
+    return DataError(
+        f"{corpus.url} was replaced while it was in use: its manifest.json is another one than at the start, and "
+        f"{error.cause}",
+        effect="the run cannot go on with other data",
+        remedy="restore the corpus, or copy it to a URL of its own; a corpus in use must not be written to",
+    )
+
+
+def _whole(url: Url, name: str) -> str:
+    return name if is_url(name) else f"{url}/{name}"

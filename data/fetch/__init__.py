@@ -1,0 +1,1 @@
+"""Fetching blocks of corpora ahead of training, one process per node."""

@@ -1,0 +1,167 @@
+"""Which blocks to fetch and which to evict for them, when the order of use is known. Pure, no torch.
+
+The best block to evict is the one that is used again last (Belady). Fetching ahead must not spoil that: a block evicted
+now is a worse choice than one that is still used once before the fetched one is needed. So `plan` decides as if every
+block were fetched at its use, and says from when on its victims can go. It fetches as little as any policy can.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Fetch(Generic[K]):
+    """A block to fetch.
+
+    Attributes:
+        at: samples read before the step that needs it.
+        victims: to be evicted for it.
+        after: samples read before the last step that needs one of the victims first; -1 if none does.
+    """
+
+    key: K
+    at: int
+    victims: list[K]
+    after: int
+
+
+def plan(
+    order: Iterable[tuple[int, K]],
+    uses: Mapping[K, Iterable[int]],
+    present: Mapping[K, int],
+    room: int,
+    *,
+    size_of: Callable[[K], int],
+    later: Callable[[K], int],
+    others: Collection[K] = (),
+) -> Iterator[Fetch[K]]:
+    """The blocks to fetch, in the order of their first use.
+
+    Args:
+        order: the uses ahead: (samples read before the step, block), ascending.
+        uses: the same by block.
+        present: bytes of the blocks in the cache.
+        room: bytes free in it.
+        size_of: bytes of a block.
+        later: the next use of a block after all of `order`.
+        others: blocks that other users of the cache need: they are evicted last.
+    """
+    ahead = {key: iter(uses[key]) for key in uses}
+    held, last_use = dict(present), dict[K, int]()
+    next_use = {key: next(ahead[key]) if key in ahead else later(key) for key in held}
+    latest = [(key in others, -at, number, key) for number, (key, at) in enumerate(next_use.items())]
+    heapq.heapify(latest)
+    number = len(latest)
+    for at, key in order:
+        if key not in held:
+            size, chosen = size_of(key), list[K]()
+            while room < size and latest:
+                _, negative, _, victim = heapq.heappop(latest)
+                if victim in held and next_use[victim] == -negative:
+                    chosen.append(victim)
+                    room += held.pop(victim)
+            after = max((last_use[victim] for victim in chosen if victim in last_use), default=-1)
+            yield Fetch(key, at, chosen, min(after, at - 1))
+            if key not in next_use and key in ahead:
+                next(ahead[key], None)
+            held[key], room = size, room - size
+        last_use[key] = at
+        next_use[key] = next(ahead[key], None) or later(key)
+        number += 1
+        heapq.heappush(latest, (key in others, -next_use[key], number, key))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Uses of blocks in order; blocks of several sources are numbered one source after the other.
+
+    Attributes:
+        cursors: int64 [uses], samples read before the step of each use, ascending.
+        blocks: int64 [uses].
+        sizes: int64 [blocks], bytes.
+    """
+
+    cursors: Ints
+    blocks: Ints
+    sizes: Ints
+
+
+def simulate(trace: Trace, capacity: int, policy: Literal["belady", "lru"]) -> int:
+    """Bytes that a cache of `capacity` bytes fetches over a trace, one block at a time, when it is needed.
+
+    Raises:
+        ValueError: the cache is smaller than a block.
+    """
+    if len(trace.blocks) and capacity < int(trace.sizes[trace.blocks].max()):
+        raise ValueError(f"a cache of {capacity} bytes does not hold a block of the trace")
+    return _belady(trace, capacity) if policy == "belady" else _lru(trace, capacity)
+
+
+def _belady(trace: Trace, capacity: int) -> int:
+    blocks, sizes = trace.blocks.tolist(), trace.sizes.tolist()
+    following, seen = [len(blocks)] * len(blocks), dict[int, int]()
+    for at in range(len(blocks) - 1, -1, -1):
+        following[at] = seen.get(blocks[at], len(blocks))
+        seen[blocks[at]] = at
+    present, used, fetched = dict[int, int](), 0, 0  # next use by block
+    latest: list[tuple[int, int]] = []  # (-next use, block), old entries included
+    for at, block in enumerate(blocks):
+        if block not in present:
+            while used + sizes[block] > capacity:
+                next_use, victim = heapq.heappop(latest)
+                if present.get(victim) == -next_use:
+                    del present[victim]
+                    used -= sizes[victim]
+            used, fetched = used + sizes[block], fetched + sizes[block]
+        present[block] = following[at]
+        heapq.heappush(latest, (-following[at], block))
+    return fetched
+
+
+def _lru(trace: Trace, capacity: int) -> int:
+    sizes, used, fetched = trace.sizes.tolist(), 0, 0
+    present = OrderedDict[int, None]()
+    for block in trace.blocks.tolist():
+        if block in present:
+            present.move_to_end(block)
+            continue
+        while used + sizes[block] > capacity:
+            used -= sizes[present.popitem(last=False)[0]]
+        present[block] = None
+        used, fetched = used + sizes[block], fetched + sizes[block]
+    return fetched
+
+
+def live_bytes(trace: Trace, pause: Ints) -> int:
+    """The largest number of bytes of blocks that are between their first and last use at once.
+
+    Args:
+        pause: int64 [blocks], samples between two uses of a block from which on it is not worth keeping for the second.
+    """
+    events = deque[tuple[int, int, int]]()  # (cursor, 0 for a begin or 1 for an end, bytes)
+    order = np.lexsort((trace.cursors, trace.blocks))
+    blocks, cursors = trace.blocks[order], trace.cursors[order]
+    apart = np.diff(blocks, prepend=-1) != 0
+    apart[1:] |= np.diff(cursors) > pause[blocks[1:]]
+    begins = np.flatnonzero(apart)
+    ends = np.append(begins[1:], len(blocks)) - 1
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        size = int(trace.sizes[blocks[begin]])
+        events.append((int(cursors[begin]), 0, size))
+        events.append((int(cursors[end]), 1, -size))
+    live = most = 0
+    for _, _, change in sorted(events):
+        live += change
+        most = max(most, live)
+    return most

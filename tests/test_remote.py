@@ -1,0 +1,217 @@
+"""Reading and writing remote storage through every fault: what it means, what is repeated, what is counted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from object_store import Faults, ObjectStore
+from processes import clean_environment
+
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.remote import Problem, Remote, RemoteError, Traffic, Url
+
+pytestmark = pytest.mark.quick
+CONTENT = bytes(range(256)) * 40
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_pretrain.remote._FIRST_PAUSE", 0.01)
+
+
+@pytest.fixture(params=["s3", "file"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
+    """An empty directory of either kind."""
+    if request.param == "file":
+        return Remote(Url(f"file://{tmp_path}/storage/here"))
+    return Remote(request.getfixturevalue("object_store").url / "here")
+
+
+def test_objects_are_written_read_listed_and_removed(remote: Remote, tmp_path: Path) -> None:
+    assert remote.list() == {}
+    remote.write("a", b"first")
+    remote.write("a", CONTENT)
+    (tmp_path / "local").write_bytes(CONTENT)
+    remote.upload(tmp_path / "local", "below/b c+é%.bin")
+    remote.download("below/b c+é%.bin", tmp_path / "new/copy")
+    assert (tmp_path / "new/copy").read_bytes() == remote.read("a") == CONTENT
+    assert remote.read("a", 100, 1100) == CONTENT[100:1100] and remote.read("a", 10_000) == CONTENT[10_000:]
+    assert {name: info.size for name, info in remote.list().items()} == {"a": 10_240, "below/b c+é%.bin": 10_240}
+    assert list(remote.list("below")) == ["below/b c+é%.bin"]
+    first = remote.info("a")
+    assert first.size == 10_240 and first == remote.list()["a"]
+    remote.write("a", b"changed")
+    assert remote.info("a").version != first.version
+    remote.delete(["a", "never there"])
+    assert list(remote.list()) == ["below/b c+é%.bin"]
+    traffic = remote.traffic
+    assert (traffic.retries, traffic.bytes_written) == (0, 5 + 10_240 + 10_240 + 7)
+    assert traffic.bytes_read == 10_240 * 2 + 1000 + 240
+    if remote.url.scheme == "file":
+        assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_absent_objects_and_wrong_ranges(remote: Remote, tmp_path: Path) -> None:
+    for read in (lambda: remote.read("x"), lambda: remote.info("x"), lambda: remote.download("x", tmp_path / "x")):
+        with pytest.raises(RemoteError, match=r"here/x does not exist") as raised:
+            read()
+        assert raised.value.problem is Problem.MISSING and not raised.value.is_temporary
+    assert remote.traffic == Traffic(requests=3)
+    remote.write("short", b"0123456789")
+    remote.patience = 0.0
+    for start, stop in ((5, 15), (10, 12), (40, 50)):
+        with pytest.raises(RemoteError) as raised:
+            remote.read("short", start, stop)
+        assert raised.value.problem is Problem.FAILED
+
+
+FAULTS = {
+    "busy": (Faults(failing=1.0), Problem.BUSY),
+    "too many": (Faults(failing=1.0, status=429), Problem.BUSY),
+    "broken": (Faults(failing=1.0, status=500), Problem.FAILED),
+    "cut": (Faults(cut=1.0), Problem.FAILED),
+    "expired": (Faults(expired=400), Problem.DENIED),
+    "forbidden": (Faults(expired=403), Problem.DENIED),
+    "refused": (Faults(refuse=True), Problem.FAILED),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_a_fault_is_told_after_one_request(object_store: ObjectStore, scheme: str, fault: str) -> None:
+    """Neither fsspec nor the vendor's library repeats by itself: that is counted nowhere."""
+    faults, problem = FAULTS[fault]
+    if (scheme, fault) == ("http", "expired"):
+        problem = Problem.FAILED  # of S3 only, 400 means that
+    object_store.put("a", CONTENT)
+    remote = Remote(object_store.url if scheme == "s3" else object_store.http_url, patience=0.0)
+    object_store.faults = faults
+    with pytest.raises(RemoteError, match=f"{remote.url}/a") as raised:
+        remote.read("a", 0, 1000)
+    assert raised.value.problem is problem, raised.value
+    assert remote.traffic == Traffic(requests=1) and len(object_store.log) == (0 if faults.refuse else 1)
+    object_store.faults = Faults()
+    assert remote.read("a", 0, 1000) == CONTENT[:1000]
+
+
+@pytest.mark.parametrize("fault", ["busy", "too many", "broken", "expired", "forbidden", "refused"])
+def test_every_call_tells_a_fault(object_store: ObjectStore, tmp_path: Path, fault: str) -> None:
+    faults, problem = FAULTS[fault]
+    (tmp_path / "a").write_bytes(CONTENT)
+    remote = Remote(object_store.url, patience=0.0)
+    object_store.faults = faults
+    calls: list[Any] = [
+        lambda: remote.info("a"),
+        lambda: remote.list(),
+        lambda: remote.write("a", CONTENT),
+        lambda: remote.upload(tmp_path / "a", "a"),
+        lambda: remote.download("a", tmp_path / "copy"),
+        lambda: remote.delete(["a"]),
+    ]
+    for call in calls:
+        with pytest.raises(RemoteError) as raised:
+            call()
+        assert raised.value.problem is problem, raised.value
+    assert remote.traffic == Traffic(requests=len(calls))
+    if fault != "expired":  # then the vendor's library asks for the region once
+        assert len(object_store.log) == (0 if faults.refuse else len(calls))
+    assert object_store.names() == []
+
+
+@pytest.mark.parametrize("fault", [Faults(failing=0.5), Faults(cut=0.5), Faults(failing=0.5, status=500)])
+def test_what_fails_now_and_then_is_repeated(object_store: ObjectStore, fault: Faults) -> None:
+    for name in "abcdef":
+        object_store.put(name, CONTENT)
+    remote = Remote(object_store.url)
+    object_store.faults = fault
+    for name in "abcdef":
+        assert remote.read(name, 10, 2010) == CONTENT[10:2010]
+    wrong = sum(bool(request.fault) for request in object_store.log)
+    assert 0 < wrong == remote.traffic.retries
+    assert remote.traffic == Traffic(requests=6 + wrong, retries=wrong, bytes_read=12_000)
+
+
+def test_storage_that_comes_back_is_read(object_store: ObjectStore) -> None:
+    object_store.put("a", CONTENT)
+    remote = Remote(object_store.url)
+    assert remote.read("a", 0, 1) == CONTENT[:1]
+    object_store.faults = Faults(refuse=True)
+    with pytest.raises(RemoteError):
+        Remote(object_store.url, patience=0.5).read("a", 0, 1)
+    object_store.faults = Faults()
+    assert remote.read("a", 1, 2) == CONTENT[1:2], "over a connection that was closed meanwhile"
+
+
+def test_an_answer_that_does_not_come_fails(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_pretrain.remote._READ_SECONDS", 1)
+    object_store.put("a", CONTENT)
+    remote = Remote(object_store.url, patience=0.0)
+    object_store.faults = Faults(hang=True)
+    with pytest.raises(RemoteError) as raised:
+        remote.read("a", 0, 10)
+    assert raised.value.problem is Problem.FAILED and "imeout" in str(raised.value)
+
+
+def test_wrong_bytes_pass_through_or_fail(object_store: ObjectStore) -> None:
+    """Ranges carry no checksum: whoever reads blocks checks them. Of whole objects the vendor's library may find it."""
+    object_store.put("a", CONTENT)
+    Remote(object_store.url).write("b", CONTENT)
+    object_store.faults = Faults(corrupt=1.0)
+    remote = Remote(object_store.url, patience=0.0)
+    wrong = remote.read("a", 0, 5000)
+    assert len(wrong) == 5000 and sum(one != other for one, other in zip(wrong, CONTENT, strict=False)) == 1
+    try:
+        assert remote.read("b") != CONTENT
+    except RemoteError as error:
+        assert error.problem is Problem.FAILED
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("s3://key:secret@bucket/a", "must not hold credentials"),
+        ("https://user@host/a", "must not hold credentials"),
+        ("ftp://host/a", "is not a URL of remote storage"),
+        ("s3:/bucket", "is not a URL of remote storage"),
+        ("s3://", "does not name a directory"),
+        ("s3://bucket/../other", "does not name a directory"),
+        ("s3://bucket//a", "does not name a directory"),
+    ],
+)
+def test_what_is_no_url(text: str, cause: str) -> None:
+    with pytest.raises(ValueError, match=cause) as raised:
+        Url(text)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs"), ("az", "adlfs"), ("file", "fsspec")])
+def test_a_package_that_is_missing_is_named(scheme: str, package: str) -> None:
+    code = f"""
+import sys
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name == {package!r}: raise ModuleNotFoundError(name=name)
+import importlib.util
+sys.meta_path.insert(0, type("Absent", (), {{"find_spec": staticmethod(lambda name, *rest: None)}}))
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == {package!r} else found(name, *rest)
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.remote import Remote, Url
+try:
+    Remote(Url("{scheme}://bucket/a"))
+except ConfigError as error:
+    print(error, error.remedy)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True)
+    assert f"needs the Python package {package}" in done.stdout and "pip install" in done.stdout, done.stderr
+
+
+def test_settings_come_from_the_environment(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    with pytest.raises((RemoteError, ConfigError), match="redentials"):
+        Remote(object_store.url, patience=0.0).write("a", b"")
