@@ -143,6 +143,7 @@ def test_a_run_is_carried_out_and_back(carried: Carried) -> None:
     assert start.look(carried.config, restore=True, fresh=False) is None  # harmless now
 
 
+@pytest.mark.shows("F52")
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "manifest"])
 def test_a_damaged_copy_is_passed_over_loudly(carried: Carried, capsys: pytest.CaptureFixture[str], harm: str) -> None:
     for step in (10, 20, 30):
@@ -284,22 +285,20 @@ def test_a_mirror_does_not_follow_a_run_directory_that_goes(carried: Carried) ->
     assert (carried.run.path / "tokenizer/model").read_text() == "x"
 
 
-def test_killed_at_any_point_it_leaves_nothing_that_looks_whole(carried: Carried) -> None:
-    """Real uploaders of two nodes, each with the files of its ranks, killed again and again."""
+@pytest.mark.shows("F53")
+def test_each_node_copies_its_own_files_and_a_killed_uploader_comes_back(carried: Carried) -> None:
+    """Two uploaders as processes, ended by a word of the ranks that mind them."""
     processes = [carried.process(node, 2) for node in (0, 1)]
-    files = mirror_status.report_file(carried.run, 1)
-    for step in range(10, 80, 10):
-        carried.save(step)
-        processes[0].saved()
-        victim = processes[step // 10 % 2]
-        until(lambda victim=victim: victim.pid is not None)
-        os.kill(victim.pid or 0, signal.SIGKILL)
-        carried.whole()
+    carried.save(10)
+    until(lambda: processes[1].pid is not None)
+    os.kill(processes[1].pid or 0, signal.SIGKILL)
     for process in processes:
+        process.saved()
         process.finish()
     until(
         lambda: all(process.ended for process in processes), what=lambda: str(mirror_status.read_reports(carried.run))
     )
-    assert carried.whole()[-2:] == [60, 70] and files.exists()
-    report = next(report for report in mirror_status.read_reports(carried.run) if report.node == 0)
-    assert report.newest == 70 and not report.problem
+    assert carried.whole() == [10]
+    first, second = mirror_status.read_reports(carried.run)
+    assert (first.files, second.files) == (len(FILES), 1) and first.newest == 10  # of ranks 0 and 1, and of rank 2
+    assert not first.problem and not second.problem and processes[0].steps_in_use() == []
