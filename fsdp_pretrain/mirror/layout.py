@@ -10,9 +10,10 @@ A checkpoint exists in the mirror if its manifest does and every file has the ma
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -89,6 +90,12 @@ class MirroredCheckpoint:
     objects: dict[str, int]
     problem: str | None
 
+    @classmethod
+    def of(cls, step: int, raw: bytes | None, objects: dict[str, int]) -> MirroredCheckpoint:
+        """That of a directory's objects; see the attributes."""
+        item = cls(step, raw, objects, None)
+        return replace(item, problem=_problem(item))
+
     @property
     def name(self) -> str:
         """Of the directory, relative to the mirror."""
@@ -129,6 +136,12 @@ class RunMirror:
         elif found != run_id:
             raise taken(self.url, found)
 
+    def try_to_write(self) -> None:
+        """Write a small object, and delete it: a mirror that takes nothing should be known before a run begins."""
+        name = f"written-by-{os.uname().nodename}-{os.getpid()}"
+        self.remote.write(name, b"\n")
+        self.remote.delete([name])
+
     def index(self) -> RecordIndex | None:
         """The newest copied state of the record. Raises MirrorError if it is damaged."""
         content = self._read(INDEX)
@@ -156,8 +169,7 @@ class RunMirror:
     def _inspect(self, step: int, found: dict[str, ObjectInfo]) -> MirroredCheckpoint:
         sizes = {name: info.size for name, info in found.items()}
         raw = self._read(f"{CHECKPOINTS}/{directory_name(step)}/{MANIFEST}") if MANIFEST in found else None
-        item = MirroredCheckpoint(step, raw, sizes, None)
-        return MirroredCheckpoint(step, raw, sizes, _problem(item))
+        return MirroredCheckpoint.of(step, raw, sizes)
 
     def _read(self, name: str) -> bytes | None:
         try:

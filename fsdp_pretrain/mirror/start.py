@@ -9,7 +9,7 @@ from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record import lineage, run_id
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.remote import RemoteError
+from fsdp_pretrain.remote import PATIENCE, RemoteError
 from fsdp_pretrain.units import human_count
 
 from .layout import MirroredCheckpoint, MirrorError, RecordIndex, RunMirror, on_line, taken
@@ -17,6 +17,9 @@ from .relation import Relation, compare
 
 RESTORING = "restoring"
 """Directory in a run directory that exists while it is restored."""
+
+_NO_HURRY = 15.0
+"""Seconds for which a start waits for a mirror that it can do without."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,13 @@ def look(config: Config, *, restore: bool, fresh: bool) -> Restoration | None:
             raise _nothing_to_restore_from(run, cut_off=cut_off)
         return None
     try:
-        mirror = RunMirror(config)
+        mirror = RunMirror(config, patience=PATIENCE if empty or cut_off else _NO_HURRY)
         state = _read(mirror)
+        if state is None and empty:
+            mirror.try_to_write()
     except RemoteError as error:
         if empty or cut_off:
-            error.effect = "nothing was started: whether this run exists in its mirror is not known"
+            error.effect = "nothing was started: whether its mirror holds this run, or takes it, is not known"
             error.remedy = "start again when the storage answers, with its credentials"
             raise
         print(f"mirror: {error.cause}; going on with {run.path}, which may lack what the mirror has", flush=True)

@@ -193,18 +193,19 @@ class FirstNode:
         self._mirror.claim(self._args.id)
         index = self._mirror.index()
         refuse_if_not_ours(self._run, index, self._mirror.url)
-        self._scan()
+        self._found = {item.step: item for item in self._mirror.scan()}
+        self._report_newest()
         self._record = RecordCopy(self._run, self._mirror, index, self._args.id)
 
-    def _scan(self) -> None:
-        self._found = {item.step: item for item in self._mirror.scan()}
+    def _report_newest(self) -> None:
         whole = self._whole()
         self._reporter.change(newest=whole[-1].step if whole else None)
 
     def _whole(self) -> list[MirroredCheckpoint]:
         """The whole checkpoints of the kept line in the mirror, oldest first."""
         nodes = lineage.nodes(self._run)
-        return [item for item in self._found.values() if item.problem is None and on_line(item, nodes)]
+        found = (item for _, item in sorted(self._found.items()))
+        return [item for item in found if item.problem is None and on_line(item, nodes)]
 
     def _push_record(self) -> None:
         assert self._record is not None
@@ -273,12 +274,15 @@ class FirstNode:
             raise
         self._push_record()  # what leads to it, before it
         name = f"checkpoints/{item.path.name}"
+        listed = self._mirror.remote.list(name)
+        made = MirroredCheckpoint.of(item.step, raw, {path.rpartition("/")[2]: at.size for path, at in listed.items()})
+        if made.problem is not None:  # deleted by someone else meanwhile
+            self._task = MirrorTask()
+            raise MirrorError(f"{self._mirror.url / name}, which was just written: {made.problem}")
         self._mirror.remote.write(f"{name}/{MANIFEST}", raw)
         self._clear_task()
-        self._scan()
-        made = self._found.get(item.step)
-        if made is None or made.problem is not None:
-            raise MirrorError(f"{self._mirror.url / name}: {made.problem if made is not None else 'it is not there'}")
+        self._found[item.step] = made
+        self._report_newest()
         files = made.manifest().files
         stray = made.objects.keys() - {MANIFEST, PINNED, *(entry.name for entry in files)}
         self._mirror.remote.delete(f"{name}/{stranger}" for stranger in sorted(stray))

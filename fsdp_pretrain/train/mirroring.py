@@ -84,6 +84,6 @@ def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete:
         if not said and time.monotonic() - begun > _TURN:
             said = True
             run.recorder.say(f"waiting up to {human_time(limit)} for the mirror")
-        time.sleep(0.05)
+        time.sleep(0.2)
     if not all(run.world.gather(ended)):
         run.recorder.say("the mirror lacks the end of this start; the next one copies it")
