@@ -34,7 +34,7 @@ class UploaderProcess:
         self._command = ["fsdp_pretrain.mirror.uploader", str(self._run.path), run_id.bound_to(self._run.path) or ""]
         self._command += ["--segment", str(segment), "--node", str(node), "--nodes", str(nodes)]
         self._command += ["--local-ranks", str(local_ranks)]
-        self._finishing, self._lock = False, threading.Lock()
+        self._finishing = False
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._mind, name="mirror", daemon=True).start()
@@ -45,8 +45,7 @@ class UploaderProcess:
 
     def finish(self) -> None:
         """Ask it to copy what is left and to end; see `ended`."""
-        with self._lock:
-            self._finishing = True
+        self._finishing = True
         self._say("finish")
 
     @property
@@ -78,6 +77,8 @@ class UploaderProcess:
             begun = time.monotonic()
             with contextlib.suppress(OSError):
                 self._process = self._start()
+                if self._finishing:  # perhaps since it was started
+                    self._say("finish")
                 if self._process.wait() == 0 and self._finishing:
                     self._ended.set()
                     return
@@ -91,8 +92,7 @@ class UploaderProcess:
             process = start_module(*self._command, nice=10, stdin=subprocess.PIPE, stdout=log, stderr=log)
         assert process.stdin is not None
         text = self._config.to_toml()
-        words = "finish\n" if self._finishing else ""
         with contextlib.suppress(OSError):
-            process.stdin.write(f"{len(text)}\n{text}{words}".encode())
+            process.stdin.write(f"{len(text)}\n{text}".encode())
             process.stdin.flush()
         return process
