@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from data.corpus.corpus import write_corpus
+from data.corpus.corpus import BLOCK_TOKENS, write_corpus
 from data.corpus.shards import ShardWriter, token_dtype
 from data.packing.packer import Packer
 from data.text.tokenizer import EOD, Tokenizer
@@ -87,7 +87,7 @@ def word_tokenizer(path: Path, vocabulary: dict[str, int]) -> Tokenizer:
     return Tokenizer.load(path)
 
 
-def synthetic_corpus(directory: Path, tokens: int) -> None:
+def synthetic_corpus(directory: Path, tokens: int, *, block_tokens: int = BLOCK_TOKENS) -> None:
     """A corpus of random ids in documents of log-normal length, median 400, with a word-level tokenizer to match."""
     words = {f"w{number}": number for number in range(1, _VOCABULARY)}
     (directory / "shards").mkdir()
@@ -101,7 +101,7 @@ def synthetic_corpus(directory: Path, tokens: int) -> None:
                 writer.append(rng.integers(1, _VOCABULARY, length).astype(dtype))
                 written += length
             entries.append(writer.finish())
-    write_corpus(directory, tokenizer, entries, dtype, {})
+    write_corpus(directory, tokenizer, entries, dtype, {}, block_tokens=block_tokens)
 
 
 def render(figures: dict[str, float]) -> str:

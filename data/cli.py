@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 def main() -> int:
     command = CommandLine("fsdp-data", "Tokenisers, token shards and their validation.")
-    command.add(_split, _prepare, _import, _train_tokenizer, _validate, _inspect, _bench, _quickstart_corpus)
+    command.add(_split, _prepare, _import, _train_tokenizer, _validate, _inspect, _checksums)
+    command.add(_bench, _quickstart_corpus)
     return command.run()
 
 
@@ -144,6 +145,9 @@ def _split(args: argparse.Namespace) -> int:
     argument(
         "--shard-size", type=byte_count, help="text per shard, such as 512MB (default: 1/32 of the input, 8MB to 1GB)"
     ),
+    argument(
+        "--block-tokens", type=_tokens, metavar="N", help="tokens of a block, the unit of shuffling (default: 4M)"
+    ),
     argument("--part", type=_part, default=(1, 1), metavar="I/N", help="make only part I of N, for job arrays"),
     _OVERWRITE,
     _QUIET,
@@ -157,7 +161,7 @@ def _prepare(args: argparse.Namespace) -> int:
         args.inputs,
         Tokenizer.load(args.tokenizer, args.eod),
         args.out,
-        _options(args, shard_bytes=args.shard_size, answer_field=args.answer_field),
+        _options(args, shard_bytes=args.shard_size, answer_field=args.answer_field, block_tokens=args.block_tokens),
         workers=args.workers,
         part=args.part,
         overwrite=args.overwrite,
@@ -379,6 +383,23 @@ def _inspect(args: argparse.Namespace) -> int:
             return 0
         number -= shard.documents
     raise DataError(f"there is no document {args.doc}: the corpus has {manifest.documents}")
+
+
+@verb(
+    "checksums",
+    "runs/quickstart/corpus",
+    argument("directory", type=Path, metavar="CORPUS"),
+    _WORKERS,
+    _QUIET,
+)
+def _checksums(args: argparse.Namespace) -> int:
+    """Add the checksums of its blocks to a corpus of an earlier version, so that it can be used by URL. Reads and
+    checks all shards; the corpus keeps its fingerprint. Interrupted runs continue where they stopped."""
+    from data.prepare.checksums import add_checksums
+
+    added = add_checksums(args.directory, workers=args.workers, quiet=args.quiet)
+    print(f"{args.directory}: " + (f"checksums of {added:_} blocks added" if added else "has its checksums already"))
+    return 0
 
 
 @verb(

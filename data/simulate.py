@@ -8,6 +8,7 @@ hard links to a few distinct ones, so 2T tokens need 150 MB of disk.
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import time
@@ -22,9 +23,15 @@ from tqdm import tqdm
 
 from data.corpus.corpus import build_blocks, write_corpus
 from data.corpus.shards import Shard, encode_index
+from data.fetch import working_set
+from data.fetch.costs import REQUESTS, epoch_reads
+from data.fetch.forecast import Forecast
+from data.fetch.needs import Needs
 from data.packing.packer import Packer
+from data.packing.position import Position
 from data.text.tokenizer import EOD
-from fsdp_pretrain.config.schedule import share_of
+from fsdp_pretrain.config.schedule import BatchSchedule, share_of
+from fsdp_pretrain.config.skips import Skips
 
 from .bench import timed, word_tokenizer
 
@@ -32,6 +39,9 @@ _DTYPE = np.dtype("<u2")
 _VARIANTS = 64
 _MEDIAN, _SPREAD = 450, 1.26
 """Of the log-normal document lengths; the mean is about 1,000 tokens."""
+_RANKS, _RATE, _AHEAD = 8, 10_000, 1800
+"""Of a node; tokens per second of a rank; seconds of training that a fetcher looks ahead."""
+_MOST_RANKS, _FIRST_STEPS = 1024, 20
 
 
 def simulated_corpus(directory: Path, tokens: int, shards: int) -> None:
@@ -94,6 +104,7 @@ def simulate(tokens: int, shards: int, *, sequence_length: int, world: int) -> d
             "ranks": world,
             "proved_steps": steps,
             "proof_seconds": time.perf_counter() - started,
+            **fetching(packer, sequence_length),
         }
 
 
@@ -114,6 +125,38 @@ def check_shares(packer: Packer, samples: int, world: int, rng: np.random.Genera
         assert len(set(places)) == size, "two samples lie at the same place"
         assert not any(place % length for place in places), "a sample does not start at a window"
     return len(starts)
+
+
+def fetching(packer: Packer, sequence_length: int) -> dict[str, float]:
+    """What the fetcher of a node would need if the corpus were in remote storage, on 16 and on 128 nodes.
+
+    Batches of 8M tokens, and 10,000 tokens per second and rank: half an hour is fetched ahead.
+    """
+    corpus, stream = packer.corpora["simulated"], packer.streams[0]
+    sizes = corpus.blocks[:, 4] * _DTYPE.itemsize + corpus.blocks[:, 2] * 4
+    batch, found = -(-8_000_000 // sequence_length // _MOST_RANKS) * _MOST_RANKS, dict[str, float]()
+    for nodes in (16, 128):
+        ranks, epoch = nodes * _RANKS, corpus.manifest.tokens / (nodes * _RANKS * _RATE)
+        before, started = _memory(), time.process_time()
+        forecast = Forecast(packer, BatchSchedule(batch), Skips(), Position(), world=ranks, ranks=range(_RANKS))
+        needs = Needs(packer, forecast, {0: corpus.manifest.fingerprint})
+        needs.extend(_FIRST_STEPS, math.inf)
+        needs.look_far()
+        first = time.process_time() - started
+        needs.extend(int(_AHEAD * ranks * _RATE / (batch * sequence_length)), math.inf)
+        reads = epoch_reads(stream, sizes, 1 / nodes)
+        found |= {
+            f"fetcher_{nodes}_nodes_start_cpu_ms": first * 1e3,
+            f"fetcher_{nodes}_nodes_half_hour_cpu_ms": (time.process_time() - started) * 1e3,
+            f"fetcher_{nodes}_nodes_memory_mb": (_memory() - before) / 1e6,
+            f"fetcher_{nodes}_nodes_working_set_mb": working_set.predict(
+                packer, {"simulated": sizes}, share=1 / nodes, samples=int(packer.epoch_samples["simulated"])
+            )
+            / 1e6,
+            f"fetcher_{nodes}_nodes_mb_per_second_and_node": reads.bytes / epoch / 1e6,
+            f"fetcher_{nodes}_nodes_requests_per_day": nodes * REQUESTS * reads.blocks * 86400 / epoch,
+        }
+    return found
 
 
 def _memory() -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from data.corpus.corpus import Corpus
+from data.packing.opening import cache_use
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import DataError
 
@@ -51,7 +52,7 @@ def read_contract(config: Config, vocabulary: int) -> Contract | None:
     counts = np.zeros(vocabulary, dtype=np.int64)
     for source in config.data.sources:
         try:
-            corpus = Corpus(source.path, source.mirror)
+            corpus = Corpus(source.path, source.mirror, cache=cache_use(config))
             manifest = corpus.manifest
             if manifest.pairs:
                 continue
@@ -72,14 +73,15 @@ def _sample(corpus: Corpus) -> tuple[list[npt.NDArray[np.int_]], list[int]]:
     """The first tokens, and the last one, of documents spread over the corpus, without carried separators and empty
     documents. Raises DataError."""
     manifest, begins, ends = corpus.manifest, list[npt.NDArray[np.int_]](), list[int]()
-    blocks = corpus.blocks[:: -(-len(corpus.blocks) // _BLOCKS)]
-    for number, begin, size, *_ in blocks.tolist():
-        shard = corpus.shard(number, ("index", begin, begin + size + 1))
-        for document in range(begin, begin + size, max(1, size * len(blocks) // _DOCUMENTS)):
-            start = int(shard.pointers[document]) // shard.dtype.itemsize + (manifest.separators == "leading")
-            stop = start + int(shard.lengths[document]) - manifest.carried
+    numbers = range(0, len(corpus.blocks), -(-len(corpus.blocks) // _BLOCKS))
+    for number in numbers:
+        block = corpus.block(number)
+        size, starts = len(block.lengths), block.starts + (manifest.separators == "leading")
+        for document in range(0, size, max(1, size * len(numbers) // _DOCUMENTS)):
+            start = int(starts[document])
+            stop = start + int(block.lengths[document]) - manifest.carried
             if stop > start:
-                shard = corpus.shard(number, ("tokens", start, stop))
-                begins.append(np.asarray(shard.tokens[start : min(stop, start + _TOKENS)]))
-                ends.append(int(shard.tokens[stop - 1]))
+                block = corpus.block(number, start, stop)
+                begins.append(np.asarray(block.tokens[start : min(stop, start + _TOKENS)]))
+                ends.append(int(block.tokens[stop - 1]))
     return begins, ends

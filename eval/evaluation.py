@@ -88,9 +88,9 @@ def evaluate(
         time=now(),
     )
     sources = [source.path for source in judged.trained.data.sources] if judged.trained is not None else []
-    known = bool(sources) and all((path / "manifest.json").exists() for path in sources)
-    if BUNDLED[0] in section.tasks and section.heldout and known:
-        unigrams = unigram_bits_per_byte(sources, judged.tokenizer, section.heldout)
+    here = [path for path in sources if isinstance(path, Path) and (path / "manifest.json").exists()]
+    if BUNDLED[0] in section.tasks and section.heldout and here and here == sources:
+        unigrams = unigram_bits_per_byte(here, judged.tokenizer, section.heldout)
         results = results.model_copy(update={"unigram_bits_per_byte": unigrams})
     return with_probes(results, probed)
 

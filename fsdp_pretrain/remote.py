@@ -65,6 +65,10 @@ class Url(str):
         return self.rpartition("/")[2]
 
 
+Location = Path | Url
+"""A file or directory on this machine, or in remote storage."""
+
+
 def is_url(text: str) -> bool:
     """Whether a text names remote storage rather than a local path."""
     return "://" in text
@@ -249,7 +253,7 @@ class Remote:
             try:
                 return act()
             except Exception as error:
-                problem = _problem(error)
+                problem = _problem(_real(error))
                 if problem is None:
                     raise
                 object_url = name if is_url(name) else f"{self.url}/{name}".rstrip("/")
@@ -321,9 +325,18 @@ def _status(error: BaseException | None) -> int | None:
 
 
 def _info(facts: dict[str, Any]) -> ObjectInfo:
-    names = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified")
+    names = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified")
     version = next((str(facts[name]) for name in names if facts.get(name) is not None), "")
     return ObjectInfo(int(facts.get("size") or 0), version)
+
+
+def _real(error: Exception) -> Exception:
+    """The error that fsspec reports over HTTP as a file that does not exist, if it is another."""
+    cause = error.__cause__
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    lost = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+    return cause if lost or getattr(cause, "status", 404) != 404 else error
 
 
 def _file_system(scheme: str) -> Any:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _MULTIPLIER = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([KMBT]?)\s*([A-Za-z]+)\s*$")
 _RANGE = re.compile(r"^\s*([0-9][0-9_]*)\s*:\s*([0-9][0-9_]*)\s+samples?\s*$")
+_BYTES = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([KMGTP]?)(i?)B\s*$")
 _SECONDS = {"s": 1, "second": 1, "minute": 60, "min": 60, "hour": 3600, "h": 3600, "day": 86400}
 
 
@@ -134,6 +135,29 @@ class Seconds(_Quantity):
 
     def __str__(self) -> str:
         return f"{self.value:g} s"
+
+
+@dataclass(frozen=True)
+class Bytes(_Quantity):
+    """An amount of storage, as `"200GB"` or `"1.5 TiB"`."""
+
+    value: int
+
+    @classmethod
+    def _read(cls, text: object) -> Self:
+        match = _BYTES.match(text) if isinstance(text, str) else None
+        value = 0
+        if match is not None:
+            number, multiplier, binary = match.groups()
+            base = 1024 if binary else 1000
+            value = int(Decimal(number.replace("_", "")) * base ** " KMGTP".index(multiplier or " "))
+        if not value:
+            raise ValueError('not an amount of storage with a unit; write something like "200GB" or "1.5TiB"')
+        return cls(value)
+
+    def __str__(self) -> str:
+        power = max(power for power in range(6) if self.value % 1000**power == 0)
+        return f"{self.value // 1000**power}{' KMGTP'[power].strip()}B"
 
 
 def human_count(value: float) -> str:

@@ -9,6 +9,7 @@ import pytest
 from fsdp_pretrain.config.config import Config, load, schema_keys
 from fsdp_pretrain.config.reference import meanings, reference
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import Progress
 
 pytestmark = pytest.mark.quick
@@ -128,6 +129,26 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
 )
 def test_each_mistake_is_named(good: Path, override: str, expected: str) -> None:
     assert expected in problems(good, override)
+
+
+@pytest.mark.parametrize("place", ["data.sources.0.path", "data.sources.0.mirror"])
+def test_a_corpus_by_url_needs_a_cache(good: Path, place: str, tmp_path: Path) -> None:
+    url = f'{place}="s3://bucket/corpora/web"'
+    with pytest.raises(ConfigError) as caught:
+        load(good, [url, "optimizer.min_lr=100.0"])
+    assert f"{place} = s3://bucket/corpora/web needs local disk" in str(caught.value)
+    assert "data.cache.dir and data.cache.size" in str(caught.value) and "optimizer.min_lr" in str(caught.value)
+    for wrong in ("s4://bucket/web", "s3://key:secret@bucket/web"):
+        with pytest.raises(ConfigError, match="data.sources.0"):
+            load(good, [f'{place}="{wrong}"'])
+    cache = [f'data.cache.dir="{tmp_path}"', 'data.cache.size="1.5 TiB"', 'data.cache.ahead="20min"']
+    config = load(good, [url, *cache])
+    assert config.data.cache is not None and config.data.cache.size.value == 1536 * 2**30
+    again = tmp_path / "again.toml"
+    again.write_text(config.to_toml())
+    assert load(again) == config and isinstance(getattr(load(again).data.sources[0], place.split(".")[-1]), Url)
+    with pytest.raises(ConfigError, match="amount of storage"):
+        load(good, [url, *cache[:1], "data.cache.size=200"])
 
 
 def test_duplicate_source_names(good: Path) -> None:

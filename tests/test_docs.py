@@ -19,7 +19,9 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [f"docs/{name}.md" for name in "data training launch evaluation plan trackers huggingface report".split()]
+PAGES = [
+    f"docs/{name}.md" for name in "data training storage launch evaluation plan trackers huggingface report".split()
+]
 
 
 def blocks(page: str) -> list[str]:
@@ -62,6 +64,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
     [
         ("docs/data.md", "runs/demo/corpus/manifest.json"),
         ("docs/training.md", "runs/demo/run/checkpoints/step-00000008/manifest.json"),
+        ("docs/storage.md", "runs/demo/storage-run/checkpoints/step-00000008/manifest.json"),
         ("docs/launch.md", "runs/demo/run/status.json"),
         ("docs/evaluation.md", "runs/demo/run/evals/step-00000008"),
         ("docs/trackers.md", "runs/demo/run/tensorboard/kept"),

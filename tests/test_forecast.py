@@ -54,6 +54,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path) -> di
         "b": corpus(folder / "b", tokenizer, seed=2, documents=200, block=300),
         "pairs": corpus(folder / "pairs", tokenizer, seed=3, documents=160, block=250, pairs=True),
         "large": corpus(folder / "large", tokenizer, seed=4, documents=16_000, block=4_000),
+        "middle": corpus(folder / "middle", tokenizer, seed=5, documents=6_000, block=3_000),
     }
 
 
@@ -165,19 +166,16 @@ def test_the_next_use_is_known_to_a_stretch(
             real.setdefault((use.source, use.block), []).append(use.cursor)
     shares = [min(packer.shares(cursor)[name] for cursor in (0, 50_000)) for name in packer.mixture.names]
     for number, stream in enumerate(packer.streams):
-        next_use, exact = NextUse(packer, number), 0
-        around = (3 * 256 + 64) / max(shares[number], 1e-9) * (2 if "stages" in FAR[case] else 1)
+        next_use = NextUse(packer, number)
+        around = 2 * 256 * 3 / max(shares[number], 1e-9)
         for cursor in (0, 5_000, 11_111, 16_500, 20_000):
-            found = next_use.after(cursor)
+            found, early = next_use.after(cursor), list[int]()
             for block in range(len(stream.block_lengths)):
                 later = [at for at in real.get((number, block), []) if at >= cursor]
-                if found[block] == NEVER or not later:
-                    assert not later or found[block] < NEVER
-                    continue
-                assert cursor <= found[block] <= later[0] + 32
-                exact += later[0] <= found[block] + around
-        if shares[number]:  # but for blocks that the last window of a lane reaches by a token
-            assert exact > 0.9 * 5 * len(stream.block_lengths) or "max_epochs" in FAR[case]
+                if later:
+                    assert cursor <= found[block] <= later[0] + 32
+                    early.append(later[0] - int(found[block]))
+            assert all(each <= around for each in early)
 
 
 # ------------------------------------------------------------------ replacement
@@ -289,7 +287,7 @@ def test_the_predicted_working_set_is_the_measured_one(
 ) -> None:
     for module in ("data.packing.source", "data.fetch.forecast", "data.fetch.working_set"):
         monkeypatch.setattr(f"{module}.STRETCH", 256)
-    sources = {"large": 1.0, **({"a": 0.05} if mixed else {})}
+    sources = {"large": 1.0, **({"middle": 0.4} if mixed else {})}
     packer = make(corpora, {"sources": sources}, length=16, lanes=6)
     sizes = {name: 2 * stream.block_lengths for name, stream in zip(sources, packer.streams, strict=True)}
     samples = int(1.6 * packer.epoch_samples["large"])
@@ -303,5 +301,7 @@ def test_the_predicted_working_set_is_the_measured_one(
     assert 0.9 * measured < predicted < 1.1 * measured
     whole = int(trace.sizes.sum())
     assert measured < 0.5 * whole
-    read = samples / packer.epoch_samples["large"] * whole
-    assert simulate(trace, int(1.1 * measured), "belady") < 1.25 * read
+    if not mixed:  # every block once per epoch, and a few at the borders of lanes once more
+        read = samples / packer.epoch_samples["large"] * whole
+        assert simulate(trace, int(1.1 * measured), "belady") < 1.1 * read
+        assert simulate(trace, int(1.1 * measured), "lru") > 1.1 * read

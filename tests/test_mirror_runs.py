@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +166,8 @@ def test_a_mirror_that_does_not_answer_at_a_start(
     stored: Carried, object_store: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """75 with an empty directory; a directory that holds the run goes on, and says so."""
-    monkeypatch.setattr(start, "RunMirror", partial(RunMirror, patience=0.5))  # not for a minute
+    for name in ("PATIENCE", "_NO_HURRY"):
+        monkeypatch.setattr(start, name, 0.5)
     stored.save(10)
     stored.copy()
     object_store.faults = Faults(refuse=True)

@@ -1,6 +1,7 @@
 """Blocks of corpora in remote storage, and the directory on local disk that keeps some of them.
 
-    CACHE/<corpus fingerprint>/manifest.json, blocks.npy, checksums.npy, tokenizer.*
+    CACHE/manifests/<hash of a URL>                the manifest there
+    CACHE/<corpus fingerprint>/blocks.npy, checksums.npy, tokenizer.*
     CACHE/<corpus fingerprint>/blocks/00001234     int32 lengths of the documents of a block, then its tokens, as stored
     CACHE/<corpus fingerprint>/blocks/.00001234.*.partial
     CACHE/users/<run id>-<node>.json               what each live fetcher needs
@@ -84,14 +85,14 @@ class RemoteCorpus:
         url: of the corpus.
         blocks: int64 [blocks, 5], see `BLOCK_COLUMNS`.
         checksums: uint64 [blocks, 2], xxh3-64 of the bytes of each block's lengths and tokens.
-        version: of the manifest's object when the corpus was opened; None if the storage did not answer then.
+        version: of the manifest's object.
     """
 
     url: Url
     manifest: CorpusManifest
     blocks: npt.NDArray[np.int64]
     checksums: npt.NDArray[np.uint64]
-    version: ObjectInfo | None = None
+    version: ObjectInfo
 
     @cached_property
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -154,7 +155,7 @@ class BlockCache:
         fingerprint: of the corpus.
 
     Attributes:
-        directory: with the corpus' manifest and tables; `blocks/` inside it holds the blocks.
+        directory: with the corpus' tables and tokenizer; `blocks/` inside it holds the blocks.
     """
 
     def __init__(self, cache: Path, fingerprint: str) -> None:
@@ -177,6 +178,12 @@ class BlockCache:
                     with suppress(FileNotFoundError):  # evicted meanwhile
                         found[int(entry.name)] = entry.stat().st_size
         return found
+
+    def stamp(self) -> int:
+        """A number that changes when blocks come or go; 0 if there never was one."""
+        with suppress(FileNotFoundError):
+            return self._blocks.stat().st_mtime_ns
+        return 0
 
     def put(self, block: int, lengths: bytes, tokens: bytes) -> None:
         """Store a block that was checked; it is seen whole or not at all, also after a crash. Raises OSError."""
@@ -237,7 +244,7 @@ def fetch_block(remote: Remote, corpus: RemoteCorpus, block: int) -> tuple[bytes
 def damage(remote: Remote, corpus: RemoteCorpus, error: WrongChecksumError) -> DataError:
     """What a checksum that stays wrong means: the corpus was replaced since it was opened, or an object is damaged."""
     try:
-        replaced = corpus.version is not None and remote.info("manifest.json") != corpus.version
+        replaced = remote.info("manifest.json") != corpus.version
     except RemoteError:
         replaced = False
     if not replaced:

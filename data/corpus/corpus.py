@@ -2,6 +2,7 @@
 
     CORPUS/manifest.json     tokenizer fingerprint, separator policy, shards with sizes and checksums
     CORPUS/blocks.npy        int64 [blocks, 5], see `BLOCK_COLUMNS`
+    CORPUS/checksums.npy     uint64 [blocks, 2], xxh3-64 of the lengths and of the tokens of each block, as stored
     CORPUS/tokenizer.json    or tokenizer.model: a copy of the tokenizer
     CORPUS/shards/*.bin,.idx Megatron-Core indexed datasets; adopted ones stay where they are, the manifest has the path
 
@@ -29,15 +30,19 @@ from pydantic.dataclasses import dataclass
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.remote import PATIENCE, Location, Url
 
+from .cached import CachedCopy, CacheUse
 from .reading import READ_TIMEOUT, MirroredPlaces
 from .shards import Part, Shard
+from .stored import LocalBlock, StoredBlock
 
 BLOCK_TOKENS = 4_000_000
 MAX_VOCABULARY = 1 << 24
 """More is a mistake: the tables would not fit into memory."""
 BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "tokens")
-_OPEN_SHARDS = 512
+CHECKSUMS = "checksums.npy"
+_OPEN_SHARDS, _OPEN_BLOCKS = 512, 4096
 Separators = Literal["none", "trailing", "leading"]
 """What stored documents carry: no separator, one at the end, or one at the beginning."""
 
@@ -107,6 +112,8 @@ class CorpusManifest(BaseModel):
     documents: Count
     tokens: Count
     blocks_xxh3: str
+    checksums_xxh3: str | None = None
+    """Of checksums.npy, which corpora of earlier versions lack."""
     shards: list[ShardEntry]
     statistics: dict[str, Any] = {}
 
@@ -128,7 +135,7 @@ def read_manifest(directory: Path) -> CorpusManifest:
     """Read the manifest of a corpus. Raises DataError if it is absent, damaged or of another format."""
     path = directory / "manifest.json"
     try:
-        text = path.read_bytes()
+        return parse_manifest(path.read_bytes(), str(path))
     except FileNotFoundError:
         begun = (directory / "plan.json").exists()
         unfinished = " (it is unfinished: repeat the command that makes it)" if begun else ""
@@ -138,6 +145,10 @@ def read_manifest(directory: Path) -> CorpusManifest:
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_manifest(text: bytes, origin: str) -> CorpusManifest:
+    """The manifest in a text; `origin` is for messages. Raises DataError if it is damaged or of another format."""
     collecting = gc.isenabled()
     gc.disable()  # garbage collection over tens of thousands of new objects would double the time
     try:
@@ -145,7 +156,7 @@ def read_manifest(directory: Path) -> CorpusManifest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{path} is damaged or of another version: {where}: {first['msg']}") from None
+        raise DataError(f"{origin} is damaged or of another version: {where}: {first['msg']}") from None
     finally:
         if collecting:
             gc.enable()
@@ -175,6 +186,48 @@ def build_blocks(
     return np.asarray(rows, dtype=np.int64).reshape(-1, len(BLOCK_COLUMNS))
 
 
+@dataclasses.dataclass(frozen=True)
+class ShardBlocks:
+    """The blocks of one shard.
+
+    Attributes:
+        table: int64 [blocks, 4], the columns of `BLOCK_COLUMNS` after the shard.
+        checksums: uint64 [blocks, 2], xxh3-64 of the bytes of each block's lengths and tokens.
+    """
+
+    table: npt.NDArray[np.int64]
+    checksums: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, shard: Shard, block_tokens: int, carried: int, *, pairs: bool) -> ShardBlocks:
+        """Cut a shard and read it. Raises DataError if its documents do not follow each other from its start."""
+        table = build_blocks([shard], block_tokens, carried, pairs=pairs)[:, 1:]
+        return cls(table, block_checksums(shard, table))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"table": self.table.tolist(), "checksums": self.checksums.tolist()}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> ShardBlocks:
+        table = np.asarray(value["table"], dtype=np.int64).reshape(-1, len(BLOCK_COLUMNS) - 1)
+        return cls(table, np.asarray(value["checksums"], dtype=np.uint64).reshape(-1, 2))
+
+
+def block_checksums(shard: Shard, table: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Checksums of blocks of a shard, see `ShardBlocks`. Raises DataError, as there."""
+    shard.require_sound(0, shard.documents)
+    if shard.documents and int(shard.pointers[0]):
+        raise DataError(f"the first document of {shard.prefix}.bin does not begin at its start")
+    item, found = shard.dtype.itemsize, []
+    for first, documents in table[:, :2].tolist():
+        last = first + documents - 1
+        tokens = shard.tokens[
+            int(shard.pointers[first]) // item : int(shard.pointers[last]) // item + int(shard.lengths[last])
+        ]
+        found.append([xxhash.xxh3_64_intdigest(part.data) for part in (shard.lengths[first : last + 1], tokens)])
+    return np.asarray(found, dtype=np.uint64).reshape(-1, 2)
+
+
 def write_corpus(
     directory: Path,
     tokenizer: Tokenizer,
@@ -184,18 +237,30 @@ def write_corpus(
     separators: Separators = "none",
     *,
     pairs: bool = False,
+    block_tokens: int = BLOCK_TOKENS,
     blocks: npt.NDArray[np.int64] | None = None,
 ) -> CorpusManifest:
-    """Write block table, tokenizer copy and finally, atomically, the manifest of shards already in place.
+    """Write tables, tokenizer copy and finally, atomically, the manifest of shards already in place.
 
-    The block table is computed from the shards unless given.
+    Args:
+        entries: of the shards. The blocks of one that was cut when it was made are with it, as JSON of `ShardBlocks`
+            under `blocks`; other shards are read.
+        blocks: the block table, if it is known; then no shard is read, and the corpus has no checksums.
     """
+    entries, cut = [{**entry} for entry in entries], list[ShardBlocks]()
+    for entry in entries:
+        held = entry.pop("blocks", None)
+        if held is not None:
+            cut.append(ShardBlocks.from_json(held))
+        elif blocks is None:
+            shard = Shard(ShardEntry(**entry).prefix(directory))
+            cut.append(ShardBlocks.of(shard, block_tokens, int(separators != "none"), pairs=pairs))
+    checksums_xxh3 = None
     if blocks is None:
-        shards = (Shard(ShardEntry(**entry).prefix(directory)) for entry in entries)
-        blocks = build_blocks(shards, carried=int(separators != "none"), pairs=pairs)
-    buffer = io.BytesIO()
-    np.save(buffer, blocks)
-    replace_file(directory / "blocks.npy", buffer.getvalue())
+        rows = [np.insert(own.table, 0, number, axis=1) for number, own in enumerate(cut)]
+        blocks = np.concatenate([np.zeros((0, len(BLOCK_COLUMNS)), np.int64), *rows])
+        checksums = np.concatenate([np.zeros((0, 2), np.uint64), *(own.checksums for own in cut)])
+        checksums_xxh3 = write_table(directory / CHECKSUMS, checksums)
     description = tokenizer.describe()
     description["file"] = "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
     replace_file(directory / description["file"], tokenizer.path.read_bytes())
@@ -208,43 +273,89 @@ def write_corpus(
             "tokenizer": description,
             "documents": sum(entry["documents"] for entry in entries),
             "tokens": sum(entry["tokens"] for entry in entries),
-            "blocks_xxh3": xxhash.xxh3_128(buffer.getvalue()).hexdigest(),
+            "blocks_xxh3": write_table(directory / "blocks.npy", blocks),
+            "checksums_xxh3": checksums_xxh3,
             "shards": entries,
             "statistics": statistics,
         }
     )
-    replace_file(directory / "manifest.json", (manifest.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
+    write_manifest(directory, manifest)
     return manifest
 
 
+def write_table(path: Path, table: npt.NDArray[Any]) -> str:
+    """Write an array durably; returns the checksum of the file. Raises OSError."""
+    buffer = io.BytesIO()
+    np.save(buffer, table)
+    replace_file(path, buffer.getvalue())
+    return xxhash.xxh3_128_hexdigest(buffer.getvalue())
+
+
+def write_manifest(directory: Path, manifest: CorpusManifest) -> None:
+    """Raises OSError."""
+    replace_file(directory / "manifest.json", (manifest.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
+
+
 class Corpus:
-    """A corpus opened for reading; shards are mapped when first needed, and a bounded number stays open.
+    """A corpus opened for reading; shards and blocks are mapped when first needed, and a bounded number stays open.
 
     What cannot be read from `directory` is read from its copy `mirror`.
+
+    Args:
+        directory, mirror: paths, or URLs of remote storage.
+        cache: for URLs.
 
     Attributes:
         blocks: int64 [blocks, 5].
         places: the directories, with read times and notices.
+        copies: of the places, those that are read through a cache, by URL.
 
     Raises:
+        ConfigError: a URL without a cache.
         DataError: not a corpus, another block table than the manifest names, or a mirror of another corpus.
     """
 
-    def __init__(self, directory: Path, mirror: Path | None = None, *, read_timeout: float = READ_TIMEOUT) -> None:
-        self.directory = directory
-        self.places = MirroredPlaces([directory, mirror] if mirror is not None else [directory], read_timeout)
-        self.manifest = self.places.read("manifest.json", read_manifest)
-        self._entries = {directory: self.manifest.shards}
-        if mirror is not None:
-            self._entries[mirror] = self._check_mirror(mirror, read_timeout)
+    def __init__(
+        self,
+        directory: Location,
+        mirror: Location | None = None,
+        *,
+        read_timeout: float = READ_TIMEOUT,
+        cache: CacheUse | None = None,
+    ) -> None:
+        self.directory, self._cache, self._patience = directory, cache, min(PATIENCE, read_timeout / 2)
+        self.copies: dict[Url, CachedCopy] = {}
+        self._entries: dict[Location, list[ShardEntry]] = {}
+        problem = cache.problem if cache is not None else str
+        self.places = MirroredPlaces([directory, mirror] if mirror is not None else [directory], read_timeout, problem)
+        self.manifest = self._keep(*self.places.read("manifest.json", self._open_copy))
+        self._entries.setdefault(directory, self.manifest.shards)
+        if mirror is not None and mirror not in self._entries:
+            self._check_mirror(mirror, read_timeout)
         self.blocks = self.places.read("blocks.npy", self._read_blocks)
         if not len(self.blocks):
             raise DataError(f"{directory} holds no tokens")
         self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._blocks: OrderedDict[int, StoredBlock] = OrderedDict()
+        self._seen: dict[Url, int] = {}
 
-    def _check_mirror(self, mirror: Path, timeout: float) -> list[ShardEntry]:
-        """The shards of the mirror: the same, possibly under other paths. Raises DataError for another corpus."""
-        found = MirroredPlaces([mirror], timeout).read("manifest.json", read_manifest)
+    def _open_copy(self, place: Location) -> tuple[Location, CorpusManifest, CachedCopy | None]:
+        if not isinstance(place, Url):
+            return place, read_manifest(place), None
+        if self._cache is None:
+            raise DataError(f"{place} is a URL, and no cache is given for it", remedy="set data.cache.dir and .size")
+        copy = CachedCopy(place, self._cache, parse_manifest, self._patience)
+        return place, copy.corpus.manifest, copy
+
+    def _keep(self, place: Location, manifest: CorpusManifest, copy: CachedCopy | None) -> CorpusManifest:
+        self._entries[place] = manifest.shards
+        if copy is not None:
+            self.copies[copy.place] = copy
+        return manifest
+
+    def _check_mirror(self, mirror: Location, timeout: float) -> None:
+        """The mirror has the same shards, possibly under other paths. Raises DataError for another corpus."""
+        found = self._keep(*MirroredPlaces([mirror], timeout).read("manifest.json", self._open_copy))
         if found.fingerprint != self.manifest.fingerprint:
             raise DataError(
                 f"{mirror} is not a copy of {self.directory}: their manifests have different fingerprints "
@@ -252,9 +363,16 @@ class Corpus:
                 effect="reading from it would change the data in the middle of a run",
                 remedy="copy the corpus again, or remove the source's mirror from the configuration",
             )
-        return found.shards
 
-    def _read_blocks(self, place: Path) -> npt.NDArray[np.int64]:
+    def _copy(self, url: Url) -> CachedCopy:
+        """Raises DataError if it could not be opened."""
+        if url not in self.copies:
+            raise DataError(f"{url} could not be opened at the start")
+        return self.copies[url]
+
+    def _read_blocks(self, place: Location) -> npt.NDArray[np.int64]:
+        if isinstance(place, Url):
+            return self._copy(place).corpus.blocks
         path = place / "blocks.npy"
         try:
             raw = path.read_bytes()
@@ -269,28 +387,80 @@ class Corpus:
         blocks: npt.NDArray[np.int64] = np.load(io.BytesIO(raw), allow_pickle=False)
         return blocks
 
-    def kept(self, number: int, part: Part) -> Shard | None:
-        """Shard `number` if it is open and `part` is known to be in memory, else None; reads nothing."""
-        shard = self._open.get(number)
-        return shard if shard is not None and shard.resident(part) else None
+    def kept(self, number: int, first: int = 0, stop: int = 0) -> StoredBlock | None:
+        """Block `number` if it is open and its tokens [first, stop) are known to be in memory, else None; no reads."""
+        block = self._blocks.get(number)
+        return block if block is not None and (first >= stop or block.resident(first, stop)) else None
+
+    def block(self, number: int, first: int = 0, stop: int = 0) -> StoredBlock:
+        """Block `number`, opened and with its tokens [first, stop), clipped, in memory. Raises DataError."""
+        if block := self.kept(number, first, stop):
+            return block
+        shard, held = int(self.blocks[number, 0]), self._blocks.get(number)
+
+        def read(place: Location) -> StoredBlock:
+            block = held if held is not None and held.place == place else self._open_block(place, number)
+            if first < stop:
+                block.load(first, stop)
+            return block
+
+        block = self._blocks[number] = self.places.read(f"shards/{self.manifest.shards[shard].name}", read)
+        self._blocks.move_to_end(number)
+        if isinstance(block, LocalBlock):
+            self._keep_open(shard, block.shard)
+        if len(self._blocks) > _OPEN_BLOCKS:
+            self._blocks.popitem(last=False)
+        return block
+
+    def _open_block(self, place: Location, number: int) -> StoredBlock:
+        if isinstance(place, Url):
+            return self._copy(place).open(number)
+        shard, first, documents = self.blocks[number, :3].tolist()
+        return LocalBlock(place, self._shard_at(place, shard), first, documents)
+
+    def let_go(self) -> set[int]:
+        """Close the blocks that were evicted from the cache, so that their space becomes free; returns their numbers.
+
+        Costs a system call while nothing changes in the cache.
+        """
+        changed = {url for url, copy in self.copies.items() if self._seen.get(url) != copy.blocks.stamp()}
+        if not changed:
+            return set()
+        self._seen |= {url: self.copies[url].blocks.stamp() for url in changed}
+        gone = {number for number, block in self._blocks.items() if block.place in changed and block.is_gone}
+        for number in gone:
+            del self._blocks[number]
+        return gone
 
     def shard(self, number: int, part: Part = ("tokens", 0, 0)) -> Shard:
-        """Shard `number` in manifest order, opened and with `part` in memory. Raises DataError."""
-        if shard := self.kept(number, part):
-            return shard
-        entry, kept = self.manifest.shards[number], self._open.get(number)
+        """Shard `number` in manifest order of a corpus in files, opened and with `part` in memory. Raises DataError."""
+        kept = self._open.get(number)
+        if kept is not None and kept.resident(part):
+            return kept
 
-        def read(place: Path) -> Shard:
-            prefix = self._entries[place][number].prefix(place)
-            shard = kept if kept is not None and kept.prefix == prefix else self._open_shard(prefix, entry)
+        def read(place: Location) -> Shard:
+            shard = self._shard_at(place, number)
             shard.load(part)
             return shard
 
-        shard = self._open[number] = self.places.read(f"shards/{entry.name}", read)
+        shard = self.places.read(f"shards/{self.manifest.shards[number].name}", read)
+        self._keep_open(number, shard)
+        return shard
+
+    def _shard_at(self, place: Location, number: int) -> Shard:
+        """A shard, opened unless it is; keeps nothing: the read may have been given up. Raises DataError."""
+        if isinstance(place, Url):
+            raise DataError(f"{place} is a URL: it has blocks, but no shards in files")
+        prefix, kept = self._entries[place][number].prefix(place), self._open.get(number)
+        if kept is not None and kept.prefix == prefix:
+            return kept
+        return self._open_shard(prefix, self.manifest.shards[number])
+
+    def _keep_open(self, number: int, shard: Shard) -> None:
+        self._open[number] = shard
         self._open.move_to_end(number)
         if len(self._open) > _OPEN_SHARDS:
             self._open.popitem(last=False)
-        return shard
 
     def _open_shard(self, prefix: Path, entry: ShardEntry) -> Shard:
         """Open a shard and check its index and sizes against the manifest."""
@@ -308,7 +478,12 @@ class Corpus:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer stored with the corpus. Raises DataError if it is not the one the manifest names."""
         entry = self.manifest.tokenizer
-        tokenizer = self.places.read(entry.file, lambda place: Tokenizer.load(place / entry.file, eod=entry.eod))
+
+        def load(place: Location) -> Tokenizer:
+            directory = self._copy(place).directory if isinstance(place, Url) else place
+            return Tokenizer.load(directory / entry.file, eod=entry.eod)
+
+        tokenizer = self.places.read(entry.file, load)
         if tokenizer.fingerprint != entry.fingerprint:
             raise DataError(
                 f"{tokenizer.path} is not the tokenizer this corpus was made with (fingerprint differs)",

@@ -21,6 +21,8 @@ from threading import get_ident
 import numpy as np
 import numpy.typing as npt
 
+from fsdp_pretrain.remote import Location
+
 _library = ctypes.CDLL(None, use_errno=True)
 _library.mmap.restype = ctypes.c_void_p
 _library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -31,7 +33,7 @@ _FAILED = ctypes.c_void_p(-1).value
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14; the Python module does not name it
 
 
-now_reading: dict[int, Path] = {}
+now_reading: dict[int, Location] = {}
 """The file each thread reads or read last, by thread identity."""
 
 

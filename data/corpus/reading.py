@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from fsdp_pretrain.deadline import NoAnswerError, Worker
 from fsdp_pretrain.errors import DataError, ReadTimeoutError
+from fsdp_pretrain.remote import Location, Url
 
 from .mapping import now_reading
 
@@ -46,29 +46,29 @@ class ReadTimes:
             self.slowest, self.file = other.slowest, other.file
 
 
-def _read(path: Path, act: Callable[[], T]) -> T:
+def _read(path: Location, act: Callable[[], T]) -> T:
     """Runs in the reading thread; the watchdog recognises a read by the name of this function."""
     now_reading[threading.get_ident()] = path
     return act()
 
 
 class MirroredPlaces:
-    """Directories with the same content, the first of which is used as long as possible.
+    """Directories or URLs with the same content, the first of which is used as long as possible.
 
     Every read runs in another thread with a `timeout` in seconds. A file that fails in one place is read from the next
     from then on. A place where a read hangs is not used again at all: every further file could cost the timeout once
     more. Time in which the process is suspended does not count: waiting is done in short turns. Changes of place and
-    slow reads are reported on standard error, and kept for the journal.
+    slow reads are reported on standard error, and kept for the journal. `problem` says why blocks of URLs do not come.
     """
 
-    def __init__(self, directories: Sequence[Path], timeout: float) -> None:
-        self._places, self._timeout = list(directories), timeout
-        self._failed: set[tuple[str, Path]] = set()
+    def __init__(self, places: Sequence[Location], timeout: float, problem: Callable[[], str] = str) -> None:
+        self._places, self._timeout, self._problem = list(places), timeout, problem
+        self._failed: set[tuple[str, Location]] = set()
         self._worker: Worker | None = None
         self._times, self._slowest_reported = ReadTimes(), timeout * _SLOW
         self._notices: list[str] = []
 
-    def read(self, name: str, act: Callable[[Path], T]) -> T:
+    def read(self, name: str, act: Callable[[Location], T]) -> T:
         """Return `act(place)`, which reads file `name` of a place, for the first place where it succeeds.
 
         It runs in another thread, possibly forever: it must not change anything shared.
@@ -104,7 +104,7 @@ class MirroredPlaces:
         print(f"warning: {text}", file=sys.stderr, flush=True)
         self._notices.append(text)
 
-    def _watched(self, path: Path, act: Callable[[], T]) -> T:
+    def _watched(self, path: Location, act: Callable[[], T]) -> T:
         """Return or raise what `act` does; ReadTimeoutError if it takes too long."""
         worker = self._worker = self._worker or Worker("data-read")
         started = time.perf_counter()
@@ -112,6 +112,14 @@ class MirroredPlaces:
             return worker.call(partial(_read, path, act), self._timeout)
         except NoAnswerError:
             self._worker = None  # abandoned with its thread
+            if isinstance(path, Url):
+                problem = self._problem()
+                raise ReadTimeoutError(
+                    f"{path} did not come within {self._timeout:g} s" + (f": {problem}" if problem else ""),
+                    effect="training cannot go on without it; it can be resumed from the last checkpoint",
+                    remedy="check the storage, the network and the credentials, or name a copy of the corpus as the "
+                    "source's mirror; data.read_timeout is how long a read may take",
+                ) from None
             raise ReadTimeoutError(
                 f"{now_reading.get(worker.identity, path)} did not answer for {self._timeout:g} s: the read hangs",
                 effect="training cannot go on without it; it can be resumed from the last checkpoint",
@@ -122,7 +130,7 @@ class MirroredPlaces:
             if self._worker is worker:
                 self._count(now_reading.get(worker.identity, path), time.perf_counter() - started)
 
-    def _count(self, file: Path, took: float) -> None:
+    def _count(self, file: Location, took: float) -> None:
         self._times.add(ReadTimes(1, took, took, str(file)))
         if took > self._slowest_reported:
             self._slowest_reported = 2 * took  # report the next only if it is much slower: no flood from a slow mount

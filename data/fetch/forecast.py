@@ -125,7 +125,10 @@ def lane_runs(stream: SourceStream, epoch: int) -> LaneRuns:
     lane = lane[row] + np.arange(len(row)) - np.repeat(np.cumsum(lanes) - lanes, lanes)
     begin = lane * run + np.minimum(lane, longer)
     size = run + (lane < longer)
-    return LaneRuns(order[row], np.maximum(low[row] - begin, 0), np.minimum(high[row] - begin, size - 1))
+    first_place, last_place = np.maximum(low[row] - begin, 0), np.minimum(high[row] - begin, size - 1)
+    following = stream.block_order(epoch + 1)[0][:1]  # the last window reads into the next epoch
+    end = last_place[-1:]
+    return LaneRuns(*map(np.concatenate, ((order[row], following), (first_place, end), (last_place, end))))
 
 
 class NextUse:

@@ -143,16 +143,18 @@ def _lru(trace: Trace, capacity: int) -> int:
     return fetched
 
 
-def live_bytes(trace: Trace, pause: Ints) -> int:
+def live_bytes(trace: Trace, pause: Ints, epochs: Ints | None = None) -> int:
     """The largest number of bytes of blocks that are between their first and last use at once.
 
     Args:
         pause: int64 [blocks], samples between two uses of a block from which on it is not worth keeping for the second.
+        epochs: int64 [uses], the epoch of each: uses in two epochs do not belong together. None: all are in one.
     """
+    epochs = np.zeros(len(trace.blocks), np.int64) if epochs is None else epochs
     events = deque[tuple[int, int, int]]()  # (cursor, 0 for a begin or 1 for an end, bytes)
-    order = np.lexsort((trace.cursors, trace.blocks))
+    order = np.lexsort((trace.cursors, epochs, trace.blocks))
     blocks, cursors = trace.blocks[order], trace.cursors[order]
-    apart = np.diff(blocks, prepend=-1) != 0
+    apart = (np.diff(blocks, prepend=-1) != 0) | (np.diff(epochs[order], prepend=-1) != 0)
     apart[1:] |= np.diff(cursors) > pause[blocks[1:]]
     begins = np.flatnonzero(apart)
     ends = np.append(begins[1:], len(blocks)) - 1

@@ -17,7 +17,7 @@ from fsdp_pretrain.errors import ConfigError, ReadTimeoutError, UserError
 
 from .mixture import MixtureWeight
 from .objectives import Infilling
-from .opening import open_infilling, slots_of
+from .opening import cache_use, open_infilling, slots_of
 from .packer import Packer
 
 _SEED, _LANES = 0, 256
@@ -66,6 +66,7 @@ def open_heldout(config: Config, training: Packer) -> HeldOutSamples | None:
         lanes=_LANES,
         read_timeout=config.read_timeout,
         slots=slots_of(data),
+        cache=cache_use(config),
     )
     whole = {name: int(samples) for name, samples in packer.epoch_samples.items()}
     least = config.eval.loss_samples or 1
@@ -84,7 +85,7 @@ def open_heldout(config: Config, training: Packer) -> HeldOutSamples | None:
 def _problems(source: HeldOutSource, config: Config, training: Packer) -> list[str]:
     """Why a corpus cannot be measured."""
     try:
-        manifest = Corpus(source.path, read_timeout=config.read_timeout).manifest
+        manifest = Corpus(source.path, read_timeout=config.read_timeout, cache=cache_use(config)).manifest
     except ReadTimeoutError:
         raise
     except UserError as error:

@@ -6,7 +6,7 @@ every batch carries the position after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -98,6 +98,7 @@ class _Steps(BaseNode[Any]):
             self._failed = True
             return error
         self._position = batch.position
+        self._loader.built(batch.position)
         return batch
 
     def get_state(self) -> dict[str, Any]:
@@ -121,6 +122,7 @@ class Loader(Iterator[StepBatch]):
         infilling: makes blanks in the samples; None predicts every next token.
         pin: put tensors in pinned memory, for asynchronous copies to a GPU.
         unigrams: compares the tokens of every step with earlier ones.
+        built: called with the position after each batch, as soon as it is built.
     """
 
     def __init__(
@@ -139,8 +141,9 @@ class Loader(Iterator[StepBatch]):
         infilling: Infilling | None = None,
         pin: bool = False,
         unigrams: Unigrams | None = None,
+        built: Callable[[Position], None] = lambda _: None,
     ) -> None:
-        self._unigrams = unigrams
+        self._unigrams, self.built = unigrams, built
         self._packer, self._batches, self._rank, self._world = packer, batches, rank, world
         self._micro_batch, self._pin = micro_batch, pin
         self._with_lengths, self._across_documents, self._infilling = with_lengths, across_documents, infilling
@@ -182,6 +185,7 @@ class Loader(Iterator[StepBatch]):
             step.digest += packed.digest
             tokens += [packed.tokens] if packed.lasts is None else packed.rows
         step.digest = (step.digest + 2**63) % 2**64 - 2**63
+        self._packer.let_go()
         for corpus in self._packer.corpora.values():
             step.reads.add(corpus.places.take_times())
             step.notices += corpus.places.take_notices()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from data.corpus.cached import CacheUse
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import DataSection, GLMObjective, Place, SourceSection
 from fsdp_pretrain.config.skips import Skips
@@ -17,8 +18,11 @@ from .packer import Packer
 from .pieces import Pieces
 
 
-def open_packer(config: Config) -> Packer:
-    """The packer of a run. Raises DataError, and ConfigError if the corpora do not fit the model."""
+def open_packer(config: Config, fetcher: Path | None = None) -> Packer:
+    """The packer of a run. Raises DataError, and ConfigError if the corpora do not fit the model.
+
+    With `fetcher`, blocks that the cache lacks are waited for, see `CacheUse`.
+    """
     data, pieces = config.data, Pieces(config.data.sequence_stages)
     packer = Packer(
         [(source.name, source.path, _weight(source, pieces)) for source in data.sources],
@@ -32,6 +36,7 @@ def open_packer(config: Config) -> Packer:
         read_timeout=config.read_timeout,
         slots=slots_of(data),
         stages=data.sequence_stages,
+        cache=cache_use(config, fetcher),
     )
     if packer.tokenizer.vocab_size > config.model.vocab:
         raise ConfigError(
@@ -41,6 +46,12 @@ def open_packer(config: Config) -> Packer:
         )
     open_infilling(config, packer)
     return packer
+
+
+def cache_use(config: Config, fetcher: Path | None = None) -> CacheUse | None:
+    """How the run's corpora by URL are read; None if it names no cache."""
+    cache = config.data.cache
+    return None if cache is None else CacheUse(cache.dir, cache.size.value, fetcher)
 
 
 def windows_at(data: DataSection, places: Sequence[Place]) -> list[int]:

@@ -24,17 +24,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from data.corpus.cached import CacheUse
 from data.corpus.corpus import Corpus
 from data.corpus.reading import READ_TIMEOUT
 from fsdp_pretrain.config.sequence_stages import SequenceStages
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.remote import Location
 
 from .mixture import Mixture, MixtureWeight
 from .pairs import Pairs
@@ -122,13 +123,14 @@ class Packer:
     """Samples of a mixture of corpora. See the module docstring for the construction.
 
     Args:
-        sources: (name, corpus directory, weight).
+        sources: (name, corpus directory or URL, weight).
         lanes: places of an epoch that consecutive samples come from in turn.
         max_epochs: by source name, how often it may be read; unlimited if absent.
         reshuffle: windows from which the rest of each source gets another order.
         exclude: (source, shard, document) that keep their places but are not learned.
         slots: (pairs per sample, tokens per pair) of the sources of prompts with answers; None allows none.
         stages: lengths of the samples; default: all are windows of `sequence_length`.
+        cache: for corpora by URL.
 
     Attributes:
         length: of a window.
@@ -143,7 +145,7 @@ class Packer:
 
     def __init__(
         self,
-        sources: Sequence[tuple[str, Path, float | MixtureWeight]],
+        sources: Sequence[tuple[str, Location, float | MixtureWeight]],
         sequence_length: int,
         *,
         seed: int,
@@ -151,17 +153,18 @@ class Packer:
         max_epochs: Mapping[str, float] | None = None,
         reshuffle: Sequence[int] = (),
         exclude: Collection[tuple[str, str, int]] = (),
-        mirrors: Mapping[str, Path] | None = None,
+        mirrors: Mapping[str, Location] | None = None,
         read_timeout: float = READ_TIMEOUT,
         slots: tuple[int, int] | None = None,
         stages: SequenceStages | None = None,
+        cache: CacheUse | None = None,
     ) -> None:
         self.length, self._excluded = sequence_length, frozenset(exclude)
         self.pieces = Pieces(stages or SequenceStages.constant(sequence_length))
         self._sources: list[SourceStream] = []
         weights: dict[str, MixtureWeight] = {}
         for name, path, given in sources:
-            corpus = Corpus(path, (mirrors or {}).get(name), read_timeout=read_timeout)
+            corpus = Corpus(path, (mirrors or {}).get(name), read_timeout=read_timeout, cache=cache)
             if corpus.manifest.pairs:
                 source: SourceStream = _paired(name, corpus, seed, lanes, slots)
             else:
@@ -196,6 +199,11 @@ class Packer:
     def corpora(self) -> dict[str, Corpus]:
         """The opened corpora by source name."""
         return {source.name: source.corpus for source in self._sources}
+
+    def let_go(self) -> None:
+        """Close the blocks that were evicted from a cache; cheap, and needed once per step."""
+        for source in self._sources:
+            source.let_go()
 
     @property
     def streams(self) -> Sequence[SourceStream]:
@@ -364,11 +372,9 @@ class _Sample(NamedTuple):
 
 
 def _piece(source: SourceStream, span: Span) -> Piece:
-    manifest, document = source.corpus.manifest, span.document
-    shard, name = source.corpus.shard(span.block.shard), manifest.shards[span.block.shard].name
-    first = int(shard.pointers[document]) // shard.dtype.itemsize + (manifest.separators == "leading")
-    length = int(shard.lengths[document]) - manifest.carried
-    return Piece(source.name, name, document, span.start - first, span.stop - first, length, span.position)
+    name = source.corpus.manifest.shards[span.block.shard].name
+    first, length = span.block.text(span.at)
+    return Piece(source.name, name, span.document, span.start - first, span.stop - first, length, span.position)
 
 
 def _paired(name: str, corpus: Corpus, seed: int, lanes: int, slots: tuple[int, int] | None) -> Pairs:

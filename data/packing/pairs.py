@@ -72,9 +72,8 @@ class Pairs(SourceStream):
             answer = min(answer, self._slot - prompt - 2)
             at = begin
             for document, size in ((first, prompt), (first + 1, answer)):
-                start = int(block.ends[document] + block.shifts[document] - 1 - sizes[document - first])
-                shard = self.corpus.shard(block.shard, ("tokens", start, start + size))
-                row[at : at + size] = shard.tokens[start : start + size]
+                start, _ = block.text(document)
+                row[at : at + size] = self.corpus.block(block.number, start, start + size).tokens[start : start + size]
                 if spans is not None:
                     spans.append(Span(block, document, at, start, start + size))
                 at += size + 1

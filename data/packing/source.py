@@ -9,12 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from data.corpus.corpus import Corpus
 from data.corpus.hashing import key_of, permutation
+from data.corpus.stored import StoredBlock
 from fsdp_pretrain.errors import DataError
 
 Ints = npt.NDArray[np.int64]
@@ -30,18 +32,21 @@ _NEAR = 32
 _cached_permutation = lru_cache(maxsize=64)(permutation)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Block:
     """Documents of one block in the order of one epoch."""
+
+    number: int
+    """In the block table."""
 
     ends: Ints
     """[documents] end of each in the block's stream, separators counted."""
     shifts: Ints
-    """[documents] token of the shard's flat array = position in the block's stream + shift."""
+    """[documents] token of the stored block = position in the block's stream + shift."""
     documents: Ints
     """[documents] number within the shard."""
     tokens: npt.NDArray[Any]
-    """The shard's flat array."""
+    """Of the stored block; empty while it is let go."""
     load: Callable[[Block, int], npt.NDArray[Any]]
     """Load a chunk of that array, and the next one, with a timeout; returns the array to use from then on."""
     chunk_bits: int
@@ -51,6 +56,11 @@ class Block:
     """Those not loaded yet."""
     shard: int
     length: int
+
+    def text(self, at: int) -> tuple[int, int]:
+        """First token in the stored block, and number of tokens, of the document at an index."""
+        begin = int(self.ends[at - 1]) if at else 0
+        return begin + int(self.shifts[at]), int(self.ends[at]) - begin - 1
 
 
 class Span(NamedTuple):
@@ -62,7 +72,7 @@ class Span(NamedTuple):
     position: int
     """In the row."""
     start: int
-    """First token in the shard."""
+    """First token in the stored block."""
     stop: int
 
     @property
@@ -93,6 +103,7 @@ class SourceStream:
         self._chunk_bits = max(_CHUNK_BITS, length.bit_length())  # a sample spans at most two chunks
         self._epoch = lru_cache(maxsize=3)(self._order_blocks)
         self._block = lru_cache(maxsize=max(64, min(2 * lanes, 4096)))(self._open_block)
+        self._opened: WeakValueDictionary[tuple[int, int], Block] = WeakValueDictionary()
         self._round = lru_cache(maxsize=1)(self._order_lanes)
         self._stretch = lru_cache(maxsize=4 * lanes + 64)(self._order_windows)
 
@@ -164,28 +175,29 @@ class SourceStream:
         return order, np.cumsum(self.block_lengths[order])
 
     def _open_block(self, epoch: int, block: int) -> Block:
-        shard_number, first, count = self.corpus.blocks[block, :3].tolist()
-        shard = self.corpus.shard(shard_number, ("index", first, first + count + 1))
-        shard.require_sound(first, first + count)
-        lengths = shard.lengths[first : first + count] - self.corpus.manifest.carried
-        starts = self._starts(shard_number, first, lengths)
+        shard, first, _ = self.corpus.blocks[block, :3].tolist()
+        stored = self.corpus.block(block)
+        lengths: npt.NDArray[Any] = stored.lengths - self.corpus.manifest.carried
+        starts = self._starts(block, stored, lengths)
         order = self._order(epoch, block, lengths)
         sizes = lengths[order].astype(np.int64) + 1
         ends = np.cumsum(sizes)
         bits = self._chunk_bits
         chunks = range(int(starts[0]) >> bits, (int(starts[-1] + lengths[-1]) >> bits) + 1)
-        return Block(
+        opened = self._opened[epoch, block] = Block(
+            number=block,
             ends=ends,
             shifts=starts[order] - (ends - sizes),
             documents=first + order,
-            tokens=shard.tokens,
+            tokens=stored.tokens,
             load=self._load,
             chunk_bits=bits,
             chunks=chunks,
             waiting=set(chunks),
-            shard=shard_number,
+            shard=shard,
             length=int(self.block_lengths[block]),
         )
+        return opened
 
     def _order(self, epoch: int, block: int, lengths: Ints) -> Ints:
         """The order of the documents of a block, given their lengths."""
@@ -194,23 +206,22 @@ class SourceStream:
             order = order[lengths[order] > 0]
         return order
 
-    def _starts(self, number: int, first: int, lengths: npt.NDArray[np.int32]) -> Ints:
-        """Where the texts of documents from `first` on begin in a shard's flat array, carried separators skipped.
+    def _starts(self, block: int, stored: StoredBlock, lengths: npt.NDArray[np.int32]) -> Ints:
+        """Where the texts of a block's documents begin in its tokens, carried separators skipped.
 
         Raises:
             DataError: a document does not carry the separator that the manifest declares.
         """
-        manifest, shard = self.corpus.manifest, self.corpus.shard(number)
-        starts: Ints = shard.pointers[first : first + len(lengths)] // shard.dtype.itemsize
+        manifest, starts = self.corpus.manifest, stored.starts
         if not manifest.carried:
             return starts
-        end = int(starts[-1]) + int(lengths[-1]) + manifest.carried
-        shard = self.corpus.shard(number, ("tokens", int(starts[0]), end))
+        stored = self.corpus.block(block, 0, len(stored.tokens))
         at = starts + (lengths if manifest.separators == "trailing" else 0)
-        wrong = np.flatnonzero((lengths < 0) | (shard.tokens.take(at, mode="clip") != manifest.tokenizer.eod))
+        wrong = np.flatnonzero((lengths < 0) | (stored.tokens.take(at, mode="clip") != manifest.tokenizer.eod))
         if len(wrong):
+            first = int(self.corpus.blocks[block, 1])
             raise DataError(
-                f"{shard.prefix}.bin, document {first + int(wrong[0])}: no {manifest.separators} separator where the "
+                f"{stored.name}.bin, document {first + int(wrong[0])}: no {manifest.separators} separator where the "
                 f"manifest declares one ({len(wrong)} of the {len(lengths)} documents around it)",
                 effect="the shard changed since it was imported: the run would train on tokens that were not checked",
                 remedy="restore the shard, or import the corpus again",
@@ -219,14 +230,21 @@ class SourceStream:
 
     def _load(self, block: Block, chunk: int) -> npt.NDArray[Any]:
         bits, near = self._chunk_bits, range(chunk & -_NEAR, (chunk & -_NEAR) + _NEAR)
-        shard = self.corpus.kept(block.shard, ("tokens", near[0] << bits, (near[-1] + 2) << bits))
-        if shard is None:
+        stored = self.corpus.kept(block.number, near[0] << bits, (near[-1] + 2) << bits)
+        if stored is None:
             near = range(chunk, chunk + 1)
-            shard = self.corpus.shard(block.shard, ("tokens", chunk << bits, (chunk + 2) << bits))
-        if shard.tokens is not block.tokens:  # reopened, perhaps from the mirror
-            block.tokens, block.waiting = shard.tokens, set(block.chunks)
+            stored = self.corpus.block(block.number, chunk << bits, (chunk + 2) << bits)
+        if stored.tokens is not block.tokens:  # opened again, perhaps from the mirror
+            block.tokens, block.waiting = stored.tokens, set(block.chunks)
         block.waiting.difference_update(near)
         return block.tokens
+
+    def let_go(self) -> None:
+        """Close blocks that were evicted from a cache; they are opened again when needed."""
+        if gone := self.corpus.let_go():
+            for (_, number), block in list(self._opened.items()):
+                if number in gone:
+                    block.tokens, block.waiting = block.tokens[:0].copy(), set(block.chunks)
 
     def blocks_of(self, source_index: int, count: int, *, begin: int = 0) -> list[int]:
         """The blocks that `fill` opens for `count` tokens of a sample from its token `begin` on, in order of use.

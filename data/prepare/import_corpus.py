@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.corpus.corpus import CorpusManifest, Separators, Vocabulary, write_corpus
+from data.corpus.corpus import BLOCK_TOKENS, CorpusManifest, Separators, ShardBlocks, Vocabulary, write_corpus
 from data.corpus.formats import Format, detect_format, find_token_files, open_file
 from data.corpus.shards import Shard, ShardWriter, file_checksum, token_dtype
 from data.text.tokenizer import Tokenizer
@@ -175,6 +175,10 @@ def ingest_file(
             shown += step
         checker.require(str(source), file, tokenizer)
         entry = writer.finish() if writer else _entry(prefix.name, source, checker, digest.hexdigest())
+    carried = int(declared != "none" and not options.copy)
+    entry["blocks"] = ShardBlocks.of(
+        Shard(prefix if options.copy else source), BLOCK_TOKENS, carried, pairs=False
+    ).to_json()
     report(size - shown)
     counts = {"documents": checker.documents, "empty": checker.empty, "unterminated": checker.unterminated}
     write_record(prefix, {"entry": entry, "counts": counts, "source": str(source)})

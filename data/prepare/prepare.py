@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from data.corpus.corpus import CorpusManifest, write_corpus
-from data.corpus.shards import ShardWriter, token_dtype
+from data.corpus.corpus import BLOCK_TOKENS, CorpusManifest, ShardBlocks, write_corpus
+from data.corpus.shards import Shard, ShardWriter, token_dtype
 from data.text.bad_records import STRICT, BadRecord, BadRecords, MaxBad, passed_over, too_many
 from data.text.files import find_files, missing_numbers
 from data.text.holdout import Holdout
@@ -52,6 +52,12 @@ class PrepareOptions:
     holdout: Holdout | None = None
     """The documents that are left out; `split` writes them."""
     max_bad: MaxBad = STRICT
+    block_tokens: int | None = None
+    """Tokens of a block; None: 4M, and not named in the job."""
+
+    @property
+    def pairs(self) -> bool:
+        return self.answer_field is not None
 
     def find(self, inputs: Sequence[str]) -> list[Path]:
         """The input files; says on standard error which numbered ones are missing. Raises DataError."""
@@ -125,8 +131,8 @@ def prepare(
     statistics = {**counts, "made": made, "text_field": options.text_field}
     if options.holdout is not None:
         statistics["holdout"] = str(options.holdout)
-    dtype, pairs = token_dtype(tokenizer.vocab_size), options.answer_field is not None
-    return write_corpus(out, tokenizer, full, dtype, statistics, pairs=pairs)
+    dtype, size = token_dtype(tokenizer.vocab_size), options.block_tokens or BLOCK_TOKENS
+    return write_corpus(out, tokenizer, full, dtype, statistics, pairs=options.pairs, block_tokens=size)
 
 
 def list_bad(out: Path, tasks: Sequence[Task], counts: dict[str, int], limit: MaxBad) -> None:
@@ -158,6 +164,7 @@ def _job(shards: list[list[Unit]], tokenizer: Tokenizer, options: PrepareOptions
         "lines": options.lines,
         **({"answer_field": options.answer_field} if options.answer_field is not None else {}),
         **({"holdout": options.holdout.bound} if options.holdout is not None else {}),
+        **({"block_tokens": options.block_tokens} if options.block_tokens is not None else {}),
     }
 
 
@@ -226,6 +233,8 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
                 remedy="clean the input, or use a tokenizer that treats these strings as text",
             )
         entry = writer.finish()
+    blocks = ShardBlocks.of(Shard(prefix), options.block_tokens or BLOCK_TOKENS, 0, pairs=options.pairs)
+    entry["blocks"] = blocks.to_json()
     record = {"entry": entry, "counts": asdict(counts), "sources": sources, "quarantined": quarantined}
     write_record(prefix, {**record, "bad": [each.to_json() for each in bad.first]})
 

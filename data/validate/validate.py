@@ -16,10 +16,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.corpus.corpus import CorpusManifest, Separators, ShardEntry, Vocabulary, read_manifest
+from data.corpus.corpus import Corpus, CorpusManifest, Separators, ShardEntry, Vocabulary, read_manifest
 from data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, detect_format, find_token_files, open_file
 from data.corpus.shards import Shard, file_checksum
 from data.packing.objectives import Specials
+from data.packing.opening import cache_use
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import DataError
@@ -371,7 +372,7 @@ def check_against(report: ValidationReport, run: Config) -> Findings:
         findings.note("vocabulary-too-small", "", note)
     for source in run.data.sources:
         try:
-            entry = read_manifest(Path(source.path)).tokenizer
+            entry = Corpus(source.path, cache=cache_use(run)).manifest.tokenizer
         except DataError as error:
             findings.note("unreadable", source.name, error.cause)
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from data.corpus.corpus import Corpus
+from data.packing.opening import cache_use
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record import state_files
@@ -42,7 +43,8 @@ def _left_to_do(run: RunDir, config: Config) -> str:
     found = [item for item in stores(run).scan() if item.problem is None and item.verified]
     if not found or not found[-1].manifest().final or found[-1].step != status.step:
         return "its last checkpoint is not there"
-    corpora = {source.name: Corpus(source.path).manifest.fingerprint for source in config.data.sources}
+    cache = cache_use(config)
+    corpora = {source.name: Corpus(source.path, cache=cache).manifest.fingerprint for source in config.data.sources}
     if corpora != found[-1].train_state().identity.corpora:
         return "its corpora have changed"
     return ""

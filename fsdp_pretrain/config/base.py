@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
+
+from fsdp_pretrain.remote import Location, Url, is_url
 
 
 class Section(BaseModel):
@@ -24,6 +26,17 @@ def _absolute(path: Path) -> Path:
 
 
 FilePath = Annotated[Path, Field(strict=False), AfterValidator(_absolute)]
+
+
+def _location(value: object) -> Location:
+    if isinstance(value, str) and is_url(value):
+        return Url(value)
+    if not isinstance(value, str | Path):
+        raise ValueError(f"{value!r} is neither a path nor a URL")
+    return _absolute(Path(value))
+
+
+PathOrUrl = Annotated[Location, PlainValidator(_location), PlainSerializer(str)]
 
 
 class _Named(Protocol):

@@ -16,6 +16,7 @@ import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import Progress
 
 from .base import Section
@@ -41,6 +42,7 @@ from .toml_file import describe, override, read_toml
 
 _PROBES = ("separator_probe", "copy_probe", "memory_probe")
 """Those made from held-out documents; see `eval.probes`."""
+_PLACES = ("path", "mirror")
 _TAGS = ("llama", "gpt", "glm", "causal")
 _HELDOUT_EVERY, _HELDOUT_BATCHES = 500, 4
 """Defaults of the held-out loss, in full global batches: a ramp of the batch changes neither samples nor their cost."""
@@ -197,6 +199,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     if data:
         yield from _objective_checks(data, model)
         yield from _stage_checks(data, train)
+        yield from _cache_checks(data, evaluation)
     if optimizer and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}"
     timeline = sections.get("timeline")
@@ -237,6 +240,18 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             "eval.export: no Hugging Face class computes a GPT with positions = alibi or embedding_norm; leave it out, "
             "so that eval.command gets the checkpoint itself"
         )
+
+
+def _cache_checks(data: DataSection, evaluation: EvalSection | None) -> Iterator[str]:
+    named = {
+        f"data.sources.{n}.{key}": getattr(source, key) for n, source in enumerate(data.sources) for key in _PLACES
+    }
+    named |= {
+        f"eval.loss_on.{n}.path": source.path for n, source in enumerate(evaluation.loss_on if evaluation else [])
+    }
+    urls = [f"{key} = {value}" for key, value in named.items() if isinstance(value, Url)]
+    if urls and data.cache is None:
+        yield f"{', '.join(urls)} needs local disk for its blocks: set data.cache.dir and data.cache.size"
 
 
 def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str]:

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from fsdp_pretrain.units import Progress, SampleRange, Seconds
+from fsdp_pretrain.units import Bytes, Progress, SampleRange, Seconds
 
-from .base import FilePath, Positive, Section, Share, unique_names
+from .base import FilePath, PathOrUrl, Positive, Section, Share, unique_names
 from .sequence_stages import SequenceStages
 
 
@@ -37,10 +37,10 @@ class SourceSection(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the source in the metrics. Its shuffle depends on it: renaming a source reshuffles it."""
-    path: FilePath
-    """Corpus directory, as written by `fsdp-data prepare`."""
-    mirror: FilePath | None = None
-    """Directory with a copy of the corpus, used when a file of `path` cannot be read or hangs. Changes no sample."""
+    path: PathOrUrl
+    """Corpus directory, as written by `fsdp-data prepare`: a path, or a URL (`s3://bucket/corpus`), see storage.md."""
+    mirror: PathOrUrl | None = None
+    """Path or URL of a copy of the corpus, used when a file of `path` cannot be read or hangs. Changes no sample."""
     weight: Weighting | Annotated[list[WeightPoint], Field(min_length=1)] = 1.0
     """Share of the samples, relative to the weights of the other sources: a number, or points of a ramp."""
     start: Place = Progress(0, "sample")
@@ -58,6 +58,17 @@ class SourceSection(Section):
         if self.stop is not None and self.stop.unit == self.start.unit and self.stop.value <= self.start.value:
             raise ValueError(f"`stop` = {self.stop} is not after `start` = {self.start}")
         return self
+
+
+class CacheSection(Section):
+    """Local disk for blocks of corpora by URL, shared by the ranks of a node and by other runs there."""
+
+    dir: FilePath
+    """Directory on a local disk of every node. It may be lost at any time."""
+    size: Bytes
+    """How much it may hold, such as `"200GB"`."""
+    ahead: Seconds = Seconds(1800)
+    """How long before its use a block is fetched at most."""
 
 
 class CausalObjective(Section):
@@ -130,6 +141,8 @@ class DataSection(Section):
     """The mixture: one `[[data.sources]]` table per source."""
     seed: int = 1234
     """Seed of the data order, independent of `run.seed`."""
+    cache: CacheSection | None = None
+    """Where blocks of sources by URL are kept: a `[data.cache]` table. Required if there are any."""
     lanes: Positive = 256
     """Number of places in an epoch from which consecutive samples come in turn. Changing it reshuffles the data."""
     attention: Literal["causal", "document"] = "causal"

@@ -12,7 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from fsdp_pretrain.units import BatchSize, Progress, SampleRange, Seconds, Steps
+from fsdp_pretrain.remote import Url
+from fsdp_pretrain.units import BatchSize, Bytes, Progress, SampleRange, Seconds, Steps
 
 from .base import Section
 from .config import Config, sections_in
@@ -98,6 +99,8 @@ def _type(annotation: Any) -> str:
         Progress: "amount",
         BatchSize: "samples or tokens",
         Seconds: "time",
+        Bytes: "bytes",
+        Url: "URL",
         Steps: "steps",
         SampleRange: "sample range",
         int: "integer",

@@ -40,6 +40,7 @@ CLASSES: dict[str, str] = {
     "data.sources": DECLARED,  # what lies ahead; the past is identity
     "data.sources.path": FREE,  # the corpus's fingerprint is identity
     "data.sources.mirror": FREE,
+    "data.cache": FREE,
     "data.skip": DECLARED,
     "data.reshuffle": DECLARED,
     "data.exclude": DECLARED,

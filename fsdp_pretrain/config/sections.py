@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import BatchSize, Progress, Seconds
 
-from .base import FilePath, Positive, Section, Share, unique_names
+from .base import FilePath, PathOrUrl, Positive, Section, Share, unique_names
 from .intervals import Every
 from .surgery import Pattern, SurgerySection
 
@@ -268,8 +268,8 @@ class HeldOutSource(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the source in the metrics. Which of its samples are measured depends on it."""
-    path: FilePath
-    """Corpus directory, as written by `fsdp-data prepare` with the tokenizer of the training data."""
+    path: PathOrUrl
+    """Corpus directory, as written by `fsdp-data prepare` with the tokenizer of the training data: a path or a URL."""
 
 
 class EvalSection(Section):

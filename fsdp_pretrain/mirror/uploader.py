@@ -97,6 +97,12 @@ class Reporter:
             self.report = self.report.model_copy(update={**values, "beat": self.report.beat + 1})
             state_files.write(mirror_status.report_file(self._run, self.report.node), self.report.model_dump())
 
+    def count(self, size: int) -> None:
+        """A file of `size` bytes is in the mirror."""
+        with self._lock:
+            files, total = self.report.files + 1, self.report.bytes + size
+            self.report = self.report.model_copy(update={"files": files, "bytes": total})
+
     def failed(self, error: UserError | OSError) -> None:
         cause = error.cause if isinstance(error, UserError) else str(error)
         needs_person = isinstance(error, UserError) and not getattr(error, "is_temporary", False)
@@ -149,8 +155,7 @@ class Sender:
             there=there.get(entry.name),
         )
         self._done.add((task.id, entry.name))
-        report = self._reporter.report
-        self._reporter.change(files=report.files + 1, bytes=report.bytes + size)
+        self._reporter.count(size)
 
 
 class FirstNode:

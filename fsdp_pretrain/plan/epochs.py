@@ -11,8 +11,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from data.corpus.cached import FetchError
 from data.packing.opening import check_supply, open_packer, open_skips
+from data.packing.packer import Packer
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import human_count
 
 _HALF_WORTH = 15.387756
@@ -41,17 +44,26 @@ def worth(epochs: float) -> float:
     return epochs if epochs <= 1 else 1 + _HALF_WORTH * (1 - math.exp((1 - epochs) / _HALF_WORTH))
 
 
-def read_epochs(config: Config) -> dict[str, SourceEpochs] | None:
-    """Of every source, by name; None if the corpora are not on this machine.
+def open_corpora(config: Config) -> Packer | None:
+    """The packer of a run; None if its corpora are not on this machine, or the storage of those by URL does not answer.
 
     Raises:
         DataError: a corpus is damaged, or the mixture ends before the run.
         ConfigError: the corpora do not fit the model.
     """
-    if not all((source.path / "manifest.json").is_file() for source in config.data.sources):
+    paths = (source.path for source in config.data.sources if not isinstance(source.path, Url))
+    if not all((path / "manifest.json").is_file() for path in paths):
         return None
-    packer = open_packer(config)
+    try:
+        packer = open_packer(config)
+    except FetchError:  # a plan needs no network; the start of the run reports its problems
+        return None
     check_supply(config, packer, cursor=0, consumed=0)
+    return packer
+
+
+def read_epochs(config: Config, packer: Packer) -> dict[str, SourceEpochs]:
+    """Of every source, by name."""
     read = packer.epochs_read(open_skips(config).after(0, config.schedule.total))
     return {
         name: SourceEpochs(packer.corpora[name].manifest.tokens, epochs, worth(epochs)) for name, epochs in read.items()

@@ -19,7 +19,7 @@ from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
-from . import devices, epochs, memory, predict, preview
+from . import devices, epochs, memory, predict, preview, storage
 from . import warnings as advice
 from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, speed
 from .overheads import DAY
@@ -86,6 +86,7 @@ class Plan:
         flops: of the model, for the whole run.
         sequence_lengths: samples of the run by their length.
         sources: how often each is read; None if the corpora are not here.
+        storage: what sources by URL need, or None.
         time: on a given number of devices whose speed is known, or None.
         heldout: of the held-out loss, or None.
         markers: where schedules change, see `warnings.markers`.
@@ -112,6 +113,7 @@ class Plan:
     checkpoints_kept: int
     disk_bytes: int
     sources: dict[str, epochs.SourceEpochs] | None
+    storage: storage.StorageNeed | None
     time: RunTime | None
     heldout: HeldOut | None
     markers: dict[str, advice.Marker]
@@ -183,8 +185,13 @@ def plan(
     length = config.data.sequence_length
     warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
     warnings += _space_warning(config, checkpoint)
-    sources = epochs.read_epochs(config)
+    packer = epochs.open_corpora(config)
+    sources = None if packer is None else epochs.read_epochs(config, packer)
     warnings += epochs.warnings(sources or {})
+    time = None if world is None else _time(config, parameters, world, gpus_per_node, device, mfu)
+    nodes = -(-(world or 1) // gpus_per_node)
+    fetched = None if packer is None else storage.need(config, packer, nodes, None if time is None else time.days)
+    warnings += storage.warnings(fetched)
     layout = None if world is None else _layout(config, world, gpus_per_node, device, available)
     if layout is not None:
         warnings += advice.shard_warning(memory.shard_padding(model, layout.shards), parameters, layout.shards)
@@ -208,7 +215,8 @@ def plan(
         checkpoints_kept=kept,
         disk_bytes=checkpoint.bytes * kept,
         sources=sources,
-        time=None if world is None else _time(config, parameters, world, gpus_per_node, device, mfu),
+        storage=fetched,
+        time=time,
         heldout=_heldout(config),
         markers=advice.markers(schedule),
         schedule=schedule.preview(),
@@ -320,7 +328,7 @@ def render(plan: Plan) -> str:
     if len(plan.sequence_lengths) > 1:
         lengths = (f"{samples:_} samples of {length} tokens" for length, samples in plan.sequence_lengths.items())
         lines.append(f"  lengths     {', then '.join(lengths)}")
-    lines += _render_sources(plan)
+    lines += _render_sources(plan) + storage.render(plan.storage)
     if plan.heldout is not None:
         lines.append(
             f"  held-out    loss of {plan.heldout.samples:_} samples of {plan.heldout.sources} sources every "

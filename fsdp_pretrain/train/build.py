@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from data.corpus.mapping import now_reading
+from data.fetch.process import NodeFetching
 from data.packing.loader import Loader
 from data.packing.opening import open_infilling, open_skips
 from data.packing.packer import Packer
@@ -22,7 +24,8 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import AdamW, LossScaler
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import NotesOnlyRecorder, Recorder
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat, PageHeartbeat
+from fsdp_pretrain.remote import Url
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat, PageHeartbeat, folder
 
 
 def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, AdamW]:
@@ -39,7 +42,13 @@ def build_loss_scaler(config: Config, world: World, state: list[float] | None = 
 
 
 def build_data(
-    config: Config, packer: Packer, world: World, start: Position, *, unigrams: Path | None = None
+    config: Config,
+    packer: Packer,
+    world: World,
+    start: Position,
+    *,
+    unigrams: Path | None = None,
+    built: Callable[[Position], None] = lambda _: None,
 ) -> Loader:
     """This rank's data loader.
 
@@ -49,6 +58,7 @@ def build_data(
         world: all ranks.
         start: position before the first batch.
         unigrams: file of token frequencies to compare batches with; None: no comparison.
+        built: called with the position after each batch, as soon as it is built.
     """
     return Loader(
         packer,
@@ -64,7 +74,28 @@ def build_data(
         infilling=open_infilling(config, packer),
         pin=world.device.type == "cuda",
         unigrams=None if unigrams is None else Unigrams(unigrams, config.watchdog.sentinels.learn),
+        built=built,
     )
+
+
+def build_fetching(config: Config) -> NodeFetching | None:
+    """This rank's part of the node's fetcher; None if the training data is in files."""
+    if not any(isinstance(source.path, Url) for source in config.data.sources):
+        return None
+    ranks = mesh.RankInfo.from_environment()
+    return NodeFetching(
+        config,
+        folder(config.run.dir),
+        rank=ranks.rank,
+        world=ranks.world,
+        local_rank=ranks.local_rank,
+        local_world=ranks.local_world,
+        node=_node(ranks),
+    )
+
+
+def _node(ranks: mesh.RankInfo) -> int:
+    return int(os.environ.get("GROUP_RANK", ranks.rank // ranks.local_world))
 
 
 def build_recorder(config: Config, world: World, run: RunDir, segment: Path) -> Recorder:
@@ -93,7 +124,7 @@ def build_heartbeat(config: Config) -> Heartbeat:
             rank=ranks.rank,
             local_rank=ranks.local_rank,
             local_ranks=ranks.local_world,
-            node=int(os.environ.get("GROUP_RANK", ranks.rank // ranks.local_world)),
+            node=_node(ranks),
             nodes=ranks.world // ranks.local_world,
             reading=now_reading,
         )

@@ -56,7 +56,14 @@ from fsdp_pretrain.watchdog.notify.channels import make_channels
 
 from . import start
 from .after_save import AfterSave
-from .build import build_data, build_heartbeat, build_loss_scaler, build_model_and_optimizer, build_recorder
+from .build import (
+    build_data,
+    build_fetching,
+    build_heartbeat,
+    build_loss_scaler,
+    build_model_and_optimizer,
+    build_recorder,
+)
 from .checkpointing import Checkpointing
 from .exit_status import conclude, record_end
 from .heldout_loss import build_heldout_loss
@@ -122,7 +129,7 @@ def run(
     run_dir = RunDir(config.run.dir)
     world.decide(lambda: start.refuse_unwanted_restart(run_dir))
     start.open_directory(run_dir, world, memory)
-    lock = RunLock(run_dir, "training")
+    lock, fetching = RunLock(run_dir, "training"), None
     while not world.decide(lock.attempt):  # short attempts, so that no rank waits long for rank 0
         pass
     try:
@@ -135,6 +142,7 @@ def run(
         hosts = world.gather(socket.gethostname())
         segment = world.decide(lambda: start.open_segment(run_dir, config, world, hosts))
         heartbeat.belongs_to(int(segment.name))
+        fetching = build_fetching(config)
         recorder = build_recorder(config, world, run_dir, segment)
         if finished:
             recorder.say("finished the rollback that had been interrupted")
@@ -143,12 +151,14 @@ def run(
         start.record_overrides(recorder, lasting)
         after_save = AfterSave(config, recorder)
         inbox = Inbox(run_dir if world.is_main else None)
-        context = RunContext(config, world, recorder, inbox, heartbeat, after_save.running)
+        context = RunContext(config, world, recorder, inbox, heartbeat, after_save.running, fetching)
         guard = partial(_check_writer, lock if world.is_main else None)
         train = partial(_train, context, guard, terms, memory, after_save)
         return record_end(world.rank, run_dir, segment, recorder, train)
     finally:
         heartbeat.close()
+        if fetching is not None:
+            fetching.close()
         lock.release()
 
 
@@ -166,7 +176,10 @@ def _train(
     config, world, recorder, run_dir = context.config, context.world, context.recorder, context.recorder.run
     context.heartbeat.beat(Phase.LOAD)
     world.together(lambda: _preflight(config, world))
-    packer = world.together(lambda: open_packer(config))
+    fetching = context.fetching
+    packer = world.together(lambda: open_packer(config, None if fetching is None else fetching.status))
+    if fetching is not None:
+        world.together(partial(fetching.check, packer))
     samples = world.together(lambda: open_heldout(config, packer))
     if world.is_main:
         start.copy_tokenizer(run_dir, packer)
@@ -205,6 +218,7 @@ def _train(
     unigrams = run_dir.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
     if unigrams is not None:
         make_directory(unigrams.parent)
+    built = fetching.begin(state) if fetching is not None else lambda _: None
     manager = _manager(subject, recorder.number, guard, after_save, health, uploader)
 
     def steered(config: Config) -> None:
@@ -216,7 +230,7 @@ def _train(
         model=model,
         optimizer=optimizer,
         scaler=scaler,
-        data=build_data(config, packer, world, state, unigrams=unigrams),
+        data=build_data(config, packer, world, state, unigrams=unigrams, built=built),
         saves=Checkpointing(config, world, manager, saved, recorder, state.step),
         state=state,
         health=health,

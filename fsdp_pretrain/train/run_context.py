@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from data.fetch.process import NodeFetching
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.recorder import Recorder
@@ -23,6 +24,7 @@ class RunContext:
         inbox: requests to this rank.
         heartbeat: reports to the watchdog what this rank does.
         beside: names of what currently runs on this node beside training.
+        fetching: of blocks from remote storage; None if the training data is in files.
     """
 
     config: Config
@@ -31,3 +33,4 @@ class RunContext:
     inbox: Inbox
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     beside: Callable[[], list[str]] = list
+    fetching: NodeFetching | None = None

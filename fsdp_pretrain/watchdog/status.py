@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 from pydantic import BaseModel, ConfigDict
 
+from data.fetch.status import newest
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.expected import missing
 from fsdp_pretrain.checkpoint.locations import stores
@@ -100,6 +101,7 @@ class StatusReport(BaseModel):
         problems: (level, text).
         verified_checkpoint: the newest; None without one.
         no_segments: other files in `segments/`.
+        storage: what the fetchers of the nodes last recorded, one line each.
     """
 
     status: Status = Status()
@@ -116,6 +118,7 @@ class StatusReport(BaseModel):
     damaged: Damaged | None = None
     goodput: Goodput | None = None
     no_segments: list[str] = []
+    storage: list[str] = []
 
     @property
     def level(self) -> int:
@@ -152,6 +155,8 @@ def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
     _check_checkpoints(report, run, report.status)
     _check_next_checkpoint(report, run, report.status)
+    if recorded := newest(run.path):
+        report.storage = [str(node) for node in recorded]
     for each in (_add_progress, _add_goodput) * (not brief) + (_add_alarms, _check_watchdog, _check_files):
         each(report, run)
     return report
@@ -373,6 +378,9 @@ def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
     if "disk_free_bytes" in report.model_fields_set:
         room = f"room for {report.checkpoints_that_fit:_} checkpoints"
         yield "disk", f"{human_bytes(report.disk_free_bytes)} free, {room}"
+    if report.storage:
+        more = f" (and {len(report.storage) - 1} other nodes)" if len(report.storage) > 1 else ""
+        yield "storage", report.storage[0] + more
     if report.watchdog is not None and report.running:
         yield "watchdog", _watchdog_line(report.watchdog)
     if report.goodput is not None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from statistics import median
 from typing import cast
 
+from data.fetch.status import status_file
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.record import environment, exit_intent, run_id
@@ -43,7 +44,7 @@ from .goodput_job import GoodputJob
 from .registry import build_detectors
 
 _PER_START = frozenset(
-    ("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory", "mirror", "mirror-uploader")
+    "hang rank-died ended pace straggler node gpu run-directory corpus-storage mirror mirror-uploader".split()
 )
 """Detectors whose alarms end when the ranks are restarted."""
 _SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
@@ -121,6 +122,7 @@ class Leader:
             devices=len(ranks.all) if "cpu" not in (begun.device or "cpu") else 0,
             pids=ranks.pids,
             reached=ranks.reached,
+            fetcher=status_file(ranks.pages, ranks.numbers.start),
         )
 
     # ------------------------------------------------------------------ a pass
@@ -297,8 +299,14 @@ class Follower:
 
     def run_pass(self, segment: int) -> None:
         if not self._detectors:
-            pids = self._ranks.pids
-            self._detectors = build_detectors(self._config, self.alarms, segment=segment, leads=False, pids=pids)
+            self._detectors = build_detectors(
+                self._config,
+                self.alarms,
+                segment=segment,
+                leads=False,
+                pids=self._ranks.pids,
+                fetcher=status_file(self._ranks.pages, self._ranks.numbers.start),
+            )
         for detector in self._detectors:
             detector.tick(time.monotonic())
 

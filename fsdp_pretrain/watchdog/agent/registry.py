@@ -16,6 +16,7 @@ from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
+from fsdp_pretrain.watchdog.detectors.corpus_storage import CorpusStorageDetector
 from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetector
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
@@ -41,6 +42,7 @@ def build_detectors(
     devices: int = 0,
     pids: Callable[[], list[int]] = list,
     reached: Callable[[], int] = int,
+    fetcher: Path | None = None,
 ) -> list[Detector]:
     """The detectors of one node.
 
@@ -49,11 +51,14 @@ def build_detectors(
         devices: GPUs that ranks use on this node; 0 if unknown.
         pids: returns the process ids of the ranks on this node.
         reached: returns the newest step that a rank of this node has started.
+        fetcher: where the fetcher of this node says how it is.
     """
     run, host, section, probes = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, ProbeServer()
-    corpora = {source.name: source.path for source in config.data.sources}
+    corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
     mounts = MountDetector(alarms, section, probes, [run.checkpoints] if leads else [], corpora)
     found: list[Detector] = [mounts, HostDetector(alarms, host=host, pids=pids)]
+    if fetcher is not None and len(corpora) < len(config.data.sources):
+        found.append(CorpusStorageDetector(alarms, fetcher, host))
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
     if not leads:
         found.append(DiskSpaceDetector(alarms, section, probes, local))

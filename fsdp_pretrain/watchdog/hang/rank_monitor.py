@@ -136,6 +136,7 @@ class RankMonitor:
     """All ranks of this node; `launcher` is the pid of the process that started them."""
 
     def __init__(self, numbers: range, pages: Path, launcher: int) -> None:
+        self.numbers, self.pages = numbers, pages
         self.all = [Rank(number, pages) for number in numbers]
         self._poll = select.poll()
         self._known: dict[int, Rank] = {}

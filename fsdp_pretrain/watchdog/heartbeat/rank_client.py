@@ -28,6 +28,7 @@ from fsdp_pretrain.deadline import Worker
 from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.files import make_directory
+from fsdp_pretrain.remote import Location
 
 from .page import Page, Phase, is_alive, read
 
@@ -73,7 +74,7 @@ class PageHeartbeat(Heartbeat):
         local_ranks: int,
         node: int,
         nodes: int,
-        reading: Mapping[int, Path],
+        reading: Mapping[int, Location],
     ) -> None:
         self._reading = reading
         pages = folder(config.run.dir)

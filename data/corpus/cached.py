@@ -1,0 +1,281 @@
+"""A corpus by URL, read through a cache directory: its tables at the start, its blocks when they are needed.
+
+A block that the cache lacks is fetched by this process; in training, where the node's fetcher brings the blocks in the
+order of their use, it is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.errors import DataError, Exit
+from fsdp_pretrain.remote import PATIENCE, ObjectInfo, Problem, Remote, RemoteError, Url
+
+from .cache import BlockCache, RemoteCorpus, WrongChecksumError, damage, fetch_block
+from .mapping import now_reading
+from .stored import CachedBlock
+
+if TYPE_CHECKING:
+    from .corpus import CorpusManifest
+
+_TRIES = 4
+"""Of an object whose checksum is wrong."""
+_LOCK_SECONDS = 30.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+Parse = Callable[[bytes, str], "CorpusManifest"]
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """How corpora by URL are read.
+
+    Attributes:
+        directory: of the cache.
+        size: bytes it may hold.
+        fetcher: file in which the node's fetcher says what is wrong (`problem`); missing blocks are waited for. None:
+            this process fetches them.
+    """
+
+    directory: Path
+    size: int
+    fetcher: Path | None = None
+
+    def problem(self) -> str:
+        """What the fetcher last said is wrong; empty if it said nothing."""
+        try:
+            found = json.loads(self.fetcher.read_text()) if self.fetcher is not None else {}
+            return str(found.get("problem") or "")
+        except (OSError, ValueError, AttributeError):
+            return ""
+
+
+class FetchError(DataError):
+    """Remote storage cannot be read."""
+
+    def __init__(self, error: RemoteError) -> None:
+        super().__init__(error.cause, error.effect, error.remedy or "check the storage, the network and credentials")
+        self.exit = Exit.RESUME if error.is_temporary else Exit.REFUSED
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The manifest that a URL had when it last answered: a line of JSON about it, then its text."""
+
+    version: ObjectInfo
+    text: bytes
+
+    @classmethod
+    def read(cls, path: Path) -> _Known | None:
+        try:
+            about, _, text = path.read_bytes().partition(b"\n")
+            found = json.loads(about)
+            return cls(ObjectInfo(found["size"], found["version"]), text)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, path: Path, url: Url) -> None:
+        replace_file(path, json.dumps({"url": url, **asdict(self.version)}).encode() + b"\n" + self.text)
+
+
+class CachedCopy:
+    """A corpus by URL, opened through a cache.
+
+    Args:
+        parse: makes a manifest of the bytes at a place.
+        patience: seconds for which a request that fails temporarily is repeated.
+
+    Attributes:
+        place: the URL.
+        directory: with its manifest, tables and tokenizer, checked.
+        corpus: what is needed to fetch its blocks.
+
+    Raises:
+        DataError: not a corpus, damaged, or without checksums; FetchError: the storage does not answer.
+    """
+
+    def __init__(self, url: Url, use: CacheUse, parse: Parse, patience: float = PATIENCE) -> None:
+        self.place, self._use, self.remote = url, use, Remote(url, patience=patience)
+        known_at = use.directory / "manifests" / xxhash.xxh3_128_hexdigest(url.encode())
+        try:
+            known_at.parent.mkdir(parents=True, exist_ok=True)
+            before = _Known.read(known_at)
+            known = self._manifest(before)
+            manifest = parse(known.text, str(url))
+            self.blocks = BlockCache(use.directory, manifest.fingerprint)
+            self.directory = self.blocks.directory
+            self.directory.mkdir(exist_ok=True)
+            with _locked(self.directory / ".lock"):
+                self.corpus = RemoteCorpus(url, manifest, *self._tables(manifest), known.version)
+                self._keep_tokenizer(manifest)
+            if known != before:
+                known.write(known_at, url)
+        except RemoteError as error:
+            raise FetchError(error) from None
+        except OSError as error:
+            raise DataError(f"cannot write to the cache {use.directory}: {error.strerror}") from None
+
+    def _manifest(self, before: _Known | None) -> _Known:
+        """The manifest, from the cache if that is current or the storage does not answer."""
+        try:
+            version = self.remote.info("manifest.json")
+            if before is not None and version == before.version and version.version:
+                return before
+            return _Known(version, self.remote.read("manifest.json"))
+        except RemoteError as error:
+            if error.problem is Problem.MISSING:
+                raise DataError(
+                    f"{self.place} is not a corpus: it has no manifest.json",
+                    remedy="make one with `fsdp-data prepare` or `fsdp-data import`",
+                ) from None
+            if before is None or not error.is_temporary:
+                raise
+            print(f"warning: {error.cause}; going on with its manifest of before", file=sys.stderr, flush=True)
+            return before
+
+    def _tables(self, manifest: CorpusManifest) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        if manifest.checksums_xxh3 is None:
+            raise DataError(
+                f"{self.place} has no checksums of its blocks",
+                effect="a corrupted answer of the storage could not be told from the corpus",
+                remedy="run `fsdp-data checksums CORPUS` on a copy in files, then upload its checksums.npy and "
+                "manifest.json",
+            )
+        blocks = self._object("blocks.npy", lambda raw: xxhash.xxh3_128_hexdigest(raw) == manifest.blocks_xxh3)
+        sums = self._object("checksums.npy", lambda raw: xxhash.xxh3_128_hexdigest(raw) == manifest.checksums_xxh3)
+        return _array(blocks), _array(sums)
+
+    def _object(self, name: str, sound: Callable[[bytes], bool]) -> bytes:
+        """A small object, from the cache or into it."""
+        path = self.directory / name
+        with contextlib.suppress(FileNotFoundError):
+            if sound(content := path.read_bytes()):
+                return content
+        for _ in range(_TRIES):
+            if sound(content := self.remote.read(name)):
+                replace_file(path, content)
+                return content
+        raise DataError(
+            f"{self.place / name} is not the one that manifest.json names",
+            effect="samples would begin and end at other tokens than the run expects",
+            remedy="upload the corpus again, whole",
+        )
+
+    def _keep_tokenizer(self, manifest: CorpusManifest) -> None:
+        entry = manifest.tokenizer
+        if (self.directory / entry.file).exists():
+            return
+
+        def sound(content: bytes) -> bool:
+            trial = self.directory / f".{uuid.uuid4().hex[:8]}-{entry.file}"
+            try:
+                trial.write_bytes(content)
+                return Tokenizer.load(trial, eod=entry.eod).fingerprint == entry.fingerprint
+            except DataError:
+                return False
+            finally:
+                trial.unlink(missing_ok=True)
+
+        self._object(entry.file, sound)
+
+    def open(self, block: int) -> CachedBlock:
+        """Open a block, as soon as the cache has it; fetch it unless a fetcher does.
+
+        Raises:
+            DataError: it is damaged; FetchError: the storage does not answer.
+        """
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return self._map(block)
+            if self._use.fetcher is not None:
+                self._wait(block)
+            else:
+                self._fetch(block)
+
+    def _map(self, block: int) -> CachedBlock:
+        corpus, path = self.corpus, self.blocks.path(block)
+        documents, dtype = int(corpus.blocks[block, 2]), np.dtype(corpus.manifest.dtype)
+        return CachedBlock(self.place, path, documents, dtype, int(corpus.sizes[block]))
+
+    def _wait(self, block: int) -> None:
+        """Until the fetcher has brought a block. Whoever asked for it gives up before, see `MirroredPlaces`."""
+        now_reading[get_ident()] = self.blocks.path(block)
+        pause = _FIRST_PAUSE
+        while not self.blocks.has(block):
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+
+    def _fetch(self, block: int) -> None:
+        """Fetch a block into the cache, in place of the oldest ones of this corpus if it is full."""
+        now_reading[get_ident()] = self.blocks.path(block)
+        with _locked(self.directory / ".fetching"):  # the ranks of a node often want the same one
+            if self.blocks.has(block):
+                return
+            try:
+                lengths, tokens = self._checked(block)
+                self._make_room(len(lengths) + len(tokens))
+                self.blocks.put(block, lengths, tokens)
+            except RemoteError as error:
+                raise FetchError(error) from None
+            except OSError as error:
+                raise DataError(f"cannot write to the cache {self._use.directory}: {error.strerror}") from None
+
+    def _checked(self, block: int) -> tuple[bytes, bytes]:
+        for _ in range(_TRIES - 1):
+            with contextlib.suppress(WrongChecksumError):
+                return fetch_block(self.remote, self.corpus, block)
+        try:
+            return fetch_block(self.remote, self.corpus, block)
+        except WrongChecksumError as error:
+            raise damage(self.remote, self.corpus, error) from None
+
+    def _make_room(self, size: int) -> None:
+        caches = (BlockCache(self._use.directory, found.parent.name) for found in self._use.directory.glob("*/blocks"))
+        excess = sum(sum(cache.present().values()) for cache in caches) + size - self._use.size
+        own = self.blocks.present() if excess > 0 else {}
+        ages = {}
+        for block in own:
+            with contextlib.suppress(FileNotFoundError):
+                ages[block] = self.blocks.path(block).stat().st_mtime
+        for block in sorted(ages, key=ages.__getitem__):
+            if excess <= 0:
+                return
+            self.blocks.drop(block)
+            excess -= own[block]
+
+
+def _array(raw: bytes) -> npt.NDArray[Any]:
+    table: npt.NDArray[Any] = np.load(io.BytesIO(raw), allow_pickle=False)
+    return table
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that only saves requests: after a while, go on without it. Raises OSError."""
+    with path.open("wb") as file:
+        until = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    break
+                time.sleep(_LONGEST_PAUSE)
+        yield

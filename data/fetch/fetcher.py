@@ -1,0 +1,296 @@
+"""The fetcher of a node: brings blocks into the cache in the order in which its ranks will need them. No torch.
+
+It knows that order (`forecast`), fetches what is missing from the next `ahead` seconds of training, and evicts what is
+needed last (`replacement`). It has no state of its own: started anew, it looks at the ranks' positions and the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data.corpus.cache import BlockCache
+from data.packing import progress
+from data.packing.position import Position
+
+from .needs import Needs
+from .replacement import Fetch, plan
+from .status import FetcherStatus
+from .transfers import AT_ONCE, Copy, Outcome, Transfers
+from .users import CacheUser, Key
+
+_TURN, _FORECAST_SECONDS = 0.2, 0.05
+_LEAST_STEPS = 64
+"""Fetched ahead at least, and while the pace is not known."""
+_PACE_SECONDS = 120.0
+_SAY_SECONDS, _STATUS_SECONDS, _FAR_SECONDS, _RECORD_SECONDS = 5.0, 1.0, 30.0, 300.0
+_ROOM_SECONDS = 10.0
+_PLANNED = 50_000
+"""Uses that a plan looks at."""
+
+
+@dataclass(frozen=True)
+class FetcherPlaces:
+    """Files of one fetcher.
+
+    Attributes:
+        pages: folder of the ranks' positions.
+        status: replaced whenever it changes.
+        record: a line every some minutes and at the end, under the run directory.
+    """
+
+    pages: Path
+    status: Path
+    record: Path
+
+
+class Pace:
+    """Steps per second, from the positions that ranks publish."""
+
+    def __init__(self) -> None:
+        self._seen = deque[tuple[float, int]]()
+        self.steps_per_second: float | None = None
+
+    def observe(self, step: int) -> None:
+        """All ranks have built their batches up to a step. While none is built, the last known pace is kept."""
+        now = time.monotonic()
+        if self._seen and self._seen[-1][1] == step:
+            return
+        self._seen.append((now, step))
+        while len(self._seen) > 2 and now - self._seen[0][0] > _PACE_SECONDS:
+            self._seen.popleft()
+        (first, before), (last, after) = self._seen[0], self._seen[-1]
+        if last - first >= 1.0:
+            self.steps_per_second = (after - before) / (last - first)
+
+
+class Fetcher:
+    """One node's fetcher.
+
+    Args:
+        needs: of the node's ranks.
+        copies: the places of each cached corpus by fingerprint, the preferred one first.
+        cache: the cache directory.
+        size: bytes that it may hold.
+        ahead: seconds of training.
+        ranks: of this node.
+        name: among the users of the cache.
+        node: its number.
+        stop: set when it is to end.
+    """
+
+    def __init__(
+        self,
+        needs: Needs,
+        copies: Mapping[str, list[Copy]],
+        places: FetcherPlaces,
+        *,
+        cache: Path,
+        size: int,
+        ahead: float,
+        ranks: range,
+        name: str,
+        node: int,
+        stop: threading.Event,
+    ) -> None:
+        self._needs, self._copies, self._places, self._cache = needs, copies, places, cache
+        self._size = self._limit = size
+        self._ahead, self._ranks = ahead, ranks
+        self._transfers, self._user, self._pace = Transfers(copies), CacheUser(cache, name), Pace()
+        self._caches = {fingerprint: found[0].blocks for fingerprint, found in copies.items()}
+        self._stamps: dict[str, int] = {}
+        self._present: dict[str, dict[int, int]] = {}
+        self._done = Position()
+        self._new = set[Key]()
+        self._hits = self._evictions = 0
+        self._due: dict[str, float] = {}
+        self._others: set[Key] = set()
+        self._missing_at: int | None = None
+        self._status = FetcherStatus(host=socket.gethostname(), node=node, pid=os.getpid())
+        self._stop = stop
+
+    def run(self) -> None:
+        """Fetch until it is to end."""
+        for cache in self._caches.values():
+            cache.clean()
+        while not self._stop.is_set():
+            self.turn()
+            self._transfers.arrived.wait(_TURN)
+        self._write_status(force=True)
+        self._write_record()
+        self._user.leave()
+
+    def turn(self) -> None:
+        """Look at the ranks, the cache and the ended transfers, and start what can be started."""
+        self._look_at_ranks()
+        for key, outcome in self._transfers.take().items():
+            self._finish(key, outcome)
+        self._look_at_cache()
+        self._look_at_users()
+        self._forecast()
+        self._start_transfers()
+        self._write_status()
+        if self._is_due("record", _RECORD_SECONDS, at_once=False):
+            threading.Thread(target=self._write_record, daemon=True).start()  # the run directory may hang
+
+    def _is_due(self, what: str, seconds: float, *, at_once: bool = True) -> bool:
+        now = time.monotonic()
+        if now < self._due.setdefault(what, now if at_once else now + seconds):
+            return False
+        self._due[what] = now + seconds
+        return True
+
+    # ------------------------------------------------------------------ looking
+
+    def _look_at_ranks(self) -> None:
+        found = slowest(self._places.pages, self._ranks)
+        if found is not None and found.step >= self._done.step:
+            self._done = found
+        self._pace.observe(self._done.step)
+        self._needs.drop(self._done.step)
+
+    def _look_at_cache(self) -> None:
+        """List the directories that have changed. Blocks of corpora that others use count, and can be evicted too."""
+        if self._is_due("corpora", _SAY_SECONDS):
+            for found in self._cache.glob("*/blocks"):
+                self._caches.setdefault(found.parent.name, BlockCache(self._cache, found.parent.name))
+        for fingerprint, cache in self._caches.items():
+            if (stamp := cache.stamp()) != self._stamps.get(fingerprint):
+                self._stamps[fingerprint], self._present[fingerprint] = stamp, cache.present()
+        self._hits += sum(1 for key in self._new if self._has(key))
+        self._new = set()
+
+    def _look_at_users(self) -> None:
+        if not self._is_due("users", _SAY_SECONDS):
+            return
+        with contextlib.suppress(OSError):  # a full disk: others see what was said before
+            self._user.say(self._needs.soon(self._last_step))
+        with contextlib.suppress(OSError):
+            self._others = self._user.needs_of_others()
+
+    def _has(self, key: Key) -> bool:
+        return key[1] in self._present.get(key[0], ())
+
+    @property
+    def _last_step(self) -> int:
+        """The last step for which blocks are fetched."""
+        pace = self._pace.steps_per_second or 0.0
+        return self._done.step + max(_LEAST_STEPS, math.ceil(pace * self._ahead))
+
+    def _forecast(self) -> None:
+        """Beyond what is fetched, too: evictions are exact as far as the forecast reaches."""
+        self._new |= self._needs.extend(self._last_step, _FORECAST_SECONDS)
+        if not self._needs.is_full:
+            ahead = self._last_step - self._done.step
+            self._new |= self._needs.extend(self._last_step + ahead, _FORECAST_SECONDS)
+        if self._is_due("far", _FAR_SECONDS):
+            self._needs.look_far()
+
+    # ------------------------------------------------------------------ deciding
+
+    def _size_of(self, key: Key) -> int:
+        return int(self._copies[key[0]][0].corpus.sizes[key[1]])
+
+    def _start_transfers(self) -> None:
+        """Start what is missing, in the order of first use, where there is room or something to evict for it."""
+        missing = self._needs.missing(self._has, self._last_step)
+        self._missing_at = missing[0][0].step if missing else None
+        in_flight = self._transfers.in_flight
+        self._transfers.forget({key for _, key in missing} | in_flight.keys())
+        if len(in_flight) >= AT_ONCE or all(key in in_flight for _, key in missing):
+            return
+        held = {
+            (fingerprint, block): size
+            for fingerprint, blocks in self._present.items()
+            for block, size in blocks.items()
+        } | in_flight
+        room = self._limit - sum(held.values())
+        fetches = plan(
+            self._needs.order(_PLANNED, self._last_step),
+            self._needs.uses(),
+            held,
+            room,
+            size_of=self._size_of,
+            later=self._needs.later,
+            others=self._others,
+        )
+        for fetch in fetches:
+            if len(self._transfers.in_flight) >= AT_ONCE:
+                break
+            if self._transfers.may_start(fetch.key) and fetch.after < self._done.cursor:
+                room = self._start(fetch, held, room)
+
+    def _start(self, fetch: Fetch[Key], held: dict[Key, int], room: int) -> int:
+        """Evict and start a transfer, if that gives room; returns what is left of it."""
+        size, victims = self._size_of(fetch.key), [key for key in fetch.victims if key not in self._transfers.in_flight]
+        if room + sum(held.get(victim, 0) for victim in victims) < size:
+            return room
+        for victim in victims:
+            if victim not in held:
+                continue
+            with contextlib.suppress(OSError):
+                self._caches[victim[0]].drop(victim[1])
+            room += held.pop(victim)
+            self._present[victim[0]].pop(victim[1], None)
+            self._evictions += 1
+        self._transfers.start(fetch.key, size)
+        return room - size
+
+    def _finish(self, key: Key, outcome: Outcome) -> None:
+        if outcome is Outcome.FULL:  # go on with less
+            used = sum(sum(blocks.values()) for blocks in self._present.values())
+            self._limit = min(self._limit, max(used - self._size_of(key), 0))
+        elif outcome is Outcome.DONE and self._limit < self._size and self._is_due("room", _ROOM_SECONDS):
+            with contextlib.suppress(OSError):
+                self._limit = min(self._size, self._limit + shutil.disk_usage(self._cache).free // 2)
+
+    # ------------------------------------------------------------------ telling
+
+    def _write_status(self, *, force: bool = False) -> None:
+        if not (self._is_due("status", _STATUS_SECONDS) or force):
+            return
+        counts, problem = self._transfers.counts, self._transfers.problem()
+        pace, missing = self._pace.steps_per_second, self._missing_at
+        until = (self._needs.end if missing is None else missing - 1) - self._done.step
+        self._status = replace(
+            self._status,
+            time=time.time(),
+            problem="" if problem is None else problem.text,
+            since=0.0 if problem is None else problem.since,
+            lasting=problem is not None and problem.lasting,
+            lasts=None if not pace else max(0, until) / pace,
+            step=self._done.step,
+            cached=sum(sum(blocks.values()) for blocks in self._present.values()),
+            size=self._limit,
+            requests=counts.traffic.requests,
+            retries=counts.traffic.retries,
+            bytes=counts.traffic.bytes_read,
+            blocks=counts.blocks,
+            hits=self._hits,
+            evictions=self._evictions,
+            corrupted=counts.corrupted,
+        )
+        with contextlib.suppress(OSError):
+            self._status.write(self._places.status)
+
+    def _write_record(self) -> None:
+        with contextlib.suppress(OSError):
+            self._places.record.parent.mkdir(parents=True, exist_ok=True)
+            with self._places.record.open("a", encoding="utf-8") as file:
+                file.write(self._status.to_json() + "\n")
+
+
+def slowest(pages: Path, ranks: range) -> Position | None:
+    """The position that all ranks of a node have reached; None if one has published none yet."""
+    found = [progress.read(progress.page_of(pages, rank)) for rank in ranks]
+    known = [position for position in found if position is not None]
+    return min(known, key=lambda position: position.step) if len(known) == len(found) and known else None

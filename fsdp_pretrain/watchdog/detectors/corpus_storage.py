@@ -1,0 +1,65 @@
+"""Whether the node's fetcher gets the blocks of corpora from remote storage. No torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from data.fetch import status
+from data.fetch.status import FetcherStatus
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_time
+from fsdp_pretrain.watchdog.notify.alarms import Alarms
+
+from .base import Detector
+
+_TOLD_AFTER = 15.0
+"""Seconds for which a failure that may end by itself is not told."""
+_SILENT = 30.0
+_URGENT = 600.0
+"""Seconds of training in the cache below which a person should look at once."""
+
+
+class CorpusStorageDetector(Detector):
+    """Alarm `corpus-storage/HOST`.
+
+    Args:
+        path: where the fetcher of this node says how it is, in local memory.
+    """
+
+    def __init__(self, alarms: Alarms, path: Path, host: str) -> None:
+        super().__init__(alarms)
+        self._path, self._host, self._key = path, host, f"corpus-storage/{host}"
+        self._seen: float | None = None
+
+    def tick(self, now: float) -> None:
+        """Read what the fetcher says."""
+        found = status.read(self._path)
+        if found is not None and time.time() - found.time < _SILENT:
+            self._seen = now
+            self._judge(found)
+        elif self._seen is not None and now - self._seen > _SILENT:
+            self.open(
+                self._key,
+                Severity.WARN,
+                f"{self._host}: the fetcher has said nothing for {human_time(now - self._seen)}",
+                "no block is fetched; training goes on as long as the cache reaches",
+                "it is started again by itself; see the log under storage/ in the run directory",
+                facts={"host": self._host},
+            )
+
+    def _judge(self, found: FetcherStatus) -> None:
+        failing = time.time() - found.since
+        if not found.problem:
+            self.resolve(self._key, f"{self._host}: blocks are fetched again")
+        elif found.lasting or failing > _TOLD_AFTER:
+            urgent = found.lasting or (found.lasts is not None and found.lasts < _URGENT)
+            reach = "an unknown time" if found.lasts is None else human_time(found.lasts)
+            self.open(
+                self._key,
+                Severity.CRIT if urgent else Severity.WARN,
+                f"{self._host}: {found.problem} (for {human_time(failing)}); the cache lasts for {reach}",
+                "training goes on as long as the cache reaches, then ends with exit 75 after data.read_timeout",
+                "check the storage, the network and the credentials: fetching goes on by itself once they work",
+                facts={"host": self._host, "lasts": found.lasts},
+            )

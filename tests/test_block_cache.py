@@ -1,0 +1,300 @@
+"""Corpora by URL: where blocks lie, what the cache holds, and the same samples as from files."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import itertools
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from data.corpus.cache import BlockCache, RemoteCorpus, WrongChecksumError, fetch_block
+from data.corpus.cached import CachedCopy, CacheUse
+from data.corpus.corpus import Corpus, parse_manifest, read_manifest, write_corpus
+from data.corpus.shards import Shard, ShardWriter
+from data.packing.packer import Packer
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.config.sequence_stages import SequenceStages
+from fsdp_pretrain.errors import DataError, Exit, ReadTimeoutError
+from fsdp_pretrain.remote import Remote, Url
+from fsdp_pretrain.units import Progress
+
+pytest.importorskip("fsspec")
+pytestmark = pytest.mark.quick
+KINDS = ("plain", "empty", "trailing", "leading", "pairs", "wide", "beside", "absolute")
+BLOCK = 400
+LARGE = 10**9
+
+
+def documents(kind: str, tokenizer: Tokenizer, shard: int) -> list[list[int]]:
+    rng = np.random.default_rng(shard)
+    found = [rng.integers(10, 250, int(size)).tolist() for size in rng.integers(1, 90, 60)]
+    if kind == "empty":
+        found[3:3] = [[]] * 5
+        found += [[7] * BLOCK, *[[]] * 9]  # no block has these
+    if kind in ("trailing", "leading"):
+        found = [[*own, tokenizer.eod] if kind == "trailing" else [tokenizer.eod, *own] for own in found]
+        found += [[tokenizer.eod]] * 4
+    return found
+
+
+def build(path: Path, tokenizer: Tokenizer, kind: str = "plain", block_tokens: int = BLOCK) -> Path:
+    """A corpus of small blocks in three shards, of which the middle one holds nothing."""
+    dtype, entries = np.dtype("<i4" if kind == "wide" else "<u2"), []
+    shards = path.parent / f"{path.name}-shards" if kind in ("beside", "absolute") else path / "shards"
+    for folder in (path, shards):
+        folder.mkdir(parents=True, exist_ok=True)
+    for number in range(3):
+        with ShardWriter(shards / f"s{number}", dtype) as writer:
+            for document in documents(kind, tokenizer, number) if number != 1 else [[]] * (kind == "empty"):
+                writer.append(np.array(document, dtype))
+            entries.append(writer.finish())
+        if kind == "beside":
+            entries[-1]["path"] = f"../{shards.name}/s{number}"
+        if kind == "absolute":
+            entries[-1]["path"] = str(shards / f"s{number}")
+    separators: Any = kind if kind in ("trailing", "leading") else "none"
+    write_corpus(path, tokenizer, entries, dtype, {}, separators, pairs=kind == "pairs", block_tokens=block_tokens)
+    return path
+
+
+def url(path: Path) -> Url:
+    return Url(f"file://{path}")
+
+
+def remote_corpus(path: Path, cache: Path) -> RemoteCorpus:
+    return CachedCopy(url(path), CacheUse(cache, LARGE), parse_manifest).corpus
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_block_table_says_where_blocks_lie(tmp_path: Path, tokenizer: Tokenizer, kind: str) -> None:
+    """What it says is what the indices say; the checksums are those of these bytes."""
+    corpus = build(tmp_path / "corpus", tokenizer, kind)
+    found, manifest, remote = remote_corpus(corpus, tmp_path / "cache"), read_manifest(corpus), Remote(url(corpus))
+    assert len(found.blocks) > 8
+    for number, (shard_number, first, count) in enumerate(found.blocks[:, :3].tolist()):
+        shard = Shard(manifest.shards[shard_number].prefix(corpus))
+        start, last = int(shard.pointers[first]), first + count - 1
+        stop = int(shard.pointers[last]) + int(shard.lengths[last]) * shard.dtype.itemsize
+        expected = [shard.lengths[first : first + count].tobytes(), shard.tokens.tobytes()[start:stop]]
+        ranges = found.ranges(number)
+        parts = [ranges.lengths, ranges.tokens]
+        assert [remote.read(part.name, part.start, part.stop) for part in parts] == expected
+        assert ranges.size == found.sizes[number] == sum(map(len, expected))
+        assert found.checksums[number].tolist() == [xxhash.xxh3_64_intdigest(part) for part in expected]
+        assert list(fetch_block(remote, found, number)) == expected
+
+
+PACKERS: dict[str, dict[str, Any]] = {
+    "sources": {"kinds": ("plain", "empty", "trailing", "leading", "wide")},
+    "reshuffled": {"kinds": ("plain", "beside"), "reshuffle": [50, 120]},
+    "stages": {"kinds": ("plain", "empty"), "stages": SequenceStages.of([(8, Progress(160, "sample"))], 32)},
+    "pairs": {"kinds": ("pairs", "plain"), "slots": (4, 24)},
+}
+
+
+def packers(tmp_path: Path, tokenizer: Tokenizer, name: str, cache: CacheUse) -> tuple[Packer, Packer]:
+    """The packer of corpora in files, and of the same corpora by URL."""
+    options = dict(PACKERS[name])
+    paths = {kind: build(tmp_path / kind, tokenizer, kind) for kind in options.pop("kinds")}
+    options = {"seed": 5, "lanes": 6, "cache": cache, **options}
+    return (
+        Packer([(kind, path, 1.0) for kind, path in paths.items()], 32, **options),
+        Packer([(kind, url(path), 1.0) for kind, path in paths.items()], 32, **options),
+    )
+
+
+@pytest.mark.parametrize("size", [LARGE, 4_000], ids=["large", "small"])
+@pytest.mark.parametrize("name", PACKERS)
+def test_samples_are_the_same_through_a_cache(tmp_path: Path, tokenizer: Tokenizer, name: str, size: int) -> None:
+    """Over two epochs, with their provenance, also if the cache holds only a few blocks."""
+    cache = CacheUse(tmp_path / "cache", size)
+    files, by_url = packers(tmp_path, tokenizer, name, cache)
+    assert by_url.tokenizer == files.tokenizer and by_url.capacity == files.capacity
+    samples = 2 * max(map(int, files.epoch_samples.values())) * len(files.corpora)
+    for first in range(0, samples, 64):
+        by_url.let_go()
+        assert by_url.pack(first, 64).digest == files.pack(first, 64).digest
+    for sample in range(0, samples, samples // 7):
+        assert by_url.provenance(sample) == files.provenance(sample)
+    held = sum(path.stat().st_size for path in cache.directory.glob("*/blocks/*"))
+    assert held <= size + len(files.corpora) * 2 * BLOCK * 4  # a block of each corpus may be beyond
+    assert {corpus.tokenizer().fingerprint for corpus in by_url.corpora.values()} == {tokenizer.fingerprint}
+
+
+@pytest.mark.parametrize("remote", ["directory", "mirror"])
+def test_a_mirror_may_be_by_url_or_of_one(tmp_path: Path, tokenizer: Tokenizer, remote: str, capfd: Any) -> None:
+    first, second = build(tmp_path / "first", tokenizer), build(tmp_path / "second", tokenizer)
+    expected = Packer([("a", second, 1.0)], 32, seed=5, lanes=6).pack(0, 200).digest
+    places = (url(first), second) if remote == "directory" else (first, url(second))
+    cache = CacheUse(tmp_path / "cache", LARGE)
+    packer = Packer([("a", places[0], 1.0)], 32, seed=5, lanes=6, mirrors={"a": places[1]}, cache=cache)
+    (first / "shards/s2.bin").unlink()
+    assert packer.pack(0, 200).digest == expected
+    assert str(places[1]) in capfd.readouterr().err
+
+
+def test_a_missing_block_is_waited_for(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """With a fetcher, a process fetches nothing itself."""
+    files, by_url = packers(
+        tmp_path, tokenizer, "pairs", CacheUse(tmp_path / "cache", LARGE, tmp_path / "fetcher.json")
+    )
+    copies = [copy for corpus in by_url.corpora.values() for copy in corpus.copies.values()]
+    assert not any(copy.blocks.present() for copy in copies)
+
+    def fetch() -> None:
+        for copy in copies:
+            for block in range(len(copy.corpus.blocks)):
+                copy.blocks.put(block, *fetch_block(copy.remote, copy.corpus, block))
+
+    fetcher = threading.Thread(target=fetch)
+    fetcher.start()
+    assert by_url.pack(0, 150).digest == files.pack(0, 150).digest
+    fetcher.join()
+
+
+def test_a_block_that_does_not_come_is_told_with_the_fetchers_words(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    fetcher, corpus = tmp_path / "fetcher.json", build(tmp_path / "corpus", tokenizer)
+    fetcher.write_text(json.dumps({"problem": "no access to the bucket"}))
+    cache = CacheUse(tmp_path / "cache", LARGE, fetcher)
+    packer = Packer([("a", url(corpus), 1.0)], 32, seed=5, lanes=6, cache=cache, read_timeout=0.5)
+    with pytest.raises(ReadTimeoutError, match=r"s\d did not come within 0.5 s: no access to the bucket") as caught:
+        packer.pack(0, 1)
+    assert caught.value.exit == Exit.RESUME
+
+
+def test_evicted_blocks_serve_readers_until_they_let_go(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    cache = CacheUse(tmp_path / "cache", LARGE)
+    files, by_url = packers(tmp_path, tokenizer, "sources", cache)
+    expected = files.pack(0, 100).digest
+    assert by_url.pack(0, 100).digest == expected
+    blocks = list(cache.directory.glob("*/blocks/*"))
+    for block in blocks:
+        block.unlink()
+    assert by_url.pack(0, 100).digest == expected and not list(cache.directory.glob("*/blocks/*"))
+    assert mapped(cache.directory) == len(blocks)
+    by_url.let_go()
+    assert not mapped(cache.directory)
+    assert by_url.pack(0, 100).digest == expected and len(list(cache.directory.glob("*/blocks/*"))) == len(blocks)
+
+
+def mapped(directory: Path) -> int:
+    """Removed files below a directory that this process has mapped."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return len({line.split(maxsplit=5)[5] for line in lines if str(directory) in line and "(deleted)" in line})
+
+
+def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
+    cache, lengths, tokens = BlockCache(tmp_path, "corpus"), b"\1" * 4_000, b"\2" * 3_000_000
+    child = os.fork()
+    if not child:
+        for block in itertools.count():
+            cache.put(block, lengths, tokens)
+    while len(cache.present()) < 3:
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert {cache.path(block).read_bytes() for block in cache.present()} == {lengths + tokens}
+    cache.put(0, lengths, tokens)
+    (cache.directory / "blocks/.00000099.abc.partial").write_bytes(tokens)
+    assert not cache.has(99) and 99 not in cache.present()
+    cache.clean(older=0)
+    assert len(list(cache.directory.glob("blocks/.*"))) == 0
+    cache.drop(0)
+    cache.drop(0)
+    assert not cache.has(0)
+
+
+def test_a_wrong_byte_is_found_and_its_object_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = build(tmp_path / "corpus", tokenizer)
+    corpus, remote = remote_corpus(path, tmp_path / "cache"), Remote(url(path))
+    part = corpus.ranges(1).tokens
+    with (path / part.name).open("r+b") as file:
+        file.seek(part.start)
+        file.write(b"\xff")
+    fetch_block(remote, corpus, 0)
+    with pytest.raises(WrongChecksumError) as caught:
+        fetch_block(remote, corpus, 1)
+    assert caught.value.object_url == url(path) / part.name
+    reader = Corpus(url(path), cache=CacheUse(tmp_path / "cache", LARGE))
+    with pytest.raises(WrongChecksumError, match=part.name):
+        reader.block(1)
+    assert not list((tmp_path / "cache").glob("*/blocks/*1"))
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    with pytest.raises(DataError, match="was replaced while it was in use"):
+        reader.block(1)
+
+
+def test_another_corpus_at_the_url_is_another_corpus(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Opening it again reads its manifest again, and what the cache has of the first is not mixed with it."""
+    path, cache = build(tmp_path / "corpus", tokenizer), CacheUse(tmp_path / "cache", LARGE)
+    before = Corpus(url(path), cache=cache)
+    assert before.block(0).lengths.sum()
+    shutil.rmtree(path)
+    build(path, tokenizer, "trailing")
+    after = Corpus(url(path), cache=cache)
+    assert after.manifest.fingerprint == Corpus(path).manifest.fingerprint != before.manifest.fingerprint
+    assert after.block(0, 0, 10).tokens[:10].tolist() == Corpus(path).block(0, 0, 10).tokens[:10].tolist()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[http.server.ThreadingHTTPServer]:
+    """A web server of `tmp_path`, without ranges."""
+    handler = functools.partial(_Quiet, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_silent_storage_does_not_keep_a_cached_corpus_from_opening(
+    tmp_path: Path, tokenizer: Tokenizer, server: http.server.ThreadingHTTPServer, capfd: Any
+) -> None:
+    pytest.importorskip("aiohttp")
+    build(tmp_path / "corpus", tokenizer)
+    place = Url(f"http://127.0.0.1:{server.server_port}/corpus")
+    cache = CacheUse(tmp_path / "cache", LARGE)
+    opened = CachedCopy(place, cache, parse_manifest, patience=0)
+    server.shutdown()
+    server.server_close()
+    again = CachedCopy(place, cache, parse_manifest, patience=0)
+    assert again.corpus.manifest == opened.corpus.manifest and "going on with its manifest" in capfd.readouterr().err
+    with pytest.raises(DataError) as caught:
+        CachedCopy(place, CacheUse(tmp_path / "other", LARGE), parse_manifest, patience=0)
+    assert caught.value.exit == Exit.RESUME
+
+
+def test_a_corpus_without_checksums_is_refused_until_it_has_them(
+    tmp_path: Path, tokenizer: Tokenizer, run_command: Any
+) -> None:
+    path, cache = build(tmp_path / "corpus", tokenizer, "trailing"), CacheUse(tmp_path / "cache", LARGE)
+    whole, checksums = (path / "manifest.json").read_text(), (path / "checksums.npy").read_bytes()
+    found = json.loads(whole)
+    del found["checksums_xxh3"]
+    (path / "manifest.json").write_text(json.dumps(found))
+    (path / "checksums.npy").unlink()
+    with pytest.raises(DataError, match="no checksums of its blocks") as caught:
+        Corpus(url(path), cache=cache)
+    assert "fsdp-data checksums" in caught.value.remedy
+    done = run_command("data.cli", "checksums", path, "--workers", 1, "--quiet")
+    assert done.returncode == 0, done.stderr
+    assert ((path / "manifest.json").read_text(), (path / "checksums.npy").read_bytes()) == (whole, checksums)
+    assert sorted(entry.name for entry in path.iterdir()) == sorted(
+        ["blocks.npy", "checksums.npy", "manifest.json", "shards", "tokenizer.json"]
+    )
+    Corpus(url(path), cache=cache)

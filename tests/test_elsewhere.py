@@ -1,0 +1,227 @@
+"""Training from a corpus in object storage, as a user meets it: two nodes with a cache each, and everything that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from object_store import NODE, Faults, ObjectStore
+from sight import CALM, PATIENCE, WATCHED, alarms, intent, until
+
+from data.bench import word_tokenizer
+from data.corpus.corpus import write_corpus
+from data.corpus.shards import ShardWriter
+from data.packing.loader import Loader
+from data.packing.packer import Packer
+from data.text.tokenizer import EOD
+from fsdp_pretrain.config.schedule import BatchSchedule
+
+VOCABULARY, LENGTH, LANES, BLOCK, SHARDS = 64, 64, 8, 16_000, 16
+NODES = ("node-0", "node-1")
+MODEL = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 32, "vocab": VOCABULARY}
+
+
+def random_corpus(path: Path, tokens: int) -> Path:
+    """Random documents of some hundred tokens, in small blocks."""
+    (path / "shards").mkdir(parents=True)
+    tokenizer = word_tokenizer(
+        path / "words.json", {EOD: 0, **{f"w{number}": number for number in range(1, VOCABULARY)}}
+    )
+    rng, entries = np.random.default_rng(1), []
+    for number in range(SHARDS):
+        with ShardWriter(path / f"shards/shard-{number}", np.dtype("<u2")) as writer:
+            for length in rng.integers(100, 900, tokens // SHARDS // 500).tolist():
+                writer.append(rng.integers(1, VOCABULARY, length).astype("<u2"))
+            entries.append(writer.finish())
+    write_corpus(path, tokenizer, entries, np.dtype("<u2"), {}, block_tokens=BLOCK)
+    (path / "words.json").unlink()
+    return path
+
+
+def digests(corpus: Path, batch: int, count: int) -> list[str]:
+    """`data_digest` of the first steps of a run that reads a corpus from a local disk."""
+    packer = Packer([("text", corpus, 1.0)], LENGTH, seed=1234, lanes=LANES)
+    loader = Loader(packer, BatchSchedule(batch), rank=0, world=1, micro_batch=batch, prefetch=0)
+    return [f"{step.digest % 2**64:016x}" for step in itertools.islice(loader, count)]
+
+
+class Elsewhere:
+    """Runs of a laboratory that read a corpus by URL, on two nodes with a local disk each."""
+
+    def __init__(self, lab: Any, store: ObjectStore, tokens: int) -> None:
+        self.lab, self.store, self.run = lab, store, lab.path / "run"
+        self.corpus = random_corpus(lab.path / "corpus", tokens)
+        self.url, self.disk = store.put_folder(self.corpus, "corpus"), lab.path / "local"
+        self.bytes = {
+            name: (self.corpus / f"shards/shard-{name}").stat().st_size for name in (f"{n}.bin" for n in range(SHARDS))
+        }
+
+    def config(
+        self, steps: int, *, batch: int, size: int, name: str = "run", place: object = None, **data: Any
+    ) -> Path:
+        """A run of so many steps; `place` is where it reads the corpus, by default the URL."""
+        sections = {
+            "model": MODEL,
+            "data": {
+                "sequence_length": LENGTH,
+                "lanes": LANES,
+                "sources": [{"name": "text", "path": str(place or self.url)}],
+                "cache": {"dir": str(self.disk / "cache"), "size": f"{size}B", "ahead": "10 s"},
+                **data,
+            },
+            "train": {"duration": f"{steps} steps", "global_batch": f"{batch} samples", "micro_batch": batch // 4},
+            "parallel": {"timeout": "300 s"},
+            "checkpoint": {"every": "5 steps"},
+            "watchdog": {**WATCHED, "hang": {"soft": "100 s", "hard": "200 s"}, "pace": CALM},
+        }
+        made: Path = self.lab.config(name, **sections)
+        return made
+
+    def start(self, config: Path) -> Any:
+        return self.lab.start(config, ranks=4, nodes=2)
+
+    def reach(self, step: int, job: Any) -> None:
+        """Wait for a step of a running job."""
+
+        def there() -> bool:
+            assert all(code is None for code in job.codes()), job.output()
+            return newest_step(self.run) >= step
+
+        until(there, 10 * PATIENCE, what=lambda: f"step {step}\n{job.output()}")
+
+    def fetcher(self, node: str) -> psutil.Process:
+        """The fetcher of a node."""
+
+        def find() -> psutil.Process | None:
+            for process in psutil.process_iter(["cmdline"]):
+                with contextlib.suppress(psutil.Error):
+                    own = str(self.lab.path) == process.environ().get("LOCAL_DISK", "").removesuffix("/local")
+                    if own and "data.fetch" in (process.info["cmdline"] or []) and process.environ().get(NODE) == node:
+                        return process
+            return None
+
+        found: psutil.Process = until(find, what=f"the fetcher of {node}")
+        return found
+
+
+def newest_step(run: Path) -> int:
+    """The last step of the record."""
+    for path in sorted((run / "segments").glob("*/metrics.jsonl"), reverse=True):
+        with contextlib.suppress(IndexError, ValueError):
+            return int(json.loads(path.read_text().splitlines()[-1])["step"])
+    return 0
+
+
+def record(run: Path, node: int) -> list[dict[str, Any]]:
+    """What the fetchers of a node have recorded, one line for every fetcher and interval."""
+    return [json.loads(line) for line in (run / f"storage/node-{node}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def elsewhere(lab: Any, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`elsewhere(tokens)`: a corpus of that size in object storage."""
+    if os.geteuid():
+        pytest.skip("disks of their own need root")
+    monkeypatch.setenv("EXECUTE_FIRST", str(Path(__file__).with_name("apart.py")))
+    monkeypatch.setenv("LOCAL_DISK", str(lab.path / "local"))
+    return lambda tokens: Elsewhere(lab, object_store, tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_epochs_through_a_small_cache_and_every_fault(elsewhere: Any, helpers: Any) -> None:
+    """20M tokens through a cache for a tenth of them: ranks and fetchers are killed, requests throttled, 5% fail, 1% come
+    corrupted, some cut. The data is that of a local run, and no node fetches a byte more than 1.1 times per epoch."""
+    there, batch = elsewhere(20_000_000), 2048
+    store, whole = there.store, sum(there.bytes.values())
+    windows = 2 * (whole // 2 + 40_000) // LENGTH
+    total = windows // batch
+    config = there.config(total, batch=batch, size=whole // 10)
+    usual = Faults(objects="corpus/shards", failing=0.05, corrupt=0.01, cut=0.005, latency=0.005)
+    store.faults = usual
+    job = there.start(config)
+    events = {
+        total // 10: lambda: there.fetcher("node-0").kill(),
+        total // 5: lambda: setattr(store, "faults", Faults(objects="corpus/shards", failing=0.6, status=429)),
+        total // 5 + 5: lambda: setattr(store, "faults", usual),
+        total // 3: lambda: job.kill(3),
+        total // 2: lambda: there.fetcher("node-1").kill(),
+        total * 2 // 3: lambda: job.kill(0),
+        total * 4 // 5: lambda: setattr(
+            store, "faults", Faults(objects="corpus/shards", bandwidth=200_000, failing=0.05)
+        ),
+    }
+    for step, act in events.items():
+        there.reach(step, job)
+        act()
+        if step in (total // 3, total * 2 // 3):
+            job.wait_or_kill(5)
+            job = there.start(config)
+    assert job.wait(20 * PATIENCE) == [0] * 4, job.output()
+
+    trained = helpers.metrics(there.run)
+    assert [line["step"] for line in trained] == list(range(1, total + 1))
+    assert [line["data_digest"] for line in trained] == digests(there.corpus, batch, total)
+    assert {request.fault for request in store.log} >= {"failing", "corrupt", "cut"}
+    for number, node in enumerate(NODES):
+        fetched = sum(store.bytes_read(f"corpus/shards/shard-{name}", node) for name in there.bytes)
+        assert 1.9 * whole < fetched < 1.1 * 2 * whole, (node, fetched / whole)
+        lines = record(there.run, number)
+        assert sum(line["corrupted"] for line in lines) > 0 and sum(line["retries"] for line in lines) > 0
+        assert all(line["cached"] <= whole // 10 for line in lines)
+        assert sum(line["requests"] for line in lines) <= len(store.requests("corpus/shards", node=node)) * 1.01
+        held = sum(path.stat().st_size for path in (there.disk / node / "cache").rglob("blocks/*"))
+        assert held <= whole // 10
+
+
+def cached(there: Elsewhere) -> int:
+    """Bytes of blocks in the fuller cache."""
+    return max(
+        sum(path.stat().st_size for path in (there.disk / node / "cache").rglob("blocks/[0-9]*")) for node in NODES
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_storage_that_is_away_and_comes_back_in_time(elsewhere: Any, helpers: Any) -> None:
+    """Training goes on from the cache, an alarm names the object within a minute, and no restart is needed."""
+    there, batch, total = elsewhere(2_000_000), 512, 300
+    size = sum(there.bytes.values()) // 2
+    job = there.start(there.config(total, batch=batch, size=size, read_timeout="140 s"))
+    until(lambda: cached(there) > 0.8 * size and newest_step(there.run) >= 5, what=job.output)
+    there.store.faults, before = Faults(refuse=True), newest_step(there.run)
+    alarm = until(lambda: [found for found in alarms(there.run) if found["key"].startswith("corpus-storage/")], 60)[0]
+    assert f"{there.url}/shards/shard-" in json.dumps(alarm)
+    assert newest_step(there.run) > before
+    there.store.faults = Faults()
+    assert job.wait(10 * PATIENCE) == [0] * 4, job.output()
+    assert [line["data_digest"] for line in helpers.metrics(there.run)] == digests(there.corpus, batch, total)
+    assert len(list((there.run / "segments").iterdir())) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_storage_that_stays_away(elsewhere: Any, helpers: Any) -> None:
+    """Exit 75 with the reason once the cache is used up; the next start continues to the bit."""
+    there, batch, total = elsewhere(2_000_000), 512, 150
+    size = sum(there.bytes.values()) // 2
+    config = there.config(total, batch=batch, size=size, read_timeout="10 s")
+    job = there.start(config)
+    until(lambda: cached(there) > 0.8 * size and newest_step(there.run) >= 12, what=job.output)
+    there.store.faults = Faults(refuse=True)
+    assert None not in job.wait_or_kill(4 * PATIENCE)
+    assert 12 <= newest_step(there.run) < total
+    found = intent(there.run)
+    assert found["code"] == 75 and "did not come within 10 s" in json.dumps(found), found
+    there.store.faults = Faults()
+    assert there.start(config).wait(10 * PATIENCE) == [0] * 4
+    local = there.config(total, batch=batch, size=size, name="local", place=there.corpus)
+    assert there.start(local).wait(10 * PATIENCE) == [0] * 4
+    assert helpers.losses(there.run) == helpers.losses(there.lab.path / "local")

@@ -1,0 +1,108 @@
+"""What `plan` says of corpora in remote storage, against what a node really uses and fetches."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data.corpus.corpus import write_corpus
+from data.corpus.shards import ShardWriter
+from data.fetch import working_set
+from data.fetch.forecast import Forecast
+from data.fetch.replacement import simulate
+from data.packing.packer import Packer
+from data.packing.position import Position
+from fsdp_pretrain.config.schedule import BatchSchedule
+from fsdp_pretrain.config.skips import Skips
+
+LENGTH, LANES, BATCH, STEPS = 64, 2, 8, 5500
+
+
+@pytest.fixture(scope="module")
+def corpus(module_lab: Any, tokenizer: Any) -> Path:
+    """2M tokens in blocks of 8,000."""
+    path: Path = module_lab.path / "corpus"
+    (path / "shards").mkdir(parents=True)
+    rng = np.random.default_rng(1)
+    with ShardWriter(path / "shards/s", np.dtype("<u2")) as writer:
+        for length in rng.integers(20, 380, 10_000).tolist():
+            writer.append(rng.integers(10, 250, length).astype("<u2"))
+        entries = [writer.finish()]
+    write_corpus(path, tokenizer, entries, np.dtype("<u2"), {}, block_tokens=8_000)
+    return path
+
+
+def config(lab: Any, corpus: Path, size: str, place: str) -> Path:
+    made: Path = lab.config(
+        "plan",
+        data={
+            "sequence_length": LENGTH,
+            "lanes": LANES,
+            "sources": [{"name": "text", "path": place}],
+            "cache": {"dir": str(lab.path / "cache"), "size": size},
+        },
+        train={"duration": f"{STEPS} steps", "global_batch": f"{BATCH} samples", "micro_batch": 1},
+    )
+    return made
+
+
+def plan(run_command: Any, config: Path, *options: str) -> Any:
+    done = run_command("fsdp_pretrain.cli", "plan", config, *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout) if "--json" in options else done.stdout
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_what_is_planned_is_what_a_node_uses(module_lab: Any, run_command: Any, corpus: Path, nodes: int) -> None:
+    place = f"file://{corpus}"
+    said = plan(
+        run_command,
+        config(module_lab, corpus, "800KB", place),
+        *(
+            "--json",
+            "--world-size",
+            str(nodes),
+            "--gpus-per-node",
+            "1",
+            "--device",
+            "NVIDIA H100 80GB HBM3",
+            "--mfu",
+            "1%",
+        ),
+    )["storage"]
+    packer = Packer([("text", corpus, 1.0)], LENGTH, seed=1234, lanes=LANES)
+    sizes = {"text": packer.corpora["text"].blocks[:, 4] * 2 + packer.corpora["text"].blocks[:, 2] * 4}
+    forecast = Forecast(packer, BatchSchedule(BATCH), Skips(), Position(), world=nodes, ranks=range(1))
+    trace = working_set.record(packer, forecast, sizes, STEPS)
+    used = working_set.measure(packer, trace)
+    assert said["nodes"] == nodes and 0.9 * used < said["working_set"] < 1.1 * used
+    fetched = simulate(trace, said["recommended"], "belady")
+    assert 0.9 * fetched < said["node_bytes"] < 1.1 * fetched
+    blocks = sum(sizes["text"] > 0)
+    assert said["sources"]["text"]["blocks"] == blocks and said["sources"]["text"]["bytes"] == sizes["text"].sum()
+    assert said["node_requests"] == pytest.approx(2 * fetched / sizes["text"].mean(), rel=0.1)
+    seconds = said["node_bytes"] / said["bytes_per_second"]
+    assert said["requests_per_day"] == pytest.approx(nodes * said["node_requests"] * 86400 / seconds)
+
+
+def test_a_cache_for_everything_fetches_it_once(module_lab: Any, run_command: Any, corpus: Path) -> None:
+    said = plan(run_command, config(module_lab, corpus, "1GB", f"file://{corpus}"), "--json")
+    assert said["storage"]["node_bytes"] <= said["storage"]["sources"]["text"]["epoch_bytes"]
+    assert said["sources"]["text"]["epochs"] > 1.3 and not any("cache" in warning for warning in said["warnings"])
+
+
+def test_a_small_cache_is_a_warning_and_storage_away_is_none(
+    module_lab: Any, run_command: Any, corpus: Path, tmp_path: Path
+) -> None:
+    small = plan(run_command, config(module_lab, corpus, "40KB", f"file://{corpus}"))
+    assert "warning: data.cache.size = 39.1 KiB, but a node uses" in small and "such a run is refused" in small
+    here = Path(shutil.copytree(corpus, tmp_path / "moved"))
+    shutil.rmtree(here / "shards")
+    assert "cache       " in plan(run_command, config(module_lab, here, "800KB", f"file://{here}")), "no block is read"
+    local = plan(run_command, config(module_lab, corpus, "800KB", str(corpus)))
+    assert "cache       " not in local
