@@ -21,6 +21,7 @@ from fsdp_pretrain.mirror import start
 from fsdp_pretrain.mirror.beside import UploaderProcess
 from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.mirror.restore import restore
+from fsdp_pretrain.mirror.traffic import mirror_traffic
 from fsdp_pretrain.mirror.uploader import FirstNode, Reporter, UploaderArguments
 from fsdp_pretrain.record import journal, lineage, mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir
@@ -302,3 +303,10 @@ def test_each_node_copies_its_own_files_and_a_killed_uploader_comes_back(carried
     first, second = mirror_status.read_reports(carried.run)
     assert (first.files, second.files) == (len(FILES), 1) and first.newest == 10  # of ranks 0 and 1, and of rank 2
     assert not first.problem and not second.problem and processes[0].steps_in_use() == []
+
+
+def test_plan_says_what_a_mirror_costs(carried: Carried) -> None:
+    """A save every 10 of 1,000 steps, in 10 days: 10 a day, each of 4 files, read back; a record every 5 minutes."""
+    cost = mirror_traffic(carried.config, checkpoint_bytes=10**9, files=4, days=10.0)
+    assert (cost.sent, cost.read, cost.held) == (1e10, 1e10, 2e9)
+    assert 160 + 2980 < cost.requests < 160 + 2980 + 900

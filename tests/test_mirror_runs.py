@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -65,6 +66,25 @@ def uploader(carried: Carried) -> subprocess.Popen[bytes]:
     started.stdin.write(f"{len(text)}\n{text}".encode())
     started.stdin.flush()
     return started
+
+
+def test_list_and_verify_show_what_is_where(tmp_path: Path, run_command: Run) -> None:
+    carried = Carried(tmp_path).begin()
+    for step in (10, 20):
+        carried.save(step)
+    carried.copy()
+    carried.save(30)
+    shutil.rmtree(carried.run.checkpoints / "step-00000010")
+    (carried.mirror / "checkpoints/step-00000030").mkdir()
+    (carried.mirror / "checkpoints/step-00000030/__0_0.distcp").write_bytes(b"weights")
+    shown = run_command(CLI, "checkpoints", carried.run.path, "list", "--json")
+    rows = {row["step"]: (row["state"], row["mirror"]) for row in json.loads(shown.stdout)}
+    assert rows == {10: ("mirrored", "whole"), 20: ("verified", "whole"), 30: ("verified", "incomplete")}
+    (carried.mirror / "checkpoints/step-00000020/__0_0.distcp").write_bytes(b"WEIGHTS")
+    done = run_command(CLI, "checkpoints", carried.run.path, "verify", "--mirror", "--json")
+    found = {row["step"]: row["state"] for row in json.loads(done.stdout)}
+    assert done.returncode == 2 and found == {10: "verified", 20: "damaged", 30: "incomplete"}, done.stdout
+    run_id.unbind(carried.run.path)
 
 
 @pytest.mark.slow

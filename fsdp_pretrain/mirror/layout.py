@@ -37,7 +37,7 @@ class MirrorError(UserError):
     exit = Exit.NEEDS_PERSON
 
 
-class Piece(StateFile):
+class RecordPiece(StateFile):
     """Bytes [start, stop) of a file of the record, and their xxh3_128."""
 
     start: int
@@ -49,13 +49,13 @@ class RecordFile(StateFile):
     """A file of the record, by its pieces; `name` is relative to the run directory."""
 
     name: str
-    pieces: list[Piece]
+    pieces: list[RecordPiece]
 
     @property
     def size(self) -> int:
         return self.pieces[-1].stop
 
-    def object_of(self, piece: Piece) -> str:
+    def object_of(self, piece: RecordPiece) -> str:
         """The name of a piece in the mirror; it never changes its content."""
         return f"{RECORD}/{self.name}/{piece.start:012d}-{piece.stop:012d}-{piece.xxh3}"
 

@@ -53,6 +53,7 @@ def verify_mirror(
             wrong = [item.problem]
         row.state = "damaged" if wrong else "verified" if item.problem is None else "incomplete"
         row.problem = wrong[0] if wrong else None
+        row.mirror = None
         rows.append(row)
     return rows
 

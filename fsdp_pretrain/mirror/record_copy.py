@@ -17,7 +17,7 @@ from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.record import run_id, state_files
 from fsdp_pretrain.record.files import RunDir, now
 
-from .layout import INDEX, RECORD, MirrorError, Piece, RecordFile, RecordIndex, RunMirror
+from .layout import INDEX, RECORD, MirrorError, RecordFile, RecordIndex, RecordPiece, RunMirror
 
 _LEFT_OUT = frozenset(
     "checkpoints mirror restoring control run_id lock.json aim tensorboard wandb trackers profiles".split()
@@ -107,7 +107,7 @@ class RecordCopy:
         kept = [] if known is None else [piece for piece in known.pieces if piece.stop <= pieces[0][0]]
         if not pieces[0][0]:
             kept = []
-        new = [Piece(start=start, stop=start + len(b), xxh3=xxhash.xxh3_128_hexdigest(b)) for start, b in pieces]
+        new = [RecordPiece(start=start, stop=start + len(b), xxh3=xxhash.xxh3_128_hexdigest(b)) for start, b in pieces]
         file = RecordFile(name=name, pieces=[*kept, *new])
         if file != known:
             there = {} if known is None else {known.object_of(piece) for piece in known.pieces}

@@ -31,24 +31,26 @@ class MirrorTraffic:
     held: float
 
     def __str__(self) -> str:
+        back = f" and {human_bytes(self.read)} back" if self.read else ""
         return (
-            f"{human_bytes(self.sent)} a day to the mirror and {human_bytes(self.read)} back, to check them, in about "
-            f"{self.requests:,.0f} requests; {human_bytes(self.held)} stay there, and permanent checkpoints"
+            f"{human_bytes(self.sent)}{back} a day, about {self.requests:,.0f} requests; {human_bytes(self.held)} stay "
+            "there, and permanent checkpoints"
         )
 
 
-def mirror_traffic(config: Config, *, checkpoint_bytes: float, files: int, saves_per_day: float) -> MirrorTraffic:
+def mirror_traffic(config: Config, *, checkpoint_bytes: float, files: int, days: float) -> MirrorTraffic:
     """What the mirror of a run costs.
 
     Args:
         config: of a run with `checkpoint.mirror`.
-        checkpoint_bytes, files: of one checkpoint.
-        saves_per_day: checkpoints per day.
+        checkpoint_bytes, files: of one checkpoint; a rank writes at least one file.
+        days: of the whole run.
     """
-    policy = config.checkpoint
-    sent = checkpoint_bytes * saves_per_day
+    policy, schedule = config.checkpoint, config.schedule
+    saves = schedule.samples(config.train.duration) / max(1, schedule.samples(config.save_every(0))) / days
+    sent = checkpoint_bytes * saves
     read = sent if policy.mirror_read_back else 0.0
-    of_files = saves_per_day * files * (4 if policy.mirror_read_back else 3)  # sent, sized, read, deleted later
+    of_files = saves * files * (4 if policy.mirror_read_back else 3)  # sent, its size, read, deleted later
     of_parts = sent / _PART + read / _CHUNK
-    record = (_DAY / policy.mirror_record_every.value + saves_per_day) * _RECORD_REQUESTS
+    record = (_DAY / policy.mirror_record_every.value + saves) * _RECORD_REQUESTS
     return MirrorTraffic(sent, read, of_files + of_parts + record, checkpoint_bytes * policy.mirror_keep_last)
