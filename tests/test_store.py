@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import CHECKPOINT, WEIGHTS, commit
 
-from fsdp_pretrain.checkpoint.manager import is_permanent
+from fsdp_pretrain.checkpoint.manifest import is_permanent
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, StorageError
@@ -198,7 +198,9 @@ def play(store: Store, keep_last: int, every: list[str], saves: list[Save]) -> t
             made[pinned]["pinned"] = not made[pinned]["pinned"]
             store.find(pinned).pin(made[pinned]["pinned"])
         protected = set() if save.protect is None else {max(1, step - save.protect)}
-        gone = store.retain(keep_last, lambda found: is_permanent(config, found.manifest()), protected)
+        gone = store.retain(
+            keep_last, lambda found: is_permanent(config, found.manifest(), config.checkpoint.kept_intervals), protected
+        )
         stay = must_stay(made, keep_last, every, protected)
         assert {found.step for found in gone} == set(made) - stay
         deleted |= set(made) - stay

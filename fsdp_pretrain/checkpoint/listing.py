@@ -18,7 +18,11 @@ from .store import MANIFEST, Checkpoint, verify_files
 
 
 class Row(BaseModel):
-    """A checkpoint in the output of `list` and `verify`; `verify` sets `sealed`: the manifest has a checksum."""
+    """A checkpoint in the output of `list` and `verify`; `verify` sets `sealed`: the manifest has a checksum.
+
+    `mirror`: its state in `checkpoint.mirror`: whole, incomplete, damaged or absent; None: the run has none, or it does
+    not answer.
+    """
 
     step: int
     path: str
@@ -32,6 +36,7 @@ class Row(BaseModel):
     optimizer: bool = True
     problem: str | None = None
     sealed: bool | None = None
+    mirror: str | None = None
 
     def __str__(self) -> str:
         size = human_bytes(self.bytes) if self.bytes is not None else "-"
@@ -41,6 +46,7 @@ class Row(BaseModel):
         line += self.problem or ("" if self.optimizer else "weights alone ")
         line += "its manifest has no checksum (release 0.1) " * (self.sealed is False)
         line += f" in the fallback {Path(self.path).parent}" * self.fallback
+        line += f" mirror: {self.mirror}" if self.mirror is not None else ""
         return line.rstrip()
 
 

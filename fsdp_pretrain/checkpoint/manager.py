@@ -18,7 +18,7 @@ from .async_save import Pending, Stager
 from .disk_space import Ballast, Reclaimable
 from .loading import state_dict
 from .locations import fallback, newest_clean, stores
-from .manifest import CheckpointManifest, Facts
+from .manifest import Facts, is_permanent
 from .state import TrainState
 from .store import Checkpoint, Store
 from .training_objects import TrainingObjects
@@ -35,6 +35,7 @@ class CheckpointManager:
         suspicion: why a checkpoint saved now should not be rolled back to, or None; see `Health.suspicion`.
         clean_until: steps; for each, retention keeps the newest checkpoint up to it that is not suspect; see
             `Health.clean_until`.
+        spared: steps that retention deletes only when room is needed (being copied to the mirror).
     """
 
     def __init__(
@@ -46,11 +47,12 @@ class CheckpointManager:
         protected: Callable[[], Collection[int]],
         suspicion: Callable[[], str | None],
         clean_until: Callable[[], Iterable[float]],
+        spared: Callable[[], Collection[int]] = list,
     ) -> None:
         self._subject, self._world, self._config, self._segment = subject, subject.world, subject.config, segment
         self._stores, self._fallback = self._world.decide(lambda: stores(subject.run)), fallback(subject.config)
         self._store = self._stores.main
-        self._guard, self._protected = guard, protected
+        self._guard, self._protected, self._spared = guard, protected, spared
         self._suspicion, self._clean_until = suspicion, clean_until
         if self._config.checkpoint.background:
             self.renew()
@@ -130,7 +132,7 @@ class CheckpointManager:
         try:
             if policy.ballast:
                 Ballast(self._store.directory).take(saved.bytes)
-            return replace(saved, deleted=self._retain(policy.keep_last))
+            return replace(saved, deleted=self._retain(policy.keep_last, self._spared()))
         except (OSError, UserError) as error:
             text = f"old checkpoints could not be deleted: {error}"
             return replace(saved, notes=(*saved.notes, ("checkpoint-room", text)))
@@ -142,29 +144,19 @@ class CheckpointManager:
             found.append(("all but the two newest verified checkpoints", lambda: self._retain(2)))
         return [*found, ("the ballast", ballast.release)]
 
-    def _retain(self, keep_last: int) -> tuple[int, ...]:
+    def _retain(self, keep_last: int, spared: Collection[int] = ()) -> tuple[int, ...]:
         """Apply the retention policy; the steps deleted."""
 
         def keep(checkpoint: Checkpoint) -> bool:
-            return is_permanent(self._config, checkpoint.manifest())
+            return is_permanent(self._config, checkpoint.manifest(), self._config.checkpoint.kept_intervals)
 
         # Rollback targets stay, however many checkpoints follow.
         clean = [newest_clean(self._stores, bound) for bound in self._clean_until()]
-        protected = {*self._protected(), *(item.step for item in clean if item is not None)}
+        protected = {*self._protected(), *spared, *(item.step for item in clean if item is not None)}
         deleted = list(self._store.retain(keep_last, keep, protected))
         for stopgap in self._stores.fallbacks:
             deleted += stopgap.retain(2, lambda _: False, protected)
         return tuple(item.step for item in deleted)
-
-
-def is_permanent(config: Config, manifest: CheckpointManifest) -> bool:
-    """Whether retention never deletes a checkpoint: it is final, or named by `keep_every`."""
-    before, after = manifest.consumed - manifest.batch, manifest.consumed
-    due = (
-        config.schedule.due(every, step=manifest.step, before=before, after=after)
-        for every in config.checkpoint.kept_intervals
-    )
-    return manifest.final or any(due)
 
 
 def make_facts(config: Config, world: World, state: TrainState, *, final: bool = False, **marks: Any) -> Facts:

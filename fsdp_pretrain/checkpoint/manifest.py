@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.record.state_files import StateFile
+from fsdp_pretrain.units import Progress
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -93,6 +95,13 @@ class CheckpointManifest(Facts):
     state_digest: str
     committed: str
     files: list[FileEntry]
+
+
+def is_permanent(config: Config, manifest: CheckpointManifest, intervals: Iterable[Progress]) -> bool:
+    """Whether retention never deletes a checkpoint: it is final, or completes one of the intervals."""
+    before, after = manifest.consumed - manifest.batch, manifest.consumed
+    due = (config.schedule.due(every, step=manifest.step, before=before, after=after) for every in intervals)
+    return manifest.final or any(due)
 
 
 def evaluation_due(config: Config, manifest: CheckpointManifest) -> bool:

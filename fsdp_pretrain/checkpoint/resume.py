@@ -42,12 +42,14 @@ class ResumeOptions:
         changes: keys and tables of the configuration that may differ although that changes what is learned.
         reset_optimizer: step of the checkpoint at which the optimiser is reset.
         reason: why this start differs from the last, for the chronicle.
+        from_mirror: restore from `checkpoint.mirror` what the run directory lacks.
     """
 
     fresh: bool = False
     changes: frozenset[str] = frozenset()
     reset_optimizer: int | None = None
     reason: str = ""
+    from_mirror: bool = False
 
 
 @dataclass(frozen=True)

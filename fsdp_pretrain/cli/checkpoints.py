@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, verb
-from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.record.arguments import check_begun, import_extra
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
@@ -48,20 +50,47 @@ def _checkpoints(args: argparse.Namespace) -> int:
 
 @verb("list", "", JSON)
 def _list(args: argparse.Namespace) -> int:
-    """List them by names and sizes, without reading them."""
+    """List them by names and sizes, without reading them: in the run directory, its fallback and its mirror."""
     from fsdp_pretrain.checkpoint.listing import listed
 
     found = _stores(args.run)
-    return _print([listed(found, item) for item in found.scan()], as_json=args.json)
+    rows = [listed(found, item) for item in found.scan()]
+    if _has_mirror(args.run):
+        from fsdp_pretrain.mirror.listing import open_mirror, with_mirror
+
+        try:
+            rows = with_mirror(rows, open_mirror(args.run))
+        except UserError as error:
+            print(f"the mirror is not shown: {error.cause}", file=sys.stderr)
+    return _print(rows, as_json=args.json)
 
 
-@verb("verify", "300", argument("step", type=int, nargs="?", help="verify only this one (default: all)"), JSON)
+def _has_mirror(run: RunDir) -> bool:
+    """Whether the last start had a mirror."""
+    try:
+        return tomllib.loads(run.config.read_text())["checkpoint"].get("mirror") is not None
+    except (OSError, ValueError, LookupError):  # told where the configuration is needed
+        return False
+
+
+@verb(
+    "verify",
+    "300",
+    argument("step", type=int, nargs="?", help="verify only this one (default: all)"),
+    argument("--mirror", action="store_true", help="those in checkpoint.mirror instead"),
+    JSON,
+)
 def _verify(args: argparse.Namespace) -> int:
     """Read them back and compare every checksum."""
     from tqdm import tqdm
 
     from fsdp_pretrain.checkpoint.listing import read_back
 
+    if args.mirror:
+        from fsdp_pretrain.mirror.listing import open_mirror, verify_mirror
+
+        rows = verify_mirror(open_mirror(args.run), args.step, lambda items: tqdm(items, desc="reading back", delay=2))
+        return _print(rows, as_json=args.json)
     found = _stores(args.run)
     chosen = [item for item in found.scan() if args.step in (None, item.step)]
     if args.step is not None and not chosen:
@@ -101,7 +130,13 @@ def _print(rows: list[Row], *, as_json: bool) -> int:
     """Print the rows. Returns the exit code: 2 if a checkpoint is damaged."""
     if as_json:
         print(
-            json.dumps([row.model_dump(exclude={"sealed"} if row.sealed is None else None) for row in rows], indent=1)
+            json.dumps(
+                [
+                    row.model_dump(exclude={name for name in ("sealed", "mirror") if getattr(row, name) is None})
+                    for row in rows
+                ],
+                indent=1,
+            )
         )
     else:
         print("\n".join(map(str, rows)) or "no checkpoints")

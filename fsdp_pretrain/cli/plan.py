@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, verb
+from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.arguments import import_extra
 
@@ -120,6 +120,11 @@ def _plan(args: argparse.Namespace) -> int:
         mfu=args.mfu,
     )
     print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
+    if config.checkpoint.mirror is not None and result.time is not None and not args.json:
+        from fsdp_pretrain.mirror.traffic import mirror_traffic
+
+        size, files = result.checkpoint_bytes, result.time.ranks
+        print(row("mirror", str(mirror_traffic(config, checkpoint_bytes=size, files=files, days=result.time.days))))
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import BatchSize, Progress, Seconds
 
 from .base import FilePath, PathOrUrl, Positive, Section, Share, unique_names
@@ -179,6 +180,12 @@ class ParallelSection(Section):
     """How long a collective operation may take before the rank ends."""
 
 
+def _mirror_url(text: str) -> str:
+    if (url := Url(text)).scheme in ("http", "https"):
+        raise ValueError(f"{text!r} cannot be written to; a mirror is s3://, gs://, az:// or file://")
+    return str(url)
+
+
 class CheckpointSection(Section):
     """When checkpoints are written and which are kept."""
 
@@ -196,6 +203,22 @@ class CheckpointSection(Section):
     not fit otherwise."""
     fallback_dir: FilePath | None = None
     """Directory on other storage, used for checkpoints while the run directory cannot be written."""
+    mirror: Annotated[str, AfterValidator(_mirror_url)] | None = None
+    """URL of a directory in object storage, such as `"s3://bucket/runs"`. Checkpoints and the record are copied there
+    beside training, below the run's name; `--from-mirror` restores them, see storage.md. Credentials come from where
+    the storage's own tools look for them."""
+    mirror_keep_last: Annotated[int, Field(ge=2)] = 3
+    """Number of newest checkpoints to keep in the mirror."""
+    mirror_keep_every: Progress | list[Progress] | None = None
+    """Also keep in the mirror, permanently, the checkpoints that complete this interval, or one of several. Default:
+    `keep_every`."""
+    mirror_read_back: bool = True
+    """Read every file of a checkpoint back from the mirror and compare its checksum. Off: only sizes are compared."""
+    mirror_record_every: Seconds = Seconds(300)
+    """Interval between copies of the record to the mirror; it is also copied with every checkpoint."""
+    mirror_flush: Seconds = Seconds(600)
+    """How long a complete run waits for the mirror to have its last checkpoint and record. A run that is asked to stop
+    waits at most 20 s: its next start continues the copy."""
     on_commit: str | None = None
     """Shell command that is run for every new checkpoint, for copies elsewhere: `'rsync -a "$1" backup:ckpt/'`. `$1` is
     the checkpoint's path and `$2` its step, also in `CHECKPOINT_PATH` and `CHECKPOINT_STEP`. Training does not wait for
@@ -217,8 +240,16 @@ class CheckpointSection(Section):
     @property
     def kept_intervals(self) -> list[Progress]:
         """`keep_every` as a list."""
-        every = self.keep_every
-        return every if isinstance(every, list) else [] if every is None else [every]
+        return _as_list(self.keep_every)
+
+    @property
+    def mirror_kept_intervals(self) -> list[Progress]:
+        """`mirror_keep_every`, or its default, as a list."""
+        return _as_list(self.keep_every if self.mirror_keep_every is None else self.mirror_keep_every)
+
+
+def _as_list(every: Progress | list[Progress] | None) -> list[Progress]:
+    return every if isinstance(every, list) else [] if every is None else [every]
 
 
 def _count_or_share(value: float) -> float:

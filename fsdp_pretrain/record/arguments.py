@@ -84,6 +84,12 @@ def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:
         "those in its record; no effect on restarts by the launcher or torchrun after a start that trained",
     )
     parser.add_argument(
+        "--from-mirror",
+        action="store_true",
+        help="restore what the run directory lacks, or all of it, from checkpoint.mirror: the record and the newest "
+        "valid checkpoint; no effect if it lacks nothing, or on restarts after a start that trained",
+    )
+    parser.add_argument(
         "--allow",
         action="append",
         default=[],

@@ -26,7 +26,7 @@ Kind = Literal[
     "health", "health-again", "health-rollback", "health-skip", "data-read",
     "launch", "restart", "hosts", "avoid-hosts",
     "eval", "eval-failed", "eval-late", "eval-refused", "eval-verdict",
-    "alarm", "mute", "watchdog", "note", "tracker-stopped",
+    "alarm", "mute", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
     "aim-stopped",  # of earlier releases
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -69,6 +69,11 @@ def bind(directory: Path, run_id: str | None) -> None:
     _bound[directory] = run_id
 
 
+def unbind(directory: Path) -> None:
+    """Let this process write to a directory whatever its id, as before `bind`."""
+    _bound.pop(directory, None)
+
+
 def bound_to(directory: Path) -> str | None:
     return _bound.get(directory)
 

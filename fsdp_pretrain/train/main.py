@@ -35,6 +35,7 @@ from fsdp_pretrain.health.journal import provenance
 from fsdp_pretrain.health.monitor import Health
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.lineage.rollback import finish
+from fsdp_pretrain.mirror.beside import UploaderProcess
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.surgery import Surgery
@@ -66,6 +67,7 @@ from .build import (
 from .checkpointing import Checkpointing
 from .exit_status import conclude, record_end
 from .heldout_loss import build_heldout_loss
+from .mirroring import flush_mirror, restored_from_mirror, start_uploader
 from .run_context import RunContext
 from .trainer import Trainer
 
@@ -88,7 +90,7 @@ def _start(args: argparse.Namespace) -> int:
         allowed = resume_rules.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)
         refuse_path_in_text(config)
-        terms = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason)
+        terms = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason, args.from_mirror)
         memory = LauncherMemory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
         start.bind_run_directory(RunDir(config.run.dir), memory)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
@@ -96,6 +98,9 @@ def _start(args: argparse.Namespace) -> int:
     try:
         heartbeat = build_heartbeat(config)
         with mesh.connect(config.parallel) as world:
+            terms = start.agree_on_options(terms, memory, world)
+            if restored_from_mirror(config, world, terms, heartbeat):
+                config, lasting = world.together(lambda: load_run(args.config, args.overrides))
             return torchrun.end_as_agreed(run(config, world, lasting, terms, heartbeat, memory))
     except UserError as error:
         return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
@@ -124,7 +129,6 @@ def run(
     run_dir = RunDir(config.run.dir)
     world.decide(lambda: start.refuse_unwanted_restart(run_dir))
     start.open_directory(run_dir, world, memory)
-    terms = start.agree_on_options(terms, memory, world)
     lock, fetching = RunLock(run_dir, "training"), None
     while not world.decide(lock.attempt):  # short attempts, so that no rank waits long for rank 0
         pass
@@ -202,17 +206,20 @@ def _train(
     start.discard_requests(context)
     context.inbox.listen()
     follower = start_follower(run_dir) if world.is_main else None
+    uploader = start_uploader(config, world, recorder.number)
 
     def saved(made: SaveResult) -> None:
         memory.remember(checkpoint=made.checkpoint.step)
         if world.is_main:
             after_save.start(made)
+            if uploader is not None:
+                uploader.saved()
 
     unigrams = run_dir.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
     if unigrams is not None:
         make_directory(unigrams.parent)
     built = fetching.begin(state) if fetching is not None else lambda _: None
-    manager = _manager(subject, recorder.number, guard, after_save, health)
+    manager = _manager(subject, recorder.number, guard, after_save, health, uploader)
 
     def steered(config: Config) -> None:
         manager.steer(config)
@@ -237,13 +244,19 @@ def _train(
     if world.is_main:
         start.record_ready(context, state)
     outcome = conclude(trainer.run(), trainer)
+    flush_mirror(context, uploader, complete=outcome is Exit.COMPLETE)
     if follower is not None:
         finish_follower(run_dir, follower)
     return outcome
 
 
 def _manager(
-    subject: TrainingObjects, segment: int, guard: Callable[[], None], after_save: AfterSave, health: Health
+    subject: TrainingObjects,
+    segment: int,
+    guard: Callable[[], None],
+    after_save: AfterSave,
+    health: Health,
+    uploader: UploaderProcess | None,
 ) -> CheckpointManager:
     return CheckpointManager(
         subject,
@@ -252,6 +265,7 @@ def _manager(
         protected=lambda: {*jobs.protected_steps(subject.run, after_save.config), *after_save.steps_in_use()},
         suspicion=lambda: health.suspicion,
         clean_until=lambda: health.clean_until,
+        spared=uploader.steps_in_use if uploader is not None else list,
     )
 
 

@@ -128,8 +128,10 @@ def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
 
 
 def agree_on_options(terms: ResumeOptions, memory: LauncherMemory, world: World) -> ResumeOptions:
-    """The options for this start: --allow-fresh holds only for the first under a launcher or torchrun. Collective."""
-    return replace(terms, fresh=world.decide(lambda: terms.fresh and not (memory.seen and memory.seen.segment)))
+    """The options for this start: --allow-fresh and --from-mirror hold only for the first under a launcher or torchrun.
+    Collective."""
+    first = world.decide(lambda: not (memory.seen and memory.seen.segment))
+    return replace(terms, fresh=terms.fresh and first, from_mirror=terms.from_mirror and first)
 
 
 def look_for_checkpoints(run: RunDir, terms: ResumeOptions, memory: LauncherMemory) -> MissingCheckpoint | None:

@@ -44,7 +44,7 @@ from .goodput_job import GoodputJob
 from .registry import build_detectors
 
 _PER_START = frozenset(
-    ("hang", "rank-died", "ended", "pace", "straggler", "node", "gpu", "run-directory", "corpus-storage")
+    "hang rank-died ended pace straggler node gpu run-directory corpus-storage mirror mirror-uploader".split()
 )
 """Detectors whose alarms end when the ranks are restarted."""
 _SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02

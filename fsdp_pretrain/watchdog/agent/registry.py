@@ -22,6 +22,7 @@ from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
 from fsdp_pretrain.watchdog.detectors.host import HostDetector
+from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.detectors.nvml import resolve
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
@@ -88,6 +89,8 @@ def build_detectors(
         ]
         if config.eval.every is not None or config.eval.loss_on:
             found.append(EvaluationDetector(alarms, section, probes, run.path))
+        if config.checkpoint.mirror is not None:
+            found.append(MirrorDetector(alarms, section, probes, run.path, segment))
         shown = config.watchdog.notify.prometheus
         if shown.port is not None or shown.textfile is not None:
             found.append(GoodputJob(alarms, probes, run.path))

@@ -24,7 +24,7 @@ from pydantic import Field
 from fsdp_pretrain.checkpoint.disk_space import Room, attempts, prunable
 from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, step_of, verify_files
-from fsdp_pretrain.record import journal, lease, state_files
+from fsdp_pretrain.record import journal, lease, mirror_status, state_files
 from fsdp_pretrain.record.files import RunDir, seconds_of
 from fsdp_pretrain.record.requests import send
 
@@ -227,6 +227,11 @@ def request(run: str, verb: str) -> dict[str, Any]:
     return {}
 
 
+def mirror(run: str) -> dict[str, Any]:
+    """What the uploaders of a run report, see `record.mirror_status`."""
+    return {"reports": [report.model_dump() for report in mirror_status.read_reports(RunDir(Path(run)))]}
+
+
 def account(run: str) -> dict[str, Any]:
     """Goodput of a run, as fields of a `Snapshot`. Reads the whole record."""
     from fsdp_pretrain.record import goodput  # imports numpy, in this child only
@@ -241,7 +246,7 @@ def account(run: str) -> dict[str, Any]:
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     each.__name__: each
-    for each in (space, checkpoints, evaluations, results, checksum, read, write, corpus, request, account)
+    for each in (space, checkpoints, evaluations, results, checksum, read, write, corpus, request, mirror, account)
 }
 """The available probes."""
 

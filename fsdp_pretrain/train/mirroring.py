@@ -1,0 +1,89 @@
+"""The mirror as ranks see it: restored from before a start, copied to beside training, flushed at the end."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from fsdp_pretrain.checkpoint.async_save import Pending
+from fsdp_pretrain.checkpoint.resume import ResumeOptions
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.mirror import start
+from fsdp_pretrain.mirror.beside import STOP_SECONDS, UploaderProcess
+from fsdp_pretrain.mirror.restore import restore
+from fsdp_pretrain.parallel.mesh import RankInfo, World
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.units import human_time
+from fsdp_pretrain.watchdog.heartbeat.page import Phase
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
+
+from .run_context import RunContext
+
+_TURN = 1.0
+"""Seconds that ranks wait for rank 0 before they show that they live."""
+
+
+def restored_from_mirror(config: Config, world: World, terms: ResumeOptions, heartbeat: Heartbeat) -> bool:
+    """Compare the run directory with its mirror, and restore it if that is needed and allowed. Collective.
+
+    Returns:
+        Whether it was restored: what was read of it before does not count any more.
+
+    Raises:
+        UserError: see `mirror.start.look` and `mirror.restore.restore`.
+    """
+    run, box = RunDir(config.run.dir), list[Pending[None]]()
+
+    def begin() -> bool:
+        task = start.look(config, restore=terms.from_mirror, fresh=terms.fresh)
+        if task is not None:
+            box.append(Pending(lambda: restore(task, run)))
+        return task is not None
+
+    if not world.decide(begin):
+        return False
+    while not world.decide(lambda: _ended(box[0])):  # hours perhaps, in turns, so that no rank waits long for rank 0
+        heartbeat.beat(Phase.START)
+    return True
+
+
+def _ended(restoring: Pending[None]) -> bool:
+    if not restoring.wait(_TURN):
+        return False
+    restoring.result()
+    return True
+
+
+def start_uploader(config: Config, world: World, segment: int) -> UploaderProcess | None:
+    """Start this node's uploader, in its first rank, if the run has a mirror."""
+    ranks = RankInfo.from_environment()
+    if config.checkpoint.mirror is None or ranks.local_rank:
+        return None
+    node = int(os.environ.get("GROUP_RANK", ranks.rank // ranks.local_world))
+    nodes = world.size // ranks.local_world
+    return UploaderProcess(config, segment=segment, node=node, nodes=nodes, local_ranks=ranks.local_world)
+
+
+def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete: bool) -> None:
+    """Wait until the mirror has the last checkpoint and the record, but not for longer than `checkpoint.mirror_flush`,
+    and only for a moment if the run was asked to stop. Collective.
+    """
+    limit = run.config.checkpoint.mirror_flush.value
+    if run.config.checkpoint.mirror is None:
+        return
+    limit = limit if complete else min(STOP_SECONDS, limit)
+    begun, said = time.monotonic(), False
+    if uploader is not None:
+        uploader.finish()
+    while True:
+        run.heartbeat.beat(Phase.SAVE)
+        ended = uploader is None or uploader.ended
+        late = time.monotonic() - begun >= limit
+        if all(run.world.gather(ended or late)):
+            break
+        if not said and time.monotonic() - begun > _TURN:
+            said = True
+            run.recorder.say(f"waiting up to {human_time(limit)} for the mirror")
+        time.sleep(0.2)
+    if not all(run.world.gather(ended)):
+        run.recorder.say("the mirror lacks the end of this start; the next one copies it")

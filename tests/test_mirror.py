@@ -1,0 +1,312 @@
+"""Checkpoints and record in a mirror: what is carried out, checked, kept and carried back; with real uploaders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from records import CHECKPOINT, commit
+from sight import until
+
+from fsdp_pretrain.checkpoint.store import Store, verify_files
+from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.errors import Exit, UserError
+from fsdp_pretrain.mirror import start
+from fsdp_pretrain.mirror.beside import UploaderProcess
+from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
+from fsdp_pretrain.mirror.restore import restore
+from fsdp_pretrain.mirror.traffic import mirror_traffic
+from fsdp_pretrain.mirror.uploader import FirstNode, Reporter, UploaderArguments
+from fsdp_pretrain.record import journal, lineage, mirror_status, run_id
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.mirror_status import MirrorReport
+
+pytestmark = pytest.mark.quick
+FILES = {**CHECKPOINT, "__1_0.distcp": b"of the second rank", "__2_0.distcp": b"of the third"}
+
+
+class Carried:
+    """A run directory as training leaves it, without training, and its mirror in a directory beside it."""
+
+    def __init__(self, path: Path, **checkpoint: Any) -> None:
+        self.path, self.run, self.place = path, RunDir(path / "run"), path / "mirror"
+        self.mirror = self.place / "run"
+        policy = {"every": "10 steps", "mirror": f"file://{self.place}", "mirror_keep_last": 2, **checkpoint}
+        model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 512}
+        values = {
+            "run": {"name": "run", "dir": str(self.run.path)},
+            "model": model,
+            "data": {"sequence_length": 32, "sources": [{"name": "text", "path": str(path)}]},
+            "train": {"duration": "1000 steps", "global_batch": "8 samples", "micro_batch": 2},
+            "optimizer": {"lr": 1e-2},
+            "checkpoint": policy,
+        }
+        (path / "run.toml").write_text(tomli_w.dumps(values))
+        self.config: Config = load(path / "run.toml")
+
+    def begin(self) -> Carried:
+        """The first start, up to its first step."""
+        known = run_id.assign(self.run.path)
+        run_id.bind(self.run.path, known)
+        self.segment(1)
+        self.run.config.write_text(self.config.to_toml())
+        journal.add(self.run, "note", "begun")
+        return self
+
+    def segment(self, number: int, kind: str = "start", step: int = 0) -> None:
+        segment = self.run.segment(number)
+        segment.mkdir(parents=True)
+        (segment / "environment.json").write_text(f'{{"time": "{os.urandom(8).hex()}"}}')
+        lineage.record(segment, parent=number - 1 or None, step=step, kind=kind)
+
+    def save(self, step: int, **more: Any) -> None:
+        commit(Store(self.run.checkpoints), step, {**FILES, "step": str(step).encode()}, **more)
+
+    def uploader(self, node: int = 0, nodes: int = 1) -> FirstNode:
+        """The uploader's work in this process."""
+        args = UploaderArguments(
+            run=self.run.path, id=run_id.read(self.run.path), segment=1, node=node, nodes=nodes, local_ranks=2
+        )
+        reporter = Reporter(self.run, MirrorReport(node=node, host="here", pid=os.getpid(), segment=1))
+        return FirstNode(self.config, args, RunMirror(self.config, patience=0), reporter)
+
+    def process(self, node: int = 0, nodes: int = 1) -> UploaderProcess:
+        return UploaderProcess(self.config, segment=1, node=node, nodes=nodes, local_ranks=2)
+
+    def copy(self) -> None:
+        """Carry everything out."""
+        worker = self.uploader()
+        while not worker.work(finish=True):
+            pass
+
+    def whole(self) -> list[int]:
+        """Steps that look whole in the mirror; each of them must be, to the last byte."""
+        for path in self.mirror.glob("checkpoints/step-*/manifest.json"):
+            for item in Store(path.parent.parent).scan():
+                if item.step == int(path.parent.name[5:]):
+                    assert item.problem is None and not verify_files(item.path, item.files())
+        return sorted(int(path.parent.name[5:]) for path in self.mirror.glob("checkpoints/step-*/manifest.json"))
+
+    def lose(self) -> None:
+        run_id.unbind(self.run.path)
+        shutil.rmtree(self.run.path)
+
+    def restore(self) -> None:
+        task = start.look(self.config, restore=True, fresh=False)
+        assert task is not None
+        restore(task, self.run)
+
+    def contents(self) -> dict[str, bytes]:
+        """The files of the run directory that a mirror must bring back, the journal up to here."""
+        left = ("checkpoints", "mirror", "CHRONICLE.md")
+        found = {path.relative_to(self.run.path).as_posix(): path for path in self.run.path.rglob("*")}
+        return {name: path.read_bytes() for name, path in found.items() if path.is_file() and not name.startswith(left)}
+
+    def messages(self, kind: str) -> list[str]:
+        return [entry["text"] for entry in journal.read(self.run) if entry["kind"] == kind]
+
+
+@pytest.fixture
+def carried(tmp_path: Path) -> Iterator[Carried]:
+    made = Carried(tmp_path)
+    yield made.begin()
+    run_id.unbind(made.run.path)
+
+
+def test_a_run_is_carried_out_and_back(carried: Carried) -> None:
+    carried.save(10)
+    carried.save(20)
+    carried.save(25, verified=False)
+    (carried.run.evals / "step-00000010").mkdir(parents=True)
+    (carried.run.evals / "step-00000010" / "results.json").write_text("{}")
+    carried.copy()
+    assert carried.whole() == [10, 20]  # never one that was not verified
+    journal.add(carried.run, "note", "only the new bytes")
+    carried.copy()
+    before = carried.contents()
+    carried.lose()
+    with pytest.raises(MirrorError) as refused:
+        start.look(carried.config, restore=False, fresh=False)
+    assert refused.value.exit == Exit.NEEDS_PERSON and "step 20" in str(refused.value)
+    assert not carried.run.path.exists()
+    carried.restore()
+    after = carried.contents()
+    assert after["journal.jsonl"].startswith(before.pop("journal.jsonl"))
+    assert before.items() <= after.items()
+    (restored,) = Store(carried.run.checkpoints).scan()
+    assert restored.step == 20 and restored.verified and not verify_files(restored.path, restored.files())
+    assert start.look(carried.config, restore=True, fresh=False) is None  # harmless now
+
+
+@pytest.mark.shows("F52")
+@pytest.mark.parametrize("harm", ["flip", "truncate", "remove", "manifest"])
+def test_a_damaged_copy_is_passed_over_loudly(carried: Carried, capsys: pytest.CaptureFixture[str], harm: str) -> None:
+    for step in (10, 20, 30):
+        carried.save(step)
+    carried.copy()
+    bad = carried.mirror / "checkpoints/step-00000030" / ("manifest.json" if harm == "manifest" else "__1_0.distcp")
+    content = bad.read_bytes()
+    bad.unlink()
+    if harm != "remove":
+        bad.write_bytes(content[:-1] if harm == "truncate" else content.replace(content[5:6], b"?"))
+    carried.lose()
+    carried.restore()
+    assert [item.step for item in Store(carried.run.checkpoints).scan() if item.problem is None] == [20]
+    assert "passed over step 30" in capsys.readouterr().out and "step 30" in carried.messages("mirror-restored")[0]
+
+
+def test_with_no_valid_copy_nothing_is_restored(carried: Carried) -> None:
+    carried.save(10)
+    carried.copy()
+    (carried.mirror / "checkpoints/step-00000010/__0_0.distcp").write_bytes(b"WEIGHTS")
+    carried.lose()
+    with pytest.raises(MirrorError, match="none of them valid"):
+        carried.restore()
+    assert run_id.read(carried.run.path) is None and not list(carried.run.path.glob("journal*"))
+
+
+def test_retention_in_the_mirror(tmp_path: Path) -> None:
+    """The newest two, permanent and pinned ones; a slow mirror gets the newest first, and is told what it missed."""
+    carried = Carried(tmp_path, mirror_keep_every="40 steps").begin()
+    for step in (10, 20, 30, 40, 50):
+        carried.save(step)
+        if step == 10:
+            Store(carried.run.checkpoints).find(10).pin(True)
+        carried.copy()
+    assert carried.whole() == [10, 40, 50]
+    worker = carried.uploader()
+    carried.save(60)
+    carried.save(70)
+    assert not worker.work(finish=False) and carried.whole() == [10, 40, 50, 70]  # 60 waits
+    shutil.rmtree(carried.run.checkpoints / "step-00000060")
+    while not worker.work(finish=True):
+        pass
+    assert carried.whole() == [10, 40, 50, 70] and len(carried.messages("mirror-missed")) == 1
+    Store(carried.run.checkpoints).find(10).pin(False)
+    carried.save(80)
+    carried.copy()
+    assert carried.whole() == [40, 70, 80]
+
+
+def test_a_rollback_replaces_what_it_left(carried: Carried) -> None:
+    """A checkpoint of the same step from another line is replaced; what is left of the old line is not restored."""
+    for step in (10, 20, 30):
+        carried.save(step)
+    carried.copy()
+    for step in (20, 30):
+        Store(carried.run.checkpoints).abandon(carried.run.checkpoints / f"step-{step:08d}")
+    carried.segment(2, "rollback", 10)
+    assert start.look(carried.config, restore=False, fresh=False) is None  # the mirror's 30 is not later
+    commit(Store(carried.run.checkpoints), 20, {**FILES, "line": b"new"}, segment=2)
+    carried.copy()
+    carried.lose()
+    carried.restore()
+    newest = Store(carried.run.checkpoints).newest()
+    assert newest is not None and newest.step == 20 and (newest.path / "line").read_bytes() == b"new"
+
+
+def test_what_is_refused(carried: Carried, tmp_path: Path) -> None:
+    """Another run's mirror, an older copy of the run directory, one that went another way, nothing to restore."""
+    carried.save(10)
+    carried.copy()
+    backup = tmp_path / "backup"
+    shutil.copytree(carried.run.path, backup)
+    carried.segment(2)
+    carried.save(20)
+    carried.copy()
+    newest = tmp_path / "newest"
+    carried.run.path.rename(newest)
+    backup.rename(carried.run.path)
+    with pytest.raises(MirrorError, match="later state"):
+        start.look(carried.config, restore=False, fresh=False)
+    assert start.look(carried.config, restore=False, fresh=True) is None
+    carried.segment(2)
+    for allowed in (False, True):
+        with pytest.raises(MirrorError, match="different ways"):
+            start.look(carried.config, restore=allowed, fresh=False)
+    with pytest.raises(MirrorError, match="different ways"):
+        carried.copy()
+    shutil.rmtree(carried.run.segment(2))
+    carried.restore()
+    assert {item.step for item in Store(carried.run.checkpoints).scan()} == {10, 20}
+    (carried.run.path / "run_id").write_text("0" * 32)
+    with pytest.raises(MirrorError, match="another run"):
+        start.look(carried.config, restore=True, fresh=False)
+    carried.lose()
+    shutil.rmtree(carried.place)
+    with pytest.raises(UserError, match="nothing to restore from"):
+        start.look(carried.config, restore=True, fresh=False)
+
+
+def test_a_restoration_that_was_cut_off(carried: Carried) -> None:
+    """Refused without the flag, whatever it left; with it, begun again."""
+    carried.save(10)
+    carried.copy()
+    carried.lose()
+    task = start.look(carried.config, restore=True, fresh=False)
+    assert task is not None
+    piece = next(path for path in (carried.mirror / "record/config.toml").iterdir())
+    content = piece.read_bytes()
+    piece.write_bytes(b"")
+    with pytest.raises(MirrorError, match="damaged"):
+        restore(task, carried.run)
+    piece.write_bytes(content)
+    with pytest.raises(MirrorError, match="cut off"):
+        start.look(carried.config, restore=False, fresh=False)
+    carried.restore()
+    assert (
+        carried.run.config.read_text() == carried.config.to_toml() and len(Store(carried.run.checkpoints).scan()) == 1
+    )
+
+
+def test_a_mirror_does_not_follow_a_run_directory_that_goes(carried: Carried) -> None:
+    """While it is being deleted, what is missing stays in the mirror; when its id is gone, nothing is copied."""
+    carried.save(10)
+    (carried.run.path / "tokenizer").mkdir()
+    (carried.run.path / "tokenizer/model").write_text("x")
+    worker = carried.uploader()
+    while not worker.work(finish=True):
+        pass
+    shutil.rmtree(carried.run.path / "tokenizer")
+    worker.work(finish=True)
+    (carried.run.path / "journal.jsonl").unlink()
+    with pytest.raises(UserError, match="has lost files"):
+        worker.work(finish=True)
+    (carried.run.path / "run_id").unlink()
+    with pytest.raises(UserError, match="gone"):
+        worker.work(finish=True)
+    carried.lose()
+    carried.restore()
+    assert (carried.run.path / "tokenizer/model").read_text() == "x"
+
+
+@pytest.mark.shows("F53")
+def test_each_node_copies_its_own_files_and_a_killed_uploader_comes_back(carried: Carried) -> None:
+    """Two uploaders as processes, ended by a word of the ranks that mind them."""
+    processes = [carried.process(node, 2) for node in (0, 1)]
+    carried.save(10)
+    until(lambda: processes[1].pid is not None)
+    os.kill(processes[1].pid or 0, signal.SIGKILL)
+    for process in processes:
+        process.saved()
+        process.finish()
+    until(
+        lambda: all(process.ended for process in processes), what=lambda: str(mirror_status.read_reports(carried.run))
+    )
+    assert carried.whole() == [10]
+    first, second = mirror_status.read_reports(carried.run)
+    assert (first.files, second.files) == (len(FILES), 1) and first.newest == 10  # of ranks 0 and 1, and of rank 2
+    assert not first.problem and not second.problem and processes[0].steps_in_use() == []
+
+
+def test_plan_says_what_a_mirror_costs(carried: Carried) -> None:
+    """A save every 10 of 1,000 steps, in 10 days: 10 a day, each of 4 files, read back; a record every 5 minutes."""
+    cost = mirror_traffic(carried.config, checkpoint_bytes=10**9, files=4, days=10.0)
+    assert (cost.sent, cost.read, cost.held) == (1e10, 1e10, 2e9)
+    assert 160 + 2980 < cost.requests < 160 + 2980 + 900

@@ -1,0 +1,256 @@
+"""Real runs and a real S3 server: a run that continues from its mirror to the bit, and storage that fails."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from object_store import Faults, ObjectStore
+from processes import CLI, Run
+from sight import until
+from test_mirror import Carried
+from watch import Watch
+
+from fsdp_pretrain.checkpoint.store import step_of
+from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.config.operations import StorageSection
+from fsdp_pretrain.mirror import start
+from fsdp_pretrain.mirror.checkpoint_copy import read_back
+from fsdp_pretrain.mirror.layout import RunMirror
+from fsdp_pretrain.record import mirror_status, run_id
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.remote import RemoteError
+from fsdp_pretrain.units import Seconds
+from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
+
+pytestmark = pytest.mark.timeout(600)
+FLAG = ("--from-mirror",)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, object_store: ObjectStore) -> Iterator[Carried]:
+    """A run directory whose mirror is in an S3 server."""
+    made = Carried(tmp_path, mirror=f"{object_store.url}/runs").begin()
+    yield made
+    run_id.unbind(made.run.path)
+
+
+def whole(carried: Carried) -> list[int]:
+    """Steps that look whole in the mirror; each is read back."""
+    mirror = RunMirror(carried.config, patience=10)
+    items = [item for item in mirror.scan() if item.problem is None]
+    for item in items:
+        assert not read_back(mirror, item)
+    index = mirror.index()
+    assert index is None or all(mirror.remote.info(name) for name in index.objects)
+    return [item.step for item in items]
+
+
+def uploader(carried: Carried) -> subprocess.Popen[bytes]:
+    """An uploader that nobody starts again."""
+    arguments = ("--segment", "1", "--node", "0", "--nodes", "1", "--local-ranks", "4")
+    known = run_id.read(carried.run.path) or ""
+    with (carried.path / "log").open("ab") as log:
+        started = start_module(
+            "fsdp_pretrain.mirror.uploader", str(carried.run.path), known, *arguments,
+            stdin=subprocess.PIPE, stdout=log, stderr=log,
+        )  # fmt: skip
+    assert started.stdin is not None
+    text = carried.config.to_toml()
+    started.stdin.write(f"{len(text)}\n{text}".encode())
+    started.stdin.flush()
+    return started
+
+
+def test_list_and_verify_show_what_is_where(tmp_path: Path, run_command: Run) -> None:
+    carried = Carried(tmp_path).begin()
+    for step in (10, 20):
+        carried.save(step)
+    carried.copy()
+    carried.save(30)
+    shutil.rmtree(carried.run.checkpoints / "step-00000010")
+    (carried.mirror / "checkpoints/step-00000030").mkdir()
+    (carried.mirror / "checkpoints/step-00000030/__0_0.distcp").write_bytes(b"weights")
+    shown = run_command(CLI, "checkpoints", carried.run.path, "list", "--json")
+    rows = {row["step"]: (row["state"], row["mirror"]) for row in json.loads(shown.stdout)}
+    assert rows == {10: ("mirrored", "whole"), 20: ("verified", "whole"), 30: ("verified", "incomplete")}
+    (carried.mirror / "checkpoints/step-00000020/__0_0.distcp").write_bytes(b"WEIGHTS")
+    done = run_command(CLI, "checkpoints", carried.run.path, "verify", "--mirror", "--json")
+    found = {row["step"]: row["state"] for row in json.loads(done.stdout)}
+    assert done.returncode == 2 and found == {10: "verified", 20: "damaged", 30: "incomplete"}, done.stdout
+    run_id.unbind(carried.run.path)
+
+
+@pytest.mark.slow
+@pytest.mark.shows("F53")
+def test_killed_at_any_point_it_leaves_nothing_that_looks_whole(stored: Carried, object_store: ObjectStore) -> None:
+    """After every third request of a copy, for as long as a copy takes."""
+    stored.save(10)
+    stored.copy()
+    for number in range(1, 60, 3):
+        step, last = 10 + 10 * number, len(object_store.log) + number
+        stored.save(step)
+        process = uploader(stored)
+        try:
+            until(lambda step=step, last=last: len(object_store.log) >= last or whole_now(object_store, step))
+        finally:
+            process.kill()
+            process.wait()
+        found = whole(stored)
+        assert found and found[0] >= 10
+        if found[-1] == step:
+            break
+    else:
+        raise AssertionError("no copy was ever finished")
+    stored.copy()
+    assert whole(stored)[-1] == step
+    names = object_store.names("runs/run/record/")
+    index = RunMirror(stored.config).index()
+    assert index is not None and {f"runs/run/{name}" for name in index.objects} == set(names)
+
+
+def whole_now(store: ObjectStore, step: int) -> bool:
+    return f"runs/run/checkpoints/step-{step:08d}/manifest.json" in store.names("runs/run/checkpoints/")
+
+
+@pytest.mark.slow
+@pytest.mark.shows("F53")
+@pytest.mark.parametrize(
+    ("faults", "severity", "cause"),
+    [
+        (Faults(refuse=True), "WARN", "run"),
+        (Faults(failing=1.0), "WARN", "busy"),
+        (Faults(expired=403), "CRIT", "no access"),
+        (Faults(corrupt=1.0, objects="runs/run/checkpoints/.*distcp"), "WARN", r"__._0.distcp.*checksum"),
+    ],
+    ids=["away", "throttled", "denied", "corrupt"],
+)
+def test_storage_that_fails_is_told_and_heals(
+    stored: Carried, object_store: ObjectStore, watch: Watch, faults: Faults, severity: str, cause: str
+) -> None:
+    stored.save(10)
+    process = stored.process()
+
+    def report() -> mirror_status.MirrorReport:
+        found = mirror_status.read_reports(stored.run)
+        return found[0] if found else mirror_status.MirrorReport(node=0, host="", pid=0, segment=0)
+
+    until(lambda: report().newest == 10, what=lambda: str(report()))
+    object_store.faults = faults
+    stored.save(20)
+    process.saved()
+
+    until(lambda: report().problem, what=lambda: str(report()))
+    section = StorageSection(interval=Seconds(60))
+    watch.detectors = [MirrorDetector(watch.alarms, section, watch.probes, stored.run.path, 1)]
+    watch.advance(1)
+    assert watch.transitions() == [("mirror", severity, "open")], watch.changes
+    assert re.search(cause, watch.changes[0].summary) and "step 10" in watch.changes[0].summary, watch.changes[
+        0
+    ].summary
+    object_store.faults = Faults()
+    until(lambda: whole_now(object_store, 20) and not report().problem, what=lambda: str(report()))
+    watch.advance(61)
+    assert watch.transitions()[-1] == ("mirror", severity, "resolved")
+    process.finish()
+    until(lambda: process.ended)
+    assert whole(stored) == [10, 20]
+
+
+@pytest.mark.slow
+@pytest.mark.shows("F53")
+def test_a_mirror_with_random_faults_is_whole_in_the_end(stored: Carried, object_store: ObjectStore) -> None:
+    """Every third answer fails, some bytes are wrong: what looks whole always is; and it comes back."""
+    object_store.faults = Faults(failing=0.2, cut=0.05, corrupt=0.05)
+    process = stored.process()
+    for step in (10, 20, 30):
+        stored.save(step)
+        process.saved()
+    process.finish()
+    until(lambda: process.ended, what=lambda: str(mirror_status.read_reports(stored.run)))
+    object_store.faults = Faults()
+    assert whole(stored)[-2:] == [20, 30]
+    object_store.faults = Faults(failing=0.2, cut=0.05)
+    stored.lose()
+    stored.restore()
+
+
+@pytest.mark.slow
+def test_a_mirror_that_does_not_answer_at_a_start(
+    stored: Carried, object_store: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """75 with an empty directory; a directory that holds the run goes on, and says so."""
+    for name in ("PATIENCE", "_NO_HURRY"):
+        monkeypatch.setattr(start, name, 0.5)
+    stored.save(10)
+    stored.copy()
+    object_store.faults = Faults(refuse=True)
+    assert start.look(stored.config, restore=True, fresh=False) is None
+    assert "may lack what the mirror has" in capsys.readouterr().out
+    stored.lose()
+    with pytest.raises(RemoteError) as refused:
+        start.look(stored.config, restore=True, fresh=False)
+    assert int(refused.value.exit) == 75 and "nothing was started" in str(refused.value)
+    object_store.faults = Faults(expired=403, methods=("PUT",))  # a new run, whose mirror would take nothing
+    object_store.delete("runs/run/run_id")
+    with pytest.raises(RemoteError, match="no access") as refused:
+        start.look(stored.config, restore=False, fresh=False)
+    assert int(refused.value.exit) == 78
+
+
+@pytest.mark.slow
+@pytest.mark.shows("F52")
+def test_a_run_directory_deleted_under_a_live_run_comes_back(
+    lab: Any, helpers: Any, gates: Any, run_command: Run, object_store: ObjectStore
+) -> None:
+    """Two nodes copy beside training. The directory is deleted: 93, as ever. With the flag a plain resume from the
+    newest step in the mirror, to the bit; `checkpoints list` shows what is where."""
+    policy = {"every": "4 steps", "keep_last": 2, "mirror_record_every": "1 s", "mirror": f"{object_store.url}/runs"}
+    config, ranks = lab.config("run", checkpoint=policy, parallel={"shard": 2}), 4
+    run: Path = lab.path / "run"
+    lab.train(config, f"run.dir={lab.path / 'whole'}", "run.name=whole", ranks=ranks)
+    (gate,) = gates(11)
+    job = lab.start(config, ranks=ranks, nodes=2)
+    until(lambda: whole_now(object_store, 8), what=job.output)
+    reports = until(lambda: [report for report in mirror_status.read_reports(RunDir(run)) if report.files])
+    assert {report.node for report in reports} == {0, 1}
+    until(lambda: shutil.rmtree(run, ignore_errors=True) or not run.exists())  # others still write there
+    gate.touch()
+    assert job.wait() == [93] * ranks, job.output()
+    gates()
+    assert not run.exists()
+    lab.train(config, ranks=ranks, expect=93)
+    out = lab.train(config, ranks=ranks, flags=FLAG)
+    assert "restored step-00000008" in out
+    resumed = helpers.journal(run, "resume")
+    assert [entry["step"] for entry in resumed] == [8]
+    reference = helpers.losses(lab.path / "whole")
+    assert [row for row in helpers.losses(run) if row[0] > 8] == [row for row in reference if row[0] > 8]
+    shown = run_command(CLI, "checkpoints", run, "list")
+    assert shown.returncode == 0 and shown.stdout.count("mirror: whole") == 3, shown.stdout + shown.stderr
+    done = run_command(CLI, "checkpoints", run, "verify", "--mirror", "20")
+    assert done.returncode == 0 and "verified" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.shows("F53")
+def test_killed_training_takes_its_uploader_along_and_goes_on(lab: Any) -> None:
+    """kill -9 of training during a copy; the next start finishes it."""
+    place = lab.path / "mirror"
+    policy = {"every": "4 steps", "keep_last": 2, "mirror": f"file://{place}"}
+    config = lab.config("run", checkpoint=policy, train={"duration": "100000 steps"}, optimizer={"decay": "40 steps"})
+    job = lab.start(config)
+    until(lambda: [*place.glob("run/checkpoints/step-*/*.distcp")], what=job.output)
+    pid = mirror_status.read_reports(RunDir(lab.path / "run"))[0].pid
+    job.kill()
+    job.wait()
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    last = 4 + 4 * max(step_of(path.name) or 0 for path in (lab.path / "run/checkpoints").iterdir()) // 4
+    lab.train(config, f"train.duration={last} steps", flags=("--allow", "train.duration"))
+    assert (place / f"run/checkpoints/step-{last:08d}/manifest.json").exists()
