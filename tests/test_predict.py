@@ -106,15 +106,15 @@ def test_the_slowest_of_n_normal_ranks(ranks: int, expected: float) -> None:
 def test_a_ring_moves_the_bytes_of_the_theory() -> None:
     size = 1e9
     inside = scale.shard_traffic(work(8, 16), cluster(), size)
-    assert inside == scale.Traffic(size * 7 / 8, 0.0, 7)
+    assert inside == scale.CollectiveTraffic(size * 7 / 8, 0.0, 7)
     across = scale.shard_traffic(work(64, 2), cluster(), size)  # a node of 8 fetches the parts of 7 others once
     assert across.link == size * 63 / 64 and across.network * 8 == size * 7 / 8 and across.hops == 63
     between = scale.replica_traffic(work(8, 16), cluster(), size)  # all-reduce: 2 (r - 1) / r
-    assert between == scale.Traffic(0.0, 2 * size * 15 / 16, 2 * 15)
+    assert between == scale.CollectiveTraffic(0.0, 2 * size * 15 / 16, 2 * 15)
     mixed = scale.replica_traffic(work(4, 4), cluster(), size)  # two replicas in each of two nodes
     assert mixed.link == 2 * size * 3 / 4 and mixed.network * 2 == 2 * size / 2
-    assert scale.shard_traffic(work(1, 8), cluster(), size) == scale.Traffic()
-    assert scale.replica_traffic(work(8, 1), cluster(), size) == scale.Traffic()
+    assert scale.shard_traffic(work(1, 8), cluster(), size) == scale.CollectiveTraffic()
+    assert scale.replica_traffic(work(8, 1), cluster(), size) == scale.CollectiveTraffic()
 
 
 def test_a_step_moves_what_fsdp_does() -> None:

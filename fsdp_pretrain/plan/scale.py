@@ -149,18 +149,18 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """Traffic of a rank: bytes on the link inside the node, bytes of its share of the network, steps of rings."""
 
     link: float = 0.0
     network: float = 0.0
     hops: int = 0
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.link + other.link, self.network + other.network, self.hops + other.hops)
+    def __add__(self, other: CollectiveTraffic) -> CollectiveTraffic:
+        return CollectiveTraffic(self.link + other.link, self.network + other.network, self.hops + other.hops)
 
-    def __mul__(self, times: int) -> Traffic:
-        return Traffic(self.link * times, self.network * times, self.hops * times)
+    def __mul__(self, times: int) -> CollectiveTraffic:
+        return CollectiveTraffic(self.link * times, self.network * times, self.hops * times)
 
     def seconds(self, cluster: Cluster, constants: Constants) -> float:
         """Both kinds of wires work at the same time."""
@@ -169,33 +169,33 @@ class Traffic:
         return busy + self.hops * cluster.hop
 
 
-def shard_traffic(work: Workload, cluster: Cluster, size: float) -> Traffic:
+def shard_traffic(work: Workload, cluster: Cluster, size: float) -> CollectiveTraffic:
     """A rank's traffic for an all-gather or reduce-scatter of `size` bytes in all, over the shards (neighbours)."""
     return _ring(size, work.shards, min(work.shards, cluster.gpus))
 
 
-def replica_traffic(work: Workload, cluster: Cluster, size: float) -> Traffic:
+def replica_traffic(work: Workload, cluster: Cluster, size: float) -> CollectiveTraffic:
     """A rank's traffic for an all-reduce of `size` bytes over the replicas (every `shards`-th rank)."""
     return _ring(size, work.replicas, max(1, min(work.replicas, cluster.gpus // work.shards))) * 2
 
 
-def _reductions(work: Workload, cluster: Cluster, elements: int) -> tuple[Traffic, Traffic]:
+def _reductions(work: Workload, cluster: Cluster, elements: int) -> tuple[CollectiveTraffic, CollectiveTraffic]:
     """A rank's traffic for the gradients of a unit: reduce-scatter, and all-reduce over the replicas."""
     size = work.gradient_bytes * elements
     return shard_traffic(work, cluster, size), replica_traffic(work, cluster, size / work.shards)
 
 
-def _ring(size: float, members: int, inside: int) -> Traffic:
+def _ring(size: float, members: int, inside: int) -> CollectiveTraffic:
     """Reduce-scatter or all-gather of `size` bytes in all over `members`, `inside` of them per node.
 
     A rank needs the parts of all others. Those of other nodes come into its node once, over the adapters of all its
     members, and reach the rank over the link.
     """
     if members == 1:
-        return Traffic()
+        return CollectiveTraffic()
     nodes = members / inside
     link = size * (members - 1) / members if inside > 1 else 0.0
-    return Traffic(link, size * (nodes - 1) / nodes / inside, members - 1)
+    return CollectiveTraffic(link, size * (nodes - 1) / nodes / inside, members - 1)
 
 
 def step(work: Workload, cluster: Cluster, constants: Constants = FITTED) -> Step:
@@ -278,8 +278,8 @@ def _exposed(
     backward pass is divided among its gathers and reductions.
     """
 
-    def seconds(*traffic: Traffic) -> float:
-        return sum(traffic, Traffic()).seconds(cluster, constants)
+    def seconds(*traffic: CollectiveTraffic) -> float:
+        return sum(traffic, CollectiveTraffic()).seconds(cluster, constants)
 
     def exposed(communication: float, computation: float) -> float:
         return communication - constants.overlap * min(communication, computation)
@@ -292,7 +292,7 @@ def _exposed(
     times = work.micro_batches if work.reshard else 1
     gathers = seconds(root_gather) + times * exposed(seconds(gather), forward)
     reduces = work.micro_batches * seconds(root_scatter) + seconds(root_all_reduce)
-    again = gather if work.reshard else Traffic()
+    again = gather if work.reshard else CollectiveTraffic()
     for count, reductions in ((work.micro_batches - 1, scatter), (1, scatter + all_reduce)):
         waits = count * exposed(seconds(again, reductions), backward)
         apart = seconds(again) + seconds(reductions)
