@@ -145,12 +145,14 @@ def local(corpus: Path, steps: int) -> list[int]:
     return [packer.pack(step * BATCH, BATCH).digest for step in range(steps)]
 
 
-def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path) -> None:
-    """It needs no state: the same samples as from files."""
+def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path, tmp_path: Path) -> None:
+    """It needs no state, and not even the cache: the same samples as from files."""
     node = nodes()
     found = node.train(200)
     killed = node.pid
     os.kill(killed, signal.SIGKILL)
+    for block in present(tmp_path):
+        block.unlink()
     found += node.train(250)
     assert found == local(corpus, 450)
     last = node.end()
