@@ -33,9 +33,11 @@ def main() -> int:
 
 def _tokens(text: str) -> int:
     try:
-        return Progress.parse(f"{text} tokens").value
+        if value := Progress.parse(f"{text} tokens").value:
+            return value
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 20B") from None
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens such as 20B")
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import http.server
-import itertools
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from sight import until
 
 from data.corpus.cache import BlockCache, RemoteCorpus, WrongChecksumError, fetch_block
 from data.corpus.cached import CachedCopy, CacheUse, FetchError
@@ -227,16 +227,26 @@ def mapped(directory: Path) -> int:
 
 
 def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
-    cache, lengths, tokens = BlockCache(tmp_path, "corpus"), b"\1" * 4_000, b"\2" * 3_000_000
+    cache, lengths, tokens = BlockCache(tmp_path, "corpus"), b"\1" * 4_000, b"\2" * 20_000_000
+
+    def seen() -> bool:
+        """What is there is whole at any time."""
+        assert {cache.path(block).read_bytes() for block in cache.present()} <= {lengths + tokens}
+        return len(cache.present()) >= 2
+
     child = os.fork()
     if not child:
-        for block in itertools.count():
-            cache.put(block, lengths, tokens)
-    while len(cache.present()) < 3:
-        pass
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert {cache.path(block).read_bytes() for block in cache.present()} == {lengths + tokens}
+        try:
+            for block in range(300):
+                cache.put(block, lengths, tokens)
+        finally:
+            os._exit(0)
+    try:
+        until(seen, what="two blocks", every=0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert seen()
     cache.put(0, lengths, tokens)
     (cache.directory / "blocks/.00000099.abc.partial").write_bytes(tokens)
     assert not cache.has(99) and 99 not in cache.present()
@@ -333,3 +343,18 @@ def test_a_corpus_without_checksums_is_refused_until_it_has_them(
         ["blocks.npy", "checksums.npy", "manifest.json", "shards", "tokenizer.json"]
     )
     Corpus(url(path), cache=cache)
+
+
+def test_blocks_may_be_small(tmp_path: Path, shared_corpus: Path, run_command: Any) -> None:
+    """The size of blocks is part of the job only where it is given; the shards are the same."""
+    text, out = shared_corpus / "train.jsonl", tmp_path / "small"
+    command = ["data.cli", "prepare", text, "--tokenizer", shared_corpus / "tokenizer", "--out", out, "--quiet"]
+    done = run_command(*command, "--workers", 1, "--block-tokens", "2K")
+    assert done.returncode == 0, done.stderr
+    small, usual = Corpus(out), Corpus(shared_corpus / "corpus")
+    assert len(usual.blocks) == len(usual.manifest.shards) < len(small.blocks) // 4
+    assert [entry.bin_xxh3 for entry in small.manifest.shards] == [entry.bin_xxh3 for entry in usual.manifest.shards]
+    assert small.manifest.fingerprint != usual.manifest.fingerprint
+    assert len(remote_corpus(out, tmp_path / "cache").checksums) == len(small.blocks)
+    assert run_command(*command).returncode == 78
+    assert "'0' is not a number of tokens" in run_command(*command, "--block-tokens", 0).stderr

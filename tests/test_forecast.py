@@ -109,7 +109,7 @@ def opened(packer: Packer, rank: int, world: int, skips: Skips, start: Position,
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [range(4), range(2, 4)])
+@pytest.mark.parametrize("ranks", [range(1, 3)])
 def test_the_forecast_is_what_a_loader_opens(
     corpora: dict[str, Path], case: str, ranks: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:

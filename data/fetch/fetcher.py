@@ -126,6 +126,7 @@ class Fetcher:
         while not self._stop.is_set():
             self.turn()
             self._transfers.arrived.wait(_TURN)
+        self._look_at_ranks()
         self._write_status(force=True)
         self._write_record()
         self._user.leave()
