@@ -262,6 +262,20 @@ def test_what_others_need_sooner_stays() -> None:
     assert fetch(30, 0, {"theirs": 15}) == (["mine", "soon", "theirs"], 15)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_no_block_goes_before_its_last_use_ahead_of_the_fetched_one(seed: int) -> None:
+    """With steps that read several blocks; those of a step fit into the cache."""
+    rng = random.Random(seed)
+    steps = [rng.sample(range(12), rng.randrange(1, 4)) for _ in range(30)]
+    order = [(at, block) for at, blocks in enumerate(steps) for block in blocks]
+    uses = {block: [at for at, one in order if one == block] for _, block in order}
+    present = dict.fromkeys(range(3, 9), 1)
+    for fetch in plan(order, uses, present, 0, size_of=lambda _: 1, later=lambda _: NEVER):
+        assert fetch.victims and not [
+            (victim, use) for victim in fetch.victims for use in uses.get(victim, ()) if fetch.after < use <= fetch.at
+        ]
+
+
 def test_a_fetch_waits_for_the_last_use_of_its_victim() -> None:
     (found,) = plan(
         [(0, "a"), (8, "b"), (16, "c")], {"a": [0], "b": [8], "c": [16]}, {"a": 1, "b": 1}, 0,

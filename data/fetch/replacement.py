@@ -68,14 +68,21 @@ def plan(
     number = len(latest)
     for at, key in order:
         if key not in held:
-            size, chosen = size_of(key), list[K]()
-            while room < size and latest:
-                negative, _, victim = heapq.heappop(latest)
-                if victim in held and soonest[victim] == -negative:
-                    chosen.append(victim)
-                    room += held.pop(victim)
-            uses_before = [use for victim in chosen for use in (last_use.get(victim), others.get(victim))]
-            after = max((use for use in uses_before if use is not None and use < at), default=-1)
+            size, chosen, of_step = size_of(key), list[K](), deque[tuple[int, int, K]]()
+            while room < size and (latest or of_step):
+                entry = heapq.heappop(latest) if latest else of_step.popleft()
+                victim = entry[2]
+                if victim not in held or soonest[victim] != -entry[0]:
+                    continue
+                if latest and at in (last_use.get(victim), next_use[victim]):
+                    of_step.append(entry)  # the same step reads it: it goes only if nothing else is left
+                    continue
+                chosen.append(victim)
+                room += held.pop(victim)
+            for entry in of_step:
+                heapq.heappush(latest, entry)
+            last_uses = (at - 1 if at in (last_use.get(v), next_use[v]) else last_use.get(v, -1) for v in chosen)
+            after = max((*last_uses, *(others[v] for v in chosen if others.get(v, at) < at)), default=-1)
             yield Fetch(key, at, chosen, after)
             if key not in next_use and key in ahead:
                 next(ahead[key], None)
