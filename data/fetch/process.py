@@ -189,7 +189,7 @@ def check_size(config: Config, packer: Packer, *, share: float) -> None:
         raise ConfigError(
             f"data.cache.size is {cache.size}, but a node uses {human_bytes(least)} of blocks at a time",
             effect="blocks would be fetched again and again, and training would wait for them",
-            remedy=f"set data.cache.size to {human_bytes(1.25 * least)} or more",
+            remedy=f"set data.cache.size to {human_bytes(1.5 * least)} or more",
         )
     held = sum(
         sum(copy.blocks.present().values()) for corpus in packer.corpora.values() for copy in corpus.copies.values()
