@@ -113,7 +113,7 @@ class ObjectStore:
         url: of the bucket, for s3fs.
         http_url: of the bucket, to be read without credentials.
         environment: variables for clients, the address of the proxy among them.
-        log: what the proxy has answered, in the order of the answers' ends.
+        log: what the proxy has answered, in the order of the answers.
     """
 
     def __init__(self, server: int) -> None:
@@ -302,10 +302,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(key, value)
         if status not in (204, 304):
             self.send_header("Content-Length", length if self.command == "HEAD" else str(len(content)))
-        self.end_headers()
         if fault == "cut":
             content, self.close_connection = content[: len(content) // 2], True
-        self._log(status, self._send(content, faults.bandwidth), fault)
+        self._log(status, len(content), fault)
+        self.end_headers()
+        self._send(content, faults.bandwidth)
 
     do_PUT = do_POST = do_HEAD = do_DELETE = do_GET  # noqa: N815
 
@@ -337,21 +338,22 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response_only(status)
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(body)))
+        body = b"" if self.command == "HEAD" else body
+        self._log(status, len(body), fault)
         self.end_headers()
-        self._log(status, self._send(b"" if self.command == "HEAD" else body, float("inf")), fault)
+        self._send(body, float("inf"))
 
-    def _send(self, content: bytes, bandwidth: float) -> int:
-        """Write a body; the bytes that were written."""
+    def _send(self, content: bytes, bandwidth: float) -> None:
         if bandwidth == float("inf"):
             self.wfile.write(content)
-            return len(content)
+            return
         piece = max(1, int(bandwidth / 20))
         for start in range(0, len(content), piece):
             self.store._changed.wait(piece / bandwidth)
             self.wfile.write(content[start : start + piece])
-        return len(content)
 
     def _log(self, status: int, sent: int, fault: str) -> None:
+        """Before the answer, so that a client that has it finds it in the log."""
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         node = re.search(r"\bapp/(\S+)", self.headers.get("User-Agent", ""))
         self.store.log.append(
