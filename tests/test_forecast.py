@@ -149,7 +149,9 @@ FAR: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", FAR)
+@pytest.mark.parametrize(
+    "case", ["reshuffles", "stages", *(pytest.param(case, marks=pytest.mark.slow) for case in list(FAR)[:3])]
+)
 def test_the_next_use_is_known_to_a_stretch(
     corpora: dict[str, Path], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ def test_a_resume_reads_each_file_once_in_all(
     assert len(readers) == ranks  # evenly spread
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [pytest.param(16, 8, marks=pytest.mark.slow), (128, 8)])
+@pytest.mark.parametrize(("replicas", "shards"), [(16, 8), pytest.param(128, 8, marks=pytest.mark.slow)])
 def test_hundreds_of_ranks_write_and_read_a_7b_checkpoint_once_and_evenly(
     helpers: Any, replicas: int, shards: int
 ) -> None:

@@ -68,6 +68,7 @@ def uploader(carried: Carried) -> subprocess.Popen[bytes]:
     return started
 
 
+@pytest.mark.slow
 def test_list_and_verify_show_what_is_where(tmp_path: Path, run_command: Run) -> None:
     carried = Carried(tmp_path).begin()
     for step in (10, 20):

@@ -87,7 +87,7 @@ def marked(lab: Any, helpers: Any, run_command: Run, monkeypatch: pytest.MonkeyP
     ("plant", "said"),
     [
         (doubled, "separators are doubled in the training data"),
-        (marked, "'</doc>', ends nearly all training documents"),
+        pytest.param(marked, "'</doc>', ends nearly all training documents", marks=pytest.mark.slow),
     ],
 )
 def test_a_second_separator_is_told_at_the_first_evaluated_checkpoint(
