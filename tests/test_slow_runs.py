@@ -89,8 +89,8 @@ def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow, rank
         (f"straggler/rank-{guilty}", "resolved"),
     ]
     assert 8 < reported[0]["facts"]["window"] <= 12
-    # half of two ranks is the median of both
-    assert reported[0]["facts"]["ratio"] == pytest.approx(0.14 if ranks == 2 else 0.32, abs=0.05)
+    # 18 ms on top of 48 ms, and of what the machine adds to all; half of two ranks is the median of both
+    assert 0.10 <= reported[0]["facts"]["ratio"] < (9 / 57 if ranks == 2 else 18 / 48) + 0.03
     assert f"rank {guilty} ({HOST}) needs" in reported[0]["summary"] and reported[0]["severity"] == "CRIT"
 
 

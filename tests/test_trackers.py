@@ -92,6 +92,12 @@ def test_a_view_has_the_numbers_of_the_record(tmp_path: Path, run_command: Run, 
     assert done.returncode == 0, done.stderr
     assert "22 records" in done.stdout
     check(name, made)
+    state = made.run.path / f"trackers/{name}.json"
+    shown = json.loads(state.read_text())
+    assert run_command(CLI, name, made.run.path).returncode == 0  # the same run by another name: the same view
+    again = json.loads(state.read_text())
+    assert (again["place"], again["id"]) == (shown["place"], shown["id"])
+    check(name, made)
 
 
 @pytest.mark.slow

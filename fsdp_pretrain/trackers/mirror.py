@@ -102,7 +102,7 @@ class Mirror:
     def __init__(self, run: RunDir, name: str, *, again: bool = False) -> None:
         made = sink(name)
         self._run, self._file = run, _state_file(run, name)
-        self._place = made.place(run, read_config(run).get("record", {}))
+        self._place = made.place(run, read_config(run).get("record", {})).absolute()  # however the run is named
         made.adopt(run)
         known = state_files.view(self._file, ViewState)
         if known is not None and (known.place != str(self._place) or not known.id):
