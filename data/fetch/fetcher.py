@@ -138,6 +138,7 @@ class Fetcher:
         for key, outcome in ended.items():
             self._finish(key, outcome)
         self._look_at_cache()
+        self._regain_room()
         self._look_at_users()
         self._forecast()
         self._start_transfers(at_once=bool(ended))
@@ -261,12 +262,21 @@ class Fetcher:
         return room - size
 
     def _finish(self, key: Key, outcome: Outcome) -> None:
-        if outcome is Outcome.FULL:  # go on with less
-            used = sum(sum(blocks.values()) for blocks in self._present.values())
-            self._limit = min(self._limit, max(used - self._size_of(key), 0))
-        elif outcome is Outcome.DONE and self._limit < self._size and self._is_due("room", _ROOM_SECONDS):
+        if outcome is Outcome.FULL:  # go on with less, but not with less than the next step reads
+            size, next_step = self._size_of(key), self._needs.soon(self._done.step + 1)
+            least = size + sum(map(self._size_of, next_step))
+            self._limit = min(self._limit, max(self._used - size, least))
+
+    def _regain_room(self) -> None:
+        """After the disk was full: use again what has become free on it."""
+        if self._limit < self._size and self._is_due("room", _ROOM_SECONDS, at_once=False):
             with contextlib.suppress(OSError):
-                self._limit = min(self._size, self._limit + shutil.disk_usage(self._cache).free // 2)
+                free = shutil.disk_usage(self._cache).free
+                self._limit = min(self._size, max(self._limit, self._used + free // 2))
+
+    @property
+    def _used(self) -> int:
+        return sum(sum(blocks.values()) for blocks in self._present.values())
 
     # ------------------------------------------------------------------ telling
 
@@ -284,7 +294,7 @@ class Fetcher:
             lasting=problem is not None and problem.lasting,
             lasts=None if not pace else max(0, until) / pace,
             step=self._done.step,
-            cached=sum(sum(blocks.values()) for blocks in self._present.values()),
+            cached=self._used,
             size=self._limit,
             requests=counts.traffic.requests,
             retries=counts.traffic.retries,
