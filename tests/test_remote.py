@@ -14,7 +14,6 @@ from processes import clean_environment
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.remote import Problem, Remote, RemoteError, Traffic, Url
 
-pytestmark = pytest.mark.quick
 CONTENT = bytes(range(256)) * 40
 
 
