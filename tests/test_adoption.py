@@ -95,12 +95,13 @@ class Shell:
         register = f"{sys.executable} -m argcomplete.scripts.register_python_argcomplete"
         self.type(f'eval "$({register} {" ".join(COMMANDS)})"; echo rea""dy\n', "ready")
 
-    def type(self, keys: str, expected: str) -> None:
-        """Type, and wait for what the terminal must show then (fails with what it shows instead); clears the line."""
+    def type(self, keys: str, expected: str) -> str:
+        """Type, and wait for what the terminal must show then; clears the line. Returns what it showed."""
         self._seen = ""
         os.write(self._terminal, keys.encode())
         until(lambda: expected in self._read(), 60, lambda: repr(self._seen))
         os.write(self._terminal, b"\x15")
+        return self._seen
 
     def _read(self) -> str:
         while select.select([self._terminal], [], [], 0)[0]:
@@ -114,13 +115,17 @@ class Shell:
 
 def test_a_shell_completes_verbs_files_and_choices(tmp_path: Path) -> None:
     shell = Shell(tmp_path)
+    completed = {
+        "fsdp-pretrain rollb": "rollback ",
+        "fsdp-data prep": "prepare ",
+        "fsdp-eval com": "compare ",
+        "fsdp-pretrain plan configs/runs/llama-7b-h": "llama-7b-hsdp.toml ",
+        "fsdp-pretrain plan configs/runs/llama-7b-hsdp.toml --world-s": "--world-size ",
+        "fsdp-data prepare x --out y --split li": "lines ",
+    }
     try:
-        shell.type("fsdp-pretrain rollb\t", "rollback ")
-        shell.type("fsdp-data prep\t", "prepare ")
-        shell.type("fsdp-eval com\t", "compare ")
-        shell.type("fsdp-pretrain plan configs/runs/llama-7b-h\t", "llama-7b-hsdp.toml ")
-        shell.type("fsdp-pretrain plan configs/runs/llama-7b-hsdp.toml --world-s\t", "--world-size ")
-        shell.type("fsdp-data prepare x --out y --split li\t", "lines ")
+        for typed, expected in completed.items():
+            assert expected in shell.type(f"{typed}\t", expected)
     finally:
         shell.close()
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from processes import Run
 
 from data.corpus.corpus import Corpus, Vocabulary, read_manifest, write_corpus
-from data.corpus.formats import Format, find_token_files, open_file
+from data.corpus.formats import Format, open_file, token_files
 from data.corpus.shards import Shard, ShardWriter
 from data.packing.packer import Packer
 from data.prepare.import_corpus import ImportOptions, ingest
@@ -366,7 +366,7 @@ def test_runs_are_whole_documents_of_about_the_size_asked(
         docs = tokenizer.encode(texts)
     else:
         store(tmp_path, "s", docs, format)
-    (path,) = find_token_files(tmp_path)
+    (path,) = token_files(tmp_path)
     kind: Format = {"batches": "arrow", "rows": "arrow"}.get(format, format)  # type: ignore[assignment]
     seen: Documents = []
     longest = max(map(len, docs))

@@ -122,11 +122,6 @@ def _join(held: list[tuple[Ints, Tokens]]) -> tuple[Ints, Tokens]:
     return held[0] if len(held) == 1 else (np.concatenate(lengths), np.concatenate(tokens))
 
 
-def find_token_files(path: Path, format: Format | None = None) -> list[Path]:  # noqa: A002
-    """The token files at a local path, see `token_files`."""
-    return [file for file in token_files(path, format) if isinstance(file, Path)]
-
-
 def token_files(path: Location, format: Format | None = None) -> dict[Location, Format]:  # noqa: A002
     """The token files at a path with their formats, ordered by name; for a Megatron pair, the prefix.
 
@@ -210,7 +205,7 @@ def open_file(
     """Open one file of a format.
 
     Args:
-        path: from `find_token_files`.
+        path: from `token_files`.
         eod: id of the separator, at which `npy` and `bin` are cut.
         tokenizer: encodes `text`.
         dtype: NumPy name of the integer type of `bin` (default: uint16).
