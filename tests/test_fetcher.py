@@ -230,9 +230,6 @@ def test_what_fails_is_told_and_ends_by_itself(nodes: Any, corpus: Path, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, reason="a rank that waits for a block keeps the space of evicted ones until its next step"
-)
 def test_a_full_disk_is_told_and_training_goes_on(
     corpus: Path, tmp_path: Path, small_disk: Callable[[str], Path]
 ) -> None:

@@ -59,10 +59,12 @@ class MirroredPlaces:
     from then on. A place where a read hangs is not used again at all: every further file could cost the timeout once
     more. Time in which the process is suspended does not count: waiting is done in short turns. Changes of place and
     slow reads are reported on standard error, and kept for the journal. `problem` says why blocks of URLs do not come.
+    `meanwhile` is called once a second by a caller that waits.
     """
 
     def __init__(self, places: Sequence[Location], timeout: float, problem: Callable[[], str] = str) -> None:
         self._places, self._timeout, self._problem = list(places), timeout, problem
+        self.meanwhile: Callable[[], None] = lambda: None
         self._failed: set[tuple[str, Location]] = set()
         self._worker: Worker | None = None
         self._times, self._slowest_reported = ReadTimes(), timeout * _SLOW
@@ -109,7 +111,7 @@ class MirroredPlaces:
         worker = self._worker = self._worker or Worker("data-read")
         started = time.perf_counter()
         try:
-            return worker.call(partial(_read, path, act), self._timeout)
+            return worker.call(partial(_read, path, act), self._timeout, self.meanwhile)
         except NoAnswerError:
             self._worker = None  # abandoned with its thread
             if isinstance(path, Url):

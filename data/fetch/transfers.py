@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -24,7 +26,7 @@ _PATIENCE = 5.0
 """Seconds for which a request is repeated before its failure is told."""
 _TRIES = 4
 """Of a block whose checksum is wrong, before its object counts as damaged."""
-_FIRST_PAUSE, _LONGEST_PAUSE, _LASTING_PAUSE, _BUSY_PAUSE = 0.5, 20.0, 30.0, 0.5
+_FIRST_PAUSE, _LONGEST_PAUSE, _LASTING_PAUSE, _SHORT_PAUSE = 0.5, 20.0, 30.0, 0.5
 _SILENT = 20.0
 """Seconds without an answer that are told."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -134,9 +136,11 @@ class Transfers:
                 self.failures.pop(key, None)
                 self._paused.pop(key, None)
             elif outcome is Outcome.BUSY:
-                self._paused[key] = time.monotonic() + _BUSY_PAUSE
+                self._paused[key] = time.monotonic() + _SHORT_PAUSE
             else:
                 self._note(key, text, lasting)
+                if outcome is Outcome.FULL:  # until evicted blocks are let go; no request was made
+                    self.failures[key].not_before = time.monotonic() + _SHORT_PAUSE
         return ended
 
     def _note(self, key: Key, text: str, lasting: bool) -> None:
@@ -177,6 +181,8 @@ class Transfers:
                     return Outcome.THERE, "", False
                 if not first:
                     return Outcome.BUSY, "", False
+                if shutil.disk_usage(copy.blocks.directory).free < int(copy.corpus.sizes[block]):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 lengths, tokens = self._checked(copy, block)
                 copy.blocks.put(block, lengths, tokens)
         except RemoteError as error:

@@ -194,6 +194,8 @@ class Packer:
         self._special[[self.eod, *self.tokenizer.specials]] = True
         self._filler = int(self._special.argmin())  # an ordinary token: a separator could be next to another
         self._signed = any(np.dtype(manifest.dtype).kind == "i" for manifest in manifests)
+        for source in self._sources:  # what it waits for may need the space of what it keeps
+            source.corpus.places.meanwhile = self.let_go
 
     @property
     def corpora(self) -> dict[str, Corpus]:
