@@ -295,12 +295,10 @@ def test_a_launcher_restores_once_and_restarts_as_ever(
     until(lambda: run_id.read(run) and helpers.journal(run, "ready"), what=job.output)
     send(RunDir(run), "set", changes=["optimizer.lr_scale=0.5"], reason="")
     gate.touch()
-    until(lambda: helpers.journal(run, "control") and object_store.names("runs/run/checkpoints/"), what=job.output)
+    until(lambda: helpers.journal(run, "control") and mirrored(object_store), what=job.output)
     job.kill(number=signal.SIGTERM)
     assert job.wait() == [75, 75], job.output()
-    steered = load(run / "config.toml").timeline
-    newest = max(entry["step"] for entry in helpers.journal(run, "checkpoint"))
-    assert steered and whole_now(object_store, newest)
+    steered, newest = load(run / "config.toml").timeline, max(mirrored(object_store))
     gates()
     shutil.rmtree(run)
     run.mkdir()
@@ -316,7 +314,8 @@ def test_a_launcher_restores_once_and_restarts_as_ever(
         found = json.loads(
             until(lambda: snapshot_file(RunDir(run)).exists() and snapshot_file(RunDir(run)).read_text())
         )
-        assert found["total_steps"] == 100_000 and not alarms(run)
+        assert found["total_steps"] == 100_000
+        assert not any(alarms(run, key) for key in ("run-directory", "hang", "mirror"))
         next(each for each in psutil.Process(process.pid).children(recursive=True) if rank_of(each.pid) == 1).kill()
         until(lambda: len(steps_of(segment(3))) > 8, what=log.read_text)
         process.send_signal(signal.SIGTERM)
@@ -329,7 +328,7 @@ def test_a_launcher_restores_once_and_restarts_as_ever(
     assert ended == ([None, 2] if launched else [])
     first, second = (entry["step"] for entry in helpers.journal(run, "resume"))
     assert first == newest < second and len(RunDir(run).segments) == 3
-    assert load(run / "config.toml").timeline == steered
+    assert load(run / "config.toml").timeline == steered != []
 
     entries = [entry.model_dump(mode="json", exclude_defaults=True) for entry in steered]
     (lab.path / "twin.toml").write_text(tomli_w.dumps({**tomllib.loads(config.read_text()), "timeline": entries}))
@@ -338,6 +337,12 @@ def test_a_launcher_restores_once_and_restarts_as_ever(
     assert [row for row in helpers.losses(run) if newest < row[0] <= second + 4] == helpers.losses(lab.path / "twin")[
         newest:
     ]
+
+
+def mirrored(store: ObjectStore) -> list[int]:
+    """Steps with a manifest in the mirror."""
+    names = [name.split("/") for name in store.names("runs/run/checkpoints/")]
+    return [step_of(name[-2]) or 0 for name in names if name[-1] == "manifest.json"]
 
 
 def steps_of(segment: Path) -> list[str]:
