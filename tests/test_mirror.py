@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from sight import until
 
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.errors import Exit, UserError
+from fsdp_pretrain.errors import Exit, Interrupted, UserError
 from fsdp_pretrain.mirror import start
 from fsdp_pretrain.mirror.beside import UploaderProcess
+from fsdp_pretrain.mirror.first_node import FirstNode
 from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.mirror.restore import restore
+from fsdp_pretrain.mirror.sender import Reporter, UploaderArguments
 from fsdp_pretrain.mirror.traffic import mirror_traffic
-from fsdp_pretrain.mirror.uploader import FirstNode, Reporter, UploaderArguments
 from fsdp_pretrain.record import journal, lineage, mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.mirror_status import MirrorReport
@@ -159,6 +161,8 @@ def test_a_damaged_copy_is_passed_over_loudly(carried: Carried, capsys: pytest.C
     carried.restore()
     assert [item.step for item in Store(carried.run.checkpoints).scan() if item.problem is None] == [20]
     assert "passed over step 30" in capsys.readouterr().out and "step 30" in carried.messages("mirror-restored")[0]
+    carried.segment(2, step=20)
+    assert start.look(carried.config, restore=False, fresh=False) is None  # that start went on without it
 
 
 def test_with_no_valid_copy_nothing_is_restored(carried: Carried) -> None:
@@ -257,6 +261,10 @@ def test_a_restoration_that_was_cut_off(carried: Carried) -> None:
     with pytest.raises(MirrorError, match="damaged"):
         restore(task, carried.run)
     piece.write_bytes(content)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Interrupted):
+        restore(task, carried.run, stop)
     with pytest.raises(MirrorError, match="cut off"):
         start.look(carried.config, restore=False, fresh=False)
     carried.restore()

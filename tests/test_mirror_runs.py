@@ -5,29 +5,37 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import tomli_w
 from object_store import Faults, ObjectStore
-from processes import CLI, Run
-from sight import until
+from processes import CLI, LAUNCH, TORCHRUN, Run, python_path, spawn
+from sight import PATIENCE, PATIENT, alarms, rank_of, until
+from test_launch import HASTE
 from test_mirror import Carried
 from watch import Watch
 
 from fsdp_pretrain.checkpoint.store import step_of
 from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.mirror import start
 from fsdp_pretrain.mirror.checkpoint_copy import read_back
 from fsdp_pretrain.mirror.layout import RunMirror
 from fsdp_pretrain.record import mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.requests import send
 from fsdp_pretrain.remote import RemoteError
 from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
+from fsdp_pretrain.watchdog.notify.operator import snapshot_file
 
 pytestmark = pytest.mark.timeout(600)
 FLAG = ("--from-mirror",)
@@ -114,6 +122,15 @@ def test_killed_at_any_point_it_leaves_nothing_that_looks_whole(stored: Carried,
     names = object_store.names("runs/run/record/")
     index = RunMirror(stored.config).index()
     assert index is not None and {f"runs/run/{name}" for name in index.objects} == set(names)
+
+
+@pytest.mark.slow
+def test_plan_tells_what_a_mirror_costs(tmp_path: Path, run_command: Run) -> None:
+    command = (CLI, "plan", Carried(tmp_path).path / "run.toml", "--world-size", 1, "--device", "NVIDIA H100 80GB HBM3")
+    text, values = run_command(*command, "--mfu", "1%"), run_command(*command, "--mfu", "1%", "--json")
+    cost = json.loads(values.stdout)["mirror"]
+    assert cost["sent"] == cost["read"] > 0 and cost["held"] > 0
+    assert f"about {cost['requests']:,.0f} requests" in text.stdout
 
 
 def whole_now(store: ObjectStore, step: int) -> bool:
@@ -237,6 +254,100 @@ def test_a_run_directory_deleted_under_a_live_run_comes_back(
     assert shown.returncode == 0 and shown.stdout.count("mirror: whole") == 3, shown.stdout + shown.stderr
     done = run_command(CLI, "checkpoints", run, "verify", "--mirror", "20")
     assert done.returncode == 0 and "verified" in done.stdout, done.stdout + done.stderr
+
+
+def dies_once_restored(folder: Path) -> Path:
+    """A folder for PYTHONPATH: rank 1 dies, once, after a restoration and before there is a segment."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    from fsdp_pretrain.train import start\n"
+        "    real = start.open_directory\n"
+        "    def fail(*arguments):\n"
+        f"        if not os.path.exists('{folder}/died'):\n"
+        f"            os.mkdir('{folder}/died')\n"
+        "            os._exit(1)\n"
+        "        return real(*arguments)\n"
+        "    start.open_directory = fail\n"
+    )
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.shows("F52")
+@pytest.mark.parametrize("launched", [True, False], ids=["launch", "torchrun"])
+def test_a_launcher_restores_once_and_restarts_as_ever(
+    lab: Any, helpers: Any, gates: Any, object_store: ObjectStore, launched: bool
+) -> None:
+    """A run with overrides, by hand and live, is asked to stop, and its directory is emptied. `--from-mirror` restores
+    it once. The launcher starts it again when a rank dies before there is a segment, whatever the end of the last start
+    in the record; either does when one is killed later: to the bit, with the overrides in ranks and agent, without an
+    alarm."""
+    policy = {"every": "4 steps", "keep_last": 2, "mirror_record_every": "1 s", "mirror": f"{object_store.url}/runs"}
+    sections = {"checkpoint": policy, "parallel": {"shard": 2}, "optimizer": {"decay": "40 steps"}}
+    sections |= {"train": {"duration": "50000 steps"}, "launch": HASTE, "watchdog": PATIENT}
+    config, run = lab.config("run", **sections), lab.path / "run"
+    run.mkdir()
+    (run / "overrides.toml").write_text("set = [\"train.duration='100000 steps'\"]\n")
+    (gate,) = gates(3)
+    job = lab.start(config, ranks=2)
+    until(lambda: run_id.read(run) and helpers.journal(run, "ready"), what=job.output)
+    send(RunDir(run), "set", changes=["optimizer.lr_scale=0.5"], reason="")
+    gate.touch()
+    until(lambda: helpers.journal(run, "control") and mirrored(object_store), what=job.output)
+    job.kill(number=signal.SIGTERM)
+    assert job.wait() == [75, 75], job.output()
+    steered, newest = load(run / "config.toml").timeline, max(mirrored(object_store))
+    gates()
+    shutil.rmtree(run)
+    run.mkdir()
+
+    log, segment = lab.path / "log", RunDir(run).segment
+    start = [*LAUNCH, "--nproc-per-node", 2]
+    if not launched:
+        start = [*TORCHRUN, "--standalone", "--nproc-per-node", 2, "--max-restarts", 2, "-m", "fsdp_pretrain.train"]
+    more = {"PYTHONPATH": python_path(dies_once_restored(lab.path / "dies"))} if launched else {}
+    process = spawn([*start, config, "--from-mirror"], log, **more)
+    try:
+        until(lambda: len(steps_of(segment(2))) > 12, what=log.read_text)
+        found = json.loads(
+            until(lambda: snapshot_file(RunDir(run)).exists() and snapshot_file(RunDir(run)).read_text())
+        )
+        assert found["total_steps"] == 100_000
+        assert not any(alarms(run, key) for key in ("run-directory", "hang", "mirror"))
+        next(each for each in psutil.Process(process.pid).children(recursive=True) if rank_of(each.pid) == 1).kill()
+        until(lambda: len(steps_of(segment(3))) > 8, what=log.read_text)
+        process.send_signal(signal.SIGTERM)
+        assert (process.wait(PATIENCE) == 75) is launched, log.read_text()
+    finally:
+        process.kill()
+    out = log.read_text()
+    assert out.count("mirror: restored") == len(helpers.journal(run, "mirror-restored")) == 1, out
+    ended = [entry["ended_segment"] for entry in helpers.journal(run, "restart")]
+    assert ended == ([None, 2] if launched else [])
+    first, second = (entry["step"] for entry in helpers.journal(run, "resume"))
+    assert first == newest < second and len(RunDir(run).segments) == 3
+    assert load(run / "config.toml").timeline == steered != []
+
+    entries = [entry.model_dump(mode="json", exclude_defaults=True) for entry in steered]
+    (lab.path / "twin.toml").write_text(tomli_w.dumps({**tomllib.loads(config.read_text()), "timeline": entries}))
+    changes = (f"run.dir={lab.path / 'twin'}", "run.name=twin", f"train.duration={second + 4} steps")
+    lab.train(lab.path / "twin.toml", *changes, "checkpoint.every=100000 steps", ranks=2)
+    assert [row for row in helpers.losses(run) if newest < row[0] <= second + 4] == helpers.losses(lab.path / "twin")[
+        newest:
+    ]
+
+
+def mirrored(store: ObjectStore) -> list[int]:
+    """Steps with a manifest in the mirror."""
+    names = [name.split("/") for name in store.names("runs/run/checkpoints/")]
+    return [step_of(name[-2]) or 0 for name in names if name[-1] == "manifest.json"]
+
+
+def steps_of(segment: Path) -> list[str]:
+    """The recorded steps of a start."""
+    return (segment / "metrics.jsonl").read_text().splitlines() if (segment / "metrics.jsonl").exists() else []
 
 
 @pytest.mark.slow

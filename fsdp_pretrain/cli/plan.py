@@ -119,12 +119,14 @@ def _plan(args: argparse.Namespace) -> int:
         available=args.device_memory,
         mfu=args.mfu,
     )
-    print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
-    if config.checkpoint.mirror is not None and result.time is not None and not args.json:
+    values, text = result.to_json(), plan.render(result)
+    if config.checkpoint.mirror is not None and result.time is not None:
         from fsdp_pretrain.mirror.traffic import mirror_traffic
 
         size, files = result.checkpoint_bytes, result.time.ranks
-        print(row("mirror", str(mirror_traffic(config, checkpoint_bytes=size, files=files, days=result.time.days))))
+        traffic = mirror_traffic(config, checkpoint_bytes=size, files=files, days=result.time.days)
+        values["mirror"], text = vars(traffic), f"{text}\n{row('mirror', str(traffic))}"
+    print(json.dumps(values, indent=1) if args.json else text)
     return 0
 
 

@@ -98,7 +98,12 @@ class Launcher:
 
     def _start_once(self) -> RestartDecision:
         """Run one start to its end, and decide what follows."""
-        before, verified = outcome.newest_segment(self._run), outcome.verified_step(self._run)
+        found, verified = outcome.newest_segment(self._run), outcome.verified_step(self._run)
+
+        def before() -> int:
+            seen = LauncherMemory(self._seen).seen
+            return max(found, seen.restored if seen is not None else 0)
+
         note = self._notes / f"{len(self._history)}.json"
         child = Torchrun(self._command, torchrun.environment(self._environment, note, self._seen))
         host, begun = self._host if self._nodes > 1 else None, time.monotonic()
@@ -107,7 +112,7 @@ class Launcher:
 
         def read() -> StartOutcome:
             joined = child.had_ranks or self._nodes == 1
-            return outcome.read_outcome(self._run, before, note, code, host=host, joined=joined)
+            return outcome.read_outcome(self._run, before(), note, code, host=host, joined=joined)
 
         ended = read()
         if ended.code != Exit.COMPLETE:

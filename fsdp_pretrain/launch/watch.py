@@ -23,11 +23,13 @@ class TorchrunWatch:
     A separate thread reads the run directory: its file system may hang, and requests must not.
 
     Args:
-        before: number of the newest segment when torchrun started.
+        before: returns the number of the newest segment before this start, also of those that it restored.
         host: name of this host; None if it is the only one.
     """
 
-    def __init__(self, run: RunDir, settings: LaunchSection, child: Torchrun, before: int, host: str | None) -> None:
+    def __init__(
+        self, run: RunDir, settings: LaunchSection, child: Torchrun, before: Callable[[], int], host: str | None
+    ) -> None:
         self._run, self._settings, self._child, self._before, self._host = run, settings, child, before, host
         self._others_ended = self._ends_well = False
         self._kill_at: float | None = None
@@ -91,8 +93,9 @@ class TorchrunWatch:
 
     def _read_run_dir(self, done: threading.Event, on_read: Callable[[int | None], None]) -> None:
         while not done.wait(_READ_EVERY):
-            segment = segment_of(self._run, self._before, self._host)
-            if segment <= self._before or not (self._run.segment(segment) / "environment.json").exists():
+            before = self._before()
+            segment = segment_of(self._run, before, self._host)
+            if segment <= before or not (self._run.segment(segment) / "environment.json").exists():
                 on_read(None)
                 continue
             on_read(segment)

@@ -9,6 +9,7 @@ from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record import lineage, run_id
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.lineage import LineageNode
 from fsdp_pretrain.remote import PATIENCE, RemoteError
 from fsdp_pretrain.units import human_count
 
@@ -107,7 +108,7 @@ def look(config: Config, *, restore: bool, fresh: bool) -> Restoration | None:
             remedy="to go on from the mirror, move the run directory aside and start with --from-mirror; to go on "
             "without it, move the mirror aside, or give the run another run.name",
         )
-    later = _later(run, state) if relation is Relation.CURRENT else None
+    later = _later(run, state, restore=restore) if relation is Relation.CURRENT else None
     if relation is Relation.CURRENT and later is None:
         return None
     print(f"mirror: {mirror.url} holds {state}", flush=True)
@@ -123,12 +124,21 @@ def _read(mirror: RunMirror) -> MirrorState | None:
     return None if found is None else MirrorState(found, mirror.index(), mirror.scan())
 
 
-def _later(run: RunDir, state: MirrorState) -> MirroredCheckpoint | None:
-    """The newest whole checkpoint of the mirror, if the run directory should have it, or a later one, and has not."""
+def _later(run: RunDir, state: MirrorState, *, restore: bool) -> MirroredCheckpoint | None:
+    """The newest whole checkpoint of the mirror, if the run directory should have it, or a later one, and has not.
+
+    With `restore` also one that a later start did without: it was damaged in the mirror, or the mirror did not answer.
+    """
     nodes = lineage.nodes(run)
-    newest = next((item for item in reversed(state.checkpoints) if item.problem is None and on_line(item, nodes)), None)
+    whole = [item for item in reversed(state.checkpoints) if item.problem is None and on_line(item, nodes)]
+    newest = next((item for item in whole if restore or _is_expected(item, nodes)), None)
     local = stores(run).newest()
     return newest if newest is not None and (local is None or local.step < newest.step) else None
+
+
+def _is_expected(item: MirroredCheckpoint, nodes: Sequence[LineageNode]) -> bool:
+    segment, parts = item.manifest().segment, lineage.line(nodes)
+    return segment is None or not parts or lineage.holds(parts, segment, item.step)
 
 
 def _behind(

@@ -128,6 +128,7 @@ class SeenRun:
     run_id: str
     segment: int = 0  # the newest on the kept line; 0: none yet
     checkpoint: int | None = None  # the newest checkpointed step of that line
+    restored: int = 0  # the newest segment that came from the mirror; 0: nothing was restored
 
 
 class LauncherMemory:

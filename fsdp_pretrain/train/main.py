@@ -100,7 +100,9 @@ def _start(args: argparse.Namespace) -> int:
         with mesh.connect(config.parallel) as world:
             terms = start.agree_on_options(terms, memory, world)
             if restored_from_mirror(config, world, terms, heartbeat):
-                config, lasting = world.together(lambda: load_run(args.config, args.overrides))
+                lasting = start.take_restored(RunDir(config.run.dir), world, memory)
+                config = world.together(partial(overrides.apply, args.config, args.overrides, lasting))
+                heartbeat.reconfigure(config)
             return torchrun.end_as_agreed(run(config, world, lasting, terms, heartbeat, memory))
     except UserError as error:
         return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 from fsdp_pretrain.checkpoint.async_save import Pending
@@ -32,18 +33,21 @@ def restored_from_mirror(config: Config, world: World, terms: ResumeOptions, hea
     Raises:
         UserError: see `mirror.start.look` and `mirror.restore.restore`.
     """
-    run, box = RunDir(config.run.dir), list[Pending[None]]()
+    run, box, stop = RunDir(config.run.dir), list[Pending[None]](), threading.Event()
 
     def begin() -> bool:
         task = start.look(config, restore=terms.from_mirror, fresh=terms.fresh)
         if task is not None:
-            box.append(Pending(lambda: restore(task, run)))
+            box.append(Pending(lambda: restore(task, run, stop)))
         return task is not None
 
     if not world.decide(begin):
         return False
-    while not world.decide(lambda: _ended(box[0])):  # hours perhaps, in turns, so that no rank waits long for rank 0
-        heartbeat.beat(Phase.START)
+    try:
+        while not world.decide(lambda: _ended(box[0])):  # hours perhaps, in turns: no rank waits long for rank 0
+            heartbeat.beat(Phase.START)
+    finally:
+        stop.set()
     return True
 
 

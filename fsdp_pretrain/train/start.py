@@ -26,7 +26,7 @@ from fsdp_pretrain.lineage.rollback import abandon_all
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import flops
 from fsdp_pretrain.record import environment as environments
-from fsdp_pretrain.record import exit_intent, lineage, run_id, state_files
+from fsdp_pretrain.record import exit_intent, lineage, overrides, run_id, state_files
 from fsdp_pretrain.record.environment import ENVIRONMENT
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT
 from fsdp_pretrain.record.files import RunDir, make_directory, replace_file, seconds_of
@@ -56,6 +56,14 @@ def bind_run_directory(run: RunDir, memory: LauncherMemory) -> None:
     """
     memory.check(run.path, partial(newest_segment, run))
     run_id.bind(run.path, run_id.read(run.path))
+
+
+def take_restored(run: RunDir, world: World, memory: LauncherMemory) -> Overrides:
+    """After a restoration: the overrides that came back, and note what did, so that no end of an earlier start is taken
+    for that of this one. Collective. Raises UserError."""
+    known, newest, lasting = world.decide(lambda: (run_id.read(run.path), newest_segment(run), overrides.read(run)))
+    memory.remember(run_id=known, restored=newest)
+    return lasting
 
 
 def open_directory(run: RunDir, world: World, memory: LauncherMemory) -> None:

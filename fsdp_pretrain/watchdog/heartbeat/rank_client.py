@@ -54,6 +54,9 @@ class Heartbeat:
     def belongs_to(self, segment: int) -> None:
         """The segment number is known."""
 
+    def reconfigure(self, config: Config) -> None:
+        """The configuration is another than at the beginning; no segment is known yet."""
+
     def close(self) -> None:
         """The rank ends in order: from here on nothing is a hang, and its end is no failure."""
 
@@ -111,6 +114,10 @@ class PageHeartbeat(Heartbeat):
             self._agent.pass_run_id()
         self._page.belongs_to(segment)
 
+    def reconfigure(self, config: Config) -> None:
+        if self._agent is not None:
+            self._agent.reconfigure(config)
+
     def close(self) -> None:
         self._page.beat(Phase.END)
 
@@ -148,6 +155,16 @@ class AgentProcess:
         except OSError:
             with contextlib.suppress(OSError):  # the run directory is full, gone, hanging, or not created yet
                 self.process = self._spawn(again, subprocess.DEVNULL)
+
+    def reconfigure(self, config: Config) -> None:
+        """Start it anew if its configuration is another. It holds nothing yet: no segment is known."""
+        if config.to_toml() == self._config:
+            return
+        self._config, self._starts = config.to_toml(), 0
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self.ensure_running()
 
     def _open_log(self) -> BinaryIO:
         log = self._run / "watchdog" / "agent.log"
