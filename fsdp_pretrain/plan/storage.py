@@ -83,7 +83,8 @@ def need(config: Config, packer: Packer, nodes: int, days: float | None) -> Stor
         for name, stream in zip(packer.mixture.names, packer.streams, strict=True)
         if name in sizes
     }
-    live = working_set.predict(packer, sizes, share=1 / nodes, samples=samples)
+    batch = config.schedule.batch.full
+    live = working_set.predict(packer, sizes, world=nodes, ranks=range(1), batch=batch, samples=samples)
     whole = sum(source.bytes for source in sources.values())
     # With all of it in the cache, later epochs cost nothing.
     read = {name: min(source.epochs, 1.0) if size >= whole else source.epochs for name, source in sources.items()}
