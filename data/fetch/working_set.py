@@ -2,7 +2,8 @@
 
 While a stretch of a lane is read, all its blocks are in use; all lanes of a source reach their next stretch together.
 So the working set is about two blocks per lane, more if a step is long, which `predict` computes from the real tables
-and the real order of blocks, with the order inside stretches left to chance. A cache that holds it fetches every block once per epoch, and once more if the block lies at the border of two lanes.
+and the real order of blocks, with the order inside stretches left to chance. A cache that holds it fetches every block
+once per epoch, and once more if the block lies at the border of two lanes.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ def _epoch_ends(packer: Packer, number: int, samples: int) -> Ints:
 
 def predict(packer: Packer, sizes: Mapping[str, Ints], *, world: int, ranks: range, batch: int, samples: int) -> int:
     """The working set of a node in bytes, from the block tables alone.
+
+    A reshuffle is left out: in the rest of its epoch no cache that is smaller than that fetches blocks once.
 
     Args:
         packer: of the run; nothing is read through it.
@@ -157,7 +160,7 @@ def _profile(packer: Packer, number: int, sizes: Ints, reading: _Reading) -> tup
 
 def _stretches(packer: Packer, number: int, samples: int, epochs: int) -> tuple[_Stretches, bool]:
     """(the stretches of the first epochs of a source, whether the run reads further ones)."""
-    stream, windows = packer.streams[number], packer.pieces.group(samples - 1).window + 1
+    stream, windows = packer.streams[number], packer.pieces.group(max(0, samples - 1)).window + 1
     last, size = packer.mixture.counts(windows)[number], packer.streams[number].lanes * STRETCH
     indices, counts, runs = list[Ints](), list[Floats](), list[LaneRuns]()
     for epoch in range(max(1, min(epochs, _MOST_EPOCHS))):
