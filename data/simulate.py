@@ -150,7 +150,12 @@ def fetching(packer: Packer, sequence_length: int) -> dict[str, float]:
             f"fetcher_{nodes}_nodes_half_hour_cpu_ms": (time.process_time() - started) * 1e3,
             f"fetcher_{nodes}_nodes_memory_mb": (_memory() - before) / 1e6,
             f"fetcher_{nodes}_nodes_working_set_mb": working_set.predict(
-                packer, {"simulated": sizes}, share=1 / nodes, samples=int(packer.epoch_samples["simulated"])
+                packer,
+                {"simulated": sizes},
+                world=nodes,
+                ranks=range(1),
+                batch=batch,
+                samples=int(packer.epoch_samples["simulated"]),
             )
             / 1e6,
             f"fetcher_{nodes}_nodes_mb_per_second_and_node": reads.bytes / epoch / 1e6,

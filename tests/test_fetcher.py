@@ -163,7 +163,7 @@ def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path,
 def test_every_block_comes_once_an_epoch(nodes: Any, corpus: Path) -> None:
     """Over an epoch and a half, with a cache of a fifth of the corpus."""
     node, steps = nodes(), 2300
-    check_size(node.config, node.packer, share=1.0)
+    check_size(node.config, node.packer, world=1, ranks=range(1))
     assert node.train(steps) == local(corpus, steps)
     last, epochs = node.end(), steps * BATCH / node.packer.epoch_samples["text"]
     ahead = 2 * 64 * BATCH / node.packer.epoch_samples["text"]
@@ -178,7 +178,7 @@ def present(path: Path) -> list[Path]:
 def test_a_cache_below_the_working_set_is_refused(nodes: Any) -> None:
     node = nodes("100KB")
     with pytest.raises(ConfigError, match=r"data\.cache\.size is 100KB, but a node uses 1\d\d KiB of blocks at a time"):
-        check_size(node.config, node.packer, share=1.0)
+        check_size(node.config, node.packer, world=1, ranks=range(1))
 
 
 @pytest.mark.slow

@@ -298,28 +298,53 @@ def test_live_bytes_are_those_between_first_and_last_use() -> None:
 # ------------------------------------------------------------------ the working set
 
 
-@pytest.mark.parametrize("share", [1.0, 0.25])
-@pytest.mark.parametrize("mixed", [False, True])
+WORKING_SETS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "a quarter": {"world": 4},
+    "a mixture": {"sources": {"large": 1.0, "middle": 0.4}},
+    "a quarter of a mixture": {"sources": {"large": 1.0, "middle": 0.4}, "world": 4},
+    "three sources": {"sources": {"large": 1.0, "middle": 0.3, "a": 0.05}, "world": 2},
+    "little of each batch": {"world": 32, "batch": 256, "lanes": 16},
+    "little of a mixture": {"sources": {"large": 1.0, "middle": 0.4}, "world": 32, "batch": 256, "lanes": 4},
+    "steps of half a stretch": {"batch": 768},
+    "steps of a stretch": {"batch": 1536, "world": 2},
+    "steps of a stretch, a mixture": {"batch": 1536, "world": 8, "sources": {"large": 1.0, "middle": 0.4}},
+    "steps of three stretches": {"batch": 1536, "lanes": 2},
+    "an eighth of large steps": {"batch": 4096, "world": 8},
+    "one lane": {"lanes": 1},
+    "many lanes": {"lanes": 16},
+    "less than an epoch": {"epochs": 0.4, "world": 2},
+    "epochs": {"epochs": 2.6, "sources": {"middle": 1.0}, "lanes": 4},
+    "epochs of one source": {"sources": {"large": 1.0, "b": 0.3}},
+    "unequal blocks": {"unequal": True, "world": 2},
+    "unequal blocks, large steps": {"unequal": True, "batch": 1536, "world": 4},
+}
+
+
+@pytest.mark.parametrize("case", WORKING_SETS)
 def test_the_predicted_working_set_is_the_measured_one(
-    corpora: dict[str, Path], share: float, mixed: bool, monkeypatch: pytest.MonkeyPatch
+    corpora: dict[str, Path], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("data.packing.source", "data.fetch.forecast", "data.fetch.working_set"):
         monkeypatch.setattr(f"{module}.STRETCH", 256)
-    sources = {"large": 1.0, **({"middle": 0.4} if mixed else {})}
-    packer = make(corpora, {"sources": sources}, length=16, lanes=6)
-    sizes = {name: 2 * stream.block_lengths for name, stream in zip(sources, packer.streams, strict=True)}
-    samples = int(1.6 * packer.epoch_samples["large"])
-    ranks = range(1, 1 + int(share * 4))
-    forecast = Forecast(packer, BatchSchedule(32), Skips(), Position(), world=4, ranks=ranks, until=samples)
-    if share == 1.0:
-        forecast = Forecast(packer, BatchSchedule(32), Skips(), Position(), world=1, ranks=range(1), until=samples)
+    chosen = {"sources": {"large": 1.0}, "world": 1, "batch": 32, "lanes": 6, "epochs": 1.6} | WORKING_SETS[case]
+    first, batch, world = next(iter(chosen["sources"])), chosen["batch"], chosen["world"]
+    packer = make(corpora, {"sources": chosen["sources"]}, length=16, lanes=chosen["lanes"])
+    rng = np.random.default_rng(1)
+    sizes = {
+        name: (stream.block_lengths * (rng.lognormal(1, 0.8, len(stream.block_lengths)) if "unequal" in chosen else 2))
+        .astype(np.int64)
+        for name, stream in zip(packer.mixture.names, packer.streams, strict=True)
+    }  # fmt: skip
+    samples, ranks = int(chosen["epochs"] * packer.epoch_samples[first]), range(world // 3, world // 3 + 1)
+    forecast = Forecast(packer, BatchSchedule(batch), Skips(), Position(), world=world, ranks=ranks, until=samples)
     trace = working_set.record(packer, forecast, sizes, samples)
     measured = working_set.measure(packer, trace)
-    predicted = working_set.predict(packer, sizes, share=share, samples=samples)
+    predicted = working_set.predict(packer, sizes, world=world, ranks=ranks, batch=batch, samples=samples)
     assert 0.9 * measured < predicted < 1.1 * measured
-    whole = int(trace.sizes.sum())
-    assert measured < 0.5 * whole
-    if not mixed:  # every block once per epoch, and a few at the borders of lanes once more
-        read = samples / packer.epoch_samples["large"] * whole
+    if case in ("all", "a quarter"):  # every block once per epoch, and a few at the borders of lanes once more
+        whole = int(trace.sizes.sum())
+        read = chosen["epochs"] * whole
+        assert measured < 0.5 * whole
         assert simulate(trace, int(1.1 * measured), "belady") < 1.1 * read
         assert simulate(trace, int(1.1 * measured), "lru") > 1.1 * read

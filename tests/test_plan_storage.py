@@ -37,7 +37,7 @@ def corpus(module_lab: Any, tokenizer: Any) -> Path:
     return path
 
 
-def config(lab: Any, corpus: Path, size: str, place: str) -> Path:
+def config(lab: Any, corpus: Path, size: str, place: str, **data: Any) -> Path:
     made: Path = lab.config(
         "plan",
         data={
@@ -45,6 +45,7 @@ def config(lab: Any, corpus: Path, size: str, place: str) -> Path:
             "lanes": LANES,
             "sources": [{"name": "text", "path": place}],
             "cache": {"dir": str(lab.path / "cache"), "size": size},
+            **data,
         },
         train={"duration": f"{STEPS} steps", "global_batch": f"{BATCH} samples", "micro_batch": 1},
     )
@@ -101,6 +102,8 @@ def test_a_small_cache_is_a_warning_and_storage_away_is_none(
 ) -> None:
     small = plan(run_command, config(module_lab, corpus, "40KB", f"file://{corpus}"))
     assert "warning: data.cache.size = 39.1 KiB, but a node uses" in small and "such a run is refused" in small
+    reshuffled = config(module_lab, corpus, "800KB", f"file://{corpus}", reshuffle=["64 samples"])
+    assert "warning: data.reshuffle: until the epoch ends" in plan(run_command, reshuffled) and "reshuffle" not in small
     here = Path(shutil.copytree(corpus, tmp_path / "moved"))
     shutil.rmtree(here / "shards")
     assert "cache       " in plan(run_command, config(module_lab, here, "800KB", f"file://{here}")), "no block is read"

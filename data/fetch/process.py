@@ -143,8 +143,8 @@ class NodeFetching:
     def __init__(
         self, config: Config, pages: Path, *, rank: int, world: int, local_rank: int, local_world: int, node: int
     ) -> None:
-        self._config, self._page, self._share = config, progress.page_of(pages, rank), local_world / world
-        ranks = range(rank - local_rank, rank - local_rank + local_world)
+        self._config, self._page, self._world = config, progress.page_of(pages, rank), world
+        self._ranks = ranks = range(rank - local_rank, rank - local_rank + local_world)
         settings = FetcherSettings(config.to_toml(), config.run.dir, pages, node, world, ranks)
         self.status, self._process = settings.status, None
         if local_rank == 0:
@@ -155,7 +155,7 @@ class NodeFetching:
     def check(self, packer: Packer) -> None:
         """Raise ConfigError if the cache is too small. `packer`: of the run's corpora."""
         if self._process is not None:
-            check_size(self._config, packer, share=self._share)
+            check_size(self._config, packer, world=self._world, ranks=self._ranks)
 
     def begin(self, start: Position) -> Callable[[Position], None]:
         """Tell the fetcher where training begins; returns what is to be called with the position after each batch."""
@@ -167,13 +167,14 @@ class NodeFetching:
         self._page.unlink(missing_ok=True)
 
 
-def check_size(config: Config, packer: Packer, *, share: float) -> None:
+def check_size(config: Config, packer: Packer, *, world: int, ranks: range) -> None:
     """Raise ConfigError if the cache is smaller than what a node uses at a time, or than its disk.
 
     Args:
         config: of the run.
         packer: of its corpora.
-        share: of every batch that the node's ranks read.
+        world: number of ranks that split a batch.
+        ranks: those of the node.
     """
     cache = config.data.cache
     sizes = {
@@ -183,7 +184,8 @@ def check_size(config: Config, packer: Packer, *, share: float) -> None:
     }
     if not sizes or cache is None:
         return
-    needed = working_set.predict(packer, sizes, share=share, samples=config.schedule.total)
+    batch, samples = config.schedule.batch.full, config.schedule.total
+    needed = working_set.predict(packer, sizes, world=world, ranks=ranks, batch=batch, samples=samples)
     least = max(needed, *(2 * int(size.max()) for size in sizes.values()))
     if cache.size.value < least:
         raise ConfigError(

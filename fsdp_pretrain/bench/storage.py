@@ -87,7 +87,9 @@ def _policies(config: Config, packer: Packer) -> dict[str, Any]:
     capacities = {"half of it": live // 2, "working set": live, "twice": 2 * live, "half of the corpus": whole // 2}
     return {
         "working_set_bytes": live,
-        "working_set_predicted": working_set.predict(packer, sizes, share=1.0, samples=samples),
+        "working_set_predicted": working_set.predict(
+            packer, sizes, world=1, ranks=range(1), batch=batches.full, samples=samples
+        ),
         "corpus_bytes": whole,
         "fetched": {
             name: {

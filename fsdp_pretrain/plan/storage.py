@@ -50,6 +50,7 @@ class StorageNeed:
         node_bytes, node_requests: of one node in the whole run, at most, without retries.
         bytes_per_second: of one node, on average; None if the time of the run is not known.
         requests_per_day: of all nodes; None likewise.
+        reshuffled: whether `data.reshuffle` changes the order; the numbers are those of the order without.
     """
 
     nodes: int
@@ -61,6 +62,7 @@ class StorageNeed:
     node_requests: int
     bytes_per_second: float | None
     requests_per_day: float | None
+    reshuffled: bool
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,7 +85,8 @@ def need(config: Config, packer: Packer, nodes: int, days: float | None) -> Stor
         for name, stream in zip(packer.mixture.names, packer.streams, strict=True)
         if name in sizes
     }
-    live = working_set.predict(packer, sizes, share=1 / nodes, samples=samples)
+    batch = config.schedule.batch.full
+    live = working_set.predict(packer, sizes, world=nodes, ranks=range(1), batch=batch, samples=samples)
     whole = sum(source.bytes for source in sources.values())
     # With all of it in the cache, later epochs cost nothing.
     read = {name: min(source.epochs, 1.0) if size >= whole else source.epochs for name, source in sources.items()}
@@ -99,6 +102,7 @@ def need(config: Config, packer: Packer, nodes: int, days: float | None) -> Stor
         node_requests=requests,
         bytes_per_second=None if days is None else node_bytes / (days * DAY),
         requests_per_day=None if days is None else nodes * requests / days,
+        reshuffled=any(stream.reshuffles for stream in packer.streams),
     )
 
 
@@ -109,7 +113,14 @@ def _source(stream: SourceStream, sizes: Ints, epochs: float, share: float) -> R
 
 def warnings(found: StorageNeed | None) -> Iterator[str]:
     """About the size of the cache."""
-    if found is None or found.size >= found.recommended:
+    if found is None:
+        return
+    if found.reshuffled and found.size < sum(source.bytes for source in found.sources.values()):
+        yield (
+            "data.reshuffle: until the epoch ends, blocks are read in pieces far apart, and a cache that does not hold "
+            "the rest of the epoch fetches each many times"
+        )
+    if found.size >= found.recommended:
         return
     short = found.size < found.working_set
     yield (
