@@ -117,6 +117,7 @@ def test_urls_name_files_as_paths_do(text: Path) -> None:
         ("import LOCAL/shards --tokenizer T --separators none --out URL/new", "not in the same storage"),
         ("validate URL --vocab-size 512 --eod 0", "holds text, not tokens"),
         ("inspect URL", "text is not a corpus, or an unfinished one"),
+        ("prepare LOCAL --tokenizer URL/t --out OUT", "copy the tokenizer from there"),
         ("checksums URL", "text is not a corpus, or an unfinished one"),
     ],
 )
