@@ -80,6 +80,12 @@ def _local(text: str) -> Path:
     return Path(text)
 
 
+def _tokenizer(text: str) -> str:
+    if is_url(text):
+        raise argparse.ArgumentTypeError(f"{text} is a URL; copy the tokenizer from there to a local directory")
+    return text
+
+
 def _processors() -> int:
     """Processors available to this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -164,6 +170,7 @@ def _split(args: argparse.Namespace) -> int:
     *_INPUTS,
     argument(
         "--tokenizer",
+        type=_tokenizer,
         required=True,
         help="tokenizer.json, sentencepiece .model, a directory with one, or the name of a model in the cache of the "
         "Hugging Face Hub",
@@ -225,7 +232,7 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
     argument(
         "--format", choices=("megatron", "arrow", "npy", "bin"), help="format of the files (default: by their names)"
     ),
-    argument("--tokenizer", required=True, help="the tokenizer that made the tokens"),
+    argument("--tokenizer", type=_tokenizer, required=True, help="the tokenizer that made the tokens"),
     _EOD,
     argument(
         "--separators",
@@ -309,7 +316,7 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
         help="of files without a manifest (default: by their names)",
     ),
     _DTYPE,
-    argument("--tokenizer", help="compare with this tokenizer"),
+    argument("--tokenizer", type=_tokenizer, help="compare with this tokenizer"),
     argument("--vocab-size", type=positive, help="for shards without a manifest: vocabulary size"),
     argument("--eod", type=int, help="for shards without a manifest: id of the separator"),
     argument("--bos", type=int, help="for shards without a manifest: id of the beginning-of-sequence token"),
@@ -339,7 +346,7 @@ def _validate(args: argparse.Namespace) -> int:
     local = [place for place in args.directories if isinstance(place, Path)]
     missing = [str(d) for d in local if not (d.exists() or d.with_name(d.name + ".idx").exists())]
     if missing:
-        raise DataError(f"there is no {', '.join(missing)}")
+        raise DataError(f"there is no {', '.join(missing)}", remedy="look for a mistake in the path")
     run = load(args.against) if args.against else None
     code, reports = 0, []
     for directory in args.directories:

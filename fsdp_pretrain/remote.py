@@ -30,6 +30,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 20.0
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 _CREDENTIALS = re.compile(r"credential|token.*expired|(expired|invalid).*token|\(400\)", re.IGNORECASE)
 """In messages. S3 answers HEAD with an expired token by 400 and no text."""
+_SETTINGS = re.compile(r"ParamValidation|ProfileNotFound|ConfigParse|InvalidConfig|NoRegion|Invalid endpoint")
+"""In errors of the vendors' libraries before they ask for anything: a wrong name of a bucket, profile or endpoint."""
+_NO_BUCKET = "bucket does not exist"
 _BUSY = re.compile(r"slow ?down|throttl|too ?many ?requests|service ?unavailable", re.IGNORECASE)
 
 
@@ -79,11 +82,20 @@ class Problem(StrEnum):
 
     MISSING = "missing"
     DENIED = "denied"
-    """Wrong, absent or expired credentials."""
+    """Wrong, absent or expired credentials, or other settings with which the storage cannot be asked."""
     BUSY = "busy"
     """The storage asks for fewer requests (429, 503)."""
     FAILED = "failed"
     """Anything else: no connection, no answer, a cut answer, an error of the storage."""
+
+
+_AGAIN = "run the same command again when the storage answers; if it never does, check the endpoint and the network"
+_REMEDIES = {
+    Problem.MISSING: "look for a mistake in the URL; buckets are not created here",
+    Problem.DENIED: "check credentials, endpoint and region, where the storage's own tools look for them, and the URL",
+    Problem.BUSY: _AGAIN,
+    Problem.FAILED: _AGAIN,
+}
 
 
 class RemoteError(UserError):
@@ -92,12 +104,12 @@ class RemoteError(UserError):
     def __init__(self, object_url: str, problem: Problem, text: str) -> None:
         self.object_url, self.problem = object_url, problem
         cause = {
-            Problem.MISSING: f"{object_url} does not exist",
+            Problem.MISSING: f"{object_url} does not exist" + (f": {text}" if _NO_BUCKET in text else ""),
             Problem.DENIED: f"no access to {object_url}: {text}",
             Problem.BUSY: f"the storage of {object_url} is busy: {text}",
             Problem.FAILED: f"{object_url}: {text}",
         }[problem]
-        super().__init__(cause)
+        super().__init__(cause, remedy=_REMEDIES[problem])
         self._arguments = (object_url, problem, text)
         if self.is_temporary:
             self.exit = Exit.RESUME
@@ -184,12 +196,17 @@ class Remote:
         return self._call(name, act)
 
     def list(self, name: str = "") -> dict[str, ObjectInfo]:
-        """All objects below a directory, by name relative to this one; empty if there are none. Raises RemoteError."""
+        """All objects below a directory, by name relative to this one; empty if there are none.
+
+        Raises RemoteError, also if there is no bucket.
+        """
 
         def act() -> dict[str, ObjectInfo]:
             try:
                 found = self._files.find(self._path(name), detail=True)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if _NO_BUCKET in str(error):
+                    raise
                 return {}
             prefix = self._root.rstrip("/") + "/"
             return {str(path).removeprefix(prefix): _info(facts) for path, facts in found.items()}
@@ -302,7 +319,12 @@ def _problem(error: Exception) -> Problem | None:
     status = _status(error)
     if isinstance(error, FileNotFoundError) or status == 404:
         return Problem.MISSING
-    if isinstance(error, PermissionError) or status in (401, 403) or _CREDENTIALS.search(text):
+    if (
+        isinstance(error, PermissionError)
+        or status in (401, 403)
+        or _CREDENTIALS.search(text)
+        or _SETTINGS.search(text)
+    ):
         return Problem.DENIED
     if status in (429, 503) or _BUSY.search(text):
         return Problem.BUSY

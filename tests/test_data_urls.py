@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,6 +24,7 @@ from processes import Run, spawn
 from sight import PATIENCE, until
 
 from data.corpus.corpus import read_manifest
+from data.corpus.shards import ShardWriter
 from data.text.files import find_files
 from fsdp_pretrain.errors import DataError
 
@@ -117,6 +119,7 @@ def test_urls_name_files_as_paths_do(text: Path) -> None:
         ("import LOCAL/shards --tokenizer T --separators none --out URL/new", "not in the same storage"),
         ("validate URL --vocab-size 512 --eod 0", "holds text, not tokens"),
         ("inspect URL", "text is not a corpus, or an unfinished one"),
+        ("prepare LOCAL --tokenizer URL/t --out OUT", "copy the tokenizer from there"),
         ("checksums URL", "text is not a corpus, or an unfinished one"),
     ],
 )
@@ -269,6 +272,34 @@ def test_validate_finds_damage_in_the_bucket_and_only_there(
     assert any(code.startswith("separator-") and place.startswith(f"{first}, document ") for code, place in places)
     assert any(code == "unreadable" and f"{url}/shards/{second}.bin does not exist" in place for code, place in places)
     assert any(code == "unreadable" and place.startswith(f"{third}:") for code, place in places)
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_validate_while_the_storage_hangs(tmp_path: Path, object_store: ObjectStore) -> None:
+    """Its processes too, each of which waits for a file, and nothing is left in the scratch directory."""
+    (tmp_path / "megatron").mkdir()
+    for number in range(2):
+        with ShardWriter(tmp_path / f"megatron/shard-{number}", np.dtype("<u2")) as writer:
+            for _ in range(35):
+                writer.append(np.full(250_000, 7, "<u2"))
+            writer.finish()
+    url, scratch, log = (
+        object_store.put_folder(tmp_path / "megatron", "megatron"),
+        tmp_path / "scratch",
+        tmp_path / "log",
+    )
+    object_store.faults = Faults(objects="megatron/.*bin", methods=("GET",), hang=True)
+    vocabulary = ("--vocab-size", 10, "--eod", 0, "--separators", "none")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background
+    process = start(log, "validate", url, *vocabulary, "--workers", 2, "--scratch", scratch)
+    signal.signal(signal.SIGINT, before)
+    until(lambda: len(list(scratch.rglob("*.bin"))) == 2, what=lambda: log.read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE) == 130 and log.read_text() == "interrupted\n"
+    assert not list(scratch.iterdir())
+    object_store.faults = Faults()
+    until(lambda: object_store.requests("megatron/.*bin"))
+    assert len(object_store.requests("megatron/.*bin")) <= 2  # nobody waited until a request was given up and repeated
 
 
 @pytest.mark.slow

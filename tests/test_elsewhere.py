@@ -135,6 +135,26 @@ def elsewhere(lab: Any, object_store: ObjectStore, monkeypatch: pytest.MonkeyPat
     return lambda tokens: Elsewhere(lab, object_store, tokens)
 
 
+def test_a_run_from_a_bucket_is_the_run_from_a_disk(lab: Any, object_store: ObjectStore, helpers: Any) -> None:
+    """On one node, past the end of an epoch, through a cache for a part of the corpus, with failed and wrong answers."""
+    there, batch, total = Elsewhere(lab, object_store, 300_000), 256, 20
+    whole = sum(there.bytes.values())
+    object_store.faults = Faults(objects="corpus/shards", failing=0.05, corrupt=0.01, seed=3)
+    configs = [
+        there.config(total, batch=batch, size=whole * 4 // 5, lanes=2),
+        there.config(total, batch=batch, size=whole, name="local", place=there.corpus, lanes=2),
+    ]
+    settings = ("watchdog.enabled=false", "checkpoint.every='100 steps'")
+    for job in [lab.start(config, *settings, ranks=2) for config in configs]:
+        assert job.wait() == [0, 0], job.output()
+    runs = [helpers.metrics(run) for run in (there.run, lab.path / "local")]
+    facts = [[(line["step"], line["data_digest"], line["loss"]) for line in run] for run in runs]
+    assert facts[0] == facts[1] and len(facts[0]) == total
+    assert {"failing", "corrupt"} <= {request.fault for request in object_store.log}
+    (line,) = record(there.run, 0)
+    assert line["corrupted"] > 0 and line["retries"] > 0 and line["evictions"] > 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("tokens", "batch", "part"), [(4_000_000, 512, 3), (20_000_000, 2048, 10)])

@@ -11,7 +11,7 @@ import pytest
 from object_store import Faults, ObjectStore
 from processes import clean_environment
 
-from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.remote import Problem, Remote, RemoteError, Traffic, Url
 
 CONTENT = bytes(range(256)) * 40
@@ -214,3 +214,30 @@ def test_settings_come_from_the_environment(object_store: ObjectStore, monkeypat
         monkeypatch.delenv(name)
     with pytest.raises((RemoteError, ConfigError), match="redentials"):
         Remote(object_store.url, patience=0.0).write("a", b"")
+
+
+@pytest.mark.parametrize(
+    ("bucket", "settings", "cause"),
+    [
+        ("wrong!", {}, "Invalid bucket name"),
+        ("bucket", {"AWS_PROFILE": "nowhere"}, "nowhere"),
+        ("bucket", {"AWS_ENDPOINT_URL": "127.0.0.1:9"}, "Invalid endpoint"),
+    ],
+)
+def test_settings_that_are_wrong_are_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, bucket: str, settings: dict[str, str], cause: str
+) -> None:
+    """Nothing is tried again: a person must put them right."""
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RemoteError, match=cause) as raised:
+        Remote(Url(f"s3://{bucket}/a")).read("b")
+    assert raised.value.exit == Exit.REFUSED and "check credentials" in raised.value.remedy
+
+
+def test_a_bucket_that_does_not_exist_is_told_before_anything_is_written(object_store: ObjectStore) -> None:
+    remote = Remote(Url("s3://not-there/corpora"))
+    for call in (lambda: remote.list(), lambda: remote.write("a", b"x")):
+        with pytest.raises(RemoteError, match="bucket does not exist") as raised:
+            call()
+        assert raised.value.problem is Problem.MISSING and "buckets are not created" in raised.value.remedy

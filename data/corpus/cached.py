@@ -70,7 +70,7 @@ class FetchError(DataError):
     """Remote storage cannot be read."""
 
     def __init__(self, error: RemoteError) -> None:
-        super().__init__(error.cause, error.effect, error.remedy or "check the storage, the network and credentials")
+        super().__init__(error.cause, error.effect, error.remedy)
         self.exit = Exit.RESUME if error.is_temporary else Exit.REFUSED
 
 

@@ -111,8 +111,9 @@ def remote_manifest(url: Url) -> CorpusManifest:
         if error.problem is not Problem.MISSING:
             raise
         raise DataError(
-            f"{url} is not a corpus, or an unfinished one: it has no manifest.json",
-            remedy="make one with `fsdp-data prepare` or `fsdp-data import`; repeat a command that was interrupted",
+            f"{url} is not a corpus, or an unfinished one: {error.cause}",
+            remedy="check the URL; make one with `fsdp-data prepare` or `fsdp-data import`, and repeat "
+            "a command that was interrupted",
         ) from None
 
 

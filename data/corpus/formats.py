@@ -154,7 +154,7 @@ def _token_objects(url: Url, format: Format | None) -> dict[Location, Format]:  
     if found == "megatron" and paired:
         return {stem: found}
     if not objects:
-        raise DataError(f"there is no {url}")
+        raise DataError(f"there is no {url}", remedy="look for a mistake in the URL")
     if found is None:
         raise DataError(f"the format of {url} cannot be told from its name", remedy="say it with --format")
     return {url: found}

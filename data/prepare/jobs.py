@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from tqdm import tqdm
 
 from data.corpus.corpus import CorpusManifest
 from data.text.tokenizer import Tokenizer
+from data.text.workers import worker_processes
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Problem, RemoteError
@@ -184,27 +183,16 @@ def _make(make: Make, out: Output, task: Task, tokenizer: Tokenizer | None, repo
 
 
 def _make_in_pool(calls: Sequence[Call], tokenizer: Tokenizer | None, workers: int, bar: Any) -> None:
-    context = multiprocessing.get_context("spawn")
-    progress = context.Value("q", 0)
-    arguments = (None if tokenizer is None else (tokenizer.path, tokenizer.eod), progress)
-    pool = ProcessPoolExecutor(workers, context, _start_worker, arguments)
+    progress = multiprocessing.get_context("spawn").Value("q", 0)
+    given = None if tokenizer is None else (tokenizer.path, tokenizer.eod)
     stop = threading.Event()
     shown = threading.Thread(target=_show, args=(progress, bar, stop), daemon=True)
     shown.start()
-    futures: list[Future[None]] = [pool.submit(_work, call) for call in calls]
     try:
-        for future in as_completed(futures):
-            future.result()
-    except BrokenProcessPool:
-        raise DataError(
-            "a worker process was killed (out of memory?)",
-            remedy="run the same command again; fewer --workers need less memory",
-        ) from None
+        with worker_processes(workers, _start_worker, given, progress) as pool:
+            for future in as_completed([pool.submit(_work, call) for call in calls]):
+                future.result()
     finally:
-        if any(not future.done() for future in futures):  # an error or Ctrl-C: do not wait for the rest
-            for process in list((pool._processes or {}).values()):
-                process.kill()
-        pool.shutdown(wait=True, cancel_futures=True)
         stop.set()
         shown.join()
 
@@ -223,7 +211,6 @@ _worker: tuple[Tokenizer | None, Any]
 
 def _start_worker(tokenizer: tuple[Path, int] | None, progress: Any) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the parent
     _worker = None if tokenizer is None else Tokenizer.load(*tokenizer), progress
 
 

@@ -79,7 +79,7 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str] = (), only: str | 
     wanted = tuple(suffix + packed for suffix in suffixes for packed in ("", *PACKED)) or TEXT_SUFFIXES
     missing = [name for name in inputs if not is_url(name) and not Path(name).exists()]
     if missing:
-        raise DataError(f"there is no input {', '.join(missing)}")
+        raise DataError(f"there is no input {', '.join(missing)}", remedy="look for a mistake in the path")
     found: dict[Path | str, InputFile] = {}
     for name in inputs:
         for file in _found(name, wanted, only):

@@ -155,7 +155,7 @@ def find_objects(text: str) -> Found:
     else:
         folder, objects = url, objects_below(url)
     if not objects:
-        raise DataError(f"there is no input {text}")
+        raise DataError(f"there is no input {text}", remedy="look for a mistake in the URL, or in its pattern")
     if list(objects) == [""]:
         return Found([RemoteFile(url, objects[""])])
     files = [RemoteFile(parse_url(f"{folder}/{name}"), info) for name, info in objects.items() if name]

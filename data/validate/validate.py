@@ -7,10 +7,9 @@ worker, and 8 bytes per document plus 8 kB per file in the parent (see `meter` a
 from __future__ import annotations
 
 import functools
-import multiprocessing
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from data.corpus.shards import Shard, file_checksum
 from data.text.files import input_file, size_of
 from data.text.remote_files import at_once
 from data.text.tokenizer import Tokenizer
+from data.text.workers import worker_processes
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location, Problem, RemoteError, Url
 
@@ -293,7 +293,7 @@ def _each(rules: _Rules, works: list[_Work], workers: int) -> Iterator[Measureme
     if workers <= 1 or len(works) == 1 or sum(work.bytes for work in works) < _POOL_BYTES:
         yield from (_measure(rules, work) for work in works)
         return
-    with ProcessPoolExecutor(min(workers, len(works)), multiprocessing.get_context("spawn")) as pool:
+    with worker_processes(min(workers, len(works))) as pool:
         waiting: deque[Future[Measurement]] = deque()
         for work in works:
             waiting.append(pool.submit(_measure, rules, work))

@@ -1,0 +1,37 @@
+"""The processes of one command: an error or Ctrl-C ends them at once, whatever they wait for."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from typing import Any
+
+from fsdp_pretrain.errors import DataError
+
+
+@contextmanager
+def worker_processes(count: int, start: Callable[..., object] = bool, *arguments: Any) -> Iterator[ProcessPoolExecutor]:
+    """A pool whose processes begin with `start(*arguments)`. Raises DataError if one was killed."""
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (start, arguments))
+    try:
+        yield pool
+    except BaseException as error:
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        if isinstance(error, BrokenProcessPool):
+            raise DataError(
+                "a worker process was killed (out of memory?)",
+                remedy="run the same command again; fewer --workers need less memory",
+            ) from None
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start(start: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the parent
+    start(*arguments)
