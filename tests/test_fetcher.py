@@ -184,7 +184,7 @@ def test_a_cache_below_the_working_set_is_refused(nodes: Any) -> None:
 
 @pytest.mark.slow
 def test_two_jobs_share_a_cache(nodes: Any, corpus: Path, tmp_path: Path) -> None:
-    """Side by side on the same text: they fetch it about once together, and never have more than the cache may hold."""
+    """Side by side on the same text: they fetch far less than each alone, and never have more than the cache may hold."""
     one, other = (nodes("300KB", name=name, ahead="1 s") for name in ("one", "other"))
     found: dict[str, list[int]] = {"one": [], "other": []}
     with most_bytes(tmp_path) as sampled:
@@ -193,7 +193,7 @@ def test_two_jobs_share_a_cache(nodes: Any, corpus: Path, tmp_path: Path) -> Non
             found["other"] += other.train(20)
         first, second = one.end(), other.end()
     assert found["one"] == found["other"] == local(corpus, 1500)
-    assert first.bytes + second.bytes < 1.3 * int(one.sizes.sum())
+    assert first.bytes + second.bytes < 1.6 * int(one.sizes.sum())
     assert 200_000 < max(sampled) <= 300_000
     assert not list((tmp_path / "cache/users").glob("*.json"))
 
