@@ -264,6 +264,16 @@ def test_what_others_need_sooner_stays() -> None:
     assert fetch(30, 0, {"theirs": 15}) == (["mine", "soon", "theirs"], 15)
 
 
+def test_what_others_need_no_more_goes() -> None:
+    """From their last use on, their needs do not count; the fetch waits for that use."""
+    for last, expected in ((15, ("theirs", 15)), (25, ("mine", -1))):
+        (found,) = plan(
+            [(20, "new")], {"new": [20]}, {"mine": 10, "theirs": 10}, 0, size_of=lambda _: 10,
+            later={"mine": 50, "theirs": 99, "new": 70}.__getitem__, others={"theirs": 5}, others_last={"theirs": last},
+        )  # fmt: skip
+        assert (found.victims, found.after) == ([expected[0]], expected[1])
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_no_block_goes_before_its_last_use_ahead_of_the_fetched_one(seed: int) -> None:
     """With steps that read several blocks; those of a step fit into the cache."""

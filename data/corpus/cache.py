@@ -4,7 +4,7 @@
     CACHE/<corpus fingerprint>/blocks.npy, checksums.npy, tokenizer.*
     CACHE/<corpus fingerprint>/blocks/00001234     int32 lengths of the documents of a block, then its tokens, as stored
     CACHE/<corpus fingerprint>/blocks/.00001234.*.partial
-    CACHE/users/<run>-<host>-<node>.json           what each live fetcher needs, and how soon
+    CACHE/users/<run>-<host>-<node>.*              what each live fetcher needs, and how soon, and what it is fetching
 
 A block is written beside its name, made durable and renamed: whoever sees the name may read it. It is evicted by
 removing the name, which does not hurt a reader that has it mapped. Nothing else is needed for correctness, so any

@@ -33,8 +33,12 @@ _LEAST_STEPS = 64
 """Fetched ahead at least, and while the pace is not known."""
 _PACE_SECONDS = 120.0
 _SAY_SECONDS, _STATUS_SECONDS, _FAR_SECONDS, _RECORD_SECONDS = 2.0, 1.0, 30.0, 300.0
+_SAY_SHARE = 0.05
+"""Of the time, spent on telling other users what is needed here and on reading what they say, while steps are made."""
 _ROOM_SECONDS = 10.0
 _PLAN_SECONDS, _URGENT_STEPS = 1.0, 8
+_STAMP_NS = 50_000_000
+"""Two changes of a directory within this time may leave the same stamp."""
 _PLANNED = 50_000
 """Uses that a plan looks at."""
 
@@ -114,7 +118,8 @@ class Fetcher:
         self._new = set[Key]()
         self._hits = self._evictions = 0
         self._due: dict[str, float] = {}
-        self._others: dict[Key, int] = {}
+        self._others: dict[Key, tuple[int, int]] = {}
+        self._said = -1
         self._missing_at: int | None = None
         self._status = FetcherStatus(host=socket.gethostname(), node=node, pid=os.getpid())
         self._stop = stop
@@ -137,6 +142,8 @@ class Fetcher:
         ended = self._transfers.take()
         for key, outcome in ended.items():
             self._finish(key, outcome)
+        if ended:
+            self._say_fetching()
         self._look_at_cache()
         self._regain_room()
         self._look_at_users()
@@ -162,29 +169,40 @@ class Fetcher:
         self._pace.observe(self._done.step)
         self._needs.drop(self._done.step)
 
-    def _look_at_cache(self) -> None:
+    def _look_at_cache(self, *, again: bool = False) -> None:
         """List the directories that have changed. Blocks of corpora that others use count, and can be evicted too."""
-        if self._is_due("corpora", _SAY_SECONDS):
+        if self._is_due("corpora", _SAY_SECONDS) or again:
             for found in self._cache.glob("*/blocks"):
                 self._caches.setdefault(found.parent.name, BlockCache(self._cache, found.parent.name))
         for fingerprint, cache in self._caches.items():
             if (stamp := cache.stamp()) != self._stamps.get(fingerprint):
-                self._stamps[fingerprint], self._present[fingerprint] = stamp, cache.present()
+                settled = time.time_ns() - stamp > _STAMP_NS
+                self._stamps[fingerprint], self._present[fingerprint] = stamp if settled else 0, cache.present()
         self._hits += sum(1 for key in self._new if self._has(key))
         self._new = set()
 
     def _look_at_users(self) -> None:
         """Tell the other users of the cache in how many seconds blocks are needed here, and convert what they say."""
-        if not self._is_due("users", _SAY_SECONDS):
+        if not self._is_due("users", _SAY_SECONDS) and (self._done.step == self._said or not self._is_due("say", 0.0)):
             return
+        begun, self._said = time.monotonic(), self._done.step
         pace, done = self._pace.steps_per_second or 1.0, self._done
         soon = self._needs.soon(self._last_step)
         with contextlib.suppress(OSError):  # a full disk: others see what was said before
-            self._user.say({key: (step - done.step) / pace for key, step in soon.items()})
+            self._user.say({key: ((a - done.step) / pace, (b - done.step) / pace) for key, (a, b) in soon.items()})
         with contextlib.suppress(OSError):
             samples = pace * max(done.batch, 1)
             needs = self._user.needs_of_others()
-            self._others = {key: done.cursor + int(seconds * samples) for key, seconds in needs.items()}
+            self._others = {
+                key: (done.cursor + int(first * samples), done.cursor + int(last * samples))
+                for key, (first, last) in needs.items()
+            }
+        self._say_fetching()
+        self._due["say"] = time.monotonic() + (time.monotonic() - begun) / _SAY_SHARE
+
+    def _say_fetching(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk: others see what was said before
+            self._user.say_fetching(self._transfers.in_flight)
 
     def _has(self, key: Key) -> bool:
         return key[1] in self._present.get(key[0], ())
@@ -221,11 +239,20 @@ class Fetcher:
             at_once or missing[0][0].step <= self._done.step + _URGENT_STEPS or self._is_due("plan", _PLAN_SECONDS)
         ):
             return
-        held = {
-            (fingerprint, block): size
-            for fingerprint, blocks in self._present.items()
-            for block, size in blocks.items()
-        } | in_flight
+        with self._user.deciding() as alone:
+            if alone:
+                self._decide({key for _, key in missing})
+                self._say_fetching()
+
+    def _decide(self, missing: set[Key]) -> None:
+        """Evict and start transfers, while no other user of the cache does."""
+        in_flight, elsewhere = self._transfers.in_flight, self._user.fetching_of_others()
+        self._look_at_cache(again=True)  # after what others fetch: what has come meanwhile is in both
+        if missing <= in_flight.keys() | elsewhere.keys():
+            return
+        held = elsewhere | in_flight
+        for fingerprint, blocks in self._present.items():
+            held.update({(fingerprint, block): size for block, size in blocks.items()})
         room = self._limit - sum(held.values())
         fetches = plan(
             self._needs.order(_PLANNED, self._last_step),
@@ -234,7 +261,8 @@ class Fetcher:
             room,
             size_of=self._size_of,
             later=self._needs.later,
-            others=self._others,
+            others={key: first for key, (first, _) in self._others.items()},
+            others_last={key: last for key, (_, last) in self._others.items()},
         )
         waiting = 0
         for fetch in fetches:
@@ -243,11 +271,12 @@ class Fetcher:
             if fetch.after >= self._done.cursor:
                 waiting += 1
             elif self._transfers.may_start(fetch.key):
-                room = self._start(fetch, held, room)
+                room = self._start(fetch, held, room, elsewhere)
 
-    def _start(self, fetch: Fetch[Key], held: dict[Key, int], room: int) -> int:
+    def _start(self, fetch: Fetch[Key], held: dict[Key, int], room: int, elsewhere: Mapping[Key, int]) -> int:
         """Evict and start a transfer, if that gives room; returns what is left of it."""
-        size, victims = self._size_of(fetch.key), [key for key in fetch.victims if key not in self._transfers.in_flight]
+        in_flight = elsewhere.keys() | self._transfers.in_flight.keys()
+        size, victims = self._size_of(fetch.key), [key for key in fetch.victims if key not in in_flight]
         if room + sum(held.get(victim, 0) for victim in victims) < size:
             return room
         for victim in victims:

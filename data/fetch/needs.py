@@ -74,9 +74,9 @@ class Needs:
         firsts = [(uses[0], key) for key, uses in self._ahead.items() if uses[0].step <= until and not has(key)]
         return sorted(firsts, key=lambda first: first[0].cursor)
 
-    def soon(self, until: int) -> dict[Key, int]:
-        """The blocks that are needed up to a step, with the step that needs each first."""
-        return {key: uses[0].step for key, uses in self._ahead.items() if uses[0].step <= until}
+    def soon(self, until: int) -> dict[Key, tuple[int, int]]:
+        """The blocks that are needed up to a step, with the steps that need each first and, as far as known, last."""
+        return {key: (uses[0].step, uses[-1].step) for key, uses in self._ahead.items() if uses[0].step <= until}
 
     def order(self, most: int, until: int) -> Iterator[tuple[int, Key]]:
         """(samples read before the step, block) of at most so many uses, up to a step."""

@@ -46,6 +46,7 @@ def plan(
     size_of: Callable[[K], int],
     later: Callable[[K], int],
     others: Mapping[K, int] | None = None,
+    others_last: Mapping[K, int] | None = None,
 ) -> Iterator[Fetch[K]]:
     """The blocks to fetch, in the order of their first use.
 
@@ -57,8 +58,10 @@ def plan(
         size_of: bytes of a block.
         later: the next use of a block after all of `order`.
         others: when other users of the cache need blocks next, in the same unit.
+        others_last: when they need them last, as far as is known; absent: they may always need them again.
     """
-    others = others or {}
+    others, others_last = others or {}, others_last or {}
+    ending = deque(sorted(others_last, key=others_last.__getitem__))
     ahead = {key: iter(uses[key]) for key in uses}
     held, last_use = dict(present), dict[K, int]()
     next_use = {key: next(ahead[key]) if key in ahead else later(key) for key in held}
@@ -67,6 +70,11 @@ def plan(
     heapq.heapify(latest)
     number = len(latest)
     for at, key in order:
+        while ending and others_last[ending[0]] < at:
+            passed, number = ending.popleft(), number + 1
+            if passed in held:
+                soonest[passed] = next_use[passed]
+                heapq.heappush(latest, (-soonest[passed], number, passed))
         if key not in held:
             size, chosen, of_step = size_of(key), list[K](), deque[tuple[int, int, K]]()
             while room < size and (latest or of_step):
@@ -82,7 +90,8 @@ def plan(
             for entry in of_step:
                 heapq.heappush(latest, entry)
             last_uses = (at - 1 if at in (last_use.get(v), next_use[v]) else last_use.get(v, -1) for v in chosen)
-            after = max((*last_uses, *(others[v] for v in chosen if others.get(v, at) < at)), default=-1)
+            of_others = (found[v] for v in chosen for found in (others, others_last) if found.get(v, at) < at)
+            after = max((*last_uses, *of_others), default=-1)
             yield Fetch(key, at, chosen, after)
             if key not in next_use and key in ahead:
                 next(ahead[key], None)

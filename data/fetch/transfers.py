@@ -18,7 +18,7 @@ from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.remote import Problem, Remote, RemoteError, Traffic
 from fsdp_pretrain.units import human_time
 
-from .users import Key, alone
+from .users import Key
 
 AT_ONCE = 8
 """Blocks in flight."""
@@ -26,7 +26,7 @@ _PATIENCE = 5.0
 """Seconds for which a request is repeated before its failure is told."""
 _TRIES = 4
 """Of a block whose checksum is wrong, before its object counts as damaged."""
-_FIRST_PAUSE, _LONGEST_PAUSE, _LASTING_PAUSE, _SHORT_PAUSE = 0.5, 20.0, 30.0, 0.5
+_FIRST_PAUSE, _LONGEST_PAUSE, _LASTING_PAUSE, _FULL_PAUSE = 0.5, 20.0, 30.0, 0.5
 _SILENT = 20.0
 """Seconds without an answer that are told."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -46,8 +46,6 @@ class Outcome(Enum):
     DONE = "done"
     THERE = "there"
     """Another process has fetched it."""
-    BUSY = "busy"
-    """Another process is fetching it."""
     FULL = "full"
     """The cache's disk is full."""
     FAILED = "failed"
@@ -95,7 +93,6 @@ class Transfers:
         self._started: dict[Key, float] = {}
         self.in_flight: dict[Key, int] = {}
         self.failures: dict[Key, Failure] = {}
-        self._paused: dict[Key, float] = {}
         self._counts = Counts()
         self.arrived = threading.Event()
 
@@ -112,8 +109,9 @@ class Transfers:
         """Whether there is a free thread, and it is time to try this block (again)."""
         now = time.monotonic()
         failure = self.failures.get(key)
-        waits = max(self._paused.get(key, 0.0), 0.0 if failure is None else failure.not_before)
-        return len(self.in_flight) < AT_ONCE and key not in self.in_flight and now >= waits
+        return (
+            len(self.in_flight) < AT_ONCE and key not in self.in_flight and (not failure or now >= failure.not_before)
+        )
 
     def start(self, key: Key, size: int) -> None:
         self.in_flight[key], self._started[key] = size, time.monotonic()
@@ -134,13 +132,10 @@ class Transfers:
             ended[key] = outcome
             if outcome in (Outcome.DONE, Outcome.THERE):
                 self.failures.pop(key, None)
-                self._paused.pop(key, None)
-            elif outcome is Outcome.BUSY:
-                self._paused[key] = time.monotonic() + _SHORT_PAUSE
             else:
                 self._note(key, text, lasting)
                 if outcome is Outcome.FULL:  # until evicted blocks are let go; no request was made
-                    self.failures[key].not_before = time.monotonic() + _SHORT_PAUSE
+                    self.failures[key].not_before = time.monotonic() + _FULL_PAUSE
         return ended
 
     def _note(self, key: Key, text: str, lasting: bool) -> None:
@@ -176,15 +171,12 @@ class Transfers:
         copy = copies[tries % len(copies)]
         try:
             copy.blocks.path(block).parent.mkdir(parents=True, exist_ok=True)
-            with alone(copy.blocks.path(block).with_name(f".{block:08d}.lock")) as first:
-                if copy.blocks.has(block):
-                    return Outcome.THERE, "", False
-                if not first:
-                    return Outcome.BUSY, "", False
-                if shutil.disk_usage(copy.blocks.directory).free < int(copy.corpus.sizes[block]):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                lengths, tokens = self._checked(copy, block)
-                copy.blocks.put(block, lengths, tokens)
+            if copy.blocks.has(block):
+                return Outcome.THERE, "", False
+            if shutil.disk_usage(copy.blocks.directory).free < int(copy.corpus.sizes[block]):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            lengths, tokens = self._checked(copy, block)
+            copy.blocks.put(block, lengths, tokens)
         except RemoteError as error:
             if error.problem is Problem.DENIED:
                 self._renew(copy)  # credentials may be renewed
