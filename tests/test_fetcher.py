@@ -183,6 +183,12 @@ def test_a_cache_below_the_working_set_is_refused(nodes: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_step_that_does_not_fit_into_the_cache_goes_on(nodes: Any, corpus: Path) -> None:
+    """Such a cache is refused where that is foreseen; else it is slow, and no rank waits for ever."""
+    assert nodes("50KB").train(6) == local(corpus, 6)
+
+
+@pytest.mark.slow
 def test_two_jobs_share_a_cache(nodes: Any, corpus: Path, tmp_path: Path) -> None:
     """Side by side on the same text: they fetch far less than each alone, and never have more than the cache may hold."""
     one, other = (nodes("300KB", name=name, ahead="1 s") for name in ("one", "other"))

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import io
 import json
+import shutil
 import sys
 import time
 import uuid
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 _TRIES = 4
 """Of an object whose checksum is wrong."""
 _LOCK_SECONDS = 30.0
+_FEW = 16
+"""Blocks; a fetcher fetches half as many at once."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 Parse = Callable[[bytes, str], "CorpusManifest"]
 
@@ -192,6 +195,11 @@ class CachedCopy:
                 trial.unlink(missing_ok=True)
 
         self._object(entry.file, sound)
+
+    @property
+    def is_disk_full(self) -> bool:
+        """Whether there is hardly room for further blocks on the disk of the cache."""
+        return shutil.disk_usage(self._use.directory).free < _FEW * int(self.corpus.sizes.max())
 
     def open(self, block: int) -> CachedBlock:
         """Open a block, as soon as the cache has it; fetch it unless a fetcher does.

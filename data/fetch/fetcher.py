@@ -39,6 +39,8 @@ _ROOM_SECONDS = 10.0
 _PLAN_SECONDS, _URGENT_STEPS = 1.0, 8
 _STAMP_NS = 50_000_000
 """Two changes of a directory within this time may leave the same stamp."""
+_SEEN_SECONDS = 1.0
+"""A block that a step waits for stays so long, so that ranks open it, even if the next one does not fit beside it."""
 _PLANNED = 50_000
 """Uses that a plan looks at."""
 
@@ -120,6 +122,8 @@ class Fetcher:
         self._due: dict[str, float] = {}
         self._others: dict[Key, tuple[int, int]] = {}
         self._said = -1
+        self._brought = set[Key]()
+        """For the next step. If it does not fit into the cache, the ranks keep these open, and others are missing."""
         self._missing_at: int | None = None
         self._status = FetcherStatus(host=socket.gethostname(), node=node, pid=os.getpid())
         self._stop = stop
@@ -165,6 +169,8 @@ class Fetcher:
     def _look_at_ranks(self) -> None:
         found = slowest(self._places.pages, self._ranks)
         if found is not None and found.step >= self._done.step:
+            if found.step > self._done.step:
+                self._brought.clear()
             self._done = found
         self._pace.observe(self._done.step)
         self._needs.drop(self._done.step)
@@ -250,12 +256,17 @@ class Fetcher:
         self._look_at_cache(again=True)  # after what others fetch: what has come meanwhile is in both
         if missing <= in_flight.keys() | elsewhere.keys():
             return
+        awaited = set(self._needs.soon(self._done.step + 1))
+        if self._brought >= awaited & missing:
+            self._brought.clear()
+        open_by_ranks = self._brought & missing
+        awaited |= {key for key, (first, _) in self._others.items() if first <= self._done.cursor}
         held = elsewhere | in_flight
         for fingerprint, blocks in self._present.items():
             held.update({(fingerprint, block): size for block, size in blocks.items()})
         room = self._limit - sum(held.values())
         fetches = plan(
-            self._needs.order(_PLANNED, self._last_step),
+            (use for use in self._needs.order(_PLANNED, self._last_step) if use[1] not in open_by_ranks),
             self._needs.uses(),
             held,
             room,
@@ -271,12 +282,17 @@ class Fetcher:
             if fetch.after >= self._done.cursor:
                 waiting += 1
             elif self._transfers.may_start(fetch.key):
-                room = self._start(fetch, held, room, elsewhere)
+                young = {key for key in awaited & set(fetch.victims) if self._is_young(key)}
+                room = self._start(fetch, held, room, young | elsewhere.keys() | in_flight.keys())
 
-    def _start(self, fetch: Fetch[Key], held: dict[Key, int], room: int, elsewhere: Mapping[Key, int]) -> int:
-        """Evict and start a transfer, if that gives room; returns what is left of it."""
-        in_flight = elsewhere.keys() | self._transfers.in_flight.keys()
-        size, victims = self._size_of(fetch.key), [key for key in fetch.victims if key not in in_flight]
+    def _is_young(self, key: Key) -> bool:
+        with contextlib.suppress(OSError):
+            return time.time() - self._caches[key[0]].path(key[1]).stat().st_mtime < _SEEN_SECONDS
+        return False
+
+    def _start(self, fetch: Fetch[Key], held: dict[Key, int], room: int, stay: set[Key]) -> int:
+        """Evict, except for what must stay, and start a transfer, if that gives room; returns what is left of it."""
+        size, victims = self._size_of(fetch.key), [key for key in fetch.victims if key not in stay]
         if room + sum(held.get(victim, 0) for victim in victims) < size:
             return room
         for victim in victims:
@@ -291,6 +307,8 @@ class Fetcher:
         return room - size
 
     def _finish(self, key: Key, outcome: Outcome) -> None:
+        if outcome is Outcome.DONE and key in self._needs.soon(self._done.step + 1):
+            self._brought.add(key)
         if outcome is Outcome.FULL:  # go on with less, but not with less than the next step reads
             size, next_step = self._size_of(key), self._needs.soon(self._done.step + 1)
             least = size + sum(map(self._size_of, next_step))
