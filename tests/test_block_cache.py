@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import http.server
 import json
@@ -250,8 +251,14 @@ def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
     cache.put(0, lengths, tokens)
     (cache.directory / "blocks/.00000099.abc.partial").write_bytes(tokens)
     assert not cache.has(99) and 99 not in cache.present()
-    cache.clean(older=0)
-    assert len(list(cache.directory.glob("blocks/.*"))) == 0
+    with (cache.directory / "blocks/.00000098.abc.partial").open("wb") as being_written:
+        fcntl.flock(being_written, fcntl.LOCK_EX)
+        for partial in cache.directory.glob("blocks/.*"):
+            os.utime(partial, (0, 0))
+        cache.clean()
+        assert [path.name for path in cache.directory.glob("blocks/.*")] == [".00000098.abc.partial"]
+    cache.clean()
+    assert not list(cache.directory.glob("blocks/.*"))
     cache.drop(0)
     cache.drop(0)
     assert not cache.has(0)

@@ -13,6 +13,7 @@ number of processes may share a cache.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import posixpath
 import time
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from .corpus import CorpusManifest, ShardEntry
 
 LENGTH_BYTES = 4
-_ABANDONED_SECONDS = 3600.0
+_LOCKED_SECONDS = 1.0
+"""Within which a file that was created is locked."""
 
 
 class WrongChecksumError(DataError):
@@ -193,11 +195,13 @@ class BlockCache:
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
         try:
             with naming(path), partial.open("wb") as file:
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 file.write(lengths)
                 file.write(tokens)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(path)
+                partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
 
@@ -205,11 +209,12 @@ class BlockCache:
         """Evict a block; readers that have it mapped keep it until they let go. Raises OSError."""
         self.path(block).unlink(missing_ok=True)
 
-    def clean(self, older: float = _ABANDONED_SECONDS) -> None:
-        """Remove what killed processes left half-written, `older` seconds after its last byte."""
+    def clean(self) -> None:
+        """Remove what killed processes left half-written: nobody holds its lock, nor is about to take it."""
         for partial in self._blocks.glob(".*.partial"):
-            with suppress(FileNotFoundError):
-                if time.time() - partial.stat().st_mtime > older:
+            with suppress(OSError), partial.open("rb") as file:
+                if time.time() - os.fstat(file.fileno()).st_mtime > _LOCKED_SECONDS:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                     partial.unlink()
 
 

@@ -130,8 +130,6 @@ class Fetcher:
 
     def run(self) -> None:
         """Fetch until it is to end."""
-        for cache in self._caches.values():
-            cache.clean()
         while not self._stop.is_set():
             self.turn()
             self._transfers.arrived.wait(_TURN)
@@ -180,7 +178,10 @@ class Fetcher:
         if self._is_due("corpora", _SAY_SECONDS) or again:
             for found in self._cache.glob("*/blocks"):
                 self._caches.setdefault(found.parent.name, BlockCache(self._cache, found.parent.name))
+        clean = self._is_due("clean", _FAR_SECONDS)
         for fingerprint, cache in self._caches.items():
+            if clean:
+                cache.clean()
             if (stamp := cache.stamp()) != self._stamps.get(fingerprint):
                 settled = time.time_ns() - stamp > _STAMP_NS
                 self._stamps[fingerprint], self._present[fingerprint] = stamp if settled else 0, cache.present()
