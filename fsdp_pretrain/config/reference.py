@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from fsdp_pretrain.remote import Url
-from fsdp_pretrain.units import BatchSize, Bytes, Progress, SampleRange, Seconds, Steps
+from fsdp_pretrain.units import BatchSize, Bytes, Pause, Progress, SampleRange, Seconds, Steps
 
 from .base import Section
 from .config import Config, sections_in
@@ -99,6 +99,7 @@ def _type(annotation: Any) -> str:
         Progress: "amount",
         BatchSize: "samples or tokens",
         Seconds: "time",
+        Pause: "time",
         Bytes: "bytes",
         Url: "URL",
         Steps: "steps",
@@ -141,7 +142,12 @@ def _default(field: FieldInfo) -> str:
     if isinstance(value, str | Progress | Seconds):
         text = f'"{value}"'
     else:
-        text = str(list(value) if isinstance(value, tuple) else value)
+        parts = (
+            [str(part) if isinstance(part, Seconds) else part for part in value]
+            if isinstance(value, list | tuple)
+            else value
+        )
+        text = str(parts)
     return f"`{text}`".replace("'", '"').replace("|", "\\|")
 
 
