@@ -127,14 +127,24 @@ class Seconds(_Quantity):
     """A wall-clock duration (s, minutes, hours, days), as `"30 minutes"`."""
 
     value: float
+    LEAST = 1e-3  # of those that are no pause
 
     @classmethod
     def _read(cls, text: object) -> Self:
         number, unit = _parse(text, _SECONDS, "30 minutes")
-        return cls(float(number * _SECONDS[unit]))
+        seconds = float(number * _SECONDS[unit])
+        if not cls.LEAST <= seconds < math.inf:
+            raise ValueError(f"{text!r} is too {'short' if seconds < cls.LEAST else 'long'}")
+        return cls(seconds)
 
     def __str__(self) -> str:
         return f"{self.value:g} s"
+
+
+class Pause(Seconds):
+    """A wall-clock duration that may be zero."""
+
+    LEAST = 0.0
 
 
 @dataclass(frozen=True)

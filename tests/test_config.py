@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from fsdp_pretrain.config.config import Config, load, schema_keys
 from fsdp_pretrain.config.reference import meanings, reference
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.plan.warnings import in_vain
 from fsdp_pretrain.remote import Url
-from fsdp_pretrain.units import Progress
+from fsdp_pretrain.units import Bytes, Progress, Seconds
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,11 +128,128 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         ("optimizer.no_decay=['(']", "not a regular expression"),
         ("train.micro_batch='2'", "valid integer"),
         ("train.micro_batch=true", "valid integer"),
-        ("optimizer.lr=nan", "optimizer.lr"),
+        ("optimizer.lr=nan", "optimizer.lr = nan (override 'optimizer.lr=nan'): input should be a finite number"),
+        ("optimizer.lr=inf", "optimizer.lr = inf"),
+        ("optimizer.betas=[nan, 0.9]", "optimizer.betas.0 = nan"),
+        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1 = 1.0"),
+        ("optimizer.betas=[-0.1, 0.9]", "optimizer.betas.0 = -0.1"),
+        ("optimizer.decay=0 steps", "optimizer.decay = '0 steps' (override 'optimizer.decay=0 steps'): 0 steps is no"),
+        ("data.sources.0.stop=0 tokens", "`stop` = 0 tokens is not after"),
+        ("data.seed=-1", "data.seed = -1"),
+        ("watchdog.interval=0 s", "'0 s' is too short"),
+        (f"parallel.timeout={'9' * 400} s", "is too long"),
     ],
 )
 def test_each_mistake_is_named(good: Path, override: str, expected: str) -> None:
     assert expected in problems(good, override)
+
+
+NUMERIC = (int, float, Progress, Seconds, Bytes)
+ZEROS = (0, 0.0, "0 steps", "0 samples", "0 s", "0B")
+MEANINGFUL_ZEROS = """
+run.seed data.seed eval.seed eval.num_fewshot model.dropout model.attention_dropout parallel.recompute
+train.batch_ramp.start train.grad_clip train.z_loss
+optimizer.betas optimizer.min_lr optimizer.lr_scale optimizer.warmup optimizer.weight_decay optimizer.embedding_shrink.at
+optimizer.embedding_shrink.value optimizer.surgery.at optimizer.surgery.freeze
+data.prefetch data.reshuffle data.sources.start data.sources.weight.at data.max_quarantined data.sources.weight data.sources.weight.value
+data.objective.mask_share data.objective.mask_budget data.objective.single_span data.objective.short
+data.objective.ending_min data.objective.first_special
+checkpoint.mirror_flush record.statistics_every launch.pauses
+watchdog.pace.settle watchdog.storage.reserve watchdog.notify.prometheus.port
+timeline.at timeline.optimizer.min_lr.from timeline.optimizer.min_lr.to timeline.optimizer.lr_scale.from
+timeline.optimizer.lr_scale.to timeline.optimizer.weight_decay.from timeline.optimizer.weight_decay.to
+timeline.optimizer.betas.from timeline.optimizer.betas.to timeline.optimizer.embedding_shrink.from
+timeline.optimizer.embedding_shrink.to timeline.train.grad_clip.from timeline.train.grad_clip.to
+timeline.train.z_loss.from timeline.train.z_loss.to
+""".split()
+ZEROS_REFUSED_ELSEWHERE = """
+data.stages.until data.sources.stop train.duration train.batch_ramp.end train.batch_ramp.duration
+checkpoint.every checkpoint.every.every checkpoint.every.until checkpoint.keep_every checkpoint.mirror_keep_every
+eval.every eval.every.every eval.every.until eval.loss_every eval.loss_every.every eval.loss_every.until
+timeline.checkpoint.every timeline.eval.every timeline.eval.loss_every
+""".split()
+"""Keys whose zero is refused where it is compared with other keys."""
+
+
+def numbers_in(annotation: Any) -> set[Any]:
+    """The types of numbers and quantities that a key takes, in lists too."""
+    if isinstance(annotation, type):
+        return {kind for kind in NUMERIC if issubclass(annotation, kind) and annotation is not bool}
+    return {kind for part in getattr(annotation, "__args__", ()) for kind in numbers_in(part)}
+
+
+SCHEMA = schema_keys()
+NUMBERS = [key for key, (section, name) in SCHEMA.items() if numbers_in(section.model_fields[name].annotation)]
+
+
+def takes(key: str, value: object) -> bool:
+    """Whether a key takes a value, alone, or in a list of one or two."""
+    section, name = SCHEMA[key]
+    for given in (value, [value], [value, value]):
+        try:
+            section.model_validate({section.model_fields[name].alias or name: given})
+        except ValidationError as error:
+            if any(found["loc"][:1] == (section.model_fields[name].alias or name,) for found in error.errors()):
+                continue
+        return True
+    return False
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_no_key_takes_a_number_without_a_meaning(key: str) -> None:
+    """Of all keys: not a number, infinite, below zero, and zero unless it means something."""
+    for value in (math.nan, math.inf, -math.inf, -1, -1.0, "nan steps", "inf s", "-1 steps", "-1 s", "-1B"):
+        assert not takes(key, value), value
+    taken = any(takes(key, value) for value in ZEROS)
+    assert taken == (key in MEANINGFUL_ZEROS or key in ZEROS_REFUSED_ELSEWHERE)
+
+
+def test_every_problem_of_the_schedule_is_reported(good: Path) -> None:
+    text = problems(
+        good,
+        "optimizer.curve=wsd",
+        "optimizer.decay_length=100 steps",
+        "optimizer.warmup=10 steps",
+        "optimizer.embedding_shrink=[{at='9 steps',value=1.0},{at='8 samples',value=0.1}]",
+    )
+    assert "2 problems" in text and "begins within the warm-up" in text and "follows one at sample 72" in text
+    late = "{at='90 steps', continuous=true, optimizer={min_lr=1.0}}, {at='95 steps', continuous=true, "
+    text = problems(good, f"timeline=[{late}optimizer={{min_lr=2.0}}}}]")
+    assert "2 problems" in text and "at 90 steps" in text and "at 95 steps" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (["curve=constant", "min_lr=1e-5"], "optimizer.min_lr = 1e-05 has no effect with optimizer.curve = constant"),
+        (["curve=inverse-sqrt", "warmup=5 steps", "decay=50 steps"], "optimizer.decay = 50 steps has no effect"),
+        (["decay_shape=linear"], "optimizer.decay_shape = linear has no effect with optimizer.curve = cosine"),
+        (["warmup_shape=parabolic"], "optimizer.warmup_shape = parabolic has no effect without optimizer.warmup"),
+        (["shrink_paths=input"], "optimizer.shrink_paths = input has no effect without optimizer.embedding_shrink"),
+        (["train.loss_scale.window=500"], "train.loss_scale has no effect with train.precision = auto"),
+        (["model.rope_scaling={kind='linear', factor=2, original_length=64}"], "original_length = 64 has no effect"),
+        (["checkpoint.mirror_keep_last=5"], "checkpoint.mirror_keep_last = 5 has no effect without checkpoint.mirror"),
+        (["eval.loss_samples=8"], "eval.loss_samples = 8 has no effect without eval.loss_on"),
+        (["record.aim_repo=x"], "has no effect without record.aim"),
+        (["curve=constant", "timeline=[{at='9 steps',optimizer={min_lr=1e-5}}]"], "at 9 steps: optimizer.min_lr has"),
+        (["timeline=[{at='90 steps',rewarm='40 steps'}]"], "which ends at 25% of the learning rate"),
+        (
+            ["timeline=[{at='30 steps',rewarm='20 steps'},{at='10 steps',rewarm='30 steps'}]"],
+            "at 30 steps: rewarm = 20 steps begins before the one at 10 steps has ended",
+        ),
+        (["timeline=[{at='30 steps',rewarm='20 steps'},{at='10 steps',rewarm='20 steps'}]"], None),
+        (["timeline=[{at='80 steps',rewarm='20 steps'}]"], None),
+        (["curve=wsd", "decay_length=10 steps", "decay_shape=linear", "min_lr=1e-5", "decay=90 steps"], None),
+        (["curve=constant", "warmup=5 steps", "warmup_shape=parabolic"], None),
+        (["shrink_paths=input", "timeline=[{at='9 steps',optimizer={embedding_shrink=0.95}}]"], None),
+        (["train.precision=fp16", "train.loss_scale.window=500"], None),
+    ],
+)
+def test_what_is_set_in_vain_is_warned_of(good: Path, overrides: list[str], warned: str | None) -> None:
+    whole = ("train.", "model.", "checkpoint.", "eval.", "record.", "timeline=")
+    config = load(good, [text if text.startswith(whole) else f"optimizer.{text}" for text in overrides])
+    found = list(in_vain(config))
+    assert found == [] if warned is None else len(found) == 1 and warned in found[0]
 
 
 @pytest.mark.parametrize("place", ["data.sources.0.path", "data.sources.0.mirror"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from processes import TORCHRUN, spawn
 from sight import CALM, PATIENCE, PATIENT, WATCHED, agents, family, hang, steps, until
 
 from fsdp_pretrain.watchdog.hang.diagnosis import diagnose
-from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor, RankSnapshot
+from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnapshot
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"
 
@@ -158,6 +159,63 @@ def test_a_verdict_is_as_good_as_what_is_known(
     verdict = diagnose(snapshots, quiet, unreported)
     assert (verdict.kind, verdict.suspects, verdict.hosts) == (kind, suspects, hosts) and said in verdict.text
     assert verdict.silent == tuple(quiet) and set(unreported) <= set(verdict.unknown)
+
+
+POSITION = """
+import sys, threading
+sys.path.append(sys.argv[2])
+import reading
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.units import human_count
+from fsdp_pretrain.watchdog.heartbeat.page import Phase
+from fsdp_pretrain.watchdog.heartbeat.rank_client import PageHeartbeat, folder
+config = load(sys.argv[1])
+ranks = dict(rank=0, local_rank=1, local_ranks=2, node=0, nodes=1)  # local rank 1 starts no agent
+heartbeat = PageHeartbeat(config, **ranks, reading={threading.main_thread().ident: "a shard"})
+heartbeat.beat(Phase.LOAD)
+print(folder(config.run.dir), flush=True)
+class Number(float):
+    def __abs__(self):
+        reading._read()
+human_count(Number()) if sys.argv[3] == "ours" else reading._read()
+"""
+"""A rank that waits in a library, called by a function of this project or not."""
+
+
+@pytest.mark.parametrize(
+    ("caller", "group", "place"),
+    [
+        ("ours", ("", "units.py:_scaled"), r"reading\.py:3 _read \(from units\.py:\d+ _scaled\)"),
+        ("another's", ("", ""), r"reading\.py:3 _read"),
+    ],
+)
+def test_files_of_others_are_not_taken_for_ours(
+    lab: Any, tmp_path: Path, caller: str, group: tuple[str, str], place: str
+) -> None:
+    """A library below a folder `data`, with a function named as our reader's: ranks that wait in it are told apart only
+    by where this project called it, and it reads no shard."""
+    library = tmp_path / "data/corpus"
+    library.mkdir(parents=True)
+    (library / "reading.py").write_text("import signal\ndef _read():\n    signal.pause()\n")
+    line = [sys.executable, "-c", POSITION, lab.config("run"), library, caller]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            pages = process.stdout.readline().strip()
+            assert pages
+            rank = Rank(0, Path(pages))
+            until(lambda: rank.read_page() or rank.beat)
+
+            def position() -> RankSnapshot | None:
+                rank.ask_stack()
+                rank.stack = until(rank.dumps.latest)
+                found = rank.snapshot()
+                return found if found is not None and "_read" in found.place else None
+
+            found = until(position)
+        finally:
+            process.kill()
+    assert (found.group, found.reading) == (group, "") and re.fullmatch(place, found.place), found
 
 
 @pytest.mark.shows("F27")

@@ -11,13 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from records import step_record
+from torch import nn
 
 from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import NumericError
 from fsdp_pretrain.health.auto_rollback import roll_back
 from fsdp_pretrain.health.monitor import ExpectedSteps, Health, HealthOutcome, RollbackRequest
-from fsdp_pretrain.parallel.replica_check import compare
+from fsdp_pretrain.parallel import mesh
+from fsdp_pretrain.parallel.replica_check import checksums, compare
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import NotesOnlyRecorder
 from fsdp_pretrain.record.step_record import StepRecord
@@ -315,6 +319,26 @@ def test_steps_that_change_nothing_by_intention(config: Config) -> None:
     same = {"digest": "aa", "differing": []}
     records = [record(1, replicas=same), bad(2), bad(3, not_finite=None, loss_scale=1024.0), record(4, replicas=same)]
     assert not found_at(judge(Health(config), records), "learning/parameters", "CRIT")
+
+
+@pytest.mark.shows("D12")
+def test_errors_in_two_tensors_do_not_cancel() -> None:
+    """The checksum of parameters: the same bit up in one tensor and down in another, or two tensors exchanged."""
+    with mesh.connect(ParallelSection()) as world:
+        model = nn.ParameterDict({name: torch.full((4, 3), 1.0 + number) for number, name in enumerate("abc")})
+
+        def checksum() -> int:
+            return int(checksums(model, world)[world.rank])
+
+        before = checksum()
+        for tensor, bits in (("a", 1), ("b", -1)):
+            model[tensor].data.view(torch.int32)[0, 0] += bits
+        assert checksum() != before
+        for tensor, bits in (("a", -1), ("b", 1)):
+            model[tensor].data.view(torch.int32)[0, 0] += bits
+        assert checksum() == before
+        model["a"].data, model["c"].data = model["c"].data, model["a"].data
+        assert checksum() != before
 
 
 @pytest.mark.shows("D12")

@@ -163,6 +163,77 @@ def test_killed_at_every_point_of_a_save(
     killed.end()
 
 
+def check_durable(changes: list[tuple[str, str, int]]) -> dict[str, int]:
+    """All that a checkpoint consists of is on the disk before it has its name, and the name before it counts as
+    verified: a machine that loses power at any instant has it whole, or not at all. Sizes of files when synced."""
+    unsynced: set[str] = set()
+    known: set[str] = set()
+    sizes: dict[str, int] = {}
+    for verb, path, size in changes:
+        if verb == "fsync":
+            unsynced.discard(path)
+            sizes[path] = size
+        elif verb in ("open", "rename") or (verb == "mkdir" and path not in known):
+            known.add(path)
+            if verb == "rename" and re.search(f"/{STEP}$", path):
+                assert not [each for each in unsynced if each.startswith(f"{path}.writing-")], (path, unsynced)
+            if re.search(r"\.verified", path):
+                assert str(Path(path).parents[1]) not in unsynced, (path, unsynced)
+            unsynced |= {str(Path(path).parent), *([path] if verb == "open" else [])}
+    return sizes
+
+
+@pytest.mark.shows("F3")
+@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_all_is_durable_before_it_has_its_name(
+    lab: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, background: bool
+) -> None:
+    monkeypatch.setenv("EXECUTE_FIRST", str(TRAPS))
+    monkeypatch.setenv("TRAP", json.dumps({"log": str(tmp_path / "changes")}))
+    config = lab.config(train={"duration": "4 steps"}, checkpoint={"every": "2 steps", "background": background})
+    lab.train(config, ranks=2)
+    sizes = check_durable([json.loads(line) for line in (tmp_path / "changes").read_text().splitlines()])
+    checkpoints = Store(lab.path / "run/checkpoints").scan()
+    assert [checkpoint.step for checkpoint in checkpoints] == [2, 4]
+    for checkpoint in checkpoints:
+        names = [entry.name for entry in checkpoint.files()]
+        assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "train_state.json", "config.toml"} == {*names}
+        for entry in checkpoint.files():  # written as such, or under a temporary name that begins with its own
+            place = rf"{re.escape(str(checkpoint.path))}\.writing-\w+/(\.)?{re.escape(entry.name)}(?(1)\..*\.partial)"
+            assert [size for path, size in sizes.items() if re.fullmatch(place, path)] == [entry.bytes], entry
+
+
+@pytest.mark.shows("F2")
+@pytest.mark.parametrize(
+    ("rank", "verb", "path", "background", "text"),
+    [
+        (1, "open", "__1_0.distcp", True, "failed: rank 1: .*Input/output error"),
+        (0, "rename", r"/manifest\.json$", True, "cannot commit .*Input/output error"),
+        pytest.param(0, "open", "__0_0.distcp", False, "failed: rank 0: .*Input/output", marks=pytest.mark.slow),
+    ],
+)
+def test_a_save_that_fails_on_one_rank_leaves_nothing(
+    lab: Any,
+    helpers: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int,
+    verb: str,
+    path: str,
+    background: bool,
+    text: str,
+) -> None:
+    """Every rank drops it, the attempt is gone, and the checkpoint before it is whole."""
+    trap = {"rank": rank, "verb": verb, "path": path, "act": "fail", "skip": 1, "times": 99}
+    monkeypatch.setenv("EXECUTE_FIRST", str(TRAPS))
+    monkeypatch.setenv("TRAP", json.dumps(trap))
+    config = lab.config(checkpoint={"every": "5 steps", "max_failures": 1, "background": background, "ballast": False})
+    output = lab.train(config, ranks=2, expect=93)
+    (failed,) = helpers.journal(lab.path / "run", "checkpoint-failed")
+    assert failed["step"] == 10 and re.search(text, failed["text"]) and len(re.findall("^error:", output, re.M)) == 1
+    assert [found.name for found in (lab.path / "run/checkpoints").glob("step-*")] == ["step-00000005"]
+    assert committed(lab.path / "run") == 5
+
+
 @pytest.mark.shows("F3")
 @pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,6 +107,27 @@ def test_ramped_shares_follow_the_schedule() -> None:
             expected = (planned[:, (first + span) // 100] - planned[:, first // 100]) / span
             assert np.abs(realised - expected).max() < tolerance, (first, span)
     assert mixture.shares(2_600_000) == pytest.approx({"web": 2 / 9, "code": 5 / 9, "books": 2 / 9}, abs=1e-6)
+
+
+def test_a_ramp_is_held_for_each_cell_of_the_grid() -> None:
+    """At its value in the middle of the cell, whatever the ramp's ends; and the samples never change between versions
+    of this program, or a run that is resumed would read others."""
+    begin, end = GRID + 1000, 5 * GRID + 300
+    mixture = Mixture({"ramped": MixtureWeight(((begin, 1.0), (end, 5.0))), "steady": MixtureWeight(((0, 2.0),))})
+
+    def share(weight: float) -> float:
+        return weight / (weight + 2.0)
+
+    for cell in range(7):
+        middle = min(max(cell * GRID + GRID // 2, begin), end)
+        expected = share(1.0 + 4.0 * (middle - begin) / (end - begin))
+        inside = [at for at in (cell * GRID, cell * GRID + GRID - 1) if begin <= at < end]
+        for at in inside:
+            assert mixture.shares(at)["ramped"] == pytest.approx(expected, abs=1e-8), at
+    assert mixture.shares(begin - 1)["ramped"] == pytest.approx(share(1.0), abs=1e-8)
+    assert mixture.shares(end)["ramped"] == pytest.approx(share(5.0), abs=1e-8)
+    dealt = sequence(mixture, 0, 6 * GRID)
+    assert xxhash.xxh3_64_hexdigest(repr(dealt).encode()) == "e751a75f803b4049"
 
 
 @pytest.mark.shows("A18")

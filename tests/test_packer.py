@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laboratory import write_tokens
@@ -19,6 +20,7 @@ from data.corpus.corpus import build_blocks, read_manifest
 from data.corpus.hashing import permutation
 from data.corpus.shards import Shard
 from data.packing.packer import Packer
+from data.packing.source import STRETCH
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
@@ -122,6 +124,33 @@ def with_blocks(path: Path, length: int, seed: int, lanes: int, block: int) -> P
     source.corpus.blocks = build_blocks(shards, block)
     source.block_lengths = source.corpus.blocks[:, 4] + source.corpus.blocks[:, 3]
     return packer
+
+
+def test_the_order_of_samples_is_the_one_of_every_other_version(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Over two epochs of many blocks and stretches, with two reshuffles; a run that another version resumes goes on with
+    the samples that it would have had."""
+    path = write_tokens(tmp_path / "c", unique_documents(2000, 1), tokenizer)
+    packer = with_blocks(path, 4, 7, 2, 1500)
+    source = packer._sources[0]
+    source.reshuffles += [1000, 9000]
+    windows = int(2 * packer.epoch_samples["a"])
+    assert windows // 4 > STRETCH and len(source.block_lengths) > 10  # lanes of several stretches
+    starts = np.array([source.start_of(number) for number in range(windows)])
+    assert xxhash.xxh3_64_hexdigest(starts.astype("<i8").tobytes()) == "aa0186fef275997b"
+    tokens = packer.pack(0, 3000).tokens
+    assert xxhash.xxh3_64_hexdigest(tokens.astype("<i8").tobytes()) == "8dbd7bbbc5bae523"
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1.0, 2.3])
+def test_a_source_is_read_as_often_as_it_may(tmp_path: Path, tokenizer: Tokenizer, epochs: float) -> None:
+    """Whole samples of so many epochs, and none that begins or ends beyond."""
+    path = write_tokens(tmp_path / "c", unique_documents(100, 1), tokenizer)
+    packer = Packer([("a", path, 1.0)], 8, seed=7, lanes=4, max_epochs={"a": epochs})
+    per_epoch = read_manifest(path).tokens + 100  # a separator after each document
+    assert packer.capacity == int(epochs * per_epoch) // 8
+    packer.pack(packer.capacity - 1, 1)
+    with pytest.raises(DataError, match=f"ends after {packer.capacity} samples"):
+        packer.pack(packer.capacity, 1)
 
 
 def test_a_sample_does_not_depend_on_how_it_is_asked_for(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -80,6 +80,7 @@ def test_plan_shows_the_shrink(lab: Any, run_command: Run) -> None:
         (["--seconds-per-step", "2"], ["--seconds-per-step needs a positive time and --world-size"]),
         (["--device", "NVIDIA A100-SXM4-80GB"], ["what a rank needs: give --world-size as well"]),
         (["--seconds-per-step", "nan", "--world-size", "2"], ["--seconds-per-step needs a positive time"]),
+        (["optimizer.betas=[nan,0.9]", "optimizer.lr=inf"], ["2 problems", "optimizer.betas.0 = nan", "lr = inf"]),
         (["train.duration=100"], ["bare number has no unit"]),
         (["--at", "soon"], ["--at: not a quantity"]),
         (["--at", "21 steps"], ["after the end of the run, which has 20 steps: 160 samples, 5_120 tokens"]),
@@ -270,6 +271,10 @@ def test_a_warm_up_that_the_ramp_makes_long() -> None:
         (["model.layers=10"], ["hidden / layers is 410"]),
         (["optimizer.decay=100_000 steps"], ["learning rate is at its floor from 25_600_000 of 488_281_344"]),
         (["checkpoint.every=2_000_000 steps"], ["is longer than the run"]),
+        (
+            ["optimizer.decay_shape=linear"],
+            ["optimizer.decay_shape = linear has no effect with optimizer.curve = cosi"],
+        ),
     ],
 )
 def test_warnings(overrides: list[str], expected: list[str]) -> None:

@@ -9,15 +9,16 @@ import re
 import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from processes import Run
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
+from sight import seeded
 
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.config.model import GLMModel, GPTModel, LlamaModel, Model
+from fsdp_pretrain.config.model import AnyModel, LlamaModel, Model
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.plan import devices, overheads, predict, published, scale
 from fsdp_pretrain.plan.flops import hardware_flops_per_token
@@ -43,23 +44,30 @@ def work(shards: int = 8, replicas: int = 16, **changes: Any) -> Workload:
 # ---------------------------------------------------------------- sizes
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        LlamaModel(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab=60),
-        LlamaModel(family="llama", layers=1, hidden=32, heads=4, ffn=48, vocab=60, vocab_multiple=64, tied_head=True),
-        LlamaModel(family="qwen2", layers=2, hidden=32, heads=4, kv_heads=1, ffn=48, vocab=60, tied_head=True),
-        LlamaModel(family="qwen3", layers=2, hidden=36, heads=4, kv_heads=2, head_size=16, ffn=48, vocab=60),
-        GPTModel(family="gpt", layers=2, hidden=32, heads=4, vocab=60, positions=16),
-        GPTModel(family="gpt", layers=2, hidden=32, heads=4, ffn=40, vocab=60, positions="alibi", embedding_norm=True),
-        GLMModel(family="glm", layers=2, hidden=24, heads=4, vocab=60, tied_head=False),
-    ],
-    ids=["llama", "llama-tied", "qwen2", "qwen3", "gpt", "gpt-alibi", "glm"],
-)
-def test_closed_forms_count_the_models(model: Any) -> None:
-    built, counted = models.build(model), sizes(model)
-    assert counted.block == sum(parameter.numel() for parameter in built.blocks[0].parameters())
-    assert (counted.layers, counted.total) == (model.layers, built.count_parameters())
+CHOICES: dict[str, list[Any]] = {
+    "layers": [1, 2, 3], "hidden": [24, 48], "heads": [2, 6], "kv_heads": [None, 1, 2], "head_size": [None, 4, 20],
+    "ffn": [None, 40, 72], "vocab": [60, 64], "vocab_multiple": [1, 64], "tied_head": [True, False],
+    "positions": [16, "alibi", "rope", "rope-2d"], "embedding_norm": [True, False],
+}  # fmt: skip
+FAMILIES = [tag for kind in get_args(AnyModel) for tag in get_args(kind.model_fields["family"].annotation)]
+"""Those of the schema: what is added there is checked here."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_closed_forms_count_the_models(family: str) -> None:
+    """Twenty random shapes of every family."""
+    rng, counted = seeded(), 0
+    while counted < 20:
+        (kind,) = (kind for kind in get_args(AnyModel) if family in get_args(kind.model_fields["family"].annotation))
+        try:
+            values = {key: rng.choice(choices) for key, choices in CHOICES.items() if key in kind.model_fields}
+            model = kind(family=family, **values)
+        except ValidationError:  # heads that do not divide, positions of another family
+            continue
+        built, found = models.build(model), sizes(model)
+        assert found.block == sum(parameter.numel() for parameter in built.blocks[0].parameters()), model
+        assert (found.layers, found.total) == (model.layers, built.count_parameters()), model
+        counted += 1
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.toml")), ids=lambda path: path.stem)

@@ -100,7 +100,7 @@ def test_curves_are_their_closed_forms(
         ("timeline=[{at='9 steps',reason='none'}]", "the entry changes nothing"),
         ("timeline=[{at='9 steps',rewarm='0 steps'}]", "is no length"),
         ("timeline=[{at='9 steps',optimizer={lr={from=1e-4,to=1e-5}}}]", "give its length as `over`"),
-        ("timeline=[{at='9 steps',optimizer={lr={to=1e-5,over='0 steps'}}}]", "over = 0 steps is no length"),
+        ("timeline=[{at='9 steps',optimizer={lr={to=1e-5,over='0 steps'}}}]", "optimizer.lr.over = '0 steps'"),
         ("timeline=[{at='9 steps',optimizer={beta=1}}]", "unknown key"),
         ("timeline=[{at=9,optimizer={lr=1e-4}}]", "a bare number has no unit"),
         ("timeline=[{at='9 steps',continuous=true,optimizer={lr=1e-4}}]", "`continuous` is for a new optimizer.min_lr"),

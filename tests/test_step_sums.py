@@ -15,9 +15,9 @@ pytestmark = pytest.mark.quick
 
 
 class Two:
-    """Two ranks with the same values, seen from the second."""
+    """Two ranks with the same values, of which this one is number 3."""
 
-    device, rank, replicas = torch.device("cpu"), 1, 2
+    device, rank, replicas = torch.device("cpu"), 3, 2
 
     def sum_(self, values: Tensor) -> Tensor:
         return values.mul_(2)
@@ -68,7 +68,7 @@ def test_what_is_not_finite_is_told_with_its_rank(bad: float) -> None:
     loss.sum_over(TWO, torch.tensor(1.0))
     gradients.sum_over(TWO, torch.tensor(bad))
     assert [sums.bad_losses.item() for sums in (loss, gradients)] == [2, 0]
-    assert [sums.bad_ranks.item() for sums in (loss, gradients)] == [2, 0]
+    assert [sums.bad_ranks.item() for sums in (loss, gradients)] == [6, 0]
     assert [sums.bad_norms.item() for sums in (loss, gradients)] == [0, 2]
     for sums in (loss, gradients):
         assert sums.not_finite() == 1 and sums.not_finite().dtype == torch.float32

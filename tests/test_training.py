@@ -385,6 +385,7 @@ def test_resuming_another_run_is_refused(
         ("data.sources.0.path=/nowhere", 2, "/nowhere is not a corpus"),
         ("optimizer.no_decay=['embeding']", 1, "matches no parameter"),
         ("optimizer.lrr=1", 2, "did you mean"),
+        ("optimizer.betas=[0.9,1.0]", 2, "optimizer.betas.1 = 1.0"),
     ],
 )
 def test_refused_before_work_starts(lab: Any, override: str, ranks: int, expected: str) -> None:
@@ -408,10 +409,12 @@ def test_a_loss_that_is_not_finite_stops_with_93_and_is_not_saved(lab: Any, help
 
 @pytest.mark.shows("B4")
 def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Any) -> None:
-    """Random numbers are functions of (seed, step, rank): no generator state is stored, yet a resume repeats them."""
+    """Random numbers are functions of (seed, step, rank): no generator state is stored, yet a resume repeats them. Also
+    of a seed so large that its product with the step has more than 64 bits."""
     gpt = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab": 512, "positions": 32, "dropout": 0.2}
     model = {**dict.fromkeys(["kv_heads", "ffn"]), **gpt}
-    config = lab.config("gpt", model=model, train={"duration": "10 steps"}, checkpoint={"every": "5 steps"})
+    sections = {"run": {"seed": 2**62}, "train": {"duration": "10 steps"}, "checkpoint": {"every": "5 steps"}}
+    config = lab.config("gpt", model=model, **sections)
     text = config.read_text()
     assert "kv_heads" not in text
     whole, parts = lab.path / "whole", lab.path / "parts"
@@ -419,6 +422,11 @@ def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Any) -> No
     lab.train(config, f"run.dir={parts}", "train.duration=5 steps", "optimizer.decay=10 steps", ranks=2)
     lab.train(config, f"run.dir={parts}", ranks=2)
     assert helpers.losses(whole) == helpers.losses(parts)
+
+
+def test_a_start_warns_once_of_what_is_set_in_vain(lab: Any) -> None:
+    config = lab.config(optimizer={"decay_shape": "linear"}, train={"duration": "5 steps"})
+    assert lab.train(config, ranks=2).count("warning: optimizer.decay_shape = linear has no effect") == 1
 
 
 @pytest.mark.parametrize(

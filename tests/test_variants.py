@@ -9,7 +9,7 @@ import json
 import math
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -31,6 +31,8 @@ from fsdp_pretrain.plan.warnings import shape
 pytestmark = pytest.mark.quick
 MODELS = Path(__file__).resolve().parent.parent / "configs/models"
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 36, "heads": 4, "kv_heads": 2, "ffn": 40, "vocab": 97, "init_std": 0.2}
+
+FAMILIES = get_args(LlamaModel.model_fields["family"].annotation)
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "mistral-7b": {
@@ -107,6 +109,18 @@ def test_operations_are_of_the_queries_width() -> None:
     assert hardware_flops_per_token(model, s) == 3 * 28 * 2 * products + 6 * h * model.rows
     assert flops_per_token(10, model, s) == 6 * 10 + 12 * 28 * q * s
     assert shape(model).head_size == 128
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "another"])
+def test_a_family_that_the_exporter_does_not_know_is_refused(family: str) -> None:
+    """Every family of the schema has a layout; one that is added to the schema alone is refused, not mistaken."""
+    model = LlamaModel(family="llama", head_size=14, **SMALL).model_copy(update={"family": family})
+    if family in FAMILIES:
+        assert to_hf(model, sequence_length=32, eod=0, dtype="float32")["model_type"] == family
+        return
+    with pytest.raises(ConfigError, match=r"model\.family = another has no layout") as caught:
+        to_hf(model, sequence_length=32, eod=0, dtype="float32")
+    assert caught.value.exit == 78
 
 
 # ------------------------------------------------------------------------ formulas

@@ -145,6 +145,18 @@ def flip(trap: dict[str, Any], path: str) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
+def log(to: str) -> None:
+    """Append every change below a `checkpoints` folder to a file, before it is made, as JSON: verb, path, size."""
+    descriptor = os.open(to, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def act(what: str, where: str) -> None:
+        if "/checkpoints" in where:
+            size = os.stat(where).st_size if what == "fsync" else 0  # noqa: PTH116
+            os.write(descriptor, json.dumps([what, where, size]).encode() + b"\n")
+
+    before_changes(act)
+
+
 ACTS = {function.__name__: function for function in (fail, end_thread, wait, fill, flip)}
 
 
@@ -152,8 +164,12 @@ def _arm(trap: dict[str, Any]) -> None:
     """Arm a trap on one rank.
 
     `{"rank": 0, "size": 1000}` or rank, verb, path, after: it is killed; with `pids`, a folder, all ranks die. Or rank,
-    verb, path and `act`, one of ACTS with its arguments: at `times` such changes, from the one after `skip` on.
+    verb, path and `act`, one of ACTS with its arguments: at `times` such changes, from the one after `skip` on. Or
+    `{"log": file}` on all ranks.
     """
+    if "log" in trap:
+        log(trap["log"])
+        return
     everybody = trap.get("pids")
     if everybody:
         (Path(everybody) / str(os.getpid())).touch()

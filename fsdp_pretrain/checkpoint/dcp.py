@@ -31,7 +31,7 @@ from .layout import FILE_BYTES, SaveLayout, TensorRows, file_name, layout_of
 from .loading import flatten, verify
 from .manifest import CheckpointManifest, Facts, FileEntry
 from .metadata import METADATA
-from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file, sync_directory
+from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file
 
 Note = tuple[Kind, str]
 """A journal entry: kind and text."""
@@ -228,11 +228,9 @@ def _write_small(attempt: Path, contents: dict[str, str | bytes]) -> list[FileEn
     try:
         for name, content in contents.items():
             replace_file(attempt / name, content)
-        entries = [describe_file(attempt / name) for name in contents]
-        sync_directory(attempt)
+        return [describe_file(attempt / name) for name in contents]
     except OSError as error:
         raise StorageError(f"cannot write into {attempt}: {error}") from None
-    return entries
 
 
 def _read_back(world: World, store: Store, checkpoint: Checkpoint) -> Checkpoint:

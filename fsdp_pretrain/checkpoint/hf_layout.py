@@ -214,7 +214,7 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
     """
     common: dict[str, Any] = {"vocab_size": model.rows, "bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
     common |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}  # `torch_dtype` is what 4.x reads
-    if isinstance(model, LlamaModel):
+    if isinstance(model, LlamaModel) and model.family in _LLAMA_CLASSES:
         known, values = _LLAMA_CLASSES[model.family], model.model_dump()
         values |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_dim, "init_std": model.std}
         return {
@@ -239,6 +239,12 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
             "embd_pdrop": model.dropout,
             **common,
         }
+    if not isinstance(model, GLMModel):
+        raise ConfigError(
+            f"model.family = {model.family} has no layout that the exporter knows",
+            effect="nothing was exported",
+            remedy="evaluate the checkpoint itself with `fsdp-eval run`, or add the layout to checkpoint/hf_layout.py",
+        )
     section = model.model_dump(mode="json", exclude_none=True, exclude={"declared_params"})
     return {"architectures": ["GLM"], "model_type": GLM_TYPE, "model": section, **common}
 

@@ -9,16 +9,31 @@ from typing import Annotated, Protocol, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator
 
 from fsdp_pretrain.remote import Location, Url, is_url
+from fsdp_pretrain.units import Progress
 
 
 class Section(BaseModel):
-    """Unknown keys are errors, values are not coerced, objects do not change."""
+    """Unknown keys are errors, values are not coerced, numbers are finite, objects do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _some(length: Progress) -> Progress:
+    if length.value < 1:
+        raise ValueError(f"{length} is no length")
+    return length
 
 
 Positive = Annotated[int, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+NotNegative = Annotated[float, Field(strict=False, ge=0)]
+AboveZero = Annotated[float, Field(strict=False, gt=0)]
 Share = Annotated[float, Field(strict=False, ge=0, le=1)]
+ShareAboveZero = Annotated[float, Field(strict=False, gt=0, le=1)]
+Beta = Annotated[float, Field(strict=False, ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]
+Length = Annotated[Progress, AfterValidator(_some)]
+"""An amount of training above zero."""
 
 
 def _absolute(path: Path) -> Path:

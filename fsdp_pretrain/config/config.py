@@ -208,7 +208,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             schedule = _build_schedule(data, train, optimizer, checkpoint, evaluation, timeline)
             yield from schedule.unmeant()
         except ValueError as error:
-            yield str(error)
+            yield from map(str, error.args)
     if data and parallel and data.read_timeout is not None:
         waits = 2 if any(source.mirror is not None for source in data.sources) else 1
         if not 0 < data.read_timeout.value * waits < parallel.timeout.value:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from fsdp_pretrain.units import Bytes, Progress, SampleRange, Seconds
 
-from .base import FilePath, PathOrUrl, Positive, Section, Share, unique_names
+from .base import AboveZero, FilePath, NotNegative, PathOrUrl, Positive, Section, Seed, Share, unique_names
 from .sequence_stages import SequenceStages
 
 
@@ -20,7 +20,6 @@ def _in_samples(value: Progress) -> Progress:
 
 
 Place = Annotated[Progress, AfterValidator(_in_samples)]
-Weighting = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
 
 
 class WeightPoint(Section):
@@ -28,7 +27,7 @@ class WeightPoint(Section):
 
     at: Place
     """Place in the data: samples or tokens read since the beginning of the run."""
-    value: Weighting
+    value: NotNegative
     """Weight at that place."""
 
 
@@ -41,13 +40,13 @@ class SourceSection(Section):
     """Corpus directory, as written by `fsdp-data prepare`: a path, or a URL (`s3://bucket/corpus`), see storage.md."""
     mirror: PathOrUrl | None = None
     """Path or URL of a copy of the corpus, used when a file of `path` cannot be read or hangs. Changes no sample."""
-    weight: Weighting | Annotated[list[WeightPoint], Field(min_length=1)] = 1.0
+    weight: NotNegative | Annotated[list[WeightPoint], Field(min_length=1)] = 1.0
     """Share of the samples, relative to the weights of the other sources: a number, or points of a ramp."""
     start: Place = Progress(0, "sample")
     """The source is not used before this place in the data: for adding a source to a running run."""
     stop: Place | None = None
     """The source is not used from this place in the data on: for dropping a source from a running run."""
-    max_epochs: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] | None = None
+    max_epochs: AboveZero | None = None
     """How many times the source may be read; then the other sources share its weight. Default: no limit."""
 
     @model_validator(mode="after")
@@ -55,7 +54,8 @@ class SourceSection(Section):
         points = self.weight if isinstance(self.weight, list) else []
         if any(a.at.unit == b.at.unit and a.at.value > b.at.value for a, b in pairwise(points)):
             raise ValueError("the points of `weight` are not in order")
-        if self.stop is not None and self.stop.unit == self.start.unit and self.stop.value <= self.start.value:
+        begins = self.start.value if self.stop is not None and self.stop.unit == self.start.unit else 0
+        if self.stop is not None and self.stop.value <= begins:
             raise ValueError(f"`stop` = {self.stop} is not after `start` = {self.start}")
         return self
 
@@ -92,7 +92,7 @@ class GLMObjective(Section):
     """Share of samples with [MASK] blanks; the others have one [gMASK] ending."""
     mask_budget: Annotated[float, Field(strict=False, ge=0, le=0.5)] = 0.15
     """Least share of a piece's tokens that is blanked."""
-    span_mean: Annotated[float, Field(strict=False, gt=0)] = 3.0
+    span_mean: AboveZero = 3.0
     """Mean of the Poisson distribution of a blank's length, before that is limited to 1 to 39 tokens."""
     single_span: Share = 0.02
     """Share of [MASK] pieces with exactly one blank."""
@@ -139,7 +139,7 @@ class DataSection(Section):
     """Stages of shorter samples at the start of the run: one `[[data.stages]]` table each, see data.md."""
     sources: Annotated[list[SourceSection], Field(min_length=1), AfterValidator(unique_names)]
     """The mixture: one `[[data.sources]]` table per source."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Seed of the data order, independent of `run.seed`."""
     cache: CacheSection | None = None
     """Where blocks of sources by URL are kept: a `[data.cache]` table. Required if there are any."""
@@ -164,7 +164,7 @@ class DataSection(Section):
     read_timeout: Seconds | None = None
     """How long a read from a corpus may take before it counts as hanging; then the mirror is used, or the run ends with
     exit 75. Default: a third of `parallel.timeout`, because the other ranks wait."""
-    max_quarantined: Annotated[float, Field(strict=False, ge=0, le=1)] = 1e-4
+    max_quarantined: Share = 1e-4
     """Share of documents (counted as stretches in samples) that may fail the checks of the packer, which leaves them
     out of the loss. Beyond it, the run ends with exit 78."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from .base import Positive, Section
+from .base import AboveZero, Positive, Section
 
 Dropout = Annotated[float, Field(strict=False, ge=0, lt=1)]
 
@@ -22,7 +22,7 @@ class _Decoder(Section):
     """Number of token ids: at least the tokenizer's vocabulary and the special tokens of the objective."""
     vocab_multiple: Positive = 1
     """The rows of the embedding table are `vocab` rounded up to a multiple of this; 64 or 128 is faster on a GPU."""
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    norm_eps: AboveZero = 1e-5
     """Epsilon of the norms."""
     declared_params: Positive | None = None
     """Number of parameters you expect. `plan` and the trainer refuse (exit 78) if the exact count differs."""
@@ -59,7 +59,7 @@ class _Decoder(Section):
 class _Normal(_Decoder):
     """Families whose initial values are N(0, std)."""
 
-    init_std: Annotated[float, Field(gt=0)] | Literal["sqrt(2/(5h))", "sqrt(1/(3h))"] = 0.02
+    init_std: AboveZero | Literal["sqrt(2/(5h))", "sqrt(1/(3h))"] = 0.02
     """Standard deviation of the initial weights: a number, or a rule with h = `hidden`. That of output projections is
     divided by sqrt(2 * layers)."""
 
@@ -77,9 +77,9 @@ class RopeScaling(Section):
     """`linear` divides all positions by `factor` (arXiv 2306.15595); `llama3` divides low frequencies only."""
     factor: Annotated[float, Field(strict=False, ge=1)]
     """Scaling factor."""
-    low_frequency: Annotated[float, Field(strict=False, gt=0)] = 1.0
+    low_frequency: AboveZero = 1.0
     """`llama3`: frequencies with fewer waves in `original_length` than this are divided by `factor`."""
-    high_frequency: Annotated[float, Field(strict=False, gt=0)] = 4.0
+    high_frequency: AboveZero = 4.0
     """`llama3`: frequencies with more waves in `original_length` than this stay; those between are interpolated."""
     original_length: Positive = 8192
     """`llama3`: the sequence length the model was first trained on."""
@@ -106,7 +106,7 @@ class LlamaModel(_Normal):
     """Number of key/value heads (grouped-query attention). Default: `heads`."""
     ffn: Positive
     """Width of the SwiGLU feed-forward layer."""
-    rope_base: Annotated[float, Field(strict=False, gt=0)] = 10_000.0
+    rope_base: AboveZero = 10_000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Optional scaling of the rotary positions."""
@@ -175,7 +175,7 @@ class GLMModel(_Decoder):
     positions: Literal["rope", "rope-2d"] = "rope"
     """`rope` rotates whole heads by one position; `rope-2d` rotates one half by the position of the blank, the other by
     the position inside it. `positions` of the objective must have the same number of dimensions."""
-    rope_base: Annotated[float, Field(strict=False, gt=0)] = 10_000.0
+    rope_base: AboveZero = 10_000.0
     """Base of the rotary frequencies."""
     dropout: Dropout = 0.0
     """Dropout on embeddings and both residual branches."""

@@ -9,12 +9,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from fsdp_pretrain.units import Seconds, Steps
+from fsdp_pretrain.units import Pause, Seconds, Steps
 
-from .base import FilePath, Positive, Section, Share
+from .base import AboveZero, FilePath, Positive, Section, Share, ShareAboveZero
 from .notify import NotifySection
-
-Limit = Annotated[float, Field(strict=False, gt=0)]
 
 
 class HealthSection(Section):
@@ -35,26 +33,26 @@ class HealthSection(Section):
     """Alarm, and roll back, if this many of the last 20 steps are non-finite."""
     window: Steps = Steps(128, "step")
     """Number of previous steps whose median and spread each loss and gradient norm is compared with."""
-    floor: Limit = 0.02
+    floor: AboveZero = 0.02
     """Smallest spread of the loss, in nats: a smaller measured spread counts as this."""
-    outlier: Limit = 6.0
+    outlier: AboveZero = 6.0
     """Report a single loss that is more than this many spreads above the median."""
-    spike: Limit = 4.0
+    spike: AboveZero = 4.0
     """Warn of a spike if three of the last five losses are more than this many spreads above the median. Checkpoints
     are marked `suspect` until the loss is quiet again."""
     patience: Steps = Steps(50, "step")
     """Steps that a spike has to recover."""
     patience_with_norm: Steps = Steps(10, "step")
     """Steps that a spike has to recover if the gradient norm is unusual as well."""
-    rise: Limit = 0.1
+    rise: AboveZero = 0.1
     """A spike has not recovered while the loss is this many nats (or five times the noise of its level, if more) above
     the median from before the spike."""
     quiet: Steps = Steps(100, "step")
     """An incident is over after this many steps without another deviation."""
-    level: Limit = 0.02
+    level: AboveZero = 0.02
     """Warn if the level of the loss (a median over 64 steps) is this many nats, or five times its noise if more, above
     its lowest of the last 512 steps."""
-    norm: Limit = 6.0
+    norm: AboveZero = 6.0
     """Report a gradient norm whose logarithm is more than this many spreads above the median; warn at two in a row or
     three of ten."""
     halvings: Positive = 4
@@ -69,7 +67,7 @@ class HealthSection(Section):
     """Automatic rollbacks allowed within 1000 steps; instead of another one the run ends with exit 93."""
     compare_every: Steps = Steps(1000, "step")
     """Interval at which the parameters of the replicas are compared; also done after each start."""
-    replay_tolerance: Limit = 1e-3
+    replay_tolerance: AboveZero = 1e-3
     """Largest relative difference between the loss of a repeated step and its recorded loss, where identical bits
     cannot be expected: on another mesh, on GPUs, with other software."""
 
@@ -106,13 +104,13 @@ class PaceSection(Section):
     """Off: slow runs are not reported."""
     settle: Annotated[int, Field(ge=0)] = 20
     """Number of first steps of a start that are not judged."""
-    worse: Share = 0.10
+    worse: ShareAboveZero = 0.10
     """A slowdown of this share becomes an alert if it lasts for `worse_after`."""
     worse_after: Seconds = Seconds(1800)
     """See `worse`."""
-    restart: Share = 0.03
+    restart: ShareAboveZero = 0.03
     """After a restart, report a slowdown of this share against the best earlier start on the same number of ranks."""
-    straggler: Share = 0.02
+    straggler: ShareAboveZero = 0.02
     """Report a rank whose own time stays above the median of all ranks by this share."""
     window: Positive = 50
     """Number of steps over which the own times of ranks are compared."""
@@ -143,9 +141,9 @@ class StorageSection(Section):
 class SentinelSection(Section):
     """Checks of the data during training."""
 
-    separator_rate: Annotated[float, Field(strict=False, gt=0)] = 0.2
+    separator_rate: AboveZero = 0.2
     """Warn if the rate of separators differs by more than this share from the documents per token in the manifests."""
-    share: Share = 0.02
+    share: ShareAboveZero = 0.02
     """Smallest difference between the actual and the planned share of a source over 100 steps that is a warning."""
     learn: Positive = 50
     """Number of steps from which the usual tokens of the run are learned; as many again show their variation. Later
@@ -215,7 +213,7 @@ class LaunchSection(Section):
     """Restarts allowed within `restart_window`, with or without progress; then give up (exit 93)."""
     restart_window: Seconds = Seconds(1800)
     """See `restarts`."""
-    pauses: Annotated[list[Seconds], Field(min_length=1)] = [Seconds(10), Seconds(60), Seconds(300)]
+    pauses: Annotated[list[Pause], Field(min_length=1)] = [Pause(10), Pause(60), Pause(300)]
     """Pauses before the first, second, ... restart after starts without progress; the last one is repeated."""
     join_timeout: Seconds = Seconds(300)
     """How long the nodes of a start wait for each other. If a node is missing, the others end with exit 75."""

@@ -131,7 +131,7 @@ class Piecewise:
 
 
 class Schedule:
-    """Everything that changes over a run, as numbers. Raises ValueError if the durations contradict each other.
+    """Everything that changes over a run, as numbers. Raises ValueError, whose `args` are all contradictions found.
 
     The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a `warmup`
     from 0; `curve` (see `curves`) leads to `min_lr` at `decay`, counted from the start of the run (None: at its
@@ -164,22 +164,25 @@ class Schedule:
         self.warmup = self.samples(warmup)
         self.decay = self.samples(decay) if decay is not None else self.total
         self.decays = curve not in ENDLESS
+        problems, self.shrink = list[str](), None
         try:
             self.shrink = Piecewise([(self.samples(at), value) for at, value in shrink]) if shrink else None
         except ValueError as error:
-            raise ValueError(f"optimizer.embedding_shrink: {error}") from None
+            problems.append(f"optimizer.embedding_shrink: {error}")
         if self.steps < 1:
-            raise ValueError(f"a duration of {duration} is less than one step")
+            problems.append(f"a duration of {duration} is less than one step")
         if self.warmup > self.decay:
-            raise ValueError(
+            problems.append(
                 f"the warm-up of {warmup} ({self.warmup:_} samples) is longer than the decay ({self.decay:_} samples)"
             )
         if curve == "inverse-sqrt" and not self.warmup:
-            raise ValueError("optimizer.curve = inverse-sqrt is measured in warm-ups: it needs an optimizer.warmup")
+            problems.append("optimizer.curve = inverse-sqrt is measured in warm-ups: it needs an optimizer.warmup")
         self.decay_start = self.warmup if decay_length is None else self._ahead(self.decay, decay_length)
         """Where the learning rate leaves its peak, in samples."""
         if self.decay_start < self.warmup:
-            raise ValueError(f"optimizer.decay_length = {decay_length} begins within the warm-up of {warmup}")
+            problems.append(f"optimizer.decay_length = {decay_length} begins within the warm-up of {warmup}")
+        if problems:
+            raise ValueError(*problems)
         self._timeline = SteeredValues(
             steering or Steering(),
             lr=lr,

@@ -10,13 +10,23 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from fsdp_pretrain.remote import Url
-from fsdp_pretrain.units import BatchSize, Progress, Seconds
+from fsdp_pretrain.units import BatchSize, Pause, Progress, Seconds
 
-from .base import FilePath, PathOrUrl, Positive, Section, Share, unique_names
+from .base import (
+    AboveZero,
+    Betas,
+    FilePath,
+    Length,
+    NotNegative,
+    PathOrUrl,
+    Positive,
+    Section,
+    Seed,
+    Share,
+    unique_names,
+)
 from .intervals import Every
 from .surgery import Pattern, SurgerySection
-
-Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
 
 
 class RunSection(Section):
@@ -26,7 +36,7 @@ class RunSection(Section):
     """Name of the run, used in logs and trackers."""
     dir: FilePath
     """Run directory, with checkpoints, metrics, journal and evaluations. Created if missing, resumed if not."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Seed of parameter initialisation and dropout. The data order has its own seed, `data.seed`."""
 
 
@@ -60,14 +70,14 @@ class BatchRampSection(Section):
 class LossScaleSection(Section):
     """Dynamic loss scaling of fp16, see training.md."""
 
-    first: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 65536.0
+    first: AboveZero = 65536.0
     """First scale. tr8-104B used 4096, GLM-130B 65536."""
     window: Positive = 2000
     """Steps without overflow after which the scale doubles. tr8-104B used 500, GLM-130B 200 (its paper says 2000)."""
     hysteresis: Positive = 2
     """Overflows within a window before the scale is halved; each further one in the window halves it again. The
     published runs used 2."""
-    min: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] = 1.0
+    min: AboveZero = 1.0
     """Smallest scale. A run that keeps overflowing at it ends with exit 93."""
 
     @model_validator(mode="after")
@@ -88,9 +98,9 @@ class TrainSection(Section):
     """Samples per rank in one forward pass; gradient accumulation makes up the global batch."""
     batch_ramp: BatchRampSection | None = None
     """Optional growth of the global batch."""
-    grad_clip: Rate = 1.0
+    grad_clip: NotNegative = 1.0
     """Largest global gradient norm, to which gradients are clipped; 0: off."""
-    z_loss: Rate = 0.0
+    z_loss: NotNegative = 0.0
     """Weight of an additional loss, the squared logarithm of the softmax's denominator; 0: off. PaLM used 1e-4."""
     precision: Literal["auto", "bf16", "bf16+fp8", "fp16", "fp32"] = "auto"
     """Precision of computation; parameters and optimiser are always fp32. `auto`: bf16 on GPU, fp32 on CPU.
@@ -111,11 +121,11 @@ class ShrinkPoint(Section):
 class OptimizerSection(Section):
     """AdamW and the learning-rate curve."""
 
-    lr: Annotated[float, Field(strict=False, gt=0)]
+    lr: AboveZero
     """Peak learning rate."""
-    min_lr: Rate = 0.0
+    min_lr: NotNegative = 0.0
     """Learning rate at the end of the decay."""
-    lr_scale: Rate = 1.0
+    lr_scale: NotNegative = 1.0
     """Factor of the whole curve, warm-up and `min_lr` included."""
     curve: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
     """Shape of the decay after the warm-up. `wsd` (warm-up, stable, decay) stays at `lr` until the last `decay_length`;
@@ -124,17 +134,17 @@ class OptimizerSection(Section):
     """Length of the warm-up from zero."""
     warmup_shape: Literal["linear", "parabolic"] = "linear"
     """Share of `lr` after a share x of the warm-up. `linear`: x; `parabolic`: 1 - (1 - x)^2."""
-    decay: Progress | None = None
+    decay: Length | None = None
     """Where the curve reaches `min_lr`, counted from the start of the run. Default: `train.duration`."""
-    decay_length: Progress | None = None
+    decay_length: Length | None = None
     """For `wsd`: length of the decay, which ends at `decay`."""
     decay_shape: Literal["1-sqrt", "linear"] = "1-sqrt"
     """For `wsd`: share of the way to `min_lr` after a share x of the decay. `1-sqrt`: the root of x; `linear`: x."""
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    betas: Betas = (0.9, 0.95)
     """AdamW betas."""
-    eps: Annotated[float, Field(strict=False, gt=0)] = 1e-8
+    eps: AboveZero = 1e-8
     """AdamW epsilon."""
-    weight_decay: Rate = 0.1
+    weight_decay: NotNegative = 0.1
     """Decoupled weight decay."""
     embedding_shrink: list[ShrinkPoint] = []
     """Factor for the gradient of the embedding table over time, as in GLM-130B; empty: off."""
@@ -216,7 +226,7 @@ class CheckpointSection(Section):
     """Read every file of a checkpoint back from the mirror and compare its checksum. Off: only sizes are compared."""
     mirror_record_every: Seconds = Seconds(300)
     """Interval between copies of the record to the mirror; it is also copied with every checkpoint."""
-    mirror_flush: Seconds = Seconds(600)
+    mirror_flush: Pause = Pause(600)
     """How long a complete run waits for the mirror to have its last checkpoint and record. A run that is asked to stop
     waits at most 20 s: its next start continues the copy."""
     on_commit: str | None = None
@@ -260,7 +270,7 @@ def _count_or_share(value: float) -> float:
     return int(value)
 
 
-Limit = Annotated[float, Field(gt=0, allow_inf_nan=False), AfterValidator(_count_or_share)]
+Limit = Annotated[float, Field(gt=0), AfterValidator(_count_or_share)]
 
 
 class HeldOutSource(Section):
@@ -299,7 +309,7 @@ class EvalSection(Section):
     else 0."""
     gen_kwargs: dict[str, Any] = {}
     """Options of generating answers, such as `{max_gen_toks = 64}`. They replace those of the tasks one by one."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Seed of the choice of few-shot examples."""
     log_samples: bool = False
     """Keep documents, prompts and responses beside the results. Off: only a hash and the metrics of each document."""

@@ -142,7 +142,7 @@ class SteeredValues:
         behind: samples of the place that is a duration behind another, which is in samples.
 
     Raises:
-        ValueError: an entry cannot be what it says.
+        ValueError: entries cannot be what they say, one in each of its `args`.
     """
 
     def __init__(
@@ -168,11 +168,14 @@ class SteeredValues:
         self._intervals = {key: _ranges(key, ranges, place) for key, ranges in steering.intervals.items()}
         self._thresholds: dict[str, Switch[float | None]] = {}
         placed = sorted(((place(entry.at), entry) for entry in steering.timeline), key=lambda pair: pair[0])
+        problems = []
         for at, entry in placed:
             try:
                 self._enter(at, entry)
             except ValueError as error:
-                raise ValueError(f"timeline, {entry}: {error}") from None
+                problems.append(f"timeline, {entry}: {error}")
+        if problems:
+            raise ValueError(*problems)
         self._check_floor()
         steered = {key.partition(".")[2] for _, entry in placed for key, _ in entry.changes()}
         steered |= {"rewarm"} if self._rewarms else set()

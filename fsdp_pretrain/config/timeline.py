@@ -6,28 +6,23 @@ What the entries mean as numbers is computed by `steering`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from fsdp_pretrain.units import Progress
 
-from .base import Section, Share
-
-Rate = Annotated[float, Field(strict=False, ge=0, allow_inf_nan=False)]
-Above = Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)]
-Beta = Annotated[float, Field(strict=False, ge=0, lt=1)]
-Betas = Annotated[tuple[Beta, Beta], Field(strict=False)]
+from .base import AboveZero, Betas, Length, NotNegative, Section, Share
 
 
 class Change(Section):
     """A new value, or a linear ramp to it: `4e-5` is the same as `{ to = 4e-5 }`."""
 
-    from_: Rate | None = Field(default=None, alias="from")
+    from_: NotNegative | None = Field(default=None, alias="from")
     """Value at the beginning of the ramp; a jump to it is meant. Default: the value there."""
-    to: Rate
+    to: NotNegative
     """Value from then on, or at the end of the ramp."""
-    over: Progress | None = None
+    over: Length | None = None
     """Length of the ramp. Default: none, the value changes at once."""
 
     @model_validator(mode="before")
@@ -39,8 +34,6 @@ class Change(Section):
     def _one_meaning(self) -> Change:
         if self.from_ is not None and self.over is None:
             raise ValueError("`from` is the beginning of a ramp; give its length as `over`, or leave it out")
-        if self.over is not None and self.over.value < 1:
-            raise ValueError(f"over = {self.over} is no length")
         return self
 
     @model_serializer(mode="wrap")
@@ -52,9 +45,9 @@ class Change(Section):
 class PositiveChange(Change):
     """Of a value above 0."""
 
-    from_: Above | None = Field(default=None, alias="from")
+    from_: AboveZero | None = Field(default=None, alias="from")
     """See `Change`."""
-    to: Above
+    to: AboveZero
     """See `Change`."""
 
 
@@ -123,15 +116,15 @@ class EvalTimeline(Section):
 class HealthTimeline(Section):
     """Thresholds of `[health]` that an entry can change."""
 
-    outlier: Above | None = None
+    outlier: AboveZero | None = None
     """Spreads above the median that are reported."""
-    spike: Above | None = None
+    spike: AboveZero | None = None
     """Spreads above the median that are a spike, if three of five."""
-    rise: Above | None = None
+    rise: AboveZero | None = None
     """Rise in nats that is not recovered."""
-    level: Above | None = None
+    level: AboveZero | None = None
     """Rise of the level in nats that is a warning."""
-    norm: Above | None = None
+    norm: AboveZero | None = None
     """Spreads of the gradient norm that are reported."""
 
 
@@ -143,7 +136,7 @@ class TimelineEntry(Section):
     """Place in training: steps, samples or tokens since the beginning of the run. Also inside a step."""
     reason: str = ""
     """Why, for the chronicle."""
-    rewarm: Progress | None = None
+    rewarm: Length | None = None
     """Warm up again over this length: the learning rate is multiplied by (c - at) / length."""
     continuous: bool = False
     """For a new `optimizer.min_lr`: lead there from the learning rate at this place, without a jump."""
@@ -164,8 +157,6 @@ class TimelineEntry(Section):
     def _means_something(self) -> TimelineEntry:
         if self.rewarm is None and not any(True for _ in self.changes()):
             raise ValueError("the entry changes nothing: give it a key, such as `optimizer.lr = 4e-5`, or `rewarm`")
-        if self.rewarm is not None and self.rewarm.value < 1:
-            raise ValueError(f"rewarm = {self.rewarm} is no length")
         for key, interval in self.changes():
             if isinstance(interval, Progress) and interval.value < 1:
                 raise ValueError(f"{key} = {interval} is not a positive interval")

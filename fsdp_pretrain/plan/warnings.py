@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.model import AnyModel, GLMModel
+from fsdp_pretrain.config.curves import ENDLESS
+from fsdp_pretrain.config.model import AnyModel, GLMModel, LlamaModel
 from fsdp_pretrain.config.schedule import Schedule
 from fsdp_pretrain.units import human_bytes, human_count
 
@@ -88,7 +91,76 @@ def markers(schedule: Schedule) -> dict[str, Marker]:
 
 def warnings(config: Config) -> list[str]:
     """Sentences about what is legal but probably unintended."""
-    return [*_shape_warnings(config.model), *_schedule_warnings(config)]
+    return [*_shape_warnings(config.model), *_schedule_warnings(config), *in_vain(config)]
+
+
+def in_vain(config: Config) -> Iterator[str]:
+    """Sentences about what is set and does nothing, or not what it says. Every start shows them."""
+    for key, why in _without_effect(config):
+        section, _, name = key.rpartition(".")
+        holder: Any = config
+        for part in section.split("."):
+            holder = getattr(holder, part)
+        if (value := getattr(holder, name)) != type(holder).model_fields[name].default:
+            shown = "" if isinstance(value, Section) else f" = {value}"
+            yield f"{key}{shown} has no effect {why}: leave it out"
+    if config.optimizer.curve == "constant":
+        for entry in config.timeline:
+            if entry.optimizer.min_lr is not None:
+                yield f"timeline, at {entry.at}: optimizer.min_lr has no effect with optimizer.curve = constant"
+    yield from _rewarm_warnings(config)
+
+
+def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys that the rest of the configuration gives nothing to do, and why."""
+    optimizer, model, checkpoint = config.optimizer, config.model, config.checkpoint
+    curve = f"with optimizer.curve = {optimizer.curve}"
+    if optimizer.curve == "constant":
+        yield "optimizer.min_lr", curve
+    if optimizer.curve in ENDLESS:
+        yield "optimizer.decay", curve
+    if optimizer.curve != "wsd":
+        yield "optimizer.decay_shape", curve
+    if not optimizer.warmup.value:
+        yield "optimizer.warmup_shape", "without optimizer.warmup"
+    if not optimizer.embedding_shrink and all(entry.optimizer.embedding_shrink is None for entry in config.timeline):
+        yield "optimizer.shrink_paths", "without optimizer.embedding_shrink"
+    if config.train.precision != "fp16":
+        yield "train.loss_scale", f"with train.precision = {config.train.precision}"
+    if isinstance(model, LlamaModel) and model.rope_scaling is not None and model.rope_scaling.kind == "linear":
+        for name in ("low_frequency", "high_frequency", "original_length"):
+            yield f"model.rope_scaling.{name}", "with model.rope_scaling.kind = linear"
+    if checkpoint.mirror is None:
+        for name in type(checkpoint).model_fields:
+            if name.startswith("mirror_"):
+                yield f"checkpoint.{name}", "without checkpoint.mirror"
+    if not config.eval.loss_on:
+        for name in ("loss_every", "loss_samples"):
+            yield f"eval.{name}", "without eval.loss_on"
+    if not config.record.aim:
+        yield "record.aim_repo", "without record.aim"
+
+
+def _rewarm_warnings(config: Config) -> Iterator[str]:
+    schedule, until, before = config.schedule, 0, ""
+    for placed in schedule.timeline:
+        if placed.entry.rewarm is None:
+            continue
+        end = schedule.behind(placed.at, placed.entry.rewarm)
+        text = f"timeline, at {placed.entry.at}: rewarm = {placed.entry.rewarm}"
+        if placed.at < min(until, schedule.total):
+            yield (
+                f"{text} begins before the one at {before} has ended: the learning rate is multiplied by both; "
+                "begin it later, or make that one shorter"
+            )
+        if placed.at < schedule.total < end:
+            share = (schedule.total - placed.at) / (end - placed.at)
+            yield (
+                f"{text} is longer than the rest of the run, which ends at {share:.0%} of the learning rate; make it "
+                "shorter"
+            )
+        if end > until:
+            until, before = end, str(placed.entry.at)
 
 
 def _shape_warnings(model: AnyModel) -> Iterator[str]:

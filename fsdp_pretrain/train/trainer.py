@@ -346,7 +346,7 @@ class Trainer:
     def _seed_dropout(self, step: int) -> None:
         """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no RNG state."""
         if self.config.model.uses_dropout:
-            torch.manual_seed((self.config.run.seed * 1_000_003 + step) * 65_537 + self.world.rank)
+            torch.manual_seed(((self.config.run.seed * 1_000_003 + step) * 65_537 + self.world.rank) % 2**64)
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
         """Packed `StepCounts` of all ranks, on the device; periodically with checksums of the parameters."""

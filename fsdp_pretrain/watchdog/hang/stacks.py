@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
-_OURS = re.compile(r"^(?!.*site-packages/torch).*/(?:fsdp_pretrain|data|eval)/")
+_OURS = re.compile(r"(?:fsdp_pretrain|data|eval)/")
 _NEAR = 6
 """Number of innermost frames that are compared."""
 
@@ -27,9 +27,15 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Stack:
-    """The main thread of a rank, innermost frame first; `readers`: identities of threads that are reading data."""
+    """The main thread of a rank, innermost frame first.
+
+    Attributes:
+        root: the directory that the rank imported this project from, with a slash at its end.
+        readers: identities of threads that are reading data.
+    """
 
     frames: tuple[Frame, ...]
+    root: str
     readers: tuple[int, ...] = ()
 
     @property
@@ -41,7 +47,7 @@ class Stack:
     @property
     def _own(self) -> Frame | None:
         """The innermost frame of this project."""
-        return next((frame for frame in self.frames if _OURS.match(frame.file)), None)
+        return next((frame for frame in self.frames if _OURS.match(_inside(frame, self.root))), None)
 
     @property
     def place(self) -> str:
@@ -68,7 +74,7 @@ class Dumps:
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
-        self._main: str | None = None
+        self._main, self._root = "", ""
         self.text = ""
 
     def skip(self) -> None:
@@ -83,8 +89,8 @@ class Dumps:
         """The main thread in a dump made since `skip`; None if there is nothing new. The dump is in `text`."""
         try:
             with self._path.open(encoding="utf-8", errors="replace") as file:
-                if self._main is None:
-                    self._main = file.readline().removeprefix("main ").strip()
+                if not self._main:
+                    self._main, _, self._root = file.readline().removeprefix("main ").rstrip("\n").partition(" ")
                 file.seek(self._offset)
                 text = file.read()
         except OSError:
@@ -94,13 +100,20 @@ class Dumps:
         self.text = text
         threads = _threads(text)
         main = threads.get(int(self._main, 16))
-        readers = [thread for thread, frames in threads.items() if any(map(_reads_data, frames))]
-        return None if main is None else Stack(tuple(main), tuple(readers))
+        readers = [
+            thread for thread, frames in threads.items() if any(_reads_data(each, self._root) for each in frames)
+        ]
+        return None if main is None else Stack(tuple(main), self._root, tuple(readers))
 
 
-def _reads_data(frame: Frame) -> bool:
+def _inside(frame: Frame, root: str) -> str:
+    """The frame's file relative to `root`; empty if it is elsewhere."""
+    return frame.file.removeprefix(root) if frame.file.startswith(root) else ""
+
+
+def _reads_data(frame: Frame, root: str) -> bool:
     """Whether the thread is reading: between two reads it is not in this function."""
-    return frame.file.endswith("data/corpus/reading.py") and frame.name == "_read"
+    return _inside(frame, root) == "data/corpus/reading.py" and frame.name == "_read"
 
 
 def _threads(text: str) -> dict[int, list[Frame]]:

@@ -32,6 +32,8 @@ from fsdp_pretrain.remote import Location
 
 from .page import Page, Phase, is_alive, read
 
+_ROOT = f"{Path(__file__).parents[3]}/".encode("ascii", "backslashreplace").decode()
+"""Beginning of this project's files in stack dumps."""
 _INTERVAL = 1.0
 _OF_ALL_NODES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _LOG_SECONDS = 5.0
@@ -83,7 +85,7 @@ class PageHeartbeat(Heartbeat):
         pages = folder(config.run.dir)
         pages.mkdir(parents=True, exist_ok=True)
         self._stacks = (pages / f"rank-{rank}.stacks").open("w", encoding="utf-8")
-        self._stacks.write(f"main 0x{threading.main_thread().ident:016x}\n")
+        self._stacks.write(f"main 0x{threading.main_thread().ident:016x} {_ROOT}\n")
         self._stacks.flush()
         # Before the page exists: whoever sees it may send the signal. At C level, so a wedged interpreter dumps too.
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
