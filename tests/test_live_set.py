@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from processes import ROOT
+from processes import ROOT, scripted
 from sight import seeded, steps, until
 from traps import killed_at
 
@@ -100,25 +100,18 @@ def test_a_live_set_is_a_timeline_entry(
 
 
 @pytest.mark.slow
-def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(
-    lab: Any, helpers: Any, run_command: Any, gates: Any
-) -> None:
+def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(lab: Any, helpers: Any, run_command: Any) -> None:
     """What was set before the checkpoint stays, what counted in steps behind it goes, what is ahead of the run stays."""
     config, run = config_of(lab, parallel={}, checkpoint={"every": "10 steps", "keep_last": 9}), lab.path / "run"
-    first, second = gates(15, 40)
-    job = lab.start(config)
-    until(lambda: steps(run) >= 12, what=job.output)
-    send(RunDir(run), "set", changes=["optimizer.lr_scale=0.5"], at=24, reason="")
-    send(RunDir(run), "set", changes=["train.grad_clip=0.5"], at=50, reason="")
-    first.touch()
-    until(lambda: steps(run) >= 37, what=job.output)
-    assert [entry["did"] for entry in helpers.journal(run, "control")] == ["set", "set"]
-    assert run_command(CLI, "control", run, "stop").returncode == 0
-    second.touch()
-    assert job.wait() == [75], job.output()
+    asked = [("optimizer.lr_scale=0.5", 24), ("train.grad_clip=0.5", 50)]
+    sets = [("set", {"changes": [change], "at": at, "reason": ""}) for change, at in asked]
+    lab.train(config, expect=75, variables=scripted({12: sets, 37: [("stop", {})]}))
+    assert [entry.get("did") for entry in helpers.journal(run, "control")] == ["set", "set"]
 
-    replayed = run_command(CLI, "replay", run, "--from", 20, "--steps", 6, "--out", lab.path / "replayed")
-    assert replayed.returncode == 0, (replayed.stdout, replayed.stderr)  # with what was set at 24
+    for start, count in ((0, 10), (10, 8), (20, 6)):  # recorded before it was set, in part, and behind its place
+        out = lab.path / f"replayed-{start}"
+        replayed = run_command(CLI, "replay", run, "--from", start, "--steps", count, "--out", out)
+        assert replayed.returncode == 0, (replayed.stdout, replayed.stderr)
 
     def dry(step: int) -> list[str]:
         done = run_command(CLI, "rollback", run, "--to", step, "--dry-run", "--json")
@@ -126,11 +119,39 @@ def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(
         return [text for text in json.loads(done.stdout)["changes"] if text.startswith("timeline")]
 
     assert dry(30) == []
-    assert dry(20) == ["timeline: at 24 steps: optimizer.lr_scale = 0.5 -> absent"]
+    assert dry(20) == ["timeline: at 192 samples: optimizer.lr_scale = 0.5 -> absent"]
     assert run_command(CLI, "rollback", run, "--to", 20).returncode == 0
-    assert [entry["at"] for entry in timeline(run)] == ["50 steps"]
+    assert [entry["at"] for entry in timeline(run)] == ["400 samples"]
     lab.train(config)
     same_as_configured(lab, helpers, config, run, 1)
+
+
+def test_steps_are_replayed_with_the_values_they_had(lab: Any, helpers: Any, run_command: Any) -> None:
+    """Before something was set, and across the border of two starts, of which the second was set something else, and
+    has what the first was set in its file too, in another unit."""
+    saves = {"every": "8 steps", "keep_last": 9}
+    config, run = config_of(lab, parallel={}, train={"duration": "24 steps"}, checkpoint=saves), lab.path / "run"
+    first = ("set", {"changes": ["optimizer.lr_scale=0.5"], "at": 6, "reason": ""})
+    second = ("set", {"changes": ["optimizer.weight_decay=0.02"], "over": "4 steps", "reason": ""})
+    lab.train(config, expect=75, variables=scripted({2: [first], 10: [("stop", {})]}))
+    with config.open("a") as file:
+        file.write('\n[[timeline]]\nat = "6 steps"\nallow_jump = true\noptimizer.lr_scale = 0.5\n')
+    lab.train(config, variables=scripted({16: [second]}))
+    for start, count in ((0, 6), (8, 14)):
+        done = run_command(CLI, "replay", run, "--from", start, "--steps", count)
+        assert done.returncode == 0, (done.stdout, done.stderr)
+
+
+def test_back_to_a_save_of_a_pause_in_which_something_was_set(lab: Any, helpers: Any, run_command: Any) -> None:
+    """What was set goes, so the steps behind it are others than were recorded: that is no fault."""
+    config, run = config_of(lab, parallel={}, train={"duration": "24 steps"}), lab.path / "run"
+    change = ("set", {"changes": ["optimizer.lr=9e-3"], "reason": ""})
+    lab.train(config, expect=75, variables=scripted({12: [("pause", {})], 18: [("stop", {})]}, [("save", {}), change]))
+    (saved,) = [entry["step"] for entry in helpers.journal(run, "control") if entry.get("did") == "pause"]
+    assert run_command(CLI, "rollback", run, "--to", saved).returncode == 0
+    lab.train(config)
+    same_as_configured(lab, helpers, config, run, 1, last=24)
+    assert not timeline(run)
 
 
 @pytest.mark.quick
@@ -176,7 +197,7 @@ def test_an_entry_is_added_wholly_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_lasting_entries_are_part_of_the_configuration_once(lab: Any) -> None:
     """Also where the file, such as the run's own config.toml, has them already; one more entry is seen in the values."""
-    config, entry = load(config_of(lab)), read_entry(["optimizer.lr_scale=0.5"], at=30)
+    config, entry = load(config_of(lab)), read_entry(["optimizer.lr_scale=0.5"], at=240)
     after = steer(config, entry)
     path = lab.path / "written.toml"
     path.write_text(after.to_toml())
