@@ -207,8 +207,9 @@ class Resume:
         return changed, [change.text for change in undeclared(here, (), content.consumed)]
 
     def _same_ahead(self, stands: Config, content: SavedState) -> bool:
-        """Whether every step from here to the end has the values that it has in the configuration that stands."""
-        return not unlike_values(stands, self._config, _steps_from(self._config, TrainState.of(content)))
+        """Whether there are steps to come, and each has the values that it has in the configuration that stands."""
+        ahead = content.consumed < self._config.schedule.total
+        return ahead and not unlike_values(stands, self._config, _steps_from(self._config, TrainState.of(content)))
 
     def _judge_reset(self, step: int) -> bool:
         """Whether the optimiser is reset at this checkpoint. Raises ConfigError if its step was not reached."""
