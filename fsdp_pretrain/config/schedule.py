@@ -307,12 +307,16 @@ class Schedule:
     def at(self, step: int) -> dict[str, Any]:
         """The schedule after step number `step`: consumed, tokens, batch, lr and ramps of that step."""
         consumed = self.batch.consumed_at(step)
+        return self.row(step, consumed, consumed - self.batch.consumed_at(step - 1))
+
+    def row(self, step: int, consumed: int, batch: int) -> dict[str, Any]:
+        """The same of the step of this number that brings the counter to `consumed`."""
         values = self.values_at(consumed)
         return {
             "step": step,
             "consumed": consumed,
             "tokens": self.tokens(consumed),
-            "batch": consumed - self.batch.consumed_at(step - 1),
+            "batch": batch,
             "lr": values.lr,
             **self.steered(values),
         }
