@@ -116,7 +116,8 @@ class RandomSequence:
             at = rng.randrange(step + 1, until + 1) if step < until else self.last
             verb = rng.choice(["set", "set", "save", "pause"])
             if verb == "pause":
-                held += [self._request(rng.choice(["set", "save"]), at) for _ in range(rng.randrange(3))]
+                held += [self._request(rng.choice(["set", "set", "save"]), at) for _ in range(rng.randrange(3))]
+                held += [("kill", {})] * (not last and rng.random() < 0.2)
             script.setdefault(at, []).append(self._request(verb, at))
         if not last:
             script.setdefault(until, []).append((rng.choice(["stop", "kill"]), {}))

@@ -20,7 +20,7 @@ def play(lab: Any, run_command: Run, seeds: range) -> Figures:
         RandomSequence(lab, run_command, seed, figures).play()
         for path in lab.path.iterdir():
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else None
-    print(figures)
+        print(f"{seed}: {figures}", flush=True)
     return figures
 
 
