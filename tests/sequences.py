@@ -112,9 +112,9 @@ class RandomSequence:
         until = self.last if last else rng.randrange(step + 1, self.last + 1) if step < self.last else self.last
         script: dict[int, list[Any]] = {}
         held: list[Any] = []
-        for _ in range(rng.choice([0, 1, 1, 2, 3])):
+        for _ in range(rng.randrange(1, 5)):
             at = rng.randrange(step + 1, until + 1) if step < until else self.last
-            verb = rng.choice(["set", "set", "save", "pause"])
+            verb = rng.choice(["set", "set", "set", "save", "pause"])
             if verb == "pause":
                 held += [self._request(rng.choice(["set", "set", "save"]), at) for _ in range(rng.randrange(3))]
                 held += [("kill", {})] * (not last and rng.random() < 0.2)
