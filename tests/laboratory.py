@@ -87,15 +87,33 @@ class Lab:
         path.write_text(tomli_w.dumps(values))
         return path
 
-    def start(self, config: Path, *overrides: str, ranks: int = 1, flags: tuple[str, ...] = (), nodes: int = 1) -> Job:
-        """Start a training job, as if on `nodes` nodes (their host names: `hostname.py`)."""
-        job = Job(self._zygotes, config, overrides, ranks, self.path / f"log-{len(self._jobs)}", flags, nodes)
+    def start(
+        self,
+        config: Path,
+        *overrides: str,
+        ranks: int = 1,
+        flags: tuple[str, ...] = (),
+        nodes: int = 1,
+        variables: dict[str, str] | None = None,
+    ) -> Job:
+        """Start a training job, as if on `nodes` nodes (their host names: `hostname.py`), with `variables` in its
+        environment."""
+        log = self.path / f"log-{len(self._jobs)}"
+        job = Job(self._zygotes, config, overrides, ranks, log, flags, nodes, variables)
         self._jobs.append(job)
         return job
 
-    def train(self, config: Path, *overrides: str, ranks: int = 1, expect: int = 0, flags: tuple[str, ...] = ()) -> str:
+    def train(
+        self,
+        config: Path,
+        *overrides: str,
+        ranks: int = 1,
+        expect: int = 0,
+        flags: tuple[str, ...] = (),
+        variables: dict[str, str] | None = None,
+    ) -> str:
         """Run a training job to its end and return its output. Fails the test on another exit code."""
-        job = self.start(config, *overrides, ranks=ranks, flags=flags)
+        job = self.start(config, *overrides, ranks=ranks, flags=flags, variables=variables)
         codes = job.wait()
         assert codes == [expect] * ranks, f"exit codes {codes}\n{job.output()}"
         return job.output()

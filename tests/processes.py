@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from sight import PATIENCE, until
 
@@ -50,6 +51,12 @@ def as_rank(rank: int, ranks: int, local: int, port: int) -> dict[str, str]:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
+
+
+def scripted(steps: dict[int, list[tuple[str, dict[str, Any]]]], held: Sequence[object] = ()) -> dict[str, str]:
+    """Variables with which rank 0 gets requests at given steps, and while it is held; see `scripted.py`."""
+    script = {"steps": steps, "held": list(held)}
+    return {"EXECUTE_FIRST": str(ROOT / "tests/scripted.py"), "SCRIPT": json.dumps(script)}
 
 
 _HELD: list[socket.socket] = []
@@ -227,12 +234,13 @@ class Job:
         log: Path,
         flags: tuple[str, ...],
         nodes: int = 1,
+        variables: dict[str, str] | None = None,
     ) -> None:
         port, local = free_port(), ranks // nodes
         self.log = log
         self.ranks = []
         for rank in range(ranks):
-            environment = as_rank(rank, ranks, local, port)
+            environment = as_rank(rank, ranks, local, port) | (variables or {})
             arguments = (config, *overrides, *flags)
             self.ranks.append(zygotes.start("fsdp_pretrain.train", *arguments, environment=environment, log=log))
 

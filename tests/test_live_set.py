@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import tomli_w
-from processes import ROOT
+from processes import ROOT, scripted
 from sight import seeded, steps, until
 from traps import killed_at
 
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.config.live_set import read_entry, steer, steerable
+from fsdp_pretrain.config.live_set import lasting, preview, read_entry, steer, steerable
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record import overrides
 from fsdp_pretrain.record.files import RunDir
@@ -77,8 +77,11 @@ def test_a_live_set_is_a_timeline_entry(
     late = send(RunDir(run), "set", changes=["optimizer.lr_scale=0.1"], at=2, reason="")
     command = start_command(CLI, "control", run, "set", *change, "--reason", "less noise", "--yes", "--json")
     until(lambda: len(list((run / "control").iterdir())) == 2, what="the requests")
+    other = start_command(CLI, "control", run, "set", "optimizer.lr_scale=2", "--at", 32, "--yes")
+    until(lambda: len(list((run / "control").iterdir())) == 3, what="the request of somebody who sees the same")
     first.touch()
     assert command.wait() == 0, (command.output(), job.output())
+    assert other.wait() == 78 and "no longer as in the preview: at 240 samples" in other.output()[1], other.output()
     found = json.loads(command.output()[0])
     second.touch()
     assert job.wait() == [0] * 4, job.output()
@@ -100,25 +103,18 @@ def test_a_live_set_is_a_timeline_entry(
 
 
 @pytest.mark.slow
-def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(
-    lab: Any, helpers: Any, run_command: Any, gates: Any
-) -> None:
+def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(lab: Any, helpers: Any, run_command: Any) -> None:
     """What was set before the checkpoint stays, what counted in steps behind it goes, what is ahead of the run stays."""
     config, run = config_of(lab, parallel={}, checkpoint={"every": "10 steps", "keep_last": 9}), lab.path / "run"
-    first, second = gates(15, 40)
-    job = lab.start(config)
-    until(lambda: steps(run) >= 12, what=job.output)
-    send(RunDir(run), "set", changes=["optimizer.lr_scale=0.5"], at=24, reason="")
-    send(RunDir(run), "set", changes=["train.grad_clip=0.5"], at=50, reason="")
-    first.touch()
-    until(lambda: steps(run) >= 37, what=job.output)
-    assert [entry["did"] for entry in helpers.journal(run, "control")] == ["set", "set"]
-    assert run_command(CLI, "control", run, "stop").returncode == 0
-    second.touch()
-    assert job.wait() == [75], job.output()
+    asked = [("optimizer.lr_scale=0.5", 24), ("train.grad_clip=0.5", 50)]
+    sets = [("set", {"changes": [change], "at": at, "reason": ""}) for change, at in asked]
+    lab.train(config, expect=75, variables=scripted({12: sets, 37: [("stop", {})]}))
+    assert [entry.get("did") for entry in helpers.journal(run, "control")] == ["set", "set"]
 
-    replayed = run_command(CLI, "replay", run, "--from", 20, "--steps", 6, "--out", lab.path / "replayed")
-    assert replayed.returncode == 0, (replayed.stdout, replayed.stderr)  # with what was set at 24
+    for start, count in ((0, 10), (10, 8), (20, 6)):  # recorded before it was set, in part, and behind its place
+        out = lab.path / f"replayed-{start}"
+        replayed = run_command(CLI, "replay", run, "--from", start, "--steps", count, "--out", out)
+        assert replayed.returncode == 0, (replayed.stdout, replayed.stderr)
 
     def dry(step: int) -> list[str]:
         done = run_command(CLI, "rollback", run, "--to", step, "--dry-run", "--json")
@@ -126,11 +122,93 @@ def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(
         return [text for text in json.loads(done.stdout)["changes"] if text.startswith("timeline")]
 
     assert dry(30) == []
-    assert dry(20) == ["timeline: at 24 steps: optimizer.lr_scale = 0.5 -> absent"]
+    assert dry(20) == ["timeline: at 192 samples: optimizer.lr_scale = 0.5 -> absent"]
     assert run_command(CLI, "rollback", run, "--to", 20).returncode == 0
-    assert [entry["at"] for entry in timeline(run)] == ["50 steps"]
+    assert [entry["at"] for entry in timeline(run)] == ["400 samples"]
     lab.train(config)
     same_as_configured(lab, helpers, config, run, 1)
+
+
+def test_steps_are_replayed_with_the_values_they_had(lab: Any, helpers: Any, run_command: Any) -> None:
+    """Before something was set, and across the border of two starts, of which the second was set something else, and
+    has what the first was set in its file too, in another unit."""
+    saves = {"every": "8 steps", "keep_last": 9}
+    config, run = config_of(lab, parallel={}, train={"duration": "24 steps"}, checkpoint=saves), lab.path / "run"
+    first = ("set", {"changes": ["optimizer.lr_scale=0.5"], "at": 6, "reason": ""})
+    second = ("set", {"changes": ["optimizer.weight_decay=0.02"], "over": "4 steps", "reason": ""})
+    lab.train(config, expect=75, variables=scripted({2: [first], 10: [("stop", {})]}))
+    with config.open("a") as file:
+        file.write('\n[[timeline]]\nat = "6 steps"\nallow_jump = true\noptimizer.lr_scale = 0.5\n')
+    lab.train(config, variables=scripted({16: [second]}))
+    for start, count in ((0, 6), (8, 14)):
+        done = run_command(CLI, "replay", run, "--from", start, "--steps", count)
+        assert done.returncode == 0, (done.stdout, done.stderr)
+
+
+def test_back_to_a_save_of_a_pause_in_which_something_was_set(lab: Any, helpers: Any, run_command: Any) -> None:
+    """What was set goes, so the steps behind it are others than were recorded: that is no fault."""
+    config, run = config_of(lab, parallel={}, train={"duration": "24 steps"}), lab.path / "run"
+    change = ("set", {"changes": ["optimizer.lr=9e-3"], "reason": ""})
+    lab.train(config, expect=75, variables=scripted({12: [("pause", {})], 18: [("stop", {})]}, [("save", {}), change]))
+    (saved,) = [entry["step"] for entry in helpers.journal(run, "control") if entry.get("did") == "pause"]
+    assert run_command(CLI, "rollback", run, "--to", saved).returncode == 0
+    lab.train(config)
+    same_as_configured(lab, helpers, config, run, 1, last=24)
+    assert not timeline(run)
+
+
+def test_what_was_set_stays_where_it_was_set(lab: Any, helpers: Any, run_command: Any) -> None:
+    """Though the run goes on with another batch: places and ramps are as many samples, whatever a step is."""
+    sections: dict[str, Any] = {"parallel": {}, "train": {"duration": "320 samples"}, "checkpoint": {"keep_last": 9}}
+    config, run = config_of(lab, **sections), lab.path / "run"
+    flat = ("optimizer.curve=constant", "optimizer.warmup=0 steps", "optimizer.min_lr=0.0")
+    halved = ("set", {"changes": ["optimizer.lr_scale=0.5"], "at": 8, "over": "8 steps", "reason": ""})
+    lab.train(config, *flat, expect=75, variables=scripted({2: [halved], 9: [("stop", {})]}))
+    stopped = helpers.metrics(run)[-1]["step"]
+    third = ("set", {"changes": ["optimizer.lr_scale=0.25"], "at": 17, "reason": ""})
+    resumed = (*flat, "train.global_batch=16 samples")
+    lab.train(config, *resumed, flags=("--allow", "train.global_batch"), variables=scripted({stopped + 1: [third]}))
+
+    place = 8 * stopped + 16 * (17 - stopped)
+    assert timeline(run) == [
+        {"at": "64 samples", "allow_jump": True, "optimizer": {"lr_scale": {"to": 0.5, "over": "64 samples"}}},
+        {"at": f"{place} samples", "allow_jump": True, "optimizer": {"lr_scale": {"to": 0.25}}},
+    ]
+    records = helpers.metrics(run)
+    scales = [1 - min(0.5, max(0.0, at - 64) / 128) if at <= place else 0.25 for at in (r["consumed"] for r in records)]
+    assert [record["lr"] / 1e-2 for record in records] == pytest.approx(scales, rel=1e-12)
+    steps_asked = f"{stopped},{stopped + 1},17,18 steps"
+    shown = run_command(CLI, "plan", run / "config.toml", "--at", steps_asked, "--json")
+    assert shown.returncode == 0, shown.stderr
+    for row in json.loads(shown.stdout):
+        record = records[row["step"] - 1]
+        assert [row[key] for key in ("consumed", "batch", "lr")] == [record[key] for key in ("consumed", "batch", "lr")]
+    planned = run_command(CLI, "plan", run / "config.toml", "--json")
+    assert [entry["step"] for entry in json.loads(planned.stdout)["timeline"]] == [8, 17]
+
+
+@pytest.mark.quick
+def test_a_preview_counts_steps_from_where_the_run_is(lab: Any) -> None:
+    """Step 100 after 800 samples, though its batch is 16 now."""
+    config = load(config_of(lab, train={"duration": "6400 samples", "global_batch": "16 samples"}))
+    asked = read_entry(["optimizer.lr_scale=0.5"], at=800 + 20 * 16, over="10 steps")
+    entry = lasting(asked, config.schedule)
+    assert entry.optimizer.lr_scale is not None and str(entry.optimizer.lr_scale.over) == "160 samples"
+    rows = preview(config, steer(config, entry), entry, step=100, consumed=800)
+    shown = {row.step: row for row in rows if row.key == "optimizer.lr"}
+    assert {119, 120, 121, 129, 130, 131} <= {*shown} and min(shown) == 119
+    for step, row in shown.items():
+        lr = config.schedule.lr_at(800 + 16 * (step - 100))
+        scale = 1 - 0.05 * min(10, max(0, step - 120))
+        assert float(row.before) == lr and float(row.after) == pytest.approx(lr * scale, rel=1e-12)
+
+
+@pytest.mark.quick
+def test_lasting_changes_have_their_places_in_samples(tmp_path: Path) -> None:
+    for table in ('at = "8 steps"', 'at = "8 samples"\nrewarm = "2 steps"'):
+        text = f"set = []\nskip = []\n[[timeline]]\n{table}\noptimizer.lr_scale = 0.5\n"
+        with pytest.raises(ConfigError, match="must be in samples"):
+            Overrides.from_toml(text, tmp_path / "overrides.toml")
 
 
 @pytest.mark.quick
@@ -176,7 +254,7 @@ def test_an_entry_is_added_wholly_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_lasting_entries_are_part_of_the_configuration_once(lab: Any) -> None:
     """Also where the file, such as the run's own config.toml, has them already; one more entry is seen in the values."""
-    config, entry = load(config_of(lab)), read_entry(["optimizer.lr_scale=0.5"], at=30)
+    config, entry = load(config_of(lab)), read_entry(["optimizer.lr_scale=0.5"], at=240)
     after = steer(config, entry)
     path = lab.path / "written.toml"
     path.write_text(after.to_toml())

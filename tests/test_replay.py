@@ -15,6 +15,8 @@ from records import step_record
 
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.operations import HealthSection
+from fsdp_pretrain.config.steering import StepValues
+from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.replay.comparison import StepComparison, UsualSteps, compare
 from fsdp_pretrain.replay.verdict import ReplayReport, judge, render
 
@@ -219,6 +221,32 @@ def test_what_follows_from_a_replay(report: dict[str, Any], step: dict[str, Any]
     assert judged.finding == finding and f"{finding}: {judged.verdict}" in render(judged)
 
 
+UNSTEERED = StepValues(
+    lr=1e-3, lr_scale=1.0, rewarm=1.0, weight_decay=0.1, betas=(0.9, 0.95), grad_clip=1.0, z_loss=0.0,
+    embedding_shrink=1.0, shrink_paths="both",
+)  # fmt: skip
+
+
+def beside(
+    replayed: StepRecord, recorded: StepRecord, usual: UsualSteps, then: UsualSteps, samples: list[float | None]
+) -> StepComparison:
+    return compare(replayed, recorded, usual, then, samples, UNSTEERED)
+
+
+@pytest.mark.quick
+def test_settings_are_their_values() -> None:
+    """A record has only what its start had changed by then: what it leaves out is as if nothing was."""
+    usual = UsualSteps([], HealthSection())
+    for ramps, same in (
+        ({"lr_scale": 1.0, "betas": (0.9, 0.95)}, True),
+        ({"lr_scale": 1.0, "weight_decay": 0.2}, False),
+        ({"shares": {"a": 0.5}}, False),
+    ):
+        steered, plain = step_record(5, ramps={"shares": {"a": 1.0}, **ramps}), step_record(5)
+        for pair in ((steered, plain), (plain, steered)):
+            assert (beside(*pair, usual, usual, []).differs == []) is same
+
+
 @pytest.mark.quick
 def test_what_stands_out() -> None:
     """Against the steps before; a step that did so then does so again if it comes half as far."""
@@ -233,13 +261,13 @@ def test_what_stands_out() -> None:
     assert "gradient norm 5" in usual.stands_out(step_record(129, grad_norm=5.0))
     assert "not finite" in usual.stands_out(step_record(129, grad_norm=None, not_finite="gradients"))
     less = step_record(129, loss={"sum": 513.0 + 256 * 0.75 * config.outlier * config.floor, "count": 256})
-    assert compare(less, high, usual, usual, []).bad and not compare(less, calm, usual, usual, []).bad
+    assert beside(less, high, usual, usual, []).bad and not beside(less, calm, usual, usual, []).bad
     assert not UsualSteps(before[:4], config).stands_out(high)  # too few to say
     elsewhere = step_record(17, loss={"sum": 900.0, "count": 256})  # of a state at which so much is usual
     wild = UsualSteps([step_record(at, loss={"sum": 600.0 + 60 * at, "count": 256}) for at in range(1, 129)], config)
     odd, even = [3.4, 3.4, 3.5, 5.5], [3.4, 3.5, 3.6, 3.5]
-    assert "raise its loss by" in compare(elsewhere, high, wild, usual, odd).bad  # high: 0.5 above the usual
-    assert not compare(elsewhere, high, wild, usual, even).bad
+    assert "raise its loss by" in beside(elsewhere, high, wild, usual, odd).bad  # high: 0.5 above the usual
+    assert not beside(elsewhere, high, wild, usual, even).bad
 
 
 # ---------------------------------------------------------------------- refused

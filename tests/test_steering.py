@@ -95,6 +95,10 @@ def test_curves_are_their_closed_forms(
         ("optimizer={lr=1e-3,curve='wsd',warmup='1900B tokens',decay_length='200B tokens'}", "within the warm-up"),
         ("optimizer={lr=1e-3,curve='inverse-sqrt'}", "needs an optimizer.warmup"),
         ("timeline=[{at='9 steps',optimizer={lr=1e-4}}]", "allow_jump = true"),
+        *(
+            (f"timeline=[{{at='9 steps',train={{grad_clip={{to=0.1,over='{over}'}}}}}}]", "grad_clip 1 -> 0.1 (-90.0%)")
+            for over in ("1 steps", "1 tokens", "256 samples")  # over before the next step ends: no ramp
+        ),
         ("timeline=[{at='9 steps',train={grad_clip=0.5}}]", "grad_clip 1 -> 0.5 (-50.0%) jumps in one step"),
         ("timeline=[{at='9 steps',optimizer={betas=[0.9,0.97]}}]", "betas (0.9, 0.95) -> (0.9, 0.97) (+66.7%)"),
         ("timeline=[{at='9 steps',reason='none'}]", "the entry changes nothing"),
@@ -198,6 +202,7 @@ def test_finished_entries_change_nothing() -> None:
         "{at='9 steps',allow_jump=true,optimizer={lr=5e-5}}",
         "{at='9 steps',optimizer={lr={from=5e-5,to=1e-4,over='5 steps'}}}",
         "{at='9 steps',optimizer={lr={to=5e-5,over='5 steps'}}}",
+        "{at='9 steps',train={grad_clip={to=0.1,over='2 steps'}}}",
         "{at='9 steps',optimizer={lr=2.9e-4}}",
         "{at='9 steps',rewarm='5 steps'}",
         "{at='9 steps',optimizer={shrink_paths='input'}}",

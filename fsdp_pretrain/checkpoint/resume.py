@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from fsdp_pretrain.config.config import with_timeline
+from data.packing.opening import open_skips
+from data.packing.position import Position
+from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import (
     changes,
     differences,
@@ -16,10 +19,11 @@ from fsdp_pretrain.config.resume_rules import (
     refuse_unknown,
     undeclared,
 )
+from fsdp_pretrain.config.step_settings import SCHEDULED, unlike_values
 from fsdp_pretrain.config.surgery import refuse_missed
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
 from fsdp_pretrain.parallel.fsdp import compute_dtype
-from fsdp_pretrain.record import lineage, overrides
+from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.record.metrics import left_behind
 from fsdp_pretrain.record.recorder import Recorder
@@ -189,10 +193,9 @@ class Resume:
             path = its
         stands, unknown = load_recorded(path)
         refuse_unknown(path, unknown)
-        live = [entry for entry in overrides.read(self._run).timeline if entry not in stands.timeline]
-        if live:  # declared by `control set`
-            stands = with_timeline(stands, [*stands.timeline, *live], path)
         here = changes(stands, self._config)
+        if undeclared(here, (), content.consumed) and self._same_ahead(stands, content):
+            here = [change for change in here if change.key not in SCHEDULED]
         missing = undeclared(here, self._terms.changes, content.consumed) if content.consumed else []  # nothing learned
         wrong = forbidden(content.identity, self._identity, content.cursor)
         at_once = stands.schedule.jumps_to(self._config.schedule, content.consumed)
@@ -202,6 +205,11 @@ class Resume:
         changed += [f"{change.text} -> not known to this version" for change in unknown]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
         return changed, [change.text for change in undeclared(here, (), content.consumed)]
+
+    def _same_ahead(self, stands: Config, content: SavedState) -> bool:
+        """Whether there are steps to come, and each has the values that it has in the configuration that stands."""
+        ahead = content.consumed < self._config.schedule.total
+        return ahead and not unlike_values(stands, self._config, _steps_from(self._config, TrainState.of(content)))
 
     def _judge_reset(self, step: int) -> bool:
         """Whether the optimiser is reset at this checkpoint. Raises ConfigError if its step was not reached."""
@@ -240,6 +248,14 @@ class Resume:
     def _mesh(self, old: WorldShape) -> str:
         was, is_ = (f"{mesh.replicas} x {mesh.shards} ranks" for mesh in (old, self._world))
         return f"written and read by {is_}" if was == is_ else f"written by {was}, read by {is_}"
+
+
+def _steps_from(config: Config, position: Position) -> Iterator[Position]:
+    """The positions after the steps to come."""
+    skips = open_skips(config)
+    while position.consumed < config.schedule.total:
+        position = position.advance(config.schedule.batch, skips)
+        yield position
 
 
 def _wrong_texts(checkpoint: Checkpoint) -> str | None:

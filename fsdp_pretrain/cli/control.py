@@ -76,24 +76,34 @@ def control(args: argparse.Namespace) -> int:
 
 
 def _set(args: argparse.Namespace, report: StatusReport) -> int:
-    from fsdp_pretrain.config.live_set import preview, read_entry, steer
+    from fsdp_pretrain.config.live_set import lasting, preview, read_entry, steer
     from fsdp_pretrain.config.resume_rules import load_recorded
 
     step = report.status.step or 0
     at = step if args.at is None else args.at
     if at < step:
         raise ConfigError(f"--at {at}: the run is at step {step:_} already", effect="nothing was changed")
+    consumed = report.status.consumed or 0
     config, _ = load_recorded(args.run.config)
-    entry = read_entry(args.overrides, at=at, over=args.over, reason=args.reason)
+    place = config.schedule.batch.ahead(consumed, at - step)
+    asked = read_entry(args.overrides, at=place, over=args.over, reason=args.reason)
+    entry = lasting(asked, config.schedule)
     after = steer(config, entry)
-    rows = preview(config, after, entry)
+    rows = preview(config, after, entry, step=step, consumed=consumed)
     if not args.json:
         jumps = next((placed.jumps for placed in after.schedule.timeline if placed.entry == entry), ())
         exact = "" if args.at is not None else "; the job acts at the next step that all ranks have before them"
-        print("\n".join([f"{entry}{exact}", *_table(rows), *(row("jump", str(jump)) for jump in jumps)]), flush=True)
+        print(
+            "\n".join(
+                [f"{asked.keys()} after step {at:_}{exact}", *_table(rows), *(row("jump", str(jump)) for jump in jumps)]
+            ),
+            flush=True,
+        )
     if not args.yes:
         _confirm()
-    answer = _ask(args, report, reason=args.reason, changes=args.overrides, over=args.over, at=args.at)
+    answer = _ask(
+        args, report, reason=args.reason, changes=args.overrides, over=args.over, at=args.at, seen=len(config.timeline)
+    )
     _show(args, answer=answer, preview=[asdict(each) for each in rows])
     return 0
 
@@ -167,15 +177,15 @@ def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict
 
 def _fate(args: argparse.Namespace, request: Path, before: tuple[TimelineEntry, ...], *, runs: bool) -> str:
     """What becomes of a request without an answer. `before`: the lasting timeline entries before it was sent."""
-    from fsdp_pretrain.config.live_set import read_entry
+    from fsdp_pretrain.config.live_set import lasting, read_entry
+    from fsdp_pretrain.config.resume_rules import load_recorded
     from fsdp_pretrain.record import answers, overrides
 
     if answers.take_back(request):
         return "the request was taken back: nothing was changed"
     for entry in overrides.read(args.run).timeline if args.action == "set" else ():
-        if entry not in before and entry == read_entry(
-            args.overrides, at=entry.at.value, over=args.over, reason=args.reason
-        ):
+        asked = read_entry(args.overrides, at=entry.at.value, over=args.over, reason=args.reason)
+        if entry not in before and entry == lasting(asked, load_recorded(args.run.config)[0].schedule):
             return f"it lasts, also over restarts, since it is in {args.run.overrides}: {entry}"
     if not runs:
         return "the job had not acted on the request: nothing was changed, and a restart does not have it"

@@ -1,6 +1,7 @@
 """A change of a live run as one more `[[timeline]]` entry: read from `key=value`, checked, previewed to the bit.
 
-The command and rank 0 use the same functions, so what is previewed is what is applied.
+The command and rank 0 use the same functions, so what is previewed is what is applied. People say and see steps; what
+lasts has its place and its lengths in samples, since a run that is resumed with another batch has other steps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import Progress
 
 from .config import Config, sections_in, with_timeline
-from .timeline import TimelineEntry
+from .schedule import Schedule
+from .timeline import Change, TimelineEntry
 from .toml_file import describe, nearest, override
 
 _INTERVALS = ("checkpoint.every", "eval.every", "eval.loss_every")
@@ -34,7 +36,7 @@ def steerable() -> list[str]:
 
 
 def read_entry(changes: Sequence[str], *, at: int, over: str = "", reason: str = "") -> TimelineEntry:
-    """The timeline entry of `key=value` changes that count for the steps after step `at`.
+    """The timeline entry of `key=value` changes that count for the steps after `at` samples.
 
     Args:
         changes: as on the command line.
@@ -44,7 +46,7 @@ def read_entry(changes: Sequence[str], *, at: int, over: str = "", reason: str =
     Raises:
         ConfigError: it lists every problem.
     """
-    raw: dict[str, Any] = {"at": str(Progress(at, "step")), "reason": reason, "allow_jump": True}
+    raw: dict[str, Any] = {"at": str(Progress(at, "sample")), "reason": reason, "allow_jump": True}
     keys, known, origin = [text.partition("=")[0].strip() for text in changes], steerable(), dict[str, str]()
     problems = [] if changes else ["nothing to change: give KEY=VALUE"]
     for number, (key, text) in enumerate(zip(keys, changes, strict=True)):
@@ -86,11 +88,28 @@ def _ramp(raw: dict[str, Any], keys: Sequence[str], over: str) -> Iterator[str]:
             raw[name][last] = {"to": raw[name][last], "over": over}
 
 
+def lasting(entry: TimelineEntry, schedule: Schedule) -> TimelineEntry:
+    """An entry of `read_entry` with its lengths in samples too."""
+    at, raw = entry.at.value, plain(entry)
+
+    def samples(length: Progress) -> str:
+        end = schedule.batch.ahead(at, length.value) if length.unit == "step" else schedule.behind(at, length)
+        return str(Progress(end - at, "sample"))
+
+    for key, change in entry.changes():
+        section, _, name = key.partition(".")
+        if isinstance(change, Change) and change.over is not None:
+            raw[section][name]["over"] = samples(change.over)
+    if entry.rewarm is not None:
+        raw["rewarm"] = samples(entry.rewarm)
+    return TimelineEntry.model_validate(raw)
+
+
 def steer(config: Config, entry: TimelineEntry) -> Config:
-    """The configuration with one more entry. Raises ConfigError, which lists every problem."""
-    place, schedule = config.schedule.samples(entry.at), config.schedule
-    if place >= schedule.total:
-        raise ConfigError(f"the run ends after step {schedule.steps:_}: there is no step after {entry.at.value:_}")
+    """The configuration with one more lasting entry. Raises ConfigError, which lists every problem."""
+    total = config.schedule.total
+    if entry.at.value >= total:
+        raise ConfigError(f"the run ends after {total:_} samples: there is no step after {entry.at.value:_}")
     return with_timeline(config, [*config.timeline, entry], Path("the run's configuration with this change"))
 
 
@@ -104,15 +123,27 @@ class ShownValue:
     after: str
 
 
-def preview(before: Config, after: Config, entry: TimelineEntry) -> list[ShownValue]:
-    """What an entry changes: around its place, and around the ends of its ramps."""
-    at, marks = entry.at.value, ({row["step"] for row in config.schedule.preview()} for config in (after, before))
-    around = next(marks) - next(marks)  # places and ends of ramps that the entry adds
-    steps = sorted({at, *(at + ahead for ahead in _AHEAD), *around} & {*range(1, before.schedule.steps + 1)})
+def preview(before: Config, after: Config, entry: TimelineEntry, *, step: int, consumed: int) -> list[ShownValue]:
+    """What an entry changes: around its place, and around the ends of its ramps.
+
+    Args:
+        before, after: without and with it.
+        step, consumed: where the run is, at the entry's place or before it.
+    """
+    batch, total = before.schedule.batch, before.schedule.total
+    marks = {entry.at.value, *(set(after.schedule.marks) - set(before.schedule.marks))}  # and ends of its ramps
+    around = {step + batch.steps_between(consumed, mark) + more for mark in marks for more in (-1, 0, 1)}
+    at = step + batch.steps_between(consumed, entry.at.value)
+    places = {
+        shown: batch.ahead(consumed, shown - step)
+        for shown in sorted({*around, *(at + ahead for ahead in _AHEAD)})
+        if shown >= max(1, step)
+    }
     return [
-        ShownValue(step, key, *(text_of(value_at(config, key, step)) for config in (before, after)))
+        ShownValue(shown, key, *(text_of(value_at(config, key, place)) for config in (before, after)))
         for key in shown_keys(entry)
-        for step in steps
+        for shown, place in places.items()
+        if place <= total
     ]
 
 
@@ -123,11 +154,11 @@ def shown_keys(entry: TimelineEntry) -> list[str]:
     return [*rate, *(key for key in keys if key not in (*_OF_RATE, *rate))]
 
 
-def value_at(config: Config, key: str, step: int) -> Any:
-    """The value of a steerable key that is in force in a step, as JSON: of `optimizer.lr`, what the optimiser gets."""
+def value_at(config: Config, key: str, consumed: int) -> Any:
+    """The value of a steerable key that is in force in the step that ends at `consumed`, as JSON: of `optimizer.lr`,
+    what the optimiser gets."""
     schedule = config.schedule
     section, _, name = key.partition(".")
-    consumed = schedule.batch.consumed_at(step)
     if key == "eval.loss_every":
         return str(config.heldout_every(consumed))
     if key in _INTERVALS:

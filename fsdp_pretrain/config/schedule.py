@@ -102,6 +102,20 @@ class BatchSchedule:
         stage = self.stages[bisect_right(self.stages, step, key=lambda stage: stage.step) - 1]
         return stage.consumed + (step - stage.step) * stage.batch
 
+    def ahead(self, consumed: int, steps: int) -> int:
+        """Samples consumed after `steps` more steps, from wherever a run is: one that was resumed with another batch is
+        not where as many steps from the beginning would have led."""
+        while steps and self.ramp is not None and consumed < self.ramp.end:
+            consumed, steps = consumed + self.batch_at(consumed), steps - 1
+        return consumed + steps * self.full
+
+    def steps_between(self, consumed: int, until: int) -> int:
+        """The number of whole steps from `consumed` after which at least `until` samples have been consumed."""
+        steps = 0
+        while consumed < until and self.ramp is not None and consumed < self.ramp.end:
+            consumed, steps = consumed + self.batch_at(consumed), steps + 1
+        return steps + max(0, -(-(until - consumed) // self.full))
+
     def step_at(self, consumed: int) -> int:
         """The number of whole steps after which at least `consumed` samples have been consumed."""
         stage = self.stages[bisect_right(self.stages, consumed, key=lambda stage: stage.consumed) - 1]
@@ -248,6 +262,11 @@ class Schedule:
         """The entries of the timeline in order, with their places and what jumps there."""
         return self._timeline.entries
 
+    @property
+    def marks(self) -> list[int]:
+        """Places of the timeline's entries, and where their ramps end."""
+        return self._timeline.marks
+
     def jumps_to(self, other: Schedule, consumed: int) -> list[str]:
         """What differs at once if the step after `consumed` samples is of another schedule instead of this one."""
         following = consumed + other.batch.batch_at(consumed)
@@ -291,12 +310,16 @@ class Schedule:
     def at(self, step: int) -> dict[str, Any]:
         """The schedule after step number `step`: consumed, tokens, batch, lr and ramps of that step."""
         consumed = self.batch.consumed_at(step)
+        return self.row(step, consumed, consumed - self.batch.consumed_at(step - 1))
+
+    def row(self, step: int, consumed: int, batch: int) -> dict[str, Any]:
+        """The same of the step of this number that brings the counter to `consumed`."""
         values = self.values_at(consumed)
         return {
             "step": step,
             "consumed": consumed,
             "tokens": self.tokens(consumed),
-            "batch": consumed - self.batch.consumed_at(step - 1),
+            "batch": batch,
             "lr": values.lr,
             **self.steered(values),
         }

@@ -96,14 +96,15 @@ class Track:
         self._places.append(at)
         self._changes.append((start, to, length))
 
-    def at(self, consumed: int, *, behind: bool = False) -> float:
-        """The value of the step that ends at `consumed`; `behind`: the limit of the steps after it."""
+    def at(self, consumed: int, *, behind: bool = False, within: int = 0) -> float:
+        """The value of the step that ends at `consumed`; `behind`: the limit of the steps after it, where ramps of
+        up to `within` samples are over."""
         newest = (bisect_right if behind else bisect_left)(self._places, consumed) - 1
         if newest < 0:
             return self._base(consumed) if callable(self._base) else self._base
         start, to, length = self._changes[newest]
         passed = consumed - self._places[newest]
-        return to if passed >= length else start + (to - start) * passed / length
+        return to if passed >= length or (behind and length <= within) else start + (to - start) * passed / length
 
     @property
     def marks(self) -> list[int]:
@@ -224,10 +225,12 @@ class SteeredValues:
         self._tracks["lr"].change(at, self._curve.peak_for(lr, at, floor))
 
     def values_at(self, consumed: int, *, behind: bool = False) -> StepValues:
-        """The values of the step that brings the counter to `consumed`; `behind`: the limit of the steps after it."""
+        """The values of the step that brings the counter to `consumed`; `behind`: the limit of the steps after it, of
+        which a ramp that is no longer than a step is no part."""
+        step = self._behind(consumed, Progress(1, "step")) - consumed if behind else 0
 
         def now(name: str) -> float:
-            return self._tracks[name].at(consumed, behind=behind)
+            return self._tracks[name].at(consumed, behind=behind, within=step)
 
         scale, rewarm = now("lr_scale"), 1.0
         for at, length in self._rewarms:

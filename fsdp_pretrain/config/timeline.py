@@ -181,6 +181,12 @@ class TimelineEntry(Section):
                 if (value := getattr(section, key)) is not None:
                     yield f"{name}.{key}", value
 
+    def lengths(self) -> Iterator[Progress]:
+        """The place, and the lengths of ramps; intervals are neither."""
+        yield self.at
+        yield from (change.over for _, change in self.changes() if isinstance(change, Change) and change.over)
+        yield from [] if self.rewarm is None else [self.rewarm]
+
     def keys(self) -> str:
         """For people: `optimizer.lr = 4e-05, rewarm = 2_000 steps`."""
         parts = [f"{key} = {_short(value)}" for key, value in self.changes()]

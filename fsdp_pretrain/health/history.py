@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.resume_rules import FREE, changes
+from fsdp_pretrain.config.step_settings import unlike
 from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.record import environment, lineage
+from fsdp_pretrain.record import environment, journal, lineage
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.metrics import last_metrics, tail
 from fsdp_pretrain.record.step_record import StepRecord
@@ -14,9 +14,6 @@ from .monitor import HISTORY, ExpectedSteps, Health
 
 REPEATED = 3
 """Number of repeated steps that are compared with their earlier records."""
-
-_NUMERIC = ("parallel.", "train.")
-_MACHINES = ("world", "device", "torch")
 
 
 def recall(
@@ -40,10 +37,9 @@ def _expected(
 ) -> ExpectedSteps | None:
     """What the newest start that continued from the same state recorded for the following steps.
 
-    None if there is no such start, or the configuration changed since in a way that affects training.
+    None if no start trained these steps with the settings that this one has there.
     """
-    known = lineage.nodes(run)
-    for node in reversed(known):
+    for node in reversed(lineage.nodes(run)):
         from_here = node.segment == parent or (node.parent, node.step) == (parent, step)
         if node.segment >= segment or not from_here:
             continue
@@ -52,16 +48,13 @@ def _expected(
             if record.step > step + REPEATED or record.not_finite is not None:
                 break  # a non-finite step may come out differently, and so may all later ones
             records[record.step] = record
-        if not records:
+        if not records or (node.step == step and journal.lost_optimizer(run, node.segment, step)):
             continue
         try:
-            differences = changes(load(run.segment(node.segment) / "config.toml"), config)
+            found = unlike(load(run.segment(node.segment) / "config.toml"), config, records.values())
         except UserError:  # written by a version that knew other keys
-            return None
-        if any(change.kind != FREE for change in differences):
-            return None
-        then, now = (environment.view(run, number) for number in (node.segment, segment))
-        same = all(getattr(then, key) == getattr(now, key) for key in _MACHINES)
-        same &= not any(change.key.startswith(_NUMERIC) for change in differences)
-        return ExpectedSteps(records, node.segment, exact and same)
+            continue
+        if not found.settings:
+            same = not found.rounding and not environment.unlike(run, node.segment, segment)
+            return ExpectedSteps(records, node.segment, exact and same)
     return None

@@ -88,7 +88,7 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     standing = overrides.read(run)
     before = overrides.apply(run.config, (), standing)
     lasting = [_absolute(text, load(run.config, [text])) for text in request.changes]
-    gone = _left_behind(run, before, standing, state)
+    gone = _left_behind(run, standing, state)
     added = standing.add(lasting, [skip] if skip else []).without(gone)
     after = overrides.apply(run.config, place, added, gone)
     if after.schedule.total <= state.consumed < before.schedule.total:
@@ -105,12 +105,12 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     return Branch(checkpoint, checkpoint.manifest().segment, state, before, after, added, skip)
 
 
-def _left_behind(run: RunDir, config: Config, standing: Overrides, state: TrainState) -> list[TimelineEntry]:
+def _left_behind(run: RunDir, standing: Overrides, state: TrainState) -> list[TimelineEntry]:
     """What `control set` changed in steps after the checkpoint: it goes with them. What is ahead of the run stays."""
     segments = reversed([run.segment(node.segment) for node in lineage.nodes(run)])
     newest = next((found[-1] for path in segments if (found := last_records(path, 1 << 16))), None)
     reached = state.consumed if newest is None else newest.consumed + _IN_FLIGHT * newest.batch
-    return [entry for entry in standing.timeline if state.consumed <= config.schedule.samples(entry.at) < reached]
+    return [entry for entry in standing.timeline if state.consumed <= entry.at.value < reached]
 
 
 def refuse_run_dir(changes: Sequence[str], cause: str, remedy: str) -> None:

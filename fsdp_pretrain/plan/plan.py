@@ -220,7 +220,7 @@ def plan(
         heldout=_heldout(config),
         markers=advice.markers(schedule),
         schedule=schedule.preview(),
-        timeline=preview.entries(schedule),
+        timeline=preview.entries(config),
         warnings=warnings,
         world=layout,
     )

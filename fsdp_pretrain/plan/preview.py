@@ -8,8 +8,8 @@ from typing import Any
 
 from data.packing.opening import data_at
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.schedule import Schedule
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.record.step_count import StepCount
 from fsdp_pretrain.units import Progress, human_count
 
 _COLUMNS = {"step": "10_", "consumed": "14_", "cursor": "14_", "tokens": "8", "batch": "6_", "lr": "10.3e"}
@@ -28,11 +28,12 @@ class TimelineRow:
     jumps: list[str]
 
 
-def entries(schedule: Schedule) -> list[TimelineRow]:
-    """The timeline in order."""
+def entries(config: Config) -> list[TimelineRow]:
+    """The timeline in order. Raises UserError if the record of the run cannot be read."""
+    schedule, count = config.schedule, StepCount(config)
     return [
         TimelineRow(
-            step=schedule.batch.step_at(placed.at + 1) - 1,
+            step=count.step_at(placed.at + 1) - 1,
             samples=placed.at,
             tokens=schedule.tokens(placed.at),
             text=placed.entry.keys(),
@@ -44,16 +45,21 @@ def entries(schedule: Schedule) -> list[TimelineRow]:
 
 
 def rows_at(config: Config, text: str) -> list[dict[str, Any]]:
-    """The schedule at places such as `43_680 steps` or `22_799,22_800 steps`, in that order. Raises ConfigError."""
+    """The schedule at places such as `43_680 steps` or `22_799,22_800 steps`, in that order.
+
+    Raises ConfigError; UserError if the record of the run cannot be read.
+    """
+    count = StepCount(config)
     parts = [part.strip() for part in text.split(",")]
     unit = parts[-1].lstrip("0123456789_. ")
-    return [_row_at(config, part if part.strip("0123456789_. ") else f"{part} {unit}") for part in parts]
+    return [_row_at(config, count, part if part.strip("0123456789_. ") else f"{part} {unit}") for part in parts]
 
 
-def _row_at(config: Config, text: str) -> dict[str, Any]:
+def _row_at(config: Config, count: StepCount, text: str) -> dict[str, Any]:
     schedule = config.schedule
     try:
-        samples = schedule.samples(Progress.parse(text))
+        place = Progress.parse(text)
+        samples = count.consumed_at(place.value) if place.unit == "step" else schedule.samples(place)
     except ValueError as error:
         raise ConfigError(f"--at: {error}") from None
     if not 0 < samples <= schedule.total:
@@ -62,9 +68,10 @@ def _row_at(config: Config, text: str) -> dict[str, Any]:
             f"{schedule.steps:_} steps: {schedule.total:_} samples, "
             f"{schedule.tokens(schedule.total):_} tokens"
         )
-    found = schedule.at(schedule.batch.step_at(samples))
-    length = schedule.lengths.length_at(int(found["consumed"]) - 1)
-    return {**found, **data_at(config, int(found["consumed"])), "sequence_length": length}
+    step = count.step_at(samples)
+    consumed = count.consumed_at(step)
+    found = schedule.row(step, consumed, consumed - count.consumed_at(step - 1))
+    return {**found, **data_at(config, consumed), "sequence_length": schedule.lengths.length_at(consumed - 1)}
 
 
 def render_rows(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -6,11 +6,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from fsdp_pretrain.config.resume_rules import differences
+
 from . import state_files
 from .files import RunDir
 from .state_files import StateFile
 
 ENVIRONMENT = "environment.json"
+_COMPUTES = {"world", "device", "torch"}
+"""On which the last digits of a step depend."""
 
 
 class WorldShape(BaseModel):
@@ -50,3 +54,9 @@ def read(run: RunDir, segment: int) -> Environment | None:
 def view(run: RunDir, segment: int) -> Environment:
     """A segment's environment; the defaults if it is missing or damaged."""
     return state_files.view(run.segment(segment) / ENVIRONMENT, Environment) or Environment()
+
+
+def unlike(run: RunDir, one: int, other: int) -> list[str]:
+    """What differs between the machines of two segments that a step's last digits depend on, as `key: old -> new`."""
+    was, is_ = (view(run, number).model_dump(include=_COMPUTES) for number in (one, other))
+    return differences(was, is_)

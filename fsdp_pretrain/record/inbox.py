@@ -19,8 +19,8 @@ from .state_files import StateFile
 class Request(StateFile):
     """A request; a damaged one has an empty verb.
 
-    `avoid_hosts` belongs to a stop (see `requests.send`), `key` to an alarm, `changes` and `over` to a `set`, `steps`
-    and `ranks` to a profile, `at` to both.
+    `avoid_hosts` belongs to a stop (see `requests.send`), `key` to an alarm, `changes`, `over` and `seen` to a `set`,
+    `steps` and `ranks` to a profile, `at` to both.
     """
 
     id: str = ""  # the name of its file
@@ -29,6 +29,7 @@ class Request(StateFile):
     changes: list[str] = Field(default_factory=list)  # `section.key=value`
     over: str = ""
     at: int | None = None
+    seen: int | None = None  # number of timeline entries that its sender knew
     avoid_hosts: list[str] = Field(default_factory=list)
     key: str = ""
     steps: int = 0

@@ -123,6 +123,12 @@ def read(run: RunDir) -> list[dict[str, Any]]:
     return [entry for entry, _ in entries(run.journal)]
 
 
+def lost_optimizer(run: RunDir, segment: int, step: int) -> bool:
+    """Whether a start that continued from a step began with a fresh optimizer."""
+    resumed = [entry for entry in of_kind(read(run), "resume") if entry.get("segment") == segment]
+    return any(entry.get("step") == step and entry.get("optimizer") is False for entry in resumed)
+
+
 def follow(run: RunDir) -> Iterator[dict[str, Any]]:
     """All entries, then new ones as they are added; never ends."""
     offset = 0

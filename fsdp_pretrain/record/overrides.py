@@ -70,6 +70,8 @@ class Overrides:
             changes = content.pop("set", [])
             skip = _merge([SampleRange.parse(span) for span in content.pop("skip", [])])
             timeline = _ENTRIES.validate_python(content.pop("timeline", []))
+            if not all(length.unit == "sample" for entry in timeline for length in entry.lengths()):
+                raise ValueError("places and lengths in `timeline` must be in samples: a step is as large as its batch")
             if content or not all(isinstance(item, str) for item in changes):
                 raise ValueError("it may have only `set` and `skip`, two lists of strings, and `timeline` tables")
         except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import mean, median
+from typing import Any
 
 from pydantic import BaseModel
 
 from fsdp_pretrain.config.operations import HealthSection
+from fsdp_pretrain.config.steering import StepValues
 from fsdp_pretrain.health.rules import RecentValues
 from fsdp_pretrain.record.step_record import StepRecord
 
@@ -89,7 +92,12 @@ class UsualSteps:
 
 
 def compare(
-    replayed: StepRecord, recorded: StepRecord, usual: UsualSteps, then: UsualSteps, samples: list[float | None]
+    replayed: StepRecord,
+    recorded: StepRecord,
+    usual: UsualSteps,
+    then: UsualSteps,
+    samples: list[float | None],
+    unsteered: StepValues,
 ) -> StepComparison:
     """Compare a replayed step with the record of its batch.
 
@@ -97,6 +105,7 @@ def compare(
         usual: of the state that was replayed.
         then: of the recorded step.
         samples: see `StepComparison`.
+        unsteered: what records leave out, since nothing had changed it by then.
     """
     bad_then = then.stands_out(recorded)
     # A step that stood out does so again if it comes half as far: the verdict must not hang on the last digit.
@@ -107,7 +116,7 @@ def compare(
     differs = [name for name in fields if getattr(replayed, name) != getattr(recorded, name)]
     if replayed.data_digest != recorded.data_digest:
         differs.insert(0, "samples")
-    if (replayed.lr, replayed.ramps) != (recorded.lr, recorded.ramps):
+    if _settings(replayed, unsteered) != _settings(recorded, unsteered):
         differs.insert(0, "settings")
     return StepComparison(
         step=replayed.step,
@@ -125,6 +134,11 @@ def compare(
         recorded_bad=bad_then,
         samples=samples,
     )
+
+
+def _settings(record: StepRecord, unsteered: StepValues) -> dict[str, Any]:
+    """Everything that the schedules said for a recorded step."""
+    return {**asdict(unsteered), "lr": record.lr, **record.ramps.model_dump()}
 
 
 def _finite(value: float) -> float | None:

@@ -241,9 +241,9 @@ def _report(
 ) -> ReplayReport:
     """The comparison. Collective."""
     health, then = window.config.health, UsualSteps(window.usual, window.config.health)
-    here = UsualSteps(window.due_usual, health)
+    here, unsteered = UsualSteps(window.due_usual, health), window.config.schedule.values_at(0)
     steps = [
-        compare(replayed, recorded, here, then, losses)
+        compare(replayed, recorded, here, then, losses, unsteered)
         for replayed, recorded, losses in zip(records, window.records, samples, strict=True)
     ]
     others = request.batch_of is not None and window.due is not None

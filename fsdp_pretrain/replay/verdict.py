@@ -92,7 +92,7 @@ def judge(report: ReplayReport) -> ReplayReport:
         found = (
             "other settings",
             f"step {other.step} was trained with other settings than its start recorded (learning rate "
-            f"{other.recorded_lr:g}, here {other.lr:g}): they were changed while it ran",
+            f"{other.recorded_lr:g}, here {other.lr:g}), so nothing else can be said",
         )
     elif report.changed:
         found = _judge_changed(report, step)

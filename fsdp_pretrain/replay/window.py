@@ -6,6 +6,7 @@ Everything is read from the run directory, which may belong to a live run, and n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -14,11 +15,10 @@ from data.packing.position import Position
 from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.checkpoint.store import Checkpoint
-from fsdp_pretrain.config import live_set
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
-from fsdp_pretrain.config.resume_rules import FREE, changes, differences, load_compatible
-from fsdp_pretrain.config.timeline import TimelineEntry
+from fsdp_pretrain.config.resume_rules import load_compatible
+from fsdp_pretrain.config.step_settings import unlike
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.record import environment, journal, lineage
 from fsdp_pretrain.record.environment import Environment
@@ -27,8 +27,6 @@ from fsdp_pretrain.record.metrics import find_step, last_metrics
 from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.record.step_record import StepRecord
 
-_NUMERIC = ("parallel.", "train.")
-_MACHINES = {"world", "device", "torch"}
 Precision = Literal["bf16", "bf16+fp8", "fp16", "fp32"]
 Kernels = Literal["sdpa", "flex", "math"]
 """Of attention: as `parallel.attention`, or PyTorch's plain formula, without a fused kernel."""
@@ -67,7 +65,7 @@ class ReplayWindow:
         checkpoint: the state before them; None: the initial values.
         state: its counters.
         reset: the optimiser was reset there.
-        config: of the start that trained them, with the changes that were asked for.
+        config: the settings of these steps, with the changes that were asked for.
         changed: these changes, as `key: old -> new`.
         begun: on what that start ran.
         records: of the steps whose batches are trained, in order: those after `state`, or of `batch_of`.
@@ -117,7 +115,7 @@ def open_window(request: ReplayRequest) -> ReplayWindow:
         run=run,
         checkpoint=checkpoint,
         state=state,
-        reset=_was_reset(run, records[0].segment, request.start),
+        reset=journal.lost_optimizer(run, records[0].segment, request.start),
         config=changed,
         changed=texts,
         begun=begun,
@@ -149,35 +147,26 @@ def _recorded(
             if others
             else f"`fsdp-pretrain status {run.path}` shows the last step",
         )
-    config = _settings(run, records[0].segment)
-    _refuse_mixed(run, records, config)
+    config = _settings(run, records)
     return records, [record for record in known if record.step < first][-config.health.window.value :], config
 
 
-def _refuse_mixed(run: RunDir, records: list[StepRecord], config: Config) -> None:
-    """Raise ConfigError if a later start trained some of the steps with other settings, or on other machines."""
-    first = records[0].segment
-    begun = environment.view(run, first).model_dump(include=_MACHINES)
-    for number in {record.segment for record in records} - {first}:
-        there = environment.view(run, number).model_dump(include=_MACHINES)
-        wrong = differences(begun, there)
-        for change in changes(config, _settings(run, number)):
-            if change.kind != FREE or (change.key.startswith(_NUMERIC) and change.key != "train.duration"):
-                wrong.append(change.text)
+def _settings(run: RunDir, records: list[StepRecord]) -> Config:
+    """The settings of the last record's start. Raises ConfigError unless all steps were trained with them, on the same
+    machines."""
+    parts = [(number, [*steps]) for number, steps in groupby(records, key=lambda record: record.segment)]
+    last = parts[-1][0]
+    config = load_compatible(run.segment(last) / "config.toml")
+    for (number, steps), (following, _) in pairwise(parts):
+        end = steps[-1].step
+        found = unlike(load_compatible(run.segment(number) / "config.toml"), config, steps)
+        wrong = [*environment.unlike(run, number, last), *found.settings, *found.rounding]
+        wrong += ["with a fresh optimizer"] if journal.lost_optimizer(run, following, end) else []
         if wrong:
-            last = max(record.step for record in records if record.segment == first)
             raise ConfigError(
-                f"from step {last + 1} on, start {number} trained with other settings: {'; '.join(wrong)}",
-                remedy=f"replay up to step {last} (--steps {last - records[0].step + 1}), or from a later checkpoint",
+                f"from step {end + 1} on, start {following} trained with other settings: {'; '.join(wrong)}",
+                remedy=f"replay up to step {end} (--steps {end - records[0].step + 1}), or from a later checkpoint",
             )
-
-
-def _settings(run: RunDir, segment: int) -> Config:
-    """The configuration that a start trained with, with what it was set while it ran. Raises ConfigError."""
-    config = load_compatible(run.segment(segment) / "config.toml")
-    for answer in journal.of_kind(journal.read(run), "control"):
-        if answer.get("did") == "set" and answer.get("segment") == segment:
-            config = live_set.steer(config, TimelineEntry.model_validate(answer["entry"]))
     return config
 
 
@@ -185,13 +174,6 @@ def _before(record: StepRecord, config: Config) -> Position:
     """The position before a recorded step."""
     samples = open_skips(config).take_back(record.cursor, record.batch)
     return Position(record.step - 1, record.consumed - record.batch, samples[0])
-
-
-def _was_reset(run: RunDir, segment: int, step: int) -> bool:
-    """Whether a start that continued from a step began with a fresh optimiser."""
-    resumed = journal.of_kind(journal.read(run), "resume")
-    found = [entry for entry in resumed if (entry.get("segment"), entry.get("step")) == (segment, step)]
-    return any(entry.get("optimizer") is False for entry in found)
 
 
 # ---------------------------------------------------------------------- the state

@@ -8,15 +8,16 @@ it, so a killed run has it wholly or not at all. Every request is answered by a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from data.packing.position import Position
 from fsdp_pretrain.checkpoint.store import sync_directory
 from fsdp_pretrain.config import live_set
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.timeline import TimelineEntry
-from fsdp_pretrain.errors import ConfigError, UserError
+from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
 from fsdp_pretrain.record import overrides
 from fsdp_pretrain.record.files import now, replace_file
 from fsdp_pretrain.record.inbox import Request
@@ -54,22 +55,24 @@ class LiveControl:
         self._run, self._world, self._recorder, self._guard = run, run.world, run.recorder, guard
         self.config = run.config
 
-    def decide(self, step: int, *, held: bool = False) -> Decided:
-        """Decide on the pending requests, after `step` was issued on all ranks and no later one on any."""
-        decided = self._world.decide(lambda: self._judge(step, held))
+    def decide(self, here: Position, *, held: bool = False) -> Decided:
+        """Decide on the pending requests, after the step at `here` was issued on all ranks and no later one on any."""
+        decided = self._world.decide(lambda: self._judge(here, held))
         for entry in decided.entries:
             self.config = live_set.steer(self.config, entry)
         return decided
 
-    def _judge(self, step: int, held: bool) -> Decided:
+    def _judge(self, here: Position, held: bool) -> Decided:
         """On rank 0: the requests in the order in which they were sent."""
-        decided, config = Decided(), self.config
+        decided, config, step = Decided(), self.config, here.step
         for request in self._run.inbox.take_steering():
             holds = decided.pause is not None or (held and decided.resume is None)
             if request.verb == "set":
                 try:
-                    entry, config = self._set(request, step, config)
+                    entry, config = self._set(request, here, config)
                     decided.entries.append(entry)
+                except StorageError:
+                    raise
                 except UserError as error:
                     self.refuse(request, step, error.cause)
             elif request.verb == "pause" and not holds:
@@ -91,29 +94,49 @@ class LiveControl:
 
     # ------------------------------------------------------------------ set
 
-    def _set(self, request: Request, step: int, before: Config) -> tuple[TimelineEntry, Config]:
+    def _set(self, request: Request, here: Position, before: Config) -> tuple[TimelineEntry, Config]:
         """On rank 0: make a change last. Returns it, and the configuration with it. Raises UserError: it is refused."""
-        at, run = step if request.at is None else request.at, self._recorder.run
+        at, step, run = here.step if request.at is None else request.at, here.step, self._recorder.run
         if at < step:
             raise ConfigError(f"step {at + 1:_} has begun: the run is at step {step:_}")
-        entry = live_set.read_entry(request.changes, at=at, over=request.over, reason=request.reason)
+        batch = before.schedule.batch
+        place = batch.ahead(here.consumed, at - step)
+        asked = live_set.read_entry(request.changes, at=place, over=request.over, reason=request.reason)
+        entry, shown = live_set.lasting(asked, before.schedule), live_set.shown_keys(asked)
         after = live_set.steer(before, entry)
-        shown = live_set.shown_keys(entry)
-        was, is_ = ({key: live_set.value_at(config, key, at + 1) for key in shown} for config in (before, after))
-        facts = {"at": at, "consumed": after.schedule.samples(entry.at), "before": was, "after": is_}
+        self._refuse_unseen(request, before, shown)
+        was, is_ = (
+            {key: live_set.value_at(config, key, batch.ahead(place, 1)) for key in shown} for config in (before, after)
+        )
+        facts = {"at": at, "consumed": place, "before": was, "after": is_}
         self._guard()
         try:
             standing = overrides.add_entry(run, entry)
         except OSError as error:
             raise ConfigError(f"cannot write {run.overrides}: {error.strerror}") from None
+        try:  # what this start trains with must be known later; else it ends, and the next one has the change
+            replace_file(run.segment(self._recorder.number) / "config.toml", after.to_toml())
+        except OSError as error:
+            gone = StorageError(f"cannot write to {run.path}: {error.strerror}")
+            gone.exit = Exit.RESUME
+            raise gone from None
         with suppress(OSError):  # the first makes it outlive a power failure; the next start writes the second again
             sync_directory(run.path)
             replace_file(run.config, after.to_toml())
         values = ", ".join(f"{key} {live_set.text_of(was[key])} -> {live_set.text_of(is_[key])}" for key in shown)
-        text = f"set {entry}; in step {at + 1:_}: {values}"
+        text = f"set {asked.keys()} after step {at:_}; in step {at + 1:_}: {values}"
         self._answer(request, step, text, did="set", entry=live_set.plain(entry), **facts)
         self._recorder.status(force=True, overrides=str(standing))
         return entry, after
+
+    def _refuse_unseen(self, request: Request, before: Config, shown: Sequence[str]) -> None:
+        """Raise ConfigError if somebody else has changed what the sender of a set had in the preview."""
+        for entry in before.timeline[request.seen :] if request.seen is not None else ():
+            if changed := {*shown} & {*live_set.shown_keys(entry)}:
+                raise ConfigError(
+                    f"{', '.join(sorted(changed))} is no longer as in the preview: {entry} was set meanwhile; look at "
+                    "the new preview"
+                )
 
     # ------------------------------------------------------------------ pause
 

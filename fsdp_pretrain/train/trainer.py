@@ -219,7 +219,7 @@ class Trainer:
 
     def _decide(self, *, held: bool = False) -> Decided:
         """Decide on what operators asked for, and go on with what was set."""
-        decided = self._control.decide(self.state.step, held=held)
+        decided = self._control.decide(self.state, held=held)
         if decided.entries:
             self.config = config = self._control.config
             self.schedule = config.schedule

@@ -1,0 +1,49 @@
+"""Which step of a run ends at which sample: starts of one run may have had different batches."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.resume_rules import load_recorded
+from fsdp_pretrain.config.schedule import BatchSchedule
+
+from . import lineage
+from .files import RunDir
+from .metrics import last_records
+
+
+class StepCount:
+    """The steps of the kept line of `config.run.dir` as they were trained, and from its last one on as configured; of a
+    run that has not begun, all as configured. Raises UserError if the record cannot be read."""
+
+    def __init__(self, config: Config) -> None:
+        run, batch = RunDir(config.run.dir), config.schedule.batch
+        self._after, self._consumed, self._batches = [0], [0], [batch]
+        line = lineage.line(known := lineage.nodes(run))
+        nodes = {node.segment: node for node in known}
+        for part in line:
+            path = run.segment(part.segment) / "config.toml"
+            self._begin(part.after, nodes[part.segment].consumed, load_recorded(path)[0].schedule.batch)
+        if line and (last := last_records(run.segment(line[-1].segment))):
+            self._begin(last[-1].step, last[-1].consumed, batch)
+        elif line:
+            self._batches[-1] = batch
+
+    def _begin(self, step: int, consumed: int | None, batch: BatchSchedule) -> None:
+        """Behind a step, batches are others."""
+        while self._after and self._after[-1] >= step:
+            self._after.pop(), self._consumed.pop(), self._batches.pop()
+        self._after.append(step)
+        self._consumed.append(consumed or 0)
+        self._batches.append(batch)
+
+    def consumed_at(self, step: int) -> int:
+        """Samples consumed after a step."""
+        part = bisect_right(self._after, step) - 1
+        return self._batches[part].ahead(self._consumed[part], step - self._after[part])
+
+    def step_at(self, consumed: int) -> int:
+        """The number of whole steps after which at least `consumed` samples have been consumed."""
+        part = bisect_right(self._consumed, consumed) - 1
+        return self._after[part] + self._batches[part].steps_between(self._consumed[part], consumed)
