@@ -75,13 +75,12 @@ def _sample(corpus: Corpus) -> tuple[list[npt.NDArray[np.int_]], list[int]]:
     manifest, begins, ends = corpus.manifest, list[npt.NDArray[np.int_]](), list[int]()
     numbers = range(0, len(corpus.blocks), -(-len(corpus.blocks) // _BLOCKS))
     for number in numbers:
-        block = corpus.block(number)
-        size, starts = len(block.lengths), block.starts + (manifest.separators == "leading")
+        lengths = corpus.lengths(number).astype(np.int64)
+        size, starts = len(lengths), np.cumsum(lengths) - lengths + (manifest.separators == "leading")
         for document in range(0, size, max(1, size * len(numbers) // _DOCUMENTS)):
             start = int(starts[document])
-            stop = start + int(block.lengths[document]) - manifest.carried
+            stop = start + int(lengths[document]) - manifest.carried
             if stop > start:
-                block = corpus.block(number, start, stop)
-                begins.append(np.asarray(block.tokens[start : min(stop, start + _TOKENS)]))
-                ends.append(int(block.tokens[stop - 1]))
+                begins.append(corpus.tokens(number, start, min(stop, start + _TOKENS)))
+                ends.append(int(corpus.tokens(number, stop - 1, stop)[0]))
     return begins, ends

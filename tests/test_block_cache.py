@@ -292,12 +292,12 @@ def test_another_corpus_at_the_url_is_another_corpus(tmp_path: Path, tokenizer: 
     """Opening it again reads its manifest again, and what the cache has of the first is not mixed with it."""
     path, cache = build(tmp_path / "corpus", tokenizer), CacheUse(tmp_path / "cache", LARGE)
     before = Corpus(url(path), cache=cache)
-    assert before.block(0).lengths.sum()
+    assert before.lengths(0).sum()
     shutil.rmtree(path)
     build(path, tokenizer, "trailing")
     after = Corpus(url(path), cache=cache)
     assert after.manifest.fingerprint == Corpus(path).manifest.fingerprint != before.manifest.fingerprint
-    assert after.block(0, 0, 10).tokens[:10].tolist() == Corpus(path).block(0, 0, 10).tokens[:10].tolist()
+    assert after.tokens(0, 0, 10).tolist() == Corpus(path).tokens(0, 0, 10).tolist()
 
 
 @pytest.fixture

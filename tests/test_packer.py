@@ -121,7 +121,7 @@ def with_blocks(path: Path, length: int, seed: int, lanes: int, block: int) -> P
     packer = Packer([("a", path, 1.0)], length, seed=seed, lanes=lanes)
     source = packer._sources[0]
     shards = [Shard(path / "shards" / entry.name) for entry in source.corpus.manifest.shards]
-    source.corpus.blocks = build_blocks(shards, block)
+    source.corpus.blocks, source.corpus.checksums = build_blocks(shards, block), None
     source.block_lengths = source.corpus.blocks[:, 4] + source.corpus.blocks[:, 3]
     return packer
 

@@ -13,7 +13,6 @@ import json
 import shutil
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from data.text.tokenizer import Tokenizer
+from data.text.tokenizer import fingerprint_of
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError, Exit
 from fsdp_pretrain.remote import PATIENCE, ObjectInfo, Problem, Remote, RemoteError, Url
 
 from .cache import BlockCache, RemoteCorpus, WrongChecksumError, damage, fetch_block
 from .mapping import now_reading
-from .stored import CachedBlock
+from .stored import CachedBlock, ChangedError
 
 if TYPE_CHECKING:
     from .corpus import CorpusManifest
@@ -89,12 +88,14 @@ class _Known:
         try:
             about, _, text = path.read_bytes().partition(b"\n")
             found = json.loads(about)
-            return cls(ObjectInfo(found["size"], found["version"]), text)
+            whole = found["xxh3"] == xxhash.xxh3_128_hexdigest(text)
+            return cls(ObjectInfo(found["size"], found["version"]), text) if whole else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def write(self, path: Path, url: Url) -> None:
-        replace_file(path, json.dumps({"url": url, **asdict(self.version)}).encode() + b"\n" + self.text)
+        about = {"url": url, **asdict(self.version), "xxh3": xxhash.xxh3_128_hexdigest(self.text)}
+        replace_file(path, json.dumps(about).encode() + b"\n" + self.text)
 
 
 class CachedCopy:
@@ -103,6 +104,7 @@ class CachedCopy:
     Args:
         parse: makes a manifest of the bytes at a place.
         patience: seconds for which a request that fails temporarily is repeated.
+        tell: called with what was found damaged in the cache.
 
     Attributes:
         place: the URL.
@@ -113,8 +115,15 @@ class CachedCopy:
         DataError: not a corpus, damaged, or without checksums; FetchError: the storage does not answer.
     """
 
-    def __init__(self, url: Url, use: CacheUse, parse: Parse, patience: float = PATIENCE) -> None:
-        self.place, self._use, self.remote = url, use, Remote(url, patience=patience)
+    def __init__(
+        self,
+        url: Url,
+        use: CacheUse,
+        parse: Parse,
+        patience: float = PATIENCE,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.place, self._use, self.remote, self._tell = url, use, Remote(url, patience=patience), tell
         known_at = use.directory / "manifests" / xxhash.xxh3_128_hexdigest(url.encode())
         try:
             known_at.parent.mkdir(parents=True, exist_ok=True)
@@ -169,32 +178,20 @@ class CachedCopy:
         with contextlib.suppress(FileNotFoundError):
             if sound(content := path.read_bytes()):
                 return content
+            self._tell(f"{path} is damaged; it is fetched again")
         for _ in range(_TRIES):
             if sound(content := self.remote.read(name)):
                 replace_file(path, content)
                 return content
         raise DataError(
             f"{self.place / name} is not the one that manifest.json names",
-            effect="samples would begin and end at other tokens than the run expects",
+            effect="the run would not train on what was prepared",
             remedy="upload the corpus again, whole",
         )
 
     def _keep_tokenizer(self, manifest: CorpusManifest) -> None:
         entry = manifest.tokenizer
-        if (self.directory / entry.file).exists():
-            return
-
-        def sound(content: bytes) -> bool:
-            trial = self.directory / f".{uuid.uuid4().hex[:8]}-{entry.file}"
-            try:
-                trial.write_bytes(content)
-                return Tokenizer.load(trial, eod=entry.eod).fingerprint == entry.fingerprint
-            except DataError:
-                return False
-            finally:
-                trial.unlink(missing_ok=True)
-
-        self._object(entry.file, sound)
+        self._object(entry.file, lambda raw: fingerprint_of(raw, entry.eod) == entry.fingerprint)
 
     @property
     def is_disk_full(self) -> bool:
@@ -207,20 +204,40 @@ class CachedCopy:
         Raises:
             DataError: it is damaged; FetchError: the storage does not answer.
         """
-        while True:
-            with contextlib.suppress(FileNotFoundError):
+        damaged = 0
+        while damaged < _TRIES:
+            try:
                 return self._map(block)
-            if self._use.fetcher is not None:
-                self._wait(block)
-            else:
-                self._fetch(block)
+            except FileNotFoundError:
+                if self._use.fetcher is not None:
+                    self._wait(block)
+                else:
+                    self._fetch(block)
+            except ChangedError as error:
+                damaged += 1
+                self._drop(block, str(error))
+        raise DataError(
+            f"{self.blocks.path(block)} was fetched {damaged} times, and is damaged whenever it is read",
+            effect="nothing was trained on it",
+            remedy="the disk of the cache or the machine's memory is faulty: name another data.cache.dir, or leave out "
+            "this host",
+        )
 
     def _map(self, block: int) -> CachedBlock:
         corpus, path = self.corpus, self.blocks.path(block)
         documents, dtype, size = int(corpus.blocks[block, 2]), np.dtype(corpus.manifest.dtype), int(corpus.sizes[block])
-        if path.stat().st_size != size:  # the disk lost some of it
-            self.blocks.drop(block)
-        return CachedBlock(self.place, path, documents, dtype, size)
+        return CachedBlock(self.place, path, documents, dtype, size, corpus.checksums[block].tolist())
+
+    def _drop(self, block: int, why: str) -> None:
+        """Remove a damaged block from the cache; it is told by the process that removes it."""
+        path = self.blocks.path(block)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise DataError(f"cannot remove the damaged {path}: {error.strerror}", remedy="remove it") from None
+        self._tell(f"{path} is damaged: {why}; it was removed, and block {block} of {self.place} is fetched again")
 
     def _wait(self, block: int) -> None:
         """Until the fetcher has brought a block. Whoever asked for it gives up before, see `MirroredPlaces`."""

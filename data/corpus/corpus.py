@@ -17,9 +17,10 @@ import gc
 import io
 import json
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ from .cache import stored_at
 from .cached import CachedCopy, CacheUse
 from .reading import READ_TIMEOUT, MirroredPlaces
 from .shards import Part, Shard
-from .stored import LocalBlock, StoredBlock
+from .stored import STRETCH_BITS, ChangedError, LocalBlock, Piece, StoredBlock, stretches_of
 
 BLOCK_TOKENS = 4_000_000
 MAX_VOCABULARY = 1 << 24
@@ -44,6 +45,9 @@ MAX_VOCABULARY = 1 << 24
 BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "tokens")
 CHECKSUMS = "checksums.npy"
 _OPEN_SHARDS, _OPEN_BLOCKS = 512, 4096
+_TRIES = 4
+"""Of a block that changes whenever it is open."""
+T = TypeVar("T")
 Separators = Literal["none", "trailing", "leading"]
 """What stored documents carry: no separator, one at the end, or one at the beginning."""
 
@@ -315,12 +319,13 @@ class Corpus:
 
     Attributes:
         blocks: int64 [blocks, 5].
+        checksums: uint64 [blocks, 2], see `ShardBlocks`; None if the corpus was made without.
         places: the directories, with read times and notices.
         copies: of the places, those that are read through a cache, by URL.
 
     Raises:
         ConfigError: a URL without a cache.
-        DataError: not a corpus, another block table than the manifest names, or a mirror of another corpus.
+        DataError: not a corpus, other tables than the manifest names, or a mirror of another corpus.
     """
 
     def __init__(
@@ -340,7 +345,7 @@ class Corpus:
         self._entries.setdefault(directory, self.manifest.shards)
         if mirror is not None and mirror not in self._entries:
             self._check_mirror(mirror, read_timeout)
-        self.blocks = self.places.read("blocks.npy", self._read_blocks)
+        self.blocks, self.checksums = self.places.read("blocks.npy", self._read_blocks), self._read_checksums()
         if not len(self.blocks):
             raise DataError(f"{directory} holds no tokens")
         self._open: OrderedDict[int, Shard] = OrderedDict()
@@ -353,7 +358,7 @@ class Corpus:
         if self._cache is None:
             raise DataError(f"{place} is a URL, and no cache is given for it", remedy="set data.cache.dir and .size")
         use = self._cache if place == self.directory else dataclasses.replace(self._cache, fetcher=None)
-        copy = CachedCopy(place, use, parse_manifest, self._patience)
+        copy = CachedCopy(place, use, parse_manifest, self._patience, self.places.warn)
         return place, copy.corpus.manifest, copy
 
     def _keep(self, place: Location, manifest: CorpusManifest, copy: CachedCopy | None) -> CorpusManifest:
@@ -382,36 +387,83 @@ class Corpus:
     def _read_blocks(self, place: Location) -> npt.NDArray[np.int64]:
         if isinstance(place, Url):
             return self._copy(place).corpus.blocks
-        path = place / "blocks.npy"
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise DataError(f"cannot read the block table {path}: {error.strerror}") from None
-        if xxhash.xxh3_128(raw).hexdigest() != self.manifest.blocks_xxh3:
-            raise DataError(
-                f"{path} is not the block table that manifest.json names",
-                effect="samples would begin and end at other tokens than the run expects",
-                remedy="restore both files from the same copy of the corpus, or run `fsdp-data prepare` again",
-            )
-        blocks: npt.NDArray[np.int64] = np.load(io.BytesIO(raw), allow_pickle=False)
-        return blocks
+        return _read_table(
+            place / "blocks.npy",
+            self.manifest.blocks_xxh3,
+            effect="samples would begin and end at other tokens than the run expects",
+            remedy="restore both files from the same copy of the corpus, or run `fsdp-data prepare` again",
+        )
 
-    def kept(self, number: int, first: int = 0, stop: int = 0) -> StoredBlock | None:
-        """Block `number` if it is open and its tokens [first, stop) are known to be in memory, else None; no reads."""
-        block = self._blocks.get(number)
-        return block if block is not None and (first >= stop or block.resident(first, stop)) else None
+    def _read_checksums(self) -> npt.NDArray[np.uint64] | None:
+        def read(place: Location) -> npt.NDArray[np.uint64]:
+            if isinstance(place, Url):
+                return self._copy(place).corpus.checksums
+            return _read_table(
+                place / CHECKSUMS,
+                expected,
+                effect="damaged blocks could not be told from whole ones",
+                remedy=f"run `fsdp-data checksums {place}`, which checks every shard and makes it again",
+            )
+
+        expected = self.manifest.checksums_xxh3 or ""
+        return self.places.read(CHECKSUMS, read) if expected else None
+
+    def lengths(self, number: int) -> npt.NDArray[np.int32]:
+        """[documents], tokens of each document of block `number` as stored; compared as by `copy`.
+
+        Raises:
+            DataError: they cannot be read, or are damaged.
+        """
+        return self._taken(number, (0, 0), lambda block: block.lengths())
+
+    def copy(self, number: int, pieces: Sequence[Piece], row: npt.NDArray[Any]) -> None:
+        """Copy tokens of block `number` to a row, see `StoredBlock.copy`.
+
+        They are those of the checksums, or what they were when the block was opened if there are none.
+
+        Raises:
+            DataError: they cannot be read, or are damaged.
+        """
+        found = stretches_of(pieces)
+        span = (min(found) << STRETCH_BITS, max(found) + 1 << STRETCH_BITS) if found else (0, 0)
+        self._taken(number, span, lambda block: block.copy(pieces, row, found))
+
+    def tokens(self, number: int, first: int, stop: int) -> npt.NDArray[Any]:
+        """A copy of tokens [first, stop) of block `number`, see `copy`. Raises DataError."""
+        tokens = np.empty(stop - first, dtype=self.manifest.dtype)
+        self.copy(number, [(0, first, stop)], tokens)
+        return tokens
+
+    def _taken(self, number: int, span: tuple[int, int], take: Callable[[StoredBlock], T]) -> T:
+        """What is taken out of a block, with the tokens of `span` in memory. If it changed, it is opened again."""
+        for _ in range(_TRIES):
+            try:
+                return take(self.block(number, *span))
+            except ChangedError as error:
+                changed, block = error, self._blocks.pop(number)
+        raise DataError(
+            f"{block.name} changes while it is read: {changed}",
+            effect="it cannot be said which tokens are those that were prepared",
+            remedy="find what writes to it; if nothing does, the machine's memory or the storage is faulty",
+        )
 
     def block(self, number: int, first: int = 0, stop: int = 0) -> StoredBlock:
-        """Block `number`, opened and with its tokens [first, stop), clipped, in memory. Raises DataError."""
-        if block := self.kept(number, first, stop):
-            return block
+        """Block `number`, opened and compared with its checksums. Its tokens [first, stop), or its lengths if there are
+        none, are in memory.
+
+        Raises:
+            DataError: it cannot be read, or is damaged.
+        """
         shard, held = int(self.blocks[number, 0]), self._blocks.get(number)
+        if held is not None and held.resident(first, stop):
+            return held
 
         def read(place: Location) -> StoredBlock:
-            block = held if held is not None and held.place == place else self._open_block(place, number)
-            if first < stop:
-                block.load(first, stop)
-            return block
+            if held is not None and held.place == place:
+                with suppress(ChangedError):  # its file was cut: what opening it again says is told
+                    held.load(first, stop)
+                    return held
+            return self._open_block(place, number)
 
         block = self._blocks[number] = self.places.read(f"shards/{self.manifest.shards[shard].name}", read)
         self._blocks.move_to_end(number)
@@ -425,21 +477,21 @@ class Corpus:
         if isinstance(place, Url):
             return self._copy(place).open(number)
         shard, first, documents = self.blocks[number, :3].tolist()
-        return LocalBlock(place, self._shard_at(place, shard), first, documents)
+        expected = self.checksums[number].tolist() if self.checksums is not None else None
+        return LocalBlock(place, self._shard_at(place, shard), first, documents, expected)
 
-    def let_go(self) -> set[int]:
-        """Close the blocks that were evicted from the cache, so that their space becomes free; returns their numbers.
+    def let_go(self) -> None:
+        """Close the blocks that were evicted from the cache, so that their space becomes free.
 
         Costs a system call while nothing changes in the cache.
         """
         changed = {url for url, copy in self.copies.items() if self._seen.get(url) != copy.blocks.stamp()}
         if not changed:
-            return set()
+            return
         self._seen |= {url: self.copies[url].blocks.stamp() for url in changed}
-        gone = {number for number, block in self._blocks.items() if block.place in changed and block.is_gone}
-        for number in gone:
-            del self._blocks[number]
-        return gone
+        for number, block in list(self._blocks.items()):
+            if block.place in changed and block.is_gone:
+                del self._blocks[number]
 
     def shard(self, number: int, part: Part = ("tokens", 0, 0)) -> Shard:
         """Shard `number` in manifest order of a corpus in files, opened and with `part` in memory. Raises DataError."""
@@ -490,16 +542,28 @@ class Corpus:
 
         def load(place: Location) -> Tokenizer:
             directory = self._copy(place).directory if isinstance(place, Url) else place
-            return Tokenizer.load(directory / entry.file, eod=entry.eod)
+            tokenizer = Tokenizer.load(directory / entry.file, eod=entry.eod)
+            if tokenizer.fingerprint != entry.fingerprint:
+                raise DataError(
+                    f"{tokenizer.path} is not the tokenizer this corpus was made with (fingerprint differs)",
+                    effect="its text and the tokens of the corpus would not agree",
+                    remedy="restore the file, or prepare the corpus again",
+                )
+            return tokenizer
 
-        tokenizer = self.places.read(entry.file, load)
-        if tokenizer.fingerprint != entry.fingerprint:
-            raise DataError(
-                f"{tokenizer.path} is not the tokenizer this corpus was made with (fingerprint differs)",
-                effect="its text and the tokens of the corpus would not agree",
-                remedy="restore the file, or prepare the corpus again",
-            )
-        return tokenizer
+        return self.places.read(entry.file, load)
+
+
+def _read_table(path: Path, xxh3: str, *, effect: str, remedy: str) -> npt.NDArray[Any]:
+    """A table beside the manifest. Raises DataError if it is not the one with that checksum."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", effect, remedy) from None
+    if xxhash.xxh3_128_hexdigest(raw) != xxh3:
+        raise DataError(f"{path} is not the one that manifest.json names", effect, remedy)
+    table: npt.NDArray[Any] = np.load(io.BytesIO(raw), allow_pickle=False)
+    return table
 
 
 def load_json(path: Path) -> Any:

@@ -17,7 +17,7 @@ from fsdp_pretrain.errors import DataError, StorageError, naming
 from fsdp_pretrain.remote import Location, Problem, RemoteError, Url
 from fsdp_pretrain.units import human_bytes
 
-from .corpus import CorpusManifest, parse_manifest
+from .corpus import CHECKSUMS, CorpusManifest, parse_manifest
 
 _PREFIX = "fsdp-data-"
 _PIECE = 16 << 20
@@ -125,7 +125,7 @@ def fetch_tables(url: Url, here: Path) -> Path:
     """
     if _fetched_if_there(url / "manifest.json", here / "manifest.json"):
         manifest = parse_manifest((here / "manifest.json").read_bytes(), f"{url}/manifest.json")
-        for name in ("blocks.npy", manifest.tokenizer.file):
+        for name in ("blocks.npy", CHECKSUMS, manifest.tokenizer.file):
             _fetched_if_there(url / name, here / name)
     return here
 

@@ -14,6 +14,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 import weakref
 from pathlib import Path
 from threading import get_ident
@@ -28,7 +29,7 @@ _library.mmap.restype = ctypes.c_void_p
 _library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+_library.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _FAILED = ctypes.c_void_p(-1).value
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14; the Python module does not name it
 
@@ -70,17 +71,23 @@ class Mapping:
         self.bytes.flags.writeable = False
 
     def resident(self, start: int, stop: int) -> bool:
-        """Whether bytes [start, stop) are known to be in memory, so that reading them needs no storage."""
+        """Whether bytes [start, stop) are known to be in memory, so that reading them needs no storage.
+
+        They are still part of the file: reading what was cut off would be a signal (SIGBUS).
+        """
         stop = min(stop, len(self.bytes))
         start -= start % mmap.PAGESIZE
         if start >= stop:
             return True
-        pages = ctypes.create_string_buffer(-(-(stop - start) // mmap.PAGESIZE))
-        return (
-            self._tells_residency
-            and not _library.mincore(self._address + start, stop - start, pages)
-            and b"\0" not in pages.raw
-        )
+        if not self._tells_residency:
+            return False
+        count = -(-(stop - start) // mmap.PAGESIZE)
+        pages, address = _pages.of(count)
+        if _library.mincore(self._address + start, stop - start, address) or pages.find(0, 0, count) >= 0:
+            return False
+        # Where pages are kept in groups (folios), those beyond the end of the file count as resident too.
+        last = self._address + start + (count - 1) * mmap.PAGESIZE
+        return not _library.madvise(last, 1, _POPULATE_READ) or ctypes.get_errno() == errno.EINVAL
 
     def load(self, start: int, stop: int) -> None:
         """Load bytes [start, stop) into memory; blocks as long as storage takes, but no other thread.
@@ -100,6 +107,23 @@ class Mapping:
                 return
             if number not in (errno.EINTR, errno.EAGAIN):
                 raise _error(self.path, errno.EIO if number == errno.EFAULT else number)
+
+
+class _Pages(threading.local):
+    """A buffer for `mincore`, kept: a new one would take longer than the call."""
+
+    def __init__(self) -> None:
+        self._buffer, self._address = bytearray(), 0
+
+    def of(self, count: int) -> tuple[bytearray, int]:
+        """A buffer of at least `count` bytes, and its address."""
+        if len(self._buffer) < count:
+            self._buffer = bytearray(2 * count)
+            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._buffer))
+        return self._buffer, self._address
+
+
+_pages = _Pages()
 
 
 def _error(path: Path, number: int | None = None) -> OSError:

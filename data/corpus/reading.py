@@ -87,10 +87,10 @@ class MirroredPlaces:
                     raise
                 if isinstance(error, ReadTimeoutError):
                     self._places.remove(left[0])
-                    self._warn(f"{error.cause}; it and all further files are read from {left[1]}: {left[1] / name}")
+                    self.warn(f"{error.cause}; it and all further files are read from {left[1]}: {left[1] / name}")
                 else:
                     self._failed.add((name, left[0]))
-                    self._warn(f"{error.cause}; read from {left[1] / name} instead")
+                    self.warn(f"{error.cause}; read from {left[1] / name} instead")
 
     def take_times(self) -> ReadTimes:
         """Reads since the last call."""
@@ -102,7 +102,8 @@ class MirroredPlaces:
         notices, self._notices = self._notices, []
         return notices
 
-    def _warn(self, text: str) -> None:
+    def warn(self, text: str) -> None:
+        """Report something on standard error and for the journal."""
         print(f"warning: {text}", file=sys.stderr, flush=True)
         self._notices.append(text)
 
@@ -136,4 +137,4 @@ class MirroredPlaces:
         self._times.add(ReadTimes(1, took, took, str(file)))
         if took > self._slowest_reported:
             self._slowest_reported = 2 * took  # report the next only if it is much slower: no flood from a slow mount
-            self._warn(f"a slow read: {file} took {took:.1f} s to answer")
+            self.warn(f"a slow read: {file} took {took:.1f} s to answer")

@@ -202,10 +202,20 @@ class Packer:
         """The opened corpora by source name."""
         return {source.name: source.corpus for source in self._sources}
 
+    @property
+    def warnings(self) -> list[str]:
+        """Of corpora whose blocks cannot be checked."""
+        return [
+            f"{name}: {corpus.directory} has no checksums of its blocks: damage of its files would be trained on; "
+            f"run `fsdp-data checksums {corpus.directory}`"
+            for name, corpus in self.corpora.items()
+            if corpus.checksums is None
+        ]
+
     def let_go(self) -> None:
         """Close the blocks that were evicted from a cache; cheap, and needed once per step."""
         for source in self._sources:
-            source.let_go()
+            source.corpus.let_go()
 
     def _make_room(self) -> None:
         """While a block is waited for: a disk may be full of blocks that were evicted and are kept here."""

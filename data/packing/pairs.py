@@ -73,7 +73,7 @@ class Pairs(SourceStream):
             at = begin
             for document, size in ((first, prompt), (first + 1, answer)):
                 start, _ = block.text(document)
-                row[at : at + size] = self.corpus.block(block.number, start, start + size).tokens[start : start + size]
+                self.corpus.copy(block.number, [(at, start, start + size)], row)
                 if spans is not None:
                     spans.append(Span(block, document, at, start, start + size))
                 at += size + 1

@@ -5,18 +5,16 @@ The construction is described in `data.packing.packer`, which also checks the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from data.corpus.corpus import Corpus
 from data.corpus.hashing import key_of, permutation
-from data.corpus.stored import StoredBlock
+from data.corpus.stored import Piece
 from fsdp_pretrain.errors import DataError
 
 Ints = npt.NDArray[np.int64]
@@ -25,14 +23,10 @@ STRETCH = 1024
 ROUNDS = 64
 """Rounds of all lanes that a reshuffle keeps together, so that a lane still reads one neighbourhood at a time."""
 _AHEAD = 8
-_CHUNK_BITS = 15
-"""Tokens are loaded in chunks of 2 ** 15, two at a time: about what the kernel reads ahead by itself."""
-_NEAR = 32
-"""Chunks checked together before one of them is loaded: a cheap way to find what is in memory already."""
 _cached_permutation = lru_cache(maxsize=64)(permutation)
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Block:
     """Documents of one block in the order of one epoch."""
 
@@ -45,15 +39,6 @@ class Block:
     """[documents] token of the stored block = position in the block's stream + shift."""
     documents: Ints
     """[documents] number within the shard."""
-    tokens: npt.NDArray[Any]
-    """Of the stored block; empty while it is let go."""
-    load: Callable[[Block, int], npt.NDArray[Any]]
-    """Load a chunk of that array, and the next one, with a timeout; returns the array to use from then on."""
-    chunk_bits: int
-    chunks: range
-    """Chunks of 2 ** chunk_bits tokens that the block lies in."""
-    waiting: set[int]
-    """Those not loaded yet."""
     shard: int
     length: int
 
@@ -100,10 +85,8 @@ class SourceStream:
         self.block_lengths: Ints = blocks[:, 4] + blocks[:, 3]  # one separator for each document that is not empty
         self.epoch_length = int(self.block_lengths.sum())
         self.reshuffles: list[int] = []
-        self._chunk_bits = max(_CHUNK_BITS, length.bit_length())  # a sample spans at most two chunks
         self._epoch = lru_cache(maxsize=3)(self._order_blocks)
         self._block = lru_cache(maxsize=max(64, min(2 * lanes, 4096)))(self._open_block)
-        self._opened: WeakValueDictionary[tuple[int, int], Block] = WeakValueDictionary()
         self._round = lru_cache(maxsize=1)(self._order_lanes)
         self._stretch = lru_cache(maxsize=4 * lanes + 64)(self._order_windows)
 
@@ -176,28 +159,19 @@ class SourceStream:
 
     def _open_block(self, epoch: int, block: int) -> Block:
         shard, first, _ = self.corpus.blocks[block, :3].tolist()
-        stored = self.corpus.block(block)
-        lengths: npt.NDArray[Any] = stored.lengths - self.corpus.manifest.carried
-        starts = self._starts(block, stored, lengths)
+        lengths: npt.NDArray[Any] = self.corpus.lengths(block) - self.corpus.manifest.carried
+        starts = self._starts(block, lengths)
         order = self._order(epoch, block, lengths)
         sizes = lengths[order].astype(np.int64) + 1
         ends = np.cumsum(sizes)
-        bits = self._chunk_bits
-        chunks = range(int(starts[0]) >> bits, (int(starts[-1] + lengths[-1]) >> bits) + 1)
-        opened = self._opened[epoch, block] = Block(
+        return Block(
             number=block,
             ends=ends,
             shifts=starts[order] - (ends - sizes),
             documents=first + order,
-            tokens=stored.tokens,
-            load=self._load,
-            chunk_bits=bits,
-            chunks=chunks,
-            waiting=set(chunks),
             shard=shard,
             length=int(self.block_lengths[block]),
         )
-        return opened
 
     def _order(self, epoch: int, block: int, lengths: Ints) -> Ints:
         """The order of the documents of a block, given their lengths."""
@@ -206,16 +180,17 @@ class SourceStream:
             order = order[lengths[order] > 0]
         return order
 
-    def _starts(self, block: int, stored: StoredBlock, lengths: npt.NDArray[np.int32]) -> Ints:
+    def _starts(self, block: int, lengths: npt.NDArray[np.int32]) -> Ints:
         """Where the texts of a block's documents begin in its tokens, carried separators skipped.
 
         Raises:
             DataError: a document does not carry the separator that the manifest declares.
         """
-        manifest, starts = self.corpus.manifest, stored.starts
+        manifest, sizes = self.corpus.manifest, lengths.astype(np.int64) + self.corpus.manifest.carried
+        starts: Ints = np.cumsum(sizes) - sizes
         if not manifest.carried:
             return starts
-        stored = self.corpus.block(block, 0, len(stored.tokens))
+        stored = self.corpus.block(block, 0, int(sizes.sum()))
         at = starts + (lengths if manifest.separators == "trailing" else 0)
         wrong = np.flatnonzero((lengths < 0) | (stored.tokens.take(at, mode="clip") != manifest.tokenizer.eod))
         if len(wrong):
@@ -227,24 +202,6 @@ class SourceStream:
                 remedy="restore the shard, or import the corpus again",
             )
         return starts + (manifest.separators == "leading")
-
-    def _load(self, block: Block, chunk: int) -> npt.NDArray[Any]:
-        bits, near = self._chunk_bits, range(chunk & -_NEAR, (chunk & -_NEAR) + _NEAR)
-        stored = self.corpus.kept(block.number, near[0] << bits, (near[-1] + 2) << bits)
-        if stored is None:
-            near = range(chunk, chunk + 1)
-            stored = self.corpus.block(block.number, chunk << bits, (chunk + 2) << bits)
-        if stored.tokens is not block.tokens:  # opened again, perhaps from the mirror
-            block.tokens, block.waiting = stored.tokens, set(block.chunks)
-        block.waiting.difference_update(near)
-        return block.tokens
-
-    def let_go(self) -> None:
-        """Close blocks that were evicted from a cache; they are opened again when needed."""
-        if gone := self.corpus.let_go():
-            for (_, number), block in list(self._opened.items()):
-                if number in gone:
-                    block.tokens, block.waiting = block.tokens[:0].copy(), set(block.chunks)
 
     def blocks_of(self, source_index: int, count: int, *, begin: int = 0) -> list[int]:
         """The blocks that `fill` opens for `count` tokens of a sample from its token `begin` on, in order of use.
@@ -286,37 +243,35 @@ class SourceStream:
             while rank < len(order):
                 block = self._block(epoch, int(order[rank]))
                 inside = offset - (int(block_ends[rank]) - block.length)
-                filled = _copy(block, inside, row, filled, separators, spans)
+                filled = self._copy(block, inside, row, filled, separators, spans)
                 if filled == len(row):
                     return separators
                 offset = int(block_ends[rank])
                 rank += 1
             epoch, offset = epoch + 1, 0
 
-
-def _copy(block: Block, inside: int, row: Ints, filled: int, separators: list[int], spans: list[Span] | None) -> int:
-    """Copy a block's stream from position `inside` into row[filled:] until either ends; returns the new `filled`."""
-    at, need, tokens = int(block.ends.searchsorted(inside, "right")), len(row), block.tokens
-    waiting, bits = block.waiting, block.chunk_bits
-    while at < len(block.ends):
-        ahead = slice(at, at + _AHEAD)  # a few documents at once: numpy scalars cost more than the copies
-        for end, shift in zip(block.ends[ahead].tolist(), block.shifts[ahead].tolist(), strict=True):
-            take, start = end - inside, inside + shift
-            text = take - 1  # without the separator
-            if take > need - filled:
-                take = need - filled
-                text = min(take, text)
-            if waiting and start >> bits in waiting:
-                tokens = block.load(block, start >> bits)
-                waiting = block.waiting
-            row[filled : filled + text] = tokens[start : start + text]
-            if spans is not None:
-                spans.append(Span(block, at, filled, start, start + text))
-            filled += take
-            if text < take:
-                separators.append(filled - 1)
-            if filled == need:
-                return filled
-            inside = end
-            at += 1
-    return filled
+    def _copy(
+        self, block: Block, inside: int, row: Ints, filled: int, separators: list[int], spans: list[Span] | None
+    ) -> int:
+        """Copy a block's stream from position `inside` into row[filled:] until either ends; the new `filled`."""
+        at, need, pieces = int(block.ends.searchsorted(inside, "right")), len(row), list[Piece]()
+        while at < len(block.ends) and filled < need:
+            ahead = slice(at, at + _AHEAD)  # a few documents at once: numpy scalars cost more than the copies
+            for end, shift in zip(block.ends[ahead].tolist(), block.shifts[ahead].tolist(), strict=True):
+                take, start = end - inside, inside + shift
+                text = take - 1  # without the separator
+                if take > need - filled:
+                    take = need - filled
+                    text = min(take, text)
+                pieces.append((filled, start, start + text))
+                if spans is not None:
+                    spans.append(Span(block, at, filled, start, start + text))
+                filled += take
+                if text < take:
+                    separators.append(filled - 1)
+                if filled == need:
+                    break
+                inside = end
+                at += 1
+        self.corpus.copy(block.number, pieces, row)
+        return filled

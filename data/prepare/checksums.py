@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.corpus.corpus import CHECKSUMS, Corpus, block_checksums, write_manifest, write_table
+from data.corpus.corpus import CHECKSUMS, block_checksums, read_manifest, write_manifest, write_table
 from data.corpus.fetched import PAIR, fetched, remote_manifest, scratch_directory
 from data.corpus.shards import Shard, file_checksum
 from fsdp_pretrain.atomic import replace_file
@@ -28,16 +28,17 @@ def add_checksums(out: Location, *, workers: int, scratch: Path | None = None, q
     """Write `checksums.npy` and name it in the manifest, whose fingerprint stays.
 
     Returns:
-        Number of blocks; 0 if they had checksums already.
+        Number of blocks; 0 if they had checksums already, and these are whole.
 
     Raises:
         DataError: not a corpus, or a shard is not the one that the manifest names.
         OSError: the corpus cannot be written; RemoteError: remote storage failed.
     """
-    manifest = remote_manifest(out) if isinstance(out, Url) else Corpus(out).manifest
+    manifest = remote_manifest(out) if isinstance(out, Url) else read_manifest(out)
     with open_output(out, scratch) as place, scratch_directory(scratch) as room:
         names = place.names()
-        if manifest.checksums_xxh3 is not None and CHECKSUMS in names:
+        there = place.read([CHECKSUMS]) if manifest.checksums_xxh3 is not None and CHECKSUMS in names else []
+        if [xxhash.xxh3_128_hexdigest(table) for table in there] == [manifest.checksums_xxh3]:
             return 0
         table = place.read(["blocks.npy"])[0]
         if xxhash.xxh3_128_hexdigest(table) != manifest.blocks_xxh3:

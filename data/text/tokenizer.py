@@ -62,7 +62,7 @@ class Tokenizer(ABC):
             raise DataError(asked, remedy=f"name one with --eod; its special tokens: {names or 'none'}")
         self.eod = number
         self.specials.setdefault(number, self.decode([number]))
-        self.fingerprint = hashlib.sha256(path.read_bytes() + f"\neod {number}".encode()).hexdigest()
+        self.fingerprint = fingerprint_of(path.read_bytes(), number)
         _probe(self)
 
     @staticmethod
@@ -120,6 +120,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _default_eod(self) -> int | None: ...
+
+
+def fingerprint_of(content: bytes, eod: int) -> str:
+    """The fingerprint of a tokenizer, from the content of its file and its separator."""
+    return hashlib.sha256(content + f"\neod {eod}".encode()).hexdigest()
 
 
 class _Tokenizers(Tokenizer):

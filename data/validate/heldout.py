@@ -26,10 +26,10 @@ def _whole(place: Location) -> Location:
 
 def _hashes(corpus: Corpus) -> Hashes:
     found = [np.zeros(0, dtype=np.uint64)]
-    for number, tokens in enumerate(corpus.blocks[:, 4].tolist()):
-        block = corpus.block(number, 0, tokens)
-        starts, lengths = block.starts, block.lengths.astype(np.int64)
-        found.append(document_hashes(block.tokens, starts, starts + lengths))
+    for number in range(len(corpus.blocks)):
+        lengths = corpus.lengths(number).astype(np.int64)
+        ends = np.cumsum(lengths)
+        found.append(document_hashes(corpus.tokens(number, 0, int(ends[-1])), ends - lengths, ends))
     hashes = np.unique(np.concatenate(found))
     kept: Hashes = hashes[hashes != 0]
     return kept

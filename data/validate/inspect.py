@@ -57,7 +57,7 @@ def _from_block(corpus: Corpus, shard: int, number: int) -> npt.NDArray[Any]:
     table = corpus.blocks
     inside = (table[:, 0] == shard) & (table[:, 1] <= number) & (number < table[:, 1] + table[:, 2])
     for row in np.flatnonzero(inside).tolist():
-        block, at = corpus.block(row), number - int(table[row, 1])
-        begin, length = int(block.starts[at]), int(block.lengths[at])
-        return corpus.block(row, begin, begin + length).tokens[begin : begin + length]
+        lengths, at = corpus.lengths(row).astype(np.int64), number - int(table[row, 1])
+        begin = int(lengths[:at].sum())
+        return corpus.tokens(row, begin, begin + int(lengths[at]))
     return np.zeros(0, dtype=np.dtype(corpus.manifest.dtype))

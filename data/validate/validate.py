@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data.corpus.corpus import (
+    CHECKSUMS,
     CorpusManifest,
     Separators,
     ShardEntry,
@@ -225,11 +226,12 @@ def _compare(
         if manifest.pairs and shard.documents % 2:
             note = f"{shard.documents} documents, but prompts and answers come in pairs"
             findings.note("manifest-mismatch", shard.name, note)
-    try:
-        if checksums and file_checksum(directory / "blocks.npy") != manifest.blocks_xxh3:
-            findings.note("checksum", "blocks.npy", "not the block table that the manifest names")
-    except OSError as error:
-        _unreadable(findings, "blocks.npy", error)
+    for name, expected in (("blocks.npy", manifest.blocks_xxh3), (CHECKSUMS, manifest.checksums_xxh3)):
+        try:
+            if checksums and expected and file_checksum(directory / name) != expected:
+                findings.note("checksum", name, "not the table that the manifest names")
+        except OSError as error:
+            _unreadable(findings, name, error)
     try:
         stored = Tokenizer.load(directory / entry.file, eod=entry.eod)
         if stored.fingerprint != entry.fingerprint:

@@ -188,6 +188,7 @@ def plan(
     packer = epochs.open_corpora(config)
     sources = None if packer is None else epochs.read_epochs(config, packer)
     warnings += epochs.warnings(sources or {})
+    warnings += packer.warnings if packer is not None else []
     time = None if world is None else _time(config, parameters, world, gpus_per_node, device, mfu)
     nodes = -(-(world or 1) // gpus_per_node)
     fetched = None if packer is None else storage.need(config, packer, nodes, None if time is None else time.days)

@@ -284,6 +284,17 @@ def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
         run.recorder.event("heldout", text, samples=heldout.counts, corpora=heldout.fingerprints)
 
 
+def record_reads(run: RunContext, training: Packer, heldout: HeldOutSamples | None) -> None:
+    """Record which corpora cannot be checked, and what was wrong while the held-out ones were read; batches tell of the
+    others."""
+    for packer in [training, *([heldout.packer] if heldout is not None else [])]:
+        for text in packer.warnings:
+            run.recorder.event("data-read", text)
+    for corpus in heldout.packer.corpora.values() if heldout is not None else ():
+        for text in corpus.places.take_notices():
+            run.recorder.note("data-read", f"rank {run.world.rank}: {text}")
+
+
 def record_ready(run: RunContext, state: TrainState) -> None:
     """Record how long startup took: the first step starts now."""
     begun = environments.view(run.recorder.run, run.recorder.number)

@@ -1,0 +1,198 @@
+"""Data that changes after it was checked: no batch may be another one, and what was found is told. See `damage.py`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from damage import write
+from sight import until
+from test_block_cache import LARGE, build, url
+
+from data.corpus.cached import CacheUse
+from data.corpus.corpus import Corpus
+from data.packing.packer import Packer
+from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.errors import DataError, Exit
+
+pytest.importorskip("fsspec")
+
+
+@pytest.mark.parametrize(
+    ("cases", "seed"), [(18, 32), pytest.param(200, 1, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
+def test_no_damage_makes_another_batch(cases: int, seed: int, helpers: Any) -> None:
+    """In caches and in files, with a mirror and without, live and between starts."""
+    line = [sys.executable, str(Path(__file__).with_name("damage.py")), "--cases", str(cases), "--seed", str(seed)]
+    done = subprocess.run(line, capture_output=True, text=True, env=helpers.environment())
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (found["cases"], found["wrong"], found["tracebacks"]) == (cases, 0, 0)
+    assert found["told"] > 0.8 * cases  # the others were damaged where nothing was read any more
+
+
+def packer_of(corpus: Any, **places: Any) -> Packer:
+    return Packer([("text", corpus, 1.0)], 32, seed=5, lanes=6, **places)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("live", [False, True])
+def test_each_damaged_block_of_a_cache_is_told_once(
+    tmp_path: Path, tokenizer: Tokenizer, live: bool, capfd: Any
+) -> None:
+    corpus, cache = build(tmp_path / "corpus", tokenizer), CacheUse(tmp_path / "cache", LARGE)
+    expected = packer_of(corpus).pack(0, 200).digest
+    packer = packer_of(url(corpus), cache=cache)
+    assert packer.pack(0, 200).digest == expected
+    blocks = sorted(cache.directory.glob("*/blocks/*"))
+    for path in blocks:
+        write(path, 0, b"\xff")  # a length: the documents after it would begin elsewhere
+        write(path, path.stat().st_size - 1, b"\xff")
+    packer = packer if live else packer_of(url(corpus), cache=cache)
+    assert packer.pack(0, 200).digest == packer.pack(0, 200).digest == expected
+    told, (notices,) = capfd.readouterr().err, [own.places.take_notices() for own in packer.corpora.values()]
+    assert len(notices) == len(blocks)
+    for path in blocks:
+        assert sum(str(path) in notice for notice in notices) == told.count(f"warning: {path} is damaged") == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["manifests/*", "*/blocks.npy", "*/checksums.npy", "*/tokenizer.json"])
+def test_a_damaged_table_of_a_cache_is_fetched_again(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    """Also the manifest, where one digit may be another separator."""
+    corpus, cache = build(tmp_path / "corpus", tokenizer), CacheUse(tmp_path / "cache", LARGE)
+    whole = Corpus(url(corpus), cache=cache)
+    (path,) = cache.directory.glob(name)
+    content = path.read_bytes()
+    path.write_bytes(content[:-30] + bytes([content[-30] ^ 1]) + content[-29:])
+    again = Corpus(url(corpus), cache=cache)
+    assert path.read_bytes() == content
+    assert again.manifest == whole.manifest and again.tokenizer().fingerprint == tokenizer.fingerprint
+    assert bool(again.places.take_notices()) == (name != "manifests/*")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["shards/s2.bin", "shards/s2.idx", "checksums.npy", "tokenizer.json"])
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_damaged_files_are_named_or_read_from_the_mirror(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, mirrored: bool
+) -> None:
+    corpus = build(tmp_path / "corpus", tokenizer)
+    mirror = Path(shutil.copytree(corpus, tmp_path / "mirror"))
+    expected, path = packer_of(mirror).pack(0, 200).digest, corpus / name
+    content = path.read_bytes()
+    at = 34 if path.suffix == ".idx" else len(content) // 2
+    write(path, at, bytes([content[at] ^ 1]))
+
+    def read() -> int:
+        packer = packer_of(corpus, **({"mirrors": {"text": mirror}} if mirrored else {}))
+        packer.corpora["text"].tokenizer()
+        return packer.pack(0, 200).digest
+
+    if mirrored:
+        assert read() == expected
+        return
+    with pytest.raises(DataError) as caught:
+        read()
+    assert str(path.with_suffix("")) in caught.value.cause and caught.value.remedy
+    assert caught.value.exit == Exit.REFUSED
+
+
+@pytest.mark.quick
+def test_damaged_checksums_are_made_again(tmp_path: Path, tokenizer: Tokenizer, run_command: Any) -> None:
+    corpus = build(tmp_path / "corpus", tokenizer)
+    table = corpus / "checksums.npy"
+    content = table.read_bytes()
+    write(table, len(content) - 1, b"\1")
+    done = run_command("data.cli", "validate", corpus)
+    assert done.returncode == 2 and "checksums.npy" in done.stdout
+    with pytest.raises(DataError, match="is not the one that manifest.json names") as caught:
+        Corpus(corpus)
+    assert f"fsdp-data checksums {corpus}" in caught.value.remedy
+    assert run_command("data.cli", "checksums", corpus, "--workers", 1, "--quiet").returncode == 0
+    assert table.read_bytes() == content and Corpus(corpus).block(0)
+
+
+def forget_checksums(corpus: Path) -> Path:
+    """Make a corpus as earlier versions made it."""
+    found = json.loads((corpus / "manifest.json").read_text())
+    del found["checksums_xxh3"]
+    (corpus / "manifest.json").write_text(json.dumps(found))
+    (corpus / "checksums.npy").unlink()
+    return corpus
+
+
+def sources(path: Any, **more: Any) -> dict[str, Any]:
+    return {"sources": [{"name": "text", "path": str(path), **more}]}
+
+
+def told(helpers: Any, run: Path) -> list[str]:
+    return [str(entry["text"]) for entry in helpers.journal(run, "data-read")]
+
+
+def batches(helpers: Any, run: Path) -> list[tuple[int, Any, Any]]:
+    return [(each["step"], each["data_digest"], each["loss"]) for each in helpers.metrics(run)]
+
+
+def test_runs_on_damaged_data(lab: Any, helpers: Any, run_command: Any) -> None:
+    """Between starts: a cache is filled again, beside the fetcher, and training goes on to the bit; without a cache the
+    start is refused until the shard is whole."""
+    corpus = build(lab.path / "corpus", Tokenizer.load(lab.tokenizer))
+    half = "train.duration=10 steps"
+    lab.train(lab.config("whole", data=sources(corpus)))
+    cache = {"dir": str(lab.path / "cache"), "size": "1GB"}
+    config = lab.config("urls", data={**sources(url(corpus)), "cache": cache})
+    lab.train(config, half)
+    blocks = sorted((lab.path / "cache").glob("*/blocks/*"))
+    for path in blocks:
+        write(path, path.stat().st_size - 5, b"\0\0\0\0\0")
+    output = lab.train(config)
+    assert batches(helpers, lab.path / "urls") == batches(helpers, lab.path / "whole")
+    damaged = [text for text in told(helpers, lab.path / "urls") if "is damaged" in text]
+    assert damaged and all(any(str(path) in text for path in blocks) for text in damaged)
+    assert output.count("is damaged") == len(damaged) and "Traceback" not in output
+
+    config = lab.config("files", data=sources(forget_checksums(corpus)))
+    assert f"run `fsdp-data checksums {corpus}`" in run_command("fsdp_pretrain.cli", "plan", config).stdout
+    lab.train(config, half)
+    (text,) = told(helpers, lab.path / "files")
+    assert "has no checksums" in text
+    assert run_command("data.cli", "checksums", corpus, "--workers", 1, "--quiet").returncode == 0
+    content = {path: path.read_bytes() for path in corpus.glob("shards/*.bin")}
+    for path, whole in content.items():
+        path.write_bytes(bytes(len(whole)))
+    output = lab.train(config, expect=78)
+    assert "shards/s" in output and "is damaged in the block of documents" in output and "Traceback" not in output
+    for path, whole in content.items():
+        path.write_bytes(whole)
+    lab.train(config)
+    assert batches(helpers, lab.path / "files") == batches(helpers, lab.path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["flip", "zero", "exchange"])
+def test_a_live_run_whose_cache_is_damaged(lab: Any, helpers: Any, kind: str) -> None:
+    """Two ranks, while they train: whatever is written over the blocks, again and again, the batches are the same."""
+    corpus = build(lab.path / "corpus", Tokenizer.load(lab.tokenizer))
+    train = {"duration": "60 steps", "global_batch": "16 samples"}
+    lab.train(lab.config("whole", data=sources(corpus), train=train), ranks=2)
+    data = {**sources(url(corpus)), "cache": {"dir": str(lab.path / "cache"), "size": "1GB"}}
+    run = lab.path / "run"
+    job = lab.start(lab.config(data=data, train=train), ranks=2)
+    for step in range(5, 50, 5):
+        until(lambda step=step: len(helpers.metrics(run)) >= step or job.wait(0), what=job.output)  # type: ignore[misc]
+        blocks = sorted((lab.path / "cache").glob("*/blocks/*"))
+        for path, other in zip(blocks, blocks[1:] + blocks[:1], strict=True):
+            try:
+                content, size = other.read_bytes(), path.stat().st_size
+                write(path, 0, content[:size] if kind == "exchange" else bytes(size) if kind == "zero" else b"\xff")
+            except FileNotFoundError:  # dropped meanwhile
+                continue
+    assert job.wait() == [0, 0], job.output()
+    assert batches(helpers, run) == batches(helpers, lab.path / "whole")
+    assert told(helpers, run) and "Traceback" not in job.output()
