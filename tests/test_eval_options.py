@@ -125,6 +125,15 @@ def test_examples_that_may_be_the_question_are_refused(run: Path, tasks: Path, r
     assert run_command(*arguments, "--num-fewshot", "0").returncode == 0
 
 
+def test_an_answer_without_tokens_is_refused(run: Path, tasks: Path, tmp_path: Path, run_command: Run) -> None:
+    """It would be the likeliest of all."""
+    text = TASK.format(name="blank", folder=tasks, split="test_split")
+    (tmp_path / "blank.yaml").write_text(text + 'output_type: loglikelihood\ndoc_to_target: ""\ntarget_delimiter: ""\n')
+    done = run_command("eval.cli", "run", run, "--include", tmp_path, "--tasks", "blank")
+    assert done.returncode == 78 and "'' after 'the run writes', but it has no token" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
 def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run) -> None:
     """A short line per document. Results that replace others take their samples away, and nobody else's."""
     out, beside = tmp_path / "results.json", tmp_path / "others.json"
