@@ -61,15 +61,15 @@ class ConfidenceInterval(BaseModel):
     """A 95% confidence interval.
 
     Attributes:
-        method: `normal`: value ± 1.96 standard errors; or `wilson` (of a share), `agresti-min` (of a paired difference
-            of shares): see `eval.intervals`.
+        method: `normal`: value ± 1.96 standard errors; `log`: the same of the logarithm; `fieller`: of a ratio; of
+            shares `wilson`, and of their differences `agresti-min` (paired) or `newcombe`: see `eval.intervals`.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
 
     low: float
     high: float
-    method: Literal["normal", "wilson", "agresti-min"] = "normal"
+    method: Literal["normal", "log", "fieller", "wilson", "agresti-min", "newcombe"] = "normal"
 
     @classmethod
     def normal(cls, value: float, stderr: float) -> ConfidenceInterval:

@@ -299,7 +299,8 @@ def table(results: Results) -> str:
     """Scores for people: value ± standard error, 95% interval, documents, few-shot examples."""
     lines = [f"step {results.step:_}, {results.tokens:_} tokens, {results.seconds}s"]
     for task, metric, value, stderr, interval in results.metrics():
-        spread = "" if stderr is None else f" ± {stderr:.4f}  95% {interval}"
+        spread = "" if stderr is None else f" ± {stderr:.4f}"
+        spread += "" if interval is None else f"  95% {interval}"
         counted = f"{results.documents.get(task, '?')} documents"
         shown = f"{counted}, {results.num_fewshot[task]}-shot" if task in results.num_fewshot else counted
         lines.append(f"  {task:24} {metric:16} {value:.4f}{spread}  ({shown})")

@@ -3,7 +3,7 @@
 The difference of two scores over the same documents is far more certain than each score: what makes a document hard
 makes it hard for both. Its standard error is that of the mean of the differences of the documents' influences on the
 two scores (see `eval.intervals`; for means these are the differences of their values). Evaluations that cannot be
-paired are compared by their own standard errors, and the reason is given.
+paired are compared by their own intervals, and the reason is given.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from pydantic import BaseModel
 
 from fsdp_pretrain.checkpoint.store import directory_name
@@ -25,7 +24,18 @@ from fsdp_pretrain.record.files import RunDir
 
 from . import sample_files
 from .attempt import ConfidenceInterval, Results
-from .intervals import Array, Form, agresti_min, are_shares, as_array, form_of, standard_error
+from .intervals import (
+    Array,
+    Form,
+    agresti_min,
+    are_shares,
+    as_array,
+    change,
+    form_of,
+    ratio_interval,
+    standard_error,
+    unpaired,
+)
 from .sample_files import Document, Value
 
 Judgement = Literal["better", "worse", "higher", "lower", "no difference", "unknown"]
@@ -76,10 +86,9 @@ class TaskResults:
     folder: Path
 
     @property
-    def metrics(self) -> dict[str, tuple[float, float | None]]:
-        """Score and standard error by metric."""
-        found = self.results.metrics()
-        return {metric: (value, stderr) for task, metric, value, stderr, _ in found if task == self.task}
+    def metrics(self) -> dict[str, tuple[float, float | None, ConfidenceInterval | None]]:
+        """Score, standard error and interval by metric."""
+        return {row[1]: row[2:] for row in self.results.metrics() if row[0] == self.task}
 
     def samples(self) -> dict[str, dict[Document, Value]]:
         """Values of every document by metric. Raises UserError."""
@@ -162,10 +171,10 @@ def _differences(a: TaskResults, b: TaskResults) -> Iterator[ScoreDifference]:
         except UserError as problem:
             reason = problem.cause
     up = b.results.higher_is_better.get(a.task, {})
-    for metric, (score, stderr) in a.metrics.items():
+    for metric, (score, stderr, interval) in a.metrics.items():
         if metric not in b.metrics:
             continue
-        other, its_stderr = b.metrics[metric]
+        other, its_stderr, its_interval = b.metrics[metric]
         higher = up.get(metric, up.get(metric.partition("/")[0]))
         found = None
         if not reason:
@@ -173,15 +182,16 @@ def _differences(a: TaskResults, b: TaskResults) -> Iterator[ScoreDifference]:
         if isinstance(found, _Paired):
             row = ScoreDifference(task=a.task, metric=metric, **vars(found))
         else:
-            error = None if stderr is None or its_stderr is None else math.hypot(stderr, its_stderr)
             row = ScoreDifference(
                 task=a.task,
                 metric=metric,
                 a=score,
                 b=other,
                 difference=other - score,
-                stderr=error,
-                interval=None if error is None else ConfidenceInterval.normal(other - score, error),
+                stderr=None if stderr is None or its_stderr is None else math.hypot(stderr, its_stderr),
+                interval=None
+                if interval is None or its_interval is None
+                else unpaired(score, interval, other, its_interval),
                 unpaired=reason or found or "",
             )
         yield row.model_copy(update={"verdict": _verdict(row.interval, higher)})
@@ -217,30 +227,49 @@ def _paired(
 ) -> _Paired | str:
     """The difference over the documents that both have; the reason if there is none."""
     form = form_of([*a.values()], score_a)
-    if form is None or form is not form_of([*b.values()], score_b):
+    if form is None or form != form_of([*b.values()], score_b):
         return "the score is no mean or ratio of its documents' values"
     common = [document for document in a if document in b]
     x, y = as_array([a[document] for document in common]), as_array([b[document] for document in common])
-    if x is None or y is None:
+    if x is None or y is None or x.ndim != y.ndim:
         return "they have no document in common"
-    first, second = form(x), form(y)
-    difference = second.score - first.score
+    first, second = form.score(x), form.score(y)
+    influence = [form.influence(of) * (score if form.exponential else 1) for of, score in ((x, first), (y, second))]
     gains = _by_document(form, y) - _by_document(form, x)
     more, less = int((gains > 0).sum()), int((gains < 0).sum())
-    stderr = standard_error(second.influence - first.influence)
-    interval = None
     if are_shares(form, x) and are_shares(form, y):
-        interval = agresti_min(more, less, len(common))
-    elif stderr is not None:
-        interval = ConfidenceInterval.normal(difference, stderr)
-    better, worse = (less, more) if higher is False else (more, less)
-    equal = len(common) - more - less
-    return _Paired(first.score, second.score, difference, stderr, interval, len(common), better, worse, equal)
+        interval: ConfidenceInterval | None = agresti_min(more, less, len(common))
+    else:
+        interval = _interval(form, x, y)
+    return _Paired(
+        a=first,
+        b=second,
+        difference=second - first,
+        stderr=standard_error(influence[1] - influence[0]),
+        interval=interval,
+        documents=len(common),
+        better=less if higher is False else more,
+        worse=more if higher is False else less,
+        equal=len(common) - more - less,
+    )
+
+
+def _interval(form: Form, x: Array, y: Array) -> ConfidenceInterval | None:
+    """Of the difference of the scores of n paired documents; None of fewer than two."""
+    stderr = standard_error(form.influence(y) - form.influence(x))
+    if stderr is None:
+        return None
+    if x.ndim == 2 and (x[:, 1] == y[:, 1]).all():
+        ends = sorted(form.factor * end for end in ratio_interval(y[:, 0] - x[:, 0], x[:, 1]))
+        found = ConfidenceInterval(low=ends[0], high=ends[1], method="fieller")
+    else:
+        found = ConfidenceInterval.normal(form.level(y) - form.level(x), stderr)
+    return change(form.score(x), found.low, found.high) if form.exponential else found
 
 
 def _by_document(form: Form, x: Array) -> Array:
-    """The score of every document alone."""
-    return np.array([form(x[i : i + 1]).score for i in range(len(x))])
+    """The level of every document alone."""
+    return form.factor * (x if x.ndim == 1 else x[:, 0] / x[:, 1])
 
 
 def _verdict(interval: ConfidenceInterval | None, higher: bool | None) -> Judgement:
@@ -258,7 +287,8 @@ def render(found: EvaluationComparison) -> str:
     """For people."""
     lines = [f"A: {found.a}, B: {found.b}; differences are B - A, with 95% intervals"]
     for row in found.differences:
-        error = "" if row.stderr is None else f" ± {row.stderr:.4f}  {row.interval}"
+        error = "" if row.stderr is None else f" ± {row.stderr:.4f}"
+        error += "" if row.interval is None else f"  {row.interval}"
         lines.append(
             f"  {row.task:24} {row.metric:16} {row.a:.4f} -> {row.b:.4f}  {row.difference:+.4f}{error}  {row.verdict}"
         )

@@ -11,6 +11,7 @@ from math import exp, log
 
 import numpy as np
 
+from .intervals import wilson
 from .probe import Job, Probed, Subject, means
 
 _SEQUENCES, _HALF, _PLACES = 16, 256, 8
@@ -36,7 +37,8 @@ def copy_probe(subject: Subject) -> Probed:
     hits = [sum(greedy[at : at + len(ends)]) / len(ends) for at in range(0, len(greedy), len(ends))]
     gains = [one - two for one, two in zip(first, second, strict=True)]
     scores = means({"first_bits": first, "second_bits": second, "gain_bits": gains, "accuracy": hits})
-    return Probed(scores, len(once), {"gain_bits": True, "accuracy": True})
+    sure = {"accuracy": wilson(sum(hits), len(hits))}  # wide: as if the tokens of a sequence were one
+    return Probed(scores, len(once), {"gain_bits": True, "accuracy": True}, intervals=sure)
 
 
 def _bits(subject: Subject, jobs: list[Job], tokens: int) -> list[float]:
@@ -67,7 +69,8 @@ def arithmetic_probe(subject: Subject) -> Probed:
         hits.append(float(answers[row.index(best)] == truth))
         shares.append(exp(row[answers.index(truth)] - best) / sum(exp(score - best) for score in row))
         at += len(answers)
-    return Probed(means({"accuracy": hits, "probability": shares}), size, {"accuracy": True, "probability": True})
+    scores, sure = means({"accuracy": hits, "probability": shares}), {"accuracy": wilson(sum(hits), len(hits))}
+    return Probed(scores, size, {"accuracy": True, "probability": True}, intervals=sure)
 
 
 def _questions() -> list[tuple[str, int, range]]:

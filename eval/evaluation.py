@@ -28,7 +28,7 @@ from .tasks import BUNDLED, PROBES, load_tasks, scores, unigram_bits_per_byte
 if TYPE_CHECKING:
     from .harness import CheckpointLM
 
-_PARTS = ("results", "samples", "n-samples", "higher_is_better", "n-shot", "configs", "versions")
+_PARTS = ("results", "samples", "group_subtasks", "n-samples", "higher_is_better", "n-shot", "configs", "versions")
 """What is used of lm-eval's results."""
 
 
@@ -64,7 +64,8 @@ def evaluate(
         adapter.scorer.close()
         raise
     adapter.scorer.close()
-    errors, intervals = _uncertainty(table := scores(found["results"]), found["samples"])
+    table = scores(found["results"])
+    errors, intervals = _uncertainty(table, found["samples"], found["group_subtasks"])
     results = Results(
         step=judged.step,
         tokens=judged.tokens,
@@ -137,21 +138,32 @@ def _load_tasks(judged: EvaluatedModel, section: EvalSection) -> dict[str, Any]:
 
 
 def _uncertainty(
-    table: dict[str, dict[str, float]], samples: dict[str, list[dict[str, Any]]]
+    table: dict[str, dict[str, float]],
+    samples: dict[str, list[dict[str, Any]]],
+    groups: dict[str, list[str]],
 ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, ConfidenceInterval]]]:
-    """Standard errors that lm-eval has no formula for, and intervals, of every score that its samples make up."""
+    """Standard errors that lm-eval has no formula for, and intervals, of every score that its samples make up.
+
+    A group has an interval where its score is a share of the documents of all its tasks.
+    """
     errors: dict[str, dict[str, float]] = {}
     intervals: dict[str, dict[str, ConfidenceInterval]] = {}
-    for task, rows in samples.items():
-        for metric, values in sample_files.values(rows).items():
-            score = table.get(task, {}).get(metric)
-            found = estimate(list(values.values()), score) if score is not None else None
-            if found is None:
+    values = {task: sample_files.values(rows) for task, rows in samples.items()}
+    for task, row in table.items():
+        parts = [values[name] for name in _tasks_of(task, groups) if name in values]
+        for metric, score in row.items():
+            found = estimate([value for part in parts for value in part.get(metric, {}).values()], score)
+            if found is None or (task not in values and found[1].method != "wilson"):
                 continue
             intervals.setdefault(task, {})[metric] = found[1]
-            if f"{metric}_stderr" not in table[task]:
+            if found[0] is not None and f"{metric}_stderr" not in row:
                 errors.setdefault(task, {})[f"{metric}_stderr"] = found[0]
     return errors, intervals
+
+
+def _tasks_of(name: str, groups: dict[str, list[str]]) -> list[str]:
+    """The tasks of a group, and of groups in it; a task's own name."""
+    return [task for part in groups[name] for task in _tasks_of(part, groups)] if groups.get(name) else [name]
 
 
 def _directions(found: dict[str, dict[str, bool | None]]) -> dict[str, dict[str, bool]]:

@@ -53,13 +53,16 @@ class CheckpointLM(TemplateLM):
         super().__init__()
         self.tokenizer, self._bidirectional = tokenizer, bidirectional
         self._marks: list[int] = []
-        two_dimensions = False
+        ends, two_dimensions = {tokenizer.eod}, False
         if isinstance(objective, GLMObjective):
             ids = Specials.behind(objective, tokenizer.vocab_size)
             self._marks = [ids.gmask, ids.sop]
+            ends.add(ids.eop)
             two_dimensions = objective.positions == "glm2d"
         self._length = length - len(self._marks)
-        self.scorer = Scorer(model, tokenizer, length=length, batch=batch, two_dimensions=two_dimensions, world=world)
+        self.scorer = Scorer(
+            model, tokenizer, length=length, batch=batch, ends=ends, two_dimensions=two_dimensions, world=world
+        )
 
     @property
     def eot_token_id(self) -> int:
@@ -84,21 +87,34 @@ class CheckpointLM(TemplateLM):
     # ------------------------------------------------------------------ likelihoods
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihood of continuations given contexts, and whether greedy decoding gives them."""
+        """Log-likelihood of continuations given contexts, and whether greedy decoding gives them.
+
+        Pairs are encoded as by `TemplateLM`, all at once. A context without tokens is a separator.
+
+        Raises:
+            RefusedError: a continuation has no token of its own.
+        """
         pairs = [_without_trailing_spaces(*request.args) for request in requests]
         contexts = list(dict.fromkeys(context for context, _ in pairs))
         ids = dict(zip(contexts, self.tokenizer.encode(contexts), strict=True))
-        ids[""] = [self.eot_token_id]
         wholes = self.tokenizer.encode([context + continuation for context, continuation in pairs])
-        jobs = []
-        for (context, _), whole in zip(pairs, wholes, strict=True):
-            start = ids[context]
-            jobs.append(([*start, *whole[len(start) if context else 0 :]], len(start)))
-        return self.score_tokens(jobs, quiet=disable_tqdm)
+        encoded = []
+        for request, (context, _), whole in zip(requests, pairs, wholes, strict=True):
+            start = ids[context] if request.args[0] else []
+            encoded.append((request.args, start or [self.eot_token_id], whole[len(start) :]))
+        return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
+        for (context, continuation), _, targets in requests:
+            if not targets:
+                raise RefusedError(
+                    f"a task asks for the likelihood of {continuation!r} after {context[-40:]!r}, but it has no token "
+                    "of its own: it is empty, or the tokenizer joins it to the end of the context",
+                    effect="its likelihood would be 1, better than any other answer (lm-eval's adapters fail here too)",
+                    remedy="leave the task out, or change its answers or its target_delimiter in a copy of it",
+                )
         jobs = [([*context, *continuation], len(context)) for _, context, continuation in requests]
         return self.score_tokens(jobs, quiet=bool(kwargs.get("disable_tqdm")))
 

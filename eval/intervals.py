@@ -1,18 +1,19 @@
 """Standard errors and 95% intervals of scores from the values of their documents.
 
-A score is a function of its documents' values. The three that lm-eval's metrics use are known here: the mean, exp of
-minus the mean, and functions of a ratio of sums (log-likelihood over bytes). Which one a metric is, is told by which
+A score is a function of its documents' values. Those that lm-eval's metrics use are known here: a mean, a ratio of sums
+(log-likelihood over bytes or words), and exp of minus either (perplexities). Which one a metric is, is told by which
 reproduces its score; of others (f1, BLEU) nothing is said.
 
-The first-order change of such a score when a document is added is that document's influence u_i. The standard error is
-that of a mean of the u_i (the delta method). For a ratio R = sum(a) / sum(b), u_i = (a_i - R b_i) / mean(b): Cochran,
-Sampling Techniques (1977), theorem 2.5.
+The first-order change of a mean or ratio when a document is added is that document's influence u_i. The standard error
+is that of a mean of the u_i (the delta method). For a ratio R = sum(a) / sum(b), u_i = (a_i - R b_i) / mean(b):
+Cochran, Sampling Techniques (1977), theorem 2.5. Perplexities have their intervals on the logarithmic scale.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,51 +25,40 @@ from .sample_files import Value
 Array = NDArray[np.float64]
 _CLOSE = 1e-9
 """Relative difference from a score."""
+_LARGEST = math.log(sys.float_info.max)
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A score of n documents, and their influences, float64 [n] with mean 0."""
+class Form:
+    """How a score follows from its documents' values, float64 [n] or [n, 2].
 
-    score: float
-    influence: Array
+    Its level is `factor` times their mean, or the ratio of the sums of both columns. The score is the level, or exp of
+    it if `exponential`.
+    """
 
-    @property
-    def stderr(self) -> float | None:
-        return standard_error(self.influence)
+    factor: float = 1.0
+    exponential: bool = False
 
+    def level(self, x: Array) -> float:
+        return self.factor * float(x.mean() if x.ndim == 1 else x[:, 0].sum() / x[:, 1].sum())
 
-Form = Callable[[Array], Estimate]
-"""From the values of n documents, float64 [n] or [n, 2], to the score."""
+    def influence(self, x: Array) -> Array:
+        """Of every document on the level: [n], with mean 0."""
+        found: Array = self.factor * x - self.level(x)
+        if x.ndim == 2:
+            found = (self.factor * x[:, 0] - self.level(x) * x[:, 1]) / x[:, 1].mean()
+        return found
 
-
-def _mean(x: Array) -> Estimate:
-    return Estimate(float(x.mean()), x - x.mean())
-
-
-def _perplexity(x: Array) -> Estimate:
-    value = math.exp(-x.mean())
-    return Estimate(value, -value * (x - x.mean()))
-
-
-def _ratio(x: Array) -> Estimate:
-    a, b = x[:, 0], x[:, 1]
-    ratio = float(a.sum() / b.sum())
-    return Estimate(ratio, (a - ratio * b) / b.mean())
+    def score(self, x: Array) -> float:
+        return exp(self.level(x)) if self.exponential else self.level(x)
 
 
-def _bits(x: Array) -> Estimate:
-    ratio = _ratio(x)
-    return Estimate(-ratio.score / math.log(2), -ratio.influence / math.log(2))
+_FORMS = {1: (Form(), Form(-1, exponential=True)), 2: (Form(-1 / math.log(2)), Form(-1, exponential=True), Form())}
 
 
-def _ratio_perplexity(x: Array) -> Estimate:
-    ratio = _ratio(x)
-    value = math.exp(-ratio.score)
-    return Estimate(value, -value * ratio.influence)
-
-
-_FORMS: dict[int, tuple[Form, ...]] = {1: (_mean, _perplexity), 2: (_bits, _ratio_perplexity, _ratio)}
+def exp(x: float) -> float:
+    """The exponential, at most the largest float."""
+    return math.exp(min(x, _LARGEST))
 
 
 def form_of(values: Sequence[Value], score: float) -> Form | None:
@@ -77,14 +67,8 @@ def form_of(values: Sequence[Value], score: float) -> Form | None:
     if x is None:
         return None
     with np.errstate(all="ignore"):
-        for form in _FORMS[x.ndim]:
-            try:
-                found = form(x).score
-            except OverflowError:
-                continue
-            if math.isclose(found, score, rel_tol=_CLOSE, abs_tol=1e-12):
-                return form
-    return None
+        fitting = (form for form in _FORMS[x.ndim] if math.isclose(form.score(x), score, rel_tol=_CLOSE, abs_tol=1e-12))
+        return next(fitting, None)
 
 
 def as_array(values: Sequence[Value]) -> Array | None:
@@ -102,23 +86,31 @@ def standard_error(influence: Array) -> float | None:
 
 def are_shares(form: Form | None, x: Array) -> bool:
     """Whether a score is a share of documents: a mean of values that are all 0 or 1."""
-    return form is _mean and bool(np.isin(x, (0.0, 1.0)).all())
+    return form == Form() and x.ndim == 1 and bool(np.isin(x, (0.0, 1.0)).all())
 
 
-def estimate(values: Sequence[Value], score: float) -> tuple[float, ConfidenceInterval] | None:
+def estimate(values: Sequence[Value], score: float) -> tuple[float | None, ConfidenceInterval] | None:
     """Standard error and 95% interval of a score; None if they do not follow from the values.
 
-    Of a share of documents, the interval is Wilson's, which is right near 0 and 1 too; else score ± 1.96 errors.
+    Of a share of documents, the interval is Wilson's, which is right near 0 and 1 too, and for one document, which has
+    no standard error. Of a perplexity, it is exp of level ± 1.96 errors; else score ± 1.96 errors.
     """
     x, form = as_array(values), form_of(values, score)
-    stderr = form(x).stderr if form is not None and x is not None else None
-    if x is None or stderr is None:
+    if x is None or form is None:
         return None
-    shares = are_shares(form, x)
-    return stderr, wilson(int(x.sum()), len(x)) if shares else ConfidenceInterval.normal(score, stderr)
+    stderr = standard_error(form.influence(x))
+    if are_shares(form, x):
+        return stderr, wilson(float(x.sum()), len(x))
+    if stderr is None:
+        return None
+    if form.exponential:
+        level = form.level(x)
+        low, high = exp(level - Z95 * stderr), exp(level + Z95 * stderr)
+        return score * stderr, ConfidenceInterval(low=low, high=high, method="log")
+    return stderr, ConfidenceInterval.normal(score, stderr)
 
 
-def wilson(successes: int, n: int) -> ConfidenceInterval:
+def wilson(successes: float, n: int) -> ConfidenceInterval:
     """95% interval of a share: Wilson, J. Am. Stat. Assoc. 22 (1927) 209."""
     share, z2 = successes / n, Z95**2
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
@@ -136,3 +128,45 @@ def agresti_min(better: int, worse: int, n: int) -> ConfidenceInterval:
     difference = (b - c) / total
     half = Z95 * math.sqrt((b + c) - (b - c) ** 2 / total) / total
     return ConfidenceInterval(low=max(-1.0, difference - half), high=min(1.0, difference + half), method="agresti-min")
+
+
+def ratio_interval(a: Array, b: Array) -> tuple[float, float]:
+    """95% interval of sum(a) / sum(b) of n > 1 independent pairs, b > 0: Fieller, J. R. Stat. Soc. B 16 (1954) 175.
+
+    It holds 0 if and only if the interval of the mean of a does, so differences in log-likelihood are judged alike per
+    word, byte and token. Where b varies too much for it to be finite, b is taken as fixed; that holds there too.
+    """
+    z2, (mean_a, mean_b) = Z95**2 / len(a), (float(a.mean()), float(b.mean()))
+    (aa, ab), (_, bb) = np.cov(a, b).tolist()
+    aa, ab, bb = mean_a**2 - z2 * aa, mean_a * mean_b - z2 * ab, mean_b**2 - z2 * bb
+    if bb <= 0:
+        half = math.sqrt(mean_a**2 - aa)
+        return (mean_a - half) / mean_b, (mean_a + half) / mean_b
+    root = math.sqrt(max(0.0, ab**2 - aa * bb))
+    return (ab - root) / bb, (ab + root) / bb
+
+
+def change(score: float, low: float, high: float) -> ConfidenceInterval:
+    """Interval of the change of a perplexity from `score`, given that of the change of its logarithm."""
+    return ConfidenceInterval(low=score * (exp(low) - 1), high=score * (exp(high) - 1), method="log")
+
+
+def unpaired(a: float, interval_a: ConfidenceInterval, b: float, interval_b: ConfidenceInterval) -> ConfidenceInterval:
+    """95% interval of b - a of independent scores from their own: Zou and Donner, Stat. in Medicine 27 (2008) 1693.
+
+    Of normal ones it is b - a ± 1.96 root of the sum of squares, of Wilson's that of Newcombe. Of perplexities it is on
+    the logarithmic scale.
+    """
+    methods = {interval_a.method, interval_b.method}
+    if methods == {"log"} and min(interval_a.low, interval_b.low) > 0:
+        low, high = _unpaired(
+            *(math.log(value) for value in (a, interval_a.low, interval_a.high)),
+            *(math.log(value) for value in (b, interval_b.low, interval_b.high)),
+        )
+        return change(a, low, high)
+    low, high = _unpaired(a, interval_a.low, interval_a.high, b, interval_b.low, interval_b.high)
+    return ConfidenceInterval(low=low, high=high, method="newcombe" if methods == {"wilson"} else "normal")
+
+
+def _unpaired(a: float, low_a: float, high_a: float, b: float, low_b: float, high_b: float) -> tuple[float, float]:
+    return b - a - math.hypot(b - low_b, high_a - a), b - a + math.hypot(high_b - b, a - low_a)

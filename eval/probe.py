@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from data.text.tokenizer import Tokenizer
 
-from .attempt import RefusedError, Verdict
+from .attempt import ConfidenceInterval, RefusedError, Verdict
 
 if TYPE_CHECKING:
     from .checkpoints import EvaluatedModel
@@ -86,12 +86,14 @@ class Probed:
         scores: by metric, with its standard error as `METRIC_stderr` where there is one.
         documents: documents, sequences or questions used.
         higher_is_better: of the metrics that have a better and a worse.
+        intervals: of shares; of other scores, take that of their standard error.
     """
 
     scores: dict[str, float]
     documents: int
     higher_is_better: dict[str, bool] = field(default_factory=dict)
     verdict: Verdict | None = None
+    intervals: dict[str, ConfidenceInterval] = field(default_factory=dict)
 
 
 def limited(count: int, limit: float | None) -> int:

@@ -46,6 +46,8 @@ def with_probes(results: Results, found: dict[str, Probed]) -> Results:
         update={
             "scores": results.scores | {name: probed.scores for name, probed in scored.items()},
             "documents": results.documents | {name: probed.documents for name, probed in scored.items()},
+            "intervals": results.intervals
+            | {name: probed.intervals for name, probed in scored.items() if probed.intervals},
             "higher_is_better": results.higher_is_better | directions,
             "verdicts": [*results.verdicts, *(probed.verdict for probed in found.values() if probed.verdict)],
         }

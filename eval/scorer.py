@@ -7,7 +7,7 @@ not depend on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -64,6 +64,7 @@ class Scorer:
         tokenizer: of the run.
         length: longest input, in tokens.
         batch: rows of a forward pass at most.
+        ends: ids that end an answer; None: the separator.
         two_dimensions: positions are (place in the prefix, place in the blank), as in GLM.
         world: the ranks that `model` is sharded over; None: this process has all of it.
     """
@@ -75,10 +76,12 @@ class Scorer:
         *,
         length: int,
         batch: int,
+        ends: Collection[int] | None = None,
         two_dimensions: bool = False,
         world: World | None = None,
     ) -> None:
         self._model, self._tokenizer, self._length, self._batch = model.eval(), tokenizer, length, batch
+        self._ends = {tokenizer.eod} if ends is None else {*ends}
         self._two_dimensions, self._world = two_dimensions, world
         self._device = next(model.parameters()).device
 
@@ -195,7 +198,7 @@ class Scorer:
         """Answers of one batch. The rows are padded on the left, so that all write their next token at one place."""
         width = max(len(prompt.inputs) for prompt in prompts)
         steps = max(prompt.decoding.tokens for prompt in prompts)
-        answers = [_Answer(prompt, self._tokenizer) for prompt in prompts]
+        answers = [_Answer(prompt, self._tokenizer, self._ends) for prompt in prompts]
         alive = list(answers)
         pad = torch.tensor([[width - len(prompt.inputs)] for prompt in prompts], device=self._device)
         prefix = torch.tensor([[prompt.prefix] for prompt in prompts], device=self._device)
@@ -212,6 +215,7 @@ class Scorer:
                 visible = Visible(keys, depths[:, -tokens.shape[1] :], depths)
                 positions = self._positions(visible.query_positions, prefix)
                 logits = self._forward(tokens, visible, positions, _last)
+                self._silence(logits)
                 drawn = _choose(logits, [answer.draw(step) for answer in alive])
                 still = [at for at, (answer, token) in enumerate(zip(alive, drawn, strict=True)) if answer.add(token)]
                 if not still:
@@ -225,6 +229,13 @@ class Scorer:
                 tokens = torch.tensor(drawn, device=self._device).unsqueeze(1)
                 keys = seen[:, : total + 1].unsqueeze(1)
         return [answer.text() for answer in answers]
+
+    def _silence(self, logits: Tensor) -> None:
+        """Make ids that are neither text nor ends impossible in logits [B, V]: padding of the table, marks of GLM."""
+        behind = [end for end in self._ends if end >= self._tokenizer.vocab_size]
+        kept = logits[:, behind]
+        logits[:, self._tokenizer.vocab_size :] = -torch.inf
+        logits[:, behind] = kept
 
 
 class _Targets:
@@ -271,8 +282,8 @@ class _Draw:
 class _Answer:
     """An answer while it is generated."""
 
-    def __init__(self, prompt: Prompt, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._decoding = tokenizer, prompt.decoding
+    def __init__(self, prompt: Prompt, tokenizer: Tokenizer, ends: Collection[int]) -> None:
+        self._tokenizer, self._ends, self._decoding = tokenizer, ends, prompt.decoding
         self._made: list[int] = []
         self._done = False
         self._tail = max((len(stop.encode()) for stop in prompt.decoding.stops), default=0) + 4
@@ -289,7 +300,7 @@ class _Answer:
         """Append a token, unless the answer has ended; whether it goes on."""
         if self._done:
             return False
-        if token == self._tokenizer.eod:
+        if token in self._ends:
             self._done = True
             return False
         self._made.append(token)

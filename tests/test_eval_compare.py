@@ -13,9 +13,9 @@ import pytest
 import records
 from processes import Run
 
-from eval import sample_files
+from eval import compare, sample_files
 from eval.attempt import Z95, Results
-from eval.intervals import agresti_min, estimate, wilson
+from eval.intervals import agresti_min, estimate, ratio_interval, unpaired, wilson
 from fsdp_pretrain.record import state_files
 
 pytestmark = pytest.mark.quick
@@ -63,9 +63,9 @@ def answers(seed: int, right: float) -> list[float]:
     ("score", "values", "method"),
     [
         (bits, texts(3, 0.8), "normal"),
-        (byte_perplexity, texts(3, 0.8), "normal"),
+        (byte_perplexity, texts(3, 0.8), "log"),
         (mean, np.random.default_rng(4).normal(0.3, 2, DOCUMENTS).tolist(), "normal"),
-        (perplexity, np.random.default_rng(5).normal(-2, 0.3, DOCUMENTS).tolist(), "normal"),
+        (perplexity, np.random.default_rng(5).normal(-2, 0.3, DOCUMENTS).tolist(), "log"),
         (mean, answers(6, 0.3), "wilson"),
     ],
 )
@@ -77,6 +77,47 @@ def test_standard_errors_are_those_of_the_jackknife(score: Any, values: list[Any
     assert interval.method == method and interval.low < score(values) < interval.high
     assert interval.high - interval.low == pytest.approx(2 * Z95 * stderr, rel=0.02)
     assert estimate(values, score(values) + 1e-3) is None  # of another metric: nothing is known
+
+
+@pytest.mark.parametrize("score", [byte_perplexity, perplexity])
+def test_intervals_of_perplexities_are_those_of_their_logarithms(score: Any) -> None:
+    """Three documents, far apart: one standard error is larger than the score."""
+    values: list[Any] = (
+        [(-900.0, 100.0), (-2100.0, 150.0), (-400.0, 80.0)] if score is byte_perplexity else [-9, -14, -5]
+    )
+    found = estimate(values, score(values))
+    assert found is not None
+    stderr, interval = found
+    assert stderr is not None and interval.method == "log"
+    spread = stderr / score(values)  # of the logarithm
+    assert math.log(interval.low) == pytest.approx(math.log(score(values)) - Z95 * spread)
+    assert math.log(interval.high) == pytest.approx(math.log(score(values)) + Z95 * spread)
+    assert score(values) - Z95 * stderr < 0 < interval.low
+    assert estimate([-2.0, -1400.0], perplexity([-2.0, -1400.0])) is not None  # its upper end is no float
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_a_share_of_one_document_has_an_interval(right: float) -> None:
+    assert estimate([right], right) == (None, wilson(right, 1))
+
+
+@pytest.mark.parametrize("n", [3, 10, 200])
+def test_ends_of_fiellers_interval_are_ratios_that_the_pairs_just_allow(n: int) -> None:
+    rng = np.random.default_rng(n)
+    sizes = rng.integers(50, 200, n).astype(float)
+    gains = sizes * rng.normal(0.1, 0.2, n)
+    ends = ratio_interval(gains, sizes)
+    for end in ends:
+        left = gains - end * sizes
+        assert abs(left.mean()) == pytest.approx(Z95 * left.std(ddof=1) / math.sqrt(n))
+    assert ends[0] < gains.sum() / sizes.sum() < ends[1]
+
+
+def test_interval_of_unmatched_shares() -> None:
+    """Newcombe's example, method 10: 56 of 70 and 48 of 80 (Statistics in Medicine 17 (1998) 873, table II)."""
+    found = unpaired(48 / 80, wilson(48, 80), 56 / 70, wilson(56, 70))
+    assert (found.low, found.high) == pytest.approx((0.0524, 0.3339), abs=5e-5) and found.method == "newcombe"
+    assert unpaired(0.0, wilson(0, 5), 1.0, wilson(5, 5)).low < 0.6  # not certain
 
 
 @pytest.mark.parametrize(("right", "n"), [(0, 5), (3, 3), (1, 40), (29, 50)])
@@ -99,6 +140,7 @@ def test_interval_of_matched_shares() -> None:
 # ---------------------------------------------------------------- the command
 
 UP = {"choice": {"acc": True}, "texts": {"bits_per_byte": False}}
+RATIOS = {"bits_per_byte": bits, "byte_perplexity": byte_perplexity, "word_perplexity": byte_perplexity}
 
 
 def publish(
@@ -114,7 +156,7 @@ def publish(
     """Results of (metric, values of documents) by task, with samples; the documents are numbered from `first` on."""
     scores, kept = {}, {}
     for task, (metric, values) in tasks.items():
-        score = {"acc": mean, "bits_per_byte": bits, "f1": max}[metric]
+        score: Any = {"acc": mean, "f1": max, **RATIOS}[metric]
         scores[task] = {metric: score(values), **({f"{metric}_stderr": 0.01} if stderr else {})}
         kept[task] = [
             {
@@ -157,7 +199,7 @@ def test_paired_differences(tmp_path: Path, run_command: Run) -> None:
     text = rows["texts"]
     lower = sum(b[0] > a[0] for a, b in zip(values[10][0], values[20][0], strict=True))  # of the same length
     assert (text["better"], text["worse"], text["equal"]) == (lower, DOCUMENTS - lower, 0)
-    assert text["interval"]["high"] == pytest.approx(text["difference"] + Z95 * text["stderr"])
+    assert text["interval"]["high"] == pytest.approx(text["difference"] + Z95 * text["stderr"], rel=0.02)
     assert text["verdict"] == "better" and text["stderr"] < 0.3 * jackknife(bits, values[10][0])
     choice = rows["choice"]
     changed = [b - a for a, b in zip(values[10][1], values[20][1], strict=True)]
@@ -165,6 +207,45 @@ def test_paired_differences(tmp_path: Path, run_command: Run) -> None:
     assert choice["interval"]["method"] == "agresti-min" and choice["verdict"] == "no difference"
     back = run_command("eval.cli", "compare", run, 20, run / "evals/step-00000010", "--tasks", "texts")
     assert "  worse\n" in back.stdout and f"{lower} worse" in back.stdout and "choice" not in back.stdout
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_units_of_a_likelihood_are_judged_alike(tmp_path: Path, keep: bool) -> None:
+    """Bits per byte and perplexities per byte and word, over the same documents: also few, and near the boundary.
+    Unpaired, those that divide by the same."""
+    rng, verdicts = np.random.default_rng(8), set()
+    for case in range(80):
+        n = int(rng.choice([2, 3, 5, 20, 100]))
+        words = rng.integers(5, 200, n)
+        sizes = np.round(words * rng.uniform(4, 8, n))
+        first = -words * rng.normal(9, 2, n)
+        second = first + words * (rng.normal(0, 1, n) + rng.normal(0, 2 / math.sqrt(n)))
+        paths = []
+        for name, likelihoods in (("a", first), ("b", second)):
+            rows = {
+                metric: list(zip(likelihoods.tolist(), (words if "word" in metric else sizes).tolist(), strict=True))
+                for metric in RATIOS
+            }
+            found = {metric: estimate(values, RATIOS[metric](values)) for metric, values in rows.items()}
+            assert all(found.values())
+            paths.append(
+                publish(
+                    tmp_path / f"{name}-{case}.json",
+                    tasks={metric: (metric, values) for metric, values in rows.items()},
+                    keep=keep,
+                    higher_is_better={metric: {metric: False} for metric in RATIOS},
+                    intervals={metric: {metric: interval[1]} for metric, interval in found.items() if interval},
+                )
+            )
+        rows = {row.task: row for row in compare.compare(*compare.sides([str(path) for path in paths])).differences}
+        assert all((row.unpaired == "") == keep and row.interval is not None for row in rows.values())
+        judged = [rows[metric].verdict for metric in RATIOS if keep or metric != "word_perplexity"]
+        assert len(set(judged)) == 1, (case, rows)
+        verdicts.add(judged[0])
+        for row in rows.values():
+            assert row.interval.low <= row.difference <= row.interval.high
+            assert row.metric == "bits_per_byte" or row.interval.low > -row.a  # no perplexity is negative
+    assert verdicts == ({"better", "worse", "no difference"} if keep else {*verdicts, "no difference"})
 
 
 def test_documents_of_only_one_side_are_left_out(tmp_path: Path, run_command: Run) -> None:

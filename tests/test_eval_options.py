@@ -23,6 +23,7 @@ from lm_eval.tasks import TaskManager
 import eval.registered
 from eval import jobs
 from eval.attempt import Results
+from eval.intervals import wilson
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError
@@ -125,6 +126,15 @@ def test_examples_that_may_be_the_question_are_refused(run: Path, tasks: Path, r
     assert run_command(*arguments, "--num-fewshot", "0").returncode == 0
 
 
+def test_an_answer_without_tokens_is_refused(run: Path, tasks: Path, tmp_path: Path, run_command: Run) -> None:
+    """It would be the likeliest of all."""
+    text = TASK.format(name="blank", folder=tasks, split="test_split")
+    (tmp_path / "blank.yaml").write_text(text + 'output_type: loglikelihood\ndoc_to_target: ""\ntarget_delimiter: ""\n')
+    done = run_command("eval.cli", "run", run, "--include", tmp_path, "--tasks", "blank")
+    assert done.returncode == 78 and "'' after 'the run writes', but it has no token" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
 def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run) -> None:
     """A short line per document. Results that replace others take their samples away, and nobody else's."""
     out, beside = tmp_path / "results.json", tmp_path / "others.json"
@@ -143,7 +153,26 @@ def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run)
     assert max(len(json.dumps(line)) for line in lines) < 130
     interval, error = results["intervals"]["heldout_bpb"]["bits_per_byte"], results["scores"]["heldout_bpb"]
     assert interval["high"] - interval["low"] == pytest.approx(2 * 1.96 * error["bits_per_byte_stderr"], rel=1e-3)
-    assert results["intervals"]["heldout_choice"]["acc"]["method"] == "wilson"
+    for task, metric in (("heldout_choice", "acc"), ("arithmetic_probe", "accuracy"), ("copy_probe", "accuracy")):
+        assert results["intervals"][task][metric]["method"] == "wilson"
+
+
+def test_shares_of_groups_and_of_single_documents_have_wilsons_interval(
+    run: Path, tasks: Path, tmp_path: Path, run_command: Run
+) -> None:
+    (tmp_path / "both.yaml").write_text(
+        "group: both\ntask: [choose, bare]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    done = run_command(
+        *("eval.cli", "run", run, "--include", tmp_path, "--include", tasks, "--tasks", "both", "--limit", "1"),
+        *("--out", tmp_path / "results.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    for task, n in (("choose", 1), ("bare", 1), ("both", 2)):
+        expected = wilson(n * results["scores"][task]["acc"], n)
+        assert results["intervals"][task]["acc"] == expected.model_dump()
+    assert done.stdout.count("95% [") == 3
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from pydantic import TypeAdapter
+from sentencepiece import SentencePieceTrainer
 
 from data.text.tokenizer import Tokenizer
-from eval.generation import Decoding
+from eval.generation import Decoding, Sampling
 from eval.scorer import Prompt, Scorer
 from eval.trees import Query, plant
 from fsdp_pretrain import models
@@ -38,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "glm": {**SIZE, "family": "glm", "ffn": 64},
     "glm-2d": {**SIZE, "family": "glm", "ffn": 64, "positions": "rope-2d"},
 }
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.quick
 
 
@@ -118,7 +120,7 @@ def test_what_is_shared_is_computed_once() -> None:
 
 def test_answers(name: str, model: Decoder, scorer: Scorer) -> None:
     """Greedy, prompts and answers of different lengths: sequences leave the batch while others go on."""
-    rng, prompts = random.Random(11), []
+    rng, prompts, texts = random.Random(11), [], scorer._tokenizer.vocab_size
     for number, size in enumerate((3, 17, 9, 1, 12, 5, 20)):
         inputs = tokens(rng, size)
         prefix = size - 1 if name.startswith("glm") else 0
@@ -126,8 +128,31 @@ def test_answers(name: str, model: Decoder, scorer: Scorer) -> None:
     for prompt, answer in zip(prompts, scorer.answers(prompts, quiet=True), strict=True):
         made: list[int] = []
         while len(made) < prompt.decoding.tokens:
-            following = int(plain_logits(name, model, prompt.inputs + made, prompt.prefix)[-1].argmax())
+            following = int(plain_logits(name, model, prompt.inputs + made, prompt.prefix)[-1][:texts].argmax())
             if following == scorer._tokenizer.eod:
                 break
             made.append(following)
         assert answer == scorer._tokenizer.decode(made)
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(5.0, top_k=0)])
+def test_rows_that_pad_the_table_are_never_chosen(
+    shared_corpus: Path, tmp_path: Path, sampling: Sampling | None
+) -> None:
+    """sentencepiece cannot decode their ids. Answers are those of the same model without them."""
+    SentencePieceTrainer.Train(
+        input=str(shared_corpus / "train.jsonl"),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=150,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    tokenizer = Tokenizer.load(tmp_path)
+    padded, exact = (
+        materialise(models.build(TypeAdapter(AnyModel).validate_python({**MODELS["llama"], "vocab": vocab})), 1, CPU)
+        for vocab in (VOCABULARY, tokenizer.vocab_size)
+    )
+    exact.load_state_dict({name: part[: len(exact.state_dict()[name])] for name, part in padded.state_dict().items()})
+    prompts = [Prompt([10 + n, 20], Decoding((), 12, sampling), n) for n in range(8)]
+    found = [Scorer(each, tokenizer, length=LENGTH, batch=3).answers(prompts, quiet=True) for each in (padded, exact)]
+    assert found[0] == found[1] and any(found[0])
