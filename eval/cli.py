@@ -20,7 +20,7 @@ from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
 from fsdp_pretrain.record.files import make_directory, now, replace_file
 
-from .options import count_or_share, find_checkpoint, shots
+from .options import count_or_share, find_checkpoint, pass_over, shots
 
 if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.store import Checkpoint
@@ -85,15 +85,24 @@ def _names(text: str) -> list[str]:
 )
 def _run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint (of a run: the newest) and print the scores."""
+    from .checkpoints import DamagedCheckpointError
     from .evaluation import assist, evaluate
     from .ranks import join, together
 
+    damaged: dict[Path, str] = {}
     with join() as world:
-        judged, section = together(world, lambda: _choose(args))
-        if world is not None and not world.is_main:
-            assist(judged, section, world)
-            return 0
-        results = evaluate(judged, section, world=world, keep=args.out and args.out.parent)
+        while True:
+            try:
+                judged, section = together(world, lambda: _choose(args, damaged))
+                if world is not None and not world.is_main:
+                    assist(judged, section, world)
+                    return 0
+                results = evaluate(judged, section, world=world, keep=args.out and args.out.parent)
+                break
+            except DamagedCheckpointError as error:  # on every rank
+                if args.step is not None or error.path == args.path:
+                    raise
+                pass_over(error.path, error.problem, damaged)
     text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
     print(text if args.json else table(results))
     _tell(results)
@@ -102,8 +111,8 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
-    """What `run` evaluates, and how. Raises UserError."""
+def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[EvaluatedModel, EvalSection]:
+    """What `run` evaluates, and how; `damaged` is what is wrong with checkpoints of the run. Raises UserError."""
     from fsdp_pretrain.config.config import replace_in
     from fsdp_pretrain.config.sections import EvalSection
 
@@ -126,7 +135,7 @@ def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
             raise ConfigError(f"{args.path} is one exported checkpoint: --step {args.step} chooses one of a run")
         judged, before = open_exported(args.path, args.tokenizer), EvalSection()
     else:
-        judged = open_checkpoint(find_checkpoint(args.path, args.step), args.tokenizer)
+        judged = open_checkpoint(find_checkpoint(args.path, args.step, damaged), args.tokenizer)
         before = judged.trained.eval if judged.trained is not None else EvalSection()
     section = replace_in(before, "eval", settings, args.overrides, judged.path)
     if before.include and set(section.tasks) - {*BUNDLED, *PROBES} and not section.include:
