@@ -85,7 +85,7 @@ def read_checkpoint(checkpoint: Checkpoint, device: str, world: World | None = N
 
     Args:
         device: of an unsharded model.
-        world: ranks to shard the model over, on their devices; all call this together. None: this process has all of it.
+        world: ranks to shard the model over, on their devices, which all call this; None: this process has all of it.
 
     Raises:
         DamagedCheckpointError: a file is not the one that was written.

@@ -281,14 +281,14 @@ def test_a_killed_worker_is_taken_over(
 
 
 def test_an_evaluation_that_fails_is_tried_again_then_given_up(run: Path, helpers: Any, run_command: Run) -> None:
-    config = run / "config.toml"
-    config.write_text(config.read_text().replace("attempts = 3", "attempts = 2"))
-    done = run_command("eval.cli", "watch", run, "--once", "--device", "cuda:7")
+    set_eval(run, attempts=2, retry="0.001 s")
+    done = run_command("eval.cli", "watch", run, "--once", "--wait", "--device", "cuda:7")
     assert done.returncode == 1 and "failed 6" in done.stdout
     entries = helpers.journal(run, "eval-failed")
     assert len(entries) == 6 and "cuda:7" in entries[0]["text"]
     assert sum("given up" in entry["text"] for entry in entries) == 3
-    assert "evaluated 0, failed 0" in run_command("eval.cli", "watch", run, "--once").stdout
+    again = run_command("eval.cli", "watch", run, "--once").stdout
+    assert "evaluated 0, failed 0" in again and "given up 3 (see fsdp-eval retry)" in again
 
 
 SEARCHED = """
@@ -434,8 +434,8 @@ def test_an_evaluation_that_is_killed_is_one_try_and_ends_with_its_worker(
     hanging: Path, helpers: Any, start_command: Callable[..., Any]
 ) -> None:
     """An OOM kill counts as an attempt, or it would repeat forever. A killed worker takes its evaluation along."""
-    set_eval(hanging, deadline="60 s", attempts=2)
-    worker = start_command("eval.cli", "watch", hanging, "--once")
+    set_eval(hanging, deadline="60 s", attempts=2, retry="0.001 s")
+    worker = start_command("eval.cli", "watch", hanging, "--once", "--wait")
     (child,) = helpers.wait_for(lambda: psutil.Process(worker.pid).children(), what="an evaluation")
     child.kill()
     failed = helpers.wait_for(lambda: helpers.journal(hanging, "eval-failed"), what="the failure")
