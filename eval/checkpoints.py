@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import torch
 
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain import models
-from fsdp_pretrain.checkpoint.loading import RowReader, Weights, load_rows
-from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint
+from fsdp_pretrain.checkpoint.loading import DamagedError, RowReader, check_files, load_rows, load_weights
+from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import AnyObjective
@@ -19,7 +20,14 @@ from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.fsdp import compute_dtype, shard_for_inference
-from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.mesh import SingleProcess, World
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint is not the one that was written: `problem` is what is wrong at `path`."""
+
+    path: Path
+    problem: str
 
 
 @dataclass(frozen=True)
@@ -50,9 +58,12 @@ def open_checkpoint(checkpoint: Checkpoint, tokenizer_path: Path | None = None) 
     """A checkpoint to evaluate.
 
     Raises:
+        DamagedCheckpointError: a small file is damaged; those with weights are checked as they are read.
         UserError: the checkpoint or the tokenizer cannot be used.
     """
-    trained = load_compatible(checkpoint.path / CONFIG)
+    with _whole(checkpoint):
+        check_files(checkpoint, TRAIN_STATE)
+    trained = _configuration(checkpoint)
     return EvaluatedModel(
         path=checkpoint.path,
         step=checkpoint.step,
@@ -69,30 +80,62 @@ def open_checkpoint(checkpoint: Checkpoint, tokenizer_path: Path | None = None) 
 def read_checkpoint(checkpoint: Checkpoint, device: str, world: World | None = None) -> tuple[Decoder, Config]:
     """The model of a checkpoint in the run's compute precision, and its configuration.
 
-    Each process reads the parts that it holds, from the DCP files of any mesh; nothing is held in another precision.
+    The DCP files, of any mesh, are read once and hashed on the way; beside the model, only the tensors being delivered
+    are in memory.
 
     Args:
         device: of an unsharded model.
-        world: ranks to shard the model over, on their devices; None: this process has all of it.
+        world: ranks to shard the model over, on their devices, which all call this; None: this process has all of it.
 
     Raises:
+        DamagedCheckpointError: a file is not the one that was written.
         CheckpointError: it cannot be read, or the device does not exist.
     """
-    config = load_compatible(checkpoint.path / CONFIG)
+    ranks = world or SingleProcess()
+    config = ranks.decide(lambda: _configuration(checkpoint))
     place = usable_device(device) if world is None else world.device
-    model = models.build(config.model)
-    weights = Weights(checkpoint, model)
-    return read_weights(weights, model, compute_dtype(config, place), place, world), config
+    dtype = compute_dtype(config, place)
+    with _whole(checkpoint):
+        model = load_weights(
+            ranks, checkpoint, models.build(config.model), lambda model: _allocate(model, dtype, place, world)
+        )
+    return model, config
+
+
+def _configuration(checkpoint: Checkpoint) -> Config:
+    """What a checkpoint was trained with. Raises DamagedCheckpointError, ConfigError."""
+    with _whole(checkpoint):
+        check_files(checkpoint, CONFIG)
+    return load_compatible(checkpoint.path / CONFIG)
+
+
+@contextmanager
+def _whole(checkpoint: Checkpoint) -> Iterator[None]:
+    """Say which checkpoint is damaged: raise DamagedCheckpointError."""
+    try:
+        yield
+    except DamagedError as error:
+        named = DamagedCheckpointError(
+            f"{checkpoint.path} is damaged: {error.cause}",
+            effect="it was not evaluated: the scores would be those of another model",
+            remedy="evaluate another step; `fsdp-pretrain checkpoints RUN verify` says which are whole",
+        )
+        named.shared, named.path, named.problem = error.shared, checkpoint.path, error.cause
+        raise named from None
+
+
+def _allocate(model: Decoder, dtype: torch.dtype, device: torch.device, world: World | None) -> Decoder:
+    """A model that was on the meta device, in a dtype, sharded over the ranks if there are any, without values."""
+    if world is None:
+        return model.to(dtype).to_empty(device=device)
+    return shard_for_inference(model.to(dtype), world)
 
 
 def read_weights(
     weights: RowReader, model: Decoder, dtype: torch.dtype, device: torch.device, world: World | None
 ) -> Decoder:
     """A model on the meta device with its weights, in a dtype, sharded over the ranks if there are any."""
-    if world is None:
-        model = model.to(dtype).to_empty(device=device)
-    else:
-        model = shard_for_inference(model.to(dtype), world)
+    model = _allocate(model, dtype, device, world)
     load_rows(weights, model)
     return model
 

@@ -18,23 +18,26 @@ from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
 from fsdp_pretrain.errors import ConfigError, Exit, UserError
 from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
-from fsdp_pretrain.record.files import make_directory, now, replace_file
+from fsdp_pretrain.record.files import RunDir, make_directory, now, replace_file
 
-from .options import count_or_share, find_checkpoint, shots
+from .options import count_or_share, find_checkpoint, pass_over, shots
 
 if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.store import Checkpoint
+    from fsdp_pretrain.config.config import Config
     from fsdp_pretrain.config.sections import EvalSection
 
     from .attempt import Results
     from .checkpoints import EvaluatedModel
 
+_ASK_SECONDS = 5.0
+"""Between two looks at what is due, with `watch --once`."""
 _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
 
 
 def main() -> int:
     command = CommandLine("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
-    command.add(_run, _watch, _samples, _report, _compare)
+    command.add(_run, _watch, _retry, _samples, _report, _compare)
     command.add(_lm_eval).set_defaults(passed_on=[])
     return command.run()
 
@@ -85,15 +88,24 @@ def _names(text: str) -> list[str]:
 )
 def _run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint (of a run: the newest) and print the scores."""
+    from .checkpoints import DamagedCheckpointError
     from .evaluation import assist, evaluate
     from .ranks import join, together
 
+    damaged: dict[Path, str] = {}
     with join() as world:
-        judged, section = together(world, lambda: _choose(args))
-        if world is not None and not world.is_main:
-            assist(judged, section, world)
-            return 0
-        results = evaluate(judged, section, world=world, keep=args.out and args.out.parent)
+        while True:
+            try:
+                judged, section = together(world, lambda: _choose(args, damaged))
+                if world is not None and not world.is_main:
+                    assist(judged, section, world)
+                    return 0
+                results = evaluate(judged, section, world=world, keep=args.out and args.out.parent)
+                break
+            except DamagedCheckpointError as error:  # on every rank
+                if args.step is not None or error.path == args.path:
+                    raise
+                pass_over(error.path, error.problem, damaged)
     text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
     print(text if args.json else table(results))
     _tell(results)
@@ -102,8 +114,8 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
-    """What `run` evaluates, and how. Raises UserError."""
+def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[EvaluatedModel, EvalSection]:
+    """What `run` evaluates, and how; `damaged` is what is wrong with checkpoints of the run. Raises UserError."""
     from fsdp_pretrain.config.config import replace_in
     from fsdp_pretrain.config.sections import EvalSection
 
@@ -126,7 +138,7 @@ def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
             raise ConfigError(f"{args.path} is one exported checkpoint: --step {args.step} chooses one of a run")
         judged, before = open_exported(args.path, args.tokenizer), EvalSection()
     else:
-        judged = open_checkpoint(find_checkpoint(args.path, args.step), args.tokenizer)
+        judged = open_checkpoint(find_checkpoint(args.path, args.step, damaged), args.tokenizer)
         before = judged.trained.eval if judged.trained is not None else EvalSection()
     section = replace_in(before, "eval", settings, args.overrides, judged.path)
     if before.include and set(section.tasks) - {*BUNDLED, *PROBES} and not section.include:
@@ -157,24 +169,27 @@ def _replace(out: Path, text: str, results: Results) -> None:
     "runs/quickstart/run --once",
     RUN,
     argument("--once", action="store_true", help="stop when nothing is due (for cron and Slurm); else keep watching"),
-    argument("--wait", action="store_true", help="with --once: also wait for evaluations of other workers"),
+    argument(
+        "--wait",
+        action="store_true",
+        help="with --once: also wait for evaluations of other workers, and out pauses after failed attempts",
+    ),
     argument("--interval", type=positive, default=60, help="seconds between checks (default: 60)"),
     _DEVICE,
 )
 def _watch(args: argparse.Namespace) -> int:
     """Evaluate every due checkpoint of a run exactly once; any number of workers may run."""
-    from fsdp_pretrain.config.resume_rules import load_compatible
+    from fsdp_pretrain.checkpoint.evaluations import due_jobs, given_up_jobs
+    from fsdp_pretrain.checkpoint.locations import stores
 
-    from .jobs import due_jobs, unannounced, watch_once
+    from .jobs import drop_dead_claims, unannounced, watch_once
 
-    run = args.run
-    failed_in_all, held = 0, -1
+    run, damaged = args.run, dict[Path, str]()
+    failed_in_all, state = 0, ""
     while True:
         if (known := run_id.read(run.path)) is not None:
             run_id.bind(run.path, known)
-        config = load_compatible(run.config)
-        if config.eval.every is None:
-            raise ConfigError(f"{run.config} schedules no evaluation", remedy="set eval.every, or use `fsdp-eval run`")
+        config = _scheduled(run)
         if args.device and config.eval.command is not None:
             raise ConfigError(
                 f"{run.config} evaluates with eval.command: --device {args.device} would change nothing",
@@ -185,12 +200,71 @@ def _watch(args: argparse.Namespace) -> int:
         evaluate = None if config.eval.command is not None else partial(_evaluate_checkpoint, section=config.eval)
         evaluated, failed = watch_once(run, config, evaluate)
         failed_in_all += failed
-        held, before = len(due_jobs(run, config)) + len(unannounced(run)), held
-        if evaluated or failed or held != before:
-            print(f"{now()} evaluated {evaluated}, failed {failed}, held by other workers {held}", flush=True)
-        if args.once and not (args.wait and held):
+        for item in stores(run).scan():
+            if item.problem is not None:
+                pass_over(item.path, item.problem, damaged)
+        due = due_jobs(run, config)
+        pausing = sum(job.pause > 0 for job in due)
+        held, given_up = len(due) + len(unannounced(run)) - pausing, len(given_up_jobs(run, config))
+        before, state = (
+            state,
+            f"held by other workers {held}" + (f", pausing after a failure {pausing}" * bool(pausing)),
+        )
+        state += f", given up {given_up} (see fsdp-eval retry)" * bool(given_up)
+        if evaluated or failed or state != before:
+            print(f"{now()} evaluated {evaluated}, failed {failed}, {state}", flush=True)
+        if args.once and not (args.wait and held + pausing) and not drop_dead_claims(run):
             return int(Exit.UNEXPECTED) if failed_in_all else 0
-        time.sleep(5.0 if args.once else args.interval)
+        shortest = min((job.pause for job in due if job.pause), default=_ASK_SECONDS)
+        time.sleep(min(shortest, _ASK_SECONDS if args.once else args.interval))
+
+
+def _scheduled(run: RunDir) -> Config:
+    """The configuration of a run with scheduled evaluations. Raises ConfigError."""
+    from fsdp_pretrain.config.resume_rules import load_compatible
+
+    config = load_compatible(run.config)
+    if config.eval.every is None:
+        raise ConfigError(f"{run.config} schedules no evaluation", remedy="set eval.every, or use `fsdp-eval run`")
+    return config
+
+
+@verb(
+    "retry",
+    "runs/quickstart/run",
+    RUN,
+    argument("step", nargs="?", type=positive, metavar="STEP", help="of the checkpoint (default: all given up)"),
+    argument("--drop", action="store_true", help="instead: never evaluate them, so that retention may delete them"),
+)
+def _retry(args: argparse.Namespace) -> int:
+    """Forget the failed attempts of evaluations that were given up: workers try them again, at once."""
+    from fsdp_pretrain.checkpoint.evaluations import without_results
+    from fsdp_pretrain.record.journal import add, who
+
+    run = args.run
+    unfinished = without_results(run, _scheduled(run))
+    if args.step is None:
+        chosen = [job for job in unfinished if job.given_up and not job.dropped]
+    else:
+        chosen = [job for job in unfinished if job.checkpoint.step == args.step and (job.failures or job.dropped)]
+        if not chosen:
+            raise ConfigError(
+                f"no evaluation of step {args.step} has failed",
+                remedy=f"`fsdp-pretrain status {run.path}` names those that have",
+            )
+    for job in chosen:
+        step, count = job.checkpoint.step, len(job.failures)
+        if args.drop:
+            job.drop(who())
+            text = f"will not be evaluated, after {count} failed attempts"
+        else:
+            job.forget_failures()
+            text = f"will be evaluated again; {count} failed attempts are forgotten"
+        add(run, "eval-retry", text, step=step, by=who())
+        print(f"step {step}: {text}")
+    if not chosen:
+        print("no evaluation was given up")
+    return 0
 
 
 def _evaluate_checkpoint(checkpoint: Checkpoint, *, section: EvalSection, keep: Path) -> Results:
@@ -255,7 +329,17 @@ def _report(args: argparse.Namespace) -> int:
             print(json.dumps(results.model_dump(exclude_unset=True)) if args.json else table(results))
     if not found:
         print("no results yet", file=sys.stderr)
+    for text in _unfinished(args.run):
+        print(text, file=sys.stderr if args.json else sys.stdout)
     return 0
+
+
+def _unfinished(run: RunDir) -> list[str]:
+    """What is to be said of evaluations that failed."""
+    from fsdp_pretrain.checkpoint.evaluations import failed_evaluations
+    from fsdp_pretrain.config.resume_rules import load_recorded
+
+    return [text for text, _ in failed_evaluations(run, load_recorded(run.config)[0])] if run.config.exists() else []
 
 
 @verb(

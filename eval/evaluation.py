@@ -11,6 +11,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_pretrain.checkpoint.evaluations import task_set
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
@@ -20,7 +21,6 @@ from . import sample_files
 from .attempt import ConfidenceInterval, RefusedError, Results
 from .checkpoints import EvaluatedModel
 from .intervals import estimate
-from .jobs import task_set
 from .probes import run_probes, with_probes
 from .ranks import follow, lead, together
 from .tasks import BUNDLED, PROBES, load_tasks, scores, unigram_bits_per_byte

@@ -1,7 +1,8 @@
 """Scheduled evaluations: each due checkpoint exactly once, by any number of workers, crash-safe. No torch here.
 
 A worker claims a checkpoint by creating `claim.json` exclusively and touches it while it works. A claim whose owner is
-dead, or silent for too long, is moved away by an atomic rename, which only one other worker can win. Results are
+dead, by the rules of all leases (`record.lease`), is moved away by an atomic rename, which only one other worker can
+win. Results are
 published by rename too, and only while the worker's claim stands. Their entry in the journal is written after them,
 under the same claim; if the worker is killed in between, the next one writes it.
 """
@@ -16,18 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.checkpoint.evaluations import FailedAttempt, Job, due_jobs, given_up_jobs, pause_after
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, evaluation_due
-from fsdp_pretrain.checkpoint.store import Checkpoint, directory_name
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir, make_directory, now, seconds_of
 from fsdp_pretrain.record.journal import Journal, add, of_kind, read
-from fsdp_pretrain.record.lease import Lease, drop_if_stale
+from fsdp_pretrain.record.lease import Lease, drop_if_dead
 from fsdp_pretrain.trackers.follower import catch_up
+from fsdp_pretrain.units import human_time
 
 from . import sample_files
 from .attempt import EvaluationError, EvaluationLimits, RefusedError, Results, limits, run_in_child
@@ -36,77 +35,28 @@ from .command import conclude, evaluate_elsewhere, is_submitted
 _SILENT_SECONDS = 120.0
 
 
-@dataclass(frozen=True)
-class Job:
-    """One evaluation: a checkpoint and a task set.
-
-    Attributes:
-        committed: time of the checkpoint's commit: distinguishes it from one of the same step, made after a rollback.
-    """
-
-    checkpoint: Checkpoint
-    folder: Path
-    committed: str
-
-    @property
-    def results(self) -> Path:
-        return self.folder / "results.json"
-
-    @property
-    def done(self) -> bool:
-        """Whether there are results of this very checkpoint; damaged ones are made again."""
-        results = state_files.view(self.results, Results)
-        return results is not None and results.committed == self.committed
-
-    @property
-    def failures(self) -> int:
-        """Number of failed attempts."""
-        return len(list(self.folder.glob("failed-*.json")))
-
-
-def task_set(tasks: list[str]) -> str:
-    """Directory name of a list of tasks."""
-    name = "+".join(tasks)
-    return name if len(name) <= 100 else f"{name[:80]}+{xxhash.xxh3_64_hexdigest(name.encode())[:8]}"
-
-
 def is_due(config: Config, manifest: CheckpointManifest) -> bool:
     """Whether the configuration asks to evaluate a checkpoint with this manifest."""
     return evaluation_due(config, manifest)
 
 
-def due_jobs(run: RunDir, config: Config) -> list[Job]:
-    """Evaluations that are due and neither done nor given up, oldest first, including claimed ones."""
-    jobs = []
-    whole = {item.step: item for item in stores(run).scan() if item.problem is None}  # one per step
-    for checkpoint in whole.values():
-        if not is_due(config, manifest := checkpoint.manifest()):
-            continue
-        folder = run.evals / directory_name(checkpoint.step) / task_set(config.eval.tasks)
-        job = Job(checkpoint, folder, manifest.committed)
-        if not job.done and job.failures < config.eval.attempts:
-            jobs.append(job)
-    return jobs
-
-
 def protected_steps(run: RunDir, config: Config) -> set[int]:
-    """Steps whose checkpoints an evaluation is reading or will read next.
+    """Steps whose checkpoints an evaluation is reading or will read next, or was given up: somebody is to decide.
 
-    Only the oldest few that wait: evaluations that never run would fill the disk.
+    Only the oldest few that wait, and that were given up: evaluations that never run would fill the disk.
     """
-    waiting = due_jobs(run, config)
-    claimed = {
-        job.checkpoint.step for job in waiting if (job.folder / "claim.json").exists() or is_submitted(job.folder)
-    }
-    return claimed | {job.checkpoint.step for job in waiting[: config.checkpoint.keep_last]}
+    waiting, most = due_jobs(run, config), config.checkpoint.keep_last
+    claimed = [job for job in waiting if (job.folder / "claim.json").exists() or is_submitted(job.folder)]
+    return {job.checkpoint.step for job in (*claimed, *waiting[:most], *given_up_jobs(run, config)[:most])}
 
 
 @contextmanager
 def claim(job: Job, limit: EvaluationLimits | None = None) -> Iterator[Work | None]:
-    """Hold a job for the block, with its deadline in the claim; None if another worker holds it or it is done."""
+    """Hold a job for the block, with its deadline in the claim; None: another worker holds it, or it is not due now."""
     with _hold(job.folder, **({} if limit is None else {"deadline": limit.deadline})) as mine:
         gone = not job.checkpoint.path.exists()  # deleted by retention before it was claimed
-        yield None if mine is None or gone or job.done else Work(job, mine)
+        over = job.done or job.given_up or job.dropped or job.pause > 0  # by another worker, or by a person
+        yield None if mine is None or gone or over else Work(job, mine)
 
 
 @contextmanager
@@ -114,7 +64,7 @@ def _hold(folder: Path, **facts: float) -> Iterator[Lease | None]:
     """Hold the claim on a job's folder for the block; None if another worker does."""
     make_directory(folder)
     path = folder / "claim.json"
-    drop_if_stale(path, _SILENT_SECONDS)
+    drop_if_dead(path, _SILENT_SECONDS)
     mine = Lease.take(path, **facts)
     try:
         yield mine
@@ -189,6 +139,12 @@ def _announce(run: RunDir, folder: Path) -> None:
     catch_up(run)
 
 
+def drop_dead_claims(run: RunDir) -> bool:
+    """Take the claims of dead workers away. Returns whether some are of workers on other hosts that may be dead."""
+    claims = run.evals.glob("step-*/*/claim.json")  # also of what is done: it would look like work
+    return None in [drop_if_dead(path, _SILENT_SECONDS) for path in claims]
+
+
 def watch_once(run: RunDir, config: Config, evaluate: Callable[..., Results] | None = None) -> tuple[int, int]:
     """Evaluate every due checkpoint that no other worker holds; numbers of done and failed ones.
 
@@ -200,8 +156,7 @@ def watch_once(run: RunDir, config: Config, evaluate: Callable[..., Results] | N
         RefusedError: the tasks cannot be evaluated, whatever the checkpoint. Not an attempt: everything stays due.
         StorageError: results are published, but the journal cannot be written.
     """
-    for path in run.evals.glob("step-*/*/claim.json"):  # also of what is done: it would look like work
-        drop_if_stale(path, _SILENT_SECONDS)
+    drop_dead_claims(run)
     for path in unannounced(run):
         with _hold(path.parent) as mine:
             if mine is not None:
@@ -210,14 +165,14 @@ def watch_once(run: RunDir, config: Config, evaluate: Callable[..., Results] | N
     evaluated = failed = 0
     tried: set[Path] = set()
     try:
-        while jobs := [job for job in due_jobs(run, config) if job.folder not in tried]:
+        while jobs := [job for job in due_jobs(run, config) if job.folder not in tried and not job.pause]:
             tried.add(jobs[0].folder)
             limit = limits(run, jobs[0].folder.name, config.eval.deadline.value)
             with claim(jobs[0], limit) as held:
                 ok = None if held is None else _evaluate(run, config, held, evaluate, journal, limit)
                 evaluated, failed = evaluated + (ok is True), failed + (ok is False)
                 if ok is False:
-                    tried.discard(jobs[0].folder)  # tried again until `attempts` are used up
+                    tried.discard(jobs[0].folder)  # tried again after a pause, until `attempts` are used up
     finally:
         journal.close()
     return evaluated, failed
@@ -249,10 +204,10 @@ def _evaluate(
             journal.write("eval-refused", refused.cause, step=step)  # every later worker would report the same
         raise
     except EvaluationError as failed:
-        note = {"time": now(), "reason": str(failed)}
+        note = FailedAttempt(time=now(), reason=str(failed), committed=job.committed)
         state_files.write(job.folder / f"failed-{uuid.uuid4().hex[:8]}.json", note)
-        count, attempts = job.failures, config.eval.attempts
-        ending = "given up" if count >= attempts else "will be tried again"
+        count, attempts = len(job.failures), config.eval.attempts
+        ending = "given up" if count >= attempts else f"tried again in {human_time(pause_after(config.eval, count))}"
         journal.write("eval-failed", f"attempt {count} of {attempts} ({ending}): {failed}", step=step, failures=count)
         return False
     if results is None or not held.publish(results):
@@ -262,12 +217,12 @@ def _evaluate(
 
 
 def start_worker(run: RunDir, config: Config) -> subprocess.Popen[bytes]:
-    """Start `fsdp-eval watch RUN --once` beside training: own session, no rank variables, few threads, low priority."""
+    """Start a worker beside training: own session, no rank variables, few threads, low priority."""
     threads = {"OMP_NUM_THREADS": str(config.eval.threads)}
     make_directory(run.evals)
     with (run.evals / "log").open("ab") as log:
         return start_module(
-            *("eval.cli", "watch", str(run.path), "--once"),
+            *("eval.cli", "watch", str(run.path), "--once", "--wait"),
             nice=19,
             environment=threads,
             stdin=subprocess.DEVNULL,

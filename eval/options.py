@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +50,13 @@ def generation_options(text: str) -> dict[str, Any]:
     return options
 
 
-def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """The checkpoint at a `step-N` directory; or of a run directory: the newest, or that of a step.
+def find_checkpoint(path: Path, step: int | None, damaged: dict[Path, str] | None = None) -> Checkpoint:
+    """The checkpoint at a `step-N` directory; or of a run directory: that of a step, or the newest.
+
+    Damaged ones that are newer are passed over, each with a line on standard error.
+
+    Args:
+        damaged: what is known to be wrong, by path of the checkpoint; what is found is added.
 
     Raises:
         ConfigError: the path is neither.
@@ -68,7 +75,19 @@ def find_checkpoint(path: Path, step: int | None) -> Checkpoint:
     run = RunDir(path)
     check_begun(run)
     found = stores(run)
-    checkpoint = found.find(step) if step is not None else found.newest()
-    if checkpoint is None:
-        raise CheckpointError(f"{found.directory} holds no complete checkpoint")
-    return checkpoint
+    if step is not None:
+        return found.find(step)
+    damaged = {} if damaged is None else damaged
+    for checkpoint in reversed(found.scan()):
+        if checkpoint.problem is not None:
+            pass_over(checkpoint.path, checkpoint.problem, damaged)
+        elif checkpoint.path not in damaged:
+            return checkpoint
+    raise CheckpointError(f"{found.directory} holds no complete checkpoint")
+
+
+def pass_over(path: Path, problem: str, damaged: dict[Path, str]) -> None:
+    """Add to what is known to be damaged, and say so once."""
+    if path not in damaged and os.environ.get("RANK", "0") == "0":
+        print(f"passed over {path}: {problem}", file=sys.stderr, flush=True)
+    damaged[path] = problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import shutil
 import signal
@@ -21,7 +22,7 @@ import torch
 
 from eval import jobs
 from eval.attempt import RefusedError
-from eval.checkpoints import read_checkpoint
+from eval.checkpoints import DamagedCheckpointError, open_checkpoint, read_checkpoint
 from eval.harness import CheckpointLM
 from eval.tasks import read_heldout
 from fsdp_pretrain.checkpoint.store import Store
@@ -188,6 +189,54 @@ def test_run_command_and_its_figures(
     assert json.loads(step10.stdout)["scores"]["heldout_bpb"]["bits_per_byte"] > expected  # it learned since
 
 
+# ---------------------------------------------------------------- damaged checkpoints
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def test_no_checkpoint_with_a_flipped_bit_is_evaluated(run: Path) -> None:
+    """In any file, of the optimiser's state too; what is refused names the file. Then it is whole again."""
+    rng, store = random.Random(16), Store(run / "checkpoints")
+    files = sorted(entry.name for entry in store.find(30).files())
+    assert {"config.toml", "train_state.json", ".metadata"} < {*files}
+    for name in [*files, *files, *rng.choices([name for name in files if name.endswith(".distcp")], k=20)]:
+        path = store.find(30).path / name
+        at, bit = rng.randrange(path.stat().st_size), rng.randrange(8)
+        flip(path, at, bit)
+        with pytest.raises(DamagedCheckpointError, match=f"step-00000030 is damaged: {re.escape(name)}") as refused:
+            open_checkpoint(store.find(30)).read("cpu", None)
+        assert refused.value.path == path.parent and refused.value.remedy
+        flip(path, at, bit)
+    assert open_checkpoint(store.find(30)).read("cpu", None) is not None
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "weights": (lambda path: flip(path / "__0_0.distcp", -100), "__0_0.distcp: its bytes are not the ones"),
+    "configuration": (lambda path: flip(path / "config.toml", 30), "config.toml: its bytes are not the ones"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_damaged_newest_checkpoint_is_not_evaluated(run: Path, run_command: Run, kind: str) -> None:
+    change, expected = CHANGES[kind]
+    change(run / "checkpoints/step-00000030")
+    done = run_command("eval.cli", "run", run, "--tasks", "heldout_bpb", "--limit", "1", "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["step"] == 20, done.stderr
+    (line,) = (line for line in done.stderr.splitlines() if "passed over" in line)
+    assert "step-00000030" in line and expected in line
+    if kind == "weights":  # one that was asked for is refused; the scheduled evaluation publishes nothing of it
+        asked = [[run, "--step", "30"], [run / "checkpoints/step-00000030"]]
+        for refused in [run_command("eval.cli", "run", *words, "--limit", "1") for words in asked]:
+            assert refused.returncode == 78 and expected in refused.stderr and refused.stdout == ""
+        set_eval(run, tasks=["heldout_bpb"], attempts=1)
+        watched = run_command("eval.cli", "watch", run, "--once")
+        assert watched.returncode == 1 and set(results(run)) == {10, 20}
+
+
 # ---------------------------------------------------------------- the scheduled job
 
 
@@ -232,14 +281,14 @@ def test_a_killed_worker_is_taken_over(
 
 
 def test_an_evaluation_that_fails_is_tried_again_then_given_up(run: Path, helpers: Any, run_command: Run) -> None:
-    config = run / "config.toml"
-    config.write_text(config.read_text().replace("attempts = 3", "attempts = 2"))
-    done = run_command("eval.cli", "watch", run, "--once", "--device", "cuda:7")
+    set_eval(run, attempts=2, retry="0.001 s")
+    done = run_command("eval.cli", "watch", run, "--once", "--wait", "--device", "cuda:7")
     assert done.returncode == 1 and "failed 6" in done.stdout
     entries = helpers.journal(run, "eval-failed")
     assert len(entries) == 6 and "cuda:7" in entries[0]["text"]
     assert sum("given up" in entry["text"] for entry in entries) == 3
-    assert "evaluated 0, failed 0" in run_command("eval.cli", "watch", run, "--once").stdout
+    again = run_command("eval.cli", "watch", run, "--once").stdout
+    assert "evaluated 0, failed 0" in again and "given up 3 (see fsdp-eval retry)" in again
 
 
 SEARCHED = """
@@ -385,8 +434,8 @@ def test_an_evaluation_that_is_killed_is_one_try_and_ends_with_its_worker(
     hanging: Path, helpers: Any, start_command: Callable[..., Any]
 ) -> None:
     """An OOM kill counts as an attempt, or it would repeat forever. A killed worker takes its evaluation along."""
-    set_eval(hanging, deadline="60 s", attempts=2)
-    worker = start_command("eval.cli", "watch", hanging, "--once")
+    set_eval(hanging, deadline="60 s", attempts=2, retry="0.001 s")
+    worker = start_command("eval.cli", "watch", hanging, "--once", "--wait")
     (child,) = helpers.wait_for(lambda: psutil.Process(worker.pid).children(), what="an evaluation")
     child.kill()
     failed = helpers.wait_for(lambda: helpers.journal(hanging, "eval-failed"), what="the failure")

@@ -14,8 +14,11 @@ import pytest
 import records
 from watch import Watch
 
+from fsdp_pretrain.checkpoint.evaluations import given_up_jobs
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.operations import StorageSection
+from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lease import this_process
 from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
@@ -181,16 +184,23 @@ def test_a_checkpoint_that_nobody_evaluates_is_told(evaluated: Evaluated) -> Non
     (folder / "claim.json").write_text(json.dumps({"token": "x", "deadline": 1e9, **this_process()}))
     assert evaluated.changes() == [(key, "WARN", "resolved")]  # a worker has it
     (folder / "claim.json").unlink()
-    (folder / "failed-1.json").write_text("{}")
     assert evaluated.changes() == [(key, "WARN", "open")]
     evaluated.result(30)  # a later one was evaluated
     assert evaluated.changes() == [(key, "WARN", "resolved")]
 
 
-def test_a_checkpoint_that_was_given_up_is_told_at_once(evaluated: Evaluated) -> None:
-    folder = evaluated.checkpoint(10, hours=0)
+def test_a_checkpoint_that_was_given_up_is_told_until_somebody_decides(evaluated: Evaluated) -> None:
+    """At once, and though later ones are evaluated."""
+    key, folder = "evaluation-given-up", evaluated.checkpoint(10, hours=0)
     for attempt in range(2):
-        (folder / f"failed-{attempt}.json").write_text("{}")
-    assert evaluated.changes() == [("evaluation-overdue", "WARN", "open")]
+        assert evaluated.changes() == []
+        (folder / f"failed-{attempt}.json").write_text(json.dumps({"time": f"{attempt}", "reason": "no partition"}))
+    assert evaluated.changes() == [(key, "WARN", "open")]
     (alarm,) = evaluated.watch.alarms
-    assert alarm.summary == "no scores of step 10: all eval.attempts failed"
+    assert alarm.summary == "no scores of step 10: all eval.attempts failed: no partition" and alarm.remedy
+    evaluated.result(20)
+    assert evaluated.changes() == []
+    run = RunDir(evaluated.path)
+    (job,) = given_up_jobs(run, load(run.config))
+    job.drop("somebody")
+    assert evaluated.changes() == [(key, "WARN", "resolved")]

@@ -52,7 +52,7 @@ class Elsewhere:
     def says(self, before: str = "", **settings: Any) -> None:
         """The script's lines between counting and writing results, and more of the section `eval`."""
         (self.folder / "script").write_text(SCRIPT.format(folder=self.folder, before=before))
-        section = {"every": "1 steps", "tasks": [TASKS], "heldout": str(self._lab.heldout), **settings}
+        section = {"every": "1 steps", "tasks": [TASKS], "heldout": str(self._lab.heldout), "retry": "1 ms", **settings}
         section.setdefault("command", f"exec sh {self.folder}/script")
         self._lab.config(eval=section).rename(self.path / "config.toml")
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import records
+import tomli_w
+from processes import Run
 
 from data.corpus.corpus import Corpus
 from eval import jobs
 from eval.attempt import EvaluationLimits, Results, limits
 from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
-from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.evaluations import failed_evaluations, given_up_jobs
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.record import lease, state_files
+from fsdp_pretrain.record.files import RunDir, seconds_of, stamp
 from fsdp_pretrain.record.lease import this_process
 
 
@@ -68,6 +75,10 @@ def test_unigram_baseline_is_the_entropy_of_token_counts(shared_corpus: Path) ->
     assert found == pytest.approx(expected)
 
 
+def due(run: Path) -> list[jobs.Job]:
+    return jobs.due_jobs(RunDir(run), load(run / "config.toml"))
+
+
 def make_claim(job: jobs.Job, **changes: Any) -> Path:
     job.folder.mkdir(parents=True, exist_ok=True)
     content = {"token": "other", **this_process()}
@@ -93,27 +104,46 @@ def test_claims(run: Path) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("skew", [-600, -130, 0, 600])
 @pytest.mark.parametrize(
-    ("changes", "age", "free"),
+    ("changes", "free"),
     [
-        ({}, 0, False),
-        ({"pid": 2**22 + 5}, 0, True),
-        ({"process_started": 1.0}, 0, True),  # the process id was reused
-        ({"host": "elsewhere", "pid": 2**22 + 5}, 30, False),
-        ({"host": "elsewhere"}, 300, True),
+        ({}, False),
+        ({"pid": 2**22 + 5}, True),
+        ({"process_started": 1.0}, True),  # the process id was reused
+        ({"host": "elsewhere", "pid": 2**22 + 5}, False),  # not known at the first look
     ],
 )
-def test_stale_claims(run: Path, changes: dict[str, Any], age: float, free: bool) -> None:
-    job = jobs.due_jobs(RunDir(run), load(run / "config.toml"))[0]
+def test_claims_of_the_dead_are_free_whatever_time_it_is_on_the_server(
+    run: Path, changes: dict[str, Any], free: bool, skew: float
+) -> None:
+    job = due(run)[0]
     path = make_claim(job, **changes)
-    os.utime(path, (time.time() - age,) * 2)
+    os.utime(path, (time.time() + skew,) * 2)
     with jobs.claim(job) as mine:
         assert (mine is not None) == free
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_worker_elsewhere_is_dead_once_it_was_seen_to_be_silent(
+    run: Path, monkeypatch: pytest.MonkeyPatch, beats: bool
+) -> None:
+    """By the clock of who asks. The server's is ten minutes behind."""
+    monkeypatch.setattr(jobs, "_SILENT_SECONDS", 0.0)  # any time between two looks
+    path = make_claim(job := due(run)[0], host="elsewhere")
+    free = []
+    for number in range(4):
+        if beats or not number:
+            os.utime(path, (time.time() - 600 + number,) * 2)
+        with jobs.claim(job) as mine:
+            free.append(mine is not None)
+    assert free == [False, not beats, not beats, not beats]
+
+
+@pytest.mark.quick
 def test_a_frozen_worker_that_wakes_up_does_not_publish(run: Path) -> None:
-    job = jobs.due_jobs(RunDir(run), load(run / "config.toml"))[0]
+    job = due(run)[0]
     with jobs.claim(job) as mine:
         assert mine is not None
         make_claim(job)  # taken over meanwhile
@@ -131,3 +161,150 @@ def test_deadlines_grow_with_what_evaluations_take(tmp_path: Path) -> None:
         (folder / "results.json").write_text(json.dumps(records.results(seconds=float(seconds))))
     assert limits(run, "a", 100.0) == EvaluationLimits(150.0, 450.0)  # three times the median
     assert limits(run, "b", 100.0) == EvaluationLimits(100.0, 300.0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("failing", [1, 9, 10])
+def test_finished_results_are_published_though_reads_of_the_claim_fail(
+    run: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """As on a network file system that is away for a moment; if it stays away, they are not."""
+    job, left, read = due(run)[0], failing, Path.read_bytes
+
+    def flaky(path: Path) -> bytes:
+        nonlocal left
+        if path.name == "claim.json" and left:
+            left -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    with jobs.claim(job) as mine:
+        assert mine is not None
+        monkeypatch.setattr(lease, "_RETRY_SECONDS", 0.0)
+        monkeypatch.setattr(Path, "read_bytes", flaky)
+        assert mine.publish(Results(**records.results(step=10))) == (failing < 10) == job.done
+
+
+# ---------------------------------------------------------------- attempts that fail
+
+
+def fails(checkpoint: Checkpoint, keep: Path) -> Results:
+    raise StorageError("no such partition")
+
+
+def works(checkpoint: Checkpoint, keep: Path) -> Results:
+    return Results(**records.results(step=checkpoint.step))
+
+
+def watch(run: Path, evaluate: Any) -> tuple[int, int]:
+    return jobs.watch_once(RunDir(run), load(run / "config.toml"), evaluate)
+
+
+def wait_out(run: Path, seconds: float) -> None:
+    """As if so much time had passed since the last attempts."""
+    for path in run.glob("evals/step-*/*/failed-*.json"):
+        found = json.loads(path.read_text())
+        state_files.write(path, {**found, "time": stamp((seconds_of(found["time"]) or 0.0) - seconds)})
+
+
+def give_up(run: Path) -> None:
+    while due(run):
+        watch(run, fails)
+        wait_out(run, 1e6)
+
+
+def protected(run: Path) -> set[int]:
+    return jobs.protected_steps(RunDir(run), load(run / "config.toml"))
+
+
+@pytest.mark.quick
+def test_pauses_between_attempts_grow(run: Path, helpers: Any) -> None:
+    """Five minutes, then twenty, whichever worker made the attempts."""
+    assert watch(run, fails) == (0, 3)
+    assert watch(run, fails) == (0, 0) and all(0 < job.pause <= 300 for job in due(run))
+    with jobs.claim(due(run)[0]) as mine:  # also for a worker that looked before the failure
+        assert mine is None
+    wait_out(run, 301)
+    assert watch(run, fails) == (0, 3)
+    assert watch(run, fails) == (0, 0) and all(300 < job.pause <= 1200 for job in due(run))
+    wait_out(run, 900)
+    assert watch(run, fails) == (0, 0)
+    wait_out(run, 301)
+    assert watch(run, fails) == (0, 3) and due(run) == []
+    wait_out(run, 1e6)
+    assert watch(run, works) == (0, 0)
+    texts = [entry["text"] for entry in helpers.journal(run, "eval-failed") if entry["step"] == 20]
+    endings = ["1 of 3 (tried again in 5m00s)", "2 of 3 (tried again in 20m00s)", "3 of 3 (given up)"]
+    assert [ending in text for ending, text in zip(endings, texts, strict=True)] == [True] * 3, texts
+
+
+@pytest.mark.quick
+def test_a_failure_that_a_wrong_clock_has_dated_holds_nobody_up(run: Path) -> None:
+    watch(run, fails)
+    wait_out(run, -86400)
+    assert watch(run, works) == (3, 0)
+
+
+@pytest.mark.quick
+def test_a_later_attempt_succeeds(run: Path) -> None:
+    watch(run, fails)
+    wait_out(run, 301)
+    assert watch(run, works) == (3, 0) and due(run) == []
+
+
+def test_a_checkpoint_given_up_is_told_and_kept_until_somebody_decides(
+    run: Path, helpers: Any, run_command: Run
+) -> None:
+    give_up(run)
+    assert protected(run) == {10, 20, 30}
+    for done in (run_command("eval.cli", "report", run), run_command("fsdp_pretrain.cli", "status", run)):
+        lines = [line for line in done.stdout.splitlines() if "given up after 3 failed attempts" in line]
+        assert len(lines) == 3 and f"(no such partition); then: fsdp-eval retry {run} " in lines[0], done.stdout
+    again = run_command("eval.cli", "retry", run, 10)
+    assert again.returncode == 0 and "step 10: will be evaluated again; 3 failed attempts" in again.stdout
+    assert [(job.checkpoint.step, job.pause) for job in due(run)] == [(10, 0)]
+    dropped = run_command("eval.cli", "retry", run, "--drop")
+    assert dropped.returncode == 0 and "step 20: will not be evaluated" in dropped.stdout
+    assert protected(run) == {10} and failed_evaluations(RunDir(run), load(run / "config.toml")) == []
+    assert watch(run, works) == (1, 0)
+    unknown = run_command("eval.cli", "retry", run, 10)
+    assert unknown.returncode == 78 and "no evaluation of step 10 has failed" in unknown.stderr
+    assert run_command("eval.cli", "retry", run, 30).returncode == 0  # thought better of
+    assert watch(run, works) == (1, 0)
+    decided = [(entry["step"], bool(entry["by"])) for entry in helpers.journal(run, "eval-retry")]
+    assert decided == [(10, True), (20, True), (30, True), (30, True)]
+
+
+@pytest.mark.quick
+def test_protection_has_a_bound(run: Path) -> None:
+    """Evaluations that never run, and those that always fail, must not fill the disk."""
+    config = tomllib.loads((run / "config.toml").read_text())
+    config["checkpoint"]["keep_last"] = 1
+    (run / "config.toml").write_text(tomli_w.dumps(config))
+    assert protected(run) == {10}
+    give_up(run)
+    records.commit(Store(run / "checkpoints"), 40)
+    records.commit(Store(run / "checkpoints"), 50)
+    assert protected(run) == {10, 40}
+    make_claim(due(run)[1])
+    assert protected(run) == {10, 40, 50}
+
+
+@pytest.mark.quick
+def test_nothing_of_an_abandoned_commit_counts_for_another_of_its_step(run: Path, helpers: Any) -> None:
+    """A checkpoint was rejected, and its step trained and saved again: results, failures and decisions are not its."""
+    old = due(run)
+    with jobs.claim(old[0]) as mine:
+        assert mine is not None and mine.publish(Results(**records.results(step=10)))
+    give_up(run)
+    old[1].drop("somebody")
+    assert [job.checkpoint.step for job in given_up_jobs(RunDir(run), load(run / "config.toml"))] == [30]
+    for step in (10, 20, 30):
+        records.commit(Store(run / "checkpoints"), step, committed="2026-06-02T12:00:00.000Z")
+    assert [job.checkpoint.step for job in due(run)] == [10, 20, 30]
+    assert watch(run, works) == (3, 0)
+    for step in (10, 20, 30):
+        (path,) = run.glob(f"evals/step-{step:08d}/*/results.json")
+        assert json.loads(path.read_text())["committed"] == "2026-06-02T12:00:00.000Z"
+    assert [entry["committed"][8:10] for entry in helpers.journal(run, "eval")] == ["01", "02", "02", "02"]
+    assert watch(run, works) == (0, 0)

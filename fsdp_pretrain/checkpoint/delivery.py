@@ -72,8 +72,9 @@ class Delivery:
         world: all ranks.
         folder: the checkpoint's.
         entries: of its files of tensors.
-        stored: its tensors, in these files; those of `state` have its shapes and dtypes.
-        state: by name; plain, or sharded by FSDP over the mesh.
+        stored: its tensors, in these files; those of `state` have its shapes.
+        state: by name, in any dtypes; plain, or sharded by FSDP over the mesh. Files are read as a whole, also past
+            tensors that it does not have.
     """
 
     def __init__(
@@ -180,8 +181,10 @@ class Delivery:
     def _deliver(self, reader: int, part: _Part, chunk: Tensor | None) -> None:
         """Pass a part from its reader to every rank whose shard needs it. `chunk`: its values, on the reader."""
         target, world = self._state[part.name], self._world
-        if not isinstance(target, DTensor):  # small, and the same on every rank: all at the end
-            if world.rank == reader and chunk is not None:
+        if not isinstance(target, DTensor):
+            if world.size == 1 and chunk is not None:
+                place(target, part.chunk.offsets, chunk)
+            elif world.rank == reader and chunk is not None:  # small, and the same on every rank: all at the end
                 self._plain.append((part, chunk))
             return
         for shard, rows in part.rows.items():
@@ -207,7 +210,7 @@ def _slice(file: HashedFile, chunk: Chunk, entry: FileEntry) -> bytes:
     """The bytes of a chunk. Raises ValueError if they do not lie in the rest of the file."""
     if chunk.start < file.size or chunk.start + chunk.length > entry.bytes:
         raise ValueError(f"bytes {chunk.start:_} to {chunk.start + chunk.length:_} are not its own")
-    file.read(chunk.start - file.size)
+    file.skip_to(chunk.start)
     return file.read(chunk.length)
 
 

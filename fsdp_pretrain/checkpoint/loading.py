@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
-from typing import IO, Any, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import IO, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from .layout import leaves
 from .manifest import CheckpointManifest
 from .metadata import METADATA, Chunk, StoredTensor, read_metadata, wrong_metadata
 from .store import CONFIG, TRAIN_STATE, Checkpoint, verify_files
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class DamagedError(CheckpointError):
@@ -82,9 +84,7 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Adam
     tensors = flatten(state)
     stored = world.decide(lambda: _stored(checkpoint, manifest))
     world.decide(lambda: _compare(checkpoint, stored, state))
-    files = [entry for entry in manifest.files if entry.name not in (METADATA, TRAIN_STATE, CONFIG)]
-    if wrong := Delivery(world, checkpoint.path, files, stored, tensors).run():
-        raise DamagedError(wrong[0]).on_all_ranks()
+    _read_tensors(world, checkpoint, manifest, stored, tensors)
     digests = set(replica_digests(world, tensors))  # of all: replicas were sent what one of them read
     if digests != {manifest.state_digest}:
         raise CheckpointError(
@@ -96,10 +96,52 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Adam
     return manifest
 
 
+def load_weights(world: World, checkpoint: Checkpoint, model: M, allocate: Callable[[M], M]) -> M:
+    """A model with the weights of a checkpoint of any mesh, without the optimiser. All ranks call it together.
+
+    Every file is hashed as it is read, once in all, so damage anywhere in the checkpoint is found.
+
+    Args:
+        model: on the meta device, with the dtypes of training; its parameters must match the checkpoint.
+        allocate: gives it memory: plain or sharded over the ranks, in any dtype. Called when the names match.
+
+    Raises:
+        DamagedError: a file's bytes are not those that were written, or cannot be read.
+        CheckpointError: the tensors do not match the model.
+    """
+    manifest = world.decide(checkpoint.manifest)
+    stored = world.decide(lambda: _stored(checkpoint, manifest))
+    world.decide(lambda: _compare(checkpoint, stored, {"model": model.state_dict()}))
+    model = allocate(model)
+    _read_tensors(world, checkpoint, manifest, stored, flatten({"model": model.state_dict()}))
+    return model
+
+
+def _read_tensors(
+    world: World,
+    checkpoint: Checkpoint,
+    manifest: CheckpointManifest,
+    stored: dict[str, StoredTensor],
+    tensors: dict[str, torch.Tensor],
+) -> None:
+    """Fill tensors from all files that hold tensors, and check these. Raises DamagedError on every rank."""
+    files = [entry for entry in manifest.files if entry.name not in (METADATA, TRAIN_STATE, CONFIG)]
+    if wrong := Delivery(world, checkpoint.path, files, stored, tensors).run():
+        raise DamagedError(wrong[0]).on_all_ranks()
+
+
+def check_files(checkpoint: Checkpoint, *names: str) -> None:
+    """Read files of a checkpoint and compare them with its manifest. Raises DamagedError if one differs."""
+    entries = {entry.name: entry for entry in checkpoint.files()}
+    if missing := [name for name in names if name not in entries]:
+        raise DamagedError(f"{missing[0]} is not in the manifest")
+    if wrong := verify_files(checkpoint.path, [entries[name] for name in names]):
+        raise DamagedError(wrong[0])
+
+
 def _stored(checkpoint: Checkpoint, manifest: CheckpointManifest) -> dict[str, StoredTensor]:
     """The tensors that `.metadata` lists. Raises DamagedError."""
-    if wrong := verify_files(checkpoint.path, [entry for entry in manifest.files if entry.name == METADATA]):
-        raise DamagedError(wrong[0])
+    check_files(checkpoint, METADATA)
     try:
         stored = read_metadata(checkpoint.path)
     except CheckpointError as error:

@@ -298,6 +298,11 @@ class HashedFile:
         self.size += len(content)
         return content
 
+    def skip_to(self, offset: int) -> None:
+        """Read up to an offset, or to the end of the file."""
+        while self.size < offset and self.read(min(1 << 22, offset - self.size)):
+            pass
+
     def finish(self) -> FileEntry:
         """Read the rest. Returns the file's manifest entry."""
         while self.read(1 << 22):

@@ -326,7 +326,9 @@ class EvalSection(Section):
     threads: Positive = 1
     """CPU threads of an evaluation that the trainer starts."""
     attempts: Positive = 3
-    """Attempts per checkpoint; then it is given up, with an entry in the journal."""
+    """Attempts per checkpoint; then it is given up, with an alarm, until `fsdp-eval retry`."""
+    retry: Seconds = Seconds(300)
+    """Pause after the first failed attempt at a checkpoint; four times longer after each further one."""
     command: str | None = None
     """Shell command that evaluates a due checkpoint elsewhere, instead of the worker: with `sbatch`, `srun`, `ssh`. Its
     environment has `EVAL_CHECKPOINT`, `EVAL_STEP`, `EVAL_TASKS`, `EVAL_RUN`, and `EVAL_RESULTS`, where the results must

@@ -25,7 +25,7 @@ Kind = Literal[
     "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "on-commit-failed", "import", "rollback", "fork",
     "health", "health-again", "health-rollback", "health-skip", "data-read",
     "launch", "restart", "hosts", "avoid-hosts",
-    "eval", "eval-failed", "eval-late", "eval-refused", "eval-verdict",
+    "eval", "eval-failed", "eval-late", "eval-refused", "eval-retry", "eval-verdict",
     "alarm", "mute", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
     "aim-stopped",  # of earlier releases
 ]  # fmt: skip

@@ -72,17 +72,21 @@ class Lease:
                 os.utime(self.path)
 
     def still_mine(self) -> bool:
-        """Whether no other process took it over, as happens after this one was suspended for long."""
+        """Whether no other process took it over, as happens after this one was suspended for long. False also if it
+        cannot be read for a second."""
+        mine = False
         for _ in range(_READS):
             try:
                 held = state_files.read(self.path, LeaseRecord)
             except DamagedFileError:  # another process is writing it, or bits flipped
+                mine = True  # if it stays so, bits flipped: no other process wrote it
                 time.sleep(_RETRY_SECONDS)
-            except StorageError:
-                return False
+            except StorageError:  # as of a network file system that comes back
+                mine = False
+                time.sleep(_RETRY_SECONDS)
             else:
                 return held is not None and held.token == self._token
-        return True  # bits flipped: no other process wrote it
+        return mine
 
     def release(self) -> None:
         self._done.set()
@@ -172,14 +176,22 @@ def take_away(path: Path, held: LeaseRecord | None) -> None:
         aside.unlink(missing_ok=True)
 
 
-def drop_if_stale(path: Path, silent: float) -> None:
-    """Take a lease away if its holder is dead, or has not renewed it for `silent` seconds."""
+_watches: dict[Path, LeaseWatch] = {}
+"""What this process has seen of leases that others hold, see `drop_if_dead`."""
+
+
+def drop_if_dead(path: Path, silent: float) -> bool | None:
+    """Take a lease away if its holder is dead, see `LeaseWatch`; whether it is free now.
+
+    None: it is not known yet whether the holder is alive, since this process has not watched it for `silent` seconds;
+    ask again.
+    """
     held = read(path)
     try:
-        age = time.time() - path.stat().st_mtime
+        alive = _watches.setdefault(path, LeaseWatch(path, silent)).holder_is_alive(held)
     except OSError:
-        return
-    if held is None and age < BEAT_SECONDS:  # being written this moment
-        return
-    if held is None or is_alive(held) is False or age >= silent:
+        alive = False
+    if alive is False:
+        del _watches[path]
         take_away(path, held)
+    return None if alive is None else not alive

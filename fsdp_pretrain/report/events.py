@@ -61,7 +61,7 @@ _GROUPS = {
     "alarm": "alarm health",
     "save": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-fallback checkpoint-late checkpoint-missing "
     "checkpoint-rejected checkpoint-room on-commit-failed",
-    "evaluation": "eval eval-failed eval-late eval-refused eval-verdict",
+    "evaluation": "eval eval-failed eval-late eval-refused eval-retry eval-verdict",
     "note": "note",
     "progress": "milestone",
 }

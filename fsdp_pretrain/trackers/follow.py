@@ -103,10 +103,10 @@ def _mirror_once(run: RunDir, name: str, link: Connection, beat: Callable[..., N
                         mirror.close()
                         return True
                     ended = link.poll(_POLL_SECONDS)
-        if once:
+        if once and mine is False:
             return False
         beat()
-        once = link.poll(_POLL_SECONDS)
+        once = link.poll(_POLL_SECONDS) or once
 
 
 def main(arguments: list[str]) -> None:

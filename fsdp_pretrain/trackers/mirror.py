@@ -13,7 +13,7 @@ from pydantic import Field
 from fsdp_pretrain.errors import BusyError, ConfigError
 from fsdp_pretrain.record import lease, lineage, state_files
 from fsdp_pretrain.record.files import RunDir, make_directory
-from fsdp_pretrain.record.lease import Lease, drop_if_stale
+from fsdp_pretrain.record.lease import Lease, drop_if_dead
 from fsdp_pretrain.record.state_files import StateFile
 
 from .points import PointValues, RecordStream
@@ -23,7 +23,7 @@ from .sink import Sink, check_installed, sink
 STUCK_SECONDS = 120.0
 """Without a sign of life of a mirror, it hangs."""
 _CHUNK = 200
-_SAVE_SECONDS, _SILENT_SECONDS = 30.0, 90.0
+_SAVE_SECONDS, _SILENT_SECONDS, _ASK_SECONDS = 30.0, 90.0, 1.0
 
 
 class ViewState(StateFile):
@@ -77,14 +77,17 @@ def is_held(run: RunDir, name: str) -> bool:
 
 
 @contextmanager
-def hold(run: RunDir, name: str) -> Iterator[bool]:
-    """Be the one writer of a view for the block, if no other process is (False)."""
+def hold(run: RunDir, name: str) -> Iterator[bool | None]:
+    """Be the one writer of a view for the block (True), if no other process is (False).
+
+    None: it is not known yet whether the other process, on another host, is alive: ask again.
+    """
     path = _lease(run, name)
     make_directory(path.parent)
-    drop_if_stale(path, _SILENT_SECONDS)
+    free = drop_if_dead(path, _SILENT_SECONDS)
     mine = Lease.take(path, purpose=f"the writer of the view in {name}")
     try:
-        yield mine is not None
+        yield mine is not None or (None if free is None else False)
     finally:
         if mine is not None:
             mine.release()
@@ -176,6 +179,8 @@ def rebuild(run: RunDir, name: str, shown: Callable[[int], object]) -> tuple[Pat
         raise ConfigError(f"there is nothing to show: {run.path} was never started")
     place = sink(name).place(run, read_config(run).get("record", {}))
     try:
+        while drop_if_dead(_lease(run, name), _SILENT_SECONDS) is None:
+            time.sleep(_ASK_SECONDS)
         with hold(run, name) as mine:
             if not mine:
                 raise BusyError(

@@ -13,6 +13,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict
 
 from fsdp_pretrain.checkpoint import upcoming
+from fsdp_pretrain.checkpoint.evaluations import failed_evaluations
 from fsdp_pretrain.checkpoint.expected import missing
 from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.upcoming import SAVES, Late, UnsavedTraining, longest_save
@@ -102,6 +103,7 @@ class StatusReport(BaseModel):
         verified_checkpoint: the newest; None without one.
         no_segments: other files in `segments/`.
         storage: what the fetchers of the nodes last recorded, one line each.
+        evaluations: what is to be said of those that failed and are tried again.
     """
 
     status: Status = Status()
@@ -119,6 +121,7 @@ class StatusReport(BaseModel):
     goodput: Goodput | None = None
     no_segments: list[str] = []
     storage: list[str] = []
+    evaluations: list[str] = []
 
     @property
     def level(self) -> int:
@@ -157,7 +160,8 @@ def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
     _check_next_checkpoint(report, run, report.status)
     if recorded := newest(run.path):
         report.storage = [str(node) for node in recorded]
-    for each in (_add_progress, _add_goodput) * (not brief) + (_add_alarms, _check_watchdog, _check_files):
+    checks = (_add_alarms, _check_evaluations, _check_watchdog, _check_files)
+    for each in (_add_progress, _add_goodput) * (not brief) + checks:
         each(report, run)
     return report
 
@@ -272,6 +276,17 @@ def _add_alarms(report: StatusReport, run: RunDir) -> None:
             report.problems.append((level, f"{alarm.key}: {alarm.summary} ({since})"))
 
 
+def _check_evaluations(report: StatusReport, run: RunDir) -> None:
+    """Evaluations that failed, and whether they were given up."""
+    try:
+        failed = failed_evaluations(run, load_recorded(run.config)[0]) if run.config.exists() else []
+    except UserError:
+        return  # reported elsewhere
+    report.problems += [(WARN, text) for text, given_up in failed if given_up]
+    if pausing := [text for text, given_up in failed if not given_up]:
+        report.evaluations = pausing
+
+
 def _check_watchdog(report: StatusReport, run: RunDir) -> None:
     """Whether a watchdog is running, and its last snapshot."""
     seen = state_files.view(snapshot_file(run), _WatchdogSnapshot)
@@ -381,6 +396,7 @@ def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
     if report.storage:
         more = f" (and {len(report.storage) - 1} other nodes)" if len(report.storage) > 1 else ""
         yield "storage", report.storage[0] + more
+    yield from (("evaluation", text) for text in report.evaluations)
     if report.watchdog is not None and report.running:
         yield "watchdog", _watchdog_line(report.watchdog)
     if report.goodput is not None:

@@ -27,7 +27,8 @@ _RESULTS = 24
 
 
 class EvaluationDetector(Detector):
-    """Alarms `evaluation/STEP`, `evaluation-overdue`, `evaluation-verdict/PROBE` and `evaluation-score/TASK/METRIC`.
+    """Alarms `evaluation/STEP`, `evaluation-overdue`, `evaluation-given-up`, `evaluation-verdict/PROBE` and
+    `evaluation-score/TASK/METRIC`.
 
     The worker of an evaluation that takes longer than the deadline in its claim dumps its own stacks and finally ends
     it; `evaluation/STEP` reports it even when the worker is stopped.
@@ -66,6 +67,7 @@ class EvaluationDetector(Detector):
         answer = self._results.tick(now)
         if answer is not None and answer.error is None:
             self._judge_waiting(answer.value["waiting"], answer.value["overdue"])
+            self._judge_given_up(answer.value["given_up"])
             self._judge_verdicts(answer.value["results"])
             self._judge_scores(answer.value["results"])
 
@@ -88,20 +90,32 @@ class EvaluationDetector(Detector):
         self.resolve_others("evaluation", keys, "it has ended; the journal says how")
 
     def _judge_waiting(self, waiting: Sequence[dict[str, Any]], overdue: float) -> None:
-        late = [each for each in waiting if not each["claimed"] and (each["given_up"] or each["seconds"] > overdue)]
+        late = [each for each in waiting if not each["claimed"] and each["seconds"] > overdue]
         if not late:
             self.resolve("evaluation-overdue", "no checkpoint waits any more, or a worker has it")
             return
-        steps = ", ".join(str(each["step"]) for each in late[:5]) + (" and more" if len(late) > 5 else "")
-        given_up, longest = any(each["given_up"] for each in late), max(each["seconds"] for each in late)
-        why = "all eval.attempts failed" if given_up else f"no worker has taken it for {human_time(longest)}"
+        longest = max(each["seconds"] for each in late)
         self.open(
             "evaluation-overdue",
             Severity.WARN,
-            f"no scores of step {steps}: {why}",
+            f"no scores of step {_steps(late)}: no worker has taken it for {human_time(longest)}",
             "training is not affected; a mistake in the data or the model would not be seen in the scores",
             f"see evals/log and the journal (eval-failed, eval-refused), then run: fsdp-eval watch {self._run} --once",
             facts={"steps": [each["step"] for each in late], "seconds": longest},
+        )
+
+    def _judge_given_up(self, given_up: Sequence[dict[str, Any]]) -> None:
+        if not given_up:
+            self.resolve("evaluation-given-up", "somebody has decided, or there are results")
+            return
+        self.open(
+            "evaluation-given-up",
+            Severity.WARN,
+            f"no scores of step {_steps(given_up)}: all eval.attempts failed: {given_up[-1]['reason']}",
+            "training is not affected; a mistake in the data or the model would not be seen in the scores. The oldest "
+            "checkpoint.keep_last of them are not deleted",
+            f"see evals/log; mend the cause, then: fsdp-eval retry {self._run} (or retry --drop: no scores are wanted)",
+            facts={"steps": [each["step"] for each in given_up]},
         )
 
     def _judge_verdicts(self, results: Sequence[dict[str, Any]]) -> None:
@@ -156,3 +170,7 @@ class EvaluationDetector(Detector):
             facts={"evaluated": found.newest.step, "value": found.newest.value, "usual": found.usual},
         )
         return key
+
+
+def _steps(found: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(str(each["step"]) for each in found[:5]) + (" and more" if len(found) > 5 else "")

@@ -22,7 +22,6 @@ from typing import Any
 from pydantic import Field
 
 from fsdp_pretrain.checkpoint.disk_space import Room, attempts, prunable
-from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, step_of, verify_files
 from fsdp_pretrain.record import journal, lease, mirror_status, state_files
 from fsdp_pretrain.record.files import RunDir, seconds_of
@@ -98,9 +97,10 @@ def results(run: str, newest: int) -> dict[str, Any]:
     Returns:
         results: of the `newest` last ones, oldest first: `step`, `limit`, `scores`, `higher_is_better`, `verdicts`;
         waiting: the due checkpoints that are newer than all results: `step`, `seconds` since it was committed,
-        `claimed`, `given_up`; overdue: seconds after which one is (`eval.overdue`).
+        `claimed`; given_up: `step` and `reason` of all that were given up; overdue: seconds after which a waiting one
+        is (`eval.overdue`).
     """
-    from fsdp_pretrain.checkpoint.manifest import evaluation_due
+    from fsdp_pretrain.checkpoint.evaluations import without_results
     from fsdp_pretrain.config.resume_rules import (
         load_compatible,  # imports all of the configuration, in this child only
     )
@@ -110,26 +110,25 @@ def results(run: str, newest: int) -> dict[str, Any]:
     folders = sorted((path for path in place.evals.glob("step-*") if step_of(path.name) is not None), reverse=True)
     paths = itertools.islice((path for folder in folders for path in sorted(folder.glob("*/results.json"))), newest)
     found = [each for path in paths if (each := state_files.view(path, _Results)) is not None]
-    waiting = []
-    for checkpoint in {item.step: item for item in stores(place).scan() if item.problem is None}.values():
-        if checkpoint.step <= max((each.step for each in found), default=-1):
+    waiting, given_up = list[dict[str, Any]](), list[dict[str, Any]]()
+    for job in without_results(place, config):
+        if job.dropped:
             continue
-        if not evaluation_due(config, manifest := checkpoint.manifest()):
-            continue
-        folder = place.evals / checkpoint.path.name
-        claims = [held for path in folder.glob("*/claim.json") if (held := lease.read(path)) is not None]
-        failures = len(list(folder.glob("*/failed-*.json")))
-        waiting.append(
-            {
-                "step": checkpoint.step,
-                "seconds": time.time() - (seconds_of(manifest.committed) or time.time()),
-                "claimed": any(lease.is_alive(held) is not False for held in claims),
-                "given_up": failures >= config.eval.attempts,
-            }
-        )
+        if job.given_up:
+            given_up.append({"step": job.checkpoint.step, "reason": job.failures[-1].reason})
+        elif job.checkpoint.step > max((each.step for each in found), default=-1):
+            held = lease.read(job.folder / "claim.json")
+            waiting.append(
+                {
+                    "step": job.checkpoint.step,
+                    "seconds": time.time() - (seconds_of(job.committed) or time.time()),
+                    "claimed": held is not None and lease.is_alive(held) is not False,
+                }
+            )
     return {
         "results": [each.model_dump() for each in sorted(found, key=lambda each: each.step)],
         "waiting": waiting,
+        "given_up": given_up,
         "overdue": config.eval.overdue.value,
     }
 

@@ -1,0 +1,165 @@
+"""Which checkpoints of a run are to be evaluated, and how far that is. No torch.
+
+Workers (`eval.jobs`), retention, the watchdog and `status` read the same files, in `RUN/evals/step-N/TASKS/`:
+`results.json`, one `failed-ID.json` for each failed attempt, and `dropped.json` if a person has decided that there will
+be no results. All of them name the commit time of the checkpoint, so nothing counts for another one of the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.sections import EvalSection
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.files import RunDir, now, seconds_of
+from fsdp_pretrain.record.state_files import StateFile
+from fsdp_pretrain.units import human_time
+
+from .locations import stores
+from .manifest import evaluation_due
+from .store import Checkpoint, directory_name
+
+_GROWTH = 4.0
+"""How many times longer each pause is than the one before."""
+
+
+class FailedAttempt(StateFile):
+    """`failed-ID.json`; `committed` is when the checkpoint was committed (None in files of earlier releases)."""
+
+    time: str
+    reason: str
+    committed: str | None = None
+
+
+class Dropped(StateFile):
+    """`dropped.json`: who decided, and when, that the checkpoint of this commit time is not evaluated."""
+
+    committed: str
+    by: str
+    time: str
+
+
+class _Published(StateFile):
+    """What is needed here of `results.json`, see `eval.attempt.Results`."""
+
+    committed: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One evaluation: a checkpoint and a task set.
+
+    Attributes:
+        folder: of its files.
+        committed: time of the checkpoint's commit: distinguishes it from one of the same step, made after a rollback.
+        section: how it is evaluated.
+    """
+
+    checkpoint: Checkpoint
+    folder: Path
+    committed: str
+    section: EvalSection
+
+    @property
+    def results(self) -> Path:
+        return self.folder / "results.json"
+
+    @property
+    def done(self) -> bool:
+        """Whether there are results of this very checkpoint; damaged ones are made again."""
+        results = state_files.view(self.results, _Published)
+        return results is not None and results.committed == self.committed
+
+    @property
+    def dropped(self) -> bool:
+        """Whether a person decided that it is not evaluated."""
+        dropped = state_files.view(self._dropped, Dropped)
+        return dropped is not None and dropped.committed == self.committed
+
+    @property
+    def failures(self) -> list[FailedAttempt]:
+        """Its failed attempts, the last one last."""
+        found = [
+            state_files.view(path, FailedAttempt) or FailedAttempt(time="", reason="its record is damaged")
+            for path in self.folder.glob("failed-*.json")
+        ]
+        return sorted((each for each in found if each.committed in (None, self.committed)), key=lambda each: each.time)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether all attempts have failed."""
+        return len(self.failures) >= self.section.attempts
+
+    @property
+    def pause(self) -> float:
+        """Seconds until the next attempt may begin, see `pause_after`."""
+        failures = self.failures
+        ended = seconds_of(failures[-1].time) if failures else None
+        if ended is None:
+            return 0.0
+        whole, waited = pause_after(self.section, len(failures)), time.time() - ended
+        return whole - waited if 0 <= waited < whole else 0.0  # a time to come was written by a clock that is wrong
+
+    def forget_failures(self) -> None:
+        """Begin again with the first attempt, at once. Raises OSError."""
+        for path in (self._dropped, *self.folder.glob("failed-*.json")):
+            path.unlink(missing_ok=True)
+
+    def drop(self, by: str) -> None:
+        """Note that it is not to be evaluated. Raises OSError."""
+        state_files.write(self._dropped, Dropped(committed=self.committed, by=by, time=now()))
+
+    @property
+    def _dropped(self) -> Path:
+        return self.folder / "dropped.json"
+
+
+def pause_after(section: EvalSection, failures: int) -> float:
+    """Seconds between so many failed attempts and the next: `eval.retry` after the first, then ever more."""
+    return section.retry.value * _GROWTH ** (failures - 1)
+
+
+def task_set(tasks: list[str]) -> str:
+    """Directory name of a list of tasks."""
+    name = "+".join(tasks)
+    return name if len(name) <= 100 else f"{name[:80]}+{xxhash.xxh3_64_hexdigest(name.encode())[:8]}"
+
+
+def without_results(run: RunDir, config: Config) -> list[Job]:
+    """Evaluations that are due and not done, oldest first, including those given up and dropped."""
+    whole = {item.step: item for item in stores(run).scan() if item.problem is None}  # one per step
+    jobs = []
+    for checkpoint in whole.values():
+        if evaluation_due(config, manifest := checkpoint.manifest()):
+            folder = run.evals / directory_name(checkpoint.step) / task_set(config.eval.tasks)
+            jobs.append(Job(checkpoint, folder, manifest.committed, config.eval))
+    return [job for job in jobs if not job.done]
+
+
+def due_jobs(run: RunDir, config: Config) -> list[Job]:
+    """Evaluations that are due and neither done nor given up, oldest first, including claimed and pausing ones."""
+    return [job for job in without_results(run, config) if not job.given_up and not job.dropped]
+
+
+def given_up_jobs(run: RunDir, config: Config) -> list[Job]:
+    """Evaluations of which all attempts failed, and nobody has decided yet what to do; oldest first."""
+    return [job for job in without_results(run, config) if job.given_up and not job.dropped]
+
+
+def failed_evaluations(run: RunDir, config: Config) -> list[tuple[str, bool]]:
+    """(sentence, given up) of each evaluation with failed attempts and without results, oldest first."""
+    found = []
+    for job in without_results(run, config):
+        failures = job.failures
+        if not failures or job.dropped:
+            continue
+        step, count, reason = job.checkpoint.step, len(failures), failures[-1].reason
+        ended = f"was given up after {count} failed attempts" if job.given_up else f"failed {count} times"
+        then = f"then: fsdp-eval retry {run.path} {step}" if job.given_up else f"again in {human_time(job.pause)}"
+        found.append((f"the evaluation of step {step:_} {ended} ({reason}); {then}", job.given_up))
+    return found
