@@ -169,6 +169,7 @@ class CachedCopy:
         with contextlib.suppress(FileNotFoundError):
             if sound(content := path.read_bytes()):
                 return content
+        now_reading[get_ident()] = self.place / name
         for _ in range(_TRIES):
             if sound(content := self.remote.read(name)):
                 replace_file(path, content)
