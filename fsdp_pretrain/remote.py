@@ -25,6 +25,8 @@ from .errors import ConfigError, Exit, UserError
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "https": "aiohttp", "http": "aiohttp", "file": "fsspec"}
 """By scheme: the package that fsspec needs for it."""
+CREDENTIALS = "a URL must not hold credentials"
+"""How the error about a URL begins whose text must not be shown."""
 PATIENCE = 60.0
 """Seconds for which a call is repeated by default."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 20.0
@@ -55,8 +57,8 @@ class Url(str):
             raise ValueError(f"{text!r} is not a URL of remote storage: {', '.join(f'{name}://' for name in PACKAGES)}")
         if "@" in rest.partition("/")[0] or _QUERY[scheme].search(rest):
             raise ValueError(
-                "a URL must not hold credentials, nor a query (?key=value), which may be some: leave them where the "
-                "storage's own tools look for them"
+                f"{CREDENTIALS}, nor a query (?key=value), which may be some: leave them where the storage's own tools "
+                "look for them"
             )
         if not rest.strip("/") or any(part in ("", ".", "..") for part in rest.strip("/").split("/")):
             raise ValueError(f"{text!r} does not name a directory")

@@ -125,7 +125,7 @@ def restore_record(
     """Write what is whole of a record below a directory, as old as its copies. `shown` is called with bytes.
 
     Returns:
-        The names of files that are lost.
+        The names of files that are lost, or older than they were.
 
     Raises:
         RemoteError, OSError.
@@ -136,13 +136,11 @@ def restore_record(
         if ".." in PurePosixPath(name).parts or not path.is_relative_to(into):
             return name
         path.parent.mkdir(parents=True, exist_ok=True)
-        for file in record.copies[name]:
+        for number, file in enumerate(record.copies[name]):
             entry = FileEntry(name=path.name, bytes=file.bytes, xxh3=file.xxh3)
             if not mirror.copy(file.object_name, entry, path, shown):
-                os.utime(
-                    path, (file.written / 1000,) * 2
-                )  # a restart must not take the end of an earlier start for its
-                return None
+                os.utime(path, (file.written / 1000,) * 2)  # an earlier start's end must not look like that of this one
+                return f"{name} (an earlier copy is there)" if number else None
         path.unlink(missing_ok=True)
         return name
 
