@@ -56,6 +56,7 @@ def restored(carried: Carried, step: int) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.shows("F52")
 def test_a_wrong_byte_costs_one_file(carried: Carried, tmp_path: Path) -> None:
     """In every object of the record in turn; the next copy makes the mirror whole again."""
     carried.copy()
@@ -86,6 +87,7 @@ def test_a_wrong_byte_costs_one_file(carried: Carried, tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.shows("F52")
 @pytest.mark.parametrize("also", [(), ("run_id",)], ids=["", "without-id"])
 @pytest.mark.parametrize("gone", [("record.json",), ("record.json", "record")], ids=["index", "record"])
 def test_a_checkpoint_is_enough(carried: Carried, gone: tuple[str, ...], also: tuple[str, ...]) -> None:
@@ -192,6 +194,10 @@ def test_what_a_restoration_passed_over_is_not_missing(carried: Carried) -> None
     restored(carried, 10)
     assert "passed over step 20" in carried.messages("mirror-restored")[0]
     carried.segment(3, step=10)
+    flip(carried.mirror / "checkpoints/step-00000020/__0_0.distcp", 3)
+    assert start.look(carried.config, restore=False, fresh=False) is None  # whole again, and that start did without it
+    task = start.look(carried.config, restore=True, fresh=False)
+    assert task is not None and not task.record
     journal.add(carried.run, "checkpoint", "saved", segment=3, step=15, seconds=1.0, bytes=1)
     found = missing(carried.run)
     assert found is not None and (found.step, found.newest) == (15, 10)

@@ -200,9 +200,9 @@ class RunMirror:
         if index is None:
             return MirroredRecord(None, dict(found))
         named = [file for file in map(RecordFile.of, index.objects) if file is not None]
-        return MirroredRecord(  # the one that the index names first, then a state before or after it
-            index, {file.name: sorted(found[file.name], key=lambda copy, file=file: copy != file) for file in named}
-        )
+        for file in named:  # that of the index first, then those of a state before or after it
+            found[file.name].sort(key=file.__ne__)
+        return MirroredRecord(index, {file.name: found[file.name] for file in named})
 
     def scan(self) -> list[MirroredCheckpoint]:
         """All directories with a checkpoint's name, oldest step first."""

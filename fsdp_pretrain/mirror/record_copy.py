@@ -72,7 +72,7 @@ class RecordCopy:
         run_id.check()
         there = self._mirror.remote.list(RECORD)
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            sent = pool.map(lambda item: self._send(*item, there), record_files(self._run))
+            sent = pool.map(lambda item: self._send(item[0], item[1], there), record_files(self._run))
             current = {file.name: file for file in sent if file is not None}
         run_id.check()
         if any(name in self._known and name not in current for name in _ALWAYS_THERE):

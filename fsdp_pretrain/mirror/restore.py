@@ -70,8 +70,8 @@ def _restore(task: Restoration, run: RunDir, stop: threading.Event) -> None:
         _move(work, run.path)
     text = _told(task, made, passed_over, lost)
     print(f"mirror: restored {text}", flush=True)
-    facts = {"passed_over": passed_over, "lost": lost}
-    journal.add(run, "mirror-restored", text, step=None if made is None else made.step, **facts)
+    step = None if made is None else made.step
+    journal.add(run, "mirror-restored", text, step=step, passed_over=passed_over, lost=lost)
     run_id.assign(run.path, state.run_id or "")
     shutil.rmtree(work)
     sync_directory(run.path)
