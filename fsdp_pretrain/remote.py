@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import random
 import re
 import threading
@@ -24,6 +25,8 @@ from .errors import ConfigError, Exit, UserError
 T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "https": "aiohttp", "http": "aiohttp", "file": "fsspec"}
 """By scheme: the package that fsspec needs for it."""
+CREDENTIALS = "a URL must not hold credentials"
+"""How the error about a URL begins whose text must not be shown."""
 PATIENCE = 60.0
 """Seconds for which a call is repeated by default."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 20.0
@@ -33,6 +36,9 @@ _CREDENTIALS = re.compile(r"credential|token.*expired|(expired|invalid).*token|\
 _SETTINGS = re.compile(r"ParamValidation|ProfileNotFound|ConfigParse|InvalidConfig|NoRegion|Invalid endpoint")
 """In errors of the vendors' libraries before they ask for anything: a wrong name of a bucket, profile or endpoint."""
 _NO_BUCKET = "bucket does not exist"
+_CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
+_QUERY = dict.fromkeys(PACKAGES, re.compile(r"\?[^/]*[=&]"))  # names and patterns may have a question mark
+_QUERY |= {"https": re.compile(r"\?"), "http": re.compile(r"\?"), "file": re.compile(r"(?!)")}
 _BUSY = re.compile(r"slow ?down|throttl|too ?many ?requests|service ?unavailable", re.IGNORECASE)
 
 
@@ -49,8 +55,11 @@ class Url(str):
         scheme, found, rest = text.partition("://")
         if not found or scheme not in PACKAGES:
             raise ValueError(f"{text!r} is not a URL of remote storage: {', '.join(f'{name}://' for name in PACKAGES)}")
-        if "@" in rest.partition("/")[0]:
-            raise ValueError("a URL must not hold credentials: leave them where the storage's own tools look for them")
+        if "@" in rest.partition("/")[0] or _QUERY[scheme].search(rest):
+            raise ValueError(
+                f"{CREDENTIALS}, nor a query (?key=value), which may be some: leave them where the storage's own tools "
+                "look for them"
+            )
         if not rest.strip("/") or any(part in ("", ".", "..") for part in rest.strip("/").split("/")):
             raise ValueError(f"{text!r} does not name a directory")
         return super().__new__(cls, text.rstrip("/"))
@@ -85,6 +94,8 @@ class Problem(StrEnum):
     """Wrong, absent or expired credentials, or other settings with which the storage cannot be asked."""
     BUSY = "busy"
     """The storage asks for fewer requests (429, 503)."""
+    NO_RANGES = "no ranges"
+    """The server sends whole objects when it is asked for a range of one."""
     FAILED = "failed"
     """Anything else: no connection, no answer, a cut answer, an error of the storage."""
 
@@ -93,6 +104,7 @@ _AGAIN = "run the same command again when the storage answers; if it never does,
 _REMEDIES = {
     Problem.MISSING: "look for a mistake in the URL; buckets are not created here",
     Problem.DENIED: "check credentials, endpoint and region, where the storage's own tools look for them, and the URL",
+    Problem.NO_RANGES: "serve it by one that answers requests for ranges: object storage, nginx, Apache",
     Problem.BUSY: _AGAIN,
     Problem.FAILED: _AGAIN,
 }
@@ -106,6 +118,7 @@ class RemoteError(UserError):
         cause = {
             Problem.MISSING: f"{object_url} does not exist" + (f": {text}" if _NO_BUCKET in text else ""),
             Problem.DENIED: f"no access to {object_url}: {text}",
+            Problem.NO_RANGES: f"{object_url}: the server does not send ranges of an object, only whole ones",
             Problem.BUSY: f"the storage of {object_url} is busy: {text}",
             Problem.FAILED: f"{object_url}: {text}",
         }[problem]
@@ -152,7 +165,8 @@ class Remote:
 
     Args:
         url: of the directory.
-        patience: seconds after its first temporary failure for which a call is repeated; 0 tries once.
+        patience: seconds for which a call that fails temporarily is repeated; 0 tries once. They begin with the first
+            failure, and what it waited for an answer counts; a transfer that fails late has taken its time.
 
     Raises:
         ConfigError: the package for the scheme is not installed.
@@ -176,6 +190,8 @@ class Remote:
 
         def act() -> bytes:
             content: bytes = self._files.cat_file(self._path(name), start=start, end=stop, **self._whole)
+            if start is not None and stop is not None and len(content) > stop - start:
+                raise _NoRangesError
             if start is not None and stop is not None and len(content) != stop - start:
                 raise OSError(f"{len(content)} bytes instead of {stop - start} from {start} on")
             return content
@@ -255,6 +271,12 @@ class Remote:
             with contextlib.suppress(_MissingError):
                 self._call(name, lambda name=name: self._files.rm_file(self._path(name)))  # type: ignore[misc]
 
+    def remove_folder(self, name: str) -> None:
+        """Remove a directory that is empty. Object storage has none."""
+        if self.url.scheme == "file":
+            with contextlib.suppress(OSError):
+                Path(self._path(name)).rmdir()
+
     def _path(self, name: str) -> str:
         return _place(Url(name)) if is_url(name) else f"{self._root}/{name}".rstrip("/")
 
@@ -267,6 +289,7 @@ class Remote:
         until, pause = float("inf"), _FIRST_PAUSE
         while True:
             self._count(requests=1)
+            begun = time.monotonic()
             try:
                 return act()
             except Exception as error:
@@ -275,7 +298,8 @@ class Remote:
                     raise
                 object_url = name if is_url(name) else f"{self.url}/{name}".rstrip("/")
                 failure = _failure(object_url, problem, error)
-            until = min(until, time.monotonic() + self.patience)  # a transfer may take longer than that before it fails
+            waited = min(time.monotonic() - begun, _READ_SECONDS)
+            until = min(until, time.monotonic() - waited + self.patience)
             if not failure.is_temporary or time.monotonic() + pause > until:
                 raise failure from None
             time.sleep(pause * random.uniform(0.5, 1.0))  # not all nodes at once
@@ -307,6 +331,10 @@ class _MissingError(RemoteError):
     pass
 
 
+class _NoRangesError(Exception):
+    pass
+
+
 def _failure(object_url: str, problem: Problem, error: Exception) -> RemoteError:
     told = error.__cause__ or error  # s3fs keeps only the message of an answer and leaves out its code
     text = " ".join(str(told).split()) or type(told).__name__
@@ -317,6 +345,8 @@ def _problem(error: Exception) -> Problem | None:
     """What an exception of fsspec, its back ends or the vendors' libraries means; None for a bug."""
     text = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
     status = _status(error)
+    if isinstance(error, _NoRangesError):
+        return Problem.NO_RANGES
     if isinstance(error, FileNotFoundError) or status == 404:
         return Problem.MISSING
     if (
@@ -378,6 +408,7 @@ def _file_system(scheme: str) -> Any:
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _READ_SECONDS,
             "max_pool_connections": 32,
+            **_checksum_settings(),
         }
     if scheme == "file":
         options = {"auto_mkdir": True, "skip_instance_cache": True}
@@ -385,8 +416,35 @@ def _file_system(scheme: str) -> Any:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
-        options["client_kwargs"] = {"timeout": timeout}
+        options["client_kwargs"] = {"timeout": timeout, "raise_for_status": _refuse_whole_objects}
     files = fsspec.filesystem(scheme, **options)
     if scheme == "s3":
         files.retries = 1
     return files
+
+
+def _checksum_settings() -> dict[str, str]:
+    """Settings for botocore, as far as the user has not chosen: no checksums of its own where none is required.
+
+    Servers that are not AWS (rclone, older MinIO and Ceph) answer the checksums that it adds by default with errors or
+    with others. What is read here has checksums of ours, and what is written is read back.
+    """
+    import botocore.config
+    import botocore.exceptions
+    import botocore.session
+
+    chosen: dict[str, str] = {}
+    with contextlib.suppress(botocore.exceptions.BotoCoreError):  # told by the first call
+        chosen = botocore.session.Session().get_scoped_config()
+    known = botocore.config.Config.OPTION_DEFAULTS  # without them an older version, which adds none
+    free = (name for name in _CHECKSUMS if name in known and name not in chosen)
+    return {name: "when_required" for name in free if f"AWS_{name.upper()}" not in os.environ}
+
+
+async def _refuse_whole_objects(response: Any) -> None:
+    """Before the body of an answer is read: raise _NoRangesError if it is a whole object instead of a range."""
+    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", response.request_info.headers.get("Range", ""))
+    if asked is None or response.status != 200:
+        return
+    if int(asked[1]) or not asked[2] or response.content_length not in (None, int(asked[2]) + 1):
+        raise _NoRangesError

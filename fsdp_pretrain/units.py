@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _MULTIPLIER = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([KMBT]?)\s*([A-Za-z]+)\s*$")
 _RANGE = re.compile(r"^\s*([0-9][0-9_]*)\s*:\s*([0-9][0-9_]*)\s+samples?\s*$")
-_BYTES = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([KMGTP]?)(i?)B\s*$")
+_BYTES = re.compile(r"^\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kKMGTP]?)(i?)B\s*$")
 _SECONDS = {"s": 1, "second": 1, "minute": 60, "min": 60, "hour": 3600, "h": 3600, "day": 86400}
 
 
@@ -160,7 +160,7 @@ class Bytes(_Quantity):
         if match is not None:
             number, multiplier, binary = match.groups()
             base = 1024 if binary else 1000
-            value = int(Decimal(number.replace("_", "")) * base ** " KMGTP".index(multiplier or " "))
+            value = int(Decimal(number.replace("_", "")) * base ** " KMGTP".index(multiplier.upper() or " "))
         if not value:
             raise ValueError('not an amount of storage with a unit; write something like "200GB" or "1.5TiB"')
         return cls(value)

@@ -46,6 +46,7 @@ _CODES = {
 }
 _SIGNED = "AWS4-HMAC-SHA256 Credential=AKIATEST/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
 """The server checks no signature, but refuses requests without one."""
+_CHECKSUM = re.compile(r"x-amz-(checksum|sdk-checksum|trailer)", re.IGNORECASE)
 _HOP = {"connection", "keep-alive", "transfer-encoding", "expect", "content-length"}
 
 
@@ -62,6 +63,8 @@ class Faults:
         failing: share answered with `status`: 503 SlowDown, 429 TooManyRequests or 500 InternalError.
         cut: share of GET answers that end in the middle of their bytes.
         corrupt: share of GET answers with one wrong byte.
+        spoiled: share of PUT requests of which one byte is stored wrong.
+        unanswered: share of PUT and DELETE requests that are carried out, and get no answer.
         expired: every answer is 400 (as of S3) or 403 (as of others), ExpiredToken.
         hang: no answer, until this is changed.
         refuse: nobody listens; open connections are closed.
@@ -75,6 +78,8 @@ class Faults:
     status: int = 503
     cut: float = 0.0
     corrupt: float = 0.0
+    spoiled: float = 0.0
+    unanswered: float = 0.0
     expired: int = 0
     hang: bool = False
     refuse: bool = False
@@ -90,8 +95,9 @@ class Request:
         range: the bytes [start, stop) that a GET asked for; None without a range.
         sent: bytes of the answer's body that were sent.
         received: bytes of the request's body.
-        fault: failing, cut, corrupt, expired or hang; empty for a true answer.
+        fault: failing, cut, corrupt, spoiled, unanswered, expired or hang; empty for a true answer.
         node: see `NODE`; empty if the client did not set it.
+        checksums: headers by which the client sent a checksum or asked for one.
         time: of the end, `time.monotonic()`.
     """
 
@@ -103,6 +109,7 @@ class Request:
     received: int
     fault: str
     node: str
+    checksums: tuple[str, ...]
     time: float
 
 
@@ -287,14 +294,19 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(faults.expired or faults.status, "expired" if faults.expired else "failing")
             return
         passed = {key: value for key, value in self.headers.items() if key.lower() not in _HOP}
-        status, headers, content = self.store._direct(self.command, self.path, body, passed)
         fault = ""
+        if self.command == "PUT" and body and draw.random() < faults.spoiled:
+            fault, body = "spoiled", _with_a_wrong_byte(body, draw.random())
+        status, headers, content = self.store._direct(self.command, self.path, body, passed)
+        if self.command in ("PUT", "DELETE") and draw.random() < faults.unanswered:
+            self.close_connection = True
+            self._log(status, 0, "unanswered")
+            return
         if self.command == "GET" and self._name and content and status < 300:
             cut, corrupt, place = draw.random() < faults.cut, draw.random() < faults.corrupt, draw.random()
             fault = "cut" if cut else "corrupt" if corrupt else ""
             if fault == "corrupt":
-                at = int(place * len(content))
-                content = content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :]
+                content = _with_a_wrong_byte(content, place)
         length = next((value for key, value in headers if key.lower() == "content-length"), "0")
         self.send_response_only(status)
         for key, value in headers:
@@ -366,9 +378,15 @@ class _Handler(BaseHTTPRequestHandler):
                 received=self._received,
                 fault=fault,
                 node=node[1] if node else "",
+                checksums=tuple(name for name in self.headers if _CHECKSUM.match(name)),
                 time=time.monotonic(),
             )
         )
+
+
+def _with_a_wrong_byte(content: bytes, place: float) -> bytes:
+    at = int(place * len(content))
+    return content[:at] + bytes([content[at] ^ 0x40]) + content[at + 1 :]
 
 
 @contextlib.contextmanager

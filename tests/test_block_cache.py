@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from object_store import Faults, ObjectStore
 from sight import until
 
 from data.corpus.cache import BlockCache, RemoteCorpus, WrongChecksumError, fetch_block
@@ -204,6 +205,17 @@ def test_a_block_that_does_not_come_is_told_with_the_fetchers_words(tmp_path: Pa
     with pytest.raises(ReadTimeoutError, match=r"s\d did not come within 0.5 s: no access to the bucket") as caught:
         packer.pack(0, 1)
     assert caught.value.exit == Exit.RESUME
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "blocks.npy", "checksums.npy"])
+def test_a_table_that_does_not_come_is_named(
+    tmp_path: Path, tokenizer: Tokenizer, object_store: ObjectStore, name: str
+) -> None:
+    """Of all that a corpus is opened with, the object that is waited for."""
+    corpus = object_store.put_folder(build(tmp_path / "corpus", tokenizer), "corpus")
+    object_store.faults = Faults(hang=True, objects=f"corpus/{name}")
+    with pytest.raises(ReadTimeoutError, match=f"corpus/{name} did not come within 2 s"):
+        Corpus(corpus, cache=CacheUse(tmp_path / "cache", LARGE), read_timeout=2.0)
 
 
 def test_evicted_blocks_serve_readers_until_they_let_go(tmp_path: Path, tokenizer: Tokenizer) -> None:

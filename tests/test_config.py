@@ -338,3 +338,8 @@ def test_durations_are_never_bare_numbers() -> None:
         annotation = str(section.model_fields[name].annotation)
         if name in ("every", "keep_every", "duration", "warmup", "decay", "end", "start"):
             assert Progress.__name__ in annotation, name
+
+
+@pytest.mark.parametrize(("text", "value"), [("900kB", 900_000), ("900KB", 900_000), ("2kiB", 2048), ("1.5 kB", 1500)])
+def test_a_kilobyte_is_written_in_either_way(text: str, value: int) -> None:
+    assert Bytes.parse(text).value == value and Bytes.parse(str(Bytes.parse(text))).value == value

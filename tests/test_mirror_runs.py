@@ -55,6 +55,8 @@ def whole(carried: Carried) -> list[int]:
     items = [item for item in mirror.scan() if item.problem is None]
     for item in items:
         assert not read_back(mirror, item)
+    record = mirror.record()
+    assert record.index is None or {file.object_name for file in record.newest.values()} == set(record.index.objects)
     index = mirror.index()
     assert index is None or all(mirror.remote.info(name) for name in index.objects)
     return [item.step for item in items]
@@ -119,9 +121,13 @@ def test_killed_at_any_point_it_leaves_nothing_that_looks_whole(stored: Carried,
         raise AssertionError("no copy was ever finished")
     stored.copy()
     assert whole(stored)[-1] == step
-    names = object_store.names("runs/run/record/")
-    index = RunMirror(stored.config).index()
-    assert index is not None and {f"runs/run/{name}" for name in index.objects} == set(names)
+    record = RunMirror(stored.config).record()
+    assert record.index is not None and {file.object_name for file in record.newest.values()} == set(
+        record.index.objects
+    )
+    assert all(1 <= len(copies) <= 2 for copies in record.copies.values())
+    objects = [f"runs/run/{copy.object_name}" for copies in record.copies.values() for copy in copies]
+    assert sorted(objects) == object_store.names("runs/run/record/")
 
 
 @pytest.mark.slow
@@ -366,3 +372,62 @@ def test_killed_training_takes_its_uploader_along_and_goes_on(lab: Any) -> None:
     last = 4 + 4 * max(step_of(path.name) or 0 for path in (lab.path / "run/checkpoints").iterdir()) // 4
     lab.train(config, f"train.duration={last} steps", flags=("--allow", "train.duration"))
     assert (place / f"run/checkpoints/step-{last:08d}/manifest.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.shows("F53")
+@pytest.mark.parametrize("launched", [True, False], ids=["launch", "torchrun"])
+def test_every_whole_copy_of_a_run_continues_to_the_bit(
+    lab: Any, helpers: Any, gates: Any, object_store: ObjectStore, launched: bool
+) -> None:
+    """A tenth of all answers and uploads is wrong, cut or refused, and training is killed in an upload. Then each whole
+    checkpoint of the mirror is restored through the same storage; the oldest without any record, run id included."""
+    policy = {"every": "4 steps", "keep_last": 3, "mirror_record_every": "1 s", "mirror": f"{object_store.url}/runs"}
+    sections = {"checkpoint": policy, "launch": HASTE, "watchdog": PATIENT}
+    config, run = lab.config("run", **sections), lab.path / "run"
+    lab.train(config, f"run.dir={lab.path / 'whole'}", "run.name=whole", ranks=2)
+    reference = helpers.losses(lab.path / "whole")
+    object_store.faults = lying = Faults(failing=0.1, cut=0.1, corrupt=0.1, spoiled=0.1, unanswered=0.1)
+    (gate,) = gates(11)
+    job = lab.start(config, ranks=2)
+    until(lambda: object_store.requests("runs/run/checkpoints/step-00000008", "PUT"), what=job.output)
+    job.kill()
+    job.wait()
+    gate.touch()
+    gates()
+    lab.train(config, ranks=2)
+    found, bucket = (
+        sorted(mirrored(object_store)),
+        {name: object_store.get(name) for name in object_store.names("runs/run/")},
+    )
+    assert len(found) == 3 and found[-1] == len(reference)
+    assert {name.split("/")[3] for name in bucket if "/checkpoints/" in name} == {f"step-{step:08d}" for step in found}
+    command = [*LAUNCH, "--nproc-per-node", 2, config, "--from-mirror"]
+    if not launched:
+        command = [
+            *TORCHRUN,
+            "--standalone",
+            "--nproc-per-node",
+            2,
+            "-m",
+            "fsdp_pretrain.train",
+            config,
+            "--from-mirror",
+        ]
+    for step in reversed(found):
+        shutil.rmtree(run)
+        object_store.faults = Faults()
+        for name in object_store.names("runs/run/"):
+            object_store.delete(name)
+        for name, content in bucket.items():
+            later = step_of(name.split("/")[3]) or 0 if "/checkpoints/" in name else 0
+            if later <= step and ("/checkpoints/" in name or step != found[0]):
+                object_store.put(name, content)
+        object_store.faults = lying
+        process = spawn(command, lab.path / f"log-{step}")
+        assert process.wait(600) == 0, (lab.path / f"log-{step}").read_text()
+        out = (lab.path / f"log-{step}").read_text()
+        assert f"restored step-{step:08d}" in out and ("the record is lost" in out) == (step == found[0]), out
+        losses = helpers.losses(run)
+        assert [row for row in losses if row[0] > step] == [row for row in reference if row[0] > step]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +243,88 @@ def test_a_bucket_that_does_not_exist_is_told_before_anything_is_written(object_
         with pytest.raises(RemoteError, match="bucket does not exist") as raised:
             call()
         assert raised.value.problem is Problem.MISSING and "buckets are not created" in raised.value.remedy
+
+
+def test_no_checksums_but_our_own(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Servers that are not AWS fail at those of the vendor's library; a user who wants them says so."""
+
+    def sent(remote: Remote) -> set[str]:
+        object_store.log.clear()
+        remote.write("a", CONTENT)
+        (tmp_path / "a").write_bytes(CONTENT)
+        remote.upload(tmp_path / "a", "b")
+        assert remote.read("a") == CONTENT and len(remote.read("b", 0, 100)) == 100
+        return {name.lower() for request in object_store.log for name in request.checksums}
+
+    assert sent(Remote(object_store.url)) == set()
+    (tmp_path / "config").write_text("[default]\nrequest_checksum_calculation = when_supported\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    asked = sent(Remote(object_store.url))
+    assert "x-amz-sdk-checksum-algorithm" in asked and "x-amz-checksum-mode" not in asked
+    monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_supported")
+    assert "x-amz-checksum-mode" in sent(Remote(object_store.url))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://host/corpus?X-Amz-Signature=S3CR3T",
+        "https://host/corpus?S3CR3T",
+        "s3://bucket/corpus?AWSAccessKeyId=key&Signature=S3CR3T",
+        "az://container/runs?sv=2024&sig=S3CR3T",
+        "gs://bucket?token=S3CR3T",
+        "https://user:S3CR3T@host/corpus",
+    ],
+)
+def test_a_query_may_hold_a_secret(text: str, lab: Any, run_command: Any) -> None:
+    with pytest.raises(ValueError, match="must not hold credentials") as raised:
+        Url(text)
+    assert "S3CR3T" not in str(raised.value)
+    for changes in ({"data": {"sources": [{"name": "a", "path": text}]}}, {"checkpoint": {"mirror": text}}):
+        done = run_command("fsdp_pretrain.cli", "plan", lab.config(**changes))
+        assert done.returncode == 78 and "must not hold credentials" in done.stderr, done.stderr
+        assert "S3CR3T" not in done.stdout + done.stderr
+    done = run_command("data.cli", "inspect", text)
+    assert done.returncode == 78 and "S3CR3T" not in done.stdout + done.stderr, done.stderr
+
+
+def test_names_and_patterns_may_have_a_question_mark() -> None:
+    assert Url("s3://bucket/what?") / "a?.txt" == "s3://bucket/what?/a?.txt"
+    assert Url("file:///data/a?b=c").name == "a?b=c"
+
+
+@pytest.mark.quick
+def test_a_server_without_ranges_is_told_at_once(tmp_path: Path) -> None:
+    """Before a whole object is read for each of its ranges; nothing is tried again."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(tmp_path))
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    (tmp_path / "a").write_bytes(CONTENT)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        remote = Remote(Url(f"http://127.0.0.1:{server.server_port}"))
+        assert remote.read("a") == remote.read("a", 0, len(CONTENT)) == CONTENT
+        for start, stop in ((0, 100), (100, 200), (100, None)):
+            before = remote.traffic
+            with pytest.raises(RemoteError, match="does not send ranges of an object") as raised:
+                remote.read("a", start, stop)
+            assert raised.value.problem is Problem.NO_RANGES and raised.value.exit == Exit.REFUSED
+            assert remote.traffic.since(before) == Traffic(requests=1)
+        server.shutdown()
+
+
+def test_waiting_for_an_answer_counts_as_patience(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two silent seconds are two tries of one second each."""
+    monkeypatch.setattr("fsdp_pretrain.remote._READ_SECONDS", 1)
+    object_store.put("a", CONTENT)
+    remote = Remote(object_store.url, patience=2.0)
+    object_store.faults = Faults(hang=True)
+    with pytest.raises(RemoteError, match="imeout"):
+        remote.read("a", 0, 10)
+    assert remote.traffic.requests == 2

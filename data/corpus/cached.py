@@ -179,6 +179,7 @@ class CachedCopy:
             if sound(content := path.read_bytes()):
                 return content
             self._tell(f"{path} is damaged; it is fetched again")
+        now_reading[get_ident()] = self.place / name
         for _ in range(_TRIES):
             if sound(content := self.remote.read(name)):
                 replace_file(path, content)

@@ -115,16 +115,18 @@ class MirroredPlaces:
             return worker.call(partial(_read, path, act), self._timeout, self.meanwhile)
         except NoAnswerError:
             self._worker = None  # abandoned with its thread
+            reading = now_reading.get(worker.identity, path)
             if isinstance(path, Url):
                 problem = self._problem()
                 raise ReadTimeoutError(
-                    f"{path} did not come within {self._timeout:g} s" + (f": {problem}" if problem else ""),
+                    f"{reading if isinstance(reading, Url) else path} did not come within {self._timeout:g} s"
+                    + (f": {problem}" if problem else ""),
                     effect="training cannot go on without it; it can be resumed from the last checkpoint",
                     remedy="check the storage, the network and the credentials, or name a copy of the corpus as the "
                     "source's mirror; data.read_timeout is how long a read may take",
                 ) from None
             raise ReadTimeoutError(
-                f"{now_reading.get(worker.identity, path)} did not answer for {self._timeout:g} s: the read hangs",
+                f"{reading} did not answer for {self._timeout:g} s: the read hangs",
                 effect="training cannot go on without it; it can be resumed from the last checkpoint",
                 remedy="check the file system or mount (does `head` read the file?), or name a copy of the corpus as "
                 "the source's mirror; data.read_timeout is how long a read may take",

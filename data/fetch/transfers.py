@@ -173,7 +173,7 @@ class Transfers:
             copy.blocks.path(block).parent.mkdir(parents=True, exist_ok=True)
             if copy.blocks.has(block):
                 return Outcome.THERE, "", False
-            if shutil.disk_usage(copy.blocks.directory).free < int(copy.corpus.sizes[block]):
+            if shutil.disk_usage(copy.blocks.directory).free < sum(self.in_flight.copy().values()):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             lengths, tokens = self._checked(copy, block)
             copy.blocks.put(block, lengths, tokens)

@@ -7,6 +7,7 @@ Without this check, a run that lost its checkpoints would look like one that was
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from fsdp_pretrain.record import journal, lineage, state_files
 from fsdp_pretrain.record.files import RunDir
@@ -79,4 +80,13 @@ def recorded(run: RunDir) -> set[int]:
         steps.add(status.checkpoint.step)
     if not any(node.kind == "fresh" for node in known) and journal.of_kind(entries, "import"):
         steps.add(0)
-    return steps
+    return _without_passed_over(steps, entries)
+
+
+def _without_passed_over(steps: set[int], entries: list[dict[str, Any]]) -> set[int]:
+    """Steps without those after the one that a restoration from the mirror took: it has told what it passed over."""
+    restored = [n for n, entry in enumerate(entries) if entry["kind"] == "mirror-restored" and entry.get("step")]
+    if not restored:
+        return steps
+    saved = {entry["step"] for entry in journal.of_kind(entries[restored[-1] :], "checkpoint")}
+    return {step for step in steps if step <= entries[restored[-1]]["step"] or step in saved}

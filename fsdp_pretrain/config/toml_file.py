@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.remote import CREDENTIALS
 
 _MISSING = object()
 _SECRETIVE = "watchdog.notify."
@@ -90,7 +91,8 @@ def describe(error: Any, path: Path, origin: dict[str, str], keys: Iterable[str]
         tag, allowed = error["ctx"]["discriminator"].strip("'"), error["ctx"].get("expected_tags")
         return f"{key}.{tag} ({source}): must be one of {allowed}" if allowed else f"{key}.{tag}: this key is required"
     value = error.get("input")
-    shown = "" if isinstance(value, dict | list) or key.startswith(_SECRETIVE) else f" = {value!r}"
+    hidden = isinstance(value, dict | list) or key.startswith(_SECRETIVE) or message.startswith(CREDENTIALS)
+    shown = "" if hidden else f" = {value!r}"
     return f"{key}{shown} ({source}): {message[:1].lower()}{message[1:]}"
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import xxhash
 
 from fsdp_pretrain.checkpoint.manifest import FileEntry
 from fsdp_pretrain.checkpoint.store import (
@@ -30,7 +28,6 @@ from .layout import MirroredCheckpoint, RunMirror
 
 AT_ONCE = 4
 """Files that are copied at the same time."""
-_CHUNK = 16 << 20
 
 
 class LocallyGoneError(CheckpointError):
@@ -55,7 +52,7 @@ def send(mirror: RunMirror, folder: Path, entry: FileEntry, name: str, *, read_b
         LocallyGoneError: the file is gone, or is not the one in the manifest.
         RemoteError: also if what was read back differs.
     """
-    if read_back and there == entry.bytes and not mirror.digest(entry, name):
+    if read_back and there == entry.bytes and not mirror.copy(name, entry):
         return 0
     path = folder / entry.name
     try:
@@ -67,7 +64,7 @@ def send(mirror: RunMirror, folder: Path, entry: FileEntry, name: str, *, read_b
     size = mirror.remote.info(name).size
     wrong = difference(entry, FileEntry(name=entry.name, bytes=size, xxh3=entry.xxh3))
     if not wrong and read_back:
-        wrong = mirror.digest(entry, name)
+        wrong = mirror.copy(name, entry)
     if not wrong:
         return entry.bytes
     try:
@@ -97,7 +94,11 @@ def fetch(
     attempt.mkdir(parents=True, exist_ok=True)
 
     def one(entry: FileEntry) -> str:
-        return _fetch_file(mirror, f"{item.name}/{entry.name}", entry, attempt / entry.name, shown)
+        path = attempt / entry.name
+        if path.is_file() and path.stat().st_size == entry.bytes and not difference(entry, describe_file(path)):
+            shown(entry.bytes)
+            return ""
+        return mirror.copy(f"{item.name}/{entry.name}", entry, path, shown)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         wrong = [problem for problem in pool.map(one, manifest.files) if problem]
@@ -116,54 +117,22 @@ def fetch(
     return Checkpoint(item.step, target, None, True, item.pinned)
 
 
-def _fetch_file(mirror: RunMirror, name: str, entry: FileEntry, path: Path, shown: Callable[[int], object]) -> str:
-    """Copy a file. Returns what is wrong with it in the mirror; empty: nothing."""
-    if path.is_file() and path.stat().st_size == entry.bytes and not difference(entry, describe_file(path)):
-        shown(entry.bytes)
-        return ""
-    for again in (True, False):  # a byte may have flipped on the way
-        digest = xxhash.xxh3_128()
-        try:
-            with path.open("wb") as file:
-                for start in range(0, entry.bytes, _CHUNK):
-                    chunk = mirror.remote.read(name, start, min(start + _CHUNK, entry.bytes))
-                    digest.update(chunk)
-                    file.write(chunk)
-                    shown(len(chunk) if again else 0)
-                file.flush()
-                os.fsync(file.fileno())
-        except RemoteError as error:
-            if error.problem is Problem.MISSING:
-                return f"{entry.name} is missing"
-            raise
-        wrong = difference(entry, FileEntry(name=entry.name, bytes=entry.bytes, xxh3=digest.hexdigest()))
-        if not wrong:
-            break
-    return wrong
-
-
 def read_back(
     mirror: RunMirror, item: MirroredCheckpoint, shown: Callable[[int], object] = lambda size: None
 ) -> list[str]:
     """Read a checkpoint that looks whole in the mirror. Returns one text per bad file. Raises RemoteError."""
 
     def one(entry: FileEntry) -> str:
-        try:
-            return mirror.digest(entry, f"{item.name}/{entry.name}", on_bytes=lambda chunk: shown(len(chunk)))
-        except RemoteError as error:
-            if error.problem is Problem.MISSING:
-                return f"{entry.name} is missing"
-            raise
+        return mirror.copy(f"{item.name}/{entry.name}", entry, shown=shown)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         return [problem for problem in pool.map(one, item.manifest().files) if problem]
 
 
-def delete(mirror: RunMirror, item: MirroredCheckpoint, *, keep: Sequence[str] = ()) -> None:
+def delete(mirror: RunMirror, item: MirroredCheckpoint) -> None:
     """Delete a checkpoint from the mirror, the manifest first, so that what is left never looks whole."""
-    names = sorted(name for name in item.objects if name not in keep)
-    names.sort(key=lambda name: name != MANIFEST)
-    mirror.remote.delete(f"{item.name}/{name}" for name in names)
+    mirror.remote.delete(f"{item.name}/{name}" for name in (MANIFEST, *sorted(item.objects.keys() - {MANIFEST})))
+    mirror.remote.remove_folder(item.name)
 
 
 def _write(path: Path, content: bytes) -> None:

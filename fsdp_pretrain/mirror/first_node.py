@@ -11,6 +11,7 @@ from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.manifest import is_permanent
 from fsdp_pretrain.checkpoint.store import MANIFEST, PINNED, Checkpoint
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.record import lineage, mirror_status, state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.journal import Journal
@@ -57,6 +58,7 @@ class FirstNode:
         self._copy_pins()
         if finish or time.monotonic() >= self._record_due:
             self._push_record()
+            self._retain()
         return True
 
     def close(self) -> None:
@@ -65,12 +67,12 @@ class FirstNode:
 
     def _open(self) -> None:
         """Claim the mirror and read what is there."""
+        record = self._mirror.record()
+        refuse_if_not_ours(self._run, record, self._mirror.url)
         self._mirror.claim(self._args.id)
-        index = self._mirror.index()
-        refuse_if_not_ours(self._run, index, self._mirror.url)
         self._found = {item.step: item for item in self._mirror.scan()}
         self._report_newest()
-        self._record = RecordCopy(self._run, self._mirror, index, self._args.id)
+        self._record = RecordCopy(self._run, self._mirror, record, self._args.id)
 
     def _report_newest(self) -> None:
         whole = self._whole()
@@ -103,7 +105,7 @@ class FirstNode:
         wanted = [
             item
             for step, item in sorted(local.items(), reverse=True)
-            if step in recent or item.pinned or self._is_permanent(item)
+            if step in recent or item.pinned or self._is_permanent(item) or self._is_damaged(step)
         ]
         waiting = [item for item in wanted if item.step not in self._hopeless and not self._has(item)]
         gone = {step for step in self._seen if step not in local and not self._holds(step)}
@@ -115,6 +117,11 @@ class FirstNode:
 
     def _is_permanent(self, item: Checkpoint | MirroredCheckpoint) -> bool:
         return is_permanent(self._config, item.manifest(), self._config.checkpoint.mirror_kept_intervals)
+
+    def _is_damaged(self, step: int) -> bool:
+        """Whether the mirror has a manifest of this step, and it or a file is wrong."""
+        found = self._found.get(step)
+        return found is not None and found.problem is not None and found.raw is not None
 
     def _holds(self, step: int) -> bool:
         return step in self._found and self._found[step].problem is None
@@ -136,6 +143,7 @@ class FirstNode:
         found = self._found.get(item.step)
         if found is not None and found.raw is not None:  # it must not vouch for other files
             self._mirror.remote.delete([f"{found.name}/{MANIFEST}"])
+            self._found[item.step] = MirroredCheckpoint.of(item.step, None, found.objects)
         if self._task.step != item.step or self._task.path != str(item.path):
             self._task = MirrorTask(id=uuid.uuid4().hex, step=item.step, path=str(item.path))
             state_files.write(mirror_status.task_file(self._run), self._task.model_dump())
@@ -150,11 +158,12 @@ class FirstNode:
         self._push_record()  # what leads to it, before it
         name = f"checkpoints/{item.path.name}"
         listed = self._mirror.remote.list(name)
-        made = MirroredCheckpoint.of(item.step, raw, {path.rpartition("/")[2]: at.size for path, at in listed.items()})
+        objects = {path.rpartition("/")[2]: at.size for path, at in listed.items()} | {MANIFEST: len(raw)}
+        made = MirroredCheckpoint.of(item.step, raw, objects)
         if made.problem is not None:  # deleted by someone else meanwhile
             self._task = MirrorTask()
             raise MirrorError(f"{self._mirror.url / name}, which was just written: {made.problem}")
-        self._mirror.remote.write(f"{name}/{MANIFEST}", raw)
+        self._mirror.put(f"{name}/{MANIFEST}", raw)
         self._clear_task()
         self._found[item.step] = made
         self._report_newest()
@@ -211,8 +220,16 @@ class FirstNode:
         for step, item in list(self._found.items()):
             if step in recent or step > min(recent) or item.pinned or step in self._seen:
                 continue
-            if item.problem is None and item in whole and self._is_permanent(item):
-                continue
-            if item.problem is None or item.raw is None:  # damaged ones stay, for a person to see
+            if not self._is_kept(item, whole):
                 checkpoint_copy.delete(self._mirror, item)
                 del self._found[step]
+
+    def _is_kept(self, item: MirroredCheckpoint, whole: list[MirroredCheckpoint]) -> bool:
+        """Whether an old one stays: a permanent one of the kept line, and a damaged one that may be permanent, for a
+        person to see."""
+        if item.raw is None or item.objects.keys() <= {MANIFEST, PINNED}:
+            return False
+        try:
+            return (item.problem is not None or item in whole) and self._is_permanent(item)
+        except CheckpointError:  # its manifest does not say
+            return True

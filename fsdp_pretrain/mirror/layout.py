@@ -2,20 +2,25 @@
 
     run_id                       the id of the run directory
     checkpoints/step-N/...       the files of a checkpoint; `manifest.json` is written last and deleted first
-    record.json                  which pieces make up the record, see `record_copy`
-    record/...                   the pieces
+    record/NAME/TIME-SIZE-XXH3   a file of the record, whole; its name says what its bytes must be
+    record.json                  which of these make up the record; written after them
 
-A checkpoint exists in the mirror if its manifest does and every file has the manifest's size.
+A checkpoint exists in the mirror if its manifest does and every file has the manifest's size. Whatever is read has a
+checksum, and is read again if it is wrong: the answer may be, and not the object.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import xxhash
+from pydantic import BaseModel
 
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, FileEntry
 from fsdp_pretrain.checkpoint.store import MANIFEST, PINNED, difference, directory_name, step_of
@@ -29,6 +34,10 @@ from fsdp_pretrain.remote import PATIENCE, ObjectInfo, Problem, Remote, RemoteEr
 
 CHECKPOINTS, INDEX, RECORD = "checkpoints", "record.json", "record"
 _CHUNK = 16 << 20
+_READS, _WRITES = 10, 4
+"""Of an object whose bytes are wrong; the same wrong bytes twice are those that are stored."""
+_OBJECT = re.compile(rf"{RECORD}/(.+)/(\d+)-(\d+)-([0-9a-f]{{32}})")
+_RUN_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class MirrorError(UserError):
@@ -37,42 +46,57 @@ class MirrorError(UserError):
     exit = Exit.NEEDS_PERSON
 
 
-class RecordPiece(StateFile):
-    """Bytes [start, stop) of a file of the record, and their xxh3_128."""
+@dataclass(frozen=True)
+class RecordFile:
+    """A copy of a file of the record.
 
-    start: int
-    stop: int
-    xxh3: str
-
-
-class RecordFile(StateFile):
-    """A file of the record, by its pieces; `name` is relative to the run directory."""
+    Attributes:
+        name: relative to the run directory.
+        written: when it was copied, in milliseconds since 1970.
+        bytes, xxh3: its size and checksum.
+    """
 
     name: str
-    pieces: list[RecordPiece]
+    written: int
+    bytes: int
+    xxh3: str
+
+    @classmethod
+    def of(cls, object_name: str) -> RecordFile | None:
+        """That of an object; None if it is none."""
+        found = _OBJECT.fullmatch(object_name)
+        return None if found is None else cls(found[1], int(found[2]), int(found[3]), found[4])
 
     @property
-    def size(self) -> int:
-        return self.pieces[-1].stop
-
-    def object_of(self, piece: RecordPiece) -> str:
-        """The name of a piece in the mirror; it never changes its content."""
-        return f"{RECORD}/{self.name}/{piece.start:012d}-{piece.stop:012d}-{piece.xxh3}"
+    def object_name(self) -> str:
+        """The name of the object, which never changes its contents."""
+        return f"{RECORD}/{self.name}/{self.written:014d}-{self.bytes}-{self.xxh3}"
 
 
 class RecordIndex(StateFile):
-    """`record.json`: a state of the record; everything that it names is in the mirror."""
+    """`record.json`: a state of the record, by the names of its objects, which were all there when it was written."""
 
     run_id: str
     time: str
-    files: list[RecordFile]
+    objects: list[str]
 
-    def file(self, name: str) -> RecordFile | None:
-        return next((file for file in self.files if file.name == name), None)
+
+@dataclass(frozen=True)
+class MirroredRecord:
+    """The record as the mirror has it.
+
+    Attributes:
+        index: None: it is absent or damaged, and all files count whose objects are there.
+        copies: by name of a file its copies, the one to use first; empty if they are gone.
+    """
+
+    index: RecordIndex | None
+    copies: dict[str, list[RecordFile]]
 
     @property
-    def objects(self) -> set[str]:
-        return {file.object_of(piece) for file in self.files for piece in file.pieces}
+    def newest(self) -> dict[str, RecordFile]:
+        """The copy to use of each file that has one."""
+        return {name: found[0] for name, found in self.copies.items() if found}
 
 
 @dataclass(frozen=True)
@@ -124,17 +148,30 @@ class RunMirror:
         self.remote = Remote(self.url, patience=patience)
 
     def run_id(self) -> str | None:
-        """The id of the run that it belongs to; None: of no run yet."""
-        content = self._read(RUN_ID)
-        return None if content is None else content.decode(errors="replace").strip()
+        """The id of the run that it belongs to; None: of no run yet, or it is lost.
+
+        The index says it with a checksum; of the object `run_id` two answers must agree.
+        """
+        index = self.index()
+        return self._id_object() if index is None else index.run_id
+
+    def _id_object(self) -> str | None:
+        before = None
+        for _ in range(_READS):
+            content = self._read(RUN_ID)
+            if content is None or content == before:
+                text = (content or b"").decode(errors="replace").strip()
+                return text if _RUN_ID.fullmatch(text) else None
+            before = content
+        return None
 
     def claim(self, run_id: str) -> None:
         """Make it that of a run, if it is of none. Raises MirrorError if it is another's."""
         found = self.run_id()
-        if found is None:
-            self.remote.write(RUN_ID, f"{run_id}\n".encode())
-        elif found != run_id:
-            raise taken(self.url, found)
+        if found not in (None, run_id):
+            raise taken(self.url, str(found))
+        if self._id_object() != run_id:
+            self.put(RUN_ID, f"{run_id}\n".encode())
 
     def try_to_write(self) -> None:
         """Write a small object, and delete it: a mirror that takes nothing should be known before a run begins."""
@@ -143,17 +180,29 @@ class RunMirror:
         self.remote.delete([name])
 
     def index(self) -> RecordIndex | None:
-        """The newest copied state of the record. Raises MirrorError if it is damaged."""
-        content = self._read(INDEX)
+        """The newest copied state of the record; None if it is absent or damaged."""
+        content = self._sealed(INDEX, RecordIndex)
         try:
             return None if content is None else state_files.parse(content, RecordIndex)
-        except ValueError as error:
-            raise MirrorError(
-                f"{self.url / INDEX} {error}",
-                effect="the record cannot be restored from the mirror",
-                remedy="restore an earlier version of that object, if the bucket keeps versions; otherwise remove it: "
-                "the next copy of the record, by a start with the run directory, writes it again",
-            ) from None
+        except ValueError:
+            return None
+
+    def record(self) -> MirroredRecord:
+        """What is there of the record: that of the index, or without one all that is found."""
+        found: defaultdict[str, list[RecordFile]] = defaultdict(list)
+        for name, info in self.remote.list(RECORD).items():
+            file = RecordFile.of(name)
+            if file is not None and file.bytes == info.size:
+                found[file.name].append(file)
+        for copies in found.values():
+            copies.sort(key=lambda file: -file.written)
+        index = self.index()
+        if index is None:
+            return MirroredRecord(None, dict(found))
+        named = [file for file in map(RecordFile.of, index.objects) if file is not None]
+        for file in named:  # that of the index first, then those of a state before or after it
+            found[file.name].sort(key=file.__ne__)
+        return MirroredRecord(index, {file.name: found[file.name] for file in named})
 
     def scan(self) -> list[MirroredCheckpoint]:
         """All directories with a checkpoint's name, oldest step first."""
@@ -168,8 +217,20 @@ class RunMirror:
 
     def _inspect(self, step: int, found: dict[str, ObjectInfo]) -> MirroredCheckpoint:
         sizes = {name: info.size for name, info in found.items()}
-        raw = self._read(f"{CHECKPOINTS}/{directory_name(step)}/{MANIFEST}") if MANIFEST in found else None
+        name = f"{CHECKPOINTS}/{directory_name(step)}/{MANIFEST}"
+        raw = self._sealed(name, CheckpointManifest) if MANIFEST in found else None
         return MirroredCheckpoint.of(step, raw, sizes)
+
+    def _sealed(self, name: str, schema: type[BaseModel]) -> bytes | None:
+        """An object with a checksum inside, as it is stored, perhaps damaged; None if it is absent."""
+        before = None
+        for _ in range(_READS):
+            content = self._read(name)
+            with contextlib.suppress(ValueError):
+                if content is None or content == before or state_files.parse(content, schema):
+                    break
+            before = content
+        return content
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -179,14 +240,54 @@ class RunMirror:
                 return None
             raise
 
-    def digest(self, entry: FileEntry, name: str, *, on_bytes: Callable[[bytes], object] = lambda chunk: None) -> str:
-        """Read an object of a checkpoint back in parts. Returns how it differs from its entry; empty if it does not."""
+    def copy(
+        self, name: str, entry: FileEntry, path: Path | None = None, shown: Callable[[int], object] = lambda size: None
+    ) -> str:
+        """Read an object that should have the bytes of an entry, in parts, and make them durable in `path`, if given.
+
+        Args:
+            shown: is called with bytes, for each part; with 0 when it is read again.
+
+        Returns:
+            What is wrong with the object; empty: nothing.
+        """
+        wrong = set[str]()
+        for attempt in range(_READS):
+            try:
+                digest = self._copy(name, entry.bytes, path, shown if not attempt else lambda size: shown(0))
+            except RemoteError as error:
+                if error.problem is Problem.MISSING:
+                    return f"{entry.name} is missing"
+                raise
+            if digest == entry.xxh3:
+                return ""
+            if digest in wrong:
+                break
+            wrong.add(digest)
+        return difference(entry, entry.model_copy(update={"xxh3": digest}))
+
+    def _copy(self, name: str, size: int, path: Path | None, shown: Callable[[int], object]) -> str:
         digest = xxhash.xxh3_128()
-        for start in range(0, entry.bytes, _CHUNK):
-            chunk = self.remote.read(name, start, min(start + _CHUNK, entry.bytes))
-            digest.update(chunk)
-            on_bytes(chunk)
-        return difference(entry, FileEntry(name=entry.name, bytes=entry.bytes, xxh3=digest.hexdigest()))
+        with Path(path or os.devnull).open("wb") as file:
+            for start in range(0, size, _CHUNK):
+                chunk = self.remote.read(name, start, min(start + _CHUNK, size))
+                digest.update(chunk)
+                file.write(chunk)
+                shown(len(chunk))
+            file.flush()
+            if path is not None:
+                os.fsync(file.fileno())
+        return digest.hexdigest()
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write an object and read it back; a few times, if it differs."""
+        entry = FileEntry(name=name.rpartition("/")[2], bytes=len(content), xxh3=xxhash.xxh3_128_hexdigest(content))
+        for _ in range(_WRITES):
+            self.remote.write(name, content)
+            wrong = self.copy(name, entry)
+            if not wrong:
+                return
+        raise RemoteError(str(self.url / name), Problem.FAILED, f"after it was written, {wrong}")
 
 
 def _problem(item: MirroredCheckpoint) -> str | None:

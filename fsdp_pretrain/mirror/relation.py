@@ -15,7 +15,7 @@ from fsdp_pretrain.record.environment import ENVIRONMENT
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.remote import Url
 
-from .layout import MirrorError, RecordIndex
+from .layout import MirroredRecord, MirrorError
 
 _BEGINNING = re.compile(rf"segments/(\d+)/{re.escape(ENVIRONMENT)}")
 
@@ -30,26 +30,29 @@ class Relation(StrEnum):
     """Starts of the same number differ."""
 
 
-def compare(run: RunDir, index: RecordIndex | None) -> Relation:
+def compare(run: RunDir, record: MirroredRecord) -> Relation:
     """Raises OSError."""
     relation = Relation.CURRENT
-    for file in index.files if index is not None else ():
-        found = _BEGINNING.fullmatch(file.name)
-        if found is None:
+    for name, file in record.newest.items():
+        found = _BEGINNING.fullmatch(name)
+        segment = None if found is None else run.segment(int(found[1]))
+        if segment is None:
             continue
-        try:
-            content = (run.segment(int(found[1])) / ENVIRONMENT).read_bytes()
-        except FileNotFoundError:
+        if not segment.is_dir():
             relation = Relation.BEHIND
             continue
-        if xxhash.xxh3_128_hexdigest(content) != file.pieces[-1].xxh3:
+        try:
+            content = (segment / ENVIRONMENT).read_bytes()
+        except FileNotFoundError:  # it was lost in the mirror when the run directory was restored
+            continue
+        if xxhash.xxh3_128_hexdigest(content) != file.xxh3:
             return Relation.APART
     return relation
 
 
-def refuse_if_not_ours(run: RunDir, index: RecordIndex | None, url: Url) -> None:
+def refuse_if_not_ours(run: RunDir, record: MirroredRecord, url: Url) -> None:
     """Raise MirrorError if the record in the mirror is not an earlier state of that in the run directory."""
-    relation = compare(run, index)
+    relation = compare(run, record)
     if relation is not Relation.CURRENT:
         raise MirrorError(
             f"{url} holds a later state of this run than {run.path} had when it was started"

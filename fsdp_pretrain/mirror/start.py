@@ -13,7 +13,7 @@ from fsdp_pretrain.record.lineage import LineageNode
 from fsdp_pretrain.remote import PATIENCE, RemoteError
 from fsdp_pretrain.units import human_count
 
-from .layout import MirroredCheckpoint, MirrorError, RecordIndex, RunMirror, on_line, taken
+from .layout import MirroredCheckpoint, MirroredRecord, MirrorError, RunMirror, on_line, taken
 from .relation import Relation, compare
 
 RESTORING = "restoring"
@@ -25,10 +25,15 @@ _NO_HURRY = 15.0
 
 @dataclass(frozen=True)
 class MirrorState:
-    """What the mirror holds of a run; `checkpoints` are all directories, oldest step first."""
+    """What the mirror holds of a run.
 
-    run_id: str
-    index: RecordIndex | None
+    Attributes:
+        run_id: None: it is lost.
+        checkpoints: all directories, oldest step first.
+    """
+
+    run_id: str | None
+    record: MirroredRecord
     checkpoints: list[MirroredCheckpoint]
 
     @property
@@ -37,8 +42,9 @@ class MirrorState:
         return next((item for item in reversed(self.checkpoints) if item.problem is None), None)
 
     def __str__(self) -> str:
-        record = f"its record of {self.index.time}" if self.index is not None else "no record"
-        text = f"run {self.run_id}, {record}"
+        index, files = self.record.index, len(self.record.newest)
+        record = f"its record of {index.time}" if index is not None else f"no index of its record ({files} files)"
+        text = f"run {self.run_id or 'without an id'}, {record}"
         if (newest := self.newest) is None:
             return f"{text}, no whole checkpoint"
         manifest = newest.manifest()
@@ -98,9 +104,9 @@ def look(config: Config, *, restore: bool, fresh: bool) -> Restoration | None:
         if restore and (empty or cut_off):
             raise _nothing_to_restore_from(run, cut_off=cut_off, mirror=mirror)
         return None
-    if not empty and not cut_off and known != state.run_id:
-        raise taken(mirror.url, state.run_id)
-    relation = Relation.BEHIND if empty or cut_off else compare(run, state.index)
+    if not empty and not cut_off and state.run_id not in (None, known):
+        raise taken(mirror.url, str(state.run_id))
+    relation = Relation.BEHIND if empty or cut_off else compare(run, state.record)
     if relation is Relation.APART:
         raise MirrorError(
             f"{run.path} and its mirror {mirror.url} went different ways: both have starts that the other lacks",
@@ -120,8 +126,8 @@ def look(config: Config, *, restore: bool, fresh: bool) -> Restoration | None:
 
 
 def _read(mirror: RunMirror) -> MirrorState | None:
-    found = mirror.run_id()
-    return None if found is None else MirrorState(found, mirror.index(), mirror.scan())
+    state = MirrorState(mirror.run_id(), mirror.record(), mirror.scan())
+    return None if state.run_id is None and state.newest is None else state
 
 
 def _later(run: RunDir, state: MirrorState, *, restore: bool) -> MirroredCheckpoint | None:
@@ -175,11 +181,17 @@ def _nothing_to_restore_from(run: RunDir, *, cut_off: bool, mirror: RunMirror | 
     )
 
 
-def candidates(state: MirrorState, run: RunDir) -> Sequence[MirroredCheckpoint]:
+def candidates(state: MirrorState, run: RunDir, *, whole_lineage: bool) -> Sequence[MirroredCheckpoint]:
     """The directories of checkpoints that a restoration may use, newest first: all but those that the record in `run`
-    says were left on purpose."""
+    says were left on purpose. If its lineage is not whole, those of later starts first: what a start has saved, no
+    rollback before it has left."""
     nodes = lineage.nodes(run)
-    return [item for item in reversed(state.checkpoints) if item.problem is not None or on_line(item, nodes)]
+    found = [item for item in state.checkpoints if item.problem is not None or on_line(item, nodes)]
+
+    def order(item: MirroredCheckpoint) -> tuple[int, int]:
+        return 0 if whole_lineage or item.problem is not None else item.manifest().segment or 0, item.step
+
+    return sorted(found, key=order, reverse=True)
 
 
 def no_valid_checkpoint(mirror: RunMirror, passed_over: Sequence[str]) -> MirrorError:

@@ -11,8 +11,8 @@ _DAY = 86400.0
 _PART = 50 << 20
 """Bytes of a part of an upload, as s3fs sends them."""
 _CHUNK = 16 << 20
-_RECORD_REQUESTS = 10
-"""Of a copy of the record: a piece of each file that grows, the index, deletions of pieces that were merged."""
+_RECORD_REQUESTS = 25
+"""Of a copy of the record: about seven files have grown; each is sent, read back, and deleted later."""
 
 
 @dataclass(frozen=True)

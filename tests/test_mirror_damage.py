@@ -1,0 +1,306 @@
+"""A mirror of which something is wrong: every whole checkpoint is restored, and what is lost is told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from object_store import Faults, ObjectStore
+from records import commit
+from sight import seeded, until
+from test_mirror import FILES, Carried
+from test_mirror_runs import uploader, whole, whole_now
+
+from fsdp_pretrain.checkpoint.expected import missing
+from fsdp_pretrain.checkpoint.store import Store, verify_files
+from fsdp_pretrain.mirror import start
+from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
+from fsdp_pretrain.record import journal, lineage, run_id
+from fsdp_pretrain.record.lineage import LINEAGE
+
+LYING = Faults(failing=0.1, cut=0.1, corrupt=0.1, spoiled=0.1, unanswered=0.1)
+"""A tenth of all answers and uploads is refused, cut or wrong."""
+
+
+@pytest.fixture
+def carried(tmp_path: Path) -> Iterator[Carried]:
+    """A run of two starts, with two checkpoints."""
+    made = Carried(tmp_path).begin()
+    made.save(10)
+    made.segment(2, step=10)
+    made.save(20, segment=2)
+    (made.run.path / "overrides.toml").write_text("set = []\n")
+    yield made
+    run_id.unbind(made.run.path)
+
+
+def flip(path: Path, place: int) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
+
+
+def restored(carried: Carried, step: int) -> None:
+    """Restore the run directory; the newest checkpoint is that of a step, whole, and a start could go on from it."""
+    carried.lose()
+    carried.restore()
+    newest = Store(carried.run.checkpoints).newest()
+    assert newest is not None and newest.step == step and not verify_files(newest.path, newest.files())
+    nodes = lineage.nodes(carried.run)
+    assert int(carried.run.segments[-1].name) >= (newest.manifest().segment or 0)
+    assert newest.manifest().segment in {node.segment for node in nodes}
+    assert missing(carried.run) is None
+
+
+@pytest.mark.quick
+@pytest.mark.shows("F52")
+def test_a_wrong_byte_costs_one_file(carried: Carried, tmp_path: Path) -> None:
+    """In every object of the record in turn; the next copy makes the mirror whole again."""
+    carried.copy()
+    random, before = seeded(5), carried.contents()
+    keep = Path(shutil.copytree(carried.mirror, tmp_path / "keep"))
+    objects = [path for path in keep.rglob("*") if path.is_file() and "checkpoints" not in path.parts]
+    assert len(objects) > 7 and {keep / "record.json", keep / "run_id"} < set(objects)
+    for path in objects:
+        shutil.rmtree(carried.mirror)
+        shutil.copytree(keep, carried.mirror)
+        damaged = carried.mirror / path.relative_to(keep)
+        flip(damaged, random.randrange(damaged.stat().st_size))
+        restored(carried, 20)
+        used = "record" in path.parts and path == max(path.parent.iterdir())  # not the copy of before
+        lost = path.parent.relative_to(keep / "record").as_posix() if used else ""
+        after = carried.contents()
+        for name, content in before.items():
+            if name == "journal.jsonl" != lost:
+                assert after[name].startswith(content)
+            elif name != lost:
+                assert after[name] == content, (name, lost)
+        (told,) = journal.of_kind(journal.read(carried.run), "mirror-restored")
+        assert lost in told["text"] and all(name.startswith(lost) for name in told["lost"])
+        assert start.look(carried.config, restore=False, fresh=False) is None
+        carried.run.config.write_bytes(before["config.toml"])  # as the next start does
+        carried.copy()
+        restored(carried, 20)
+
+
+@pytest.mark.quick
+@pytest.mark.shows("F52")
+@pytest.mark.parametrize("also", [(), ("run_id",)], ids=["", "without-id"])
+@pytest.mark.parametrize("gone", [("record.json",), ("record.json", "record")], ids=["index", "record"])
+def test_a_checkpoint_is_enough(carried: Carried, gone: tuple[str, ...], also: tuple[str, ...]) -> None:
+    carried.copy()
+    before = carried.contents()
+    for name in (*gone, *also):
+        path = carried.mirror / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    carried.lose()
+    with pytest.raises(MirrorError, match=r"holds run .*2 whole checkpoints, the newest of step 20"):
+        start.look(carried.config, restore=False, fresh=False)
+    carried.restore()
+    restored(carried, 20)
+    (told,) = carried.messages("mirror-restored")
+    if "record" in gone:
+        assert "the record is lost" in told and len(lineage.nodes(carried.run)) == 1
+        assert int(carried.run.new_segment().name) == 3
+    else:
+        after = carried.contents()
+        assert all(after[name] == before[name] for name in before.keys() - {"journal.jsonl", "run_id"})
+    carried.copy()
+    assert RunMirror(carried.config).run_id() == run_id.read(carried.run.path)
+
+
+@pytest.mark.quick
+def test_with_a_damaged_lineage_a_later_start_is_believed(carried: Carried, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a rollback left has later steps. With its place in the lineage lost, the start after it says what counts."""
+    Store(carried.run.checkpoints).abandon(carried.run.checkpoints / "step-00000020")
+    carried.copy()
+    carried.segment(3, "rollback", 10)
+    commit(Store(carried.run.checkpoints), 15, FILES, segment=3)
+    commit(Store(carried.run.checkpoints), 20, FILES, segment=2)
+    carried.copy()
+    (copy,) = (carried.mirror / "record/segments/0003" / LINEAGE).iterdir()
+    flip(copy, 30)
+    restored(carried, 15)
+    assert "whether a rollback had left this checkpoint is not known" in capsys.readouterr().out
+    assert {node.segment: node.parent for node in lineage.nodes(carried.run)} == {1: None, 2: 1, 3: None}
+
+
+@pytest.mark.quick
+def test_a_mirror_with_a_later_checkpoint(carried: Carried) -> None:
+    """The same starts in both, and the run directory has lost its newest checkpoint."""
+    carried.copy()
+    shutil.rmtree(carried.run.checkpoints / "step-00000020")
+    with pytest.raises(
+        MirrorError, match=r"a later state of the run .*: step 20, the run directory step 10"
+    ) as refused:
+        start.look(carried.config, restore=False, fresh=False)
+    assert "after step 10" in refused.value.effect
+    assert start.look(carried.config, restore=False, fresh=True) is None
+    before = carried.contents()
+    task = start.look(carried.config, restore=True, fresh=False)
+    assert task is not None and not task.record
+    carried.restore()
+    after = carried.contents()
+    assert after.pop("journal.jsonl").startswith(before.pop("journal.jsonl")) and after == before
+    assert [item.step for item in Store(carried.run.checkpoints).scan()] == [10, 20]
+    shutil.rmtree(carried.run.checkpoints)
+    with pytest.raises(MirrorError, match="step 20, the run directory no whole checkpoint"):
+        start.look(carried.config, restore=False, fresh=False)
+
+
+@pytest.mark.quick
+def test_an_unfinished_copy_is_no_beginning(carried: Carried) -> None:
+    """With damaged ones beside it nothing is restored: training would begin at step 0. Alone it is passed over: the
+    run had saved nothing else."""
+    carried.copy()
+    for path in carried.mirror.glob("checkpoints/step-*/__0_0.distcp"):
+        flip(path, 3)
+    unfinished = carried.mirror / "checkpoints/step-00000030/__0_0.distcp"
+    unfinished.parent.mkdir()
+    unfinished.write_bytes(b"weights")
+    carried.lose()
+    with pytest.raises(MirrorError, match=r"3 checkpoints, none of them valid:\n    step 30: .*incomplete") as refused:
+        carried.restore()
+    assert "step 20: __0_0.distcp" in str(refused.value) and "step 10" in str(refused.value)
+    assert run_id.read(carried.run.path) is None
+    for step in (10, 20):
+        shutil.rmtree(carried.mirror / f"checkpoints/step-{step:08d}")
+    carried.restore()
+    assert not Store(carried.run.checkpoints).scan() and "no checkpoint" in carried.messages("mirror-restored")[0]
+
+
+@pytest.mark.quick
+def test_a_pin_comes_back(carried: Carried) -> None:
+    Store(carried.run.checkpoints).find(20).pin(True)
+    carried.copy()
+    restored(carried, 20)
+    assert Store(carried.run.checkpoints).find(20).pinned
+    for step in (30, 40, 50):
+        carried.save(step, segment=2)
+        carried.copy()
+    assert carried.whole() == [20, 40, 50]
+
+
+@pytest.mark.quick
+def test_what_a_restoration_passed_over_is_not_missing(carried: Carried) -> None:
+    """Its end is told once; what is saved and lost after it is missing as ever."""
+    for step in (10, 20):
+        journal.add(carried.run, "checkpoint", "saved", segment=2 if step > 10 else 1, step=step, seconds=1.0, bytes=1)
+    carried.copy()
+    flip(carried.mirror / "checkpoints/step-00000020/__0_0.distcp", 3)
+    restored(carried, 10)
+    assert "passed over step 20" in carried.messages("mirror-restored")[0]
+    carried.segment(3, step=10)
+    flip(carried.mirror / "checkpoints/step-00000020/__0_0.distcp", 3)
+    assert start.look(carried.config, restore=False, fresh=False) is None  # whole again, and that start did without it
+    task = start.look(carried.config, restore=True, fresh=False)
+    assert task is not None and not task.record
+    journal.add(carried.run, "checkpoint", "saved", segment=3, step=15, seconds=1.0, bytes=1)
+    found = missing(carried.run)
+    assert found is not None and (found.step, found.newest) == (15, 10)
+
+
+def left(carried: Carried) -> list[str]:
+    return sorted(path.name for path in (carried.mirror / "checkpoints").iterdir())
+
+
+@pytest.mark.quick
+def test_nothing_is_left_of_what_retention_deletes(carried: Carried) -> None:
+    """Not of copies by this version, and not what earlier ones left: a manifest alone. Damaged ones go with their time,
+    unless they may be permanent."""
+    carried.copy()
+    for step in (5, 6, 7):
+        shutil.copytree(carried.mirror / "checkpoints/step-00000010", carried.mirror / f"checkpoints/step-{step:08d}")
+    for path in carried.mirror.glob("checkpoints/step-0000000[56]/*"):
+        if path.name != "manifest.json":
+            path.unlink()
+    (carried.mirror / "checkpoints/step-00000007/manifest.json").write_bytes(b"{")
+    (carried.mirror / "checkpoints/step-00000008").mkdir()
+    (carried.mirror / "checkpoints/step-00000008/__0_0.distcp").write_bytes(b"weights")
+    for step in range(30, 80, 10):
+        carried.save(step, segment=2)
+        carried.copy()
+        assert left(carried) == ["step-00000007", f"step-{step - 10:08d}", f"step-{step:08d}"]
+    carried.save(80, segment=2)
+    carried.copy()
+    flip(carried.mirror / "checkpoints/step-00000080/manifest.json", 40)
+    carried.copy()  # from the run directory, which has it
+    shutil.rmtree(carried.mirror / "checkpoints/step-00000007")
+    assert carried.whole() == [70, 80]
+    assert {path.name for path in (carried.mirror / "record").iterdir()} == {
+        path.name for path in carried.run.path.iterdir()
+    } - {"checkpoints", "mirror", "run_id"}
+
+
+@pytest.mark.quick
+def test_of_a_file_that_changes_the_last_two_copies_stay(carried: Carried) -> None:
+    """The one before is there if the newest is damaged; one that was deleted does not come back without an index."""
+    for number in range(4):
+        journal.add(carried.run, "note", f"number {number}")
+        carried.copy()
+    copies = sorted((carried.mirror / "record/journal.jsonl").iterdir())
+    assert len(copies) == 2
+    flip(copies[1], 50)
+    (carried.run.path / "overrides.toml").unlink()
+    restored(carried, 20)
+    assert carried.messages("note")[-1] == "number 2"
+
+
+@pytest.fixture
+def stored(tmp_path: Path, object_store: ObjectStore) -> Iterator[Carried]:
+    made = Carried(tmp_path, mirror=f"{object_store.url}/runs").begin()
+    yield made
+    run_id.unbind(made.run.path)
+
+
+def kill_after(process: subprocess.Popen[bytes], done: Callable[[], bool]) -> None:
+    try:
+        until(done, every=0.002)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.shows("F53")
+@pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.slow)])
+def test_through_storage_that_lies_and_kills_every_whole_copy_comes_back(
+    stored: Carried, object_store: ObjectStore, kills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of all answers and uploads is wrong, cut or refused, uploaders are killed in an upload, and what looks
+    whole is restored to the bit through the same storage. In the end nothing is left but what retention keeps."""
+    monkeypatch.setattr("fsdp_pretrain.remote._FIRST_PAUSE", 0.01)
+    random = seeded()
+    object_store.faults = Faults(**{**vars(LYING), "seed": random.randrange(10**6)})
+    last = 0
+    for _ in range(kills):
+        last += 10
+        stored.save(last)
+        count = len(object_store.log) + random.randrange(1, 60)
+        kill_after(uploader(stored), lambda c=count, s=last: len(object_store.log) >= c or whole_now(object_store, s))
+        faults, object_store.faults = object_store.faults, Faults()
+        found = whole(stored)
+        object_store.faults = faults
+        if found:
+            kept = Path(shutil.copytree(stored.run.path, stored.path / "kept", symlinks=True))
+            stored.lose()
+            stored.restore()
+            newest = Store(stored.run.checkpoints).newest()
+            assert newest is not None and newest.step == found[-1] and not verify_files(newest.path, newest.files())
+            stored.lose()
+            kept.rename(stored.run.path)
+            run_id.bind(stored.run.path, run_id.read(stored.run.path) or "")
+    for step in (last + 10, last + 20):
+        stored.save(step)
+        process = stored.process()
+        process.finish()
+        until(lambda process=process: process.ended)
+    object_store.faults = Faults()
+    stored.copy()
+    assert whole(stored) == [last + 10, last + 20]
+    folders = {name.split("/")[3] for name in object_store.names("runs/run/checkpoints/")}
+    assert folders == {f"step-{step:08d}" for step in (last + 10, last + 20)}
+    assert os.path.commonpath(object_store.names("runs/run/record/")) == "runs/run/record"
