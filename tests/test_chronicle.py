@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from processes import CLI
+from records import step_record
 
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record import lineage
@@ -152,11 +153,11 @@ def test_the_journal_is_searched_and_followed(
     ("saved", "expected", "risk"),
     [
         (
-            {"step": 12, "consumed": 96},
-            "5.12K tokens trained, of which 2.05K (8 steps) are in no checkpoint",
-            (8, 2048),
+            {"step": 12, "consumed": 96, "tokens": 1024},  # later samples are longer
+            "5.12K tokens trained, of which 4.1K (8 steps) are in no checkpoint",
+            (8, 4096),
         ),
-        ({"step": 20, "consumed": 160}, "5.12K tokens trained, all saved", (0, 0)),
+        ({"step": 20, "consumed": 160, "tokens": 5120}, "5.12K tokens trained, all saved", (0, 0)),
         (None, "5.12K tokens trained, of which 5.12K (20 steps) are in no checkpoint", (20, 5120)),
     ],
     ids=["some", "nothing", "all"],
@@ -166,7 +167,8 @@ def test_a_stop_says_what_is_at_risk(
 ) -> None:
     run = RunDir(tmp_path)
     recorder = Recorder(run, run.new_segment(), name="x", console_every=1, total_steps=40)
-    recorder.status(step=20, consumed=160, tokens=5120, **({"checkpoint": saved} if saved else {}))
+    recorder.status(**({"checkpoint": saved} if saved else {}))
+    recorder.step(step_record(20), target=40)
     recorder.ended("exit 93: disk full", code=93)
     recorder.close()
     (entry,) = [json.loads(line) for line in run.journal.read_text().splitlines()]

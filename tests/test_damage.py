@@ -111,7 +111,7 @@ def test_damaged_checksums_are_made_again(tmp_path: Path, tokenizer: Tokenizer, 
     write(table, len(content) - 1, b"\1")
     done = run_command("data.cli", "validate", corpus)
     assert done.returncode == 2 and "checksums.npy" in done.stdout
-    with pytest.raises(DataError, match="is not the one that manifest.json names") as caught:
+    with pytest.raises(DataError, match=r"is not the one that manifest\.json names") as caught:
         Corpus(corpus)
     assert f"fsdp-data checksums {corpus}" in caught.value.remedy
     assert run_command("data.cli", "checksums", corpus, "--workers", 1, "--quiet").returncode == 0

@@ -119,6 +119,12 @@ def wait(trap: dict[str, Any], path: str) -> None:
     time.sleep(trap["seconds"])
 
 
+def await_file(trap: dict[str, Any], path: str) -> None:
+    """Wait until the file `file` exists, so that the test acts meanwhile."""
+    while not os.path.exists(trap["file"]):  # noqa: PTH110
+        time.sleep(0.01)
+
+
 def take_space(hog: str, leave: int) -> None:
     """Take all but `leave` bytes of a file system with the file `hog`, also while others write there."""
     with open(hog, "wb") as file:  # noqa: PTH123 (small: every change runs through here)
@@ -157,7 +163,7 @@ def log(to: str) -> None:
     before_changes(act)
 
 
-ACTS = {function.__name__: function for function in (fail, end_thread, wait, fill, flip)}
+ACTS = {function.__name__: function for function in (fail, end_thread, wait, await_file, fill, flip)}
 
 
 def _arm(trap: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ def _left_to_do(run: RunDir, config: Config) -> str:
     status = state_files.read(run.status, Status)
     if status is None:
         return "it was never started"
+    status = status if is_held(run) else status.of_run
     if status.state != "complete" or is_held(run):
         return f"it is {status.state} at step {status.step or 0:_} of {status.total_steps or 0:_}"
     if run.rollback.exists():

@@ -175,7 +175,8 @@ class Resume:
             passed_over=passed_over,
             lost={"steps": lost[0], "tokens": lost[1]},
         )
-        self._recorder.status(checkpoint={"step": state.step, "consumed": state.consumed, "verified": True})
+        at = {"step": state.step, "consumed": state.consumed, "tokens": tokens}
+        self._recorder.status(checkpoint={**at, "verified": True})
         return Resumed(state, loaded.segment, state.step, whole)
 
     # ------------------------------------------------------------------ checks

@@ -142,13 +142,15 @@ def _decide(run: RunDir, branch: Branch, report: BranchReport, request: BranchRe
 
 def status_at(branch: Branch, text: str) -> dict[str, Any]:
     """The entries of `status.json` that a run has at a checkpoint."""
+    at, tokens = branch.state, branch.after.schedule.tokens(branch.state.consumed)
     return {
-        **vars(branch.state),
-        "tokens": branch.after.schedule.tokens(branch.state.consumed),
+        **vars(at),
+        "tokens": tokens,
         "total_steps": branch.after.schedule.steps,
         "loss": None,
-        "checkpoint": {"step": branch.state.step, "consumed": branch.state.consumed, "verified": True},
+        "checkpoint": {"step": at.step, "consumed": at.consumed, "tokens": tokens, "verified": True},
         **status.ended(Exit.RESUME, text),
+        "before": None,
         "overrides": str(branch.overrides),
     }
 

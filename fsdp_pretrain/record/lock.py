@@ -107,6 +107,12 @@ def is_held(run: RunDir) -> bool:
         return False
 
 
+def holder_died(run: RunDir) -> bool:
+    """Whether a process of this host died while it held a run."""
+    held = lease.read(run.lock)
+    return held is not None and lease.is_alive(held) is False
+
+
 @contextmanager
 def hold(run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> Iterator[RunLock]:
     """Hold a run's lock for the block. Raises BusyError, StorageError."""

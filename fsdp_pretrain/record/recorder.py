@@ -13,7 +13,7 @@ from typing import Any
 from fsdp_pretrain.console import has_colours
 from fsdp_pretrain.units import human_count
 
-from . import state_files
+from . import state_files, status
 from .console_line import console_lines, paint_event, paint_step
 from .files import AppendFile, RunDir, now
 from .journal import Journal, Kind
@@ -35,12 +35,13 @@ class Recorder:
         self._metrics = AppendFile(segment / METRICS)
         self._log = AppendFile(segment / "log")
         self._status: dict[str, Any] = {
+            "total_steps": total_steps,
+            **status.taken_over(run),
             "run": name,
             "segment": self.number,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "started": now(),
-            "total_steps": total_steps,
         }
         self._status_written, self._status_fails = -math.inf, False
         self._steps_shown = 0
@@ -65,6 +66,7 @@ class Recorder:
         written = {"segment": self.number, "host": socket.gethostname(), "time": now()}
         self._metrics.write(record.model_copy(update=written).to_line())
         step = record.step
+        self._status.pop("before", None)  # from here on the run is what this start makes of it
         if step % self._console_every == 0 or self._steps_shown == 0 or step == target or record.heldout:
             for line in console_lines(record, target):
                 self.say(line, paint_step(line))
@@ -88,11 +90,11 @@ class Recorder:
         self._ahead = [milestone for milestone in milestones if milestone.consumed > consumed]
 
     def ended(self, text: str, *, code: int, **facts: Any) -> None:
-        """Record the end, with the tokens trained and those in no checkpoint."""
-        status, saved = self._status, self._status.get("checkpoint") or {}
-        if status.get("step"):
-            tokens, behind = status["tokens"], status["step"] - (saved.get("step") or 0)
-            risk = round(tokens * (1 - (saved.get("consumed") or 0) / status["consumed"]))
+        """Record the end; after steps of this start, with the tokens trained and those in no checkpoint."""
+        known, saved = self._status, self._status.get("checkpoint") or {}
+        if self._steps_shown:
+            tokens, behind = known["tokens"], known["step"] - (saved.get("step") or 0)
+            risk = tokens - (saved.get("tokens") or 0)
             text += f"; {human_count(tokens)} tokens trained" + (
                 f", of which {human_count(risk)} ({behind:_} steps) are in no checkpoint"
                 if behind > 0

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.errors import Exit, UserError
 
-from . import environment, exit_intent, journal, lineage, state_files
+from . import environment, exit_intent, journal, lineage, status
 from .environment import Environment
 from .files import RunDir, replace_file, seconds_of
 from .metrics import METRICS, records
-from .status import Status
 from .step_record import ParameterGroup, StepRecord
 
 _CLEAN = (0, 75)
@@ -311,15 +310,26 @@ def read_history(
         connected = seconds_of(begun.time) if begun is not None else None
         if begun is not None and connected is not None and int(path.name) >= first:
             starts.append(_Start(int(path.name), path, begun, connected))
-    status = state_files.view(run.status, Status) or Status()
+    newest = status.read(run)
+    heartbeats = {known.segment: known.heartbeat for known in (newest, newest.of_run)}
     attempts, lines = list[Start](), len(damaged)
     for start, until in zip(starts, [*(later.connected for later in starts[1:]), math.inf], strict=False):
         steps, skipped = columns(start.path / METRICS, shown)
         lines += skipped
-        heartbeat = seconds_of(status.heartbeat) if status.segment == start.number else None
+        heartbeat = seconds_of(heartbeats.get(start.number))
         attempts.append(_attempt(start, entries, steps, heartbeat, until))
     launches = [seconds_of(entry["time"]) or 0.0 for entry in entries if entry["kind"] in ("launch", "restart")]
-    return StartHistory(attempts, nodes, sorted(launches), lines, wrong)
+    return StartHistory(_until_complete(attempts, nodes), nodes, sorted(launches), lines, wrong)
+
+
+def _until_complete(attempts: list[Start], nodes: list[lineage.LineageNode]) -> list[Start]:
+    """Without starts of a complete run that trained nothing: its time has ended."""
+    left = max((node.segment for node in nodes if node.kind in lineage.LEAVING), default=0)
+    trained = max((start.segment for start in attempts if len(start.steps)), default=0)
+    for number, start in enumerate(attempts):
+        if start.segment >= max(left, trained) and start.clean and start.code == Exit.COMPLETE:
+            return attempts[: number + 1]
+    return attempts
 
 
 def _attempt(

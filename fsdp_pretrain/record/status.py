@@ -13,6 +13,10 @@ from .files import RunDir
 from .state_files import StateFile
 
 _STOPPED = (Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS)
+ENDED = ("complete", "stopped", "failed")
+"""States of a run whose newest start has said how it ended."""
+_OF_A_START = ("segment", "host", "pid", "started", "state", "exit_intent", "paused", "heartbeat", "before")
+"""Entries that each start writes anew; all others are the progress of the run, which the next start takes over."""
 
 
 class SavedCheckpoint(BaseModel):
@@ -20,10 +24,11 @@ class SavedCheckpoint(BaseModel):
 
     step: int | None = None
     consumed: int | None = None
+    tokens: int | None = None
 
 
 class MeasuredHeldOut(BaseModel):
-    """The newest held-out loss of this start, by source; None where it is not finite."""
+    """The newest held-out loss, by source; None where it is not finite."""
 
     step: int
     loss: dict[str, float | None]
@@ -42,6 +47,15 @@ class RunEnding(BaseModel):
 
     code: int
     reason: str
+
+
+class RunBefore(BaseModel):
+    """How a run stood before a start: entries of the status then."""
+
+    state: str  # one of `ENDED`
+    segment: int | None = None
+    heartbeat: str | None = None
+    exit_intent: RunEnding | None = None
 
 
 class Status(StateFile):
@@ -68,10 +82,28 @@ class Status(StateFile):
     overrides: str | None = None  # of the run directory, in words
     heartbeat: str | None = None  # when this was written
     exit_intent: RunEnding | None = None
+    before: RunBefore | None = None  # until the first step of a start, if the run had ended
+
+    @property
+    def of_run(self) -> Status:
+        """The status once this start has ended: one that trained nothing leaves the run as it was before it."""
+        if self.before is None or (self.state == "complete" and not self.was_complete):
+            return self
+        return self.model_copy(update=dict(self.before))
+
+    @property
+    def was_complete(self) -> bool:
+        """Whether the run was complete before this start, which has trained nothing yet."""
+        return self.before is not None and self.before.state == "complete"
 
     def entries(self) -> dict[str, Any]:
         """The entries of the file, JSON values."""
         return self.model_dump(exclude_unset=True)
+
+
+def read(run: RunDir) -> Status:
+    """What is known; an empty status if the file is missing or damaged."""
+    return state_files.view(run.status, Status) or Status()
 
 
 def ended(code: int, reason: str) -> dict[str, Any]:
@@ -80,7 +112,15 @@ def ended(code: int, reason: str) -> dict[str, Any]:
     return {"state": state, "exit_intent": {"code": code, "reason": reason}}
 
 
+def taken_over(run: RunDir) -> dict[str, Any]:
+    """What a new start takes over from the status of the last one: the progress of the run, and how it stood."""
+    known = read(run)
+    progress = {key: value for key, value in known.entries().items() if key not in _OF_A_START}
+    if (left := known.of_run).state in ENDED:
+        progress["before"] = left.model_dump(include=set(RunBefore.model_fields))
+    return progress
+
+
 def update(run: RunDir, /, **fields: Any) -> None:
     """Update entries; a damaged file is replaced. Raises OSError."""
-    known = state_files.view(run.status, Status)
-    state_files.write(run.status, {**(known.entries() if known is not None else {}), **fields})
+    state_files.write(run.status, {**read(run).entries(), **fields})

@@ -119,6 +119,7 @@ def _timed(start: Start) -> StepColumns:
 def gather(record: RunRecord, columns: list[str], runs: int) -> RunPage:
     """What a page of `runs` runs shows of one, with these columns of its steps."""
     run, lines, nodes, entries = record.run, record.lines, record.history.nodes, record.entries
+    trained = {start.segment for start in record.history.attempts if len(start.steps)}
     events, left_out = read_events(entries, nodes, lines, record.account.incidents)
     marks = [event.at.step for event in events if event.mark >= Mark.STRIP and event.group != "progress"]
     used = [name for name in columns if name in lines.kept.columns] or columns
@@ -130,7 +131,7 @@ def gather(record: RunRecord, columns: list[str], runs: int) -> RunPage:
         name=record.status.status.run if record.status.status.run != "?" else run.path.resolve().name,
         path=str(run.path),
         begin=min([record.account.begin, *lines.kept.columns["written"][:1].tolist()]),
-        summary=summarize(run, record.status, lines.kept, record.account, entries),
+        summary=summarize(run, record.status, lines.kept, record.account, entries, trained),
         kept=reduce(lines.kept, used, points - rest, marks),
         left=left,
         events=events,

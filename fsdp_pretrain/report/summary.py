@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Summary:
     Attributes:
         state: running, complete, ...; see `watchdog.status.StatusReport`.
         level: of the worst problem.
-        about: what is trained on what, as its newest start said.
+        about: what is trained on what, as the newest start that trained said.
         progress: share of the steps that are done; None if the target is not known.
         problems: (level, text), worst first.
     """
@@ -52,10 +52,16 @@ class Summary:
 
 
 def summarize(
-    run: RunDir, found: StatusReport, kept: Line, account: GoodputReport, entries: list[dict[str, Any]]
+    run: RunDir,
+    found: StatusReport,
+    kept: Line,
+    account: GoodputReport,
+    entries: list[dict[str, Any]],
+    segments: Collection[int],
 ) -> Summary:
-    """The header of a run, from what `status` found and the kept line."""
-    about = next((entry["text"] for entry in reversed(entries) if entry["kind"] == "start"), "")
+    """The header of a run, from what `status` found and the kept line; `segments` trained steps."""
+    starts = [entry for entry in entries if entry["kind"] == "start"]
+    trained = [entry for entry in starts if entry.get("segment") in segments] or starts
     steps = _last(kept, "step") or 0.0
     config = _config(run)
     total = config.schedule.steps if config is not None else found.status.total_steps
@@ -64,9 +70,9 @@ def summarize(
         problems.append(("warn", f"damaged lines of the record, passed over: {account.damaged.lines:_}"))
     problems += [("warn", f"left out: {text}") for text in account.damaged.files]
     return Summary(
-        state=found.state,
+        state=found.headline,
         level=_LEVELS[found.level],
-        about=about,
+        about=trained[-1]["text"] if trained else "",
         progress=min(1.0, steps / total) if total else None,
         facts=list(_facts(found, kept, account, config, total)),
         problems=problems,

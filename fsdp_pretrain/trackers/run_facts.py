@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.record import exit_intent, journal, lineage, lock, state_files
+from fsdp_pretrain.record import exit_intent, journal, lineage, lock, status
 from fsdp_pretrain.record.files import RunDir, seconds_of
-from fsdp_pretrain.record.status import Status
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,12 @@ def _start(run: RunDir) -> float:
 
 def _end(run: RunDir) -> tuple[str, float | None]:
     """The state, and when it ended."""
-    status = state_files.view(run.status, Status) or Status()
-    last = seconds_of(status.heartbeat) or run.config.stat().st_mtime
-    if status.state in ("complete", "stopped", "failed"):
-        intent = exit_intent.read(run.segments[-1])  # the process may live on for a while
-        return status.state, seconds_of(intent and intent.time) or last
-    return ("running", None) if lock.is_held(run) else ("killed", last)
+    known = status.read(run)
+    if known.state not in status.ENDED and lock.is_held(run):
+        return "running", None
+    left = known.of_run
+    last = seconds_of(left.heartbeat) or run.config.stat().st_mtime
+    if left.state not in status.ENDED:
+        return "killed", last
+    intent = exit_intent.read(run.segment(left.segment or 0))  # the process may live on for a while
+    return left.state, seconds_of(intent and intent.time) or last

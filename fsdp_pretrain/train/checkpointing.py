@@ -230,7 +230,8 @@ class Checkpointing:
         if saved.deleted:
             names = ", ".join(map(str, saved.deleted))
             self._recorder.event("checkpoint-deleted", f"by the retention policy: step {names}")
-        state = {"step": step, "consumed": consumed, "verified": saved.checkpoint.verified}
+        tokens = manifest.tokens if manifest is not None else None
+        state = {"step": step, "consumed": consumed, "tokens": tokens, "verified": saved.checkpoint.verified}
         self._recorder.status(force=True, checkpoint=state)
         self._after_save(saved)
 

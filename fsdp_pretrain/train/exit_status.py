@@ -32,7 +32,7 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         return train()
     except Interrupted as asked:  # no intent: torchrun also sends SIGTERM when another rank has died
         recorder.ended(str(asked), code=int(asked.exit))
-        recorder.status(force=True, state="stopped")
+        recorder.status(force=True, **status.ended(int(asked.exit), str(asked)))
         raise
     except BaseException as error:
         known = isinstance(error, UserError)

@@ -43,7 +43,7 @@ from fsdp_pretrain.plan import plan
 from fsdp_pretrain.plan.sizes import check_declared
 from fsdp_pretrain.record import lineage, overrides, run_id
 from fsdp_pretrain.record.arguments import parse_trainer
-from fsdp_pretrain.record.files import RunDir, make_directory, replace_file
+from fsdp_pretrain.record.files import RunDir, make_directory
 from fsdp_pretrain.record.lock import RunLock
 from fsdp_pretrain.record.overrides import Overrides, load_run
 from fsdp_pretrain.record.requests import Inbox, interrupt_on_signal
@@ -205,7 +205,7 @@ def _train(
     start.record_reads(context, packer, samples)
     start.record_state(context, state, scaled=scaler is not None)
     if world.is_main:
-        replace_file(run_dir.config, config.to_toml())
+        start.join_run(context, resumed)
     start.discard_requests(context)
     context.inbox.listen()
     follower = start_follower(run_dir) if world.is_main else None

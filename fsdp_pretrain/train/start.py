@@ -27,7 +27,7 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import flops
 from fsdp_pretrain.plan.warnings import in_vain
 from fsdp_pretrain.record import environment as environments
-from fsdp_pretrain.record import exit_intent, lineage, overrides, run_id, state_files
+from fsdp_pretrain.record import exit_intent, lineage, overrides, run_id, state_files, status
 from fsdp_pretrain.record.environment import ENVIRONMENT
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT
 from fsdp_pretrain.record.files import RunDir, make_directory, replace_file, seconds_of
@@ -254,6 +254,21 @@ def record_changes(recorder: Recorder, corpora: dict[str, str], reason: str) -> 
         last, changed = found
         text = "; ".join([*(changed or ["nothing"]), *([f"because: {reason}"] if changed and reason else [])])
         recorder.event("changed", f"since start {last}: {text}", last=last, changes=changed, reason=reason)
+
+
+def join_run(run: RunContext, resumed: Resumed) -> None:
+    """On rank 0: make `config.toml` and `status.json` those of the run from here on. A complete run, of which nothing
+    is left to train, stays as it is."""
+    config, state, before = run.config, resumed.state, status.read(run.recorder.run)
+    if before.was_complete and state.consumed >= config.schedule.total:
+        return
+    replace_file(run.recorder.run.config, config.to_toml())
+    facts: dict[str, object] = {} if state.step == before.step else {"loss": None, "heldout": None}
+    if resumed.checkpoint is None:
+        facts["checkpoint"] = None
+    at = {"step": state.step, "consumed": state.consumed, "cursor": state.cursor}
+    tokens, total = config.schedule.tokens(state.consumed), config.schedule.steps
+    run.recorder.status(force=True, total_steps=total, tokens=tokens, **at, **facts)
 
 
 def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:

@@ -18,7 +18,7 @@ from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.operator import alarms_file
 from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, inspect
 
-from .following import Costly, open_alarms, size_of, state_of
+from .following import Costly, open_alarms, size_of
 from .sections import INK, LEVEL, one_line, short
 
 _DEPTH = 4
@@ -110,7 +110,7 @@ def describe(run: RunDir) -> FleetRow:
     return FleetRow(
         path=str(run.path),
         name=report.status.run if report.status.run != "?" else run.path.name,
-        state=state_of(report),
+        state=report.headline,
         level=report.level,
         running=report.running,
         checkpoint=None if newest is None else FleetCheckpoint(step=newest.step, age_seconds=newest.age_seconds),

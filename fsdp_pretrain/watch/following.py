@@ -101,12 +101,6 @@ def open_alarms(run: RunDir) -> list[Alarm]:
     return sorted(newest, key=lambda alarm: (alarm.state != "open", -alarm.severity))
 
 
-def state_of(report: StatusReport) -> str:
-    """The state in words: that of the record, or `not running` where it says running and no process is."""
-    alive = report.state in ("starting", "running", "saving", "paused")
-    return "not running" if alive and not report.running else report.state
-
-
 class RunFollower:
     """Follows a run; writes nothing. `poll` is called about once a second by one thread."""
 

@@ -21,7 +21,7 @@ from fsdp_pretrain.watchdog.notify.alarms import Alarm
 from fsdp_pretrain.watchdog.status import ALERT, OK, WARN
 
 from .charts import FILLS, cells, curve, sparkline
-from .following import RunView, state_of
+from .following import RunView
 
 LEVEL = {OK: "bold black on green", WARN: "bold black on yellow", ALERT: "bold white on red"}
 INK = {OK: "green", WARN: "yellow", ALERT: "bold red"}
@@ -67,7 +67,7 @@ def title(view: RunView, width: int) -> Text:
     """Name, state, start and host; the time on the right."""
     status, level = view.status, ALERT if view.problem else view.report.level
     known = status.run != "?"
-    words = "no answer" if view.problem else state_of(view.report)
+    words = "no answer" if view.problem else view.report.headline
     text = Text.assemble(
         (status.run if known else str(view.path), "bold"), " ", (f" {words.upper()} ", LEVEL[level]), " "
     )

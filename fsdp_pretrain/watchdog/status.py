@@ -28,17 +28,17 @@ from fsdp_pretrain.record.exit_intent import EXIT_INTENT, ExitIntent
 from fsdp_pretrain.record.files import RunDir, age, now
 from fsdp_pretrain.record.goodput import Damaged
 from fsdp_pretrain.record.lease import LeaseRecord
-from fsdp_pretrain.record.lock import is_held
+from fsdp_pretrain.record.lock import holder_died, is_held
 from fsdp_pretrain.record.start_history import unread_bytes
 from fsdp_pretrain.record.state_files import StateFile
-from fsdp_pretrain.record.status import Status
+from fsdp_pretrain.record.status import ENDED, Status
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_bytes, human_count, human_time
 from fsdp_pretrain.watchdog.notify.alarms import read_alarms
 from fsdp_pretrain.watchdog.notify.operator import alarms_file, snapshot_file
 
 OK, WARN, ALERT = 0, 1, 2
-_ENDED = ("complete", "incomplete", "stopped", "failed")
+_ENDED = (*ENDED, "incomplete")
 _SILENT_AT_LEAST = 120.0
 _LAST_LOOK = "status-last-look.json"
 _LARGEST_RECORD = 32 * 2**20
@@ -99,6 +99,7 @@ class StatusReport(BaseModel):
         state: starting, running, saving, paused, complete, incomplete (it was complete, and its last checkpoint is
             missing), stopped, failed, or unknown.
         running: whether a job seems to be alive.
+        untrained: how the newest start ended, if that was before its first step: the run is as it was before it.
         problems: (level, text).
         verified_checkpoint: the newest; None without one.
         no_segments: other files in `segments/`.
@@ -109,6 +110,7 @@ class StatusReport(BaseModel):
     status: Status = Status()
     state: str = "unknown"
     running: bool = False
+    untrained: str = ""
     problems: list[tuple[int, str]] = []
     heartbeat_age_seconds: float | None = None
     verified_checkpoint: Verified | None = None
@@ -127,6 +129,12 @@ class StatusReport(BaseModel):
     def level(self) -> int:
         """The worst problem's level: 0 ok, 1 warning, 2 alert."""
         return max((level for level, _ in self.problems), default=OK)
+
+    @property
+    def headline(self) -> str:
+        """The state in words: that of the record, or `not running` where it says running and no process is."""
+        alive = self.state in ("starting", "running", "saving", "paused")
+        return "not running" if alive and not self.running else self.state
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`: what the job reported, and what was found."""
@@ -150,7 +158,7 @@ def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
             report.problems.append((ALERT, text))
         else:
             report.status, report.state = found, found.state
-            _check_heartbeat(report, found)
+            _check_start(report, run, found)
     except UserError as error:
         report.running = is_held(run)
         report.problems.append((WARN, f"{error.cause}; a job that runs writes it again"))
@@ -166,29 +174,46 @@ def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
     return report
 
 
-def _check_heartbeat(report: StatusReport, status: Status) -> None:
+def _check_start(report: StatusReport, run: RunDir, status: Status) -> None:
+    """Whether the newest start runs, or how it ended."""
     silent = age(status.heartbeat)
     report.heartbeat_age_seconds = round(silent, 1)
-    if report.state in _ENDED:
-        code, reason = (status.exit_intent.code, status.exit_intent.reason) if status.exit_intent else (None, None)
-        if report.state == "failed":
-            report.problems.append((ALERT, f"ended with exit {code}: {reason}"))
-        elif report.state == "stopped":
-            report.problems.append((WARN, f"stopped before its end: {reason}"))
-        return
-    if status.host == socket.gethostname() and not psutil.pid_exists(status.pid or -1):
-        report.problems.append((ALERT, f"its process {status.pid} exited without reporting a reason"))
+    allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0))
+    if (ending := _ending(run, status, silent, allowed)) is not None:
+        stands, told = status.of_run, [ending]
+        report.state = stands.state
+        if stands is not status:
+            report.untrained = f"{status.segment} trained nothing: {ending[1]}"
+            told = [_told(stands), (ending[0], f"start {report.untrained}")] if not status.was_complete else []
+        report.problems += [each for each in told if each[0] > OK]
         return
     report.running = True
     if (held := status.paused) is not None:
         since = f"paused for {human_time(age(held.since))}, since {held.since[:19].replace('T', ' ')}, by {held.by}"
         report.problems.append((WARN, since + (f": {held.reason}" if held.reason else "")))
-    allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0))
-    if silent > 3 * allowed:
-        report.running = False
-        report.problems.append((ALERT, f"no heartbeat for {human_time(silent)}"))
-    elif silent > allowed:
+    if silent > allowed:
         report.problems.append((WARN, f"no heartbeat for {human_time(silent)}"))
+
+
+def _ending(run: RunDir, status: Status, silent: float, allowed: float) -> tuple[int, str] | None:
+    """How the newest start ended, with a level; None if it seems to run. `silent`, `allowed`: seconds without a sign of
+    life, and those that may be."""
+    if status.state in ENDED:
+        return _told(status)
+    here = status.host == socket.gethostname() and not psutil.pid_exists(status.pid or -1)
+    if here or holder_died(run):
+        return ALERT, f"its process {status.pid} exited without reporting a reason"
+    if silent > (1 if status.paused is not None else 3) * allowed:  # paused ranks have nothing else to do
+        return ALERT, f"no heartbeat for {human_time(silent)}"
+    return None
+
+
+def _told(status: Status) -> tuple[int, str]:
+    """How a start said that it ended, with a level."""
+    code, reason = (status.exit_intent.code, status.exit_intent.reason) if status.exit_intent else (None, None)
+    if status.state == "failed":
+        return ALERT, f"ended with exit {code}: {reason}"
+    return (WARN, f"stopped before its end: {reason}") if status.state == "stopped" else (OK, "complete")
 
 
 def _check_checkpoints(report: StatusReport, run: RunDir, status: Status) -> None:
@@ -363,7 +388,7 @@ def render(report: StatusReport) -> str:
     """The report on one screen."""
     names = {WARN: "WARN", ALERT: "ALERT"}
     rows = [*_rows(report), *((names[level], text) for level, text in sorted(report.problems, reverse=True))]
-    return "\n".join([f"{report.status.run}: {report.state.upper()}", *(row(*each) for each in rows)])
+    return "\n".join([f"{report.status.run}: {report.headline.upper()}", *(row(*each) for each in rows)])
 
 
 def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
@@ -385,6 +410,8 @@ def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
     if report.heartbeat_age_seconds is not None:
         process = f" pid {status.pid}" if status.pid else ""
         yield "heartbeat", f"{human_time(report.heartbeat_age_seconds)} ago, {status.host}{process}"
+    if report.untrained:
+        yield "last start", report.untrained
     if (checkpoint := report.verified_checkpoint) is not None:
         ago = f"verified {human_time(checkpoint.age_seconds)} ago"
         yield "checkpoint", f"step {checkpoint.step:_} {ago}, {checkpoint.steps_behind:_} steps behind"

@@ -17,7 +17,7 @@ from typing import cast
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.fetcher_status import status_file
-from fsdp_pretrain.record import environment, exit_intent, run_id
+from fsdp_pretrain.record import environment, exit_intent, run_id, status
 from fsdp_pretrain.record.files import RunDir, now, replace_file
 from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, LeaseWatch
@@ -265,7 +265,11 @@ class Leader:
             self._notifier.on_change(alarm, before)
 
     def report_end(self) -> None:
-        """All ranks are gone: open an alarm unless they ended in order."""
+        """All ranks are gone: open an alarm unless they ended in order, or the run was complete before they started."""
+        if status.read(self._run).was_complete:
+            for alarm in [alarm for alarm in self.alarms if alarm.detector in _PER_START]:
+                self.alarms.resolve(alarm.key, "the run is complete")
+            return
         intent = exit_intent.read(self._metrics.parent)
         if intent is None or intent.code in (Exit.COMPLETE, Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS):
             return
