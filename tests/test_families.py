@@ -130,6 +130,7 @@ def test_alibi_is_the_same_with_both_kernels(heads: int) -> None:
     [
         (GLM, "cpu", "no backward pass on cpu"),
         ({**GPT, "hidden": 96, "heads": 4}, "cuda", "power of two"),
+        ({**GPT, "hidden": 64, "heads": 8}, "cuda", "power of two from 16 on, not 8"),
         ({**GPT, "hidden": 96, "attention_dropout": 0.1}, "cuda", "dropout"),
         ({**GPT, "hidden": 96, "scores": "layer_scaled"}, "cuda", "step by step"),
     ],

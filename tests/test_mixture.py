@@ -15,8 +15,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.packing.loader import Loader
+from data.packing.loader import Loader, micro_batch
 from data.packing.mixture import CHUNK, GRID, Mixture, MixtureWeight
+from data.packing.objectives import IGNORE
 from data.packing.packer import Packer
 from data.packing.position import Position
 from fsdp_pretrain.config.schedule import BatchSchedule
@@ -219,23 +220,28 @@ def test_a_reshuffle_permutes_the_rest_of_the_epoch(shared_corpus: Path) -> None
 
 
 @pytest.mark.shows("A19")
-def test_an_excluded_document_keeps_its_place_and_is_not_learned(shared_corpus: Path) -> None:
+@pytest.mark.parametrize("piece", [0, 1])
+def test_an_excluded_document_keeps_its_place_and_is_not_learned(shared_corpus: Path, piece: int) -> None:
+    """Each of its tokens is no target, the first one too; all others are."""
     plain = packer(shared_corpus)
-    target = plain.provenance(17)[0]
+    target = plain.provenance(next(at for at in range(17, 30) if len(plain.provenance(at)) > 1))[piece]
     without = packer(shared_corpus, exclude=[(target.source, target.shard, target.document)])
     ours, theirs = without.pack(10, 20), plain.pack(10, 20)
+    labels = micro_batch(ours, with_lengths=False, across_documents=True).labels
     assert np.array_equal(ours.tokens, theirs.tokens) and not theirs.ignore
     expected = set()
     for row in range(20):
         position = 0
-        for piece in plain.provenance(10 + row):
+        for part in plain.provenance(10 + row):
             while position < 33 and theirs.tokens[row, position] == plain.eod:
                 position += 1
-            stop = position + piece.stop - piece.start
-            if (piece.shard, piece.document) == (target.shard, target.document):
+            stop = position + part.stop - part.start
+            if (part.shard, part.document) == (target.shard, target.document):
                 expected.add((row, position, stop))
             position = stop
-    assert set(ours.ignore) == expected and expected
+    assert set(ours.ignore) == expected and expected and labels is not None
+    ignored = {(row, column) for row, column in (labels == IGNORE).nonzero().tolist()}
+    assert ignored == {(row, at - 1) for row, start, stop in expected for at in range(max(1, start), stop)}
 
 
 @pytest.mark.shows("A14", "A30")
