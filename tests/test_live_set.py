@@ -270,6 +270,7 @@ POINTS = {  # verb and path of the change before which rank 0 is killed -> the c
     "opened": ("open", r"\.overrides\.toml\.", False),
     "written": ("fsync", r"\.overrides\.toml\.", False),
     "named": ("rename", r"/overrides\.toml$", False),
+    "of the start": ("rename", r"/run/segments/\d+/config\.toml$", True),
     "in force": ("open", r"/run/\.config\.toml\.", True),
     "told": ("rename", r"/run/config\.toml$", True),
 }

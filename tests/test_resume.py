@@ -363,6 +363,17 @@ def test_the_optimiser_begins_anew_where_it_is_asked_to_and_nowhere_else(
     assert helpers.journal(run, "resume")[-1]["optimizer"] and helpers.journal(run, "optimizer")
 
 
+def test_what_a_start_with_a_fresh_optimiser_recorded_is_expected_of_no_other(
+    lab: Any, copy: tuple[Path, Path], helpers: Any
+) -> None:
+    config, run = copy
+    before = helpers.losses(run)
+    for flags in (("--reset-optimizer", "18"), ()):
+        shutil.rmtree(run / "checkpoints/step-00000024")
+        lab.train(config, flags=flags)
+        assert (helpers.losses(run) == before) is (not flags)
+
+
 # ---------------------------------------------------------------- weights alone
 
 

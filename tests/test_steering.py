@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from processes import Run
 from records import step_record
 
-from fsdp_pretrain.config.config import Config, load
+from data.packing.position import Position
+from fsdp_pretrain.config.config import Config, load, schema_keys
 from fsdp_pretrain.config.resume_rules import DECLARED, changes, undeclared
-from fsdp_pretrain.config.schedule import BatchSchedule, Schedule
+from fsdp_pretrain.config.schedule import BatchSchedule, Ramp, Schedule
 from fsdp_pretrain.config.steering import Steering
+from fsdp_pretrain.config.step_settings import ROUNDING, SCHEDULED, unlike
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.health.monitor import Health
@@ -415,3 +417,54 @@ def test_a_stable_run_may_become_longer_before_it_decays() -> None:
     assert not undeclared([change], (), old.schedule.decay_start) and undeclared(
         [change], (), old.schedule.decay_start + 1
     )
+
+
+# ---------------------------------------------------------------- were steps trained with the same settings?
+
+
+@pytest.mark.quick
+def test_every_key_of_a_step_is_one_of_the_schema() -> None:
+    assert {*schema_keys()} >= SCHEDULED | ROUNDING and not SCHEDULED & ROUNDING
+
+
+SCALED = "timeline=[{{at='{}',allow_jump=true,optimizer={{lr_scale=0.5}}}}]"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("before", "after", "settings", "rounding"),
+    [
+        ("timeline=[]", SCALED.format("24 steps"), "", ""),  # behind steps 21 to 24
+        ("timeline=[]", SCALED.format("23 steps"), "lr_scale: 1.0 -> 0.5", ""),
+        (SCALED.format("9 steps"), SCALED.format(f"{9 * 256} samples"), "", ""),
+        (SCALED.format("9 steps"), "optimizer.lr_scale=0.5", "", ""),
+        ("optimizer.decay=1M samples", "optimizer.decay=2M samples", "", ""),  # in the warm-up
+        ("optimizer.warmup=10 steps", "optimizer.warmup=20 steps", "lr: ", ""),
+        ("train.global_batch=256 samples", "train.global_batch=512 samples", "batch: 256 -> 512", ""),
+        ("train.global_batch=256 samples", f"train.global_batch={256 * 4096} tokens", "", ""),
+        ("data.skip=[]", f"data.skip=['{24 * 256}:{25 * 256} samples']", "", ""),
+        ("data.skip=[]", f"data.skip=['{23 * 256}:{24 * 256} samples']", "samples: ", ""),
+        ("optimizer.eps=1e-8", "optimizer.eps=1e-7", "optimizer.eps", ""),
+        ("run.seed=1", "run.seed=2", "run.seed", ""),
+        ("parallel.recompute=0", "parallel.recompute=1", "", "parallel.recompute"),
+        ("parallel.timeout=60 s", "parallel.timeout=90 s", "", ""),
+        ("checkpoint.every=5 steps", "timeline=[{at='9 steps',checkpoint={every='7 steps'}}]", "", ""),
+    ],
+)
+def test_settings_differ_where_a_value_of_a_step_does(before: str, after: str, settings: str, rounding: str) -> None:
+    steps = [Position(step, 256 * step, 256 * step, 256) for step in range(21, 25)]
+    found = unlike(recipe("llama-7b-hsdp", before), recipe("llama-7b-hsdp", after), steps)
+    for texts, said in ((found.settings, settings), (found.rounding, rounding)):
+        assert any(said in text for text in texts) if said else not texts
+
+
+@pytest.mark.quick
+@given(st.integers(0, 10**4), st.integers(0, 500), st.booleans())
+def test_steps_are_counted_from_anywhere(consumed: int, steps: int, ramped: bool) -> None:
+    """As by taking them one by one."""
+    batch = BatchSchedule(64, Ramp(16, 16, 1000, 5000) if ramped else None)
+    places = [consumed]
+    for _ in range(steps):
+        places.append(places[-1] + batch.batch_at(places[-1]))
+    assert batch.ahead(consumed, steps) == places[-1] and batch.steps_between(consumed, places[-1]) == steps
+    assert batch.steps_between(consumed, places[-1] + 1) == steps + 1

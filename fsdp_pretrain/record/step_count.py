@@ -19,23 +19,21 @@ class StepCount:
 
     def __init__(self, config: Config) -> None:
         run, batch = RunDir(config.run.dir), config.schedule.batch
-        self._after, self._consumed, self._batches = [0], [0], [batch]
-        line = lineage.line(known := lineage.nodes(run))
-        nodes = {node.segment: node for node in known}
-        for part in line:
-            path = run.segment(part.segment) / "config.toml"
-            self._begin(part.after, nodes[part.segment].consumed, load_recorded(path)[0].schedule.batch)
+        nodes = {node.segment: node for node in lineage.nodes(run)}
+        line = lineage.line(nodes.values())
+        self._after, self._consumed, self._batches = [0], [0], list[BatchSchedule]()
+        segments = [0, *(part.segment for part in line)]
+        places = [(part.after, nodes[part.segment].consumed) for part in line]
         if line and (last := last_records(run.segment(line[-1].segment))):
-            self._begin(last[-1].step, last[-1].consumed, batch)
-        elif line:
-            self._batches[-1] = batch
-
-    def _begin(self, step: int, consumed: int | None, batch: BatchSchedule) -> None:
-        """Behind a step, batches are others."""
-        while self._after and self._after[-1] >= step:
-            self._after.pop(), self._consumed.pop(), self._batches.pop()
-        self._after.append(step)
-        self._consumed.append(consumed or 0)
+            places.append((last[-1].step, last[-1].consumed))
+        for segment, (step, consumed) in zip(segments, places, strict=False):
+            if step > self._after[-1] and consumed is not None:
+                steps = step - self._after[-1]
+                as_now = not segment or batch.ahead(self._consumed[-1], steps) == consumed
+                of_then = None if as_now else load_recorded(run.segment(segment) / "config.toml")[0]
+                self._batches.append(batch if of_then is None else of_then.schedule.batch)
+                self._after.append(step)
+                self._consumed.append(consumed)
         self._batches.append(batch)
 
     def consumed_at(self, step: int) -> int:
