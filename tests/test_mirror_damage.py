@@ -21,6 +21,7 @@ from fsdp_pretrain.mirror import start
 from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.record import journal, lineage, run_id
 from fsdp_pretrain.record.lineage import LINEAGE
+from fsdp_pretrain.record.state_files import DamagedFileError
 
 LYING = Faults(failing=0.1, cut=0.1, corrupt=0.1, spoiled=0.1, unanswered=0.1)
 """A tenth of all answers and uploads is refused, cut or wrong."""
@@ -113,6 +114,17 @@ def test_a_checkpoint_is_enough(carried: Carried, gone: tuple[str, ...], also: t
 
 
 @pytest.mark.quick
+def test_without_a_record_no_start_gets_the_number_of_another(carried: Carried) -> None:
+    """The mirror has a checkpoint of the second start that is damaged: a new start is the third."""
+    carried.copy()
+    shutil.rmtree(carried.mirror / "record")
+    (carried.mirror / "record.json").unlink()
+    flip(carried.mirror / "checkpoints/step-00000020/__0_0.distcp", 3)
+    restored(carried, 10)
+    assert int(carried.run.new_segment().name) == 3
+
+
+@pytest.mark.quick
 def test_with_a_damaged_lineage_a_later_start_is_believed(carried: Carried, capsys: pytest.CaptureFixture[str]) -> None:
     """What a rollback left has later steps. With its place in the lineage lost, the start after it says what counts."""
     Store(carried.run.checkpoints).abandon(carried.run.checkpoints / "step-00000020")
@@ -126,6 +138,18 @@ def test_with_a_damaged_lineage_a_later_start_is_believed(carried: Carried, caps
     restored(carried, 15)
     assert "whether a rollback had left this checkpoint is not known" in capsys.readouterr().out
     assert {node.segment: node.parent for node in lineage.nodes(carried.run)} == {1: None, 2: 1, 3: None}
+
+
+@pytest.mark.quick
+def test_a_lineage_that_was_copied_damaged_is_left_out(carried: Carried) -> None:
+    worker = carried.uploader()
+    while not worker.work(finish=True):
+        pass
+    (carried.run.segment(2) / LINEAGE).write_text("{")
+    with pytest.raises(DamagedFileError, match=LINEAGE):  # told, and copied as it is
+        worker.work(finish=True)
+    restored(carried, 20)
+    assert f"segments/0002/{LINEAGE}" in carried.messages("mirror-restored")[0]
 
 
 @pytest.mark.quick
@@ -146,6 +170,9 @@ def test_a_mirror_with_a_later_checkpoint(carried: Carried) -> None:
     after = carried.contents()
     assert after.pop("journal.jsonl").startswith(before.pop("journal.jsonl")) and after == before
     assert [item.step for item in Store(carried.run.checkpoints).scan()] == [10, 20]
+    (carried.run.checkpoints / "step-00000020/__0_0.distcp").write_bytes(b"short")
+    carried.restore()  # in place of a damaged one
+    assert [item.problem for item in Store(carried.run.checkpoints).scan()] == [None, None]
     shutil.rmtree(carried.run.checkpoints)
     with pytest.raises(MirrorError, match="step 20, the run directory no whole checkpoint"):
         start.look(carried.config, restore=False, fresh=False)
