@@ -68,6 +68,7 @@ def _restore(task: Restoration, run: RunDir, stop: threading.Event) -> None:
         lost += _complete_lineage(record, made.manifest().segment, state.checkpoints)
     if task.record:
         _move(work, run.path)
+    lost = sorted(set(lost))
     text = _told(task, made, passed_over, lost)
     print(f"mirror: restored {text}", flush=True)
     step = None if made is None else made.step
