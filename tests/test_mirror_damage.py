@@ -200,6 +200,25 @@ def test_an_unfinished_copy_is_no_beginning(carried: Carried) -> None:
 
 
 @pytest.mark.quick
+def test_a_slow_mirror_gets_what_is_kept_and_what_leads_to_it(tmp_path: Path) -> None:
+    """Of many new checkpoints the last two, pinned and permanent ones; a checkpoint never without its record; and never
+    one that is damaged in the run directory."""
+    made = Carried(tmp_path, mirror_keep_every="40 steps").begin()
+    for step in range(10, 80, 10):
+        made.save(step)
+    Store(made.run.checkpoints).find(20).pin(True)
+    flip(made.run.checkpoints / "step-00000060/__0_0.distcp", 3)
+    worker = made.uploader()
+    assert not worker.work(finish=False) and made.whole() == [70]
+    assert {"journal.jsonl", "segments/0001/lineage.json"} < RunMirror(made.config).record().newest.keys()
+    made.copy()
+    assert made.whole() == [20, 40, 70]
+    (missed,) = made.messages("mirror-missed")
+    assert "step-00000060 is damaged in the run directory" in missed
+    run_id.unbind(made.run.path)
+
+
+@pytest.mark.quick
 def test_a_pin_comes_back(carried: Carried) -> None:
     Store(carried.run.checkpoints).find(20).pin(True)
     carried.copy()
@@ -254,7 +273,9 @@ def test_nothing_is_left_of_what_retention_deletes(carried: Carried) -> None:
     carried.save(80, segment=2)
     carried.copy()
     flip(carried.mirror / "checkpoints/step-00000080/manifest.json", 40)
-    carried.copy()  # from the run directory, which has it
+    shutil.copytree(carried.mirror / "checkpoints/step-00000080", carried.mirror / "checkpoints/step-00000060")
+    carried.copy()  # from the run directory, which has both
+    assert left(carried) == ["step-00000007", "step-00000070", "step-00000080"]
     shutil.rmtree(carried.mirror / "checkpoints/step-00000007")
     assert carried.whole() == [70, 80]
     assert {path.name for path in (carried.mirror / "record").iterdir()} == {
