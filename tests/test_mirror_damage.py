@@ -264,6 +264,8 @@ def test_nothing_is_left_of_what_retention_deletes(carried: Carried) -> None:
         if path.name != "manifest.json":
             path.unlink()
     (carried.mirror / "checkpoints/step-00000007/manifest.json").write_bytes(b"{")
+    (carried.mirror / "checkpoints/step-00000004").mkdir()
+    (carried.mirror / "checkpoints/step-00000004/manifest.json").write_bytes(b"{")
     (carried.mirror / "checkpoints/step-00000008").mkdir()
     (carried.mirror / "checkpoints/step-00000008/__0_0.distcp").write_bytes(b"weights")
     for step in range(30, 80, 10):
@@ -281,6 +283,23 @@ def test_nothing_is_left_of_what_retention_deletes(carried: Carried) -> None:
     assert {path.name for path in (carried.mirror / "record").iterdir()} == {
         path.name for path in carried.run.path.iterdir()
     } - {"checkpoints", "mirror", "run_id"}
+
+
+@pytest.mark.quick
+def test_what_a_rollback_left_goes_though_it_would_be_permanent(tmp_path: Path) -> None:
+    made = Carried(tmp_path, mirror_keep_every="20 steps").begin()
+    made.copy()
+    assert made.whole() == []
+    for step in (10, 20):
+        made.save(step)
+    made.copy()
+    Store(made.run.checkpoints).abandon(made.run.checkpoints / "step-00000020")
+    made.segment(2, "rollback", 10)
+    for step in (15, 25, 35):
+        made.save(step, segment=2)
+        made.copy()
+    assert made.whole() == [25, 35]
+    run_id.unbind(made.run.path)
 
 
 @pytest.mark.quick
