@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def test_a_wrong_byte_costs_one_file(carried: Carried, tmp_path: Path) -> None:
 @pytest.mark.quick
 @pytest.mark.shows("F52")
 @pytest.mark.parametrize("also", [(), ("run_id",)], ids=["", "without-id"])
-@pytest.mark.parametrize("gone", [("record.json",), ("record.json", "record")], ids=["index", "record"])
+@pytest.mark.parametrize("gone", [(), ("record.json",), ("record.json", "record")], ids=["nothing", "index", "record"])
 def test_a_checkpoint_is_enough(carried: Carried, gone: tuple[str, ...], also: tuple[str, ...]) -> None:
     carried.copy()
     before = carried.contents()
@@ -111,6 +112,11 @@ def test_a_checkpoint_is_enough(carried: Carried, gone: tuple[str, ...], also: t
         assert all(after[name] == before[name] for name in before.keys() - {"journal.jsonl", "run_id"})
     carried.copy()
     assert RunMirror(carried.config).run_id() == run_id.read(carried.run.path)
+    assert (carried.mirror / "run_id").read_text() == (carried.run.path / "run_id").read_text()
+    (carried.run.path / "run_id").write_text(f"{'0' * 32}\n")
+    run_id.bind(carried.run.path, "0" * 32)
+    with pytest.raises(MirrorError, match="another run"):
+        carried.copy()
 
 
 @pytest.mark.quick
@@ -311,9 +317,54 @@ def test_of_a_file_that_changes_the_last_two_copies_stay(carried: Carried) -> No
     copies = sorted((carried.mirror / "record/journal.jsonl").iterdir())
     assert len(copies) == 2
     flip(copies[1], 50)
-    (carried.run.path / "overrides.toml").unlink()
     restored(carried, 20)
     assert carried.messages("note")[-1] == "number 2"
+
+
+@pytest.mark.quick
+def test_what_was_deleted_does_not_come_back(carried: Carried, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it has been missing for long, not even without an index; nor half a line."""
+    worker = carried.uploader()
+    while not worker.work(finish=True):
+        pass
+    (carried.run.path / "overrides.toml").unlink()
+    with carried.run.journal.open("ab") as file:
+        file.write(b'{"time": "half a li')
+    monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 1e6)
+    for _ in range(2):
+        worker.work(finish=True)
+        monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 1e6)
+    (carried.mirror / "record.json").unlink()
+    restored(carried, 20)
+    assert not (carried.run.path / "overrides.toml").exists()
+    assert b"half" not in carried.run.journal.read_bytes()
+
+
+@pytest.mark.quick
+def test_a_copy_of_the_record_that_was_cut_off_does_not_count(carried: Carried) -> None:
+    """Newer files than those of the index are not mixed with them."""
+    carried.copy()
+    before = (carried.mirror / "record.json").read_bytes()
+    (carried.run.path / "overrides.toml").write_text("set = [\"train.duration='9 steps'\"]\n")
+    carried.copy()
+    (carried.mirror / "record.json").write_bytes(before)
+    restored(carried, 20)
+    assert (carried.run.path / "overrides.toml").read_text() == "set = []\n"
+
+
+@pytest.mark.quick
+def test_a_later_start_alone_is_a_later_state(carried: Carried, tmp_path: Path) -> None:
+    """An older copy of the run directory, with all the checkpoints."""
+    carried.copy()
+    older = Path(shutil.copytree(carried.run.path, tmp_path / "older"))
+    carried.segment(3, step=20)
+    carried.copy()
+    carried.lose()
+    older.rename(carried.run.path)
+    with pytest.raises(MirrorError, match="later starts, the run directory step 20"):
+        start.look(carried.config, restore=False, fresh=False)
+    carried.restore()
+    assert len(lineage.nodes(carried.run)) == 3
 
 
 @pytest.fixture
