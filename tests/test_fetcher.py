@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -19,12 +20,15 @@ import numpy as np
 import psutil
 import pytest
 import tomli_w
+from object_store import Faults, ObjectStore
 from sight import PATIENT, alarms, until
 from watch import Watch
 
-from data.corpus.corpus import write_corpus
+from data.corpus.cached import CachedCopy, CacheUse
+from data.corpus.corpus import parse_manifest, write_corpus
 from data.corpus.shards import ShardWriter
 from data.fetch.process import NodeFetching, check_size
+from data.fetch.transfers import Copy, Outcome, Transfers
 from data.packing.opening import open_packer, open_skips
 from data.packing.packer import Packer
 from data.packing.position import Position
@@ -274,6 +278,25 @@ def test_a_full_disk_is_told_and_training_goes_on(
         assert node.end().size < 800_000
     finally:
         node.fetching.close()
+
+
+def test_what_is_in_flight_will_need_its_room(
+    corpus: Path, tmp_path: Path, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for one block, and one is on its way: a second is not asked for."""
+    remote = object_store.put_folder(corpus, "corpus")
+    copy = CachedCopy(remote, CacheUse(tmp_path / "cache", 10**9), parse_manifest)
+    sizes = copy.corpus.sizes.tolist()
+    free = shutil.disk_usage(tmp_path)._replace(free=sizes[0] + sizes[1] - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    object_store.faults = Faults(hang=True, objects="corpus/shards")
+    transfers = Transfers({"a": [Copy(copy.corpus, copy.blocks)]})
+    for block in (0, 1):
+        transfers.start(("a", block), sizes[block])
+    ended = until(transfers.take)
+    assert ended == {("a", 1): Outcome.FULL} and list(transfers.in_flight) == [("a", 0)]
+    object_store.faults = Faults()
+    assert until(transfers.take) == {("a", 0): Outcome.DONE}
 
 
 # ------------------------------------------------------------------ the alarm

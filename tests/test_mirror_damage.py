@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from fsdp_pretrain.mirror import start
 from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.record import journal, lineage, run_id
 from fsdp_pretrain.record.lineage import LINEAGE
+from fsdp_pretrain.record.state_files import DamagedFileError
 
 LYING = Faults(failing=0.1, cut=0.1, corrupt=0.1, spoiled=0.1, unanswered=0.1)
 """A tenth of all answers and uploads is refused, cut or wrong."""
@@ -89,7 +91,7 @@ def test_a_wrong_byte_costs_one_file(carried: Carried, tmp_path: Path) -> None:
 @pytest.mark.quick
 @pytest.mark.shows("F52")
 @pytest.mark.parametrize("also", [(), ("run_id",)], ids=["", "without-id"])
-@pytest.mark.parametrize("gone", [("record.json",), ("record.json", "record")], ids=["index", "record"])
+@pytest.mark.parametrize("gone", [(), ("record.json",), ("record.json", "record")], ids=["nothing", "index", "record"])
 def test_a_checkpoint_is_enough(carried: Carried, gone: tuple[str, ...], also: tuple[str, ...]) -> None:
     carried.copy()
     before = carried.contents()
@@ -110,6 +112,22 @@ def test_a_checkpoint_is_enough(carried: Carried, gone: tuple[str, ...], also: t
         assert all(after[name] == before[name] for name in before.keys() - {"journal.jsonl", "run_id"})
     carried.copy()
     assert RunMirror(carried.config).run_id() == run_id.read(carried.run.path)
+    assert (carried.mirror / "run_id").read_text() == (carried.run.path / "run_id").read_text()
+    (carried.run.path / "run_id").write_text(f"{'0' * 32}\n")
+    run_id.bind(carried.run.path, "0" * 32)
+    with pytest.raises(MirrorError, match="another run"):
+        carried.copy()
+
+
+@pytest.mark.quick
+def test_without_a_record_no_start_gets_the_number_of_another(carried: Carried) -> None:
+    """The mirror has a checkpoint of the second start that is damaged: a new start is the third."""
+    carried.copy()
+    shutil.rmtree(carried.mirror / "record")
+    (carried.mirror / "record.json").unlink()
+    flip(carried.mirror / "checkpoints/step-00000020/__0_0.distcp", 3)
+    restored(carried, 10)
+    assert int(carried.run.new_segment().name) == 3
 
 
 @pytest.mark.quick
@@ -126,6 +144,18 @@ def test_with_a_damaged_lineage_a_later_start_is_believed(carried: Carried, caps
     restored(carried, 15)
     assert "whether a rollback had left this checkpoint is not known" in capsys.readouterr().out
     assert {node.segment: node.parent for node in lineage.nodes(carried.run)} == {1: None, 2: 1, 3: None}
+
+
+@pytest.mark.quick
+def test_a_lineage_that_was_copied_damaged_is_left_out(carried: Carried) -> None:
+    worker = carried.uploader()
+    while not worker.work(finish=True):
+        pass
+    (carried.run.segment(2) / LINEAGE).write_text("{")
+    with pytest.raises(DamagedFileError, match=LINEAGE):  # told, and copied as it is
+        worker.work(finish=True)
+    restored(carried, 20)
+    assert f"segments/0002/{LINEAGE}" in carried.messages("mirror-restored")[0]
 
 
 @pytest.mark.quick
@@ -146,6 +176,9 @@ def test_a_mirror_with_a_later_checkpoint(carried: Carried) -> None:
     after = carried.contents()
     assert after.pop("journal.jsonl").startswith(before.pop("journal.jsonl")) and after == before
     assert [item.step for item in Store(carried.run.checkpoints).scan()] == [10, 20]
+    (carried.run.checkpoints / "step-00000020/__0_0.distcp").write_bytes(b"short")
+    carried.restore()  # in place of a damaged one
+    assert [item.problem for item in Store(carried.run.checkpoints).scan()] == [None, None]
     shutil.rmtree(carried.run.checkpoints)
     with pytest.raises(MirrorError, match="step 20, the run directory no whole checkpoint"):
         start.look(carried.config, restore=False, fresh=False)
@@ -170,6 +203,25 @@ def test_an_unfinished_copy_is_no_beginning(carried: Carried) -> None:
         shutil.rmtree(carried.mirror / f"checkpoints/step-{step:08d}")
     carried.restore()
     assert not Store(carried.run.checkpoints).scan() and "no checkpoint" in carried.messages("mirror-restored")[0]
+
+
+@pytest.mark.quick
+def test_a_slow_mirror_gets_what_is_kept_and_what_leads_to_it(tmp_path: Path) -> None:
+    """Of many new checkpoints the last two, pinned and permanent ones; a checkpoint never without its record; and never
+    one that is damaged in the run directory."""
+    made = Carried(tmp_path, mirror_keep_every="40 steps").begin()
+    for step in range(10, 80, 10):
+        made.save(step)
+    Store(made.run.checkpoints).find(20).pin(True)
+    flip(made.run.checkpoints / "step-00000060/__0_0.distcp", 3)
+    worker = made.uploader()
+    assert not worker.work(finish=False) and made.whole() == [70]
+    assert {"journal.jsonl", "segments/0001/lineage.json"} < RunMirror(made.config).record().newest.keys()
+    made.copy()
+    assert made.whole() == [20, 40, 70]
+    (missed,) = made.messages("mirror-missed")
+    assert "step-00000060 is damaged in the run directory" in missed
+    run_id.unbind(made.run.path)
 
 
 @pytest.mark.quick
@@ -218,6 +270,8 @@ def test_nothing_is_left_of_what_retention_deletes(carried: Carried) -> None:
         if path.name != "manifest.json":
             path.unlink()
     (carried.mirror / "checkpoints/step-00000007/manifest.json").write_bytes(b"{")
+    (carried.mirror / "checkpoints/step-00000004").mkdir()
+    (carried.mirror / "checkpoints/step-00000004/manifest.json").write_bytes(b"{")
     (carried.mirror / "checkpoints/step-00000008").mkdir()
     (carried.mirror / "checkpoints/step-00000008/__0_0.distcp").write_bytes(b"weights")
     for step in range(30, 80, 10):
@@ -227,12 +281,31 @@ def test_nothing_is_left_of_what_retention_deletes(carried: Carried) -> None:
     carried.save(80, segment=2)
     carried.copy()
     flip(carried.mirror / "checkpoints/step-00000080/manifest.json", 40)
-    carried.copy()  # from the run directory, which has it
+    shutil.copytree(carried.mirror / "checkpoints/step-00000080", carried.mirror / "checkpoints/step-00000060")
+    carried.copy()  # from the run directory, which has both
+    assert left(carried) == ["step-00000007", "step-00000070", "step-00000080"]
     shutil.rmtree(carried.mirror / "checkpoints/step-00000007")
     assert carried.whole() == [70, 80]
     assert {path.name for path in (carried.mirror / "record").iterdir()} == {
         path.name for path in carried.run.path.iterdir()
     } - {"checkpoints", "mirror", "run_id"}
+
+
+@pytest.mark.quick
+def test_what_a_rollback_left_goes_though_it_would_be_permanent(tmp_path: Path) -> None:
+    made = Carried(tmp_path, mirror_keep_every="20 steps").begin()
+    made.copy()
+    assert made.whole() == []
+    for step in (10, 20):
+        made.save(step)
+    made.copy()
+    Store(made.run.checkpoints).abandon(made.run.checkpoints / "step-00000020")
+    made.segment(2, "rollback", 10)
+    for step in (15, 25, 35):
+        made.save(step, segment=2)
+        made.copy()
+    assert made.whole() == [25, 35]
+    run_id.unbind(made.run.path)
 
 
 @pytest.mark.quick
@@ -244,9 +317,54 @@ def test_of_a_file_that_changes_the_last_two_copies_stay(carried: Carried) -> No
     copies = sorted((carried.mirror / "record/journal.jsonl").iterdir())
     assert len(copies) == 2
     flip(copies[1], 50)
-    (carried.run.path / "overrides.toml").unlink()
     restored(carried, 20)
     assert carried.messages("note")[-1] == "number 2"
+
+
+@pytest.mark.quick
+def test_what_was_deleted_does_not_come_back(carried: Carried, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it has been missing for long, not even without an index; nor half a line."""
+    worker = carried.uploader()
+    while not worker.work(finish=True):
+        pass
+    (carried.run.path / "overrides.toml").unlink()
+    with carried.run.journal.open("ab") as file:
+        file.write(b'{"time": "half a li')
+    monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 1e6)
+    for _ in range(2):
+        worker.work(finish=True)
+        monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 1e6)
+    (carried.mirror / "record.json").unlink()
+    restored(carried, 20)
+    assert not (carried.run.path / "overrides.toml").exists()
+    assert b"half" not in carried.run.journal.read_bytes()
+
+
+@pytest.mark.quick
+def test_a_copy_of_the_record_that_was_cut_off_does_not_count(carried: Carried) -> None:
+    """Newer files than those of the index are not mixed with them."""
+    carried.copy()
+    before = (carried.mirror / "record.json").read_bytes()
+    (carried.run.path / "overrides.toml").write_text("set = [\"train.duration='9 steps'\"]\n")
+    carried.copy()
+    (carried.mirror / "record.json").write_bytes(before)
+    restored(carried, 20)
+    assert (carried.run.path / "overrides.toml").read_text() == "set = []\n"
+
+
+@pytest.mark.quick
+def test_a_later_start_alone_is_a_later_state(carried: Carried, tmp_path: Path) -> None:
+    """An older copy of the run directory, with all the checkpoints."""
+    carried.copy()
+    older = Path(shutil.copytree(carried.run.path, tmp_path / "older"))
+    carried.segment(3, step=20)
+    carried.copy()
+    carried.lose()
+    older.rename(carried.run.path)
+    with pytest.raises(MirrorError, match="later starts, the run directory step 20"):
+        start.look(carried.config, restore=False, fresh=False)
+    carried.restore()
+    assert len(lineage.nodes(carried.run)) == 3
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ class Transfers:
     def start(self, key: Key, size: int) -> None:
         self.in_flight[key], self._started[key] = size, time.monotonic()
         tries = self.failures[key].tries if key in self.failures else 0
-        future = self._pool.submit(self._transfer, key, tries)
+        future = self._pool.submit(self._transfer, key, tries, sum(self.in_flight.values()))
         future.add_done_callback(lambda _: self.arrived.set())
         self._futures[key] = future
 
@@ -164,8 +164,9 @@ class Transfers:
 
     # ------------------------------------------------------------------ in a thread
 
-    def _transfer(self, key: Key, tries: int) -> tuple[Outcome, str, bool]:
-        """Fetch a block; (outcome, what is wrong, whether it lasts). The copies of a corpus take turns at failures."""
+    def _transfer(self, key: Key, tries: int, room: int) -> tuple[Outcome, str, bool]:
+        """Fetch a block; (outcome, what is wrong, whether it lasts). The copies of a corpus take turns at failures.
+        `room`: bytes of it, and of those that were in flight before it."""
         fingerprint, block = key
         copies = self._copies[fingerprint]
         copy = copies[tries % len(copies)]
@@ -173,7 +174,7 @@ class Transfers:
             copy.blocks.path(block).parent.mkdir(parents=True, exist_ok=True)
             if copy.blocks.has(block):
                 return Outcome.THERE, "", False
-            if shutil.disk_usage(copy.blocks.directory).free < sum(self.in_flight.copy().values()):
+            if shutil.disk_usage(copy.blocks.directory).free < room:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             lengths, tokens = self._checked(copy, block)
             copy.blocks.put(block, lengths, tokens)

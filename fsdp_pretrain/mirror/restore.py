@@ -63,11 +63,12 @@ def _restore(task: Restoration, run: RunDir, stop: threading.Event) -> None:
             lost = restore_record(task.mirror, state.record, work, shown)
     record = RunDir(work) if task.record else run
     lost += _without_damaged_lineage(record) if task.record else []
-    made, passed_over = _restore_checkpoint(task, run, record, stop, lost)
+    made, passed_over = _restore_checkpoint(task, run, record, stop)
     if task.record and made is not None:
         lost += _complete_lineage(record, made.manifest().segment, state.checkpoints)
     if task.record:
         _move(work, run.path)
+    lost = sorted(set(lost))
     text = _told(task, made, passed_over, lost)
     print(f"mirror: restored {text}", flush=True)
     step = None if made is None else made.step
@@ -118,7 +119,7 @@ def _complete_lineage(record: RunDir, segment: int | None, every: Sequence[Mirro
 
 
 def _restore_checkpoint(
-    task: Restoration, run: RunDir, record: RunDir, stop: threading.Event, lost: list[str]
+    task: Restoration, run: RunDir, record: RunDir, stop: threading.Event
 ) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint on the line of `record`, in the run directory; and what was passed over."""
     passed_over: list[str] = []
@@ -126,8 +127,7 @@ def _restore_checkpoint(
     known = {node.segment: node for node in lineage.nodes(record)}
     wrote = {item.manifest().segment for item in task.state.checkpoints if item.problem is None}
     needed = {number for number in (*wrote, *(node.parent for node in known.values())) if number is not None}
-    whole = needed <= known.keys() and not any(name.endswith(LINEAGE) for name in lost)
-    for item in candidates(task.state, record, whole_lineage=whole):
+    for item in candidates(task.state, record, whole_lineage=needed <= known.keys()):
         problem = item.problem
         if problem is None:
             try:
