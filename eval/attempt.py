@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import json
+import math
 import os
 import select
 import signal
@@ -21,9 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import IO, Any, Literal, NoReturn
+from typing import IO, Annotated, Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.record import state_files
@@ -79,6 +80,14 @@ class ConfidenceInterval(BaseModel):
         return f"[{self.low:.4f}, {self.high:.4f}]" + (f" ({self.method})" if self.method != "normal" else "")
 
 
+Score = Annotated[
+    float,
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    PlainSerializer(lambda value: value if math.isfinite(value) else None),
+]
+"""A number; NaN if the model gave none, which JSON writes as null."""
+
+
 class Results(StateFile):
     """`results.json` of an evaluation.
 
@@ -106,7 +115,7 @@ class Results(StateFile):
     checkpoint: str = ""
     committed: str | None = None
     tasks: str = ""
-    scores: dict[str, dict[str, float]]
+    scores: dict[str, dict[str, Score]]
     documents: dict[str, int] = Field(default_factory=dict)
     higher_is_better: dict[str, dict[str, bool]] = Field(default_factory=dict)
     verdicts: list[Verdict] = Field(default_factory=list)
@@ -132,6 +141,13 @@ class Results(StateFile):
                 if interval is None and stderr is not None:
                     interval = ConfidenceInterval.normal(value, stderr)
                 yield task, metric, value, stderr, interval
+
+    def alarms(self) -> Iterator[tuple[str, str]]:
+        """(probe or task, sentence) of what a person must know: bad verdicts, and scores that are no finite number."""
+        yield from ((verdict.probe, verdict.text) for verdict in self.verdicts if verdict.ok is False)
+        for task, metric, value, *_ in self.metrics():
+            if not math.isfinite(value):
+                yield task, f"{metric} is {value}, no finite number"
 
 
 class EvaluationError(Exception):

@@ -275,10 +275,9 @@ def _evaluate_checkpoint(checkpoint: Checkpoint, *, section: EvalSection, keep: 
 
 
 def _tell(results: Results) -> Results:
-    """Bad verdicts on standard error: the watchdog that raises an alarm ends with the training."""
-    for verdict in results.verdicts:
-        if verdict.ok is False:
-            print(f"ALARM: {verdict.probe} of step {results.step}: {verdict.text}", file=sys.stderr, flush=True)
+    """What a person must know on standard error: the watchdog that raises an alarm ends with the training."""
+    for subject, text in results.alarms():
+        print(f"ALARM: {subject} of step {results.step}: {text}", file=sys.stderr, flush=True)
     return results
 
 

@@ -122,8 +122,8 @@ def _announce(run: RunDir, folder: Path) -> None:
     conclude(folder, results.committed)
     if _is_announced(folder, results, of_kind(read(run), "eval")):
         return
-    for verdict in (each for each in results.verdicts if each.ok is False):
-        add(run, "eval-verdict", f"{verdict.probe}: {verdict.text}", step=results.step)
+    for subject, text in results.alarms():
+        add(run, "eval-verdict", f"{subject}: {text}", step=results.step)
     rows = results.scores.items()
     pairs = ((task, name, value) for task, row in rows for name, value in row.items() if "stderr" not in name)
     shown = ", ".join(f"{task} {name} {value:.4g}" for task, name, value in pairs)
@@ -132,7 +132,7 @@ def _announce(run: RunDir, folder: Path) -> None:
         "eval",
         f"{shown} in {results.seconds:.0f}s",
         step=results.step,
-        scores=results.scores,
+        scores=results.model_dump(include={"scores"})["scores"],
         tasks=folder.name,
         committed=results.committed,
     )

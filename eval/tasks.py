@@ -222,12 +222,13 @@ def unigram_bits_per_byte(corpora: Sequence[Path], tokenizer: Tokenizer, heldout
 
 
 def scores(results: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """`{task: {metric: value, metric_stderr: value}}` of lm-eval's results, numbers only."""
+    """`{task: {metric: value, metric_stderr: value}}` of lm-eval's results, numbers only; errors only if finite."""
     table: dict[str, dict[str, float]] = {}
     for task, metrics in results.items():
         for key, value in metrics.items():
             name, _, filter_name = key.partition(",")
-            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and filter_name:
+            known = isinstance(value, int | float) and not isinstance(value, bool)
+            if known and filter_name and (math.isfinite(value) or not name.endswith("_stderr")):
                 label = name if filter_name == "none" else f"{name}/{filter_name}"
                 table.setdefault(task, {})[label] = float(value)
     return table

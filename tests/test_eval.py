@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
 import signal
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,13 @@ import torch
 from eval import jobs
 from eval.attempt import RefusedError
 from eval.checkpoints import DamagedCheckpointError, open_checkpoint, read_checkpoint
+from eval.evaluation import evaluate
 from eval.harness import CheckpointLM
-from eval.tasks import read_heldout
+from eval.tasks import PROBES, read_heldout
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.record.files import RunDir
 
 
@@ -237,6 +241,24 @@ def test_a_damaged_newest_checkpoint_is_not_evaluated(run: Path, run_command: Ru
         assert watched.returncode == 1 and set(results(run)) == {10, 20}
 
 
+# ---------------------------------------------------------------- scores that are no numbers
+
+
+def test_scores_of_a_model_that_computes_nan_are_results(trained: Path, module_lab: Any) -> None:
+    judged = open_checkpoint(Store(trained / "checkpoints").find(30))
+
+    def poisoned(device: str, world: Any) -> Any:
+        model = judged.read(device, world)
+        with torch.no_grad():
+            next(model.parameters()).fill_(math.nan)
+        return model
+
+    section = EvalSection(heldout=module_lab.heldout, limit=2)
+    found = evaluate(replace(judged, read=poisoned), section)
+    assert {task for task, _, value, *_ in found.metrics() if math.isnan(value)} >= {"heldout_bpb", *PROBES}
+    assert ("heldout_bpb", "bits_per_byte is nan, no finite number") in [*found.alarms()]
+
+
 # ---------------------------------------------------------------- the scheduled job
 
 
@@ -283,7 +305,7 @@ def test_a_killed_worker_is_taken_over(
 def test_an_evaluation_that_fails_is_tried_again_then_given_up(run: Path, helpers: Any, run_command: Run) -> None:
     set_eval(run, attempts=2, retry="0.001 s")
     done = run_command("eval.cli", "watch", run, "--once", "--wait", "--device", "cuda:7")
-    assert done.returncode == 1 and "failed 6" in done.stdout
+    assert done.returncode == 1 and sum(map(int, re.findall(r"failed (\d+)", done.stdout))) == 6
     entries = helpers.journal(run, "eval-failed")
     assert len(entries) == 6 and "cuda:7" in entries[0]["text"]
     assert sum("given up" in entry["text"] for entry in entries) == 3

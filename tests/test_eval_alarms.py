@@ -83,7 +83,7 @@ class Evaluated:
         self.watch = watch
         watch.detectors = [EvaluationDetector(watch.alarms, section, watch.probes, self.path)]
 
-    def result(self, step: int, bpb: float = 2.0, ok: bool | None = True, limit: int | None = None) -> None:
+    def result(self, step: int, bpb: float | None = 2.0, ok: bool | None = True, limit: int | None = None) -> None:
         folder = self.path / f"evals/step-{step:08d}" / TASKS
         folder.mkdir(parents=True)
         values = {
@@ -145,6 +145,16 @@ def test_a_worse_score_is_told_with_its_task_until_it_is_back(evaluated: Evaluat
     assert evaluated.changes() == [(key, "WARN", "resolved")]
     evaluated.result(10, 9.0, limit=5)  # on other documents: not comparable
     assert evaluated.changes() == []
+
+
+def test_a_score_that_is_no_number_is_critical_and_hides_nothing_later(evaluated: Evaluated) -> None:
+    for step, value in enumerate((2.00, 1.98, 1.97, 1.97, 1.96, 1.95, None, 1.95, 1.95), 1):
+        evaluated.result(step, value)
+        found = evaluated.changes()
+        key = "evaluation-score/heldout_bpb/bits_per_byte"
+        assert found == {7: [(key, "CRIT", "open")], 8: [(key, "CRIT", "resolved")]}.get(step, [])
+    evaluated.result(10, 2.4)
+    assert evaluated.changes() == [(key, "WARN", "open")]
 
 
 def test_a_worse_held_out_loss_is_told_with_its_source(evaluated: Evaluated) -> None:

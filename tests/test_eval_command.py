@@ -52,7 +52,13 @@ class Elsewhere:
     def says(self, before: str = "", **settings: Any) -> None:
         """The script's lines between counting and writing results, and more of the section `eval`."""
         (self.folder / "script").write_text(SCRIPT.format(folder=self.folder, before=before))
-        section = {"every": "1 steps", "tasks": [TASKS], "heldout": str(self._lab.heldout), "retry": "1 ms", **settings}
+        section = {
+            "every": "1 steps",
+            "tasks": [TASKS],
+            "heldout": str(self._lab.heldout),
+            "retry": "0.001 s",
+            **settings,
+        }
         section.setdefault("command", f"exec sh {self.folder}/script")
         self._lab.config(eval=section).rename(self.path / "config.toml")
 
@@ -180,6 +186,28 @@ def test_a_worker_that_died_later_is_replaced_by_one_that_waits(
     helpers.wait_for(lambda: elsewhere.files("attempt-*/results.json"), what="results")
     assert (second or elsewhere.worker()).wait() == 0
     assert elsewhere.counted == {1: 1}
+    assert_exactly_once(elsewhere.path, helpers, 1)
+
+
+def test_an_attempt_at_an_abandoned_commit_is_ended_and_its_results_are_not_used(
+    elsewhere: Elsewhere, helpers: Any
+) -> None:
+    """A worker is killed while its command waits; then the step is trained and saved again."""
+    elsewhere.says(
+        f'[ "$(wc -l < {elsewhere.folder}/counted)" -gt 1 ] || {{ echo $$ > {elsewhere.folder}/pid; sleep 1000; }}'
+    )
+    first = elsewhere.worker()
+    helpers.wait_for(lambda: (elsewhere.folder / "pid").exists(), what="the command")
+    first.signal(signal.SIGKILL)
+    first.wait()
+    (attempt,) = elsewhere.files("attempt-*")
+    (attempt / "results.json").write_text(json.dumps(records.results(tasks=TASKS, scores={TASKS: {"x": 9.0}})))
+    again = "2026-06-02T12:00:00.000Z"
+    records.commit(Store(elsewhere.path / "checkpoints"), 1, committed=again)
+    assert elsewhere.worker().wait() == 0
+    assert not psutil.pid_exists(int((elsewhere.folder / "pid").read_text())) and elsewhere.counted == {1: 2}
+    published = json.loads(elsewhere.files("results.json")[0].read_text())
+    assert published["committed"] == again and published["scores"] == {TASKS: {"bits_per_byte": 1.5}}
     assert_exactly_once(elsewhere.path, helpers, 1)
 
 

@@ -22,6 +22,7 @@ from processes import Run
 from data.corpus.corpus import Corpus
 from eval import jobs
 from eval.attempt import EvaluationLimits, Results, limits
+from eval.cli import table
 from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
 from fsdp_pretrain.checkpoint.evaluations import failed_evaluations, given_up_jobs
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
@@ -246,6 +247,27 @@ def test_a_failure_that_a_wrong_clock_has_dated_holds_nobody_up(run: Path) -> No
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_score_that_is_no_number_is_a_result(run: Path, helpers: Any, value: float) -> None:
+    """Published, in the journal and told, in JSON that any program reads."""
+
+    def broken(checkpoint: Checkpoint, keep: Path) -> Results:
+        scores = {"heldout_bpb": {"bits_per_byte": value, "byte_perplexity": 2.0}}
+        return Results(**records.results(step=checkpoint.step, scores=scores))
+
+    assert watch(run, broken) == (3, 0) and due(run) == []
+    texts = [path.read_text() for path in run.glob("evals/step-*/*/results.json")]
+    texts += (run / "journal.jsonl").read_text().splitlines()
+    found = [json.loads(text, parse_constant=pytest.fail) for text in texts]
+    scores = [each["scores"] for each in found if "scores" in each]
+    assert scores == [{"heldout_bpb": {"bits_per_byte": None, "byte_perplexity": 2.0}}] * 6
+    told = [entry["text"] for entry in helpers.journal(run, "eval-verdict")]
+    assert told == ["heldout_bpb: bits_per_byte is nan, no finite number".replace("nan", f"{value}")] * 3
+    results = state_files.read(next(run.glob("evals/step-*/*/results.json")), Results)
+    assert results is not None and "bits_per_byte    nan" in table(results)
+
+
+@pytest.mark.quick
 def test_a_later_attempt_succeeds(run: Path) -> None:
     watch(run, fails)
     wait_out(run, 301)
@@ -279,15 +301,15 @@ def test_a_checkpoint_given_up_is_told_and_kept_until_somebody_decides(
 def test_protection_has_a_bound(run: Path) -> None:
     """Evaluations that never run, and those that always fail, must not fill the disk."""
     config = tomllib.loads((run / "config.toml").read_text())
-    config["checkpoint"]["keep_last"] = 1
+    config["checkpoint"]["keep_last"] = 2
     (run / "config.toml").write_text(tomli_w.dumps(config))
-    assert protected(run) == {10}
+    assert protected(run) == {10, 20}
     give_up(run)
-    records.commit(Store(run / "checkpoints"), 40)
-    records.commit(Store(run / "checkpoints"), 50)
-    assert protected(run) == {10, 40}
-    make_claim(due(run)[1])
-    assert protected(run) == {10, 40, 50}
+    for step in (40, 50, 60):
+        records.commit(Store(run / "checkpoints"), step)
+    assert protected(run) == {10, 20, 40, 50}
+    make_claim(due(run)[2])
+    assert protected(run) == {10, 20, 40, 50, 60}
 
 
 @pytest.mark.quick

@@ -5,9 +5,11 @@ transformers is the reference here; the program itself imports it only for `benc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -36,7 +38,9 @@ from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import export_tokenizer, samples, warn_of_qwen2
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError, DataError, UserError
+from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.lease import this_process
 
 pytestmark = pytest.mark.slow  # the default suite has no room for it
 
@@ -114,6 +118,24 @@ def some_tokens(count: int = 512) -> Tensor:
 
 
 # ------------------------------------------------------------------------ out
+
+
+def test_what_a_killed_export_left_behind_goes_with_the_next(
+    trained: Callable[[str], RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not what an export that still runs writes."""
+    run, out = trained("gpt"), tmp_path / "out"
+    if (pid := os.fork()) == 0:
+        monkeypatch.setattr(hf, "_write_weights", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        with contextlib.suppress(BaseException):
+            hf.export_checkpoint(run, 4, out, dtype="fp32", shard_bytes=10**9)
+        os._exit(1)
+    os.waitpid(pid, 0)
+    (killed,) = tmp_path.iterdir()
+    (running := tmp_path / ".out.writing-0123").mkdir()
+    state_files.write(running / "lease.json", {"token": "other", **this_process()})
+    hf.export_checkpoint(run, 4, out, dtype="fp32", shard_bytes=10**9)
+    assert {*tmp_path.iterdir()} == {out, running} and not killed.exists() and not (out / "lease.json").exists()
 
 
 @pytest.mark.shows("D25")
@@ -481,6 +503,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "kind": (set_config(model_type="gemma"), "model_type = 'gemma'"),
     "experts": (set_config(model_type="qwen3_moe"), "mixtures of experts are not built"),
     "family": (set_config(model_type="mistral"), '(?s)family: "mistral" -> "llama".*sliding_window: 4096 -> absent'),
+    "two-bases": (set_config(rope_theta=5e5), "500000.0 in config.json, 10000.0 in rope_parameters: which one counts"),
     "rope": (set_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type = 'yarn'"),
     "bias": (set_config(attention_bias=True), "attention_bias = True"),
     "rows": (set_config(vocab_size=600), "rows of the embedding table: 600 -> 512"),

@@ -24,6 +24,7 @@ from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError, StorageError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.lease import Lease, drop_if_dead
 from fsdp_pretrain.units import human_bytes
 
 from .hf_folder import INDEX, Folder
@@ -35,6 +36,7 @@ from .tokenizer import compare_with_folder, export_tokenizer, find_tokenizer, wa
 from .weights_import import Imported, begin, refuse_another_model, refuse_begun
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+_LEASE, _SILENT_SECONDS = "lease.json", 90.0
 _SAFE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 
 
@@ -140,20 +142,33 @@ def _split_into_files(pieces: list[_Piece], shard_bytes: int) -> list[tuple[str,
 
 @contextmanager
 def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
-    """A temporary folder beside `out`: renamed to `out` on success, else removed. Raises StorageError."""
-    partial = out.with_name(f".{out.name}.writing-{uuid.uuid4().hex[:12]}")
+    """A temporary folder beside `out`: renamed to `out` on success, else removed. Raises StorageError.
+
+    It holds a lease, so that the next export to `out` can remove what a killed one left behind.
+    """
+    prefix = f".{out.name}.writing-"
+    for left in [path for path in out.parent.glob(".*") if path.name.startswith(prefix)]:
+        if drop_if_dead(left / _LEASE, _SILENT_SECONDS):
+            shutil.rmtree(left, ignore_errors=True)
+    partial = out.with_name(prefix + uuid.uuid4().hex[:12])
+    mine = None
     try:
         partial.mkdir(parents=True)
+        mine = Lease.take(partial / _LEASE, purpose="an export")
         free = shutil.disk_usage(partial).free
         if free < needed:
             raise StorageError(f"the export needs {human_bytes(needed)}, {out.parent} has {human_bytes(free)} free")
         yield partial
+        if mine is not None:
+            mine.release()
         sync_directory(partial)
         partial.rename(out)
         sync_directory(out.parent)
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror or error}", effect="nothing was exported") from None
     finally:
+        if mine is not None:
+            mine.release()
         shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -384,7 +384,14 @@ def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) ->
                 "original_max_position_embeddings", content.get("max_position_embeddings", 2048)
             ),
         }
-    base = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
+    places = {"config.json": content, **{name: content.get(name) for name in ("rope_parameters", "rope_scaling")}}
+    bases = {
+        name: each["rope_theta"] for name, each in places.items() if isinstance(each, dict) and "rope_theta" in each
+    }
+    base = rope.get("rope_theta", next(iter(bases.values()), 10_000.0))
+    if len({value for value in bases.values() if isinstance(value, int | float)}) > 1:
+        said = ", ".join(f"{reprlib.repr(value)} in {name}" for name, value in bases.items())
+        problems.append(f"rope_theta = {said}: which one counts depends on the version of transformers")
     return {"family": family, **values, "rope_base": base, "rope_scaling": scaling}
 
 

@@ -295,7 +295,9 @@ def _scores(row: dict[str, Any]) -> dict[str, str]:
     """The scores of a task as text, with their standard errors."""
     found = {}
     for name, value in row.items():
-        if "stderr" not in name and isinstance(value, int | float):
+        if "stderr" not in name and value is None:
+            found[name] = "nan"
+        elif "stderr" not in name and isinstance(value, int | float):
             error = row.get(f"{name} stderr", row.get(f"{name}_stderr"))
             found[name] = short(value) + (f"±{short(error, 2)}" if isinstance(error, int | float) else "")
     return found

@@ -7,7 +7,7 @@ Each answer of a probe is judged as a whole: nothing is remembered that a restar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -138,20 +138,38 @@ class EvaluationDetector(Detector):
 
     def _judge_scores(self, results: Sequence[dict[str, Any]]) -> None:
         curves: dict[tuple[str, str, bool], list[Point]] = {}
+        keys: set[str | None] = set(self._judge_numbers(results[-1])) if results else set()
         for found in (each for each in results if each["limit"] == results[-1]["limit"]):
             for task, directions in found["higher_is_better"].items():
                 row = found["scores"].get(task, {})
                 for metric, higher in directions.items():
-                    if metric in row:
+                    if row.get(metric) is not None:
                         point = Point(found["step"], row[metric], row.get(f"{metric}_stderr"))
                         curves.setdefault((task, metric, higher), []).append(point)
-        keys = {
+        keys |= {
             self.judge_curve(f"{task}/{metric}", points, higher_is_better=higher)
             for (task, metric, higher), points in curves.items()
+            if f"evaluation-score/{task}/{metric}" not in keys
         }
         self.resolve_others(
             "evaluation-score", {*filter(None, keys), *self._worse_heldout}, "later scores are as before"
         )
+
+    def _judge_numbers(self, newest: dict[str, Any]) -> Iterator[str]:
+        """Open an alarm for each score that is no finite number; their keys."""
+        for task, row in newest["scores"].items():
+            for metric in (metric for metric, value in row.items() if value is None):
+                key = f"evaluation-score/{task}/{metric}"
+                self.open(
+                    key,
+                    Severity.CRIT,
+                    f"{task} {metric} of step {newest['step']} is no finite number",
+                    "the model computes NaN or infinity for some texts; what is trained now may be lost",
+                    "look at loss and gradient norm before that step, and evaluate an earlier checkpoint: "
+                    f"fsdp-eval run {self._run} --step N",
+                    facts={"evaluated": newest["step"]},
+                )
+                yield key
 
     def judge_curve(self, name: str, points: Sequence[Point], *, higher_is_better: bool) -> str | None:
         """Open `evaluation-score/NAME` if the last point is worse than those before; its key, or None if it is not."""

@@ -138,7 +138,7 @@ class _Results(state_files.StateFile):
 
     step: int
     limit: int | None = None
-    scores: dict[str, dict[str, float]]
+    scores: dict[str, dict[str, float | None]]
     higher_is_better: dict[str, dict[str, bool]] = Field(default_factory=dict)
     verdicts: list[dict[str, Any]] = Field(default_factory=list)
 
