@@ -28,7 +28,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from data.text.tokenizer import Tokenizer
+from data.text.tokenizer import Tokenizer, fingerprint_of
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import PATIENCE, Location, Url, is_url
@@ -541,15 +541,18 @@ class Corpus:
         entry = self.manifest.tokenizer
 
         def load(place: Location) -> Tokenizer:
-            directory = self._copy(place).directory if isinstance(place, Url) else place
-            tokenizer = Tokenizer.load(directory / entry.file, eod=entry.eod)
-            if tokenizer.fingerprint != entry.fingerprint:
+            path = (self._copy(place).directory if isinstance(place, Url) else place) / entry.file
+            try:
+                whole = fingerprint_of(path.read_bytes(), entry.eod) == entry.fingerprint
+            except OSError as error:
+                raise DataError(f"cannot read the tokenizer {path}: {error.strerror}") from None
+            if not whole:
                 raise DataError(
-                    f"{tokenizer.path} is not the tokenizer this corpus was made with (fingerprint differs)",
+                    f"{path} is not the tokenizer this corpus was made with (fingerprint differs)",
                     effect="its text and the tokens of the corpus would not agree",
                     remedy="restore the file, or prepare the corpus again",
                 )
-            return tokenizer
+            return Tokenizer.load(path, eod=entry.eod)
 
         return self.places.read(entry.file, load)
 
