@@ -35,6 +35,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
         OMP_NUM_THREADS="1",
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         TOKENIZERS_PARALLELISM="false",
+        HF_HUB_OFFLINE="1",
     )
     return {**environment, **extra}
 
@@ -118,7 +119,7 @@ IMPORTS = {
         "torch._dynamo",
     ],
 }
-QUIET = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+QUIET = {"TQDM_DISABLE": "1"}
 
 
 class Process:
