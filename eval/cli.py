@@ -10,6 +10,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
 from fsdp_pretrain.record.files import RunDir, make_directory, now, replace_file
 
-from .options import count_or_share, find_checkpoint, pass_over, shots
+from .options import count_or_share, find_checkpoint, names, pass_over, shots
 
 if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.store import Checkpoint
@@ -42,11 +43,6 @@ def main() -> int:
     return command.run()
 
 
-def _names(text: str) -> list[str]:
-    """Argument type of comma-separated names."""
-    return [name for name in text.split(",") if name]
-
-
 @verb(
     "run",
     "runs/quickstart/run --tasks heldout_bpb,heldout_choice --limit 20 --out results.json eval.batch=4",
@@ -57,10 +53,16 @@ def _names(text: str) -> list[str]:
         help="run directory, a step-N directory in it, or a Hugging Face folder (an export)",
     ),
     argument("--step", type=int, help="step of the run's checkpoint to use"),
-    argument("--tasks", type=_names, help="comma-separated task names (default: the run's eval.tasks)"),
+    argument(
+        "--tasks",
+        type=names,
+        metavar="NAMES",
+        help="comma-separated task names, patterns of names, task files or directories of them (default: the run's "
+        "eval.tasks)",
+    ),
     argument("--heldout", help="held-out documents for the bundled tasks (default: the run's)"),
     argument(
-        "--include",
+        *("--include", "--include_path"),
         action="append",
         default=[],
         metavar="DIR",
@@ -68,15 +70,24 @@ def _names(text: str) -> list[str]:
     ),
     argument("--limit", type=count_or_share, metavar="N", help="documents per task, or the share of them if below 1"),
     argument(
-        "--num-fewshot",
+        *("--num-fewshot", "--num_fewshot"),
         type=shots,
         metavar="N",
         help="solved examples before each question (default: as the tasks say)",
     ),
-    argument("--gen-kwargs", metavar="key=value,...", help="options of generating answers; a JSON object will do, too"),
-    argument("--batch-size", dest="batch", type=positive, metavar="N", help="sequences per forward pass"),
     argument(
-        "--log-samples", action="store_const", const=True, help="keep documents, prompts and responses beside --out"
+        *("--gen-kwargs", "--gen_kwargs"),
+        metavar="key=value,...",
+        help="options of generating answers; a JSON object will do, too",
+    ),
+    argument(
+        *("--batch-size", "--batch_size"), dest="batch", type=positive, metavar="N", help="sequences per forward pass"
+    ),
+    argument(
+        *("--log-samples", "--log_samples"),
+        action="store_const",
+        const=True,
+        help="keep documents, prompts and responses beside --out",
     ),
     _DEVICE,
     argument("--tokenizer", type=Path, help="tokenizer, if the checkpoint was moved out of its run"),
@@ -121,7 +132,7 @@ def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[Evaluat
 
     from .checkpoints import open_checkpoint
     from .exported import is_exported, open_exported
-    from .options import generation_options
+    from .options import generation_options, tasks_and_folders
     from .tasks import BUNDLED, PROBES
 
     if args.log_samples and not args.out:
@@ -131,8 +142,13 @@ def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[Evaluat
     options = ("tasks", "heldout", "limit", "num_fewshot", "batch", "log_samples", "device")
     settings = {key: value for key in options if (value := getattr(args, key)) is not None}
     settings["include"] = args.include
+    if args.tasks is not None:
+        more = [name for word in _take(args.overrides, lambda word: "=" not in word) for name in names(word)]
+        settings["tasks"], here = tasks_and_folders([*args.tasks, *more])
+        settings["include"] = [*args.include, *map(str, here)]
     if args.gen_kwargs is not None:
-        settings["gen_kwargs"] = generation_options(args.gen_kwargs)
+        more = _take(args.overrides, lambda word: "." not in word.partition("=")[0])
+        settings["gen_kwargs"] = generation_options(",".join([args.gen_kwargs, *more]))
     if is_exported(args.path):
         if args.step is not None:
             raise ConfigError(f"{args.path} is one exported checkpoint: --step {args.step} chooses one of a run")
@@ -149,6 +165,13 @@ def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[Evaluat
             remedy=f"if you trust them, add: {folders}",
         )
     return judged, section
+
+
+def _take(words: list[str], wanted: Callable[[str], bool]) -> list[str]:
+    """Remove the wanted words from a list; they are further values of an option, separated by spaces as for lm-eval."""
+    taken = [word for word in words if wanted(word)]
+    words[:] = [word for word in words if not wanted(word)]
+    return taken
 
 
 def _replace(out: Path, text: str, results: Results) -> None:
@@ -350,7 +373,7 @@ def _unfinished(run: RunDir) -> list[str]:
         metavar="RUN A B",
         help="a run and two of its steps; or, without RUN, two results.json files or directories of results (step-N)",
     ),
-    argument("--tasks", type=_names, help="comma-separated task names (default: all that both have)"),
+    argument("--tasks", type=names, help="comma-separated task names (default: all that both have)"),
     JSON,
 )
 def _compare(args: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from fsdp_pretrain.record.files import now
 from . import sample_files
 from .attempt import ConfidenceInterval, RefusedError, Results
 from .checkpoints import EvaluatedModel
+from .hub import choose_network
 from .intervals import estimate
 from .probes import run_probes, with_probes
 from .ranks import follow, lead, together
@@ -44,7 +45,11 @@ def evaluate(
     Raises:
         UserError: a task, the held-out file or the model cannot be used.
     """
+    if not section.tasks:
+        raise RefusedError("eval.tasks names no task")
     _silence_libraries()
+    others = {*section.tasks} - {*BUNDLED, *PROBES}
+    offline = choose_network(wanted=bool(others) and not section.offline)
     try:
         import lm_eval
         from lm_eval import evaluator
@@ -52,7 +57,7 @@ def evaluate(
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
     start = time.perf_counter()
     probes = [name for name in section.tasks if name in PROBES]
-    tasks = lead(world, lambda: _load_tasks(judged, section))
+    tasks = lead(world, lambda: _load_tasks(judged, section, offline))
     adapter = open_adapter(judged, section, world)
     try:
         found: dict[str, Any] = {part: {} for part in _PARTS}
@@ -99,6 +104,7 @@ def evaluate(
 def assist(judged: EvaluatedModel, section: EvalSection, world: World) -> None:
     """On ranks other than 0: take part in `evaluate`. Raises UserError, as there."""
     _silence_libraries()
+    choose_network(wanted=False)  # rank 0 loads the tasks
     follow(world)
     open_adapter(judged, section, world).scorer.serve()
 
@@ -121,8 +127,8 @@ def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | No
     return together(world, build)
 
 
-def _load_tasks(judged: EvaluatedModel, section: EvalSection) -> dict[str, Any]:
-    """The tasks that are lm-eval's; none if there are only probes."""
+def _load_tasks(judged: EvaluatedModel, section: EvalSection, offline: str) -> dict[str, Any]:
+    """The tasks that are lm-eval's; none if there are only probes. `offline`: why nothing is downloaded, or ""."""
     names = [name for name in section.tasks if name not in PROBES]
     if not names:
         return {}
@@ -134,6 +140,7 @@ def _load_tasks(judged: EvaluatedModel, section: EvalSection) -> dict[str, Any]:
         num_fewshot=section.num_fewshot,
         gen_kwargs=section.gen_kwargs,
         seed=section.seed,
+        offline=offline,
     )
 
 
@@ -172,8 +179,7 @@ def _directions(found: dict[str, dict[str, bool | None]]) -> dict[str, dict[str,
 
 
 def _silence_libraries() -> None:
-    """lm-eval and datasets warn about things a user of bundled tasks cannot act on; nothing may access the network."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    """lm-eval and datasets warn about things a user of bundled tasks cannot act on."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")

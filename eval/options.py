@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,39 @@ from fsdp_pretrain.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.store import Checkpoint
+
+
+def names(text: str) -> list[str]:
+    """Argument type of comma-separated names. Raises ArgumentTypeError."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return found
+
+
+def tasks_and_folders(words: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """Names of tasks, and the folders to include for them, from what lm-eval's `--tasks` takes beside names.
+
+    That is a task file (`.yaml`), a pattern of such files, or a directory of them. Raises ConfigError.
+    """
+    tasks: list[str] = []
+    folders: list[Path] = []
+    for word in words:
+        path = Path(word)
+        files = sorted(path.parent.glob(path.name)) if word.endswith(".yaml") else sorted(path.glob("*.yaml"))
+        if word.endswith(".yaml") and not files:
+            raise ConfigError(f"there is no task file {word}")
+        for file in files:
+            text = file.read_text(encoding="utf-8", errors="replace")
+            named = re.search(r"^group:\s*(\S+)", text, re.MULTILINE) or re.search(
+                r"^task:\s*(\w\S*)", text, re.MULTILINE
+            )
+            if named is None:
+                raise ConfigError(f"the task file {file} has no line `task: NAME` or `group: NAME`")
+            tasks.append(named[1].strip("'\""))
+            folders.append(file.parent.absolute())
+        tasks += [] if files else [word]
+    return list(dict.fromkeys(tasks)), list(dict.fromkeys(folders))
 
 
 def count_or_share(text: str) -> float:

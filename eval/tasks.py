@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 import numpy as np
@@ -54,19 +55,22 @@ def load_tasks(
     num_fewshot: int | None = None,
     gen_kwargs: Mapping[str, Any] | None = None,
     seed: int = 1234,
+    offline: str = "",
 ) -> dict[str, Any]:
     """lm-eval's task objects for task names, groups nested, as its `evaluate` takes them.
 
     Args:
+        names: of tasks, groups and tags, and patterns of such names with `*` and `?`.
         length: tokens that the model reads.
         num_fewshot, gen_kwargs, seed: of `EvalSection`, applied as by lm-eval's own command line.
+        offline: why the libraries do not use the network; "" if they do.
 
     Raises:
-        RefusedError: a task or a directory does not exist, or a task lacks its held-out documents or needs an
-            unsupported option.
+        RefusedError: a task or a directory does not exist, or a task lacks its documents or needs an unsupported
+            option.
         DataError: the held-out file cannot be used.
     """
-    from lm_eval.tasks import TaskManager, get_task_dict
+    from lm_eval.tasks import TaskManager
 
     missing = [str(path) for path in include if not path.is_dir()]
     if missing:
@@ -76,7 +80,8 @@ def load_tasks(
     manager = TaskManager(include_path=paths or None, include_defaults=False)
     if any(name not in manager.all_tasks for name in others):
         manager = TaskManager(include_path=paths or None)  # indexes lm-eval's own tasks: takes 10 to 20 seconds
-    unknown = [name for name in others if name not in manager.all_tasks]
+    matching = {name: [name] if name in manager.all_tasks else manager.match_tasks([name]) for name in others}
+    unknown = [name for name, found in matching.items() if not found]
     if unknown:
         raise RefusedError(
             f"lm-eval has no task {', '.join(map(repr, unknown))}",
@@ -88,7 +93,8 @@ def load_tasks(
             "the bundled tasks need held-out documents", remedy="set eval.heldout or pass --heldout FILE"
         )
     makers = {"heldout_bpb": _bits_per_byte, "heldout_choice": _choice}
-    tasks: dict[str, Any] = get_task_dict([makers[name](texts) if name in makers else name for name in names], manager)
+    chosen = dict.fromkeys(found for name in names for found in matching.get(name, [name]))
+    tasks = _build([makers[name](texts) if name in makers else name for name in chosen], manager, include, offline)
     single = list(_single(tasks))
     for task in single:
         if gen_kwargs and task.get_config("output_type") == "generate_until":
@@ -96,6 +102,29 @@ def load_tasks(
     _check_generation(single, length)
     set_examples(single, num_fewshot, seed)
     return tasks
+
+
+def _build(specs: Sequence[Any], manager: Any, include: Sequence[Path], offline: str) -> dict[str, Any]:
+    """lm-eval's task objects, with their data. Raises RefusedError with the first line of whatever they raise."""
+    from lm_eval.tasks import get_task_dict
+
+    try:
+        tasks: dict[str, Any] = get_task_dict(specs, manager)
+    except Exception as error:  # tasks are programs, and what fetches their data raises anything
+        text = (str(error).strip() or "no reason given").splitlines()[0][:300]
+        frames = [frame for frame in extract_tb(error.__traceback__) if _is_in(Path(frame.filename), include)]
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        named = ", ".join(spec for spec in specs if isinstance(spec, str))
+        raise RefusedError(
+            f"lm-eval cannot load {named}: {type(error).__name__}: {text}{place}",
+            remedy="if its data is missing, load the task once where there is a network, with the same cache (HF_HOME)"
+            + (f"; here nothing is downloaded: {offline}" if offline else ""),
+        ) from None
+    return tasks
+
+
+def _is_in(path: Path, folders: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(folder.absolute()) for folder in folders)
 
 
 def _single(tasks: dict[Any, Any]) -> Iterator[Any]:

@@ -36,6 +36,7 @@ def clean_environment(**extra: str) -> dict[str, str]:
         OMP_NUM_THREADS="1",
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         TOKENIZERS_PARALLELISM="false",
+        HF_HUB_OFFLINE="1",
     )
     return {**environment, **extra}
 
@@ -125,7 +126,7 @@ IMPORTS = {
         "torch._dynamo",
     ],
 }
-QUIET = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+QUIET = {"TQDM_DISABLE": "1"}
 
 
 class Process:

@@ -118,6 +118,31 @@ def test_options_and_keys_of_the_configuration_are_the_same(
     assert "(2 documents, 2-shot)" in done.stdout and "95% [" in done.stdout
 
 
+def test_tasks_as_lm_evals_command_line_takes_them(run: Path, tasks: Path, tmp_path: Path, run_command: Run) -> None:
+    """Files, patterns of files, directories, words after spaces, and its spelling of options."""
+    (tmp_path / "more.yaml").write_text("group: more\ntask: [say]\n")
+    done = run_command(
+        *("eval.cli", "run", run, "--tasks", f"{tasks}/choose.yaml", f"{tasks}/b*.yaml", tmp_path, "arithmetic_probe"),
+        *("eval.batch=2", "--num_fewshot", "0", "--batch_size", "3", "--include_path", tasks, "--json", "--limit", "2"),
+        *("--gen_kwargs", "max_gen_toks=3", "until=x"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found["scores"]) >= {"choose", "bare", "say", "arithmetic_probe"}
+    assert found["gen_kwargs"]["say"] == {"until": "x", "max_gen_toks": 3}
+    assert found["tasks"] == "choose+bare+more+arithmetic_probe"
+
+
+@pytest.mark.slow
+def test_patterns_of_task_names(run: Path, tasks: Path, run_command: Run) -> None:
+    """As lm-eval matches them; all its own tasks are among the candidates."""
+    common = ["eval.cli", "run", run, "--include", tasks, "--json", "--limit", "2"]
+    done = run_command(*common, "--tasks", "cho?s[a-f],say")
+    assert done.returncode == 0 and set(json.loads(done.stdout)["scores"]) == {"choose", "say"}, done.stderr
+    done = run_command(*common, "--tasks", "choose,no_such_*")
+    assert done.returncode == 78 and "lm-eval has no task 'no_such_*'" in done.stderr
+
+
 def test_examples_that_may_be_the_question_are_refused(run: Path, tasks: Path, run_command: Run) -> None:
     """lm-eval leaves the question out of its own examples only if both are of the test split."""
     arguments = ["eval.cli", "run", run, "--include", tasks, "--limit", "1", "--tasks", "leak,choose,heldout_choice"]
@@ -192,6 +217,9 @@ def test_shares_of_groups_and_of_single_documents_have_wilsons_interval(
         (["--num-fewshot", "-1"], ["'-1' is not a whole number from 0 on"]),
         (["--gen-kwargs", "temperature"], ["--gen-kwargs 'temperature' is not of the form key=value"]),
         (["--gen-kwargs", "{'a': 1}"], ["no JSON object"]),
+        (["--tasks", ",,"], ["argument --tasks: ',,' names nothing"]),
+        (["--tasks", "/nowhere/choose.yaml"], ["there is no task file /nowhere/choose.yaml"]),
+        (["eval.tasks=[]"], ["eval.tasks names no task"]),
         (["--log-samples"], ["--log-samples needs --out FILE"]),
         (["--out", "/proc/none/results.json"], ["/proc/none"]),
     ],

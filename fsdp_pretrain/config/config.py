@@ -232,6 +232,11 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         bundled = [task for task in evaluation.tasks if task.startswith("heldout_") or task in _PROBES]
         if bundled:
             yield f"eval.tasks has {', '.join(bundled)}, made from held-out documents, but eval.heldout names no file"
+    files = [task for task in evaluation.tasks if "/" in task or task.endswith(".yaml")] if evaluation else []
+    if files:
+        yield f"eval.tasks has {', '.join(files)}: name the task, and put the folder of its file into eval.include"
+    if evaluation and evaluation.every is not None and not evaluation.tasks:
+        yield "eval.tasks names no task, but eval.every schedules evaluations"
     if evaluation and evaluation.export is not None and evaluation.command is None:
         yield f"eval.export = {evaluation.export} is for eval.command, which is not set; set it, or leave both out"
     bloom = isinstance(model, GPTModel) and (model.positions == "alibi" or model.embedding_norm)

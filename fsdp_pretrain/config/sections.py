@@ -296,12 +296,15 @@ class EvalSection(Section):
         "arithmetic_probe",
         "memory_probe",
     ]
-    """lm-eval task names, and probes. `heldout_*` and the probes are made from `eval.heldout`; others need their data
-    on disk."""
+    """lm-eval task names, patterns of such names (`mmlu_*`), and probes. `heldout_bpb`, `heldout_choice` and the probes
+    are made from `eval.heldout`; others need their data in the cache of Hugging Face, or a network."""
     heldout: FilePath | None = None
     """JSONL file of held-out documents (field `text`) for the bundled tasks."""
     include: list[FilePath] = []
     """Directories with more lm-eval task files."""
+    offline: bool = False
+    """Never ask the network for the data of tasks. Off: the Hugging Face Hub is asked for it if it answers within five
+    seconds; else, and if `HF_HUB_OFFLINE` is set, only the cache is used. The bundled tasks and probes need neither."""
     limit: Limit | None = None
     """Documents per task, or the share of them if below 1. Absent: all."""
     num_fewshot: Annotated[int, Field(ge=0)] | None = None

@@ -1,0 +1,231 @@
+"""Bundled tasks, options of generating answers, and what an evaluation says of itself, each against its definition."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+pytest.importorskip("lm_eval")
+from data.corpus.corpus import Corpus
+from data.text.tokenizer import Tokenizer
+from eval.checkpoints import EvaluatedModel
+from eval.evaluation import evaluate
+from eval.generation import Decoding, Sampling
+from eval.harness import CheckpointLM
+from eval.scorer import sample
+from eval.tasks import choice_questions, read_heldout, scores, unigram_bits_per_byte
+from fsdp_pretrain import models
+from fsdp_pretrain.config.data_section import AnyObjective, CausalObjective, GLMObjective
+from fsdp_pretrain.config.model import AnyModel
+from fsdp_pretrain.config.sections import EvalSection
+from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.parallel.fsdp import materialise
+
+pytestmark = pytest.mark.quick
+LENGTH = 40
+
+
+def document(number: int, lines: int = 60) -> str:
+    """Every line says where it is from."""
+    return "".join(f"line {line} of document {number} has a few words here\n" for line in range(lines))
+
+
+def test_questions_are_passages_of_their_documents() -> None:
+    texts = [document(number) for number in range(6)]
+    questions = choice_questions(texts)
+    assert questions == choice_questions(texts) and 24 <= len(questions) <= 36  # six of a document, less equal choices
+    assert len({question["context"] for question in questions}) == len(questions)
+    for question in questions:
+        choices, truth = question["choices"], question["choices"][question["answer"]]
+        (own,) = [text for text in texts if question["context"] + truth in text]
+        assert len(question["context"]) == 600 and len(set(choices)) == 4 == len(choices)
+        assert question["context"].endswith("\n") and {len(choice) for choice in choices} == {120}
+        others = [choice for choice in choices if choice != truth]
+        assert all(any(choice in text for text in texts if text != own) for choice in others)
+        assert len({choice.split()[4] for choice in choices if choice.startswith("line")}) == 4  # of four documents
+    assert set(Counter(question["answer"] for question in questions)) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("texts", [[document(number) for number in range(3)], ["short"] * 9, [document(0)] * 9])
+def test_there_are_no_questions_without_four_different_passages(texts: list[str]) -> None:
+    assert choice_questions(texts) == []
+
+
+def test_the_unigram_baseline_is_its_formula(shared_corpus: Path) -> None:
+    """Add-one frequencies of the tokens of the corpora, one for the separator, which texts do not hold."""
+    tokenizer, heldout = Tokenizer.load(shared_corpus / "tokenizer"), shared_corpus / "heldout.jsonl"
+    corpus = Corpus(shared_corpus / "corpus")
+    counts = Counter(range(tokenizer.vocab_size))
+    for number in range(len(corpus.manifest.shards)):
+        counts.update(corpus.shard(number).tokens.tolist() * 2)  # the corpus twice
+    counts[tokenizer.eod] = 1
+    texts, total = read_heldout(heldout), counts.total()
+    bits = -sum(math.log2(counts[token] / total) for ids in tokenizer.encode(texts) for token in ids)
+    found = unigram_bits_per_byte([shared_corpus / "corpus"] * 2, tokenizer, heldout)
+    assert found == pytest.approx(bits / sum(len(text.encode()) for text in texts))
+
+
+def test_scores_are_named_after_metric_and_filter() -> None:
+    row: dict[str, Any] = {"acc,none": 1, "acc_stderr,none": "N/A", "f1,strict": 0.5, "alias": "t", "ok,none": True}
+    assert scores({"t": row, "empty": {"alias": "e"}}) == {"t": {"acc": 1.0, "f1/strict": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, Decoding((), 256)),
+        ({"until": "x", "max_gen_toks": None}, Decoding(("x",), 256)),
+        ({"until": ["x", "", "y"], "max_new_tokens": "7"}, Decoding(("x", "y"), 7)),
+        ({"max_tokens": 5, "max_gen_toks": 4}, Decoding((), 4)),
+        ({"max_completion_tokens": 299}, Decoding((), 299)),
+        ({"temperature": 0.5}, Decoding((), 256, Sampling(0.5, 1.0, 50, 0))),
+        (
+            {"do_sample": True, "temperature": 1, "top_p": 1, "top_k": 0, "seed": 3},
+            Decoding((), 256, Sampling(1, 1, 0, 3)),
+        ),
+        ({"do_sample": False, "temperature": 0.5, "min_p": 0}, Decoding((), 256)),
+    ],
+)
+def test_options_of_answers(options: dict[str, Any], expected: Decoding) -> None:
+    assert Decoding.read(options, 300) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_gen_toks": 300}, "answers of 300 tokens, but the model reads 300"),
+        ({"max_gen_toks": 0}, "answers of 0 tokens"),
+        ({"do_sample": True}, "temperature > 0"),
+        ({"temperature": 1, "top_p": 0}, "top_p=0 is not"),
+        ({"temperature": 1, "top_k": -1}, "top_k=-1 is negative"),
+        ({"temperature": "hot"}, "hot"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1: not supported"),
+        ({"unheard_of": 0}, "unheard_of=0: not supported"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        Decoding.read(options, 300)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.2999, 0.3001, 0.6999, 0.7001, 1 - 2**-53])
+def test_a_token_is_drawn_where_its_share_begins(uniform: float) -> None:
+    logits = torch.tensor([0.3, 0.1, 0.4, 0.2]).log()  # in order of probability: 2, 0, 3, 1
+    drawn = sample(logits, Sampling(1.0, top_k=0), uniform)
+    assert drawn == (2 if uniform < 0.4 else 0 if uniform < 0.7 else 3 if uniform < 0.9 else 1)
+    assert sample(logits, Sampling(1.0, top_p=0.7, top_k=0), uniform) == (2 if uniform < 4 / 7 else 0)
+    assert sample(logits, Sampling(1.0, top_k=1), uniform) == 2
+
+
+# ---------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize(
+    ("stops", "answer"),
+    [
+        ((), "the run = data ( ) loss"),
+        (("data", "run"), "the "),  # the first that comes, in whatever order they are given
+        (("un = da",), "the r"),  # of several tokens
+        (("no such text",), "the run = data ( ) loss"),
+        (("loss",), "the run = data ( ) "),
+    ],
+)
+def test_an_answer_ends_before_the_first_stop(shared_corpus: Path, stops: tuple[str, ...], answer: str) -> None:
+    """Of a model whose table and blocks make it say one text: each token has its own direction."""
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    judged, text = adapter(tokenizer), "the run = data ( ) loss"
+    script = [*tokenizer.encode(["x" + text])[0], tokenizer.eod]
+    assert len(set(script)) == len(script)
+    model = judged.scorer._model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.zero_()
+        assert model.head is not None
+        for place, (token, following) in enumerate(pairwise(script)):
+            model.embedding.weight[token, place] = 1.0
+            model.head.weight[following, place] = 1.0
+    request = type("Request", (), {"args": ("x", {"until": list(stops), "max_gen_toks": 30})})()
+    first = tokenizer.encode(["x"])[0]
+    assert script[: len(first)] == first
+    assert judged.generate_until([request], disable_tqdm=True) == [answer]
+
+
+# ---------------------------------------------------------------- one evaluation
+
+
+def build(family: str = "llama", vocab: int = 512) -> Decoder:
+    size = {"layers": 1, "hidden": 32, "heads": 4, "ffn": 64}
+    values = {**size, "family": family, "vocab": vocab, **({"kv_heads": 4} if family == "llama" else {})}
+    return materialise(models.build(TypeAdapter(AnyModel).validate_python(values)), 1, torch.device("cpu"))
+
+
+def adapter(tokenizer: Tokenizer) -> CheckpointLM:
+    return CheckpointLM(build(), tokenizer, length=LENGTH, batch=2)
+
+
+def subject(tokenizer: Tokenizer, model: Decoder, objective: AnyObjective | None = None) -> EvaluatedModel:
+    return EvaluatedModel(
+        path=Path("/somewhere"),
+        step=7,
+        tokens=123,
+        tokenizer=tokenizer,
+        length=LENGTH,
+        objective=objective or CausalObjective(),
+        read=lambda device, world: model,
+    )
+
+
+def test_what_an_evaluation_says_of_itself(shared_corpus: Path, tmp_path: Path) -> None:
+    tokenizer, heldout = Tokenizer.load(shared_corpus / "tokenizer"), shared_corpus / "heldout.jsonl"
+    model, rows = build(), list[int]()
+    model.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    section = EvalSection(tasks=["heldout_bpb", "arithmetic_probe"], heldout=heldout, limit=3, batch=2)
+    found = evaluate(subject(tokenizer, model), section, keep=tmp_path)
+    assert (found.step, found.tokens, found.checkpoint, found.limit) == (7, 123, "/somewhere", 3)
+    assert found.tasks == "heldout_bpb+arithmetic_probe" and found.versions == {"heldout_bpb": 1.0}
+    assert found.documents == {"heldout_bpb": 3, "arithmetic_probe": 3} and found.num_fewshot == {"heldout_bpb": 0}
+    assert found.higher_is_better["heldout_bpb"] == {"bits_per_byte": False} and found.gen_kwargs == {}
+    assert max(rows) == 2 and found.seconds > 0 and found.unigram_bits_per_byte is None
+    (name,) = found.samples.values()
+    lines = (tmp_path / name).read_text().splitlines()
+    assert len(lines) == 3 and "doc_hash" in lines[0] and '"doc":' not in lines[0]
+    texts = read_heldout(heldout)[:3]
+    requests = [type("Request", (), {"args": (text,)})() for text in texts]
+    total = sum(CheckpointLM(model, tokenizer, length=LENGTH, batch=2).loglikelihood_rolling(requests, True))
+    bits = -total / math.log(2) / sum(len(text.encode()) for text in texts)
+    assert found.scores["heldout_bpb"]["bits_per_byte"] == pytest.approx(bits)
+
+
+@pytest.mark.parametrize("context", ["bidirectional", "causal"])
+def test_a_glm_reads_contexts_as_asked(shared_corpus: Path, context: Any) -> None:
+    tokenizer, heldout = Tokenizer.load(shared_corpus / "tokenizer"), shared_corpus / "heldout.jsonl"
+    objective = GLMObjective(kind="glm", row=LENGTH - 8)
+    model = build("glm", tokenizer.vocab_size + 6)
+    section = EvalSection(tasks=["heldout_bpb"], heldout=heldout, limit=2, glm_context=context)
+    found = evaluate(subject(tokenizer, model, objective), section)
+    texts = read_heldout(heldout)[:2]
+    requests = [type("Request", (), {"args": (text,)})() for text in texts]
+    totals = {}
+    for way in ("bidirectional", "causal"):
+        judged = CheckpointLM(
+            model, tokenizer, length=LENGTH, batch=4, objective=objective, bidirectional=way == "bidirectional"
+        )
+        totals[way] = sum(judged.loglikelihood_rolling(requests, True))
+        assert judged.max_length == LENGTH - 2
+    bits = -totals[context] / math.log(2) / sum(len(text.encode()) for text in texts)
+    assert found.scores["heldout_bpb"]["bits_per_byte"] == pytest.approx(bits)
+    assert totals["bidirectional"] != totals["causal"]
+
+
+def test_no_task_is_refused(shared_corpus: Path) -> None:
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    with pytest.raises(Exception, match=r"eval\.tasks names no task"):
+        evaluate(subject(tokenizer, build()), EvalSection(tasks=[]))
