@@ -165,10 +165,12 @@ def test_a_device_that_computes_nonsense_costs_its_host(lab: Any, helpers: Any, 
     assert end["avoid_hosts"] == ["odd-2"] and "suspect a device of rank 1 on odd-2" in end["reason"]
 
 
-def test_what_a_device_does_wrong_is_no_reason_to_leave_samples(lab: Any, helpers: Any, fault: Any) -> None:
+@pytest.mark.parametrize("saved", [12, pytest.param(8, id="8, and due with a step that is finite again")])
+def test_what_a_device_does_wrong_is_no_reason_to_leave_samples(lab: Any, helpers: Any, fault: Any, saved: int) -> None:
     """Steps 14 and 15 are not finite on one rank; repeated from the same batch, 15 is. No rollback: the next start
-    resumes from the last checkpoint, trains these samples, and expects that steps now differ."""
-    config = lab.config(health=HEALTH, checkpoint={"every": "12 steps"})
+    resumes from the last checkpoint, trains these samples, and expects that steps now differ. A save that is due after
+    step 16 is not made, although 15 and 16 are then judged together, and 16 is finite."""
+    config = lab.config(health=HEALTH, checkpoint={"every": f"{saved} steps"})
     fault("loss", rank=1, steps=[14, 15])
     output = lab.train(config, ranks=2, expect=75)
     run = lab.path / "run"
@@ -177,9 +179,10 @@ def test_what_a_device_does_wrong_is_no_reason_to_leave_samples(lab: Any, helper
     assert f"suspect a device of rank 1 on {os.uname().nodename}, not the data" in intent(run)["reason"]
     assert json.loads((run / "segments/0001/exit_intent.json").read_text())["restart"] is True
     assert not helpers.journal(run, "health-rollback")
+    assert [entry["step"] for entry in helpers.journal(run, "checkpoint")] == [saved]
     fault()
     lab.train(config, ranks=2)
-    assert [entry["step"] for entry in helpers.journal(run, "resume")] == [12]
+    assert [entry["step"] for entry in helpers.journal(run, "resume")] == [saved]
     records = helpers.metrics(run)
     assert records[-1]["cursor"] == 8 * len(records) == 160 and not any(record["skipped"] for record in records)
     assert not found(records, key="replay/step")
