@@ -205,6 +205,16 @@ def test_norms_that_go_on_standing_out_are_a_warning(config: Config) -> None:
     assert found_at(verdicts, "gradient/norm", "INFO", resolved=True) == [401]
 
 
+@pytest.mark.parametrize(("every", "ends"), [(2, 499 + 100), (1, 450 + 100)], ids=["mixed", "all"])
+def test_only_norms_that_all_stand_out_are_the_new_normal(config: Config, every: int, ends: int) -> None:
+    """Ten times the usual norm in every other step of a hundred, or from step 401 on: the incident ends 100 steps after the
+    last that stood out, which in the second case is the fiftieth."""
+    gradients = norms(1, 1000, 0)
+    gradients[400 : 500 if every > 1 else None : every] *= 10
+    verdicts = judge(Health(config), simulated(2 + noise(1, 1000, 8), gradients))
+    assert found_at(verdicts, "gradient/norm", "WARN", resolved=True) == [ends]
+
+
 def test_a_start_judges_as_if_there_had_been_none(config: Config) -> None:
     """The last records before it suffice for the same verdicts."""
     loss = 2 + noise(3, 1500, 8)

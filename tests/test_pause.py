@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import ROOT
 from sight import PATIENT, steps, until
+
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.requests import send
 
 CLI = "fsdp_pretrain.cli"
 LONG = {"duration": "100_000 steps", "micro_batch": 2}
@@ -69,7 +73,9 @@ def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, 
     assert f"by {entry['by']}: power is cut" in status.stdout and "paused for" in status.stdout
     assert "paused already" in run.control("pause", expect=78)
     assert not helpers.journal(run.run, "checkpoint")
-    run.control("save")
+    assert f"all ranks save after step {step}" in run.control("save", "--reason", "just in case")
+    asked = run.answers()[-1]
+    assert (asked["asked"], asked["by"], asked["reason"]) == ("save", entry["by"], "just in case")
     until(lambda: [saved["step"] for saved in helpers.journal(run.run, "checkpoint")] == [step], what=job.output)
     assert steps(run.run) == step
 
@@ -80,7 +86,7 @@ def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, 
 
     run.control("pause")
     last = run.answers()[-1]["step"]
-    run.control("stop", "--reason", "done")
+    assert f"all ranks save and stop after step {last}, because: done" in run.control("stop", "--reason", "done")
     assert job.wait() == [75, 75], job.output()
     assert steps(run.run) == last == helpers.journal(run.run, "checkpoint")[-1]["step"]
     assert "done" in json.loads((run.run / "status.json").read_text())["exit_intent"]["reason"]
@@ -113,3 +119,51 @@ def _age(since: str) -> float:
     from fsdp_pretrain.record.files import age
 
     return age(since)
+
+
+WAITS_WHILE_IT_LOADS = {
+    "rank": 0,
+    "verb": "rename",
+    "path": r"lineage\.json$",
+    "act": "await_file",
+    "skip": 0,
+    "times": 1,
+}
+
+
+@pytest.mark.parametrize("verb", ["save", "stop"])
+def test_a_run_that_still_loads_is_asked(
+    lab: Any, helpers: Any, start_command: Any, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command waits, and the run does it in its first steps; what an earlier start had left is discarded."""
+    config, run, loaded = lab.config(train={"duration": "40 steps"}), lab.path / "run", lab.path / "loaded"
+    monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/traps.py"))
+    monkeypatch.setenv("TRAP", json.dumps({**WAITS_WHILE_IT_LOADS, "file": str(loaded)}))
+    job = lab.start(config)
+    monkeypatch.undo()
+    until(lambda: helpers.journal(run, "start"), what=job.output)
+    left = send(RunDir(run), "stop", segment=0)
+    command = start_command(CLI, "control", run, verb, "--wait", "5 minutes")
+    until(lambda: len(list((run / "control").glob("[!.]*.json"))) == 2, what=command.output)
+    assert command.poll() is None
+    loaded.touch()
+    assert job.wait() == [75 if verb == "stop" else 0], job.output()
+    assert command.wait() == 0, command.output()
+    discarded, answer = helpers.journal(run, "control")
+    assert (discarded["request"], discarded["refused"]) == (left.stem, "it was sent to an earlier start")
+    assert answer["asked"] == verb and answer["by"] and answer["step"] <= 4 and answer["text"] in command.output()[0]
+    assert helpers.journal(run, "checkpoint")[0]["step"] == answer["step"]
+
+
+def test_a_pause_that_was_killed_is_over(lab: Any, run_command: Any, helpers: Any, live: Any) -> None:
+    """In `status`, `watch` and the report, at once."""
+    run = live(1)
+    job = run.start()
+    run.reach(3)
+    run.control("pause")
+    assert run_command(CLI, "status", run.run).stdout.startswith("run: PAUSED")
+    job.kill()
+    job.wait()
+    shown = run_command(CLI, "status", run.run)
+    assert shown.returncode == 2 and shown.stdout.startswith("run: NOT RUNNING"), shown.stdout
+    assert "exited without reporting a reason" in shown.stdout and "paused for" not in shown.stdout

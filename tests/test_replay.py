@@ -78,8 +78,9 @@ def test_beside_a_live_run_nothing_is_touched(
     helpers.wait_for(lambda: (run / "checkpoints/step-00000008/verified.json").exists())
     monkeypatch.delenv("EXECUTE_FIRST")
     before = files(run)
-    report = replay(run, "--from", 4, "--steps", 4)
+    report = replay(run, "--from", 4, "--steps", 50)
     assert report["finding"] == "reproducible" and [step["step"] for step in report["steps"]] == [5, 6, 7, 8]
+    assert "4 of the 50 steps that were asked for" in render(ReplayReport.model_validate(report))
     assert files(run) == before
     gate.touch()
     assert job.wait() == [0]

@@ -161,6 +161,52 @@ def test_a_slower_restart_names_the_new_hosts(
     assert reported[0]["facts"]["ratio"] == pytest.approx(1.2, abs=0.02) and reported[0]["step"] == 130 + 20 + 64
 
 
+@pytest.mark.quick
+@pytest.mark.shows("A7", "F30")
+@pytest.mark.parametrize(
+    ("times", "hosts", "ratio", "told"),
+    [
+        (1.2, ["a", "new"], 0.2, "new since then: new"),
+        (1.2, ["a", "gone"], 0.2, "on the same hosts"),
+        (1.0, ["a", "new"], None, ""),
+        (0.9, ["a", "new"], None, ""),
+    ],
+    ids=["slower, new host", "slower, same hosts", "as fast", "faster"],
+)
+def test_a_start_is_compared_with_the_best_before(
+    tmp_path: Path, times: float, hosts: list[str], ratio: float | None, told: str
+) -> None:
+    """The median of its first 64 clean steps with the best of a start before, which a slower one does not replace; one
+    that is as fast again ends the alarm."""
+    changes = list[tuple[str, str]]()
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: changes.append((alarm.key, alarm.state)))
+    section, best = PaceSection(), tmp_path / "pace.json"
+
+    def start(seconds: float, hosts: list[str], steps: int = 300) -> None:
+        drift, noise = SlowdownDetector(alarms, section, best, hosts), random.Random(5)
+        for step in range(1, steps + 1):
+            took = seconds * noise.lognormvariate(0, 0.001)
+            parts = {"iteration": took, "data": 0.0, "forward_backward": took, "checkpoint": 0.0}
+            drift.step(step_record(step, world=2, seconds=parts))
+
+    start(0.1, ["a", "gone"])
+    assert not changes and json.loads(best.read_text())["2 ranks, 8 x 32"]["hosts"] == ["a", "gone"]
+    start(0.1 * times, hosts, section.settle + 63)
+    assert not changes
+    start(0.1 * times, hosts)
+    (known,) = json.loads(best.read_text()).values()
+    assert known["seconds"] == pytest.approx(0.1 * min(times, 1), rel=0.001)
+    if ratio is None:
+        assert not changes and known["hosts"] == (["a", "new"] if times < 1 else ["a", "gone"])
+        return
+    (alarm,) = alarms
+    assert (alarm.key, alarm.severity.name, alarm.step) == ("pace/restart", "WARN", section.settle + 64)
+    assert alarm.facts["ratio"] == pytest.approx(1 + ratio, rel=0.001) and told in alarm.summary
+    assert alarm.facts["gone"] == sorted({"a", "gone"} - set(hosts))
+    start(0.1, hosts)
+    assert changes == [("pace/restart", "open"), ("pace/restart", "resolved")]
+
+
 # ---------------------------------------------------------------- records of longer runs
 
 

@@ -345,7 +345,8 @@ def test_a_run_is_asked_although_its_status_is_damaged(run: RunDir, run_command:
     refused = run_command(CLI, "control", run.path, "save")
     assert refused.returncode == 78 and "no job of" in refused.stderr
     with hold(run, "training"):
-        assert run_command(CLI, "control", run.path, "save").returncode == 0
+        asked = run_command(CLI, "control", run.path, "save", "--wait", "0.2 s")
+    assert asked.returncode == 75 and "the request was taken back" in asked.stderr
 
 
 def test_a_damaged_request_is_dropped_aloud(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from machines import Disk
-from records import commit
+from records import commit, step_record
 from sight import until
 from traps import take_space
 from watch import Watch, record, saves, write_journal
@@ -25,6 +25,7 @@ from fsdp_pretrain.record.metrics import records as metric_records
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog.agent.registry import build_detectors
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import TrainedCounts
 
 pytestmark = pytest.mark.quick
 
@@ -81,6 +82,27 @@ def test_age_in_slow_and_fast_runs(watch: Watch, tmp_path: Path, seconds: float,
     watch.advance(61 if age > 100 else 0)
     assert [json.loads(path.read_text())["verb"] for path in (tmp_path / "run/control").iterdir()] == said
     assert bool(watch.changes) is bool(said)
+
+
+@pytest.mark.parametrize(("every", "late"), [("4_000 tokens", True), ("6_000 tokens", False)])
+def test_what_is_at_risk_is_counted_not_extrapolated(watch: Watch, tmp_path: Path, every: str, late: bool) -> None:
+    """Steps 11 to 15 as before, 16 to 20 with twice as many samples of twice the length, and two that began since."""
+    run = tmp_path / "run"
+    checkpoints = saves(watch, run, every=every, reached=lambda: 22)
+    watch.detectors = [checkpoints]
+    for step in range(1, 11):
+        checkpoints.step(record(step))
+    commit(Store(run / "checkpoints"), 10)
+    watch.advance(1)
+    for step in range(11, 21):
+        large = {"batch": 16, "length": 64, "consumed": 16 * step - 120, "tokens": 1024 * step - 11_520}
+        checkpoints.step(step_record(step, **(large if step > 15 else {})))
+    assert checkpoints.last is not None and checkpoints.last.tokens == (15 * 8 + 5 * 2 * 16) * 32
+    watch.advance(3600)
+    watch.advance(3600)
+    at_risk = (5 * 8 + 7 * 2 * 16) * 32
+    assert checkpoints.unprotected == TrainedCounts(step=12, consumed=5 * 8 + 7 * 16, tokens=at_risk)
+    assert [alarm.facts["tokens"] for alarm in watch.changes] == ([at_risk] if late else [])
 
 
 @pytest.mark.parametrize("written", [True, False])

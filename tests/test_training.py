@@ -16,6 +16,9 @@ import pytest
 from processes import LAUNCH, TORCHRUN, spawn
 from sight import PATIENCE, seeded
 
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.requests import send
+
 MESHES = {
     # name: (ranks, overrides)
     "one": (1, ["train.micro_batch=8"]),
@@ -322,14 +325,14 @@ def test_stopping_saves_and_says_resume(
     first, second = gates(22, 29)
     job = module_lab.start(long_config, f"run.dir={run}", ranks=2)
     helpers.wait_for(lambda: reached(run, 19, helpers), what="the second start")
-    assert run_command("fsdp_pretrain.cli", "control", run, "save").returncode == 0
+    send(RunDir(run), "save")
     time.sleep(0.5)  # requests are checked twice a second, so the next step finds it
     first.touch()
     helpers.wait_for(
         lambda: any(stopped_at < e["step"] and e["step"] % 7 for e in helpers.journal(run, "checkpoint")),
         what="a save on request",
     )
-    assert run_command("fsdp_pretrain.cli", "control", run, "stop").returncode == 0
+    send(RunDir(run), "stop")
     time.sleep(0.5)
     second.touch()
     assert job.wait() == [75, 75], job.output()

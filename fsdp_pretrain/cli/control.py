@@ -54,7 +54,6 @@ def _step(text: str) -> int:
 def control(args: argparse.Namespace) -> int:
     """Ask the running job to save a checkpoint, or to save and stop; to hold its ranks idle between two steps (pause),
     and to go on (resume); to go on with other settings (set), for good, after a preview."""
-    from fsdp_pretrain.record.journal import who
     from fsdp_pretrain.watchdog.status import inspect
 
     if args.action != "set" and (args.overrides or args.over or args.at is not None):
@@ -67,11 +66,7 @@ def control(args: argparse.Namespace) -> int:
         )
     if args.action == "set":
         return _set(args, report)
-    if args.action in ("pause", "resume"):
-        _show(args, answer=_ask(args, report, reason=args.reason))
-        return 0
-    _send(args, reason=f"control stop by {who()}: {args.reason}" if args.action == "stop" and args.reason else "")
-    print(f"asked to {args.action}; the job reacts within a few steps (see its log or `fsdp-pretrain journal`)")
+    _show(args, answer=_ask(args, report, reason=args.reason))
     return 0
 
 
@@ -158,7 +153,7 @@ def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict
 
     patience = args.wait or max(_PATIENCE, _STEPS * (report.status.iteration_seconds or 0.0))
     before, offset = overrides.read(args.run).timeline, answers.end_of(args.run)
-    request = _send(args, **content)
+    request = _send(args, segment=report.status.segment, **content)
     try:
         answer = answers.wait(args.run, request, offset, runs, patience)
     except KeyboardInterrupt:

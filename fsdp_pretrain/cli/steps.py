@@ -144,7 +144,7 @@ def _profile(args: argparse.Namespace) -> int:
             f"ranks at once, and the job has ranks 0 to {ranks - 1}"
         )
     try:
-        send(args.run, "profile", steps=args.steps, at=args.at, ranks=args.ranks)
+        send(args.run, "profile", segment=report.status.segment, steps=args.steps, at=args.at, ranks=args.ranks)
     except OSError as error:
         raise StorageError(
             f"cannot write to {args.run.control}: {error.strerror}", effect="the request was not sent"

@@ -19,13 +19,14 @@ from .state_files import StateFile
 class Request(StateFile):
     """A request; a damaged one has an empty verb.
 
-    `avoid_hosts` belongs to a stop (see `requests.send`), `key` to an alarm, `changes`, `over` and `seen` to a `set`,
-    `steps` and `ranks` to a profile, `at` to both.
+    `segment` is the start it was sent to; `avoid_hosts` belongs to a stop (see `requests.send`), `key` to an alarm,
+    `changes`, `over` and `seen` to a `set`, `steps` and `ranks` to a profile, `at` to both.
     """
 
     id: str = ""  # the name of its file
     verb: str = ""
     reason: str = ""
+    segment: int | None = None
     changes: list[str] = Field(default_factory=list)  # `section.key=value`
     over: str = ""
     at: int | None = None

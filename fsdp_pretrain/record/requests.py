@@ -23,7 +23,8 @@ from .inbox import Request
 from .profiles import MOST_RANKS, MOST_STEPS, ProfileRequest
 
 STEERING = ("pause", "resume", "set")
-"""Requests that are answered by an entry of the journal, kind `control`, with the request's id."""
+"""Requests whose meaning rank 0 broadcasts. Like `save` and `stop`, they are answered by an entry of the journal, kind
+`control`, with the request's id."""
 _POLL_INTERVAL = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -31,8 +32,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 def send(run: RunDir, verb: str, **more: Any) -> Path:
     """Send a request, `stop`, `save`, `profile` or one of `STEERING`, to the job of a run.
 
-    A stop may have a `reason`, and `avoid_hosts`, a list of hosts that the next start should not use; a profile has the
-    fields of `profiles.ProfileRequest`. Returns the file, whose stem is the request's id: who removes it before the job
+    `segment` is the start that it is for: one that has not begun to train keeps only what was sent to it. All may have
+    a `reason`, a stop `avoid_hosts`, a list of hosts that the next start should not use; a profile has the fields of
+    `profiles.ProfileRequest`. Returns the file, whose stem is the request's id: who removes it before the job
     does has taken the request back. Raises OSError, also if there is no run.
     """
     if not run.begun:
@@ -71,11 +73,15 @@ class Inbox:
 
     def __init__(self, run: RunDir | None) -> None:
         self._run, self._polled = run, 0.0
-        self._requests, self._steering = Requests(), list[Request]()
+        self._requests, self._steering, self._orders = Requests(), list[Request](), list[Request]()
 
-    def discard(self) -> list[Request]:
-        """Remove and return requests meant for an earlier start."""
-        return inbox.take(self._run.control) if self._run is not None else []
+    def discard(self, segment: int) -> list[Request]:
+        """Remove and return requests that were not sent to the start of this segment."""
+        found = inbox.take(self._run.control) if self._run is not None else []
+        for request in found:
+            if request.segment == segment:
+                self._sort(request)
+        return [request for request in found if request.segment != segment]
 
     def listen(self) -> None:
         """Turn SIGTERM, SIGINT and SIGUSR1 into a request to stop; a second SIGINT interrupts at once."""
@@ -96,7 +102,8 @@ class Inbox:
         """
         if self._run is not None and time.monotonic() - self._polled >= _POLL_INTERVAL:
             self._polled = time.monotonic()
-            self._read_files(self._run)
+            for request in inbox.take(self._run.control):
+                self._sort(request)
         taken = replace(self._requests, steer=bool(self._steering))
         self._requests.save, self._requests.profile = False, None
         return taken
@@ -106,18 +113,24 @@ class Inbox:
         taken, self._steering = self._steering, []
         return taken
 
-    def _read_files(self, run: RunDir) -> None:
-        for request in inbox.take(run.control):
-            if request.verb == "stop":
-                self._requests.stop = True
-                self._requests.reason = request.reason or f"control stop by {request.by}"
-                self._requests.avoid_hosts = tuple(request.avoid_hosts)
-            elif request.verb == "save":
-                self._requests.save = True
-            elif request.verb == "profile" and 0 < request.steps <= MOST_STEPS and len(request.ranks) <= MOST_RANKS:
-                ranks = tuple(request.ranks)
-                self._requests.profile = ProfileRequest(request.steps, request.at or 0, ranks, request.by)
-            elif request.verb in STEERING:
-                self._steering.append(request)
-            else:
-                print(f"warning: a request in {run.control} was damaged and is dropped", file=sys.stderr, flush=True)
+    def take_orders(self) -> list[Request]:
+        """The requests to save or to stop, oldest first; each is returned once, for an answer."""
+        taken, self._orders = self._orders, []
+        return taken
+
+    def _sort(self, request: Request) -> None:
+        if request.verb == "stop":
+            asked = "" if request.avoid_hosts else f"control stop by {request.by}"
+            self._requests.stop, self._requests.reason = True, ": ".join(filter(None, (asked, request.reason)))
+            self._requests.avoid_hosts = tuple(request.avoid_hosts)
+            self._orders.append(request)
+        elif request.verb == "save":
+            self._requests.save = True
+            self._orders.append(request)
+        elif request.verb == "profile" and 0 < request.steps <= MOST_STEPS and len(request.ranks) <= MOST_RANKS:
+            ranks = tuple(request.ranks)
+            self._requests.profile = ProfileRequest(request.steps, request.at or 0, ranks, request.by)
+        elif request.verb in STEERING:
+            self._steering.append(request)
+        else:
+            print("warning: a request in control/ was damaged and is dropped", file=sys.stderr, flush=True)

@@ -251,6 +251,7 @@ def _report(
         run=request.run,
         segment=window.records[0].segment,
         start=request.start,
+        asked=request.steps,
         changed=window.changed,
         batch_of=request.batch_of,
         unlike=_unlike(window, world),

@@ -39,6 +39,7 @@ class ReplayReport(BaseModel):
     Attributes:
         run, segment: whose steps were replayed.
         start: step of the checkpoint.
+        asked: number of steps that were asked for; the record may have ended before.
         changed: what was asked to be different, as `key: old -> new`; `batch_of` is a change too.
         batch_of: see `ReplayRequest`.
         unlike: circumstances that were not as then, so that equal bits cannot be expected.
@@ -54,6 +55,7 @@ class ReplayReport(BaseModel):
     run: str
     segment: int
     start: int
+    asked: int = 0
     changed: list[str]
     batch_of: int | None
     unlike: list[str]
@@ -226,6 +228,8 @@ def render(report: ReplayReport) -> str:
         f"{steps} of segment {report.segment} of {report.run}, replayed in "
         f"{human_time(report.seconds)}" + (f" with {'; '.join(report.changed)}" if report.changed else "")
     ]
+    if len(report.steps) < report.asked:
+        lines.append(f"  {len(report.steps)} of the {report.asked} steps that were asked for: the record ends there")
     lines.append(f"  {'step':>8} {'loss':>10} {'recorded':>10} {'norm':>10} {'recorded':>10} {'lr':>10}  compared")
     for each in report.steps[:_SHOWN_STEPS]:
         values = (each.loss, each.recorded_loss, each.grad_norm, each.recorded_grad_norm)

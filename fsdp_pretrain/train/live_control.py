@@ -83,6 +83,12 @@ class LiveControl:
                 self.refuse(request, step, "the ranks are paused already" if holds else "the ranks are not paused")
         return decided
 
+    def acknowledge(self, step: int) -> None:
+        """On rank 0: answer the requests to save or to stop, which all ranks now do."""
+        for request in self._run.inbox.take_orders():
+            what = "save" if request.verb == "save" else "save and stop"
+            self._answer(request, step, f"all ranks {what} after step {step:_}", did=request.verb)
+
     def refuse(self, request: Request, step: int, why: str) -> None:
         """Answer a request that changes nothing."""
         self._answer(request, step, f"{request.verb} refused: {why}", refused=why)
@@ -162,6 +168,7 @@ class LiveControl:
                 time.sleep(_ROUND)
                 found = self._world.gather(look())
                 if any(each.stop for each in found):
+                    self.acknowledge(step)
                     return True
                 together = Requests(save=any(each.save for each in found), steer=any(each.steer for each in found))
                 released = act(together)

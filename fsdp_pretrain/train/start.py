@@ -283,11 +283,11 @@ def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:
 
 
 def discard_requests(run: RunContext) -> None:
-    """Discard requests from before this start was ready, most for an earlier one, and say so."""
-    for request in run.inbox.discard():
+    """Discard requests that were not sent to this start, and say so."""
+    for request in run.inbox.discard(run.recorder.number):
         what = " ".join([request.verb or "a damaged request", *request.changes])
         facts = {"request": request.id, "asked": request.verb, "by": request.by}
-        why = "it was sent before training had begun"
+        why = "it was sent to an earlier start"
         run.recorder.event("control", f"discarded, since {why}: {what}", refused=why, **facts)
 
 

@@ -182,6 +182,8 @@ class Trainer:
             if self.saves.all_ended(agreed.saved):
                 self._heartbeat.beat(Phase.SAVE)
                 self.saves.finish()
+            if agreed.save or agreed.stop:
+                self._control.acknowledge(self.state.step)
             if self._save_due() or agreed.save:
                 self.checkpoint()
             if agreed.stop or (agreed.steer and self._steer()):
@@ -191,6 +193,7 @@ class Trainer:
         self.collect(keep=0)
         if self._agreed.rollback is not None:
             return self._end_for(self._agreed.rollback)
+        self._control.acknowledge(self.state.step)
         if self.state.consumed >= self.schedule.total:
             outcome = Exit.COMPLETE
         self._heartbeat.beat(Phase.SAVE)
@@ -236,9 +239,11 @@ class Trainer:
         return replace(asked, save=asked.save or retry)
 
     def _act_while_held(self, asked: Requests) -> Request | None:
-        if asked.save and self.saves.saved_step != self.state.step:
-            self.checkpoint()
-            self.saves.finish()
+        if asked.save:
+            self._control.acknowledge(self.state.step)
+            if self.saves.saved_step != self.state.step:
+                self.checkpoint()
+                self.saves.finish()
         return self._decide(held=True).resume if asked.steer else None
 
     def _end_for(self, rollback: RollbackRequest) -> Exit:

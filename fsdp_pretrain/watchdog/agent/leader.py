@@ -203,7 +203,8 @@ class Leader:
             return
         names = ", ".join(sorted(broken))
         with contextlib.suppress(OSError):  # a full disk takes no request: retried in the next pass
-            send(self._run, "stop", reason=f"broken hardware on {names}", avoid_hosts=sorted(broken))
+            why, hosts = f"broken hardware on {names}", sorted(broken)
+            send(self._run, "stop", segment=self._snapshot.segment, reason=why, avoid_hosts=hosts)
             self._avoided |= broken
 
     def broken_hosts(self) -> set[str]:
@@ -229,7 +230,7 @@ class Leader:
             self._ping.on_pass(bool(self._ranks.beats), time.monotonic())
 
     def _build_snapshot(self) -> Snapshot:
-        record, at = self._health.last, time.monotonic_ns()
+        at = time.monotonic_ns()
         severities = Counter(alarm.severity for alarm in self.alarms)
         shown = replace(
             self._snapshot,
@@ -243,9 +244,8 @@ class Leader:
             if isinstance(detector, CheckpointDetector):
                 shown.verified_step, shown.verified_age = detector.protected, detector.age
                 shown.checkpoint_failures, shown.checkpoint_bytes_per_second = detector.failures, detector.speed
-                if record is not None and detector.protected is not None:
-                    behind = max(0, record.step - detector.protected)
-                    shown.unprotected_tokens = behind * record.batch * record.sequence_length
+                risk = detector.unprotected
+                shown.unprotected_tokens = None if risk is None else risk.tokens
             elif isinstance(detector, DiskSpaceDetector):
                 shown.next_checkpoint_fits = detector.fit.get("checkpoints")
                 shown.disk_full_in = detector.seconds_to_full.get("checkpoints")

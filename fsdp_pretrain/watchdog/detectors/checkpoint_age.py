@@ -40,6 +40,15 @@ _AUDIT_DEADLINE = 3600.0
 
 
 @dataclass(frozen=True)
+class TrainedCounts:
+    """Steps, samples and tokens that were trained."""
+
+    step: int
+    consumed: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class SaveInFlight:
     """A save in flight.
 
@@ -70,7 +79,6 @@ class CheckpointDetector(Detector):
         need: what the next checkpoint takes; None before anything is known.
         prunable: what may be deleted to make room for it.
         completed: how often a newer verified checkpoint was seen.
-        protected: step of the newest verified checkpoint, or the one this start continued from.
         failures: failed saves of this start.
         speed: bytes per second of the last save.
         age: seconds that training has continued without a newer one.
@@ -104,10 +112,10 @@ class CheckpointDetector(Detector):
         self.need: SpaceNeeded | None = None
         self.prunable: SpaceNeeded | None = None
         self.completed = self.failures = 0
-        self.protected: int | None = None
+        self._saved: TrainedCounts | None = None
         self.speed: float | None = None
         self.age = 0.0
-        self._protected_tokens, self._since, self._world = 0, math.inf, 1
+        self._since, self._world = math.inf, 1
         self._steps: deque[float] = deque(maxlen=64)
         self._saves: deque[tuple[float, float]] = deque(maxlen=upcoming.SAVES)
         self._attempts: dict[str, SaveInFlight] = {}
@@ -117,9 +125,8 @@ class CheckpointDetector(Detector):
 
     def step(self, record: StepRecord) -> None:
         self._steps.append(record.seconds.iteration)
-        if self.protected is None:  # a start continues from a saved step, or from 0
-            self.protected = record.step - 1
-            self._protected_tokens = record.tokens - record.trained
+        if self._saved is None:  # a start continues from a saved step, or from 0
+            self._saved = TrainedCounts(record.step - 1, record.consumed - record.batch, record.tokens - record.trained)
         super().step(record)
 
     def tick(self, now: float) -> None:
@@ -143,7 +150,7 @@ class CheckpointDetector(Detector):
         self.prunable = SpaceNeeded(**found["prunable"]) if self._prune else None
         newest = found[self._which]
         if newest is not None and self.last and (self.protected is None or newest["step"] > self.protected):
-            self.protected, self._protected_tokens = newest["step"], newest["tokens"] or 0
+            self._saved = TrainedCounts(newest["step"], newest["consumed"], newest["tokens"])
             self.completed, self._since = self.completed + 1, now
             self._judge_place(Path(newest["path"]), newest["step"])
         self._judge_damage(found)
@@ -152,22 +159,36 @@ class CheckpointDetector(Detector):
 
     # ------------------------------------------------------------------ age of the newest checkpoint
 
+    @property
+    def protected(self) -> int | None:
+        """Step of the newest verified checkpoint, or of the one this start continued from."""
+        return None if self._saved is None else self._saved.step
+
+    @property
+    def unprotected(self) -> TrainedCounts | None:
+        """What would be lost now: steps in no verified checkpoint, also those whose records cannot be written."""
+        record, saved = self.last, self._saved
+        if record is None or saved is None:
+            return None
+        ahead = max(0, self._reached() - record.step)
+        samples = max(0, record.consumed - saved.consumed) + ahead * record.batch
+        tokens = max(0, record.tokens - saved.tokens) + ahead * record.batch * record.sequence_length
+        return TrainedCounts(max(0, record.step - saved.step) + ahead, samples, tokens)
+
     def _judge_age(self, now: float) -> None:
         """The age counts from the first step that is in no verified checkpoint."""
-        record = self.last
-        if record is None or self.protected is None:
+        record, saved, risk = self.last, self._saved, self.unprotected
+        if record is None or saved is None or risk is None:
             return
-        if record.step <= self.protected:
+        if record.step <= saved.step:
             self._since = now
         self._since = min(self._since, now)
         self.age = now - self._since
-        steps = max(record.step, self._reached()) - self.protected
-        samples = steps * record.batch
         made = UnsavedTraining(
             self._every(record.consumed),
-            steps=steps,
-            samples=samples,
-            tokens=samples * record.sequence_length,
+            steps=risk.step,
+            samples=risk.consumed,
+            tokens=risk.tokens,
             age=self.age,
             step_seconds=median(self._steps),
             save_seconds=upcoming.longest_save([seconds for _, seconds in self._saves]),
@@ -175,10 +196,9 @@ class CheckpointDetector(Detector):
         late = made.late(self._section)
         if late is Late.NO:
             self._asked.clear()
-            self.resolve("checkpoint-age", f"step {self.protected} is verified")
+            self.resolve("checkpoint-age", f"step {saved.step} is verified")
             return
         verb = {Late.VERY_LATE: "save", Late.TOO_LATE: "stop"}.get(late)
-        tokens = record.tokens - self._protected_tokens
         causes = {
             key
             for key in self.alarms.open_keys()
@@ -188,11 +208,11 @@ class CheckpointDetector(Detector):
             "checkpoint-age",
             Severity.CRIT if verb else Severity.WARN,
             f"{made}" + (f" (see {', '.join(sorted(causes))})" if causes else ""),
-            f"{steps} steps, {human_count(tokens)} tokens and "
+            f"{risk.step} steps, {human_count(risk.tokens)} tokens and "
             f"{self.age * self._world / 3600:.3g} GPU-hours would be lost now",
             "repair the storage, or name another (checkpoint.fallback_dir)",
             action=self._ask(verb) if verb else "",
-            facts={"age_seconds": self.age, "verified_step": self.protected, "tokens": tokens},
+            facts={"age_seconds": self.age, "verified_step": saved.step, "tokens": risk.tokens},
         )
 
     def _ask(self, verb: str) -> str:

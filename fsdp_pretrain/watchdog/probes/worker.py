@@ -72,7 +72,8 @@ def checkpoints(directories: list[str], chronicle: str, offset: int) -> dict[str
 def _describe(item: Checkpoint) -> dict[str, Any]:
     manifest = item.manifest()
     size, count = sum(entry.bytes for entry in manifest.files), len(manifest.files)
-    return {"step": item.step, "tokens": manifest.tokens, "bytes": size, "files": count, "path": str(item.path)}
+    trained = {"step": item.step, "consumed": manifest.consumed, "tokens": manifest.tokens}
+    return {**trained, "bytes": size, "files": count, "path": str(item.path)}
 
 
 def evaluations(evals: str) -> dict[str, Any]:
