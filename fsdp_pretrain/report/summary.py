@@ -17,6 +17,7 @@ from fsdp_pretrain.units import human_count, human_time
 from fsdp_pretrain.watchdog.status import StatusReport, Verified
 
 from .curves import Line
+from .gather import RunRecord
 
 _LEVELS = {0: "ok", 1: "warn", 2: "alert"}
 
@@ -51,13 +52,12 @@ class Summary:
     problems: list[tuple[str, str]]
 
 
-def summarize(
-    run: RunDir, found: StatusReport, kept: Line, account: GoodputReport, entries: list[dict[str, Any]]
-) -> Summary:
+def summarize(record: RunRecord) -> Summary:
     """The header of a run, from what `status` found and the kept line."""
-    about = next((entry["text"] for entry in reversed(entries) if entry["kind"] == "start"), "")
+    found, kept, account = record.status, record.lines.kept, record.account
+    about = next((entry["text"] for entry in reversed(record.entries) if entry["kind"] == "start"), "")
     steps = _last(kept, "step") or 0.0
-    config = _config(run)
+    config = _config(record.run)
     total = config.schedule.steps if config is not None else found.status.total_steps
     problems = [(_LEVELS[level], text) for level, text in sorted(found.problems, key=lambda each: -each[0])]
     if account.damaged.lines:
