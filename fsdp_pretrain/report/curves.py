@@ -55,10 +55,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Lines:
-    """All that a run trained: the kept line, and what a resume, rollback or fork left behind, one line per part."""
+    """All that a run trained: the kept line, and what resumes, rollbacks and forks left behind, part after part."""
 
     kept: Line
-    left: list[Line]
+    left: Line
 
     def locate(self, step: float | None, time: float | None) -> Position:
         """Where an event was: at a step, a time, or both."""
@@ -75,7 +75,7 @@ class Lines:
 
     @cached_property
     def _clocks(self) -> dict[str, Column]:
-        return {name: np.concatenate([line.columns[name] for line in (self.kept, *self.left)]) for name in CLOCKS}
+        return {name: np.concatenate([line.columns[name] for line in (self.kept, self.left)]) for name in CLOCKS}
 
     @cached_property
     def _by_time(self) -> dict[str, Column]:
@@ -91,7 +91,7 @@ class Lines:
 def read_lines(nodes: Iterable[lineage.LineageNode], segments: dict[int, StepColumns]) -> Lines:
     """The lines of a run from its lineage and the columns of every segment."""
     parts = lineage.line(nodes)
-    kept, left, last = list[dict[str, Column]](), list[Line](), 0.0
+    kept, left, last = list[dict[str, Column]](), list[dict[str, Column]](), 0.0
     for number, steps in sorted(segments.items()):
         columns = _columns(steps)
         part = next((part for part in parts if part.segment == number), None)
@@ -102,8 +102,8 @@ def read_lines(nodes: Iterable[lineage.LineageNode], segments: dict[int, StepCol
             last = float(steps.step[on_line][-1])
         edges = np.flatnonzero(np.diff(on_line, prepend=True, append=True))
         for first, stop in zip(edges[::2], edges[1::2], strict=True):
-            left.append(Line({name: column[first:stop] for name, column in columns.items()}, []))
-    return Lines(_join(kept), left)
+            left.append({name: column[first:stop] for name, column in columns.items()})
+    return Lines(_join(kept), _join(left))
 
 
 def _columns(steps: StepColumns) -> dict[str, Column]:
@@ -127,18 +127,6 @@ def _join(parts: list[dict[str, Column]]) -> Line:
     }
     columns["written"] = np.maximum.accumulate(columns["written"])
     return Line(columns, np.cumsum(sizes)[:-1].tolist())
-
-
-def pack(lines: list[Line]) -> list[Line]:
-    """Lines one after another, in as few as possible without two that overlap in steps."""
-    lanes: list[list[Line]] = []
-    for line in sorted(lines, key=lambda each: float(each.columns["step"][0])):
-        free = (lane for lane in lanes if lane[-1].columns["step"][-1] < line.columns["step"][0])
-        lane = next(free, None)
-        if lane is None:
-            lanes.append(lane := [])
-        lane.append(line)
-    return [_join([line.columns for line in lane]) for lane in lanes]
 
 
 def reduce(line: Line, names: Iterable[str], points: int) -> Curve:

@@ -18,7 +18,7 @@ from fsdp_pretrain.record.metrics import METRICS
 from fsdp_pretrain.record.start_history import Start, StartHistory, StepColumns, read_history, read_steps
 from fsdp_pretrain.watchdog.status import StatusReport, inspect
 
-from .curves import Curve, Lines, pack, read_lines, reduce
+from .curves import Curve, Lines, read_lines, reduce
 from .evaluations import Evaluations, read_evaluations
 from .events import Event, read_events
 
@@ -47,7 +47,8 @@ class RunRecord:
     @cached_property
     def begin(self) -> float:
         """When it was launched, or of a fork its parent; seconds since 1970."""
-        return min([self.account.begin, *self.lines.kept.columns["written"][:1].tolist()])
+        written = self.lines.kept.columns["written"]
+        return min(self.account.begin, float(written[0])) if len(written) else self.account.begin
 
     @cached_property
     def events(self) -> tuple[list[Event], int]:
@@ -57,14 +58,12 @@ class RunRecord:
     def evaluations(self) -> Evaluations:
         return read_evaluations(self.run, self.entries, self.lines)
 
-    def curves(self, columns: list[str], runs: int) -> list[Curve]:
-        """The kept line and those left behind, with these columns, on a page of `runs` runs."""
-        used = sum(name in self.lines.kept.columns for name in columns) or 1
-        points, lanes = _VALUES // used // runs, pack(self.lines.left)
-        all_left = sum(map(len, lanes))
-        rest = min(int(points * _LEFT), all_left)
-        left = [reduce(lane, columns, max(2, rest * len(lane) // all_left)) for lane in lanes]
-        return [reduce(self.lines.kept, columns, points - rest), *left]
+    def curves(self, columns: list[str], runs: int) -> tuple[Curve, Curve]:
+        """The kept line and what was left behind, with these columns, on a page of `runs` runs."""
+        kept, left = self.lines.kept, self.lines.left
+        points = _VALUES // runs // (sum(name in kept.columns for name in columns) or 1)
+        rest = min(int(points * _LEFT), len(left))
+        return reduce(kept, columns, points - rest), reduce(left, columns, rest)
 
 
 def read(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> RunRecord:

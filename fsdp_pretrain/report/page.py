@@ -76,7 +76,7 @@ def render(records: list[RunRecord], library: str, made: float) -> str:
     drawing, script = Drawing(records), _asset("report.js")
     begins = [record.begin for record in records]
     data = _plain({"begins": begins, "places": drawing.places, "marks": drawing.marks, "figures": drawing.figures})
-    evaluations = [_panel(at, figure) for at, figure in enumerate(drawing.figures) if figure.host == "evaluations"]
+    evaluations = [_panel(figure) for figure in drawing.figures if figure.scores]
     verdicts = tables.verdicts(records)
     constants = html.escape(f"Constant: {'; '.join(drawing.constants)}.") if drawing.constants else ""
     return Template(_asset("page.html")).substitute(
@@ -86,7 +86,7 @@ def render(records: list[RunRecord], library: str, made: float) -> str:
         headers="".join(tables.header(each, number, summarize(each)) for number, each in enumerate(records)),
         made=stamp(made)[:19].replace("T", " "),
         several="several" if drawing.several else "",
-        panels="".join(_panel(at, figure) for at, figure in enumerate(drawing.figures) if figure.host == "panels"),
+        panels="".join(_panel(figure) for figure in drawing.figures if not figure.scores),
         constants=constants,
         hidden="" if evaluations or verdicts else "hidden",
         evaluations="".join(evaluations),
@@ -100,22 +100,33 @@ def render(records: list[RunRecord], library: str, made: float) -> str:
     )
 
 
-def _panel(at: int, figure: Figure) -> str:
+def _panel(figure: Figure) -> str:
     """Its heading, with a button for every line, and the place of its figure."""
     title, about = html.escape(figure.title), html.escape(figure.about)
     keyed = {trace["key"]: trace for trace in reversed(figure.traces) if "key" in trace}  # the kept line's
-    keys = [_button(key, _sign(trace) + trace["name"], not trace.get("hidden")) for key, trace in reversed(keyed.items())]
+    keys = [
+        _button(key, _sign(trace) + trace["name"], not trace.get("hidden")) for key, trace in reversed(keyed.items())
+    ]
     if figure.fit:
-        keys += ['<span class="modes">', _button("log", "log", figure.axis.get("type") == "log"), _button("fit", "fit", False), "</span>"]
+        keys += [
+            '<span class="modes">',
+            _button("log", "log", figure.axis.get("type") == "log"),
+            _button("fit", "fit", False),
+            "</span>",
+        ]
     return (
-        f'<section class="panel" aria-label="{title}"><div class="head"><h3>{title}</h3><p class="about">{about}</p>{"".join(keys)}'
-        f'</div><div class="plot" role="img" aria-label="{title} {about}" style="height:{figure.height}px"></div></section>'
+        f'<section class="panel" aria-label="{title}"><div class="head"><h3>{title}</h3><p class="about">{about}</p>'
+        f'{"".join(keys)}</div><div class="plot" role="img" aria-label="{title} {about}" '
+        f'style="height:{figure.height}px"></div></section>'
     )
 
 
 def _button(value: str, content: str, pressed: bool) -> str:
     kind = "mode" if value == content else "key"
-    return f'<button type="button" class="{kind}" value="{html.escape(value)}" aria-pressed="{str(pressed).lower()}">{content}</button>'
+    state = str(pressed).lower()
+    return (
+        f'<button type="button" class="{kind}" value="{html.escape(value)}" aria-pressed="{state}">{content}</button>'
+    )
 
 
 def _sign(trace: dict[str, Any]) -> str:
@@ -139,7 +150,7 @@ def _packed(text: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON values: numbers of figures with six digits, those of places, which are positions, as they are; None for NaN."""
+    """JSON values: arrays with six significant digits, None for NaN."""
     if isinstance(value, np.ndarray):
         return [float(f"{each:.6g}") if math.isfinite(each) else None for each in value.tolist()]
     if is_dataclass(value):

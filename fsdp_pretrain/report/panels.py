@@ -58,7 +58,9 @@ def lay_out(columns: Iterable[str]) -> list[Panel]:
         Panel("lr", "Learning rate", [Trace("lr", "applied")], "zero"),
         Panel("batch", "Batch", [Trace("batch", "samples")], "zero", "count", "of a step", brief=True),
         Panel("length", "Sequence length", [Trace("length", "tokens")], "zero", "count", "of a sample", brief=True),
-        Panel("shares", "Shares of the sources", of("share") if several else [], "zero", "share", "planned", brief=True),
+        Panel(
+            "shares", "Shares of the sources", of("share") if several else [], "zero", "share", "planned", brief=True
+        ),
         Panel("shrink", "Embedding shrink", [Trace("embedding_shrink", "factor")], "zero", brief=True),
         Panel("scale", "Loss scale", [Trace("loss_scale", "fp16")], "log", "count", brief=True),
         Panel("seconds", "Step time by part", [Trace(*part) for part in parts.items()], "log", "s"),

@@ -32,7 +32,9 @@ class SavePoint:
     text: str
 
 
-def read_saves(run: RunDir, entries: list[dict[str, Any]], nodes: list[LineageNode], lines: Lines) -> Iterator[SavePoint]:
+def read_saves(
+    run: RunDir, entries: list[dict[str, Any]], nodes: list[LineageNode], lines: Lines
+) -> Iterator[SavePoint]:
     """The saves of a run, oldest first."""
     try:
         there = {checkpoint.step: checkpoint for checkpoint in stores(run).scan()}

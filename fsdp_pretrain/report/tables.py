@@ -11,7 +11,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_count, human_time
 
 from .events import Event, Mark
-from .figures import STATES
+from .figures import COLORS
 from .gather import RunRecord
 from .summary import Fact, Summary
 
@@ -26,8 +26,8 @@ def header(record: RunRecord, number: int, said: Summary) -> str:
         bar = f'<progress max="1" value="{said.progress:.4f}" aria-label="share of the steps done"></progress>'
     problems = "".join(f'<li class="{level}">{html.escape(text)}</li>' for level, text in said.problems)
     return (
-        f'<section class="run"><h2><span class="swatch" style="background:var(--c{number % 8})"></span>{html.escape(record.name)} '
-        f'<span class="state {said.level}">{html.escape(said.state)}</span></h2>'
+        f'<section class="run"><h2><span class="swatch" style="background:var(--c{number % 8})"></span>'
+        f'{html.escape(record.name)} <span class="state {said.level}">{html.escape(said.state)}</span></h2>'
         f'<p class="about">{html.escape(said.about)}<br><code>{html.escape(str(record.run.path))}</code></p>{bar}'
         f'<dl class="facts">{"".join(map(_fact, said.facts))}</dl>'
         + (f'<ul class="problems">{problems}</ul>' if problems else "")
@@ -51,7 +51,11 @@ def verdicts(records: list[RunRecord]) -> str:
             dots = "".join(_VERDICTS[verdict.ok][0] for _, verdict in mine[-40:])
             rows.append([("tight", _of(record, records) + probe), (f"tight {level}", f"{sign} {word}"),
                          ("number", f"{step:,}"), ("dots", dots), ("", newest.text)])  # fmt: skip
-    return f"<h3>Verdicts of probes</h3>{_table('verdicts', 'probe newest #step all why', map(_row, rows))}" if rows else ""
+    return (
+        f"<h3>Verdicts of probes</h3>{_table('verdicts', 'probe newest #step all why', map(_row, rows))}"
+        if rows
+        else ""
+    )
 
 
 def account(record: RunRecord, records: list[RunRecord]) -> str:
@@ -62,12 +66,15 @@ def account(record: RunRecord, records: list[RunRecord]) -> str:
         if seconds > 0:
             share = seconds / found.wall_seconds
             cells = [("number", human_time(seconds)), ("number", f"{share:.3%}")]
-            color = f'class="share" style="background:var(--s-{STATES[state][1]});width'
-            rows.append(f"<tr><td class='tight'><i {color}:12px\"></i> {state}</td>{_cells(cells)}"
-                        f'<td><i {color}:{share * 160:.0f}px"></i></td>{_cells([("meaning", state.meaning)])}</tr>')  # fmt: skip
+            square, bar = (_bar(COLORS[state], width) for width in (12, share * 160))
+            rows.append(
+                f"<tr><td>{square} {state}</td>{_cells(cells)}<td>{bar}</td>{_cells([('meaning', state.meaning)])}</tr>"
+            )
+    wall, count = human_time(found.wall_seconds), len(found.incidents)
     text = (
-        f"{_of(record, records)}goodput {found.goodput:.1%} of {human_time(found.wall_seconds)} ({found.runtime_goodput:.1%} without "
-        f"the queue); {human_count(found.tokens)} tokens kept, {human_count(found.tokens_lost)} lost; {_plural(len(found.incidents))}."
+        f"{_of(record, records)}goodput {found.goodput:.1%} of {wall} ({found.runtime_goodput:.1%} without the queue); "
+        f"{human_count(found.tokens)} tokens kept, {human_count(found.tokens_lost)} lost; "
+        f"{count} interruption{'s' * (count != 1)}."
     )
     return f'<p class="note">{html.escape(text)}</p>{_table("account", "state #time #share  meaning", rows)}'
 
@@ -91,10 +98,15 @@ def _event(place: str, prefix: str, event: Event) -> str:
     time = stamp(event.at["written"])[:19].replace("T", " ") if math.isfinite(event.at["written"]) else ""
     level = event.severity.name.lower()
     return (
-        f'<tr data-place="{place}" data-group="{event.group}" data-marked="{int(marked)}" data-severity="{event.severity:d}"'
-        f'{"" if marked else " hidden"}><td class="tight">{time}</td>'
+        f'<tr data-place="{place}" data-group="{event.group}" data-marked="{int(marked)}" '
+        f'data-severity="{event.severity:d}"{"" if marked else " hidden"}><td class="tight">{time}</td>'
         f'<td class="number"><button type="button" class="link" title="show it in the curves">{step}</button></td>'
-        + _cells([(f"tight {level}", f"{_SIGNS[event.severity]}{prefix}{event.kind}"), ("", event.text + " (open)" * event.open)])
+        + _cells(
+            [
+                (f"tight {level}", f"{_SIGNS[event.severity]}{prefix}{event.kind}"),
+                ("", event.text + " (open)" * event.open),
+            ]
+        )
         + "</tr>"
     )
 
@@ -103,8 +115,8 @@ def _of(record: RunRecord, records: list[RunRecord]) -> str:
     return f"{record.name}: " if len(records) > 1 else ""
 
 
-def _plural(count: int) -> str:
-    return f"{count} interruption{'s' * (count != 1)}"
+def _bar(color: str, width: float) -> str:
+    return f'<i class="share" style="background:var({color});width:{width:.0f}px"></i>'
 
 
 def _cells(cells: Iterable[tuple[str, str]]) -> str:

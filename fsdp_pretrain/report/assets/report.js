@@ -16,25 +16,21 @@
   const count = (value) => value.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 4 });
 
   // ---------------------------------------------------------------- clocks
-  const clocks = { step: "step", consumed: "consumed", trained: "trained", elapsed: "written", date: "written" };
-  let clock = "step", range, unit; // of the range: steps, ..., hours, or milliseconds since 1970
-  const isTime = () => clocks[clock] === "written";
+  let clock = "step", before = null, range; // the theme before printing; in steps, ..., days to seconds, or milliseconds since 1970
+  const bounds = (values) => values.reduce(([low, high], value) => (value === null ? [low, high] : [Math.min(low, value), Math.max(high, value)]), [Infinity, -Infinity]);
+  const whole = places.filter((place) => place.whole);
+  const longest = Math.max(...whole.map((place) => bounds(place.written)[1] - begins[place.run]));
+  const [, unit, suffix] = [[345600, 86400, " d"], [7200, 3600, " h"], [120, 60, " min"], [-Infinity, 1, " s"]].find(([least]) => longest >= least);
   const column = (place) => {
-    const values = place[clocks[clock]];
-    if (!values || !isTime()) return values;
-    const begin = clock === "date" ? 0 : begins[place.run];
-    return values.map((value) => value === null ? null : (value - begin) / unit[0]);
+    if (clock === "date") return place.written.map((value) => value && value * 1000);
+    if (clock === "elapsed") return place.written.map((value) => value && (value - begins[place.run]) / unit);
+    return place[clock];
   };
   const extent = () => {
-    unit = [clock === "date" ? 1e-3 : 1, ""];
-    const curves = places.filter((place) => place.curve || (isTime() && !place.step)).flatMap((place) => {
-      const values = column(place).filter((value) => value !== null);
-      return values.length ? [values[0], values.at(-1)] : [];
-    });
-    let [low, high] = curves.length ? [Math.min(...curves), Math.max(...curves)] : [0, 1];
-    if (clock === "elapsed") unit = [[86400 * 4, 86400, " d"], [7200, 3600, " h"], [120, 60, " min"], [0, 1, " s"]].find(([least]) => high >= least).slice(1);
-    if (!isTime() && low < high / 10) low = 0;
-    return high > low ? [low / (clock === "elapsed" ? unit[0] : 1), high / (clock === "elapsed" ? unit[0] : 1)] : [low - 0.5, low + 0.5];
+    const [low, high] = bounds(whole.flatMap(column));
+    if (!(high >= low)) return [0, 1];
+    const from = clock !== "date" && low < high / 10 ? 0 : low;
+    return high > from ? [from, high] : [from - 0.5, from + 0.5];
   };
 
   // ---------------------------------------------------------------- drawing
@@ -45,9 +41,8 @@
     if (!value || typeof value !== "object" || Array.isArray(value)) return value;
     return Object.fromEntries(Object.entries(value).map(([key, each]) => [key, paint(each)]));
   };
-  const traced = ({ place, rows, low, high, over, key, ...trace }) => {
+  const traced = ({ place, rows, low, high, key, hidden, ...trace }) => {
     let x = column(places[place]);
-    if (!x || (over && (over === "time") !== isTime())) return [];
     if (rows) x = rows.map((row) => (row === null ? null : x[row]));
     const found = { type: "scatter", x, ...paint(trace) };
     if (!low) return [found];
@@ -81,29 +76,32 @@
     if (isLog) {
       [low, high] = [Math.log10(Math.max(low, high / 1e4)), Math.log10(high)];
       const pad = Math.max(0.02, (high - low) * 0.05);
-      return { type: "log", range: [low - pad, high + pad], dtick: high - low < 0.7 ? undefined : high - low < 2.5 ? "D2" : 1 };
+      const digits = high - low < 0.7 ? [1, 1.5, 2, 3, 4, 5, 6, 8] : high - low < 2.5 ? [1, 2, 5] : [1], tickvals = [];
+      for (let power = Math.floor(low - pad); power <= high + pad; power += 1) tickvals.push(...digits.map((digit) => digit * 10 ** power));
+      return { type: "log", range: [low - pad, high + pad], tickmode: high - low < 0.25 ? "auto" : "array", tickvals };
     }
     if (fromZero) low = Math.min(0, low);
     const pad = (high - low || Math.abs(high) || 1) * 0.06;
-    return { type: "linear", range: [low === 0 && fromZero ? 0 : low - pad, high + pad] };
+    return { type: "linear", tickmode: "auto", range: [low === 0 && fromZero ? 0 : low - pad, high + pad] };
   };
   const xAxis = () => ({
     type: clock === "date" ? "date" : "linear", exponentformat: clock === "step" ? "none" : "B", separatethousands: true,
-    ticksuffix: clock === "elapsed" ? unit[1] : "", hoverformat: { step: ",.0f", elapsed: ".4~r" }[clock],
+    ticksuffix: clock === "elapsed" ? suffix : "", hoverformat: { step: ",.0f", elapsed: ".4~r" }[clock],
   });
   const draw = (at) => {
     const figure = figures[at], color = css("--muted"), grid = css("--grid");
     const line = { color, gridcolor: grid, zerolinecolor: grid, linecolor: grid, };
-    const traces = figure.traces.filter(({ key }) => !key || isOn(at, key)).flatMap(traced), isStrip = figure.name === "events";
+    const traces = figure.traces.filter(({ key }) => !key || isOn(at, key)).flatMap(traced), isStrip = figure.axis.type === "category";
     const layout = {
+      width: before && (figure.scores ? 340 : 700), // of paper
       xaxis: { ...line, ...xAxis(), range: [...range] }, yaxis: { ...line, nticks: Math.ceil(figure.height / 40), ...figure.axis, ...yRange(at, traces), fixedrange: true },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
       height: figure.height, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", dragmode: "zoom",
       font: { family: "system-ui, sans-serif", size: 11, color: css("--ink") }, margin: { l: 68, r: 26, t: 4, b: clock === "date" ? 38 : 24 },
-      hovermode: figure.fit || figure.name === "goodput" ? "x unified" : "closest", hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink") }, align: "left", namelength: -1 },
+      hovermode: figure.fit || traces.some((trace) => trace.stackgroup) ? "x unified" : "closest", hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink") }, align: "left", namelength: -1 },
       showlegend: false,
     };
-    return Plotly.react(plots[at], isStrip || figure.host !== "panels" ? traces : [...marks.flatMap(traced), ...traces], layout, { displayModeBar: false, responsive: true, doubleClick: false, showTips: false });
+    return Plotly.react(plots[at], isStrip || figure.scores ? traces : [...marks.flatMap(traced), ...traces], layout, { displayModeBar: false, responsive: true, doubleClick: false, showTips: false });
   };
   const drawAll = () => Promise.all(figures.map((_, at) => draw(at)));
 
@@ -122,10 +120,10 @@
   // Show the same part of the run on another clock.
   const choose = (name) => {
     const [first, last] = extent(), rows = range.map((value) => nearest(value, column(kept)));
-    const whole = [range[0] <= first, range[1] >= last];
+    const isEdge = [range[0] <= first, range[1] >= last];
     clock = name;
     const every = extent(), x = column(kept);
-    range = every.map((edge, at) => (whole[at] ? edge : x[rows[at]]));
+    range = every.map((edge, at) => (isEdge[at] ? edge : x[rows[at]]));
     if (!(range[1] > range[0])) range = every;
     for (const button of all("#clocks button")) button.setAttribute("aria-pressed", String(button.value === clock));
     return drawAll();
@@ -144,10 +142,8 @@
   const dress = (name) => { root.dataset.theme = name; theme.textContent = name === "dark" ? "light" : "dark"; };
   theme.addEventListener("click", () => { dress(theme.textContent); drawAll(); });
   dark.addEventListener("change", () => { dress(dark.matches ? "dark" : "light"); drawAll(); });
-  let before;
-  const dressAgain = (name) => { dress(name); drawAll(); };
-  window.addEventListener("beforeprint", () => { before = root.dataset.theme; dressAgain("light"); });
-  window.addEventListener("afterprint", () => dressAgain(before));
+  window.addEventListener("beforeprint", () => { before = root.dataset.theme; dress("light"); drawAll(); });
+  window.addEventListener("afterprint", () => { dress(before); before = null; drawAll(); });
   for (const button of all("#clocks button")) button.addEventListener("click", () => choose(button.value));
   const moves = { left: [1, -0.5], out: [2, 0], in: [0.5, 0], right: [1, 0.5], all: [Infinity, 0] };
   for (const button of all("#zoom button")) button.addEventListener("click", () => {
@@ -179,7 +175,10 @@
   // ---------------------------------------------------------------- the page
   dress(dark.matches ? "dark" : "light");
   range = extent();
-  await drawAll();
+  for (const at of figures.keys()) {
+    await draw(at);
+    await new Promise((go) => setTimeout(go)); // so that the first can be seen
+  }
   plots.forEach((plot, at) => {
     const unified = (each) => each._fullLayout.hovermode === "x unified";
     const others = plots.filter((other) => other !== plot && unified(plot) && unified(other));
@@ -198,7 +197,7 @@
       }
     });
     plot.on("plotly_unhover", () => { where.replaceChildren(); others.forEach((other) => Plotly.Fx.unhover(other)); });
-    if (figures[at].name === "events") plot.on("plotly_click", ({ points: [point] }) => {
+    if (figures[at].axis.type === "category") plot.on("plotly_click", ({ points: [point] }) => {
       const row = rows.find((each) => each.dataset.place === `${figures[at].traces.filter((trace) => trace.text)[0].place} ${point.pointNumber}`);
       row?.scrollIntoView({ block: "center" });
     });
