@@ -1,7 +1,7 @@
 """The curves of a run, small enough for a page: the kept line, and what was trained and left behind.
 
 Steps are combined into buckets with the mean, minimum and maximum of every column, so that a spike of a single step
-stays visible. Around marks, buckets are single steps.
+stays visible.
 """
 
 from __future__ import annotations
@@ -12,32 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.start_history import Column, StepColumns
 
-_AROUND = 40
-"""Steps kept one by one on either side of a mark."""
-_MARKED = 0.4
-"""Largest share of a curve's points that is spent around marks."""
 CLOCKS = ("step", "consumed", "trained", "written")
-"""Columns of the x axes."""
-
-
-@dataclass(frozen=True)
-class Clocks:
-    """A position on every x axis.
-
-    Attributes:
-        step, consumed, trained: steps, samples and tokens.
-        written: wall time, seconds since 1970.
-    """
-
-    step: float
-    consumed: float
-    trained: float
-    written: float
+"""Columns of the x axes: steps, samples, tokens, and seconds since 1970."""
+Position = dict[str, float]
+"""A place on every x axis, by clock; NaN where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -57,50 +39,43 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """A line in buckets, as it is written into the page.
+    """A line in buckets: float64 [points] by column, with a row of NaN where the line was interrupted.
 
     Attributes:
-        clocks: float64 [points], at the last step of each bucket.
-        mean: float32 [points] by column; NaN where no step of a bucket has a value.
-        least, most: the same, of the columns in which a bucket differs from its mean.
-        breaks: points before which the line was interrupted.
+        clocks: at the last step of each bucket.
+        mean: NaN where no step of a bucket has a value.
+        low, high: extremes, of the columns in which a bucket differs from its mean.
     """
 
     clocks: dict[str, Column]
-    mean: dict[str, NDArray[np.float32]]
-    least: dict[str, NDArray[np.float32]]
-    most: dict[str, NDArray[np.float32]]
-    breaks: list[int]
+    mean: dict[str, Column]
+    low: dict[str, Column]
+    high: dict[str, Column]
 
 
 @dataclass(frozen=True)
 class Lines:
-    """All that a run trained.
-
-    Attributes:
-        kept: the kept line.
-        left: what a resume, rollback or fork left behind, one line per part.
-    """
+    """All that a run trained: the kept line, and what resumes, rollbacks and forks left behind, part after part."""
 
     kept: Line
-    left: list[Line]
+    left: Line
 
-    def locate(self, step: float | None, time: float | None) -> Clocks:
-        """Where an event was: at a step, a time, or both. NaN where that is not known."""
+    def locate(self, step: float | None, time: float | None) -> Position:
+        """Where an event was: at a step, a time, or both."""
         every = self._by_time if step is None else self._by_step
+        known = math.nan if time is None else time
         if not len(every["step"]):
-            return Clocks(*(math.nan if x is None else x for x in (step, None, None, time)))
+            return {**dict.fromkeys(CLOCKS, math.nan), "step": math.nan if step is None else step, "written": known}
         if step is None:
-            row = max(0, int(np.searchsorted(every["written"], math.nan if time is None else time, side="right")) - 1)
-            found = [float(every[clock][row]) for clock in CLOCKS]
+            row = max(0, int(np.searchsorted(every["written"], known, side="right")) - 1)
+            found = {clock: float(every[clock][row]) for clock in CLOCKS}
         else:
-            found = [float(np.interp(step, every["step"], every[clock])) for clock in CLOCKS]
-            found[0] = step
-        return Clocks(found[0], found[1], found[2], found[3] if time is None else time)
+            found = {clock: float(np.interp(step, every["step"], every[clock])) for clock in CLOCKS} | {"step": step}
+        return found if time is None else found | {"written": time}
 
     @cached_property
     def _clocks(self) -> dict[str, Column]:
-        return {name: np.concatenate([line.columns[name] for line in (self.kept, *self.left)]) for name in CLOCKS}
+        return {name: np.concatenate([line.columns[name] for line in (self.kept, self.left)]) for name in CLOCKS}
 
     @cached_property
     def _by_time(self) -> dict[str, Column]:
@@ -116,7 +91,7 @@ class Lines:
 def read_lines(nodes: Iterable[lineage.LineageNode], segments: dict[int, StepColumns]) -> Lines:
     """The lines of a run from its lineage and the columns of every segment."""
     parts = lineage.line(nodes)
-    kept, left, last = list[dict[str, Column]](), list[Line](), 0.0
+    kept, left, last = list[dict[str, Column]](), list[dict[str, Column]](), 0.0
     for number, steps in sorted(segments.items()):
         columns = _columns(steps)
         part = next((part for part in parts if part.segment == number), None)
@@ -127,8 +102,8 @@ def read_lines(nodes: Iterable[lineage.LineageNode], segments: dict[int, StepCol
             last = float(steps.step[on_line][-1])
         edges = np.flatnonzero(np.diff(on_line, prepend=True, append=True))
         for first, stop in zip(edges[::2], edges[1::2], strict=True):
-            left.append(Line({name: column[first:stop] for name, column in columns.items()}, []))
-    return Lines(_join(kept), left)
+            left.append({name: column[first:stop] for name, column in columns.items()})
+    return Lines(_join(kept), _join(left))
 
 
 def _columns(steps: StepColumns) -> dict[str, Column]:
@@ -154,55 +129,24 @@ def _join(parts: list[dict[str, Column]]) -> Line:
     return Line(columns, np.cumsum(sizes)[:-1].tolist())
 
 
-def pack(lines: list[Line]) -> list[Line]:
-    """Lines one after another, in as few as possible without two that overlap in steps."""
-    lanes: list[list[Line]] = []
-    for line in sorted(lines, key=lambda each: float(each.columns["step"][0])):
-        free = (lane for lane in lanes if lane[-1].columns["step"][-1] < line.columns["step"][0])
-        lane = next(free, None)
-        if lane is None:
-            lanes.append(lane := [])
-        lane.append(line)
-    return [_join([line.columns for line in lane]) for lane in lanes]
-
-
-def reduce(line: Line, names: Iterable[str], points: int, marks: Iterable[float] = ()) -> Curve:
-    """A line in about `points` buckets, none of which spans a break.
-
-    Args:
-        names: columns to keep, besides those of `CLOCKS`.
-        marks: steps around which buckets are single steps.
-    """
-    starts = _starts(line, points, marks)
+def reduce(line: Line, names: Iterable[str], points: int) -> Curve:
+    """A line in about `points` buckets, none of which spans a break, with these columns besides those of `CLOCKS`."""
+    usual = np.linspace(0, len(line), min(points, len(line)), endpoint=False).astype(np.int64)
+    starts = np.unique(np.concatenate([usual, np.array(line.breaks, dtype=np.int64)]))
+    breaks = np.searchsorted(starts, line.breaks)
     last = np.append(starts[1:], len(line))[: len(starts)] - 1
-    mean, least, most = {}, {}, {}
+    clocks = {name: line.columns[name][last] for name in CLOCKS}
+    curve = Curve({name: np.insert(column, breaks, column[breaks]) for name, column in clocks.items()}, {}, {}, {})
     for name in names:
         if name not in line.columns or not np.isfinite(column := line.columns[name]).any():
             continue
         finite = np.isfinite(column)
         count = np.add.reduceat(finite.astype(np.float64), starts)
         with np.errstate(invalid="ignore", divide="ignore"):
-            middle = np.add.reduceat(np.where(finite, column, 0.0), starts) / count
-        low = np.fmin.reduceat(np.where(finite, column, math.nan), starts).astype(np.float32)
-        high = np.fmax.reduceat(np.where(finite, column, math.nan), starts).astype(np.float32)
-        mean[name] = middle.astype(np.float32)
+            mean = np.add.reduceat(np.where(finite, column, 0.0), starts) / count
+        low = np.fmin.reduceat(np.where(finite, column, math.nan), starts)
+        high = np.fmax.reduceat(np.where(finite, column, math.nan), starts)
+        curve.mean[name] = np.insert(mean, breaks, math.nan)
         if (low < high).any():
-            least[name], most[name] = low, high
-    breaks = np.searchsorted(starts, line.breaks).tolist()
-    return Curve({name: line.columns[name][last] for name in CLOCKS}, mean, least, most, breaks)
-
-
-def _starts(line: Line, points: int, marks: Iterable[float]) -> NDArray[np.int64]:
-    """The first row of every bucket."""
-    rows = len(line)
-    if rows <= points:
-        return np.arange(rows)
-    near, allowed = np.zeros(rows, dtype=np.bool_), int(points * _MARKED)
-    for mark in sorted(set(marks), reverse=True):  # where there is too much, the newest
-        place = int(np.searchsorted(line.columns["step"], mark))
-        near[max(0, place - _AROUND) : place + _AROUND] = True
-        if near.sum() > allowed:
-            break
-    usual = np.linspace(0, rows, max(1, points - int(near.sum())), endpoint=False).astype(np.int64)
-    single = np.flatnonzero(near | np.roll(near, 1))
-    return np.unique(np.concatenate([usual, single, np.array([0, *line.breaks], dtype=np.int64)]))
+            curve.low[name], curve.high[name] = (np.insert(edge, breaks, math.nan) for edge in (low, high))
+    return curve

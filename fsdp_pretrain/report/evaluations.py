@@ -9,11 +9,11 @@ from eval.attempt import Results, Verdict
 from fsdp_pretrain.record import journal, lineage, state_files
 from fsdp_pretrain.record.files import RunDir, seconds_of
 
-from .curves import Clocks, Lines
+from .curves import Lines, Position
 
 
 @dataclass(frozen=True)
-class ScorePoint:
+class Score:
     """A score of a checkpoint.
 
     Attributes:
@@ -22,7 +22,7 @@ class ScorePoint:
         left: the checkpoint was left behind by a rollback.
     """
 
-    at: Clocks
+    at: Position
     value: float
     low: float | None
     high: float | None
@@ -31,72 +31,38 @@ class ScorePoint:
 
 
 @dataclass(frozen=True)
-class ScoreCurve:
-    """A metric of a task over the run, oldest first; `better` is which direction is better, None if nobody says."""
-
-    task: str
-    metric: str
-    better: str | None
-    scores: list[ScorePoint]
-
-
-@dataclass(frozen=True)
-class ProbeVerdict:
-    """What a probe concluded; see `eval.attempt.Verdict`."""
-
-    at: Clocks
-    probe: str
-    ok: bool | None
-    text: str
-
-
-@dataclass(frozen=True)
 class Evaluations:
-    """All evaluations of a run, and the number of results files that cannot be read."""
+    """All evaluations of a run, oldest first: scores and the better direction by (task, metric), verdicts with their
+    step, and the number of results files that cannot be read."""
 
-    curves: list[ScoreCurve]
-    verdicts: list[ProbeVerdict]
+    scores: dict[tuple[str, str], list[Score]]
+    better: dict[tuple[str, str], str]
+    verdicts: list[tuple[int, Verdict]]
     damaged: int
 
 
 def read_evaluations(run: RunDir, entries: list[dict[str, Any]], lines: Lines) -> Evaluations:
     """The results of a run, and those that only its journal still has, as after a rollback."""
-    results, damaged = _read(run)
-    table: dict[tuple[str, str], list[ScorePoint]] = {}
-    better: dict[tuple[str, str], str] = {}
-    verdicts: list[ProbeVerdict] = []
-    for each, left in sorted([*results, *_journalled(entries, results)], key=lambda pair: pair[0].step):
+    read = [state_files.view(path, Results) for path in sorted(run.evals.glob("step-*/*/results.json"))]
+    results = [each for each in read if each is not None]
+    found = Evaluations({}, {}, [], len(read) - len(results))
+    known = [(each, False) for each in results]
+    for each, left in sorted([*known, *_journalled(entries, results)], key=lambda pair: pair[0].step):
         at = lines.locate(each.step, seconds_of(each.committed or each.time))
         for task, metric, value, _, interval in each.metrics():
             low, high = (None, None) if interval is None else (interval.low, interval.high)
-            score = ScorePoint(at, value, low, high, each.documents.get(task), left)
-            table.setdefault((task, metric), []).append(score)
+            score = Score(at, value, low, high, each.documents.get(task), left)
+            found.scores.setdefault((task, metric), []).append(score)
             higher = each.higher_is_better.get(task, {}).get(metric)
             if higher is not None:
-                better[task, metric] = "higher" if higher else "lower"
-        verdicts += [_verdict(at, verdict) for verdict in each.verdicts]
-    curves = [ScoreCurve(*name, better.get(name), scores) for name, scores in sorted(table.items(), key=_order)]
-    return Evaluations(curves, verdicts, damaged)
+                found.better[task, metric] = "higher is better" if higher else "lower is better"
+        found.verdicts.extend((each.step, verdict) for verdict in each.verdicts)
+    return found
 
 
-def _order(item: tuple[tuple[str, str], Any]) -> tuple[bool, str, str]:
-    (task, metric), _ = item
-    return task.endswith("_probe"), task, metric
-
-
-def _verdict(at: Clocks, verdict: Verdict) -> ProbeVerdict:
-    return ProbeVerdict(at, verdict.probe, verdict.ok, verdict.text)
-
-
-def _read(run: RunDir) -> tuple[list[tuple[Results, bool]], int]:
-    paths = sorted(run.evals.glob("step-*/*/results.json"))
-    read = [state_files.view(path, Results) for path in paths]
-    return [(each, False) for each in read if each is not None], sum(each is None for each in read)
-
-
-def _journalled(entries: list[dict[str, Any]], known: list[tuple[Results, bool]]) -> list[tuple[Results, bool]]:
-    """What the journal says of evaluations whose results are gone, as after a rollback."""
-    there = {pair for each, _ in known for pair in ((each.step, each.committed), (each.step, None))}
+def _journalled(entries: list[dict[str, Any]], known: list[Results]) -> list[tuple[Results, bool]]:
+    """What the journal says of evaluations whose results are gone, and whether they were left behind."""
+    there = {pair for each in known for pair in ((each.step, each.committed), (each.step, None))}
     found, kept = [], {id(entry) for entry in lineage.drop_abandoned(entries)}
     for entry in journal.of_kind(entries, "eval"):
         if (entry["step"], committed := entry.get("committed")) in there:

@@ -17,7 +17,7 @@ from fsdp_pretrain.record.lineage import LineageNode
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 
-from .curves import Clocks, Lines
+from .curves import Lines, Position
 
 _MOST, _LONGEST = 3000, 600
 """Events in a page, and characters of a text."""
@@ -36,36 +36,36 @@ class Event:
     """One event.
 
     Attributes:
-        at: where it was.
-        group: start, end, change, alarm, save, evaluation, note, progress or other.
+        at, until: where it was, and where an incident ended; None if it is open, or no incident.
+        group: one of `GROUPS`, or other.
         kind: of its entry in the journal, or `interruption`.
-        until: where an incident ended; None if it is open, or no incident.
         open: it is an incident that has not ended.
     """
 
-    at: Clocks
+    at: Position
     group: str
     kind: str
     text: str
     severity: Severity = Severity.INFO
     mark: Mark = Mark.TABLE
-    until: Clocks | None = None
+    until: Position | None = None
     open: bool = False
 
 
-_GROUPS = {
-    "start": "start fresh ready resume import fork launch restart",
-    "end": "stop",
-    "change": "rollback skip changed overrides control optimizer loss-scale mute "
+GROUPS = {
+    "starts": "start fresh ready resume import fork launch restart",
+    "ends": "stop interruption",
+    "changes": "rollback skip changed overrides control optimizer loss-scale mute "
     "health-rollback health-skip health-again",
-    "alarm": "alarm health",
-    "save": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-fallback checkpoint-late checkpoint-missing "
+    "alarms": "alarm health",
+    "saves": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-fallback checkpoint-late checkpoint-missing "
     "checkpoint-rejected checkpoint-room on-commit-failed",
-    "evaluation": "eval eval-failed eval-late eval-refused eval-retry eval-verdict",
-    "note": "note",
-    "progress": "milestone",
+    "evaluations": "eval eval-failed eval-late eval-refused eval-retry eval-verdict",
+    "notes": "note",
+    "milestones": "milestone",
 }
-_GROUP = {kind: group for group, kinds in _GROUPS.items() for kind in kinds.split()}
+"""The rows above the curves, and the kinds of their entries."""
+_GROUP = {kind: group for group, kinds in GROUPS.items() for kind in kinds.split()}
 _LINES = frozenset("rollback fork skip health-rollback note eval-verdict checkpoint-missing".split())
 _STRIP = frozenset(
     "start fresh import stop changed control optimizer mute health-skip health-again milestone checkpoint-failed "
@@ -80,7 +80,6 @@ _SEVERITY = {
         Severity.WARN,
     ),
 }
-_CALM = (Exit.COMPLETE, Exit.RESUME)
 
 
 def read_events(
@@ -88,34 +87,30 @@ def read_events(
 ) -> tuple[list[Event], int]:
     """The events of a run, oldest first, and how many were left out because there are too many."""
     begun = {node.segment: node.step for node in nodes}
-    explained = {each.segment for each in interruptions if each.kind == "failure"}
-    found = [*_incidents(entries, lines), *_interruptions(interruptions, lines)]
+    failures = [each for each in interruptions if each.kind == "failure"]  # rollbacks have an entry of their own
+    found = [*_incidents(entries, lines), *(_interruption(each, lines) for each in failures)]
     for entry in entries:
         if entry["kind"] not in ("alarm", "health"):
-            event = _event(entry, _at(entry, begun, lines))
-            if entry["kind"] == "stop" and entry.get("segment") in explained:
+            event = _event(entry, begun, lines)
+            if entry["kind"] == "stop" and entry.get("segment") in {each.segment for each in failures}:
                 event = replace(event, mark=Mark.TABLE)  # the interruption says the same
             found.append(event)
-    chosen = sorted(found, key=lambda event: (event.mark, event.severity, event.at.written))[-_MOST:]
-    return sorted(chosen, key=lambda event: event.at.written), len(found) - len(chosen)
+    chosen = sorted(found, key=lambda event: (event.mark, event.severity, event.at["written"]))[-_MOST:]
+    return sorted(chosen, key=lambda event: event.at["written"]), len(found) - len(chosen)
 
 
-def _at(entry: dict[str, Any], begun: dict[int, int], lines: Lines) -> Clocks:
-    step = entry.get("step")
-    if (step is None and _GROUP.get(entry["kind"]) == "start") or entry["kind"] in ("changed", "overrides"):
+def _event(entry: dict[str, Any], begun: dict[int, int], lines: Lines) -> Event:
+    kind, text, step = entry["kind"], entry["text"], entry.get("step")
+    group = _GROUP.get(kind, "other")
+    if (step is None and group == "starts") or kind in ("changed", "overrides"):
         step = begun.get(entry.get("segment") or 0)
-    return lines.locate(step, seconds_of(entry["time"]))
-
-
-def _event(entry: dict[str, Any], at: Clocks) -> Event:
-    kind, text = entry["kind"], entry["text"]
     severity = _SEVERITY.get(kind, Severity.INFO)
-    if kind == "stop" and entry.get("code") not in _CALM:
+    if kind == "stop" and entry.get("code") not in (Exit.COMPLETE, Exit.RESUME):
         severity = Severity.CRIT
     if entry.get("by"):
         text += f" ({entry['by']})"
     mark = Mark.LINE if kind in _LINES else Mark.STRIP if kind in _STRIP else Mark.TABLE
-    return Event(at, _GROUP.get(kind, "other"), kind, text[:_LONGEST], severity, mark)
+    return Event(lines.locate(step, seconds_of(entry["time"])), group, kind, text[:_LONGEST], severity, mark)
 
 
 def _incidents(entries: Iterable[dict[str, Any]], lines: Lines) -> Iterator[Event]:
@@ -130,27 +125,21 @@ def _incidents(entries: Iterable[dict[str, Any]], lines: Lines) -> Iterator[Even
         known = running.get(key)
         if entry.get("resolved") or entry.get("state") == "resolved":
             if known is not None:
-                over = f"; over after {human_time(max(0.0, at.written - known.at.written))}"
+                over = f"; over after {human_time(max(0.0, at['written'] - known.at['written']))}"
                 yield replace(running.pop(key), until=at, open=False, text=known.text + over)
         elif entry.get("state") == "acknowledged" and known is not None:
             running[key] = replace(known, text=f"{known.text}; acknowledged")
-        elif known is None:
-            mark = Mark.LINE if severity is Severity.CRIT else Mark.STRIP
-            running[key] = Event(at, "alarm", entry["kind"], f"{key}: {said}", severity, mark, open=True)
         else:
+            known = known or Event(at, "alarms", entry["kind"], "", severity, open=True)
             worst = max(severity, known.severity)
             mark = Mark.LINE if worst is Severity.CRIT else Mark.STRIP
             running[key] = replace(known, text=f"{key}: {said}", severity=worst, mark=mark)
     yield from running.values()
 
 
-def _interruptions(found: Iterable[Interruption], lines: Lines) -> Iterator[Event]:
-    """Ends that were not planned; rollbacks have an entry of their own."""
-    for each in found:
-        if each.kind != "failure":
-            continue
-        over = f"{human_time(each.recovery_seconds)} to resume" if each.over else "training has not resumed"
-        lost = f", {each.lost_steps:_} steps lost" if each.lost_steps else ""
-        at = lines.locate(each.step, each.time)
-        text = f"{each.cause}; {over}{lost}"[:_LONGEST]
-        yield Event(at, "end", "interruption", text, Severity.CRIT, Mark.LINE)
+def _interruption(each: Interruption, lines: Lines) -> Event:
+    """An end that was not planned."""
+    over = f"{human_time(each.recovery_seconds)} to resume" if each.over else "training has not resumed"
+    lost = f", {each.lost_steps:_} steps lost" if each.lost_steps else ""
+    text = f"{each.cause}; {over}{lost}"[:_LONGEST]
+    return Event(lines.locate(each.step, each.time), "ends", "interruption", text, Severity.CRIT, Mark.LINE)

@@ -1,13 +1,14 @@
 """One HTML page with everything inlined: no other file and no network is needed, and nothing else may run in it.
 
-Strings of the record are untrusted: a note may hold `</script>`. In the data `<` is escaped, `report.js` only sets
-texts, and the page's security policy allows only its own scripts, by their hashes.
+Strings of the record are untrusted: a note may hold `</script>`. All are escaped, and the page's security policy allows
+only its own scripts, by their hashes. plotly.js and the figures are compressed: they are most of the page.
 """
 
 from __future__ import annotations
 
 import base64
 import errno
+import gzip
 import hashlib
 import html
 import json
@@ -26,13 +27,14 @@ from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import ConfigError, StorageError
 from fsdp_pretrain.record.files import RunDir, stamp
 
-from .gather import RunPage, gather, read
-from .panels import PanelLayout, lay_out
-from .summary import Fact
+from . import tables
+from .events import GROUPS
+from .figures import Drawing, Figure
+from .gather import RunRecord, read
+from .summary import summarize
 
-_SCRIPTS = ("uPlot.iife.min.js", "series.js", "plot.js", "curves.js", "charts.js", "tables.js", "report.js")
-_STYLES = ("uPlot.min.css", "report.css")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_SYMBOLS = {"circle": "●", "circle-open": "○", "x-thin-open": "×", "triangle-up": "▲", "triangle-down": "▼"}
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
@@ -43,13 +45,11 @@ def write_report(runs: list[RunDir], out: Path, shown: Callable[[Iterable[Any]],
         shown: may wrap metrics lines in a progress bar.
 
     Raises:
-        ConfigError: a run was never started, or `out` cannot be written.
+        ConfigError: plotly is not installed, a run was never started, or `out` cannot be written.
         UserError: the lineage of a run is damaged.
     """
-    records = [read(run, shown) for run in runs]
-    layout = lay_out(name for record in records for name in record.lines.kept.columns)
-    pages = [gather(record, layout.columns, len(runs)) for record in records]
-    content = render(pages, layout, time.time()).encode()
+    library = _library()
+    content = render([read(run, shown) for run in runs], library, time.time()).encode()
     try:
         replace_file(out, content)
     except OSError as error:
@@ -58,21 +58,83 @@ def write_report(runs: list[RunDir], out: Path, shown: Callable[[Iterable[Any]],
     return len(content)
 
 
-def render(runs: list[RunPage], layout: PanelLayout, made: float) -> str:
-    """The page, made at a time in seconds since 1970."""
-    names = ", ".join(run.name for run in runs)
-    scripts = [_asset(name) for name in _SCRIPTS]
-    data = json.dumps(_plain({"made": made, "panels": layout.panels, "runs": runs}), separators=(",", ":"))
+def _library() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise ConfigError(
+            "plotly, which draws the curves, is not installed",
+            effect="no page was written",
+            remedy="in the checkout: pip install -e '.[report]'; or run this on a machine with the extra `train`",
+        ) from None
+    return str(get_plotlyjs())
+
+
+def render(records: list[RunRecord], library: str, made: float) -> str:
+    """The page, made at a time in seconds since 1970, with the source of plotly.js."""
+    names = html.escape(", ".join(record.name for record in records))
+    drawing, script = Drawing(records), _asset("report.js")
+    begins = [record.begin for record in records]
+    data = _plain({"begins": begins, "places": drawing.places, "marks": drawing.marks, "figures": drawing.figures})
+    evaluations = [_panel(figure) for figure in drawing.figures if figure.scores]
+    verdicts = tables.verdicts(records)
+    constants = html.escape(f"Constant: {'; '.join(drawing.constants)}.") if drawing.constants else ""
     return Template(_asset("page.html")).substitute(
-        title=html.escape(names),
-        policy=f"{_POLICY}; script-src {' '.join(map(_hash, scripts))}",
-        styles="\n".join(_asset(name) for name in _STYLES),
-        headers="\n".join(_header(run, number) for number, run in enumerate(runs)),
+        title=names,
+        policy=f"{_POLICY}; script-src {_hash(script)} {_hash(library)}",
+        style=_asset("report.css"),
+        headers="".join(tables.header(each, number, summarize(each)) for number, each in enumerate(records)),
         made=stamp(made)[:19].replace("T", " "),
-        data=data.replace("<", "\\u003c"),
-        licence=_asset("uPlot.LICENSE"),
-        scripts="\n".join(f"<script>{text}</script>" for text in scripts),
+        several="several" if drawing.several else "",
+        panels="".join(_panel(figure) for figure in drawing.figures if not figure.scores),
+        constants=constants,
+        hidden="" if evaluations or verdicts else "hidden",
+        evaluations="".join(evaluations),
+        verdicts=verdicts,
+        accounts="".join(tables.account(record, records) for record in records),
+        groups="".join(f"<option>{group}</option>" for group in GROUPS),
+        events=tables.events(records, drawing.events),
+        data=_packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
+        library=_packed(library),
+        script=script,
     )
+
+
+def _panel(figure: Figure) -> str:
+    """Its heading, with a button for every line, and the place of its figure."""
+    title, about = html.escape(figure.title), html.escape(figure.about)
+    keyed = {trace["key"]: trace for trace in reversed(figure.traces) if "key" in trace}  # the kept line's
+    keys = [
+        _button(key, _sign(trace) + trace["name"], not trace.get("hidden")) for key, trace in reversed(keyed.items())
+    ]
+    if figure.fit:
+        keys += [
+            '<span class="modes">',
+            _button("log", "log", figure.axis.get("type") == "log"),
+            _button("fit", "fit", False),
+            "</span>",
+        ]
+    return (
+        f'<section class="panel" aria-label="{title}"><div class="head"><h3>{title}</h3><p class="about">{about}</p>'
+        f'{"".join(keys)}</div><div class="plot" role="img" aria-label="{title} {about}" '
+        f'style="height:{figure.height}px"></div></section>'
+    )
+
+
+def _button(value: str, content: str, pressed: bool) -> str:
+    kind = "mode" if value == content else "key"
+    state = str(pressed).lower()
+    return (
+        f'<button type="button" class="{kind}" value="{html.escape(value)}" aria-pressed="{state}">{content}</button>'
+    )
+
+
+def _sign(trace: dict[str, Any]) -> str:
+    if trace["mode"] == "markers":
+        sign = _SYMBOLS[trace["marker"]["symbol"]]
+        return f'<span style="color:var({trace["marker"]["color"]})">{sign}</span>'
+    style = "solid" if trace["line"].get("dash", "solid") == "solid" else "dashed"
+    return f'<i style="border-top:{9 if "fillcolor" in trace else 3}px {style} var({trace["line"]["color"]})"></i>'
 
 
 def _asset(name: str) -> str:
@@ -83,38 +145,18 @@ def _hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
-def _header(run: RunPage, number: int) -> str:
-    said, escape = run.summary, html.escape
-    bar = ""
-    if said.progress is not None:
-        bar = f'<progress max="1" value="{said.progress:.4f}" aria-label="share of the steps done"></progress>'
-    problems = "".join(f'<li class="{level}">{escape(text)}</li>' for level, text in said.problems)
-    return (
-        f'<section class="run" data-run="{number}"><h2><span class="swatch"></span>{escape(run.name)} '
-        f'<span class="state {said.level}">{escape(said.state)}</span></h2>'
-        f'<p class="about">{escape(said.about)}<br><code>{escape(run.path)}</code></p>{bar}'
-        f'<dl class="facts">{"".join(map(_fact, said.facts))}</dl>'
-        + (f'<ul class="problems">{problems}</ul>' if problems else "")
-        + "</section>"
-    )
-
-
-def _fact(fact: Fact) -> str:
-    name, value, more = map(html.escape, (fact.name, fact.value, fact.more))
-    return f'<div class="{fact.level}"><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>'
+def _packed(text: str) -> str:
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _plain(value: Any) -> Any:
-    """JSON values: arrays as base64 of their bytes, little-endian; None for NaN and infinity."""
+    """JSON values: arrays with six significant digits, None for NaN."""
     if isinstance(value, np.ndarray):
-        kind = "<f4" if value.dtype == np.float32 else "<f8"
-        return {kind[1:]: base64.b64encode(value.astype(kind).tobytes()).decode()}
+        return [float(f"{each:.6g}") if math.isfinite(each) else None for each in value.tolist()]
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_plain(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.13g}") if math.isfinite(value) else None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from fsdp_pretrain.units import human_count, human_time
 from fsdp_pretrain.watchdog.status import StatusReport, Verified
 
 from .curves import Line
+from .gather import RunRecord
 
 _LEVELS = {0: "ok", 1: "warn", 2: "alert"}
 
@@ -51,19 +52,14 @@ class Summary:
     problems: list[tuple[str, str]]
 
 
-def summarize(
-    run: RunDir,
-    found: StatusReport,
-    kept: Line,
-    account: GoodputReport,
-    entries: list[dict[str, Any]],
-    segments: Collection[int],
-) -> Summary:
-    """The header of a run, from what `status` found and the kept line; `segments` trained steps."""
-    starts = [entry for entry in entries if entry["kind"] == "start"]
+def summarize(record: RunRecord) -> Summary:
+    """The header of a run, from what `status` found and the kept line."""
+    found, kept, account = record.status, record.lines.kept, record.account
+    segments = {start.segment for start in record.history.attempts if len(start.steps)}
+    starts = [entry for entry in record.entries if entry["kind"] == "start"]
     trained = [entry for entry in starts if entry.get("segment") in segments] or starts
     steps = _last(kept, "step") or 0.0
-    config = _config(run)
+    config = _config(record.run)
     total = config.schedule.steps if config is not None else found.status.total_steps
     problems = [(_LEVELS[level], text) for level, text in sorted(found.problems, key=lambda each: -each[0])]
     if account.damaged.lines:

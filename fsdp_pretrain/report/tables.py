@@ -1,0 +1,134 @@
+"""What a page says in HTML: the header of each run, verdicts of probes, the account of time, events."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable
+
+from fsdp_pretrain.record.files import stamp
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_count, human_time
+
+from .events import Event, Mark
+from .figures import COLORS
+from .gather import RunRecord
+from .summary import Fact, Summary
+
+_SIGNS = {Severity.INFO: "", Severity.WARN: "▲ ", Severity.CRIT: "◆ "}
+_VERDICTS = {True: ("●", "ok", "ok"), False: ("✕", "ALARM", "crit"), None: ("○", "undecided", "")}
+
+
+def header(record: RunRecord, number: int, said: Summary) -> str:
+    """What a person looks for first."""
+    bar = ""
+    if said.progress is not None:
+        bar = f'<progress max="1" value="{said.progress:.4f}" aria-label="share of the steps done"></progress>'
+    problems = "".join(f'<li class="{level}">{html.escape(text)}</li>' for level, text in said.problems)
+    return (
+        f'<section class="run"><h2><span class="swatch" style="background:var(--c{number % 8})"></span>'
+        f'{html.escape(record.name)} <span class="state {said.level}">{html.escape(said.state)}</span></h2>'
+        f'<p class="about">{html.escape(said.about)}<br><code>{html.escape(str(record.run.path))}</code></p>{bar}'
+        f'<dl class="facts">{"".join(map(_fact, said.facts))}</dl>'
+        + (f'<ul class="problems">{problems}</ul>' if problems else "")
+        + "</section>"
+    )
+
+
+def _fact(fact: Fact) -> str:
+    name, value, more = map(html.escape, (fact.name, fact.value, fact.more))
+    return f'<div class="{fact.level}"><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>'
+
+
+def verdicts(records: list[RunRecord]) -> str:
+    """The newest verdict of every probe, and the signs of all."""
+    rows = []
+    for record in records:
+        for probe in dict.fromkeys(verdict.probe for _, verdict in record.evaluations.verdicts):
+            mine = [(step, verdict) for step, verdict in record.evaluations.verdicts if verdict.probe == probe]
+            step, newest = mine[-1]
+            sign, word, level = _VERDICTS[newest.ok]
+            dots = "".join(_VERDICTS[verdict.ok][0] for _, verdict in mine[-40:])
+            rows.append([("tight", _of(record, records) + probe), (f"tight {level}", f"{sign} {word}"),
+                         ("number", f"{step:,}"), ("dots", dots), ("", newest.text)])  # fmt: skip
+    return (
+        f"<h3>Verdicts of probes</h3>{_table('verdicts', 'probe newest #step all why', map(_row, rows))}"
+        if rows
+        else ""
+    )
+
+
+def account(record: RunRecord, records: list[RunRecord]) -> str:
+    """The time in each state."""
+    found = record.account
+    rows = []
+    for state, seconds in found.states.items():
+        if seconds > 0:
+            share = seconds / found.wall_seconds
+            cells = [("number", human_time(seconds)), ("number", f"{share:.3%}")]
+            square, bar = (_bar(COLORS[state], width) for width in (12, share * 160))
+            rows.append(
+                f"<tr><td>{square} {state}</td>{_cells(cells)}<td>{bar}</td>{_cells([('meaning', state.meaning)])}</tr>"
+            )
+    wall, count = human_time(found.wall_seconds), len(found.incidents)
+    text = (
+        f"{_of(record, records)}goodput {found.goodput:.1%} of {wall} ({found.runtime_goodput:.1%} without the queue); "
+        f"{human_count(found.tokens)} tokens kept, {human_count(found.tokens_lost)} lost; "
+        f"{count} interruption{'s' * (count != 1)}."
+    )
+    return f'<p class="note">{html.escape(text)}</p>{_table("account", "state #time #share  meaning", rows)}'
+
+
+def events(records: list[RunRecord], places: list[int]) -> str:
+    """All events, the newest first; those that are not marked are hidden. `places`: of the events of each run."""
+    found = [
+        (event.at["written"], f"{place} {at}", _of(record, records), event)
+        for record, place in zip(records, places, strict=True)
+        for at, event in enumerate(record.events[0])
+    ]
+    rows = [_event(*each[1:]) for each in sorted(found, key=lambda each: -each[0])]
+    left_out = sum(record.events[1] for record in records)
+    more = f'<p class="note">{left_out:,} more are only in the journal.</p>' if left_out else ""
+    return _table("all", "time~(UTC) #step event what", rows) + more
+
+
+def _event(place: str, prefix: str, event: Event) -> str:
+    marked = (event.mark > Mark.TABLE and event.group != "milestones") or event.severity > 0
+    step = "show" if math.isnan(event.at["step"]) else f"{event.at['step']:,.0f}"
+    time = stamp(event.at["written"])[:19].replace("T", " ") if math.isfinite(event.at["written"]) else ""
+    level = event.severity.name.lower()
+    return (
+        f'<tr data-place="{place}" data-group="{event.group}" data-marked="{int(marked)}" '
+        f'data-severity="{event.severity:d}"{"" if marked else " hidden"}><td class="tight">{time}</td>'
+        f'<td class="number"><button type="button" class="link" title="show it in the curves">{step}</button></td>'
+        + _cells(
+            [
+                (f"tight {level}", f"{_SIGNS[event.severity]}{prefix}{event.kind}"),
+                ("", event.text + " (open)" * event.open),
+            ]
+        )
+        + "</tr>"
+    )
+
+
+def _of(record: RunRecord, records: list[RunRecord]) -> str:
+    return f"{record.name}: " if len(records) > 1 else ""
+
+
+def _bar(color: str, width: float) -> str:
+    return f'<i class="share" style="background:var({color});width:{width:.0f}px"></i>'
+
+
+def _cells(cells: Iterable[tuple[str, str]]) -> str:
+    return "".join(f'<td class="{kind}">{html.escape(text)}</td>' for kind, text in cells)
+
+
+def _row(cells: Iterable[tuple[str, str]]) -> str:
+    return f"<tr>{_cells(cells)}</tr>"
+
+
+def _table(kind: str, heads: str, rows: Iterable[str]) -> str:
+    """`heads`: separated by blanks; `#`: of numbers."""
+    names = "".join(f'<th scope="col"{" class=number" * head.startswith("#")}>{head.lstrip("#").replace("~", " ")}</th>'
+                    for head in heads.split(" "))  # fmt: skip
+    return f'<table class="{kind}"><thead><tr>{names}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
