@@ -148,11 +148,12 @@ def test_steps_are_replayed_with_the_values_they_had(lab: Any, helpers: Any, run
 def test_back_to_a_save_of_a_pause_in_which_something_was_set(lab: Any, helpers: Any, run_command: Any) -> None:
     """What was set goes, so the steps behind it are others than were recorded: that is no fault."""
     config, run = config_of(lab, parallel={}, train={"duration": "24 steps"}), lab.path / "run"
-    change = ("set", {"changes": ["optimizer.lr=9e-3"], "reason": ""})
+    change = ("set", {"changes": ["optimizer.lr=0.1"], "reason": ""})
     lab.train(config, expect=75, variables=scripted({12: [("pause", {})], 18: [("stop", {})]}, [("save", {}), change]))
     (saved,) = [entry["step"] for entry in helpers.journal(run, "control") if entry.get("did") == "pause"]
     assert run_command(CLI, "rollback", run, "--to", saved).returncode == 0
     lab.train(config)
+    assert not [entry for entry in helpers.journal(run, "health") if "replay/step" in entry["text"]]
     same_as_configured(lab, helpers, config, run, 1, last=24)
     assert not timeline(run)
 
