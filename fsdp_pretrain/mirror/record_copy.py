@@ -131,6 +131,8 @@ def restore_record(
         RemoteError, OSError.
     """
 
+    named = set() if record.index is None else set(record.index.objects)
+
     def one(name: str) -> str | None:
         path = into / name
         if ".." in PurePosixPath(name).parts or not path.is_relative_to(into):
@@ -140,7 +142,8 @@ def restore_record(
             entry = FileEntry(name=path.name, bytes=file.bytes, xxh3=file.xxh3)
             if not mirror.copy(file.object_name, entry, path, shown):
                 os.utime(path, (file.written / 1000,) * 2)  # an earlier start's end must not look like that of this one
-                return f"{name} (an earlier copy is there)" if number else None
+                is_it = file.object_name in named if named else number == 0
+                return None if is_it else f"{name} (an earlier copy is there)"
         path.unlink(missing_ok=True)
         return name
 
