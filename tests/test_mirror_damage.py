@@ -23,6 +23,7 @@ from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.record import journal, lineage, run_id
 from fsdp_pretrain.record.lineage import LINEAGE
 from fsdp_pretrain.record.state_files import DamagedFileError
+from fsdp_pretrain.remote import RemoteError
 
 LYING = Faults(failing=0.1, cut=0.1, corrupt=0.1, spoiled=0.1, unanswered=0.1)
 """A tenth of all answers and uploads is refused, cut or wrong."""
@@ -45,6 +46,10 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
 
 
+def cut(path: Path, place: int) -> None:
+    path.write_bytes(path.read_bytes()[:place])
+
+
 def restored(carried: Carried, step: int) -> None:
     """Restore the run directory; the newest checkpoint is that of a step, whole, and a start could go on from it."""
     carried.lose()
@@ -59,7 +64,8 @@ def restored(carried: Carried, step: int) -> None:
 
 @pytest.mark.quick
 @pytest.mark.shows("F52")
-def test_a_wrong_byte_costs_one_file(carried: Carried, tmp_path: Path) -> None:
+@pytest.mark.parametrize("harm", [flip, cut])
+def test_a_wrong_byte_costs_one_file(carried: Carried, tmp_path: Path, harm: Callable[[Path, int], None]) -> None:
     """In every object of the record in turn; the next copy makes the mirror whole again."""
     carried.copy()
     random, before = seeded(5), carried.contents()
@@ -70,7 +76,7 @@ def test_a_wrong_byte_costs_one_file(carried: Carried, tmp_path: Path) -> None:
         shutil.rmtree(carried.mirror)
         shutil.copytree(keep, carried.mirror)
         damaged = carried.mirror / path.relative_to(keep)
-        flip(damaged, random.randrange(damaged.stat().st_size))
+        harm(damaged, random.randrange(damaged.stat().st_size))
         restored(carried, 20)
         used = "record" in path.parts and path == max(path.parent.iterdir())  # not the copy of before
         lost = path.parent.relative_to(keep / "record").as_posix() if used else ""
@@ -294,8 +300,11 @@ def test_nothing_is_left_of_what_retention_deletes(carried: Carried) -> None:
 @pytest.mark.quick
 def test_what_a_rollback_left_goes_though_it_would_be_permanent(tmp_path: Path) -> None:
     made = Carried(tmp_path, mirror_keep_every="20 steps").begin()
+    unfinished = made.mirror / "checkpoints/step-00000005/__0_0.distcp"
+    unfinished.parent.mkdir(parents=True)
+    unfinished.write_bytes(b"weights")
     made.copy()
-    assert made.whole() == []
+    assert left(made) == ["step-00000005"]  # until there are enough whole ones
     for step in (10, 20):
         made.save(step)
     made.copy()
@@ -304,7 +313,7 @@ def test_what_a_rollback_left_goes_though_it_would_be_permanent(tmp_path: Path) 
     for step in (15, 25, 35):
         made.save(step, segment=2)
         made.copy()
-    assert made.whole() == [25, 35]
+    assert left(made) == ["step-00000025", "step-00000035"]
     run_id.unbind(made.run.path)
 
 
@@ -354,8 +363,9 @@ def test_a_copy_of_the_record_that_was_cut_off_does_not_count(carried: Carried) 
 
 @pytest.mark.quick
 def test_a_later_start_alone_is_a_later_state(carried: Carried, tmp_path: Path) -> None:
-    """An older copy of the run directory, with all the checkpoints."""
+    """An older copy of the run directory, with all the checkpoints. What comes back is as old as its copies are."""
     carried.copy()
+    now = time.time()
     older = Path(shutil.copytree(carried.run.path, tmp_path / "older"))
     carried.segment(3, step=20)
     carried.copy()
@@ -365,6 +375,31 @@ def test_a_later_start_alone_is_a_later_state(carried: Carried, tmp_path: Path) 
         start.look(carried.config, restore=False, fresh=False)
     carried.restore()
     assert len(lineage.nodes(carried.run)) == 3
+    assert (carried.run.segment(1) / LINEAGE).stat().st_mtime <= now
+
+
+@pytest.mark.quick
+def test_a_manifest_of_another_step_vouches_for_nothing(carried: Carried) -> None:
+    carried.copy()
+    shutil.copytree(carried.mirror / "checkpoints/step-00000010", carried.mirror / "checkpoints/step-00000030")
+    restored(carried, 20)
+    assert "passed over step 30: manifest.json is that of step 10" in carried.messages("mirror-restored")[0]
+
+
+def test_what_is_written_is_read_back(stored: Carried, object_store: ObjectStore) -> None:
+    """Half of all uploads store a wrong byte."""
+    mirror = RunMirror(stored.config)
+    object_store.faults = Faults(spoiled=0.5)
+    told = 0
+    for number in range(20):
+        content = f"content of {number}".encode()
+        try:
+            mirror.put(f"record/{number}", content)
+            assert object_store.get(f"runs/run/record/{number}") == content
+        except RemoteError as error:
+            told += 1
+            assert "after it was written" in str(error)
+    assert told < 10 and any(request.fault == "spoiled" for request in object_store.log)
 
 
 @pytest.fixture

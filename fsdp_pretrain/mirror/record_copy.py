@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -131,18 +131,29 @@ def restore_record(
         RemoteError, OSError.
     """
 
-    def one(name: str) -> str | None:
-        path = into / name
+    wanted = set() if record.index is None else set(record.index.objects)
+
+    def one(name: str) -> str:
+        path, copies = into / name, record.copies[name]
         if ".." in PurePosixPath(name).parts or not path.is_relative_to(into):
             return name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for number, file in enumerate(record.copies[name]):
-            entry = FileEntry(name=path.name, bytes=file.bytes, xxh3=file.xxh3)
-            if not mirror.copy(file.object_name, entry, path, shown):
-                os.utime(path, (file.written / 1000,) * 2)  # an earlier start's end must not look like that of this one
-                return f"{name} (an earlier copy is there)" if number else None
-        path.unlink(missing_ok=True)
-        return name
+        found = _restore_file(mirror, copies, path, shown)
+        newest = found is not None and (found.object_name in wanted if wanted else found == copies[0])
+        return "" if newest else name if found is None else f"{name} (an earlier copy is there)"
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        return [name for name in pool.map(one, sorted(record.copies)) if name is not None]
+        return [name for name in pool.map(one, sorted(record.copies)) if name]
+
+
+def _restore_file(
+    mirror: RunMirror, copies: Sequence[RecordFile], path: Path, shown: Callable[[int], object]
+) -> RecordFile | None:
+    """Write the first of its copies that is whole, as old as it is. Returns which, None if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for file in copies:
+        entry = FileEntry(name=path.name, bytes=file.bytes, xxh3=file.xxh3)
+        if not mirror.copy(file.object_name, entry, path, shown):
+            os.utime(path, (file.written / 1000,) * 2)  # an earlier start's end must not look like that of this one
+            return file
+    path.unlink(missing_ok=True)
+    return None
