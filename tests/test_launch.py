@@ -484,3 +484,21 @@ def test_preflight(lab: Any, run_command: Any, small_disk: Any, helpers: Any) ->
     (run / "avoid_hosts").unlink()
     config = lab.config(launch={"grace": "0.01 s"})
     assert "launch.grace = 0.01 s is less than" in refused(78)
+
+
+@pytest.mark.slow
+def test_two_launchers_on_one_machine(launch: Launch, lab: Any, helpers: Any) -> None:
+    """One of them hosts the rendezvous. Both start again together when a rank dies, and the record has each start once."""
+    meet = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{helpers.port()}")
+    config = lab.config(train={"duration": "60 steps"}, checkpoint={"every": "10 steps"}, launch=HASTE)
+    jobs = [
+        launch(config, options=(*meet, "--local-addr", "127.0.0.1", "--rdzv-conf", f"is_host={host}"))
+        for host in ("true", "false")
+    ]
+    jobs[0].reaches(12)
+    jobs[1].ranks()[0].kill()
+    for job in jobs:
+        job.ends(0)
+    assert helpers.metrics(jobs[0].run)[-1]["step"] == 60
+    starts = [entry["world"] for entry in helpers.journal(jobs[0].run, "start")]
+    assert starts == [2, 2] and len(helpers.journal(jobs[0].run, "restart")) == 1

@@ -153,6 +153,12 @@ def test_torchrun_gets_what_it_needs() -> None:
         endpoint = head if ":" in head else f"{head}:29400"
         assert f"--rdzv-endpoint {endpoint} --rdzv-id job --rdzv-conf is_host={is_host}," in many
         assert "--nnodes 3 --nproc-per-node gpu" in many and "--local-addr 127.0.0.1" in many
+    for said in ("true", "false"):
+        conf = ("--rdzv-conf", f"is_host={said},read_timeout=9")
+        many = " ".join(torchrun_arguments("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1", *conf))
+        assert f"--rdzv-conf is_host={said},join_timeout=300,close_timeout=30,read_timeout=9 " in many
+    with pytest.raises(ConfigError, match="'is_host' has no value"):
+        torchrun_arguments("--nnodes", "2", "--rdzv-endpoint", "127.0.0.1", "--rdzv-conf", "is_host")
     with pytest.raises(ConfigError, match=r"nowhere\.invalid does not resolve on this node"):
         torchrun_arguments("--nnodes", "3", "--rdzv-endpoint", "nowhere.invalid")
     with pytest.raises(ConfigError, match="without --rdzv-endpoint"):

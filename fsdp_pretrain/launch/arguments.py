@@ -20,6 +20,13 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST[:PORT]", help="first node; the same on every node"
     )
+    options.add_argument(
+        "--rdzv-conf",
+        "--rdzv_conf",
+        default="",
+        metavar="KEY=VALUE,...",
+        help="further settings of the rendezvous; is_host=false for a second launcher on the first node",
+    )
     options.add_argument("--rdzv-id", "--rdzv_id", help="name of the job (default: the configuration's file name)")
     options.add_argument(
         "--local-addr", "--local_addr", help="address of this node, if other nodes resolve its host name differently"

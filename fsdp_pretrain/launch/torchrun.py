@@ -58,7 +58,8 @@ def command(
         meeting = ["--standalone"]
     else:
         endpoint = args.rdzv_endpoint if ":" in args.rdzv_endpoint else f"{args.rdzv_endpoint}:29400"
-        conf = f"is_host={str(is_first(args)).lower()},join_timeout={max(1, int(join))},{_RENDEZVOUS_LIMITS}"
+        usual = f"is_host={str(is_first(args)).lower()},join_timeout={max(1, int(join))},{_RENDEZVOUS_LIMITS}"
+        conf = ",".join(f"{key}={value}" for key, value in {**_settings(usual), **_settings(args.rdzv_conf)}.items())
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
         meeting += ["--rdzv-id", args.rdzv_id, "--rdzv-conf", conf]
         meeting += ["--local-addr", args.local_addr] if args.local_addr else []
@@ -77,13 +78,24 @@ def most_nodes(nnodes: str) -> int:
     return int(found[2] or found[1])
 
 
+def _settings(conf: str) -> dict[str, str]:
+    """The settings in a value of --rdzv-conf. Raises ConfigError."""
+    parts = [part.partition("=") for part in conf.split(",") if part.strip()]
+    if wrong := [key for key, equals, value in parts if not (key.strip() and equals and value.strip())]:
+        raise ConfigError(f"--rdzv-conf {conf}: {wrong[0]!r} has no value", remedy="write KEY=VALUE,KEY=VALUE")
+    return {key.strip(): value.strip() for key, _, value in parts}
+
+
 def is_first(args: argparse.Namespace) -> bool:
-    """Whether this node hosts the rendezvous. Raises ConfigError if its name does not resolve.
+    """Whether this node hosts the rendezvous: what `is_host` of --rdzv-conf says, else whether its name is of this
+    machine. Raises ConfigError if that does not resolve.
 
     torchrun compares the name with this machine's host name, which fails on every node for an address or an alias.
     """
     if args.rdzv_endpoint is None:
         return True
+    if (said := _settings(args.rdzv_conf).get("is_host")) is not None:
+        return said.lower() in ("1", "true", "t", "yes", "y")
     host = args.rdzv_endpoint.partition(":")[0]
     here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     try:
