@@ -242,7 +242,7 @@ def test_the_report_has_panels_of_the_groups(tmp_path: Path) -> None:
     steps, damaged = read_steps(tmp_path / "metrics.jsonl")
     assert not damaged and steps.by_source["gradient/embedding"].tolist()[1] == 0.5
     assert all(math.isnan(steps.by_source["gradient/embedding"][row]) for row in (0, 2))
-    panels = {panel.name: panel for panel in lay_out(steps.by_source).panels}
+    panels = {panel.name: panel for panel in lay_out(steps.by_source)}
     assert [trace.label for trace in panels["update"].traces] == ["embedding", "mlp/0-7"]
     assert [trace.column for trace in panels["moment"].traces] == ["second_moment/embedding", "second_moment/mlp/0-7"]
 

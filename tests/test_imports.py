@@ -12,7 +12,7 @@ from released import ARCHIVES, unpack
 
 SLOW = set(
     "aim datasets lm_eval numpy prometheus_client psutil pyarrow pydantic rich safetensors sentencepiece smtplib ssl "
-    "tensorboard tokenizers tomli_w torch torchdata tqdm transformers wandb xxhash".split()
+    "plotly tensorboard tokenizers tomli_w torch torchdata tqdm transformers wandb xxhash".split()
 )
 """What takes milliseconds to import."""
 STATE = {"pydantic", "xxhash"}  # any small file of a run
@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("fsdp_pretrain.cli alarms RUN", STATE | {"psutil"}),
         ("fsdp_pretrain.cli checkpoints RUN list", STATE | {"tomli_w"}),
         ("fsdp_pretrain.cli status RUN", STATE | {"tomli_w", "psutil", "numpy"}),
-        ("fsdp_pretrain.cli report RUN", STATE | {"tomli_w", "psutil", "numpy", "tqdm"}),
+        ("fsdp_pretrain.cli report RUN", STATE | {"tomli_w", "psutil", "numpy", "plotly", "tqdm"}),
         ("fsdp_pretrain.cli watch RUN --once", STATE | {"tomli_w", "psutil", "numpy", "rich"}),
         ("eval.cli report RUN", STATE),
     ],

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import gzip
+import html
 import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,24 +24,54 @@ from released import ARCHIVES, unpack
 from sight import tree
 
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.goodput import goodput
+from fsdp_pretrain.record.goodput import State, goodput
 from fsdp_pretrain.record.metrics import read_metrics
+from fsdp_pretrain.units import human_time
 
+ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 
 
-def page(path: Path) -> dict[str, Any]:
-    """The data of a page."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL)
-    assert found is not None
-    data: dict[str, Any] = json.loads(found[1])
-    return data
+class Page:
+    """What a page holds: its figures with their lines, and the cells of its tables and facts."""
+
+    def __init__(self, path: Path) -> None:
+        self.text = path.read_text()
+        found = re.search(r'<script type="text/plain" id="data">(.*?)</script>', self.text)
+        assert found is not None
+        self.data: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found[1])))
+
+    def lines(self, title: str) -> list[dict[str, Any]]:
+        """The lines of a figure."""
+        return [line for each in self.data["figures"] if each["title"] == title for line in each["traces"]]
+
+    def line(self, title: str, name: str) -> dict[str, Any]:
+        (found,) = (line for line in self.lines(title) if line.get("name") == name)
+        return found
+
+    def at(self, line: dict[str, Any], clock: str = "step") -> Any:
+        """The positions of a line's values."""
+        column = self.data["places"][line["place"]][clock]
+        return numbers(column if "rows" not in line else [None if row is None else column[row] for row in line["rows"]])
+
+    def curve(self, title: str, name: str) -> tuple[Any, Any]:
+        """Positions and values of a line, without its breaks."""
+        line = self.line(title, name)
+        steps, values = self.at(line), numbers(line["y"])
+        return steps[np.isfinite(values)], values[np.isfinite(values)]
+
+    def rows(self, kind: str) -> list[list[str]]:
+        """The cells of the tables of a kind."""
+        tables = re.findall(f'<table class="{kind}">.*?</table>', self.text, re.DOTALL)
+        found = [re.findall(r"<td[^>]*>(.*?)</td>", row) for table in tables for row in table.split("<tr")[2:]]
+        return [[html.unescape(re.sub("<[^>]*>", "", cell)).strip() for cell in row] for row in found]
+
+    def facts(self) -> dict[str, str]:
+        return dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)<", self.text))
 
 
-def column(packed: dict[str, str]) -> Any:
-    """A column of a page."""
-    ((kind, text),) = packed.items()
-    return np.frombuffer(base64.b64decode(text), dtype=f"<{kind}")
+def numbers(values: list[float | None]) -> Any:
+    return np.array([np.nan if value is None else value for value in values])
 
 
 @pytest.fixture(scope="module")
@@ -56,51 +89,74 @@ def written(made: LongRun, run_command: Any) -> Path:
     return out
 
 
+@pytest.mark.quick
+def test_no_code_of_others_lies_in_the_repository() -> None:
+    """What others wrote comes from a registry; minified code is what nobody here wrote."""
+    for kind in ("js", "css", "html"):
+        for path in ROOT.rglob(f"fsdp_pretrain/**/*.{kind}"):
+            assert max(map(len, path.read_text().splitlines())) < 1000, path
+
+
+@pytest.mark.quick
+def test_without_plotly_it_says_what_to_install(tmp_path: Path, helpers: Any) -> None:
+    (tmp_path / "run/segments/0001").mkdir(parents=True)
+    code = "import sys; sys.modules['plotly'] = None; from fsdp_pretrain.cli.main import main; sys.exit(main())"
+    line = [sys.executable, "-c", code, "report", tmp_path / "run"]
+    done = subprocess.run(line, capture_output=True, text=True, cwd="/", env=helpers.environment())
+    assert done.returncode == 78 and "plotly" in done.stderr and "pip install -e '.[report]'" in done.stderr
+
+
 def test_extremes_survive_and_what_was_left_behind_is_there(made: LongRun, written: Path) -> None:
-    (run,) = page(written)["runs"]
+    shown = Page(written)
     truth = list(read_metrics(made.run))
-    kept, steps = run["kept"], column(run["kept"]["clocks"]["step"])
-    assert steps[-1] == 12_000 and (np.diff(steps) > 0).all() and 3_000 < len(steps) < 9_000
-    for name, values in (
-        ("loss", [record.loss.mean for record in truth]),
-        ("grad_norm", [record.grad_norm for record in truth]),
-        ("data", [record.seconds.data for record in truth]),
-        ("loss/code", [record.sources["code"].mean for record in truth]),
+    for title, name, values in (
+        ("Loss", "training", [record.loss.mean for record in truth]),
+        ("Gradient norm", "before clipping", [record.grad_norm for record in truth]),
+        ("Step time by part", "waiting for data", [record.seconds.data for record in truth]),
+        ("Loss by source", "code", [record.sources["code"].mean for record in truth]),
     ):
-        edges = np.concatenate([[0], steps.astype(int)])
-        parts = [values[first:stop] for first, stop in pairwise(edges)]
-        assert column(kept["most"][name]) == pytest.approx([max(part) for part in parts], rel=1e-6)
-        assert column(kept["least"][name]) == pytest.approx([min(part) for part in parts], rel=1e-6)
+        line, (steps, mean) = shown.line(title, name), shown.curve(title, name)
+        assert steps[-1] == 12_000 and (np.diff(steps) > 0).all() and 3_000 < len(steps) < 9_000
+        low, high = (numbers(line[edge]) for edge in ("low", "high"))
+        parts = [values[first:stop] for first, stop in pairwise([0, *steps.astype(int)])]
+        assert mean == pytest.approx([sum(part) / len(part) for part in parts], rel=1e-5)
+        assert high[np.isfinite(high)] == pytest.approx([max(part) for part in parts], rel=1e-5)
+        assert low[np.isfinite(low)] == pytest.approx([min(part) for part in parts], rel=1e-5)
     *rolled_back, unnoticed = made.spikes
-    most = column(kept["most"]["loss"])
-    assert most.max() == 9.0 and steps[most.argmax()] >= unnoticed > steps[most.argmax() - 1]
-    left = [column((lane["most"] or lane["mean"])["loss"]).max() for lane in run["left"]]
-    assert rolled_back and max(left) == 9.0
-    assert column(kept["clocks"]["trained"])[-1] == truth[-1].tokens
+    line, (steps, _) = shown.line("Loss", "training"), shown.curve("Loss", "training")
+    high = numbers(line["high"])[np.isfinite(numbers(line["y"]))]
+    assert high.max() == 9.0 and steps[high.argmax()] >= unnoticed > steps[high.argmax() - 1]
+    assert rolled_back and shown.curve("Loss", "training, left behind")[1].max() == 9.0
+    assert shown.at(line, "trained")[-1] == truth[-1].tokens
     assert written.stat().st_size < 5e6
 
 
 def test_account_checkpoints_evaluations_and_events_are_those_of_the_record(made: LongRun, written: Path) -> None:
-    (run,) = page(written)["runs"]
-    account = goodput(made.run)
+    shown, account = Page(written), goodput(made.run)
     assert account is not None
-    assert run["account"]["goodput"] == pytest.approx(account.goodput)
-    for band in run["bands"]:  # over time, and over steps
-        spent = {state: float(column(seconds).sum()) for state, seconds in band["seconds"].items()}
-        assert spent == pytest.approx({s: t for s, t in account.states.items() if t}, rel=1e-3, abs=0.5)
-    states = [save["state"] for save in run["saves"]]
-    assert states[-1] == "verified" and set(states) == {"verified", "deleted"}
-    (score,) = [each for each in run["evaluations"]["curves"] if each["task"] == "hellaswag"]
-    assert score["better"] == "higher" and len(score["scores"]) == 50
-    last = score["scores"][-1]
-    assert (last["low"], last["high"]) == pytest.approx((0.686, 0.714)) and last["documents"] == 4096
-    assert [verdict["ok"] for verdict in run["evaluations"]["verdicts"]].count(None) == 9
-    kinds = [event["kind"] for event in run["events"]]
+    layers = shown.lines("Goodput")
+    spent = {line["name"]: float(numbers(line["y"])[:-1] @ np.diff(shown.at(line, "written"))) for line in layers}
+    assert sum(spent.values()) == pytest.approx(account.wall_seconds, rel=1e-3)
+    for name, state in (("useful steps", "step_kept"), ("lost steps", "lost"), ("queue", "queued")):
+        assert spent[name] == pytest.approx(account.states[State(state)], rel=1e-3, abs=0.5)
+    rows = [[str(state), human_time(seconds), f"{seconds / account.wall_seconds:.3%}"]
+            for state, seconds in account.states.items() if seconds]  # fmt: skip
+    assert [row[:3] for row in shown.rows("account")] == rows
+    assert [line["name"] for line in shown.lines("Checkpoints")] == ["verified 1", "deleted later, as configured 25"]
+    score, left = shown.lines("hellaswag acc_norm")
+    assert len(score["y"]) == 50 and not left["y"] and "higher is better" in shown.text
+    assert score["y"][-1] - score["error_y"]["arrayminus"][-1] == pytest.approx(0.686)
+    assert score["y"][-1] + score["error_y"]["array"][-1] == pytest.approx(0.714)
+    assert "4096 documents" in score["text"][-1] and "95% 0.686 to 0.714" in score["text"][-1]
+    ((probe, newest, step, all_verdicts, why),) = shown.rows("verdicts")
+    assert (probe, newest, step, why) == ("separator_probe", "● ok", "12,000", "separators are single")
+    assert all_verdicts == "○" * 9 + "●" * 41
+    kinds = [kind.lstrip("▲◆ ") for _, _, kind, _ in shown.rows("all")]
     assert kinds.count("rollback") == len(made.spikes) - 1 == kinds.count("note")
     assert kinds.count("interruption") == len([i for i in account.incidents if i.kind == "failure"])
-    (hang,) = [event for event in run["events"] if event["text"].startswith("hang: ")]
-    assert hang["severity"] == 2 and not hang["open"] and hang["until"]["written"] - hang["at"]["written"] == 20
-    facts = {fact["name"]: fact["value"] for fact in run["summary"]["facts"]}
+    ((_, _, kind, text),) = (row for row in shown.rows("all") if row[3].startswith("hang: "))
+    assert kind == "◆ alarm" and "(open)" not in text and text.endswith("over after 20s")
+    facts = shown.facts()
     assert facts["Step"] == "12,000" and facts["Verified checkpoint"] == "step 12,000" and facts["Open alarms"] == "0"
 
 
@@ -117,13 +173,13 @@ def test_it_writes_nothing_but_the_page_and_works_on_a_disk_that_is_read_only(
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     refused = run_command("fsdp_pretrain.cli", "report", run)
     assert refused.returncode == 78 and "--out FILE" in refused.stderr
-    one, two = page(tmp_path / "one.html"), page(tmp_path / "two.html")
-    assert one["runs"][0]["kept"] == two["runs"][0]["kept"]
-    (shown,) = one["runs"]
+    one, two = Page(tmp_path / "one.html"), Page(tmp_path / "two.html")
+    assert one.lines("Loss") == two.lines("Loss")
+    steps, losses = one.curve("Loss", "training")
     records = list(read_metrics(RunDir(run)))
-    assert column(shown["kept"]["mean"]["loss"]) == pytest.approx([r.loss.mean for r in records], rel=1e-6)
-    assert column(shown["kept"]["clocks"]["step"]).tolist() == [record.step for record in records]
-    assert [len(column(lane["clocks"]["step"])) for lane in shown["left"]] and shown["evaluations"]["curves"]
+    assert losses == pytest.approx([r.loss.mean for r in records], rel=1e-5)
+    assert steps.tolist() == [record.step for record in records]
+    assert len(one.curve("Loss", "training, left behind")[0]) and 'id="evaluations" ><h2>' in one.text
 
 
 @pytest.mark.quick
@@ -146,12 +202,11 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path, run_command: 
         file.write(b"torn")
     done = run_command("fsdp_pretrain.cli", "report", made.run.path)
     assert done.returncode == 0, done.stderr
-    (run,) = page(made.run.path / "report.html")["runs"]
-    assert any("damaged lines" in text and text.endswith(": 2") for _, text in run["summary"]["problems"])
-    assert column(run["kept"]["clocks"]["step"])[-1] == 200
-    (score,) = [each for each in run["evaluations"]["curves"] if each["task"] == "hellaswag"]  # as the journal has it
-    last = score["scores"][-1]
-    assert (last["low"], last["high"]) == pytest.approx((0.7 - 1.96 * 0.007, 0.7 + 1.96 * 0.007)) and not last["left"]
+    shown = Page(made.run.path / "report.html")
+    assert re.search(r"<li[^>]*>damaged lines[^<]*: 2</li>", shown.text)
+    assert shown.curve("Loss", "training")[0][-1] == 200
+    score, left = shown.lines("hellaswag acc_norm")  # as the journal has it
+    assert f"95% {0.7 - 1.96 * 0.007:.4g} to {0.7 + 1.96 * 0.007:.4g}" in score["text"][-1] and not left["y"]
 
 
 def test_a_run_without_a_step_yet_has_a_page(tmp_path: Path, run_command: Any) -> None:
@@ -160,8 +215,8 @@ def test_a_run_without_a_step_yet_has_a_page(tmp_path: Path, run_command: Any) -
         path.unlink()
     done = run_command("fsdp_pretrain.cli", "report", made.run.path)
     assert done.returncode == 0, done.stderr
-    (run,) = page(made.run.path / "report.html")["runs"]
-    assert len(column(run["kept"]["clocks"]["step"])) == 0 and run["events"] and run["bands"]
+    shown = Page(made.run.path / "report.html")
+    assert not shown.lines("Loss") and shown.rows("all") and shown.lines("Goodput")
 
 
 # --------------------------------------------------------------------- in a browser
@@ -186,25 +241,44 @@ def compared(made: LongRun, tmp_path_factory: pytest.TempPathFactory, run_comman
     return path / "page.html"
 
 
-CHARTS = "Report.charts.length"
-RANGES = "Report.charts.map((chart) => [chart.scales.x.min, chart.scales.x.max])"
+RANGES = "[...document.querySelectorAll('.plot')].map((plot) => plot.layout.xaxis.range)"
+
+
+def look(tab: Tab, path: Path, **how: Any) -> None:
+    """Open a page, and wait until it is drawn."""
+    tab.open(path, **how)
+    wait(tab, "window.ready")
+
+
+def wait(tab: Tab, condition: str) -> None:
+    check = f"const check = () => {condition} ? done() : setTimeout(check, 20)"
+    tab.value(f"new Promise((done) => {{ {check}; check(); }})")
 
 
 def click(tab: Tab, selector: str) -> None:
     tab.value(f"document.querySelector({json.dumps(selector)}).click()")
 
 
+def count(tab: Tab, selector: str) -> int:
+    found: int = tab.value(f"document.querySelectorAll({json.dumps(selector)}).length")
+    return found
+
+
+def choose(tab: Tab, clock: str) -> None:
+    """Another axis, drawn."""
+    click(tab, f"#clocks button[value={clock}]")
+    wait(tab, f"new Set({RANGES}.map(String)).size === 1")
+
+
 @needs_chromium
 @pytest.mark.parametrize(("width", "dark"), [(1600, False), (1600, True), (400, False), (400, True)])
 def test_it_opens_without_a_complaint(tab: Tab, written: Path, width: int, dark: bool) -> None:
-    tab.open(written, width=width, dark=dark)
-    assert tab.value(CHARTS) == 16
+    look(tab, written, width=width, dark=dark)
+    assert count(tab, ".plot") == 16 == count(tab, ".plot.js-plotly-plot")
     assert tab.value("getComputedStyle(document.body).backgroundColor") == (
         "rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)"
     )
     assert tab.value("document.documentElement.scrollWidth <= window.innerWidth"), "it scrolls sideways"
-    widths = tab.value("Report.charts.map((chart) => [chart.width, chart.root.parentElement.clientWidth])")
-    assert all(chart <= host for chart, host in widths)
     assert tab.problems == [] and tab.requests == []
 
 
@@ -216,58 +290,98 @@ def test_a_run_that_has_just_begun_opens_too(tab: Tab, tmp_path: Path, run_comma
     metrics.write_bytes(b"".join(metrics.read_bytes().splitlines(keepends=True)[:steps]))
     done = run_command("fsdp_pretrain.cli", "report", made.run.path)
     assert done.returncode == 0, done.stderr
-    tab.open(made.run.path / "report.html")
-    for clock in ("elapsed", "trained"):
-        click(tab, f"#clocks button[value={clock}]")
-    assert tab.problems == [] and tab.value(CHARTS) > 0
+    look(tab, made.run.path / "report.html")
+    for clock in ("elapsed", "trained", "date"):
+        choose(tab, clock)
+    assert tab.problems == [] and count(tab, ".plot .main-svg") > 0
 
 
 @needs_chromium
 def test_one_axis_is_shared_by_all_panels_on_every_clock(tab: Tab, made: LongRun, written: Path) -> None:
-    tab.open(written)
-    left, top, width, height = tab.value(
-        "(() => { const box = Report.charts[1].over.getBoundingClientRect(); return [box.left, box.top, box.width, box.height]; })()"
-    )
+    look(tab, written, height=6000)
+    box = "document.querySelectorAll('.plot')[1].querySelector('.nsewdrag').getBoundingClientRect()"
+    left, top, width, height = tab.value(f"(() => {{ const b = {box}; return [b.left, b.top, b.width, b.height]; }})()")
     at = top + height / 2
     tab.drag((left + width * 0.25, at), (left + width * 0.5, at))
+    wait(tab, f"{RANGES}.every((range) => range[0] > 1000)")
     (zoomed,) = {tuple(each) for each in tab.value(RANGES)}
     assert zoomed == pytest.approx((3_000, 6_000), abs=50)
-    for clock in ("consumed", "trained", "elapsed", "written", "step"):
-        click(tab, f"#clocks button[value={clock}]")
-        assert len({tuple(each) for each in tab.value(RANGES)}) == 1
+    for clock in ("consumed", "trained", "elapsed", "date", "step"):
+        choose(tab, clock)
     (again,) = {tuple(each) for each in tab.value(RANGES)}
     assert again == pytest.approx(zoomed, abs=100)  # the same part of the run
     click(tab, "#zoom button:last-child")
-    rolled_back = tab.value("Report.events.find((event) => event.kind === 'rollback').at.step")
-    x = tab.value(f"Report.charts[1].valToPos({rolled_back}, 'x')")
-    tab.move(left + x, at)
-    tip = tab.value("document.getElementById('tip').textContent")
-    assert "rollback" in tip and "loss spike" in tip and "left behind" in tip
-    shown = tab.value("[...document.querySelectorAll('.panel .live b')].filter((value) => value.textContent).length")
-    assert shown >= 10  # the cursor's values in every panel
-    assert "tokens" in tab.value("document.getElementById('where').textContent")
+    wait(tab, f"{RANGES}.every((range) => range[0] === 0)")
+    (start,) = (float(step.replace(",", "")) for _, step, kind, _ in Page(written).rows("all") if kind == "▲ rollback")
+    tab.move(left + width * start / 12_000 - 9, at)
+    tab.move(left + width * start / 12_000, at)
+    wait(tab, "document.getElementById('where').textContent.includes('rollback')")
+    said = tab.value("document.getElementById('where').textContent")
+    assert "loss spike" in said and "left behind" in said and "tokens" in said
+    boxes = "[...document.querySelectorAll('.hoverlayer')].filter((layer) => layer.textContent).length"
+    assert tab.value(boxes) >= 10  # the cursor's values in every panel
+    assert tab.problems == []
+
+
+@needs_chromium
+def test_a_person_can_choose_what_to_see(tab: Tab, written: Path) -> None:
+    """A spike fills the axis until extremes are ignored; a line can be hidden; events and their rows lead to each other."""
+    look(tab, written)
+    mark = "document.querySelectorAll('.plot')[0].querySelectorAll('.trace')"
+    box = f"[...{mark}].flatMap((trace) => [...trace.querySelectorAll('.point')]).at(-1).getBoundingClientRect()"
+    x, y = tab.value(f"(() => {{ const b = {box}; return [b.left + b.width / 2, b.top + b.height / 2]; }})()")
+    tab.move(x - 9, y)
+    tab.move(x, y)
+    wait(tab, "document.querySelector('.hoverlayer').textContent.includes('interruption')")
+    tab.press(x, y)
+    wait(tab, "document.activeElement.closest('tr')")
+    said = "document.activeElement.closest('tr').textContent"
+    assert "interruption" in tab.value(said)
+    tab.value("window.scrollTo(0, 0)")
+    top = "10 ** document.querySelectorAll('.plot')[1].layout.yaxis.range[1]"
+    assert tab.value(top) > 9
+    click(tab, "[aria-label=Loss] button[value=fit]")
+    wait(tab, f"{top} < 9")
+    lines = "document.querySelectorAll('.plot')[1].data.filter((trace) => trace.name).length"
+    before = tab.value(lines)
+    click(tab, "[aria-label=Loss] .key")
+    wait(tab, f"{lines} < {before}")
+    shown = "[...document.querySelectorAll('#events tbody tr')].filter((row) => !row.hidden)"
+    assert "checkpoint" not in tab.value(f"{shown}.map((row) => row.cells[2].textContent)")
+    tab.value("document.querySelector('#filter select').value = 'saves'")
+    tab.value("document.querySelector('#filter').dispatchEvent(new Event('input'))")
+    assert set(tab.value(f"{shown}.map((row) => row.cells[2].textContent)")) == {"checkpoint"}
+    tab.value(f"{shown}.find((row) => row.cells[1].textContent === '6,000').querySelector('button').click()")
+    wait(tab, f"{RANGES}.every(([low, high]) => low === 5700 && high === 6300)")
     assert tab.problems == []
 
 
 @pytest.mark.shows("B7")
 @needs_chromium
 def test_texts_of_the_record_stay_texts_and_runs_are_compared(tab: Tab, compared: Path) -> None:
-    tab.open(compared)
+    look(tab, compared, height=9000)
     assert tab.value("document.title") == f"long, b {HOSTILE} - training report"
-    assert tab.value("document.querySelectorAll('img').length") == 0
-    rows = tab.value("[...document.querySelectorAll('#table td')].map((cell) => cell.textContent)")
+    assert count(tab, "img") == 0
+    rows = tab.value("[...document.querySelectorAll('#events td')].map((cell) => cell.textContent)")
     assert f"{HOSTILE} ({HOSTILE})" in rows and f"b {HOSTILE}: note" in rows
-    loss = "[...document.querySelectorAll('.panel')].find((panel) => panel.getAttribute('aria-label') === 'Loss')"
-    assert tab.value(f"{loss}.querySelectorAll('.key').length") == 4  # training and held-out, of each
-    click(tab, "#clocks button[value=elapsed]")
+    assert count(tab, "[aria-label=Loss] .key") == 4  # training and held-out, of each
+    box = "document.querySelectorAll('.plot')[1].querySelector('.nsewdrag').getBoundingClientRect()"
+    left, top, width = tab.value(f"(() => {{ const b = {box}; return [b.left, b.top + 30, b.width]; }})()")
+    for x in (-9, 0):  # over the hostile note, with the hostile name in every box
+        tab.move(left + width * 2_500 / 12_000 + x, top)
+    wait(tab, "document.getElementById('where').textContent.includes('onerror')")
+    boxes = tab.value("[...document.querySelectorAll('.hoverlayer')].map((layer) => layer.textContent).join()")
+    assert HOSTILE[:20] in boxes
+    assert count(tab, "img") == 0 and tab.value("document.title").startswith("long, b")
+    choose(tab, "elapsed")
     assert min(low for low, _ in tab.value(RANGES)) == 0  # both from their launch
-    assert tab.value("document.querySelectorAll('.account').length") == 2
+    assert count(tab, ".account") == 2
     assert tab.problems == [] and tab.requests == []
 
 
 @needs_chromium
 def test_it_prints_light_and_no_wider_than_paper(tab: Tab, written: Path, tmp_path: Path) -> None:
-    tab.open(written, dark=True)
+    look(tab, written, dark=True)
     pdf = tab.pdf()
     assert pdf.startswith(b"%PDF") and 3 < pdf.count(b"/Type /Page\n") + pdf.count(b"/Type /Page ") < 40
     assert tab.value("document.documentElement.dataset.theme") == "dark"  # and afterwards it is as before
@@ -281,13 +395,15 @@ def test_a_hundred_thousand_steps_and_forty_starts_fit(tab: Tab, tmp_path: Path,
     done = run_command("fsdp_pretrain.cli", "report", made.run.path)
     out = made.run.path / "report.html"
     assert done.returncode == 0 and out.stat().st_size < 5e6 and made.starts == 40
-    (run,) = page(out)["runs"]
-    steps, most = column(run["kept"]["clocks"]["step"]), column(run["kept"]["most"]["loss"])
-    assert (most == 9.0).sum() == 1 and steps[most.argmax()] >= made.spikes[-1] > steps[most.argmax() - 1]
-    left = np.concatenate([column(lane["most"]["loss"]) for lane in run["left"]])
-    assert (left == 9.0).sum() == len(made.spikes) - 1
-    tab.open(out)
-    assert tab.value(CHARTS) == 16 and tab.problems == []
+    shown = Page(out)
+    steps, mean = shown.curve("Loss", "training")
+    high = numbers(shown.line("Loss", "training")["high"])
+    high = high[np.isfinite(high)]
+    assert len(high) == len(mean) and (high == 9.0).sum() == 1
+    assert steps[high.argmax()] >= made.spikes[-1] > steps[high.argmax() - 1]
+    assert (shown.curve("Loss", "training, left behind")[1] == 9.0).sum() == len(made.spikes) - 1
+    look(tab, out)
+    assert count(tab, ".plot") == 16 and tab.problems == []
 
 
 @pytest.mark.slow
@@ -315,17 +431,20 @@ def test_a_trained_run_with_a_rollback_a_fork_and_evaluations_tells_its_story(
     out = tmp_path / "page.html"
     done = run_command("fsdp_pretrain.cli", "report", run, other, "--out", out)
     assert done.returncode == 0, done.stderr
-    for shown, path in zip(page(out)["runs"], (run, other), strict=True):
+    shown = Page(out)
+    for name, path in (("run", run), ("cooler", other)):
         records = helpers.metrics(path)
-        assert column(shown["kept"]["clocks"]["step"]).tolist() == [record["step"] for record in records]
+        steps, losses = shown.curve("Loss", f"{name} training")
+        assert steps.tolist() == [record["step"] for record in records]
         means = [record["loss"]["sum"] / record["loss"]["count"] for record in records]
-        assert column(shown["kept"]["mean"]["loss"]) == pytest.approx(means, rel=1e-6)
-    first, second = page(out)["runs"]
-    assert [column(lane["clocks"]["step"]).tolist() for lane in first["left"]] == [list(range(11, 21))]
-    assert {"rollback", "note", "stop"} <= {event["kind"] for event in first["events"]}
-    assert "fork" in {event["kind"] for event in second["events"]} and second["left"] == []
-    bits = next(each for each in first["evaluations"]["curves"] if each["metric"] == "bits_per_byte")
-    assert [(score["at"]["step"], score["left"]) for score in bits["scores"]] == [(10, False), (20, True)]
-    assert [save["state"] for save in first["saves"]] == ["verified", "left", "verified"]
-    tab.open(out)
+        assert losses == pytest.approx(means, rel=1e-5)
+    left = [line["name"] for line in shown.lines("Loss") if "left behind" in line["name"]]
+    assert left == ["run: training, left behind"]
+    assert shown.curve("Loss", left[0])[0].tolist() == list(range(11, 21))
+    kinds = {kind.lstrip("▲◆ ") for _, _, kind, _ in shown.rows("all")}
+    assert {"run: rollback", "run: note", "run: stop", "cooler: fork"} <= kinds
+    kept, behind, *_ = shown.lines("heldout_bpb bits_per_byte")
+    assert (shown.at(kept).tolist(), shown.at(behind).tolist()) == ([10], [20])
+    assert {"run: verified 2", "run: left behind 1"} <= {line["name"] for line in shown.lines("Checkpoints")}
+    look(tab, out)
     assert tab.problems == []

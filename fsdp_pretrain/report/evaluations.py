@@ -13,7 +13,7 @@ from .curves import Lines, Position
 
 
 @dataclass(frozen=True)
-class Score:
+class ScorePoint:
     """A score of a checkpoint.
 
     Attributes:
@@ -35,7 +35,7 @@ class Evaluations:
     """All evaluations of a run, oldest first: scores and the better direction by (task, metric), verdicts with their
     step, and the number of results files that cannot be read."""
 
-    scores: dict[tuple[str, str], list[Score]]
+    scores: dict[tuple[str, str], list[ScorePoint]]
     better: dict[tuple[str, str], str]
     verdicts: list[tuple[int, Verdict]]
     damaged: int
@@ -51,7 +51,7 @@ def read_evaluations(run: RunDir, entries: list[dict[str, Any]], lines: Lines) -
         at = lines.locate(each.step, seconds_of(each.committed or each.time))
         for task, metric, value, _, interval in each.metrics():
             low, high = (None, None) if interval is None else (interval.low, interval.high)
-            score = Score(at, value, low, high, each.documents.get(task), left)
+            score = ScorePoint(at, value, low, high, each.documents.get(task), left)
             found.scores.setdefault((task, metric), []).append(score)
             higher = each.higher_is_better.get(task, {}).get(metric)
             if higher is not None:

@@ -20,7 +20,7 @@ from fsdp_pretrain.record.goodput import State
 from fsdp_pretrain.record.start_history import Column
 
 from .curves import CLOCKS, Curve, Position
-from .evaluations import Score
+from .evaluations import ScorePoint
 from .events import GROUPS, Event, Mark
 from .gather import RunRecord
 from .panels import Panel, Trace, lay_out
@@ -306,7 +306,7 @@ class Drawing:
             figure.about = ", ".join(filter(None, about))
             self.figures.append(figure)
 
-    def _scores(self, run: int, scores: list[Score], left: bool) -> _Trace:
+    def _scores(self, run: int, scores: list[ScorePoint], left: bool) -> _Trace:
         """The scores of a metric, with whiskers."""
         color = self._color(run)
         up = [0.0 if score.high is None else score.high - score.value for score in scores]
@@ -327,7 +327,7 @@ class Drawing:
         }
 
 
-def _interval(score: Score) -> str:
+def _interval(score: ScorePoint) -> str:
     interval = "" if score.low is None else f"95% {score.low:.4g} to {score.high:.4g}"
     return ", ".join(filter(None, (interval, f"{score.documents} documents" if score.documents else "")))
 

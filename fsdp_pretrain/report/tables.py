@@ -48,7 +48,7 @@ def verdicts(records: list[RunRecord]) -> str:
             mine = [(step, verdict) for step, verdict in record.evaluations.verdicts if verdict.probe == probe]
             step, newest = mine[-1]
             sign, word, level = _VERDICTS[newest.ok]
-            dots = "".join(_VERDICTS[verdict.ok][0] for _, verdict in mine[-40:])
+            dots = "".join(_VERDICTS[verdict.ok][0] for _, verdict in mine[-60:])
             rows.append([("tight", _of(record, records) + probe), (f"tight {level}", f"{sign} {word}"),
                          ("number", f"{step:,}"), ("dots", dots), ("", newest.text)])  # fmt: skip
     return (

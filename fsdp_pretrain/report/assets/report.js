@@ -197,9 +197,11 @@
       }
     });
     plot.on("plotly_unhover", () => { where.replaceChildren(); others.forEach((other) => Plotly.Fx.unhover(other)); });
-    if (figures[at].axis.type === "category") plot.on("plotly_click", ({ points: [point] }) => {
-      const row = rows.find((each) => each.dataset.place === `${figures[at].traces.filter((trace) => trace.text)[0].place} ${point.pointNumber}`);
-      row?.scrollIntoView({ block: "center" });
+    if (figures[at].axis.type === "category") plot.on("plotly_click", ({ points: [{ curveNumber, pointNumber }] }) => {
+      const { place, rows: its } = figures[at].traces[curveNumber], row = rows.find((each) => each.dataset.place === `${place} ${its[pointNumber]}`);
+      row.hidden = false;
+      row.scrollIntoView({ block: "center" });
+      row.querySelector("button").focus({ preventScroll: true });
     });
   });
   window.ready = true;
