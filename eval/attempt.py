@@ -147,7 +147,7 @@ class Results(StateFile):
         yield from ((verdict.probe, verdict.text) for verdict in self.verdicts if verdict.ok is False)
         for task, metric, value, *_ in self.metrics():
             if not math.isfinite(value):
-                yield task, f"{metric} is {value}, no finite number"
+                yield task, f"{metric} is no finite number"
 
 
 class EvaluationError(Exception):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil, exp, isfinite, sqrt
+from math import ceil, exp, isfinite, nan, sqrt
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Protocol
 
@@ -102,15 +102,15 @@ def limited(count: int, limit: float | None) -> int:
 
 
 def means(columns: dict[str, Sequence[float]]) -> dict[str, float]:
-    """Mean and standard error of independent values, by metric; a metric without values is left out, an error of values
-    that are not finite too."""
+    """Mean and standard error of independent values, by metric; a metric without values is left out. Both are NaN if a
+    value is not finite."""
     scores: dict[str, float] = {}
     for name, values in columns.items():
         finite = all(map(isfinite, values))
         if values:
-            scores[name] = fmean(values) if finite else sum(values) / len(values)
-        if len(values) > 1 and finite:
-            scores[f"{name}_stderr"] = stdev(values) / sqrt(len(values))
+            scores[name] = fmean(values) if finite else nan
+        if len(values) > 1:
+            scores[f"{name}_stderr"] = stdev(values) / sqrt(len(values)) if finite else nan
     return scores
 
 

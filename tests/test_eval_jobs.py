@@ -262,7 +262,7 @@ def test_a_score_that_is_no_number_is_a_result(run: Path, helpers: Any, value: f
     scores = [each["scores"] for each in found if "scores" in each]
     assert scores == [{"heldout_bpb": {"bits_per_byte": None, "byte_perplexity": 2.0}}] * 6
     told = [entry["text"] for entry in helpers.journal(run, "eval-verdict")]
-    assert told == ["heldout_bpb: bits_per_byte is nan, no finite number".replace("nan", f"{value}")] * 3
+    assert told == ["heldout_bpb: bits_per_byte is no finite number"] * 3
     results = state_files.read(next(run.glob("evals/step-*/*/results.json")), Results)
     assert results is not None and "bits_per_byte    nan" in table(results)
 

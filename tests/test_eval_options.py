@@ -24,6 +24,7 @@ import eval.registered
 from eval import jobs
 from eval.attempt import Results
 from eval.intervals import wilson
+from fsdp_pretrain.checkpoint.evaluations import task_set
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError
@@ -235,7 +236,7 @@ def test_samples_on_the_schedule(run: Path, run_command: Run) -> None:
     config = run / "config.toml"
     text = config.read_text().replace("log_samples = false", "log_samples = true\nlimit = 2")
     config.write_text(text)
-    folder = run / "evals/step-00000010" / jobs.task_set(load(config).eval.tasks)
+    folder = run / "evals/step-00000010" / task_set(load(config).eval.tasks)
     folder.mkdir(parents=True)
     (folder / "samples_heldout_bpb_0badcafe.jsonl").write_text("{")
     assert run_command("eval.cli", "watch", run, "--once").returncode == 0
