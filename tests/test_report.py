@@ -28,6 +28,8 @@ from fsdp_pretrain.record.goodput import State, goodput
 from fsdp_pretrain.record.metrics import read_metrics
 from fsdp_pretrain.units import human_time
 
+pytest.importorskip("plotly")
+
 ROOT = Path(__file__).resolve().parent.parent
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 

@@ -90,7 +90,7 @@
   });
   const draw = (at) => {
     const figure = figures[at], color = css("--muted"), grid = css("--grid");
-    const line = { color, gridcolor: grid, zerolinecolor: grid, linecolor: grid, };
+    const line = { color, gridcolor: grid, zerolinecolor: grid, linecolor: grid };
     const traces = figure.traces.filter(({ key }) => !key || isOn(at, key)).flatMap(traced), isStrip = figure.axis.type === "category";
     const layout = {
       width: before && (figure.scores ? 340 : 700), // of paper
@@ -109,6 +109,7 @@
   const zoom = (low, high) => {
     range = [low, high];
     return Promise.all(plots.map((plot, at) => {
+      if (!plot.data) return null; // not drawn yet
       const change = Object.entries(yRange(at, plot.data)).map(([key, value]) => [`yaxis.${key}`, value]);
       return Plotly.relayout(plot, { "xaxis.range": [low, high], ...Object.fromEntries(change) });
     }));
@@ -180,7 +181,7 @@
     await new Promise((go) => setTimeout(go)); // so that the first can be seen
   }
   plots.forEach((plot, at) => {
-    const unified = (each) => each._fullLayout.hovermode === "x unified";
+    const unified = (each) => each.layout.hovermode === "x unified";
     const others = plots.filter((other) => other !== plot && unified(plot) && unified(other));
     plot.on("plotly_relayout", (change) => {
       if (!("xaxis.range[0]" in change)) return;
