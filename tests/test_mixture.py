@@ -110,7 +110,6 @@ def test_ramped_shares_follow_the_schedule() -> None:
     assert mixture.shares(2_600_000) == pytest.approx({"web": 2 / 9, "code": 5 / 9, "books": 2 / 9}, abs=1e-6)
 
 
-<<<<<<< HEAD
 def test_a_ramp_is_held_for_each_cell_of_the_grid() -> None:
     """At its value in the middle of the cell, whatever the ramp's ends; and the samples never change between versions
     of this program, or a run that is resumed would read others."""
@@ -130,37 +129,6 @@ def test_a_ramp_is_held_for_each_cell_of_the_grid() -> None:
     assert mixture.shares(end)["ramped"] == pytest.approx(share(5.0), abs=1e-8)
     dealt = sequence(mixture, 0, 6 * GRID)
     assert xxhash.xxh3_64_hexdigest(repr(dealt).encode()) == "e751a75f803b4049"
-=======
-RAMPED = {
-    "web": MixtureWeight(((20_000, 4.0), (40_000, 1.0))),
-    "code": MixtureWeight(((10_000, 1.0), (30_000, 5.0))),
-    "books": MixtureWeight(),
-}
-GOLDEN = {
-    4_096: [2730, 683, 683],
-    9_999: [6665, 1667, 1667],
-    12_288: [8180, 2063, 2045],
-    20_000: [12447, 4441, 3112],
-    30_000: [16379, 9292, 4329],
-    39_999: [18613, 15763, 5623],
-    50_000: [20042, 22907, 7051],
-}
-
-
-def test_ramped_samples_are_those_of_earlier_versions() -> None:
-    """A ramp is held for 4,096 samples at its value in their middle. In a run under way no sample may become another."""
-    mixture, samples, weights = Mixture(RAMPED), np.arange(50_000), []
-    for weight in RAMPED.values():
-        first, last = weight.points[0][0], weight.points[-1][0]
-        middle = np.clip(samples // 4096 * 4096 + 2048, first, last)
-        ramping = (first <= samples) & (samples < last)
-        weights.append(np.interp(np.where(ramping, middle, samples), *np.array(weight.points).T))
-    reached = np.cumsum(weights / np.sum(weights, axis=0), axis=1)
-    assert all(np.abs(reached[:, sample - 1] - counts).max() < 2 for sample, counts in GOLDEN.items())
-    assert {sample: mixture.counts(sample) for sample in GOLDEN} == GOLDEN
-    dealt = bytes(mixture.source_of(sample)[0] for sample in range(50_000))
-    assert xxhash.xxh3_64_hexdigest(dealt) == "19dcdb5aa6e0ea71"
->>>>>>> c32-data
 
 
 @pytest.mark.shows("A18")
