@@ -83,6 +83,7 @@ def raises(error: BaseException) -> Callable[[], Results]:
         (raises(SystemExit(0)), "SystemExit: 0"),
         (raises(KeyboardInterrupt()), "its process ended with 130"),
         (fault(lambda: os._exit(3)), "its process ended with 3"),
+        (fault(lambda: os._exit(0)), "its process ended with 0"),
         (fault(lambda: os.kill(os.getpid(), signal.SIGKILL)), "its process was ended by signal 9"),
     ],
 )

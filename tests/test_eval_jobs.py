@@ -161,6 +161,7 @@ def test_deadlines_grow_with_what_evaluations_take(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "results.json").write_text(json.dumps(records.results(seconds=float(seconds))))
     assert limits(run, "a", 100.0) == EvaluationLimits(150.0, 450.0)  # three times the median
+    assert limits(run, "a", 200.0) == EvaluationLimits(200.0, 600.0)  # but never less than the configured one
     assert limits(run, "b", 100.0) == EvaluationLimits(100.0, 300.0)
 
 
