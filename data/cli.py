@@ -19,7 +19,7 @@ from fsdp_pretrain.remote import Location, Url, is_url
 from fsdp_pretrain.units import Progress
 
 if TYPE_CHECKING:
-    from data.corpus.corpus import Vocabulary
+    from data.corpus.manifest import Vocabulary
     from data.prepare.prepare import PrepareOptions
     from data.text.bad_records import MaxBad
     from data.text.holdout import Holdout
@@ -377,7 +377,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
     """The vocabulary given by --vocab-size, --eod and --bos, if any. Raises DataError."""
-    from data.corpus.corpus import MAX_VOCABULARY, Vocabulary
+    from data.corpus.manifest import MAX_VOCABULARY, Vocabulary
 
     size, ids = args.vocab_size, {"--eod": args.eod, "--bos": args.bos}
     if size is None and not any(number is not None for number in ids.values()):

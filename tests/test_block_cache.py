@@ -22,7 +22,8 @@ from sight import until
 
 from data.corpus.cache import BlockCache, RemoteCorpus, WrongChecksumError, fetch_block
 from data.corpus.cached import CachedCopy, CacheUse, FetchError
-from data.corpus.corpus import Corpus, parse_manifest, read_manifest, write_corpus
+from data.corpus.corpus import Corpus, write_corpus
+from data.corpus.manifest import parse_manifest, read_manifest
 from data.corpus.shards import Shard, ShardWriter
 from data.packing.packer import Packer
 from data.text.tokenizer import Tokenizer

@@ -23,7 +23,7 @@ from object_store import Faults, ObjectStore
 from processes import Run, spawn
 from sight import PATIENCE, until
 
-from data.corpus.corpus import read_manifest
+from data.corpus.manifest import read_manifest
 from data.corpus.shards import ShardWriter
 from data.text.files import find_files
 from fsdp_pretrain.errors import DataError

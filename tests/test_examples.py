@@ -11,7 +11,7 @@ import pytest
 from object_store import ObjectStore
 from processes import Run, clean_environment
 
-from data.corpus.corpus import parse_manifest, read_manifest
+from data.corpus.manifest import parse_manifest, read_manifest
 
 
 @pytest.mark.slow

@@ -25,7 +25,8 @@ from sight import PATIENT, alarms, until
 from watch import Watch
 
 from data.corpus.cached import CachedCopy, CacheUse
-from data.corpus.corpus import parse_manifest, write_corpus
+from data.corpus.corpus import write_corpus
+from data.corpus.manifest import parse_manifest
 from data.corpus.shards import ShardWriter
 from data.fetch.process import NodeFetching, check_size
 from data.fetch.transfers import Copy, Outcome, Transfers

@@ -23,8 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import Run
 
-from data.corpus.corpus import Corpus, Vocabulary, read_manifest, write_corpus
+from data.corpus.corpus import Corpus, write_corpus
 from data.corpus.formats import Format, open_file, token_files
+from data.corpus.manifest import Vocabulary, read_manifest
 from data.corpus.shards import Shard, ShardWriter
 from data.packing.packer import Packer
 from data.prepare.import_corpus import ImportOptions, ingest
@@ -380,16 +381,23 @@ def test_runs_are_whole_documents_of_about_the_size_asked(
 
 
 @pytest.mark.parametrize("separators", ["trailing", "leading"])
+@pytest.mark.parametrize("checksums", [True, False])
 def test_a_shard_changed_after_import_is_an_error_that_names_it(
-    tmp_path: Path, tokenizer: Tokenizer, separators: str
+    tmp_path: Path, tokenizer: Tokenizer, separators: str, checksums: bool
 ) -> None:
+    """By its checksums; in a corpus without them, as of earlier versions, by its separators."""
     docs = documents()
     megatron(tmp_path / "in/s", carry(docs, separators))
     ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, separators), workers=1, quiet=True)  # type: ignore[arg-type]
     changed = carry(docs, separators)
     changed[17] = [7] * len(changed[17])
     megatron(tmp_path / "in/s", changed)
-    with pytest.raises(DataError, match=rf"in/s.bin, document 17: no {separators} separator .* \(1 of the 120"):
+    expected = r"in/s\.bin or \.idx is damaged in the block of documents 0 to 119"
+    if not checksums:
+        manifest = tmp_path / "out/manifest.json"
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "checksums_xxh3": None}))
+        expected = rf"in/s.bin, document 17: no {separators} separator .* \(1 of the 120"
+    with pytest.raises(DataError, match=expected):
         samples(tmp_path / "out")
 
 

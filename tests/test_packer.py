@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laboratory import write_tokens
 
-from data.corpus.corpus import build_blocks, read_manifest
+from data.corpus.corpus import build_blocks
 from data.corpus.hashing import permutation
+from data.corpus.manifest import read_manifest
 from data.corpus.shards import LENGTHS_AT, Shard
 from data.packing.packer import Packer
 from data.packing.source import STRETCH
@@ -285,7 +286,7 @@ def test_a_changed_block_table_is_refused(tmp_path: Path, tokenizer: Tokenizer) 
     table = np.load(path / "blocks.npy")
     table[0, 4] += 1
     np.save(path / "blocks.npy", table)
-    with pytest.raises(DataError, match="not the block table"):
+    with pytest.raises(DataError, match=r"blocks\.npy is not the one that manifest\.json names"):
         Packer([("a", path, 1.0)], 16, seed=1, lanes=2)
 
 

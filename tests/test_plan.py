@@ -14,7 +14,7 @@ import torch
 from processes import Run
 from pydantic import TypeAdapter
 
-from data.corpus.corpus import read_manifest
+from data.corpus.manifest import read_manifest
 from fsdp_pretrain import models
 from fsdp_pretrain.cli import main
 from fsdp_pretrain.config.config import load

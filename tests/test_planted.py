@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.corpus.corpus import Vocabulary
+from data.corpus.manifest import Vocabulary
 from data.prepare.prepare import PrepareOptions
 from data.prepare.train_tokenizer import train_tokenizer
 from data.text.tokenizer import Tokenizer

@@ -22,7 +22,8 @@ import zstandard
 from processes import Run
 from sight import PATIENCE
 
-from data.corpus.corpus import Corpus, read_manifest
+from data.corpus.corpus import Corpus
+from data.corpus.manifest import read_manifest
 from data.corpus.shards import Shard
 from data.text.files import find_files
 from data.text.inputs import plan_shards, read_documents

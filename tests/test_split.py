@@ -21,7 +21,8 @@ import xxhash
 import zstandard
 from processes import Run
 
-from data.corpus.corpus import Corpus, read_manifest
+from data.corpus.corpus import Corpus
+from data.corpus.manifest import read_manifest
 from data.corpus.shards import Shard
 from data.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from processes import Run
 
-from data.corpus.corpus import Vocabulary, read_manifest
+from data.corpus.manifest import Vocabulary, read_manifest
 from data.text.tokenizer import Tokenizer
 from data.validate import meter
 from data.validate import validate as validation

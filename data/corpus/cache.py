@@ -34,7 +34,7 @@ from fsdp_pretrain.remote import ObjectInfo, Remote, RemoteError, Url, is_url
 from .shards import LENGTHS_AT
 
 if TYPE_CHECKING:
-    from .corpus import CorpusManifest, ShardEntry
+    from .manifest import CorpusManifest, ShardEntry
 
 LENGTH_BYTES = 4
 _LOCKED_SECONDS = 1.0

@@ -33,7 +33,7 @@ from .mapping import now_reading
 from .stored import CachedBlock, ChangedError
 
 if TYPE_CHECKING:
-    from .corpus import CorpusManifest
+    from .manifest import CorpusManifest
 
 _TRIES = 4
 """Of an object whose checksum is wrong."""

@@ -17,7 +17,8 @@ from fsdp_pretrain.errors import DataError, StorageError, naming
 from fsdp_pretrain.remote import Location, Problem, RemoteError, Url
 from fsdp_pretrain.units import human_bytes
 
-from .corpus import CHECKSUMS, CorpusManifest, parse_manifest
+from .corpus import CHECKSUMS
+from .manifest import CorpusManifest, parse_manifest
 
 _PREFIX = "fsdp-data-"
 _PIECE = 16 << 20

@@ -25,8 +25,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.corpus.corpus import TokenizerEntry
 from data.corpus.hashing import key_of, uniforms
+from data.corpus.manifest import TokenizerEntry
 from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.errors import ConfigError
 

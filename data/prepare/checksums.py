@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.corpus.corpus import CHECKSUMS, block_checksums, read_manifest, write_manifest, write_table
+from data.corpus.corpus import CHECKSUMS, block_checksums, write_table
 from data.corpus.fetched import PAIR, fetched, remote_manifest, scratch_directory
+from data.corpus.manifest import read_manifest, write_manifest
 from data.corpus.shards import Shard, file_checksum
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.corpus.corpus import BLOCK_TOKENS, CorpusManifest, Separators, ShardBlocks, Vocabulary, write_corpus
+from data.corpus.corpus import BLOCK_TOKENS, ShardBlocks, write_corpus
 from data.corpus.fetched import PAIR, fetched, require_room, scratch_directory
 from data.corpus.formats import Format, open_file, token_files
+from data.corpus.manifest import CorpusManifest, Separators, Vocabulary
 from data.corpus.shards import DTYPES, MAGIC, Shard, ShardWriter, file_checksum, token_dtype
 from data.text.files import InputFile, input_file, stamp_of
 from data.text.remote_files import at_once, remote_of

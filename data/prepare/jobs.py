@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from data.corpus.corpus import CorpusManifest
+from data.corpus.manifest import CorpusManifest
 from data.text.tokenizer import Tokenizer
 from data.text.workers import worker_processes
 from fsdp_pretrain.atomic import replace_file

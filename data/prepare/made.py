@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from data.corpus.corpus import load_json
+from data.corpus.manifest import load_json
 from data.text.files import files_below, stamp_of
 from data.text.remote_files import find_objects
 from fsdp_pretrain.atomic import replace_file

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from data.corpus.corpus import BLOCK_TOKENS, CorpusManifest, ShardBlocks, write_corpus
+from data.corpus.corpus import BLOCK_TOKENS, ShardBlocks, write_corpus
+from data.corpus.manifest import CorpusManifest
 from data.corpus.shards import Shard, ShardWriter, token_dtype
 from data.text.bad_records import STRICT, BadRecord, BadRecords, MaxBad, passed_over, too_many
 from data.text.files import InputFile, find_files, missing_numbers, stamp_of

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data.corpus.corpus import load_json
+from data.corpus.manifest import load_json
 from data.text.bad_records import BadRecords
 from data.text.holdout import text_digest
 from data.text.inputs import Document, Unit, plan_shards
@@ -31,7 +31,7 @@ from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError, naming
 from fsdp_pretrain.units import human_count
 
-from .jobs import Task, claim, make_all, records, summed, write_record
+from .jobs import Task, claim, gather, make_all, summed, write_record
 from .outputs import LocalOutput
 from .prepare import PrepareOptions, input_stamps, list_bad
 
@@ -98,7 +98,7 @@ def split(
     names = place.names()
     todo = [task for task in tasks if not task.is_done(names, (".json", ".jsonl"))]
     make_all(make_part, place, tasks, todo, None, workers, desc="split", disable=quiet or None)
-    finished = records(place, tasks)
+    finished = gather(place, tasks)
     counts = summed(finished)
     list_bad(place, finished, counts, options.max_bad)
     if not counts["held_out"]:

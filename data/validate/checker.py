@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.corpus.corpus import Separators, Vocabulary
 from data.corpus.formats import Ints, Run, TokenFile
+from data.corpus.manifest import Separators, Vocabulary
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from data.corpus.cached import CacheUse
-from data.corpus.corpus import Corpus, CorpusManifest
+from data.corpus.corpus import Corpus
 from data.corpus.fetched import scratch_directory
+from data.corpus.manifest import CorpusManifest
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location, Url
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from data.corpus.corpus import Vocabulary
 from data.corpus.formats import Ints, Run
+from data.corpus.manifest import Vocabulary
 from data.text.documents import SAMPLE_TOKENS, agreements, degenerate, document_hashes, suspects
 from data.text.tokenizer import Tokenizer
 

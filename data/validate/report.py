@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from data.corpus.corpus import Separators, Vocabulary
 from data.corpus.formats import MEASURED_TOKENS, Run, TokenFile
+from data.corpus.manifest import Separators, Vocabulary
 from data.text.tokenizer import Tokenizer
 
 from .findings import Example, Finding, Findings

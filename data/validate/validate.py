@@ -16,16 +16,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.corpus.corpus import (
-    CHECKSUMS,
-    CorpusManifest,
-    Separators,
-    ShardEntry,
-    Vocabulary,
-    read_manifest,
-)
+from data.corpus.corpus import CHECKSUMS
 from data.corpus.fetched import PAIR, fetch_tables, fetched, require_room, scratch_directory
 from data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, open_file, token_files
+from data.corpus.manifest import CorpusManifest, Separators, ShardEntry, Vocabulary, read_manifest
 from data.corpus.shards import Shard, file_checksum
 from data.text.files import input_file, size_of
 from data.text.remote_files import at_once

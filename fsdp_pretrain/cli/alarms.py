@@ -11,7 +11,7 @@ from fsdp_pretrain.console import CommandLine
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.arguments import add_run, seconds
 from fsdp_pretrain.record.files import age
-from fsdp_pretrain.units import human_time
+from fsdp_pretrain.units import Pause, human_time
 
 if TYPE_CHECKING:
     from fsdp_pretrain.watchdog.notify.alarms import Alarm
@@ -65,7 +65,7 @@ def add(command: CommandLine) -> None:
 
 
 def _window(text: str) -> float:
-    if (found := seconds(text)) > _LONGEST_WINDOW:
+    if (found := seconds(text, Pause)) > _LONGEST_WINDOW:
         raise argparse.ArgumentTypeError(f"{text!r} is more than a year")
     return found
 

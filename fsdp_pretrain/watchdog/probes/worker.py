@@ -194,7 +194,7 @@ def corpus(path: str) -> dict[str, Any]:
         wrong: the first few bad files and what is wrong; count: of all; shards: a sample of paths; device: theirs;
         rate: documents per packed token, None for pairs.
     """
-    from data.corpus.corpus import read_manifest  # imports numpy and pydantic, in this child only
+    from data.corpus.manifest import read_manifest  # imports numpy and pydantic, in this child only
 
     directory = Path(path)
     manifest = read_manifest(directory)
