@@ -10,6 +10,7 @@ kept from that moment, and what is taken out is compared with it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class StoredBlock(ABC):
         if expected is not None and self._sum != expected[0]:
             raise ChangedError("the lengths of its documents have another checksum than checksums.npy says")
         size, found = self._stretch, range(0, len(self._raw), self._stretch)
-        self._stretches = [xxh3_64_intdigest(self._raw[at : at + size]) for at in found]
+        self._stretches = array("Q", (xxh3_64_intdigest(self._raw[at : at + size]) for at in found))
         if expected is not None and xxh3_64_intdigest(self._raw) != expected[1]:  # last: no change goes unseen
             raise ChangedError("its tokens have another checksum than checksums.npy says")
 
