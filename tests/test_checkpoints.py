@@ -92,6 +92,7 @@ SLOW = {"truncated", "metadata", "half-deleted", "digest", "key", "moved"}  # de
 @pytest.mark.parametrize(
     "damage", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in DAMAGE]
 )
+@pytest.mark.promise("damage-named")
 def test_damage_is_passed_over_loudly(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run, trained: Path, damage: str
 ) -> None:
@@ -129,6 +130,7 @@ def test_touched_times_and_stray_files_do_not_matter(
 
 
 @pytest.mark.shows("F4")
+@pytest.mark.promise("never-fresh")
 def test_nothing_valid_is_an_error_and_never_step_0(
     lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any
 ) -> None:
@@ -147,6 +149,7 @@ def test_nothing_valid_is_an_error_and_never_step_0(
 
 
 @pytest.mark.shows("F51")
+@pytest.mark.promise("never-fresh")
 def test_a_record_without_its_checkpoints_never_begins_at_step_0(
     lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any, run_command: Run
 ) -> None:
@@ -294,6 +297,7 @@ def test_retention_of_a_real_run(lab: Any, helpers: Any) -> None:
 
 
 @pytest.mark.shows("C3", "F1")
+@pytest.mark.promise("failed-saves")
 def test_a_full_disk_is_an_alarm_then_survived(lab: Any, helpers: Any, small_disk: Disk) -> None:
     """A neighbour fills the disk: saves fail and are reported until there is space."""
     disk = small_disk("12m")
@@ -324,6 +328,7 @@ def fill(disk: Path, hog: Path, leave: int) -> None:
 
 
 @pytest.mark.shows("C3", "F1")
+@pytest.mark.promise("failed-saves")
 def test_too_many_failed_saves_stop_with_93(lab: Any, helpers: Any, small_disk: Disk, run_command: Run) -> None:
     """And the last checkpoint loads."""
     disk = small_disk("12m")
@@ -408,6 +413,7 @@ def test_one_rank_cannot_write(lab: Any, helpers: Any, background: str, monkeypa
     assert all(checkpoint.verified for checkpoint in Store(run / "checkpoints").scan())
 
 
+@pytest.mark.promise("plain-dcp")
 def test_torch_sees_the_same_weights(trained: Path) -> None:
     """The evaluation's loader, one process without a process group, reads what two ranks wrote."""
     from fsdp_pretrain import models

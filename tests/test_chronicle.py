@@ -87,6 +87,7 @@ def test_a_start_says_what_is_not_as_it_was(
 
 
 @pytest.mark.shows("A10")
+@pytest.mark.promise("data-changes")
 def test_another_corpus_is_told(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for number, prints in ((1, {"web": "f1"}), (2, {"web": "f2", "code": "f3"})):

@@ -64,6 +64,7 @@ def theory(
     ],
     ids=str,
 )
+@pytest.mark.promise("no-waiting")
 def test_a_step_sends_what_hybrid_sharding_must(
     lab: Any, helpers: Any, replicas: int, shards: int, micro_batches: int, overrides: list[str]
 ) -> None:

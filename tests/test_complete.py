@@ -104,6 +104,7 @@ KILLED = -signal.SIGKILL
     ],
     ids=["again on other ranks", "other rate", "world that does not fit", "killed while it loads"],
 )
+@pytest.mark.promise("complete")
 def test_a_start_of_a_complete_run_changes_nothing(
     complete: Views,
     overrides: tuple[str, ...],
@@ -135,6 +136,7 @@ def test_a_complete_run_that_is_made_longer_goes_on(complete: Views) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.promise("complete")
 def test_launch_of_a_complete_run_changes_nothing(module_lab: Any, run_command: Run) -> None:
     run = Views(module_lab, run_command, "launched")
     for arguments, code in (((), 0), ((), 0), ((FASTER,), 78), ((), 0)):

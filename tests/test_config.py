@@ -81,6 +81,7 @@ def test_relative_paths_become_absolute(good: Path, monkeypatch: pytest.MonkeyPa
     assert config.data.sources[0].path == tmp_path / "corpus"
 
 
+@pytest.mark.promise("mistakes-first")
 def test_all_problems_come_in_one_report(good: Path) -> None:
     text = problems(
         good,
@@ -196,6 +197,7 @@ def takes(key: str, value: object) -> bool:
 
 
 @pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.promise("units")
 def test_no_key_takes_a_number_without_a_meaning(key: str) -> None:
     """Of all keys: not a number, infinite, below zero, and zero unless it means something."""
     for value in (math.nan, math.inf, -math.inf, -1, -1.0, "nan steps", "inf s", "-1 steps", "-1 s", "-1B"):
@@ -318,6 +320,7 @@ def test_schedule_of_a_ramp_in_tokens(good: Path) -> None:
     assert schedule.batch.batch_at(10) == 2 and schedule.batch.batch_at(40) == 8
 
 
+@pytest.mark.promise("documented")
 def test_reference_page_is_current_and_complete() -> None:
     page = (ROOT / "docs/config.md").read_text()
     assert page == reference(), "run: fsdp-pretrain config-reference > docs/config.md"
@@ -333,6 +336,7 @@ def test_shipped_configurations_load(path: Path) -> None:
     assert load(path).schedule.steps > 0
 
 
+@pytest.mark.promise("units")
 def test_durations_are_never_bare_numbers() -> None:
     for section, name in schema_keys().values():
         annotation = str(section.model_fields[name].annotation)

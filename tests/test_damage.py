@@ -26,6 +26,7 @@ pytest.importorskip("fsspec")
 @pytest.mark.parametrize(
     ("cases", "seed"), [(18, 32), pytest.param(200, 1, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
+@pytest.mark.promise("prepared-bits")
 def test_no_damage_makes_another_batch(cases: int, seed: int, helpers: Any) -> None:
     """In caches and in files, with a mirror and without, live and between starts."""
     line = [sys.executable, str(Path(__file__).with_name("damage.py")), "--cases", str(cases), "--seed", str(seed)]
@@ -139,6 +140,7 @@ def batches(helpers: Any, run: Path) -> list[tuple[int, Any, Any]]:
     return [(each["step"], each["data_digest"], each["loss"]) for each in helpers.metrics(run)]
 
 
+@pytest.mark.promise("prepared-bits")
 def test_a_run_whose_cache_was_damaged_goes_on(lab: Any, helpers: Any) -> None:
     """Between two starts, beside the fetcher: to the bit, and the journal tells of each block."""
     corpus, decay = build(lab.path / "corpus", Tokenizer.load(lab.tokenizer)), {"decay": "20 steps"}
@@ -157,6 +159,7 @@ def test_a_run_whose_cache_was_damaged_goes_on(lab: Any, helpers: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.promise("prepared-bits")
 def test_a_run_whose_shards_were_damaged_is_refused_until_they_are_whole(
     lab: Any, helpers: Any, run_command: Any
 ) -> None:

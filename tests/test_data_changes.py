@@ -115,6 +115,7 @@ def test_mistakes(lab: Any, data: dict[str, Any], expected: str) -> None:
     assert expected in output and "Traceback" not in output
 
 
+@pytest.mark.promise("bad-documents")
 def test_a_corpus_with_bad_documents_is_trained(lab: Any, helpers: Any) -> None:
     """1% empty, 1% of one token, 1% only separators: every other document once, no adjacent separators."""
     tokenizer = Tokenizer.load(lab.tokenizer)

@@ -72,6 +72,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
         ("docs/report.md", "runs/demo/run/report.html"),
     ],
 )
+@pytest.mark.promise("documented")
 def test_commands_of_the_documentation_run(reader: Reader, page: str, made: str) -> None:
     """As a user would: real console scripts and a real torchrun, page after page."""
     assert blocks(page)
@@ -210,6 +211,7 @@ def code_of(example: str) -> int:
     return next((code for begin, code in CODES.items() if example.startswith(begin)), 0)
 
 
+@pytest.mark.promise("documented")
 def test_examples_of_help_run(quickstart: Path, examples: list[str], run_command: Any) -> None:
     """One after the other in one directory, as a reader would try them."""
     short = [text for text in examples if not text.startswith(LONG) and "s3://" not in text]  # see test_data_urls.py

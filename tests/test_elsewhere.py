@@ -214,6 +214,7 @@ def cached(there: Elsewhere) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.promise("remote-corpora")
 def test_storage_that_is_away_and_comes_back_in_time(elsewhere: Any, helpers: Any) -> None:
     """Training goes on from the cache, an alarm names the object within a minute, and no restart is needed."""
     there, batch, total = elsewhere(2_000_000), 512, 300

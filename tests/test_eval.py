@@ -202,6 +202,7 @@ def flip(path: Path, at: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.promise("no-wrong-scores")
 def test_no_checkpoint_with_a_flipped_bit_is_evaluated(run: Path) -> None:
     """In any file, of the optimiser's state too; what is refused names the file. Then it is whole again."""
     rng, store = random.Random(16), Store(run / "checkpoints")
@@ -271,6 +272,7 @@ def results(run: Path) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.shows("C6")
+@pytest.mark.promise("exactly-once")
 def test_every_due_checkpoint_exactly_once_by_many_workers(
     run: Path, helpers: Any, run_command: Run, start_command: Callable[..., Any]
 ) -> None:
@@ -287,6 +289,7 @@ def test_every_due_checkpoint_exactly_once_by_many_workers(
     assert report.count("heldout_bpb") == 3 and "step 10," in report
 
 
+@pytest.mark.promise("exactly-once")
 def test_a_killed_worker_is_taken_over(
     run: Path, helpers: Any, run_command: Run, start_command: Callable[..., Any]
 ) -> None:
@@ -380,6 +383,7 @@ def test_mistakes(trained: Path, run_command: Run, arguments: list[str], expecte
     assert done.returncode == 78 and expected in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.promise("evaluation-harmless")
 def test_the_trainer_starts_evaluations_and_does_not_wait(lab: Any, helpers: Any, run_command: Run) -> None:
     """Beside training, without delaying or changing it; a due checkpoint outlives retention until it is evaluated."""
     common = {"train": {"duration": "30 steps"}, "checkpoint": {"every": "5 steps", "keep_last": 2}}
@@ -395,6 +399,7 @@ def test_the_trainer_starts_evaluations_and_does_not_wait(lab: Any, helpers: Any
 
 
 @pytest.mark.slow
+@pytest.mark.promise("evaluation-harmless")
 def test_a_crashing_evaluation_does_not_touch_training(lab: Any, helpers: Any) -> None:
     heldout = lab.path / "heldout.jsonl"
     heldout.write_text("not json\n")

@@ -147,6 +147,7 @@ def test_a_worse_score_is_told_with_its_task_until_it_is_back(evaluated: Evaluat
     assert evaluated.changes() == []
 
 
+@pytest.mark.promise("no-wrong-scores")
 def test_a_score_that_is_no_number_is_critical_and_hides_nothing_later(evaluated: Evaluated) -> None:
     for step, value in enumerate((2.00, 1.98, 1.97, 1.97, 1.96, 1.95, None, 1.95, 1.95), 1):
         evaluated.result(step, value)

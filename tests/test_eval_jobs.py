@@ -143,6 +143,7 @@ def test_a_worker_elsewhere_is_dead_once_it_was_seen_to_be_silent(
 
 
 @pytest.mark.quick
+@pytest.mark.promise("exactly-once")
 def test_a_frozen_worker_that_wakes_up_does_not_publish(run: Path) -> None:
     job = due(run)[0]
     with jobs.claim(job) as mine:
@@ -249,6 +250,7 @@ def test_a_failure_that_a_wrong_clock_has_dated_holds_nobody_up(run: Path) -> No
 
 @pytest.mark.quick
 @pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.promise("no-wrong-scores")
 def test_a_score_that_is_no_number_is_a_result(run: Path, helpers: Any, value: float) -> None:
     """Published, in the journal and told, in JSON that any program reads."""
 

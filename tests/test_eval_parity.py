@@ -81,6 +81,7 @@ def shots(count: int) -> Callable[[str], str]:
 
 
 @pytest.mark.parametrize("count", [0, 5])
+@pytest.mark.promise("lm-eval-parity")
 def test_choices(pair: Pair, count: int) -> None:
     """Several continuations of each context, of one token and of many, one the beginning of another; no context."""
     questions, endings = texts(6, 3, 12), texts(9, 1, 6)
@@ -125,6 +126,7 @@ def test_a_context_of_white_space_is_scored_as_none(pair: Pair) -> None:
         pair.theirs.loglikelihood([Request("  ", "the")], disable_tqdm=True)
 
 
+@pytest.mark.promise("lm-eval-parity")
 def test_whole_texts(pair: Pair) -> None:
     """Shorter than, as long as, and several times as long as what the models read."""
     requests = [(text,) for text in [*texts(4, 3, 20), *texts(3, 100, 200), "a", ""]]
@@ -140,6 +142,7 @@ def test_whole_texts(pair: Pair) -> None:
         {"until": [], "max_gen_toks": 9, "temperature": 0.0},
     ],
 )
+@pytest.mark.promise("lm-eval-parity")
 def test_answers(pair: Pair, options: dict[str, Any]) -> None:
     """Prompts of different lengths in a batch, some longer than the models read: these are cut once."""
     requests = [(text, options) for text in [*texts(6, 1, 15), *texts(3, 60, 90)]]

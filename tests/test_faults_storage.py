@@ -195,6 +195,7 @@ def test_other_storage_takes_over(watched: Watched, small_disk: Disk, whole: Who
 
 @pytest.mark.shows("F15")
 @pytest.mark.slow
+@pytest.mark.promise("failed-saves")
 def test_a_writer_that_hangs(watched: Watched, whole: Whole) -> None:
     """Reported as the writer's, never as a hang of training; another writer makes the next save."""
     watched.configure(
@@ -254,6 +255,7 @@ def test_a_writer_that_is_slow(watched: Watched) -> None:
 
 @pytest.mark.shows("F23")
 @pytest.mark.slow
+@pytest.mark.promise("successor-first")
 def test_two_verified_checkpoints_stay_while_verification_fails(watched: Watched) -> None:
     """What reads back wrong is moved aside and reported, and nothing older is deleted for it."""
     watched.configure(checkpoint={"keep_last": 2})

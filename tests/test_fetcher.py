@@ -151,6 +151,7 @@ def local(corpus: Path, steps: int) -> list[int]:
     return [packer.pack(step * BATCH, BATCH).digest for step in range(steps)]
 
 
+@pytest.mark.promise("remote-corpora")
 def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path, tmp_path: Path) -> None:
     """It needs no state, and not even the cache: the same samples as from files."""
     node = nodes()
@@ -337,6 +338,7 @@ def test_the_alarm_says_what_fails_and_how_long_the_cache_lasts(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.promise("remote-corpora")
 def test_training_from_a_url_is_training_from_files(lab: Any, corpus: Path, tmp_path: Path) -> None:
     """Four ranks on two nodes; the fetcher of one is killed, then a rank: the same batches, to the bit, and a record."""
     data = {"sequence_length": LENGTH, "lanes": LANES, "sources": [{"name": "text", "path": str(corpus)}]}

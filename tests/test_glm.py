@@ -99,6 +99,7 @@ def trained(module_lab: Any, config: Path) -> Callable[[str], Path]:
         if name not in ("one", "two-dimensions")
     ],
 )
+@pytest.mark.promise("exact-loss")
 def test_every_mesh_gives_the_curve_of_one_process(trained: Callable[[str], Path], helpers: Any, mesh: str) -> None:
     expected = helpers.metrics(trained("one"))
     records = helpers.metrics(trained(mesh))

@@ -155,6 +155,7 @@ class Script:
 
 @pytest.mark.shows("F32")
 @pytest.mark.quick
+@pytest.mark.promise("account")
 def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
     """Crash, rollback and requeue; states sum to the wall clock, lost time is exact."""
     script = Script(tmp_path)
@@ -340,6 +341,7 @@ def rebuild(lines: list[tuple[float, Path, str]], old: Path, new: Path) -> RunDi
 @pytest.mark.quick
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 10**9))
+@pytest.mark.promise("account")
 def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
     """States sum to the wall clock and agree with the truth; it is deterministic; a cut record loses one interval."""
     rng = random.Random(seed)

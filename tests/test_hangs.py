@@ -68,6 +68,7 @@ def start(lab: Any) -> Iterator[Callable[..., Elastic]]:
 
 
 @pytest.mark.shows("A8", "A25", "F6")
+@pytest.mark.promise("hang-named")
 def test_a_stopped_rank_is_named_and_the_job_ended(lab: Any, helpers: Any, watched: Callable[..., Path]) -> None:
     """SIGSTOP. Alarm at the soft deadline with the rank, stacks of all, end at the hard one."""
     config, run = watched(), lab.path / "run"
@@ -97,6 +98,7 @@ CASES: dict[str, tuple[dict[str, Any], str, list[int], str]] = {
 @pytest.mark.parametrize(
     "case", ["held", *(pytest.param(case, marks=pytest.mark.slow) for case in ("busy elsewhere", "lost step"))]
 )
+@pytest.mark.promise("hang-named")
 def test_hangs_are_told_apart(
     lab: Any, helpers: Any, watched: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
@@ -263,6 +265,7 @@ def test_a_killed_rank_is_seen_at_once_and_torchrun_goes_on(
 
 
 @pytest.mark.shows("F24")
+@pytest.mark.promise("watchdog-harmless")
 def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, helpers: Any, watched: Callable[..., Path]) -> None:
     config, run = watched(watchdog=PATIENT), lab.path / "run"
     job = lab.start(config, ranks=2)
@@ -280,6 +283,7 @@ def test_a_killed_agent_comes_back_and_nobody_minds(lab: Any, helpers: Any, watc
 
 
 @pytest.mark.shows("D16", "F25")
+@pytest.mark.promise("no-orphans")
 def test_nothing_outlives_a_killed_torchrun(
     lab: Any, helpers: Any, watched: Callable[..., Path], start: Callable[..., Elastic]
 ) -> None:
@@ -364,6 +368,7 @@ def test_status_shows_alarms_and_whether_anybody_watches(
     until(lambda: run_command("fsdp_pretrain.cli", "status", run).returncode == 0)
 
 
+@pytest.mark.promise("watchdog-harmless")
 def test_a_run_directory_that_hangs_blinds_and_silences_nobody(
     lab: Any, watched: Callable[..., Path], helpers: Any
 ) -> None:

@@ -94,6 +94,7 @@ def set_device(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
         (set_device(remap_failed=True, xids=[63]), "XID 63"),
     ],
 )
+@pytest.mark.promise("bad-hosts")
 def test_a_broken_gpu_condemns_its_host(machine: Any, fault: Callable[..., Any], says: str) -> None:
     """At the next check, once, and with the host to avoid."""
     machine.look(3)

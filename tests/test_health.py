@@ -136,6 +136,7 @@ def test_a_spike_that_recovers_is_told_of_and_left(config: Config, seed: int) ->
 
 @pytest.mark.shows("B1", "B5")
 @pytest.mark.parametrize(("norm", "delay"), [(1.0, 50), (3.0, 10)])
+@pytest.mark.promise("spikes")
 def test_a_loss_that_stays_up_is_rolled_back(config: Config, norm: float, delay: int) -> None:
     """50 steps after the warning; 10 if the gradient norm stands out too."""
     loss, gradients = 2 + noise(7, 900, 8), norms(7, 900, 0)
@@ -362,6 +363,7 @@ def test_errors_in_two_tensors_do_not_cancel() -> None:
         ([9], 1, []),
     ],
 )
+@pytest.mark.promise("equal-replicas")
 def test_which_replicas_differ(sums: list[int], shards: int, differing: list[int]) -> None:
     assert compare(sums, shards).differing == differing
     assert compare(sums, shards).digest == compare(sums[:shards], shards).digest

@@ -140,6 +140,7 @@ def test_what_a_killed_export_left_behind_goes_with_the_next(
 
 @pytest.mark.shows("D25")
 @pytest.mark.parametrize("family", ["llama", "llama-linear", "gpt"])
+@pytest.mark.promise("hugging-face")
 def test_export_of_a_2x2_checkpoint_is_the_same_function_in_transformers(
     trained: Callable[[str], RunDir], family: str, tmp_path: Path
 ) -> None:
@@ -342,6 +343,7 @@ def configure(lab: Any, folder: Path, name: str = "imported", **model: Any) -> P
 
 
 @pytest.mark.parametrize("name", THEIRS)
+@pytest.mark.promise("hugging-face")
 def test_import_is_the_same_function_and_goes_out_again_bit_for_bit(lab: Any, name: str) -> None:
     folder = make_folder(lab.path / "theirs", name, max_shard_size="30KB" if name == "gpt2" else "1GB")
     config = load(configure(lab, folder))

@@ -129,6 +129,7 @@ def test_packages_with_common_names_are_empty() -> None:
     assert not (ROOT / "tests/__init__.py").exists()
 
 
+@pytest.mark.promise("no-torch")
 def test_torch_free_modules_do_not_import_torch(helpers: Any) -> None:
     heavy = {"torch", "lm_eval", "aim", "tensorboard", "wandb"}
     used = sorted({*TORCH_FREE, *COMMANDS}.union(*(imports(name, modules()[name]) for name in COMMANDS)))

@@ -402,6 +402,7 @@ def test_a_shard_changed_after_import_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.promise("prepare-continues")
 def test_a_killed_import_leaves_no_manifest_and_continues(
     tmp_path: Path, tokenizer: Tokenizer, helpers: Any, copy: bool
 ) -> None:
@@ -444,6 +445,7 @@ def test_a_corpus_of_other_files_is_not_replaced_unasked(tmp_path: Path, tokeniz
 # ---------------------------------------------------------------- in training
 
 
+@pytest.mark.promise("one-separator")
 def test_records_prove_one_separator_per_document(lab: Any, helpers: Any, tokenizer: Tokenizer) -> None:
     """Two ranks on an adopted corpus with leading separators: counts summed over ranks, as the packer gives them."""
     plain = Corpus(lab.corpus)

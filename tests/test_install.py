@@ -45,6 +45,7 @@ def test_the_gpu_suite_without_an_installation(carried: dict[str, str], tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.promise("no-torch")
 def test_data_tools_in_an_environment_without_torch(tmp_path: Path) -> None:
     """`pip install .` alone, not editable, from a copy: from text to a validated corpus."""
     source, home = tmp_path / "source", tmp_path / "home"

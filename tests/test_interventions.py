@@ -53,6 +53,7 @@ def intent(run: Path) -> dict[str, Any]:
         pytest.param("loss", 1, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.promise("bad-steps")
 def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind: str, shard: int) -> None:
     """A NaN on one rank, once. The others skip too, and the run ends as one configured to skip that batch: the same
     weights to the bit, on every replica."""
@@ -116,6 +117,7 @@ def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
 
 
 @pytest.mark.shows("A11", "A27", "F14")
+@pytest.mark.promise("spikes")
 def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault: Any) -> None:
     """NaN in every step from 14 on. One rollback that skips the samples, then exit 93."""
     config = lab.config(health=HEALTH, checkpoint={"every": "5 steps"})
@@ -208,6 +210,7 @@ def poison(lab: Any, helpers: Any, until: int) -> dict[str, Any]:
 
 @pytest.mark.shows("B1", "F8")
 @pytest.mark.parametrize("until", [384, pytest.param(440, marks=pytest.mark.slow)])
+@pytest.mark.promise("spikes")
 def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_command: Any, until: int) -> None:
     """Warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. If more is poisoned than
     the first one skips, a second one skips twice as much."""
@@ -271,6 +274,7 @@ def test_only_telling(lab: Any, helpers: Any) -> None:
 
 
 @pytest.mark.shows("D12", "F43")
+@pytest.mark.promise("equal-replicas")
 def test_replicas_that_differ_stop_the_run(lab: Any, helpers: Any, fault: Any) -> None:
     """One parameter of one replica changes, which nothing else would detect."""
     fault("nudge", rank=3, steps=[7])

@@ -131,6 +131,7 @@ FEW = ["shard-1", "manifest-named", "commit-durable"]
         ),
     ],
 )
+@pytest.mark.promise("verified")
 def test_killed_at_every_point_of_a_save(
     chain: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, points: list[str], background: bool, everybody: bool
 ) -> None:
@@ -185,6 +186,7 @@ def check_durable(changes: list[tuple[str, str, int]]) -> dict[str, int]:
 
 @pytest.mark.shows("F3")
 @pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.promise("verified")
 def test_all_is_durable_before_it_has_its_name(
     lab: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, background: bool
 ) -> None:
@@ -212,6 +214,7 @@ def test_all_is_durable_before_it_has_its_name(
         pytest.param(0, "open", "__0_0.distcp", False, "failed: rank 0: .*Input/output", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.promise("failed-saves")
 def test_a_save_that_fails_on_one_rank_leaves_nothing(
     lab: Any,
     helpers: Any,

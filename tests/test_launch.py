@@ -148,6 +148,7 @@ def test_killed_rank_then_stop(launch: Launch, lab: Any, helpers: Any) -> None:
 @pytest.mark.shows("A23", "F11")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["one-rank", "control", "job", "twice", "limit"])
+@pytest.mark.promise("exit-codes")
 def test_stops_are_not_started_again(launch: Launch, lab: Any, helpers: Any, run_command: Any, how: str) -> None:
     """Whoever asks, and however: one agreed step, a verified checkpoint, 75, no other start."""
     options = ("--time-limit", "90 s") if how == "limit" else ()
@@ -206,6 +207,7 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Launch, lab: Any, helper
 @pytest.mark.shows("D16", "F25")
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "torchrun"])
+@pytest.mark.promise("no-orphans")
 def test_no_process_outlives_its_parent(launch: Launch, lab: Any, helpers: Any, victim: str) -> None:
     """kill -9 of the launcher ends everything; of torchrun: the ranks, and another start follows."""
     job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch=HASTE))
@@ -240,6 +242,7 @@ def test_a_torchrun_that_does_not_end_is_killed(launch: Launch, lab: Any, helper
 
 @pytest.mark.shows("F17")
 @pytest.mark.slow
+@pytest.mark.promise("no-loops")
 def test_a_loop_of_crashes_ends_and_names_the_batch(launch: Launch, lab: Any, helpers: Any, run_command: Any) -> None:
     """Three deaths at the same step: 93, with the samples; `where` shows the step without a record."""
     config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE)
@@ -336,6 +339,7 @@ class Gone:
 @pytest.mark.slow
 @pytest.mark.shows("F51")
 @pytest.mark.parametrize("how", ["above", "itself", "checkpoints", "removed", "moved"])
+@pytest.mark.promise("never-fresh")
 def test_a_run_directory_that_is_gone_is_not_begun_again(
     launch: Launch, lab: Any, helpers: Any, removable: Any, run_command: Any, how: str
 ) -> None:
@@ -373,6 +377,7 @@ def test_a_run_directory_that_is_gone_is_not_begun_again(
 @pytest.mark.shows("F51")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["above", "checkpoints"])
+@pytest.mark.promise("storage-told")
 def test_the_watchdog_tells_of_a_run_directory_that_is_gone(
     launch: Launch, lab: Any, helpers: Any, removable: Any, endpoint: Any, how: str
 ) -> None:
@@ -437,6 +442,7 @@ def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(lab: Any,
 
 @pytest.mark.shows("D4", "F45")
 @pytest.mark.slow
+@pytest.mark.promise("bad-hosts")
 def test_a_broken_gpu_keeps_its_host_away(launch: Launch, lab: Any, helpers: Any) -> None:
     """Saved, 76, the host is in `avoid_hosts`, and the launcher does not start there again."""
     gpus, host = lab.path / "gpus.json", os.uname().nodename

@@ -52,6 +52,7 @@ def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int =
         ([ended(76, avoid=("other",))], 76),
     ],
 )
+@pytest.mark.promise("exit-codes")
 def test_what_follows_an_end(history: list[EndedStart], code: int | None) -> None:
     decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
     assert decision.code == code
@@ -59,6 +60,7 @@ def test_what_follows_an_end(history: list[EndedStart], code: int | None) -> Non
     assert asked.code == (code if history[-1].outcome.code in (0, 76, 78, 93) else 75)
 
 
+@pytest.mark.promise("no-loops")
 def test_pauses_grow_and_progress_shortens_them() -> None:
     def pause(history: list[EndedStart]) -> float:
         settings = LaunchSection(attempts=9, restarts=99)

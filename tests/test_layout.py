@@ -104,6 +104,7 @@ def trained(module_lab: Any) -> Path:
 
 @pytest.mark.shows("C2")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.promise("plain-dcp")
 def test_plain_dcp_reads_it(trained: Path, tmp_path: Path) -> None:
     config = load(trained)
     checkpoint = Store(config.run.dir / "checkpoints").find(8)

@@ -59,6 +59,7 @@ def curve(run: Path, helpers: Any) -> list[Any]:
 
 
 @pytest.mark.shows("A22", "A29", "B2", "F5", "F20")
+@pytest.mark.promise("rollback")
 def test_after_a_rollback_the_curve_is_that_of_a_run_that_knew(
     lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run
 ) -> None:
@@ -186,6 +187,7 @@ def outcome(run: Path) -> Any:
     ("verb", "stride"),
     [("rollback", 3), ("fork", 11), *(pytest.param(verb, 1, marks=pytest.mark.slow) for verb in ("rollback", "fork"))],
 )
+@pytest.mark.promise("rollback")
 def test_killed_between_any_two_operations(copy: tuple[Path, Path], tmp_path: Path, verb: str, stride: int) -> None:
     """The run still loads, and the same command completes the operation."""
     _, origin = copy
@@ -288,6 +290,7 @@ def test_a_flipped_override_is_no_declared_change(lab: Any, copy: tuple[Path, Pa
 
 
 @pytest.mark.shows("A13")
+@pytest.mark.promise("rollback")
 def test_a_fork_lives_without_its_parent(
     lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any, run_command: Run
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_live_set_is_a_timeline_entry(
 
 
 @pytest.mark.slow
+@pytest.mark.promise("live-changes")
 def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(lab: Any, helpers: Any, run_command: Any) -> None:
     """What was set before the checkpoint stays, what counted in steps behind it goes, what is ahead of the run stays."""
     config, run = config_of(lab, parallel={}, checkpoint={"every": "10 steps", "keep_last": 9}), lab.path / "run"
@@ -129,6 +130,7 @@ def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(lab: Any, he
     same_as_configured(lab, helpers, config, run, 1)
 
 
+@pytest.mark.promise("replay")
 def test_steps_are_replayed_with_the_values_they_had(lab: Any, helpers: Any, run_command: Any) -> None:
     """Before something was set, and across the border of two starts, of which the second was set something else, and
     has what the first was set in its file too, in another unit."""
@@ -279,6 +281,7 @@ POINTS = {  # verb and path of the change before which rank 0 is killed -> the c
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.promise("live-changes")
 def test_a_live_set_survives_kill_9_at_any_point(
     lab: Any, helpers: Any, start_command: Any, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:

@@ -36,6 +36,7 @@ def global_batches(packer: Packer, world: int, count: int, **options: Any) -> li
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.promise("data-order")
 def test_global_batches_do_not_depend_on_the_ranks(packer: Packer, world: int, prefetch: int) -> None:
     expected = global_batches(packer, 1, 14, micro_batch=1, prefetch=0)
     micro = 1 if world == 4 else 2

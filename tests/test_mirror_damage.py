@@ -98,6 +98,7 @@ def test_a_wrong_byte_costs_one_file(carried: Carried, tmp_path: Path, harm: Cal
 @pytest.mark.shows("F52")
 @pytest.mark.parametrize("also", [(), ("run_id",)], ids=["", "without-id"])
 @pytest.mark.parametrize("gone", [(), ("record.json",), ("record.json", "record")], ids=["nothing", "index", "record"])
+@pytest.mark.promise("mirror")
 def test_a_checkpoint_is_enough(carried: Carried, gone: tuple[str, ...], also: tuple[str, ...]) -> None:
     carried.copy()
     before = carried.contents()
@@ -266,6 +267,7 @@ def left(carried: Carried) -> list[str]:
 
 
 @pytest.mark.quick
+@pytest.mark.promise("mirror")
 def test_nothing_is_left_of_what_retention_deletes(carried: Carried) -> None:
     """Not of copies by this version, and not what earlier ones left: a manifest alone. Damaged ones go with their time,
     unless they may be permanent."""
@@ -420,6 +422,7 @@ def kill_after(process: subprocess.Popen[bytes], done: Callable[[], bool]) -> No
 @pytest.mark.timeout(600)
 @pytest.mark.shows("F53")
 @pytest.mark.parametrize("kills", [2, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.promise("mirror")
 def test_through_storage_that_lies_and_kills_every_whole_copy_comes_back(
     stored: Carried, object_store: ObjectStore, kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

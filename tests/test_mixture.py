@@ -39,6 +39,7 @@ def constant(*weights: float) -> Mixture:
 @pytest.mark.parametrize(
     "weights", [[1.0], [3, 1], [0.5, 0.3, 0.15, 0.05], [1, 1, 1], [0.999, 0.001], [1.0, 1e-6], [2.0, 0.0, 1.0]]
 )
+@pytest.mark.promise("mixture-shares")
 def test_constant_shares_are_exact(weights: list[float]) -> None:
     mixture, shares = constant(*weights), [weight / sum(weights) for weight in weights]
     next_of = [0] * len(weights)
@@ -87,6 +88,7 @@ def test_any_mixture_deals_every_source_in_order(weights: list[MixtureWeight], b
 
 
 @pytest.mark.shows("A14")
+@pytest.mark.promise("mixture-shares")
 def test_ramped_shares_follow_the_schedule() -> None:
     """Within 0.5 points over any 10,000 samples, 0.01 points over a million."""
     total = 3_000_000
@@ -247,6 +249,7 @@ def test_an_excluded_document_keeps_its_place_and_is_not_learned(shared_corpus: 
 @pytest.mark.shows("A14", "A30")
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.promise("data-order")
 def test_the_same_ids_for_every_world_and_prefetch_and_across_resumes(
     shared_corpus: Path, world: int, prefetch: int
 ) -> None:

@@ -62,10 +62,12 @@ def tokens(batch: int = 3, length: int = 20, seed: int = 0) -> Tensor:
         ),
     ],
 )
+@pytest.mark.promise("declared-size")
 def test_parameter_counts_are_the_published_ones(config: LlamaModel | GPTModel, exact: int) -> None:
     assert count_parameters(config) == exact
 
 
+@pytest.mark.promise("declared-size")
 def test_a_104b_that_is_57b_is_refused() -> None:
     config = GPTModel(
         family="gpt",
@@ -223,6 +225,7 @@ def test_rotary_is_relative_and_keeps_lengths() -> None:
 
 
 @pytest.mark.parametrize(("per_chunk", "kept"), [(1, 2**30), (2**12, 2**30), (2**12, 0), (2**26, 2**30), (2**26, 0)])
+@pytest.mark.promise("exact-loss")
 def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(
     per_chunk: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

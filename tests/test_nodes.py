@@ -83,6 +83,7 @@ def test_a_stopped_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
 
 
 @pytest.mark.parametrize("has_seen", ["steps", "nothing"])
+@pytest.mark.promise("hang-named")
 def test_a_verdict_waits_for_the_other_nodes_and_is_revised(lab: Any, pair: Any, has_seen: str) -> None:
     """The watchdog of the node with the stopped rank is late: missing data is no evidence, and the alarm says so until
     it arrives. It also reports without having seen any step times."""

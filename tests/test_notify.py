@@ -75,6 +75,7 @@ def waiting(run: Path, channel: str) -> list[Path]:
 
 @pytest.mark.shows("F33")
 @pytest.mark.parametrize("fault", ["down", "500", "redirect", "hangs"])
+@pytest.mark.promise("alarms-arrive")
 def test_an_endpoint_that_fails_delays_and_loses_nothing(
     endpoint: Endpoint, quick: None, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def test_an_endpoint_that_is_slow_hears_once(endpoint: Endpoint, quick: None, tm
     assert endpoint.seen == 1
 
 
+@pytest.mark.promise("alarms-arrive")
 def test_a_message_that_is_refused_does_not_block_the_others(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
     endpoint.up()
     endpoint.answers = 400
@@ -160,6 +162,7 @@ os.kill(os.getpid(), 9)
 
 @pytest.mark.shows("F33")
 @pytest.mark.parametrize("seconds", ["0", "1.0"])
+@pytest.mark.promise("alarms-arrive")
 def test_a_killed_watchdog_leaves_its_messages_to_the_next(
     endpoint: Endpoint, quick: None, tmp_path: Path, helpers: Any, seconds: str
 ) -> None:
@@ -424,6 +427,7 @@ def test_a_secret_in_the_configuration_is_refused_and_not_shown(run_command: Any
 
 
 @pytest.mark.shows("F48")
+@pytest.mark.promise("secrets")
 def test_a_secret_is_nowhere(
     endpoint: Endpoint, tmp_path: Path, helpers: Any, start_command: Any, run_command: Any
 ) -> None:

@@ -286,6 +286,7 @@ def test_an_empty_share_has_the_shapes_of_a_full_one(packer: Packer) -> None:
     assert (joined([blank])[1] == IGNORE).all() and blank.position == full.position
 
 
+@pytest.mark.promise("every-token-once")
 def test_every_token_is_in_one_row_of_an_epoch(packer: Packer) -> None:
     """The rows of the first epoch, put in the order of their places, are the line of the epoch without gaps."""
     total = packer._sources[0].epoch_length

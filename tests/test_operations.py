@@ -5,17 +5,14 @@ python tests/test_operations.py    # writes the names and the numbers into the p
 
 from __future__ import annotations
 
-import ast
 import re
-from collections import defaultdict
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
+from marked import by_row, marked
+from processes import ROOT
 
 pytestmark = pytest.mark.quick
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/operations.md"
 COUNTS = {"A": 35, "B": 24, "C": 6, "D": 25, "F": 53}
 """Rows of each table."""
@@ -23,39 +20,9 @@ _ROW = re.compile(r"^\| ([A-F]\d+) \| (.*) \| (.*) \| (.*) \|$", re.MULTILINE)
 _SUMMARY = re.compile(r"\d+ are shown by tests \(.*?not supported\.", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Marked:
-    """A test with `@pytest.mark.shows(...)`."""
-
-    file: str
-    name: str
-    rows: tuple[str, ...]
-    slow: bool
-
-    def __str__(self) -> str:
-        return f"`{self.file}::{self.name}`" + " (slow)" * self.slow
-
-
-def marked() -> list[Marked]:
-    """The marked tests, in the order of files."""
-    found = []
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef):
-                marks = {ast.unparse(getattr(mark, "func", mark)): mark for mark in node.decorator_list}
-                shows = marks.get("pytest.mark.shows")
-                if isinstance(shows, ast.Call):
-                    rows = tuple(ast.literal_eval(row) for row in shows.args)
-                    found.append(Marked(path.name, node.name, rows, "pytest.mark.slow" in marks))
-    return found
-
-
 def written(page: str) -> str:
     """The page with the right tests and numbers."""
-    tests = defaultdict[str, list[Marked]](list)
-    for test in marked():
-        for row in test.rows:
-            tests[row].append(test)
+    tests = by_row("shows")
     page = _ROW.sub(
         lambda row: f"| {row[1]} | {row[2]} | {row[3]} | {', '.join(map(str, tests[row[1]])) or '-'} |", page
     )
@@ -75,7 +42,7 @@ def test_every_row_is_answered() -> None:
     page = PAGE.read_text()
     rows = list(_ROW.finditer(page))
     assert [row[1] for row in rows] == [f"{table}{n + 1}" for table, count in COUNTS.items() for n in range(count)]
-    assert {row for test in marked() for row in test.rows} <= {row[1] for row in rows}
+    assert {row for test in marked("shows") for row in test.rows} <= {row[1] for row in rows}
     assert page == written(page), "run python tests/test_operations.py"
     for row in rows:
         refused = row[3].startswith("Not supported, because ")
@@ -87,7 +54,7 @@ def test_what_is_marked_is_collected(request: pytest.FixtureRequest, collected: 
     """In the files of this session, pytest finds the marks that the page was written from, on tests that it runs."""
     if not any("::" in argument for argument in request.config.args):
         files = {file for file, _, _ in collected}
-        expected = {(test.file, test.name, test.rows) for test in marked() if test.file in files}
+        expected = {(test.file, test.name, test.rows) for test in marked("shows") if test.file in files}
         assert {each for each in collected if each[2]} == expected
 
 

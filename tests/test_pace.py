@@ -44,12 +44,14 @@ def test_no_incident_in_a_million_steps(sd: float) -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.promise("pace")
 def test_no_incident_in_fifty_thousand_steps() -> None:
     assert changes(noise(7, 50_000)) == []
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(("slower", "p90"), [(0.03, 81), (0.05, 40), (0.10, 23)])
+@pytest.mark.promise("pace")
 def test_slowdowns_are_found_in_time(slower: float, p90: int) -> None:
     """Delays at the ninth decile of runs are the published ones; the size of the change is reported within a point."""
     delays, ratios = [], []

@@ -73,6 +73,7 @@ def test_permutation_mixes() -> None:
     seed=st.integers(0, 2**32),
     data=st.data(),
 )
+@pytest.mark.promise("every-token-once")
 def test_every_document_once_per_epoch(
     tmp_path_factory: Any,
     tokenizer: Tokenizer,
@@ -144,6 +145,7 @@ def with_blocks(path: Path, length: int, seed: int, lanes: int, block: int) -> P
     return packer
 
 
+@pytest.mark.promise("data-order")
 def test_the_order_of_samples_is_the_one_of_every_other_version(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Over two epochs of many blocks and stretches, with two reshuffles; a run that another version resumes goes on with
     the samples that it would have had."""
@@ -171,6 +173,7 @@ def test_a_source_is_read_as_often_as_it_may(tmp_path: Path, tokenizer: Tokenize
         packer.pack(packer.capacity, 1)
 
 
+@pytest.mark.promise("data-order")
 def test_a_sample_does_not_depend_on_how_it_is_asked_for(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Order of requests, batch sizes, restarts: the same index is the same sample."""
     path = write_tokens(tmp_path / "c", unique_documents(200, 1), tokenizer)
@@ -216,6 +219,7 @@ def test_lengths_are_the_documents_of_the_inputs(tmp_path: Path, tokenizer: Toke
     assert packed.documents == ended
 
 
+@pytest.mark.promise("batch-digest")
 def test_provenance_names_the_very_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_tokens(tmp_path / "c", unique_documents(150, 3), tokenizer)
     packer = Packer([("a", path, 1.0)], 48, seed=1, lanes=4)
@@ -230,6 +234,7 @@ def test_provenance_names_the_very_tokens(tmp_path: Path, tokenizer: Tokenizer) 
 
 
 @pytest.mark.parametrize("bad", [[7, EOD, 9], [7, 511, 9]])
+@pytest.mark.promise("bad-documents")
 def test_bad_documents_leave_the_loss_and_nothing_else(tmp_path: Path, tokenizer: Tokenizer, bad: list[int]) -> None:
     """A separator inside a document, or an id outside the vocabulary: quarantined, counted, order unchanged."""
     tokenizer = Tokenizer.load(tokenizer.path)

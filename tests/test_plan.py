@@ -239,6 +239,7 @@ def test_recipes(
 
 
 @pytest.mark.shows("D1")
+@pytest.mark.promise("declared-size")
 def test_the_104b_that_was_57b() -> None:
     config = load(str(ROOT / "configs/runs/tr8-104b.toml"), ["model.ffn=20_480"])
     with pytest.raises(ConfigError, match=r"103_943_028_736, .* has 56_696_946_688 parameters \(-45.5%\)") as refused:

@@ -268,6 +268,7 @@ def measure(path: Path, b: Bench, docs: Docs, plant: Plant, helpers: Any) -> Any
 
 @pytest.mark.shows("C4", "D10")
 @pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.promise("separators-measured")
 def test_planted_defects_are_found(tmp_path: Path, bench: Bench, helpers: Any, name: str) -> None:
     plant = PLANTS[name]
     docs = plant.make(bench.docs, bench)
@@ -296,6 +297,7 @@ def test_planted_defects_are_found(tmp_path: Path, bench: Bench, helpers: Any, n
         (lambda docs, b: docs, "auto", False, 4),
     ],
 )
+@pytest.mark.promise("separators-measured")
 def test_clean_twins_are_clean(
     tmp_path: Path, bench: Bench, helpers: Any, clean: Any, separators: str, tokenizer: bool, shards: int
 ) -> None:

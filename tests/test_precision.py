@@ -126,6 +126,7 @@ def test_the_norm_is_that_of_unscaled_gradients(curves: dict[str, Any]) -> None:
     assert curves["one"][0]["loss"]["sum"] == pytest.approx(curves["fp32"][0]["loss"]["sum"], rel=1e-3)
 
 
+@pytest.mark.promise("bitwise-resume")
 def test_a_resume_continues_the_scale_to_the_bit(module_lab: Any, fp16: Path, curves: Any, helpers: Any) -> None:
     """Stopped inside a window, with hysteresis used up."""
     run = module_lab.path / "parts"

@@ -113,12 +113,14 @@ def test_text_files_and_lines(tmp_path: Path, run_command: Run, shared_corpus: P
 
 
 @pytest.mark.parametrize("size", [1, 7, 50, 333, 10_000])
+@pytest.mark.promise("prepare-continues")
 def test_byte_ranges_lose_and_repeat_no_line(tmp_path: Path, texts: list[str], size: int) -> None:
     source = write(tmp_path / "a.jsonl", texts)
     units = [unit for shard in plan_shards([source], size * 100, lines=False) for unit in shard]
     assert [document.text for unit in units for document in read_documents(unit, "text", lines=False)] == texts
 
 
+@pytest.mark.promise("prepare-continues")
 def test_interrupted_runs_continue(tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str]) -> None:
     """kill -9 in the middle; the second run makes only what is missing, and the result is the same."""
     source = write(tmp_path / "a.jsonl", texts * 120)
@@ -387,6 +389,7 @@ def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory, run_command: R
 
 
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+@pytest.mark.promise("one-separator")
 def test_own_tokenizers_are_lossless_and_literals_stay_text(
     kind: str, shared_corpus: Path, sentencepiece_model: Path, tmp_path: Path, run_command: Run, helpers: Any
 ) -> None:
@@ -553,6 +556,7 @@ def test_user_defined_control_in_sentencepiece_is_refused(tmp_path: Path, shared
     assert Tokenizer.load(tmp_path).specials == {1: "<s>", 2: "</s>"}
 
 
+@pytest.mark.promise("one-separator")
 def test_documents_that_would_encode_to_control_tokens_are_quarantined(
     tmp_path: Path, run_command: Run, shared_corpus: Path, helpers: Any
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_fork_may_read_the_rest_in_another_order(steered: Path, tmp_path: Path
 
 
 @pytest.mark.shows("A10")
+@pytest.mark.promise("data-changes")
 def test_a_source_that_was_replaced_is_named(lab: Any, helpers: Any) -> None:
     """GLM-130B's multi-task data were the wrong ones until somebody looked."""
     corpus = lab.path / "corpus"

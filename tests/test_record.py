@@ -36,6 +36,7 @@ from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, inspect, render
 pytestmark = pytest.mark.quick
 
 
+@pytest.mark.promise("record")
 def test_lines_survive_a_full_disk_in_order(small_disk: Any) -> None:
     disk = small_disk("1m")
     file = AppendFile(disk / "lines.jsonl")
@@ -72,6 +73,7 @@ def test_several_processes_append_to_one_journal(tmp_path: Path) -> None:
         assert [record["n"] for record in records if record["writer"] == writer] == list(range(500))
 
 
+@pytest.mark.promise("record")
 def test_torn_and_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"a": 1}\n\x00\x00garbage\n[1]\n{"a": 2}\n{"a": 3')
@@ -285,6 +287,7 @@ def test_first_exit_intent_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "state"), [(0, "complete"), (75, "stopped"), (76, "stopped"), (78, "failed"), (1, "failed")]
 )
+@pytest.mark.promise("exit-codes")
 def test_an_exit_code_means_one_state(tmp_path: Path, code: int, state: str) -> None:
     """By any writer: the watchdog and launcher through the intent, the trainer through its recorder."""
     run = RunDir(tmp_path)

@@ -277,6 +277,7 @@ def test_no_checksums_but_our_own(object_store: ObjectStore, monkeypatch: pytest
         "https://user:S3CR3T@host/corpus",
     ],
 )
+@pytest.mark.promise("secrets")
 def test_a_query_may_hold_a_secret(text: str, lab: Any, run_command: Any) -> None:
     with pytest.raises(ValueError, match="must not hold credentials") as raised:
         Url(text)

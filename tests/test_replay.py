@@ -89,6 +89,7 @@ def test_beside_a_live_run_nothing_is_touched(
     }
 
 
+@pytest.mark.promise("replay")
 def test_four_ranks_repeat_themselves(lab: Any, helpers: Any, start_command: Any) -> None:
     """2 replicas of 2 shards: losses and gradient norms are those of the record, to the bit."""
     config = lab.config(

@@ -230,6 +230,7 @@ def test_every_key_is_in_a_class_and_forbidden_is_what_identity_compares(
         ([], ['train.batch_ramp={first="2 samples",by="2 samples",end="100 samples"}'], {"train.batch_ramp": "absent"}),
     ],
 )
+@pytest.mark.promise("data-changes")
 def test_what_must_be_declared(
     trained_config: Path, before: list[str], after: list[str], expected: dict[str, str]
 ) -> None:

@@ -34,6 +34,7 @@ def test_progress_is_read_exactly(text: str, value: int, unit: str) -> None:
 @pytest.mark.parametrize(
     "bad", [100, 1.5, True, "100", "steps", "ten steps", "1.5 steps", "3 epochs", "-1 steps", "", None]
 )
+@pytest.mark.promise("units")
 def test_progress_without_a_clear_unit_is_rejected(bad: object) -> None:
     with pytest.raises(ValueError, match=r"unit|whole number|quantity"):
         Progress.parse(bad)
@@ -118,6 +119,7 @@ def test_cosine_reproduces_the_learning_rate_of_a_published_log() -> None:
 
 
 @pytest.mark.parametrize("curve", ["cosine", "linear", "constant"])
+@pytest.mark.promise("schedules")
 def test_curves_begin_and_end_where_they_should(curve: str) -> None:
     schedule = Schedule(
         sequence_length=10,

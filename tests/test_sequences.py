@@ -24,6 +24,7 @@ def play(lab: Any, run_command: Run, seeds: range) -> Figures:
     return figures
 
 
+@pytest.mark.promise("live-changes")
 def test_a_run_that_was_operated_on_is_the_one_that_was_planned(lab: Any, run_command: Run) -> None:
     """A sample of the next test."""
     assert play(lab, run_command, range(3)).steps

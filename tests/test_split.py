@@ -58,6 +58,7 @@ def write(path: Path, texts: list[str]) -> Path:
     return path
 
 
+@pytest.mark.promise("held-out")
 def test_the_side_of_a_document_depends_on_its_text_alone(tmp_path: Path, run_command: Run, texts: list[str]) -> None:
     """Not on the format, packing, order, number of files, processes, or repeats."""
     shuffled = random.Random(1).sample(texts, len(texts))
@@ -98,6 +99,7 @@ def test_a_larger_holdout_begins_with_the_smaller_one(tmp_path: Path, run_comman
     assert found["12.5%"].startswith(found["5%"]) and found["5%"].startswith(found["0.5%"])
 
 
+@pytest.mark.promise("held-out")
 def test_training_never_sees_a_held_out_text(
     tmp_path: Path, run_command: Run, texts: list[str], shared_corpus: Path, lab: Any
 ) -> None:

@@ -90,6 +90,7 @@ FILES: dict[str, tuple[str, Callable[[RunDir], object]]] = {
 @pytest.mark.shows("F4")
 @pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
+@pytest.mark.promise("damage-named")
 def test_every_flipped_bit_is_named_or_without_effect(written: RunDir, name: str, stride: int) -> None:
     """In files that decide which checkpoint is used, which steps are kept, what is trained next."""
     file, look = FILES[name]

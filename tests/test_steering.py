@@ -83,6 +83,7 @@ def lrs(found: Schedule, *steps: int) -> list[float]:
         ),
     ],
 )  # fmt: skip
+@pytest.mark.promise("schedules")
 def test_curves_are_their_closed_forms(
     options: dict[str, Any], closed: Callable[[int], float], steps: tuple[int, ...]
 ) -> None:
@@ -169,6 +170,7 @@ def test_ramps_go_on_from_where_they_are() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.floats(0.1, 1.0)), max_size=6), st.integers(1, 100))
+@pytest.mark.promise("schedules")
 def test_values_are_those_of_restarts(entries: list[tuple[int, float]], step: int) -> None:
     """A run that restarts at every place with the new value has the same value in every step."""
     found = schedule(*({"at": f"{at} steps", "optimizer": {"lr_scale": scale}} for at, scale in entries))

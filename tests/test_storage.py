@@ -42,6 +42,7 @@ class Answers(Detector):
             self.found.append(answer)
 
 
+@pytest.mark.promise("storage-told")
 def test_a_look_that_hangs_blocks_nobody(watch: Watch, tmp_path: Path) -> None:
     """A FIFO in place of a file hangs whoever opens it, like a mount whose server went away."""
     os.mkfifo(tmp_path / "fifo")
@@ -142,6 +143,7 @@ class Scripted:
 @pytest.mark.parametrize(
     ("per_hour", "warns"), [(0, False), (1e9, False), (20e9, False), (150e9, True), (-5e9, False)], ids=str
 )
+@pytest.mark.promise("storage-told")
 def test_time_to_full_is_foreseen(watch: Watch, tmp_path: Path, per_hour: float, warns: bool) -> None:
     """3 TB free on shared storage with bursts of other users: warned when a day or less is left."""
     rng = np.random.default_rng(1)

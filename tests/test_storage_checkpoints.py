@@ -30,6 +30,7 @@ from fsdp_pretrain.watchdog.detectors.checkpoint_age import TrainedCounts
 pytestmark = pytest.mark.quick
 
 
+@pytest.mark.promise("storage-told")
 def test_age_of_the_newest_verified_checkpoint(watch: Watch, tmp_path: Path) -> None:
     """100 s between checkpoints: alarm after 150 s, a save requested after 250 s, a stop after 400 s; each once."""
     run = tmp_path / "run"

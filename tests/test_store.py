@@ -85,6 +85,7 @@ def test_damage_that_a_look_can_see(store: Store, damage: object, problem: str) 
         store.find(2)
 
 
+@pytest.mark.promise("verified")
 def test_flipped_bit_needs_and_gets_a_reading(store: Store) -> None:
     made = commit(store, 1)
     (made.path / "__0_0.distcp").write_bytes(b"weighus")
@@ -124,6 +125,7 @@ def test_retention_keeps_what_the_policy_names(store: Store) -> None:
     assert not list(store.directory.glob("*deleting*"))
 
 
+@pytest.mark.promise("successor-first")
 def test_only_verified_ones_count(store: Store) -> None:
     """Nothing is deleted before its successors are verified, however many unverified ones there are."""
     commit(store, 10)
@@ -234,6 +236,7 @@ SAVES = st.builds(
 
 @settings(max_examples=15, deadline=None)
 @given(keep_last=st.integers(2, 4), every=st.lists(st.sampled_from(INTERVALS), unique=True), saves=st.lists(SAVES, max_size=25))  # fmt: skip
+@pytest.mark.promise("successor-first")
 def test_any_saves_leave_exactly_the_policy(keep_last: int, every: list[str], saves: list[Save]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         left, deleted = play(Store(Path(folder)), keep_last, every, saves)
@@ -262,6 +265,7 @@ def test_500_saves_leave_exactly_the_policy(store: Store, monkeypatch: pytest.Mo
         assert deleted and len(left) >= 2
 
 
+@pytest.mark.promise("verified")
 def test_a_commit_that_cannot_be_made_durable_is_none(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory cannot be synced after the rename: the attempt can be discarded, and the step saved again."""
 

@@ -85,6 +85,7 @@ def stops(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [pytest.param("aim", marks=[needs_aim, pytest.mark.slow]), "tensorboard", "wandb"])
+@pytest.mark.promise("views")
 def test_a_view_has_the_numbers_of_the_record(tmp_path: Path, run_command: Run, name: str) -> None:
     """Of the kept line, once each; the run is named as a person would, from where they are."""
     made = recorded(tmp_path / "run")
@@ -343,6 +344,7 @@ def test_a_view_that_breaks_is_one_line_and_harms_no_other(
         pytest.param((), id="read-only", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.promise("views")
 def test_three_broken_views_leave_training_as_it_is(
     lab: Any, helpers: Any, gates: Any, request: pytest.FixtureRequest, small_disk: Any, harms: tuple[Any, ...]
 ) -> None:

@@ -53,6 +53,7 @@ def trained_on(module_lab: Any) -> Callable[[str], Path]:
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp4", "hsdp2x2")),
     ],
 )
+@pytest.mark.promise("exact-loss")
 def test_every_mesh_gives_the_curve_of_one_process(trained_on: Callable[[str], Path], helpers: Any, mesh: str) -> None:
     curves = {name: helpers.losses(trained_on(name)) for name in ("one", mesh)}
     assert len(curves["one"]) == 20
@@ -63,6 +64,7 @@ def test_every_mesh_gives_the_curve_of_one_process(trained_on: Callable[[str], P
     assert curves["one"][-1][1] < 0.95 * curves["one"][0][1]  # and it learns
 
 
+@pytest.mark.promise("record")
 def test_the_record_is_complete(trained_on: Callable[[str], Path], helpers: Any) -> None:
     records = helpers.metrics(trained_on("hsdp2x2-accumulating"))
     reference = helpers.metrics(trained_on("one"))
@@ -105,6 +107,7 @@ def same_within_rounding(ours: list[dict[str, Any]], theirs: list[dict[str, Any]
 
 
 @pytest.mark.shows("A4", "A24", "A28", "D7")
+@pytest.mark.promise("bitwise-resume")
 def test_kill_and_restart_is_bitwise(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, gates: Any
 ) -> None:
@@ -141,6 +144,7 @@ def reached(run: Path, step: int, helpers: Any) -> bool:
 @pytest.mark.parametrize(
     ("ranks", "overrides"), [(2, ["parallel.shard=2"]), pytest.param(1, ["parallel.shard=1"], marks=pytest.mark.slow)]
 )
+@pytest.mark.promise("other-mesh")
 def test_another_world_size_continues_the_same_batches(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, ranks: int, overrides: list[str]
 ) -> None:
@@ -156,6 +160,7 @@ def test_another_world_size_continues_the_same_batches(
 
 @pytest.mark.shows("D19")
 @pytest.mark.slow
+@pytest.mark.promise("other-mesh")
 def test_a_run_that_changes_its_mesh_again_and_again(lab: Any, helpers: Any) -> None:
     """4 -> 2 -> 8 -> 6 -> 1 -> 4 processes, shards and replicas in turn: the samples and losses of an unchanged run."""
     meshes = [(4, 2), (2, 2), (8, 4), (6, 2), (1, 1), (4, 4), (2, 1)]  # (ranks, ranks per replica)
@@ -391,6 +396,7 @@ def test_resuming_another_run_is_refused(
         ("optimizer.betas=[0.9,1.0]", 2, "optimizer.betas.1 = 1.0"),
     ],
 )
+@pytest.mark.promise("mistakes-first")
 def test_refused_before_work_starts(lab: Any, override: str, ranks: int, expected: str) -> None:
     output = lab.train(lab.config(), override, ranks=ranks, expect=78)
     assert expected in output and "Traceback" not in output
@@ -401,6 +407,7 @@ def test_refused_before_work_starts(lab: Any, override: str, ranks: int, expecte
 
 
 @pytest.mark.shows("A11")
+@pytest.mark.promise("bad-steps")
 def test_a_loss_that_is_not_finite_stops_with_93_and_is_not_saved(lab: Any, helpers: Any) -> None:
     output = lab.train(lab.config(optimizer={"lr": 1e30, "min_lr": 0.0}, train={"grad_clip": 0.0}), ranks=2, expect=93)
     assert "not finite" in output and output.count("error:") == 1
@@ -411,6 +418,7 @@ def test_a_loss_that_is_not_finite_stops_with_93_and_is_not_saved(lab: Any, help
 
 
 @pytest.mark.shows("B4")
+@pytest.mark.promise("bitwise-resume")
 def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Any) -> None:
     """Random numbers are functions of (seed, step, rank): no generator state is stored, yet a resume repeats them. Also
     of a seed so large that its product with the step has more than 64 bits."""

@@ -187,6 +187,7 @@ SLOW = {"dotted-name", "pickle-in-pickle", "unread-field"}  # refused like "call
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FORGED]
 )
+@pytest.mark.promise("no-code")
 def test_no_command_runs_what_a_checkpoint_says(
     copy: Path, marker: Path, module_lab: Any, run_command: Run, name: str
 ) -> None:

@@ -214,6 +214,7 @@ def write_format(path: Path, format_: str, docs: list[list[int]], texts: list[st
 
 
 @pytest.mark.parametrize("format_", ["npy", "bin", "arrow", "text"])
+@pytest.mark.promise("separators-measured")
 def test_every_format_is_measured(
     tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, shared_corpus: Path, format_: str
 ) -> None:
@@ -275,6 +276,7 @@ def test_every_finding_has_a_remedy() -> None:
         assert meaning and remedy
 
 
+@pytest.mark.promise("separators-measured")
 def test_prepare_and_validate_run_without_torch(tmp_path: Path, shared_corpus: Path, helpers: Any) -> None:
     """With torch (and everything else that only the trainer needs) made unimportable."""
     blocker = "import sys\nfor m in ('torch','torchdata','lm_eval','aim','safetensors'): sys.modules[m] = None\n"

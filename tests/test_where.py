@@ -58,6 +58,7 @@ def steps(trained: Path, run_command: Run) -> list[dict[str, Any]]:
 
 
 @pytest.mark.shows("B16")
+@pytest.mark.promise("batch-digest")
 def test_ids_are_the_trained_batch(trained: Path, steps: list[dict[str, Any]], helpers: Any) -> None:
     """The digest, computed here from the ids shown, is the one recorded for each step in training."""
     records = helpers.metrics(trained)
@@ -213,6 +214,7 @@ def spoil_the_manifest(run: Path) -> None:
         (spoil_the_manifest, "computed again it has", "changed since: corpora.a"),
     ],
 )
+@pytest.mark.promise("batch-digest")
 def test_another_batch_is_never_shown(moved: Path, spoil: Callable[[Path], None], problem: str, expected: str) -> None:
     spoil(moved)
     with pytest.raises(DataError, match=problem) as caught:

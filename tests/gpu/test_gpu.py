@@ -143,6 +143,7 @@ def world() -> Iterator[Any]:
         yield connected
 
 
+@pytest.mark.promise("no-waiting")
 def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
     from fsdp_pretrain.bench import steps
     from fsdp_pretrain.config.config import load
