@@ -121,7 +121,8 @@ def test_a_start_of_a_complete_run_changes_nothing(
     monkeypatch.undo()
     assert len(RunDir(complete.run).segments) == starts + 1
     assert complete.said() == complete.before
-    assert re.search(rf"last start +{starts + 1} trained nothing: {told}", complete.ask("status", complete.run)[1])
+    shown = complete.ask("status", complete.run)[1]
+    assert re.search(rf"last start +{starts + 1} trained nothing: {told}", shown), shown
 
 
 def test_a_complete_run_that_is_made_longer_goes_on(complete: Views) -> None:
