@@ -136,7 +136,8 @@ def test_what_a_reader_tells_apart(tmp_path: Path) -> None:
         (b"[]", "is damaged"),
         (state_files.seal({"number": "3"}).encode(), "is damaged: number: input should be a valid integer"),
         (state_files.seal({}).encode(), "is damaged: number: field required"),
-        (b'{"number": 3}', "is damaged: its values are not the ones that were written"),
+        (b'{"number": "3"}', "is damaged: number: input should be a valid integer"),
+        (b"{}", "is damaged: number: field required"),
         (json.dumps({**sealed, "number": 4}).encode(), "is damaged: its values are not the ones that were written"),
         (json.dumps({"format": FORMAT, "number": 3}).encode(), "is damaged: its values are not the ones"),
         (b'{"number": 3, "format": 9}', f"is of a later version: its format is 9, this program reads {FORMAT}"),
@@ -147,6 +148,8 @@ def test_what_a_reader_tells_apart(tmp_path: Path) -> None:
             state_files.read(path, Sample)
         assert caught.value.exit == 78 and str(path) in caught.value.cause
         assert state_files.view(path, Sample) is None
+    path.write_text('{"number": 3}')  # by a person, as errors advise
+    assert state_files.read(path, Sample) == Sample(number=3)
 
 
 def _create(path: str, number: int) -> bool:

@@ -1,8 +1,8 @@
 """The small JSON files with the state of a run: written as a whole with a checksum, read by one strict reader.
 
-A file has `format` and a `checksum` of its values, so bit flips are detected. A damaged file, or one of another format,
-raises. Non-critical files may be read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` still
-reports it.
+A file has `format` and a `checksum` of its values, so bit flips are detected; one that a person wrote may have neither
+and is only checked against its schema. A damaged file, or one of another format, raises. Non-critical files may be
+read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` still reports it.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def parse(raw: bytes, schema: type[T]) -> T:
 
 
 def _check(values: dict[str, Any]) -> None:
-    """Check and remove format and checksum."""
+    """Check and remove format and checksum. No single bit flip removes both."""
+    if "format" not in values and "checksum" not in values:
+        return  # written again by a person
     format_ = values.get("format")
     if type(format_) is int and 0 < format_ != FORMAT:
         age = "a later version" if format_ > FORMAT else "a version before 0.1.0"
