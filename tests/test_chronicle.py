@@ -15,7 +15,7 @@ from processes import CLI
 from records import step_record
 
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.record import lineage
+from fsdp_pretrain.record import lineage, state_files
 from fsdp_pretrain.record.files import RunDir, stamp
 from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.milestones import milestones
@@ -35,7 +35,7 @@ def segment(run: RunDir, number: int, *overrides: str, **environment: Any) -> No
         "hosts": {"n1": 8, "n2": 8}, "torch": "2.11", "driver": "570.1", "git": {"commit": "aaa", "changed": []},
         "world": {"size": 16, "replicas": 2, "shards": 8}, "variables": {"NCCL_IB_TIMEOUT": "22", "SLURM_JOB_ID": "7"},
     }  # fmt: skip
-    (folder / "environment.json").write_text(json.dumps({**usual, **environment}))
+    state_files.write(folder / "environment.json", {**usual, **environment})
     lineage.record(folder, parent=number - 1 or None, step=0, kind="start")
 
 

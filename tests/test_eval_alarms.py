@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from fsdp_pretrain.checkpoint.evaluations import given_up_jobs
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.operations import StorageSection
+from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lease import this_process
 from fsdp_pretrain.units import Seconds
@@ -93,7 +93,7 @@ class Evaluated:
             "higher_is_better": {"heldout_bpb": {"bits_per_byte": False}},
             "verdicts": [{"probe": "separator_probe", "ok": ok, "text": "P(separator) is 0.5"}],
         }
-        (folder / "results.json").write_text(json.dumps(records.results(step=step, **values)))
+        state_files.write(folder / "results.json", records.results(step=step, **values))
 
     def checkpoint(self, step: int, hours: float) -> Path:
         """Committed so long ago; the folder of its evaluation."""
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_nobody_evaluates_is_told(evaluated: Evaluated) -> Non
     assert evaluated.changes() == [(key, "WARN", "open")]
     (alarm,) = evaluated.watch.alarms
     assert alarm.summary.startswith("no scores of step 20: no worker has taken it for 2h0")
-    (folder / "claim.json").write_text(json.dumps({"token": "x", "deadline": 1e9, **this_process()}))
+    state_files.write(folder / "claim.json", {"token": "x", "deadline": 1e9, **this_process()})
     assert evaluated.changes() == [(key, "WARN", "resolved")]  # a worker has it
     (folder / "claim.json").unlink()
     assert evaluated.changes() == [(key, "WARN", "open")]
@@ -205,7 +205,7 @@ def test_a_checkpoint_that_was_given_up_is_told_until_somebody_decides(evaluated
     key, folder = "evaluation-given-up", evaluated.checkpoint(10, hours=0)
     for attempt in range(2):
         assert evaluated.changes() == []
-        (folder / f"failed-{attempt}.json").write_text(json.dumps({"time": f"{attempt}", "reason": "no partition"}))
+        state_files.write(folder / f"failed-{attempt}.json", {"time": f"{attempt}", "reason": "no partition"})
     assert evaluated.changes() == [(key, "WARN", "open")]
     (alarm,) = evaluated.watch.alarms
     assert alarm.summary == "no scores of step 10: all eval.attempts failed: no partition" and alarm.remedy

@@ -14,6 +14,7 @@ import pytest
 from sight import until
 
 from fsdp_pretrain.config.operations import HardwareSection
+from fsdp_pretrain.record import state_files
 from fsdp_pretrain.watchdog.detectors import nvml
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
 from fsdp_pretrain.watchdog.detectors.host import HostDetector, HostState, sample_host
@@ -193,7 +194,7 @@ def test_hosts_are_remembered(tmp_path: Path) -> None:
     path = tmp_path / "watchdog/hosts.json"
     old = {"time": "2020-01-01T00:00:00Z", "kind": "gpu"}
     assert [remember(path, "a", "gpu")["a"] for _ in range(3)] == [1, 2, 3]
-    path.write_text(json.dumps({**json.loads(path.read_text()), "c": [old] * 5}))
+    state_files.write(path, {**json.loads(path.read_text()), "c": [old] * 5})
     assert remember(path, "c", "gpu") == {"a": 3, "c": 1}
 
 

@@ -24,7 +24,7 @@ from fsdp_pretrain.launch import limit, torchrun
 from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.launch.outcome import StartOutcome, avoid, segment_of
 from fsdp_pretrain.launch.policy import EndedStart, decide
-from fsdp_pretrain.record import journal
+from fsdp_pretrain.record import journal, state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import Seconds
 
@@ -89,7 +89,7 @@ def test_a_launcher_knows_the_segments_of_its_host(tmp_path: Path) -> None:
     """A node that was frozen does not mistake the others' new segment for its own."""
     run = RunDir(tmp_path)
     for hosts in ({"a": 1, "b": 1}, {"a": 1}):
-        (run.new_segment() / "environment.json").write_text(json.dumps({"hosts": hosts}))
+        state_files.write(run.new_segment() / "environment.json", {"hosts": hosts})
     assert [segment_of(run, 0, host) for host in ("a", "b", "c", None)] == [2, 1, 0, 2]
     assert segment_of(run, 1, "b") == 1
     run.new_segment()

@@ -57,7 +57,7 @@ def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: A
 def test_locks_of_other_hosts_are_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = RunDir(tmp_path)
     run.lock.write_text(
-        json.dumps({"token": "t", "host": "elsewhere", "pid": 5, "purpose": "training", "time": "then"})
+        state_files.seal({"token": "t", "host": "elsewhere", "pid": 5, "purpose": "training", "time": "then"})
     )
     os.utime(run.lock, (1, 1))  # its clock may be wrong: only changes count
     lock = RunLock(run, "rollback", silent=50)
@@ -77,10 +77,10 @@ def test_a_dead_holder_on_this_host_is_taken_over_at_once(tmp_path: Path, how: s
     run = RunDir(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     holder = f"""
-from fsdp_pretrain.record import files, lease
+from fsdp_pretrain.record import files, lease, state_files
 import json, os, pathlib
 os.getpid = lambda: {child.pid}
-pathlib.Path({str(run.lock)!r}).write_text(json.dumps({{"token": "t", **lease.this_process()}}))
+pathlib.Path({str(run.lock)!r}).write_text(state_files.seal({{"token": "t", **lease.this_process()}}))
 """
     root = Path(__file__).resolve().parent.parent
     subprocess.run([sys.executable, "-c", holder], check=True, cwd=root)
@@ -88,7 +88,7 @@ pathlib.Path({str(run.lock)!r}).write_text(json.dumps({{"token": "t", **lease.th
     content = json.loads(run.lock.read_text())
     assert content["pid"] == child.pid
     if how == "another process":
-        run.lock.write_text(json.dumps({**content, "process_started": content["process_started"] - 500}))
+        run.lock.write_text(state_files.seal({**content, "process_started": content["process_started"] - 500}))
     else:
         child.kill()
         until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE, what="a zombie")

@@ -197,7 +197,7 @@ def test_a_command_for_every_checkpoint(lab: Any, helpers: Any) -> None:
     copies.mkdir()
     config = lab.config(
         train={"duration": "10 steps"},
-        checkpoint={"every": "5 steps", "on_commit": f"cp -r {{path}} '{copies}'/ && echo {{step}} >> '{copies}/list'"},
+        checkpoint={"every": "5 steps", "on_commit": f"cp -r \"$1\" '{copies}'/ && echo $2 >> '{copies}/list'"},
     )
     lab.train(config)
     helpers.wait_for(
@@ -223,11 +223,6 @@ def test_a_path_is_never_a_command(lab: Any, helpers: Any) -> None:
     lab.train(config, f"run.dir={path}")
     helpers.wait_for(out.exists, what="the command")
     assert out.read_text().splitlines() == [str(path / "checkpoints/step-00000004"), "4"] * 2
-    again = lab.config(
-        "again", train={"duration": "4 steps"}, checkpoint={"on_commit": f'cd {lab.path}; echo "{{path}}"'}
-    )
-    output = lab.train(again, f"run.dir={path.with_name(path.name + '2')}", expect=78)
-    assert "checkpoint.on_commit has {path}" in output and 'write "$1"' in output and output.count("error:") == 1
     assert not marker.exists() and not Path("/executed").exists()
 
 
@@ -239,7 +234,7 @@ def test_a_command_that_hangs_or_fails_harms_nothing(lab: Any, helpers: Any) -> 
         checkpoint={
             "every": "2 steps",
             "keep_last": 2,
-            "on_commit": f"echo {{step}} >&2; [ {{step}} -gt 8 ] || while [ ! -e {lab.path / 'end'} ]; do sleep 0.1; done; false",
+            "on_commit": f"echo $2 >&2; [ $2 -gt 8 ] || while [ ! -e {lab.path / 'end'} ]; do sleep 0.1; done; false",
         },
     )
     lab.train(config)

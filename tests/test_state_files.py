@@ -134,19 +134,22 @@ def test_what_a_reader_tells_apart(tmp_path: Path) -> None:
         (b"", "is damaged: it is not JSON"),
         (b"\xff\xfe\x00", "is damaged: it is not JSON"),
         (b"[]", "is damaged"),
+        (state_files.seal({"number": "3"}).encode(), "is damaged: number: input should be a valid integer"),
+        (state_files.seal({}).encode(), "is damaged: number: field required"),
         (b'{"number": "3"}', "is damaged: number: input should be a valid integer"),
         (b"{}", "is damaged: number: field required"),
         (json.dumps({**sealed, "number": 4}).encode(), "is damaged: its values are not the ones that were written"),
         (json.dumps({"format": FORMAT, "number": 3}).encode(), "is damaged: its values are not the ones"),
-        (b'{"number": 3, "format": 3}', f"is of a later version: its format is 3, this program reads up to {FORMAT}"),
+        (b'{"number": 3, "format": 9}', f"is of a later version: its format is 9, this program reads {FORMAT}"),
+        (b'{"number": 3, "format": 2}', f"is of a version before 0.1.0: its format is 2, this program reads {FORMAT}"),
     ):
         path.write_bytes(damage)
         with pytest.raises(DamagedFileError, match=expected) as caught:
             state_files.read(path, Sample)
         assert caught.value.exit == 78 and str(path) in caught.value.cause
         assert state_files.view(path, Sample) is None
-    path.write_text('{"number": 3}')  # as release 0.1 wrote it
-    assert state_files.read(path, Sample) == Sample(number=3) and not state_files.is_sealed(path)
+    path.write_text('{"number": 3}')  # by a person, as errors advise
+    assert state_files.read(path, Sample) == Sample(number=3)
 
 
 def _create(path: str, number: int) -> bool:
@@ -219,19 +222,19 @@ def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (run / "segments/0004/metrics.jsonl").open("a") as file:
         for changes in ({"step": "x"}, {"seconds": 3}, {"loss": None}, {"seconds": {"iteration": 1.0}}):
             file.write(json.dumps({**metric(33), **changes}) + "\n")
-    (run / "status.json").write_text(json.dumps({"step": "x", "total_steps": [1], "exit_intent": 3, "host": 7}))
+    state_files.write(run / "status.json", {"step": "x", "total_steps": [1], "exit_intent": 3, "host": 7})
     (run / "segments/0001/config.toml").open("a").write("\n[future]\nkey = 3\n")
     (run / "config.toml").open("a").write("\n[future]\nkey = 3\n")
     (run / "segments/0003/environment.json").write_text("[]")
-    (run / "segments/0004/exit_intent.json").write_text('{"code": "x"}')
-    (run / "evals/step-00000008/heldout_bpb/results.json").write_text('{"scores": 3}')
+    state_files.write(run / "segments/0004/exit_intent.json", {"code": "x"})
+    state_files.write(run / "evals/step-00000008/heldout_bpb/results.json", {"scores": 3})
     for name in ("muted.json", "snapshot.json", "pace.json"):
-        (run / "watchdog" / name).write_text('{"until": 3, "step_drift": "x", "time": []}')
+        state_files.write(run / "watchdog" / name, {"until": 3, "step_drift": "x", "time": []})
     with (run / "watchdog/alarms.jsonl").open("ab") as alarms:
         alarms.write(b'\xff\x00\n{"key": "disk", "severity": "WARN"}\n')
         odd = {"key": "disk", "severity": "CRIT", "state": "open", "summary": "x", "opened": "yesterday", "changed": 3}
         alarms.write(json.dumps(odd).encode() + b"\n")
-    (run / "status-last-look.json").write_text('{"step": "x"}')
+    state_files.write(run / "status-last-look.json", {"step": "x"})
     return run
 
 

@@ -20,6 +20,7 @@ from fsdp_pretrain.checkpoint.manifest import is_permanent
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, StorageError
+from fsdp_pretrain.record import state_files
 
 pytestmark = pytest.mark.quick
 
@@ -60,7 +61,8 @@ def test_order_is_by_step_not_by_time_or_spelling(store: Store) -> None:
     [
         (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda p: (p / "manifest.json").write_text("{"), "manifest.json is damaged: it is not JSON"),
-        (lambda p: (p / "manifest.json").write_text('{"format": 1}'), "manifest.json is damaged: step: field required"),
+        (lambda p: state_files.write(p / "manifest.json", {}), "manifest.json is damaged: step: field required"),
+        (lambda p: (p / "manifest.json").write_text('{"format": 2}'), "manifest.json is of a version before 0.1.0"),
         (
             lambda p: (p / "manifest.json").write_text('{"format": 99, "files": []}'),
             "of a later version: its format is 99",

@@ -8,35 +8,15 @@ could execute parts of it.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.units import human_time
 
 _AT_ONCE = 4
-_UNSAFE = re.compile(r"[^\w@%+=:,./-]", re.ASCII)
-"""Characters that a shell may interpret."""
-
-
-def refuse_path_in_text(config: Config) -> None:
-    """Raise ConfigError if the shell could misinterpret the path that replaces `{path}` in the command.
-
-    No quoting is always right: the user's own quotes may surround it.
-    """
-    places = (config.run.dir, config.checkpoint.fallback_dir)
-    odd = [str(place) for place in places if place is not None and _UNSAFE.search(str(place))]
-    if odd and "{path}" in (config.checkpoint.on_commit or ""):
-        raise ConfigError(
-            f"checkpoint.on_commit has {{path}}, which would become a path below {odd[0]!r}",
-            effect="the shell would split that path, or run a part of it as a command",
-            remedy='write "$1" instead of {path}, with the double quotes: it is the path of the checkpoint',
-        )
 
 
 @dataclass
@@ -49,8 +29,7 @@ class _Running:
 class CommitHook:
     """Runs a run's shell command with the checkpoint's path as `$1` and its step as `$2`.
 
-    Older configurations have `{path}` and `{step}`, which are replaced; see `refuse_path_in_text`. The commands' output
-    is appended to `log`.
+    The commands' output is appended to `log`.
     """
 
     def __init__(self, command: str, log: Path, recorder: Recorder) -> None:
@@ -69,11 +48,10 @@ class CommitHook:
                 step=step,
             )
             return
-        command = self._command.replace("{path}", str(path)).replace("{step}", str(step))
         try:
             with self._log.open("ab") as log:
                 process = subprocess.Popen(
-                    ["/bin/sh", "-c", command, "on_commit", str(path), str(step)],
+                    ["/bin/sh", "-c", self._command, "on_commit", str(path), str(step)],
                     env={**os.environ, "CHECKPOINT_PATH": str(path), "CHECKPOINT_STEP": str(step)},
                     stdin=subprocess.DEVNULL,
                     stdout=log,

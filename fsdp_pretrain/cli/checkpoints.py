@@ -131,10 +131,7 @@ def _print(rows: list[Row], *, as_json: bool) -> int:
     if as_json:
         print(
             json.dumps(
-                [
-                    row.model_dump(exclude={name for name in ("sealed", "mirror") if getattr(row, name) is None})
-                    for row in rows
-                ],
+                [row.model_dump(exclude={"mirror"} if row.mirror is None else set()) for row in rows],
                 indent=1,
             )
         )

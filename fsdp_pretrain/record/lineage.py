@@ -66,9 +66,9 @@ class BranchReport(StateFile):
 
 
 class LineageNode(StateFile):
-    """Where a segment starts. A file of release 0.1 has no `segment` (0) and may have no counters (None)."""
+    """Where a segment starts."""
 
-    segment: Count = 0
+    segment: Count = 0  # of a decided rollback: not known yet
     parent: Count | None  # the segment it continues; None for a root
     step: Count  # the last step it inherits from its parent
     kind: Literal["start", "fresh", "rollback", "fork"]  # `fresh`: a start at step 0 by --allow-fresh

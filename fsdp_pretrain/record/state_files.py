@@ -1,9 +1,8 @@
 """The small JSON files with the state of a run: written as a whole with a checksum, read by one strict reader.
 
-Since format 2 a file has `format` and a `checksum` of its values, so bit flips are detected; files of format 1 (release
-0.1) have neither and are only checked against their schema. A damaged file, or one of a later format, raises.
-Non-critical files may be read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` still reports
-it.
+A file has `format` and a `checksum` of its values, so bit flips are detected; one that a person wrote may have neither
+and is only checked against its schema. A damaged file, or one of another format, raises. Non-critical files may be
+read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` still reports it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from fsdp_pretrain.errors import StorageError, UserError
 
 from .files import replace_file
 
-FORMAT = 2
-"""The format that this version writes; it reads all earlier ones."""
+FORMAT = 3
+"""The format that this version writes and reads. 1 and 2 were written before 0.1.0, the first release."""
 T = TypeVar("T")
 
 
@@ -37,7 +36,7 @@ Content = StateFile | Mapping[str, Any]
 
 
 class DamagedFileError(UserError):
-    """A state file is damaged, or has a later format."""
+    """A state file is damaged, or has another format."""
 
 
 def write(path: Path, content: Content) -> None:
@@ -63,7 +62,7 @@ def read(path: Path, schema: type[T], *, effect: str = "", remedy: str = "") -> 
     """The contents of a file, of any type that pydantic supports; None if there is no file.
 
     Raises:
-        DamagedFileError: it is damaged, or of a later format; `effect` and `remedy` are for the message.
+        DamagedFileError: it is damaged, or of another format; `effect` and `remedy` are for the message.
         StorageError: it cannot be read.
     """
     try:
@@ -103,20 +102,15 @@ def parse(raw: bytes, schema: type[T]) -> T:
         raise ValueError(f"is damaged: {place}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
 
 
-def is_sealed(path: Path) -> bool:
-    """Whether a file has a checksum, which release 0.1 did not write. Raises OSError."""
-    return b'"checksum"' in path.read_bytes()
-
-
 def _check(values: dict[str, Any]) -> None:
-    """Check and remove format and checksum. No single bit flip turns format 2 into 1, or removes both keys."""
-    format_ = values.get("format", 1)
-    if type(format_) is not int or format_ < 1:
-        raise ValueError(f"is damaged: its format is {format_!r}")
-    if format_ > FORMAT:
-        raise ValueError(f"is of a later version: its format is {format_}, this program reads up to {FORMAT}")
-    stored = values.pop("checksum", None)
-    if (stored is not None or format_ >= FORMAT) and stored != _checksum(values):
+    """Check and remove format and checksum. No single bit flip removes both."""
+    if "format" not in values and "checksum" not in values:
+        return  # written again by a person
+    format_ = values.get("format")
+    if type(format_) is int and 0 < format_ != FORMAT:
+        age = "a later version" if format_ > FORMAT else "a version before 0.1.0"
+        raise ValueError(f"is of {age}: its format is {format_}, this program reads {FORMAT}")
+    if values.pop("checksum", None) != _checksum(values):
         raise ValueError("is damaged: its values are not the ones that were written (checksum)")
     values.pop("format", None)
 

@@ -1,6 +1,6 @@
 """The metrics record of one optimiser step, a line of `metrics.jsonl`. No torch.
 
-Only this module defines its keys. Lines of release 0.1, without `schema`, are also read.
+Only this module defines its keys.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ActivationMaxima(_Part):
 class StepRecord(_Part):
     """One optimiser step. `step`, `consumed`, `cursor` and `tokens` are counted after it."""
 
-    schema_version: int = Field(default=SCHEMA, alias="schema", le=SCHEMA)  # lines of release 0.1 have none
+    schema_version: int = Field(default=SCHEMA, alias="schema", le=SCHEMA)
     step: int
     consumed: int  # samples trained
     cursor: int  # samples read

@@ -20,7 +20,6 @@ from typing import Any
 
 import psutil
 import torch
-from pydantic import model_validator
 
 from fsdp_pretrain import __version__
 from fsdp_pretrain.config.config import load
@@ -59,12 +58,6 @@ class _Corpora(StateFile):
     """Fingerprint of every source, by its name."""
 
     corpora: dict[str, str]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_release_0_1(cls, values: Any) -> Any:
-        known = not isinstance(values, dict) or isinstance(values.get("corpora"), dict)
-        return values if known else {"corpora": values}
 
 
 def describe(world: World, hosts: list[str]) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from data.packing.position import Position
 from eval import jobs
 from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.manager import CheckpointManager
-from fsdp_pretrain.checkpoint.on_commit import refuse_path_in_text
 from fsdp_pretrain.checkpoint.resume import Resume, Resumed, ResumeOptions
 from fsdp_pretrain.checkpoint.state import identity
 from fsdp_pretrain.checkpoint.training_objects import TrainingObjects
@@ -89,7 +88,6 @@ def _start(args: argparse.Namespace) -> int:
     try:
         allowed = resume_rules.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)
-        refuse_path_in_text(config)
         terms = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason, args.from_mirror)
         memory = LauncherMemory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
         start.bind_run_directory(RunDir(config.run.dir), memory)

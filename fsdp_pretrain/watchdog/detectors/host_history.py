@@ -6,13 +6,12 @@ The file holds `{"node-7": [{"time": ..., "kind": ...}]}`.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import now, replace_file, seconds_of
+from fsdp_pretrain.record.files import now, seconds_of
 
 _WINDOW = 14 * 86400.0
 """Seconds for which an incident counts."""
@@ -35,7 +34,7 @@ def remember(path: Path, host: str, kind: str) -> dict[str, int]:
     known.setdefault(host, []).append(HostIncident(now(), kind))
     content = {name: [asdict(incident) for incident in incidents] for name, incidents in known.items()}
     with contextlib.suppress(OSError):
-        replace_file(path, json.dumps(content, indent=1) + "\n")
+        state_files.write(path, content)
     oldest = time.time() - _WINDOW
     return {
         name: sum((seconds_of(incident.time) or 0.0) > oldest for incident in incidents)

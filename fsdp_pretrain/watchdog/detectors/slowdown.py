@@ -7,7 +7,6 @@ does the time of the held-out loss. A planned change of batch or sequence length
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -18,7 +17,6 @@ from statistics import median
 
 from fsdp_pretrain.config.operations import PaceSection
 from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import replace_file
 from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import spread
@@ -136,7 +134,7 @@ class SlowdownDetector(Detector):
             self._best[self._shape] = BestPace(typical, self._hosts)
             with contextlib.suppress(OSError):
                 known = {shape: asdict(value) for shape, value in self._best.items()}
-                replace_file(self._path, json.dumps(known, indent=1) + "\n")
+                state_files.write(self._path, known)
 
     def _compare(self, ratio: float, best: BestPace) -> None:
         if ratio - 1 < self._section.restart:
