@@ -92,6 +92,8 @@ def complete(module_lab: Any, run_command: Run) -> Views:
 
 
 KILLED = -signal.SIGKILL
+DIED = "(its process|stopped before its end: rank 0) .*exited .*without reporting a reason"
+"""Told by `status`, or by the watchdog if it was up before the rank died."""
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ KILLED = -signal.SIGKILL
         (("record.console_every=7",), (0, 0), {}, "complete"),
         ((FASTER,), (78,), {}, "ended with exit 78: these changes affect what is learned"),
         pytest.param(("train.duration=400 steps",), (78, 78, 78), {}, "ended with exit 78: ", marks=pytest.mark.slow),
-        ((), (KILLED,), BEFORE_ITS_PLACE, "its process .* exited without reporting a reason"),
+        ((), (KILLED,), BEFORE_ITS_PLACE, DIED),
     ],
     ids=["again on other ranks", "other rate", "world that does not fit", "killed while it loads"],
 )
@@ -168,9 +170,9 @@ def stopped(module_lab: Any, run_command: Run) -> Views:
 @pytest.mark.parametrize(
     ("overrides", "trap", "code", "level", "told"),
     [
-        ((FASTER,), {}, 78, 2, "ended with exit 78: these changes affect what is learned"),
-        ((), BEFORE_ITS_PLACE, KILLED, 2, "exited without reporting a reason"),
-        ((), WAITS_WHILE_IT_LOADS, 75, 1, "stopped before its end: SIGTERM before training began"),
+        ((FASTER,), {}, 78, {2}, "ended with exit 78: these changes affect what is learned"),
+        ((), BEFORE_ITS_PLACE, KILLED, {1, 2}, DIED),
+        ((), WAITS_WHILE_IT_LOADS, 75, {1}, "stopped before its end: SIGTERM before training began"),
     ],
     ids=["refused", "killed while it loads", "asked to stop while it loads"],
 )
@@ -180,7 +182,7 @@ def test_a_stopped_run_stays_stopped(
     overrides: tuple[str, ...],
     trap: dict[str, Any],
     code: int,
-    level: int,
+    level: set[int],
     told: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -200,9 +202,9 @@ def test_a_stopped_run_stays_stopped(
     kept = [key for key in _PROGRESS if key not in ("level", "problems")]
     assert {key: status[key] for key in kept} == {key: before[key] for key in kept}
     assert status["verified_checkpoint"]["steps_behind"] == 0 == status["since_last_look"]["steps"]
-    assert found == level and told in status["untrained"]
+    assert found in level and re.search(told, status["untrained"])
     problems = " and ".join(each["text"] for each in status["problems"])
-    assert told in problems and "stopped before its end: stopped on request (SIGTERM)" in problems
+    assert re.search(told, problems) and "stopped before its end: stopped on request (SIGTERM)" in problems
     shown = stopped.ask("status", run)[1]
     assert shown.startswith("stopped: STOPPED") and "went back" not in shown
     assert "tokens trained" not in helpers.journal(run)[-1]["text"]
