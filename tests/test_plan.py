@@ -371,9 +371,11 @@ def test_bench_measures_the_trainer(lab: Any, run_command: Run) -> None:
     done = run_command("fsdp_pretrain.bench", lab.config(), "--steps", 3, "--warmup", 1, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    parts = result["seconds"]
-    assert result["mfu"] is None and result["device"] == "cpu"
-    assert result["tokens_per_second"] == pytest.approx(256 / parts["iteration"], rel=0.5)
-    assert parts["forward_backward"] > 0 and result["memory_bytes"] > 1e7
+    speed, parts = result["speed"], result["parts"]
+    assert speed["mfu"] is None and speed["device"] == "cpu"
+    assert speed["tokens_per_second"] == pytest.approx(256 / speed["seconds_per_step"])
+    assert speed["seconds_per_step"] == pytest.approx(parts["iteration"], rel=0.5)
+    assert speed["days"] == pytest.approx(20 * speed["seconds_per_step"] / 86_400)  # the run has 20 steps
+    assert parts["forward_backward"] > 0 and result["memory"] > 1e7
     assert not (lab.path / "run").exists()  # a benchmark leaves no files
     assert run_command("fsdp_pretrain.bench", lab.config(), "train.micro_batch=3").returncode == 78
