@@ -18,7 +18,7 @@ from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.errors import ConfigError
 
 from . import children
-from .times import Spread, MeasuredSteps
+from .times import MeasuredSteps, Spread
 
 OURS = "ours"
 SIDES = (OURS, "minimal", "transformers", "torchtitan")
