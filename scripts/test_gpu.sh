@@ -47,7 +47,7 @@ bench() {  # NAME LIMIT CONFIG [OVERRIDE or OPTION ...]: add a benchmark
 }
 tests=(-v --tb=short -o timeout=150)
 # The tests mostly wait for processes they have started. More of them at once might not fit on the device.
-! "$python" -c "import xdist" 2> /dev/null || tests+=(--numprocesses=3 --dist=worksteal)
+! "$python" -c "import xdist" > /dev/null 2>&1 || tests+=(--numprocesses=3 --dist=worksteal)
 [ -z "$dry" ] || tests=(--collect-only --quiet)
 documents=data.attention=document eager=parallel.compile=false
 
@@ -86,22 +86,21 @@ if [[ $device = cpu* ]] && [ -z "$dry" ] && [ "$only" != suite ]; then
 fi
 echo "# $([ -z "$dry" ] && echo "GPU suite and benchmarks" || echo "Dry run: toys, no figures to quote"): $device," \
     "$(date '+%Y-%m-%d %H:%M:%S %z')" > "$summary"
-ended=0 running=
+seconds=$(awk "BEGIN {print int(60 * $minutes)}") ended=0 running=
 set -m  # a process group for each part; without it, parts would ignore SIGINT
-trap '[ -z "$running" ] || kill -INT "$running"; ended=1 minutes=0' INT TERM
+trap '[ -z "$running" ] || kill -INT "$running"; ended=1 seconds=0' INT TERM
 for number in "${!names[@]}"; do
     name=${names[number]} limit=${limits[number]}
     [ -z "$only" ] || [[ ",$only," == *",$name,"* ]] || continue
-    left=$("$python" -c "print(int(60 * $minutes - $SECONDS))")
-    began=$SECONDS
+    left=$((seconds - SECONDS)) began=$SECONDS
     if [ "$left" -lt 5 ]; then
         result="not started"
     else
         # A part gets five seconds to print what it has: pytest shows its failures, `--peers` its rounds.
-        eval "timeout --signal=INT --kill-after=5 $((limit < left ? limit : left)) $python ${commands[number]}" \
+        eval "command=(${commands[number]})"
+        timeout --signal=INT --kill-after=5 $((limit < left ? limit : left)) "$python" "${command[@]}" \
             > "$out/$name.txt" 2> "$out/$name.log" &
         running=$!
-        wait "$running" && code=0 || code=$?
         while :; do  # a signal ends a wait
             wait "$running" && code=0 || code=$?
             kill -0 "$running" 2> /dev/null || break

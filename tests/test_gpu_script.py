@@ -18,7 +18,7 @@ PRETENDS = """#!{python}
 import os, signal, subprocess, sys, time
 text = " ".join(sys.argv)
 if sys.argv[1] == "-c":
-    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+    print("cpu torch 2.13.0")
 elif "pytest" in text:
     print("====== 21 passed in 93.1s ======")
 elif "--peers" in text:
@@ -52,7 +52,8 @@ def test_no_part_ends_another_and_what_does_not_fit_is_not_started(tmp_path: Pat
     done = run(helpers, "--dry", "--minutes", "0.2", tmp_path / "out", python=pretends)
     assert time.monotonic() - begun < 60 and done.returncode == 1, done.stderr
     assert done.stdout == (tmp_path / "out/summary.md").read_text()
-    results = {line.split(":")[0]: line.split(": ")[1].split(",")[0] for line in done.stderr.splitlines()[1:]}
+    said = [line.split(": ") for line in done.stderr.splitlines() if line.endswith(" s")]
+    results = {name: text.split(",")[0] for name, text in said}
     assert list(results.items())[:4] == [
         ("suite", "passed"),
         ("peers-7b", "failed (exit 3)"),

@@ -17,6 +17,7 @@ from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.parallel.mesh import World
 
 from . import children, peers, saves, sides, steps, sweep
+from .times import MeasuredSteps
 
 
 def main() -> int:
@@ -53,7 +54,7 @@ def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[di
     return _report(steps.measure(config, world, steps=args.steps, warmup=args.warmup, accumulation=args.accumulation))
 
 
-def _report(times: steps.MeasuredSteps) -> tuple[dict[str, Any], str]:
+def _report(times: MeasuredSteps) -> tuple[dict[str, Any], str]:
     return asdict(times), steps.render(times)
 
 

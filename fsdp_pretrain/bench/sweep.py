@@ -67,7 +67,7 @@ def sweep(
         raise ConfigError(f"train.global_batch of {batch} samples does not split over {ranks} ranks")
     micro = [str(2**power) for power in range((batch // ranks).bit_length()) if batch // ranks % 2**power == 0]
     fixed = {override.partition("=")[0]: override.partition("=")[2] for override in overrides}
-    ways = {_RECOMPUTE: ("0", "feed-forward", "1")}
+    ways: dict[str, tuple[str, ...]] = {_RECOMPUTE: ("0", "feed-forward", "1")}
     if shard_size(config.parallel, ranks, ranks) > 1:
         ways[_RESHARD] = ("true", "false")
     ways = {key: (fixed[key],) if key in fixed else values for key, values in ways.items()}
