@@ -69,8 +69,8 @@ class _Rules:
 
     def open(self, file: _File, here: Path) -> TokenFile:
         """`here` is from `fetched`."""
-        leading, tokenizer = self.separators == "leading", _load(self.tokenizer)
-        return open_file(here, file.format, self.vocabulary.eod, tokenizer=tokenizer, dtype=self.dtype, leading=leading)
+        leading = self.separators == "leading"
+        return open_file(here, file.format, self.vocabulary.eod, dtype=self.dtype, leading=leading)
 
 
 @dataclass(frozen=True)
@@ -190,8 +190,6 @@ def _bare(
         _File(path, kind, path.name if path.name == directory.name else str(path).removeprefix(f"{directory}/"))
         for path, kind in found.items()
     ]
-    if room is not None and "text" in found.values():
-        raise DataError(f"{directory} holds text, not tokens", remedy="validate the corpus that `prepare` makes of it")
     if vocabulary is None and tokenizer is not None:
         vocabulary = Vocabulary.of(tokenizer)
     if vocabulary is None:

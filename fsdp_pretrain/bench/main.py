@@ -68,8 +68,8 @@ def _deliver(args: argparse.Namespace, values: Any, text: str) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m fsdp_pretrain.bench",
-        description="Time the trainer's own step on random tokens: the median after some steps to warm up. Needs no "
-        "corpus; only --saves writes files.",
+        description="Time the trainer's own step on random tokens: the mean of some steps, after others to warm up. Needs "
+        "no corpus; only --saves writes files there.",
         epilog="example:\n  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml\n"
         "  python -m fsdp_pretrain.bench configs/bench/llama-7b-layers-gpu.toml --sweep\n"
         "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --saves runs --rounds 2\n"
@@ -79,7 +79,7 @@ def _parser() -> Parser:
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=positive, default=20, help="steps to time, in each round (default: 20)")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before (default: 5)")
+    parser.add_argument("--warmup", type=positive, default=5, help="steps before (default: 5)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--sweep", action="store_true", help="try micro-batches, recomputation and resharding: what fits, and how fast"
@@ -88,7 +88,9 @@ def _parser() -> Parser:
     what.add_argument("--peers", action="store_true", help="compare with other implementations of the model instead")
     what.add_argument("--side", choices=peers.SIDES, default=peers.OURS, help=argparse.SUPPRESS)  # of --peers
     parser.add_argument(
-        "--accumulation", type=positive, help="micro-batches in a step (default: those of train.global_batch)"
+        "--accumulation",
+        type=positive,
+        help="micro-batches in a step, of the steps alone (default: those of train.global_batch)",
     )
     parser.add_argument("--ranks", type=positive, help="of --sweep: on this node (default: its GPUs, or 1)")
     parser.add_argument(
