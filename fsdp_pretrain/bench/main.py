@@ -68,8 +68,8 @@ def _deliver(args: argparse.Namespace, values: Any, text: str) -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m fsdp_pretrain.bench",
-        description="Time the trainer's own step on random tokens: the mean of some steps, after others to warm up. Needs "
-        "no corpus; only --saves writes files there.",
+        description="Time the trainer's own step on random tokens: the mean of some steps, after others to warm up. "
+        "Needs no corpus.",
         epilog="example:\n  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml\n"
         "  python -m fsdp_pretrain.bench configs/bench/llama-7b-layers-gpu.toml --sweep\n"
         "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --saves runs --rounds 2\n"
