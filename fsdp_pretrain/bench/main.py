@@ -71,7 +71,7 @@ def _parser() -> Parser:
         description="Time the trainer's own step on random tokens: the mean of some steps, after others to warm up. "
         "Needs no corpus.",
         epilog="example:\n  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml\n"
-        "  python -m fsdp_pretrain.bench configs/bench/llama-7b-layers-gpu.toml --sweep\n"
+        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --sweep --steps 3 --warmup 1\n"
         "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --saves runs --rounds 2\n"
         "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --peers --rounds 3 --steps 3 --warmup 1",
         formatter_class=argparse.RawDescriptionHelpFormatter,
