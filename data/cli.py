@@ -21,7 +21,6 @@ from fsdp_pretrain.units import Progress
 if TYPE_CHECKING:
     from data.corpus.manifest import Vocabulary
     from data.prepare.prepare import PrepareOptions
-    from data.text.bad_records import MaxBad
     from data.text.holdout import Holdout
 
 
@@ -57,13 +56,10 @@ def _holdout(text: str) -> Holdout:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _max_bad(text: str) -> MaxBad:
-    from data.text.bad_records import MaxBad
-
-    try:
-        return MaxBad.parse(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a share such as 0.01%") from None
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
 
 
 def _place(text: str) -> Location:
@@ -104,9 +100,10 @@ _INPUTS = (
     argument("--only", metavar="SPLIT", help="take only this split from directories that hold several, such as train"),
     argument(
         "--max-bad",
-        type=_max_bad,
+        type=_count,
+        default=0,
         metavar="N",
-        help="pass over and list up to N records without a text, or a share of them such as 0.01%% (default: 0)",
+        help="pass over and list up to N records without a text (default: 0)",
     ),
 )
 _ANSWER = argument(
@@ -217,9 +214,10 @@ def _prepare(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
     from data.prepare.prepare import PrepareOptions
 
-    limit = {} if args.max_bad is None else {"max_bad": args.max_bad}
     lines, suffixes = args.split == "lines", tuple(args.suffix)
-    return PrepareOptions(args.text_field, lines, suffixes, args.only, holdout=args.holdout, **limit, **more)
+    return PrepareOptions(
+        args.text_field, lines, suffixes, args.only, holdout=args.holdout, max_bad=args.max_bad, **more
+    )
 
 
 @verb(
@@ -312,7 +310,7 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
     ),
     argument(
         "--format",
-        choices=("megatron", "arrow", "npy", "bin", "text"),
+        choices=("megatron", "arrow", "npy", "bin"),
         help="of files without a manifest (default: by their names)",
     ),
     _DTYPE,

@@ -103,7 +103,7 @@ IMPORTS = {
         "tokenizers",
     ],
     "fsdp_pretrain": [
-        "fsdp_pretrain.bench.steps",
+        "fsdp_pretrain.bench.main",
         "fsdp_pretrain.checkpoint.hf_layout",
         "fsdp_pretrain.checkpoint.listing",
         "fsdp_pretrain.cli.main",

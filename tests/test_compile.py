@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from pydantic import TypeAdapter
+from random_heldout import random_samples
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fsdp_pretrain import models
 from fsdp_pretrain.bench import steps
-from fsdp_pretrain.bench.heldout import random_samples
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.config.sections import ParallelSection, Recompute

@@ -114,6 +114,7 @@ LONG = (
     *("fsdp-data bench", "fsdp-data quickstart-corpus"),
     *("fsdp-pretrain aim", "fsdp-pretrain tensorboard", "fsdp-pretrain wandb"),
     "python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --peers",  # a process per side and round
+    "python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --sweep",  # a process per way
 )
 QUICKSTART = """
 include = ["{root}/configs/runs/quickstart.toml"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_pretrain.launch import doctor
 from fsdp_pretrain.launch.doctor import pair_rounds
 
 SLOW = "import time, torch\nreal = {call}\ndef slow(*a, **k):\n    time.sleep(0.05)\n    return real(*a, **k)\n{call} = slow\n"
@@ -55,7 +56,7 @@ def check(
         ),
         (
             {3: WRONG},
-            ["(node 3) sums wrongly with every other node", "a sum over ranks 0, 1, 2, 3"],
+            ["(node 3) sums wrongly with every other node"],
             ["the pair", "slow"],
         ),
     ],
@@ -68,7 +69,30 @@ def test_the_bad_node_is_named(
     problems = "\n".join(found["problems"])
     assert codes == [1 if faults else 0] * 4, problems
     assert all(text in problems for text in named) and not any(text in problems for text in unnamed), problems
-    assert len(found["ranks"]) == 4 and {one["kind"] for one in found["sums"]} == {"between", "pair"}
+    assert len(found["ranks"]) == 4 and len(found["sums"]) == 6
+    assert all(one["rate"] == pytest.approx(4 * 13_107 / one["seconds"]) for one in found["sums"])
+
+
+@pytest.mark.slow
+def test_two_nodes_are_named_together_and_one_is_checked_alone(
+    start_command: Any, helpers: Any, tmp_path: Path
+) -> None:
+    """Of two, nobody can say which is bad."""
+    _, found = check(start_command, helpers, tmp_path, 2, {1: WRONG})
+    (problem,) = found["problems"]
+    assert problem.startswith("the pair ") and "(node 0) and " in problem and "(node 1) sums wrongly" in problem
+    _, found = check(start_command, helpers, tmp_path, 1, {})
+    assert found["problems"] == [] and [one["nodes"] for one in found["sums"]] == [[0]]
+
+
+def test_other_hardware_is_named() -> None:
+    ranks = [doctor.RankFacts(rank, rank // 8, f"n{rank // 8}", "8 x H100 with 80 GiB", 1.0) for rank in range(24)]
+    ranks[9].hardware, ranks[17].matmul_seconds = "7 x H100 with 80 GiB", 1.2
+    problems = list(doctor._bad_ranks(ranks, 1.15))
+    assert [problem.partition(" has ")[0].partition(" multiplies ")[0] for problem in problems] == [
+        "n1 rank 9",
+        "n2 rank 17",
+    ]
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 4, 7, 16, 125])

@@ -20,7 +20,7 @@ TORCH_FREE = """
     fsdp_pretrain.checkpoint.store fsdp_pretrain.config.reference
     fsdp_pretrain.health.auto_rollback fsdp_pretrain.launch.launcher
     fsdp_pretrain.lineage.fork fsdp_pretrain.lineage.provenance fsdp_pretrain.lineage.rollback
-    fsdp_pretrain.plan.predict
+    fsdp_pretrain.plan.flops
     fsdp_pretrain.record.goodput fsdp_pretrain.record.recorder fsdp_pretrain.report.page
     fsdp_pretrain.trackers.aim fsdp_pretrain.trackers.follow fsdp_pretrain.trackers.tensorboard
     fsdp_pretrain.trackers.wandb
@@ -88,7 +88,7 @@ def test_imports_between_packages_point_down() -> None:
 
 
 def test_nothing_imports_what_is_only_run() -> None:
-    roots = {"fsdp_pretrain.train.main", "fsdp_pretrain.bench.steps", "fsdp_pretrain.launch.doctor"}
+    roots = {"fsdp_pretrain.train.main", "fsdp_pretrain.bench.main", "fsdp_pretrain.launch.doctor"}
     importers = [name for name, path in modules().items() if imports(name, path) & roots]
     assert [name for name in importers if not name.endswith("__main__")] == []
 

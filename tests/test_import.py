@@ -356,22 +356,17 @@ def test_columns_of_other_names_and_types(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 64, 10**6])
-@pytest.mark.parametrize("format", ["megatron", "batches", "rows", "npy", "text"])
+@pytest.mark.parametrize("format", ["megatron", "batches", "rows", "npy"])
 def test_runs_are_whole_documents_of_about_the_size_asked(
     tmp_path: Path, tokenizer: Tokenizer, helpers: Any, format: str, size: int
 ) -> None:
     docs = carry(documents(), "trailing")
-    if format == "text":
-        texts = [helpers.text(n, 1 + n % 40) for n in range(300)]
-        helpers.jsonl(tmp_path / "s.jsonl", texts)
-        docs = tokenizer.encode(texts)
-    else:
-        store(tmp_path, "s", docs, format)
+    store(tmp_path, "s", docs, format)
     (path,) = token_files(tmp_path)
     kind: Format = {"batches": "arrow", "rows": "arrow"}.get(format, format)  # type: ignore[assignment]
     seen: Documents = []
     longest = max(map(len, docs))
-    for run in open_file(path, kind, tokenizer.eod, tokenizer=tokenizer).runs(size):
+    for run in open_file(path, kind, tokenizer.eod).runs(size):
         assert run.first == len(seen) and run.lengths.sum() == len(run.tokens) <= size + longest
         seen += [part.tolist() for part in np.split(run.tokens, np.cumsum(run.lengths)[:-1])]
     assert seen == docs

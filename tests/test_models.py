@@ -20,8 +20,7 @@ from fsdp_pretrain.models.layers import rotary_frequencies, rotary_tables, rotat
 from fsdp_pretrain.models.masks import Slots, dense_mask
 from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.fsdp import materialise
-from fsdp_pretrain.plan.plan import count_parameters
-from fsdp_pretrain.plan.sizes import check_declared
+from fsdp_pretrain.plan.plan import check_declared, count_parameters
 
 pytestmark = pytest.mark.quick
 LLAMA: dict[str, Any] = {

@@ -78,6 +78,11 @@ def test_plan_shows_the_shrink(lab: Any, run_command: Run) -> None:
         (["--world-size", "3"], ["do not split over 3 ranks", "feasible world sizes: 1, 2, 4"]),
         (["parallel.shard=3", "--world-size", "4"], ["parallel.shard = 3 does not divide the world size 4"]),
         (["--seconds-per-step", "2"], ["--seconds-per-step needs a positive time and --world-size"]),
+        (["--seconds-per-step", "2", "--world-size", "2", "--at", "4 steps"], ["exclude each other"]),
+        (["--mfu", "40%"], ["--mfu needs --world-size and --device"]),
+        (["--mfu", "40%", "--world-size", "2"], ["that of None is not known", "NVIDIA H100"]),
+        (["--mfu", "40%", "--world-size", "2", "--device", "NVIDIA A9000"], ["that of 'NVIDIA A9000' is not known"]),
+        (["--mfu", "0.4", "--world-size", "2"], ["is not a share such as 45%"]),
         (["--device", "NVIDIA A100-SXM4-80GB"], ["what a rank needs: give --world-size as well"]),
         (["--seconds-per-step", "nan", "--world-size", "2"], ["--seconds-per-step needs a positive time"]),
         (["optimizer.betas=[nan,0.9]", "optimizer.lr=inf"], ["2 problems", "optimizer.betas.0 = nan", "lr = inf"]),
@@ -140,8 +145,10 @@ def test_epochs_and_days(lab: Any, run_command: Run) -> None:
     rate = 2 * 989e12 * 0.4 / result["flops_per_token"]
     assert result["time"]["days"] == pytest.approx(result["tokens"] / rate / 86_400, rel=0.01)
     shown = run_command("fsdp_pretrain.cli", "plan", config, *options[:-2], "train.duration=1K tokens").stdout
-    assert "at a predicted MFU of" in shown and f"data        b: {human_count(corpus.tokens)} tokens, read 0.0" in shown
+    assert "days on" not in shown and f"data        b: {human_count(corpus.tokens)} tokens, read 0.0" in shown
     assert " is read " not in shown
+    with_time = run_command("fsdp_pretrain.cli", "plan", config, *options).stdout
+    assert f"{result['time']['days']:.3g} days on 2 x NVIDIA H100 80GB HBM3 at an MFU of 40.0%" in with_time
     elsewhere = run_command(
         "fsdp_pretrain.cli", "plan", lab.config("away", data={"sources": [{**sources[0], "path": "/none"}]})
     )
@@ -354,6 +361,8 @@ def test_speed_of_a_measured_step(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     rates = json.loads(capsys.readouterr().out)
     assert rates["tokens_per_second_per_device"] == pytest.approx(3700, rel=1e-3)
     assert rates["mfu"] == pytest.approx(0.555, abs=0.002)
+    steps = 2e12 / (256 * 4096)  # two trillion tokens
+    assert rates["days"] == pytest.approx(steps * 2.214 / 86_400, rel=1e-3)
     monkeypatch.setattr("sys.argv", command)
     assert main.main() == 0 and "MFU unknown (no peak on file)" in capsys.readouterr().out
 
@@ -363,9 +372,11 @@ def test_bench_measures_the_trainer(lab: Any, run_command: Run) -> None:
     done = run_command("fsdp_pretrain.bench", lab.config(), "--steps", 3, "--warmup", 1, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    parts = result["seconds"]
-    assert result["mfu"] is None and result["device"] == "cpu"
-    assert result["tokens_per_second"] == pytest.approx(256 / parts["iteration"], rel=0.5)
-    assert parts["forward_backward"] > 0 and result["memory_bytes"] > 1e7
+    speed, parts = result["speed"], result["parts"]
+    assert speed["mfu"] is None and speed["device"] == "cpu"
+    assert speed["tokens_per_second"] == pytest.approx(256 / speed["seconds_per_step"])
+    assert speed["seconds_per_step"] == pytest.approx(parts["iteration"], rel=0.5)
+    assert speed["days"] == pytest.approx(20 * speed["seconds_per_step"] / 86_400)  # the run has 20 steps
+    assert parts["forward_backward"] > 0 and result["memory"] > 1e7
     assert not (lab.path / "run").exists()  # a benchmark leaves no files
     assert run_command("fsdp_pretrain.bench", lab.config(), "train.micro_batch=3").returncode == 78

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from data.corpus.manifest import Vocabulary
@@ -146,12 +145,6 @@ def in_last_shard(change: Callable[[list[int]], list[int]], docs: Docs, shards: 
     return [change(d) if k % shards == shards - 1 else d for k, d in enumerate(docs)]
 
 
-def shuffled_ids(docs: Docs, b: Bench) -> Docs:
-    table = np.random.default_rng(0).permutation(b.tokenizer.vocab_size)
-    reserved = {b.eod, *b.tokenizer.specials}
-    return in_last_shard(lambda d: [i for i in table[d].tolist() if i not in reserved], docs, 4)
-
-
 def shifted_ids(docs: Docs, b: Bench) -> Docs:
     reserved = {b.eod, *b.tokenizer.specials, b.tokenizer.vocab_size}
     return in_last_shard(lambda d: [i + 1 for i in d if i + 1 not in reserved], docs, 2)
@@ -245,9 +238,6 @@ PLANTS: dict[str, Plant] = {
         lambda docs, b: [b.foreign[k] if k % 2 else d for k, d in enumerate(docs)], {"foreign-tokens": 1}, unit="files"
     ),
     "a shard with shifted ids": Plant(shifted_ids, {"foreign-tokens": 1}, unit="files"),
-    "a shard with other ids, no tokenizer at hand": Plant(
-        shuffled_ids, {"divergent-shard": 1}, unit="files", shards=4, tokenizer=False, separators="auto"
-    ),
 }
 assert len(PLANTS) >= 25
 

@@ -81,15 +81,15 @@ def test_a_packed_file_cut_anywhere_is_an_error(tmp_path: Path, suffix: str) -> 
         lambda raw: LINES,
     ],
 )
-def test_a_damaged_packed_file_is_an_error_of_prepare_and_a_finding_of_validate(
+def test_a_damaged_packed_file_is_refused(
     tmp_path: Path, run_command: Run, shared_corpus: Path, suffix: str, damage: Any
 ) -> None:
     path = put(tmp_path / f"a.jsonl{suffix}", damage(PACK[suffix](LINES)))
     tokenizer = shared_corpus / "tokenizer"
     refused = run_command("data.cli", "prepare", path, "--tokenizer", tokenizer, "--out", tmp_path / "out")
     assert refused.returncode == 78 and str(path) in refused.stderr and "Traceback" not in refused.stderr
-    found = run_command("data.cli", "validate", path, "--tokenizer", tokenizer)
-    assert found.returncode == 2 and "ERROR   unreadable: 1 files" in found.stdout, found.stderr
+    validated = run_command("data.cli", "validate", path, "--tokenizer", tokenizer)
+    assert validated.returncode == 78 and "holds text, not tokens" in validated.stderr
 
 
 def memory_of(code: str, *arguments: object) -> tuple[str, int]:

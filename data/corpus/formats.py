@@ -4,7 +4,6 @@
     arrow     Arrow IPC, file or stream: a list column with a document per row, or an integer column with a document
               per record batch (the layout of fms-fsdp)
     npy, bin  one flat array of tokens, cut at the separator
-    text      what `prepare` reads, encoded by a tokenizer
 
 Reading is streaming and memory-mapped. A run holds about 4M tokens and never cuts a document.
 """
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,28 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 from data.text.files import DAMAGED, TEXT_SUFFIXES, files_below, readable, require_file
-from data.text.inputs import plan_shards, read_documents
 from data.text.remote_files import objects_below, parse_url
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location, Url
 
 from .shards import Shard, map_file
 
-Format = Literal["megatron", "arrow", "npy", "bin", "text"]
+Format = Literal["megatron", "arrow", "npy", "bin"]
 Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[Any]
 RUN_TOKENS = 4_000_000
 MEASURED_TOKENS = 1_000_000
 """Tokens per run where it is read more than once: it then still is in the processor's cache."""
-_TEXTS = 256
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _SUFFIXES: dict[Format, tuple[str, ...]] = {
     "megatron": (".idx",),
     "arrow": (".arrow",),
     "npy": (".npy",),
     "bin": (".bin",),
-    "text": TEXT_SUFFIXES,
 }
 
 
@@ -156,6 +150,7 @@ def _token_objects(url: Url, format: Format | None) -> dict[Location, Format]:  
     if not objects:
         raise DataError(f"there is no {url}", remedy="look for a mistake in the URL")
     if found is None:
+        _refuse_text(url, [url])
         raise DataError(f"the format of {url} cannot be told from its name", remedy="say it with --format")
     return {url: found}
 
@@ -176,9 +171,16 @@ def _of_one_format(
         raise DataError(f"{where} holds files of several formats: {counts}", remedy="say which with --format")
     found = format or next(iter(held), None)
     if found is None or not held.get(found):
+        _refuse_text(where, names)
         suffixes = _SUFFIXES[format] if format else tuple(suffix for kind in _SUFFIXES.values() for suffix in kind)
         raise DataError(f"{where} holds no {format or 'token'} files (names ending in {', '.join(suffixes)})")
     return found, held[found]
+
+
+def _refuse_text(where: Location, names: Sequence[str]) -> None:
+    """Raise DataError if there are files that `prepare` would read."""
+    if any(name.endswith(TEXT_SUFFIXES) for name in names):
+        raise DataError(f"{where} holds text, not tokens", remedy="make a corpus of it with `fsdp-data prepare`")
 
 
 def detect_format(path: Path) -> Format:
@@ -190,6 +192,7 @@ def detect_format(path: Path) -> Format:
         if path.name.endswith(suffixes):
             return kind
     require_file(path)
+    _refuse_text(path, [path.name])
     raise DataError(f"the format of {path} cannot be told from its name", remedy="say it with --format")
 
 
@@ -198,7 +201,6 @@ def open_file(
     format: Format,  # noqa: A002
     eod: int,
     *,
-    tokenizer: Tokenizer | None = None,
     dtype: str | None = None,
     leading: bool = False,
 ) -> TokenFile:
@@ -207,23 +209,17 @@ def open_file(
     Args:
         path: from `token_files`.
         eod: id of the separator, at which `npy` and `bin` are cut.
-        tokenizer: encodes `text`.
         dtype: NumPy name of the integer type of `bin` (default: uint16).
         leading: in `npy` and `bin` each separator begins a document; otherwise it ends one.
 
     Raises:
-        DataError: not readable, not of this format, truncated, or text without a tokenizer.
+        DataError: not readable, not of this format, or truncated.
     """
     if format == "megatron":
         shard = Shard(path)
         return TokenFile(partial(_shard_chunks, shard), shard)
     if format == "arrow":
         return TokenFile(_ArrowFile(path).chunks)
-    if format == "text":
-        if tokenizer is None:
-            raise DataError(f"{path} is text: its tokens need a tokenizer", remedy="pass --tokenizer T")
-        require_file(path)
-        return TokenFile(partial(_text_chunks, path, tokenizer))
     tokens = _read_npy(path) if format == "npy" else _read_bin(path, dtype or "uint16")
     return TokenFile(partial(_flat_chunks, tokens, eod, leading))
 
@@ -326,15 +322,6 @@ def _flat_chunks(tokens: Tokens, eod: int, leading: bool, size: int) -> Iterator
             cuts = np.append(cuts, end - begin)
         yield np.diff(cuts, prepend=0).astype(np.int64), tokens[begin : begin + int(cuts[-1])]
         begin += int(cuts[-1])
-
-
-def _text_chunks(path: Path, tokenizer: Tokenizer, size: int) -> Iterator[tuple[Ints, Tokens]]:
-    """Text, JSONL or parquet, encoded while reading."""
-    units = (unit for shard in plan_shards([path], None, lines=False) for unit in shard)
-    texts = (document.text for unit in units for document in read_documents(unit, "text", lines=False))
-    while some := list(islice(texts, _TEXTS)):
-        ids = tokenizer.encode(some)
-        yield np.array([len(item) for item in ids]), np.array([i for item in ids for i in item], dtype=np.int64)
 
 
 def _read_npy(path: Path) -> Tokens:

@@ -81,8 +81,6 @@ def ingest(
         if re.search("[\ud800-\udfff]", str(file)):
             raise DataError(f"the name of {file} is not UTF-8 and cannot be stored in a manifest", remedy="rename it")
     formats = set(found.values())
-    if "text" in formats:
-        raise DataError(f"{files[0]} holds text, not tokens", remedy="make a corpus of it with `fsdp-data prepare`")
     if len(formats) > 1:
         raise DataError(f"the sources are of several formats: {', '.join(sorted(formats))}", remedy="import each alone")
     (kind,) = formats

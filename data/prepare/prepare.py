@@ -20,7 +20,7 @@ import numpy as np
 from data.corpus.corpus import BLOCK_TOKENS, ShardBlocks, write_corpus
 from data.corpus.manifest import CorpusManifest
 from data.corpus.shards import Shard, ShardWriter, token_dtype
-from data.text.bad_records import STRICT, BadRecord, BadRecords, MaxBad, passed_over, too_many
+from data.text.bad_records import BadRecord, BadRecords, passed_over, too_many
 from data.text.files import InputFile, find_files, missing_numbers, stamp_of
 from data.text.holdout import Holdout
 from data.text.inputs import Document, Unit, plan_shards, read_documents
@@ -53,7 +53,7 @@ class PrepareOptions:
     """If given, records are prompts with answers: two documents each."""
     holdout: Holdout | None = None
     """The documents that are left out; `split` writes them."""
-    max_bad: MaxBad = STRICT
+    max_bad: int = 0
     block_tokens: int | None = None
     """Tokens of a block; None: 4M, and not named in the job."""
 
@@ -151,16 +151,15 @@ def _finish(place: Output, tasks: Sequence[Task], tokenizer: Tokenizer, options:
         return write_corpus(directory, tokenizer, full, dtype, statistics, pairs=options.pairs, block_tokens=size)
 
 
-def list_bad(place: Output, done: Sequence[dict[str, Any]], counts: dict[str, int], limit: MaxBad) -> None:
+def list_bad(place: Output, done: Sequence[dict[str, Any]], counts: dict[str, int], limit: int) -> None:
     """Write and show the bad records of all shards, if any. Raises DataError if they are too many."""
     if not counts["bad"]:
         return
     found = [record for shard in done for record in shard.get("bad", [])]
     place.write(BAD_RECORDS, "".join(json.dumps(record) + "\n" for record in found).encode())
     first = [str(BadRecord(**record)) for record in found[:5]]
-    read = counts["read"] + counts["bad"]
-    if not limit.allows(counts["bad"], read):
-        raise too_many(counts["bad"], read, limit, first)
+    if counts["bad"] > limit:
+        raise too_many(counts["bad"], counts["read"] + counts["bad"], limit, first)
     print(passed_over(counts["bad"], first, f"{place}/{BAD_RECORDS}"), file=sys.stderr)
 
 

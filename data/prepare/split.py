@@ -89,7 +89,7 @@ def split(
     claim(place, job, len(parts), overwrite=overwrite)
     if (out / REPORT).exists():
         done = SplitReport(**load_json(out / REPORT))
-        if options.max_bad.allows(done.bad, done.read + done.bad):
+        if done.bad <= options.max_bad:
             return done
     tasks = [
         Task(f"shards/part-{number:05d}", (units, options), sum(unit.size for unit in units))

@@ -53,7 +53,6 @@ def _sample(inputs: Sequence[str], options: PrepareOptions, max_bytes: int) -> I
     for document in islice(chain.from_iterable(options.read(unit, bad) for unit in units), 0, None, every):
         if not options.holds_out(document):
             yield document.text
-    bad.check()
     if bad.count:
         print(passed_over(bad.count, list(map(str, bad.first))), file=sys.stderr)
 

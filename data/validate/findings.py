@@ -112,11 +112,6 @@ CATALOGUE: dict[str, FindingKind] = {
         "long documents of one token, or of one short passage over and over",
         "filter them out of the input: a few of them can destabilise training",
     ),
-    "divergent-shard": _warning(
-        "ids are distributed unlike those of the other files: another vocabulary, or another language",
-        "pass --tokenizer to decide it by decoding, or inspect the file",
-        unit="files",
-    ),
 }
 """All findings of `validate`, by code."""
 

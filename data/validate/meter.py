@@ -1,8 +1,8 @@
 """Measurements of one token file, run by run, for `validate`.
 
 One pass, a few vectorised operations per run of a million tokens; what needs Python per token or a second pass is done
-for rare events (special tokens, suspects) or on a sample (unigrams, decoding). Memory: some 20 bytes per token of a
-run, plus the histogram of the vocabulary and 8 bytes per document of the file.
+for rare events (special tokens, suspects) or on a sample (decoding). Memory: some 20 bytes per token of a run, and 8
+bytes per document of the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from .findings import EXAMPLES, Findings
 
 LONGEST = 100
 """Longest documents kept of a file; no more than these can each be a hundredth of a corpus."""
-_UNIGRAM_STRIDE = 16
 _SAMPLED_DOCUMENTS, _SAMPLED_PER_RUN = 16, 8
 _LENGTH_BINS = 64 * 58
 
@@ -36,7 +35,6 @@ class Measurement:
         documents, tokens: as stored, separators included.
         lengths: int64 [bins], documents by length; see `length_quantile`.
         longest: (tokens, document) of the `LONGEST` longest.
-        unigrams: int64 [vocabulary], counts of sampled tokens; empty if the file could not be measured.
         hashes: (number of the first document, uint64 [documents]) of each run.
         specials: see `TokenChecker.specials`.
         agreement: of each sampled document with its re-encoding; see `data.text.documents.agreements`.
@@ -47,7 +45,6 @@ class Measurement:
     tokens: int = 0
     lengths: Ints = field(default_factory=lambda: np.zeros(_LENGTH_BINS, dtype=np.int64))
     longest: list[tuple[int, int]] = field(default_factory=list)
-    unigrams: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     hashes: list[tuple[int, npt.NDArray[np.uint64]]] = field(default_factory=list)
     specials: dict[int, list[int]] = field(default_factory=dict)
     agreement: list[float] = field(default_factory=list)
@@ -56,32 +53,25 @@ class Measurement:
 class Meter:
     """Measures the runs of one file, beyond what its `TokenChecker` checks.
 
-    `tokenizer` encodes sampled documents again; `thin` samples the unigrams of a large file instead of counting all.
+    `tokenizer` encodes sampled documents again.
     """
 
-    def __init__(
-        self, checker: TokenChecker, vocabulary: Vocabulary, tokenizer: Tokenizer | None, *, thin: bool
-    ) -> None:
+    def __init__(self, checker: TokenChecker, vocabulary: Vocabulary, tokenizer: Tokenizer | None) -> None:
         self._checker, self._vocabulary, self._tokenizer = checker, vocabulary, tokenizer
-        self._stride = _UNIGRAM_STRIDE if thin else 1
         self._samples: list[list[int]] = []
-        self._result = Measurement(self._checker.findings, unigrams=np.zeros(vocabulary.size, dtype=np.int64))
+        self._result = Measurement(self._checker.findings)
 
     def add(self, run: Run) -> None:
         """Measure one run."""
-        result, tokens, size = self._result, run.tokens, self._vocabulary.size
+        result = self._result
         checked = self._checker.add(run)
         short = np.flatnonzero(checked.text == 1)
         self._checker.count(run, "one-token-documents", short, run.starts[short])
         self._add_lengths(run)
-        result.hashes.append((run.first, document_hashes(tokens, run.starts, run.ends)))
+        result.hashes.append((run.first, document_hashes(run.tokens, run.starts, run.ends)))
         self._find_degenerate(run)
-        sampled = tokens[:: self._stride]
-        if len(checked.outside):
-            sampled = sampled[(sampled >= 0) & (sampled < size)]
-        result.unigrams += np.bincount(sampled.astype(np.int64), minlength=size)
         if self._tokenizer is not None:
-            self._sample(run, checked.text, min(size, self._tokenizer.vocab_size))
+            self._sample(run, checked.text, min(self._vocabulary.size, self._tokenizer.vocab_size))
 
     def finish(self) -> Measurement:
         """The measurement, after all runs were added."""

@@ -19,12 +19,11 @@ _BOUNDARY = " ‖ "
 
 @dataclass
 class FileFigures:
-    """One file in the report, with its divergence from the others and agreement with the tokenizer if known."""
+    """One file in the report, with its agreement with the tokenizer if known."""
 
     name: str
     documents: int = 0
     tokens: int = 0
-    divergence_bits: float | None = None
     agreement: float | None = None
 
 
@@ -52,7 +51,6 @@ class ValidationReport:
         vocabulary: that the ids were checked against.
         fingerprint: of the tokenizer, if one is known.
         lengths: quantiles of the document lengths, in tokens.
-        entropy_bits: of the unigrams.
         specials: by id.
         boundaries: decoded text around the first document boundaries.
     """
@@ -65,7 +63,6 @@ class ValidationReport:
     fingerprint: str | None
     findings: Findings
     lengths: dict[str, int]
-    entropy_bits: float
     specials: dict[int, SpecialPlaces]
     files: list[FileFigures]
     boundaries: list[str] = field(default_factory=list)
@@ -83,7 +80,6 @@ class ValidationReport:
             "exit": self.findings.exit_code,
             "findings": [finding.as_dict(self.rate(finding)) for finding in found],
             "lengths": self.lengths,
-            "entropy_bits": self.entropy_bits,
             "specials": {number: asdict(places) for number, places in self.specials.items()},
             "files": [asdict(file) for file in self.files],
             "boundaries": self.boundaries,
@@ -103,10 +99,6 @@ def render(report: ValidationReport, write: Callable[[str], None] = print) -> No
     write(f"  separators  {carry} ({because}); id {report.vocabulary.eod} of {report.vocabulary.size:_}")
     lengths = ", ".join(f"{name} {value:_}" for name, value in report.lengths.items())
     write(f"  lengths     {lengths or 'none'} tokens")
-    write(f"  unigrams    {report.entropy_bits:.2f} bits per token")
-    diverging = [file.divergence_bits for file in report.files if file.divergence_bits is not None]
-    if diverging:
-        write(f"  divergence  {min(diverging):.2f} to {max(diverging):.2f} bits between a file and the others")
     agreement = [file.agreement for file in report.files if file.agreement is not None]
     if agreement:
         write(f"  encoding    at least {min(agreement):.1%} of each file's sampled ids survive re-encoding")

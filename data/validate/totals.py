@@ -1,11 +1,10 @@
 """A corpus from the measurements of its files: counts, quantiles, and the findings that need the whole.
 
-Memory: 8 bytes per document (hashes), one histogram of the vocabulary, and 8 kB per file.
+Memory: 8 bytes per document (hashes).
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
@@ -13,7 +12,6 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from data.packing.unigrams import jensen_shannon
 from data.text.documents import FOREIGN_AGREEMENT, repeated
 
 from .findings import EXAMPLES, Example, Findings
@@ -23,11 +21,6 @@ from .report import FileFigures, SpecialPlaces
 
 GIANT_TIMES, GIANT_SHARE = 20, 0.01
 """A document is giant at 20 times the 99th percentile of the lengths and a hundredth of the corpus's tokens."""
-DIVERGENT_BITS = 0.4
-"""Jensen-Shannon divergence of a file from the rest. One language and one tokenizer: up to 0.36 between source code,
-prose and JSON, below 0.1 between shards of one kind; unrelated vocabularies: 0.45."""
-_BUCKETS = 1024
-_JUDGED_TOKENS = 8 * _BUCKETS
 _JUDGED_DOCUMENTS = 3
 _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
@@ -35,16 +28,12 @@ _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 class Totals:
     """Adds up the measurements of named files, which come file by file and part by part."""
 
-    def __init__(self, names: list[str], vocabulary_size: int) -> None:
+    def __init__(self, names: list[str]) -> None:
         self.findings = Findings()
         self.documents = self.tokens = 0
         self.files = [FileFigures(name) for name in names]
         self._lengths: npt.NDArray[np.int64] | None = None
         self._longest: list[tuple[int, int, int]] = []
-        self._unigrams = np.zeros(vocabulary_size, dtype=np.int64)
-        mixed = np.arange(vocabulary_size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        self._bucket = (mixed >> np.uint64(54)).astype(np.int64)
-        self._buckets = np.zeros((len(names), _BUCKETS))
         self._hashes: list[tuple[int, int, npt.NDArray[np.uint64]]] = []
         self._agreement: list[list[float]] = [[] for _ in names]
         self._specials: Counter[tuple[int, int]] = Counter()
@@ -56,49 +45,33 @@ class Totals:
         self.tokens += measured.tokens
         self.files[file].documents += measured.documents
         self.files[file].tokens += measured.tokens
-        if not len(measured.unigrams):
-            return  # a file that could not be measured
         self._lengths = measured.lengths if self._lengths is None else self._lengths + measured.lengths
         here = [(tokens, file, document) for tokens, document in measured.longest]
         self._longest = sorted([*self._longest, *here], key=lambda item: (-item[0], *item[1:]))[:LONGEST]
-        self._unigrams += measured.unigrams
-        self._buckets[file] += np.bincount(self._bucket, weights=measured.unigrams, minlength=_BUCKETS)
         self._hashes += [(file, first, hashes) for first, hashes in measured.hashes]
         self._agreement[file] += measured.agreement
         for number, counts in measured.specials.items():
             self._specials.update({(number, place): count for place, count in enumerate(counts)})
 
-    def add_findings(self, *, decoded: bool, held_out: Mapping[str, Hashes]) -> None:
-        """Add the findings about the whole: giants, duplicates, held-out documents, files unlike the others.
-
-        If texts could be `decoded` with a tokenizer, the distribution of ids is no finding.
-        """
+    def add_findings(self, held_out: Mapping[str, Hashes]) -> None:
+        """Add the findings about the whole: giants, duplicates, held-out documents, files of another tokenizer."""
         self._giants()
         self._duplicates()
         for name, hashes in held_out.items():
             self._held_out(name, hashes)
-        for file, agreement, divergence in zip(self.files, self._agreement, self._divergences(), strict=True):
-            file.divergence_bits = divergence
+        for file, agreement in zip(self.files, self._agreement, strict=True):
             if len(agreement) >= _JUDGED_DOCUMENTS:
                 file.agreement = float(np.median(agreement))
                 if file.agreement < FOREIGN_AGREEMENT:
                     note = f"{file.agreement:.1%} of the ids survive re-encoding (median of {len(agreement)} documents)"
                     self.findings.note("foreign-tokens", file.name, note)
-            if not decoded and divergence is not None and divergence > DIVERGENT_BITS:
-                self.findings.note("divergent-shard", file.name, f"{divergence:.2f} bits from the other files")
 
     def lengths(self) -> dict[str, int]:
         """Quantiles of the document lengths, in tokens as stored."""
-        if self._lengths is None:
+        if self._lengths is None or not self.documents:
             return {}
         quantiles = {f"p{share * 100:g}": length_quantile(self._lengths, share) for share in _QUANTILES}
         return {**quantiles, "max": self._longest[0][0] if self._longest else 0}
-
-    def entropy(self) -> float:
-        """Bits per token of the counted unigrams; 0 without any."""
-        counts = self._unigrams[self._unigrams > 0]
-        shares = counts / counts.sum() if len(counts) else np.ones(1)
-        return float(-(shares * np.log2(shares)).sum()) + 0.0
 
     def specials(self, texts: Mapping[int, str]) -> dict[int, SpecialPlaces]:
         """Occurrences of each special token, with its text if that is known."""
@@ -136,12 +109,3 @@ class Totals:
             note = f"also in the held-out corpus {name!r}"
             examples = [Example(self.files[file].name, first + int(n), note=note) for n in found[:EXAMPLES]]
             self.findings.add("held-out-documents", len(found), examples)
-
-    def _divergences(self) -> list[float | None]:
-        """Divergence of each file from all others, in bits; None with too few tokens."""
-        everything = self._buckets.sum(axis=0)
-        enough = [min(own.sum(), everything.sum() - own.sum()) >= _JUDGED_TOKENS for own in self._buckets]
-        return [
-            jensen_shannon(own, everything - own) / math.log(2) if is_enough else None
-            for own, is_enough in zip(self._buckets, enough, strict=True)
-        ]

@@ -1,7 +1,7 @@
 """`fsdp-data validate`: measure what a corpus really holds. No torch; streaming; every finding has a remedy.
 
 The manifest is not trusted: files are measured against it, and every token is checked. Memory: about 100 MB per
-worker, and 8 bytes per document plus 8 kB per file in the parent (see `meter` and `totals`).
+worker, and 8 bytes per document in the parent (see `meter` and `totals`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from .report import ValidationReport, add_texts
 from .totals import Totals
 
 _PART_BYTES = 256_000_000
-_THIN_BYTES = 16_000_000
 _MEASURED_FILES = 8
 _POOL_BYTES = 32_000_000
 """Below this, starting processes takes longer than measuring."""
@@ -70,8 +69,8 @@ class _Rules:
 
     def open(self, file: _File, here: Path) -> TokenFile:
         """`here` is from `fetched`."""
-        leading, tokenizer = self.separators == "leading", _load(self.tokenizer)
-        return open_file(here, file.format, self.vocabulary.eod, tokenizer=tokenizer, dtype=self.dtype, leading=leading)
+        leading = self.separators == "leading"
+        return open_file(here, file.format, self.vocabulary.eod, dtype=self.dtype, leading=leading)
 
 
 @dataclass(frozen=True)
@@ -138,14 +137,14 @@ def validate(
         works = list(_split(subject.files))
         if room is not None:
             require_room(room, [work.bytes for work in works], workers)
-        totals = Totals([file.name for file in subject.files], subject.rules.vocabulary.size)
+        totals = Totals([file.name for file in subject.files])
         totals.findings.merge(findings)
         size = sum(work.bytes for work in works)
         with tqdm(total=size, unit="B", unit_scale=True, desc="validate", disable=True if quiet else None) as bar:
             for work, measured in zip(works, _each(subject.rules, works, workers), strict=True):
                 totals.add(work.number, measured)
                 bar.update(work.bytes)
-        totals.add_findings(decoded=subject.rules.tokenizer is not None, held_out=held_out or {})
+        totals.add_findings(held_out or {})
         if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
             totals.findings.by_code.pop("one-token-documents", None)
         return _report(directory, subject, totals)
@@ -191,8 +190,6 @@ def _bare(
         _File(path, kind, path.name if path.name == directory.name else str(path).removeprefix(f"{directory}/"))
         for path, kind in found.items()
     ]
-    if room is not None and "text" in found.values():
-        raise DataError(f"{directory} holds text, not tokens", remedy="validate the corpus that `prepare` makes of it")
     if vocabulary is None and tokenizer is not None:
         vocabulary = Vocabulary.of(tokenizer)
     if vocabulary is None:
@@ -321,7 +318,7 @@ def _measure_here(rules: _Rules, work: _Work, here: Path) -> Measurement:
         return Measurement(findings)
     checker = TokenChecker(name, rules.vocabulary, rules.separators, flat=work.file.format in ("npy", "bin"))
     checker.findings.merge(findings)
-    meter = Meter(checker, rules.vocabulary, _load(rules.tokenizer), thin=work.bytes > _THIN_BYTES)
+    meter = Meter(checker, rules.vocabulary, _load(rules.tokenizer))
     begin, stop = (work.bytes * part for part in (work.part, work.part + 1))
     offset = 0
     try:
@@ -396,7 +393,6 @@ def _report(directory: Location, subject: _Subject, totals: Totals) -> Validatio
         fingerprint=subject.fingerprint,
         findings=totals.findings,
         lengths=totals.lengths(),
-        entropy_bits=totals.entropy(),
         specials=totals.specials(tokenizer.specials if tokenizer else {}),
         files=totals.files,
     )

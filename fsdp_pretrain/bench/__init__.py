@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m fsdp_pretrain.bench CONFIG.toml`."""
+"""Benchmarks of the trainer's step: `python -m fsdp_pretrain.bench CONFIG.toml`."""

@@ -4,7 +4,7 @@ import sys
 
 from fsdp_pretrain.console import run_guarded
 
-from .steps import main
+from .main import main
 
 if __name__ == "__main__":
     sys.exit(run_guarded(main))

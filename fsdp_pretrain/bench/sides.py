@@ -1,11 +1,10 @@
-"""One side of `--peers`, in a process of its own: `python -m fsdp_pretrain.bench CONFIG --side NAME`.
+"""The other sides of `--peers`, each in a process of its own: `python -m fsdp_pretrain.bench CONFIG --side NAME`.
 
-All sides train the same Llama on the same tokens in the same precision. What a side is:
+All train the same Llama on the same tokens in the same precision, in the loop of `minimal`:
 
-- `ours`: the trainer's own step, as in every benchmark here.
-- `minimal`: a loop as one writes it by hand, see `minimal`.
-- `transformers`: LlamaForCausalLM with PyTorch's attention, in that loop.
-- `torchtitan`: its Llama 3 (release 0.2, whose interface 0.3 replaced), in that loop.
+- `minimal`: a model as one writes it by hand.
+- `transformers`: LlamaForCausalLM with PyTorch's attention.
+- `torchtitan`: its Llama 3 (release 0.2, whose interface 0.3 replaced).
 """
 
 from __future__ import annotations
@@ -13,114 +12,61 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import torch
 from torch import nn
 
-from data.packing.loader import StepBatch
 from fsdp_pretrain.checkpoint import hf_layout
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
-from fsdp_pretrain.parallel import fsdp
-from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.plan import flops, plan
-from fsdp_pretrain.train.trainer import LAG, DataStream, Trainer
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.parallel import fsdp, mesh
+from fsdp_pretrain.plan import flops
+from fsdp_pretrain.plan.plan import count_parameters
 
 from .minimal import Network, PlainLoop, build_minimal
-from .peers import Measured, titan_problem
+from .steps import RandomSteps, step_times
+from .times import MeasuredSteps
+
+_TITAN = "0.2."
+"""Releases of torchtitan whose interface is known here."""
 
 
-@dataclass(frozen=True)
-class Side:
-    """Something that trains.
+def measure(name: str, config: Config, *, steps: int, warmup: int) -> MeasuredSteps:
+    """Time `steps` steps of another implementation after `warmup`, without a process group.
 
-    Attributes:
-        step: issues one optimiser step.
-        loss: the mean loss of the last step, in nats per target; waits for the device.
-        parameters: their number, tied ones once.
+    Raises:
+        ConfigError: its library is not installed, or is of a release that this benchmark does not know.
     """
-
-    step: Callable[[], None]
-    loss: Callable[[], float]
-    parameters: int
-
-
-class MissingPeerError(Exception):
-    """The library of a side is not installed, or is of a release that this benchmark does not know."""
-
-
-class CountedTokens:
-    """Batches, of which it keeps the number of targets and the sum of the ids of the first: equal on equal sides."""
-
-    def __init__(self, batches: DataStream) -> None:
-        self._batches, self.blank = batches, batches.blank
-        self.targets = self.sum = 0
-
-    def __next__(self) -> StepBatch:
-        batch = next(self._batches)
-        if not self.targets:
-            self.targets, self.sum = batch.targets, sum(int(micro.tokens.sum()) for micro in batch.micro)
-        return batch
-
-
-def build_ours(
-    build: Callable[[Config, World], tuple[Trainer, Any]], config: Config, world: World
-) -> tuple[Side, CountedTokens]:
-    """The trainer; `build` returns it with the recorder of its step records."""
-    trainer, records = build(config, world)
-    tokens = trainer.data = CountedTokens(trainer.data)
-
-    def step() -> None:
-        trainer.step()
-        trainer.collect(keep=LAG)
-
-    def loss() -> float:
-        trainer.collect(keep=0)
-        return float(records.records[-1].loss.mean)
-
-    return Side(step, loss, trainer.model.count_parameters()), tokens
-
-
-def build_peer(name: str, config: Config, batches: DataStream, device: torch.device) -> tuple[Side, CountedTokens]:
-    """Another implementation. Raises MissingPeerError."""
     assert isinstance(config.model, LlamaModel)
+    alone = mesh.SingleProcess()
+    device = alone.device = mesh.device_of(mesh.RankInfo.from_environment())
     with torch.device(device):
         network = NETWORKS[name](config.model, config.data.sequence_length)
     network.module.train()
     _initialise(network.module, config.model.std, config.run.seed)
     parameters = sum(parameter.numel() for parameter in network.module.parameters())
-    tokens = CountedTokens(batches)
-    loop = PlainLoop(network, config, tokens, device, fsdp.compute_dtype(config, device))
-    return Side(loop.step, loop.loss, parameters), tokens
-
-
-def measure(
-    side: Side, tokens: CountedTokens, config: Config, device: torch.device, *, steps: int, warmup: int
-) -> Measured:
-    """Time `steps` steps after `warmup`, until the device has finished them."""
-    expected = plan.count_parameters(config.model)
-    assert side.parameters == expected, f"{side.parameters:_} parameters instead of {expected:_}"
+    assert parameters == count_parameters(config.model), f"{parameters:_} parameters"
+    loop = PlainLoop(network, config, RandomSteps(config, alone), device, fsdp.compute_dtype(config, device))
     for _ in range(warmup):
-        side.step()
+        loop.step()
     _wait(device)
-    wall, used = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     for _ in range(steps):
-        side.step()
+        loop.step()
     _wait(device)
-    wall, used = time.perf_counter() - wall, time.process_time() - used
-    return Measured(
-        seconds=wall / steps,
-        processor=used / steps,
+    seconds = (time.perf_counter() - start) / steps
+    return step_times(
+        config,
+        device,
+        batch=config.schedule.batch.full,
+        steps=steps,
+        seconds=seconds,
+        loss=loop.loss(),
         memory=flops.memory_in_use(device),
-        loss=side.loss(),
-        parameters=side.parameters,
-        targets=tokens.targets,
-        tokens_sum=tokens.sum,
-        device=flops.device_name(device),
-        torch=torch.__version__,
-        compiled=fsdp.compiles(config, device),
+        side=name,
     )
 
 
@@ -150,7 +96,7 @@ def _build_transformers(model: LlamaModel, length: int) -> Network:
 
 def _build_torchtitan(model: LlamaModel, length: int) -> Network:
     if problem := titan_problem():
-        raise MissingPeerError(problem)
+        raise ConfigError(problem)
     of = _import("torchtitan.models.llama3.model.args")
     module = _import("torchtitan.models.llama3.model.model").Transformer(
         of.TransformerModelArgs(
@@ -170,11 +116,21 @@ def _build_torchtitan(model: LlamaModel, length: int) -> Network:
     return Network(module, list(module.layers.values()), module)
 
 
+def titan_problem() -> str | None:
+    """Why torchtitan cannot be compared, or None."""
+    try:
+        version = metadata.version("torchtitan")
+    except metadata.PackageNotFoundError:
+        return "torchtitan is not installed"
+    known = version.startswith(_TITAN)
+    return None if known else f"torchtitan is {version}; known is {_TITAN}x: pip install 'torchtitan=={_TITAN}*'"
+
+
 def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise MissingPeerError(f"{name} cannot be imported: {error}") from None
+        raise ConfigError(f"{name} cannot be imported: {error}") from None
 
 
 NETWORKS: dict[str, Callable[[LlamaModel, int], Network]] = {
@@ -182,4 +138,4 @@ NETWORKS: dict[str, Callable[[LlamaModel, int], Network]] = {
     "transformers": _build_transformers,
     "torchtitan": _build_torchtitan,
 }
-"""Builds the model of a side for a sequence length, on the default device. Raises MissingPeerError."""
+"""Builds the model of a side for a sequence length, on the default device. Raises ConfigError."""

@@ -40,8 +40,8 @@ def add(command: CommandLine) -> None:
     parser = command.verb(
         "doctor",
         _doctor,
-        "Check the hardware of a stopped job: devices and memory of every rank, a timed matrix product, sums inside "
-        "nodes, between all nodes and in pairs of nodes, for their correctness and speed. Names the bad host or pair. "
+        "Check the hardware of a stopped job: GPUs and memory of every rank, a timed matrix product, and sums over "
+        "pairs of nodes, for their correctness and speed. Names the bad host or pair. "
         "Exit 0 if nothing is wrong, 1 otherwise. What is not listed here goes to torchrun.",
         "fsdp-pretrain doctor --nproc-per-node 2 --run runs/quickstart/run\n"
         "  fsdp-pretrain doctor --nnodes 16 --rdzv-endpoint node001   # the same on every node",

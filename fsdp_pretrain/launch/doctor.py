@@ -1,8 +1,8 @@
 """Hardware check of a stopped job: `fsdp-pretrain doctor [torchrun options]`, which runs this module under torchrun.
 
-Every rank times the same matrix product. Groups of ranks run timed all-reduces with known results: inside each node,
-between all nodes, and in pairs of nodes, with other partners every round. A host that is slow with every partner is
-named; two that are slow only with each other are named as a pair.
+Every rank times the same matrix product. Pairs of nodes, with other partners every round, run timed all-reduces with
+known results over all their ranks. A node that is bad with every partner is named; two that are bad only with each
+other are named as a pair.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ import argparse
 import json
 import os
 import socket
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from statistics import median_low, mode
+from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -32,50 +31,33 @@ from . import torchrun
 from .arguments import add_check_options
 
 _REPEATS, _TRIES = 8, 3
-T = TypeVar("T")
 
 
 @dataclass
 class RankFacts:
-    """A rank: its device, total and free device memory (bytes), the shortest time of its matrix product."""
+    """A rank: GPUs and memory of its host as text, and the shortest time of its matrix product."""
 
-    host: str
-    device: str
-    devices: int
-    free: int
-    memory: int
     rank: int
     node: int
-    matmul_seconds: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.host} rank {self.rank}"
+    host: str
+    hardware: str
+    matmul_seconds: float = float("inf")
 
 
 @dataclass
-class GroupSum:
-    """An all-reduce over a group of ranks: the best time of its slowest rank, and whether all results were right."""
+class NodeSum:
+    """An all-reduce over all ranks of two nodes, or of the only one.
 
-    kind: str
-    ranks: list[int]
-    hosts: list[str]
+    Attributes:
+        seconds: the best time of the slowest rank.
+        right: all results were.
+        rate: bytes per second on the bus of a rank.
+    """
+
     nodes: list[int]
-    bus_bytes: float
-    seconds: float
-    right: bool
-
-    def __str__(self) -> str:
-        return f"ranks {', '.join(map(str, self.ranks))} on {', '.join(self.hosts)}"
-
-
-@dataclass
-class DoctorFindings:
-    """What the check found; `problems` are texts that name host and rank."""
-
-    hosts: list[str]
-    ranks: list[RankFacts]
-    sums: list[GroupSum]
-    problems: list[str]
+    seconds: float = float("inf")
+    right: bool = True
+    rate: float = 0.0
 
 
 def main() -> int:
@@ -88,213 +70,112 @@ def main() -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    ranks = RankInfo.from_environment()
-    device = device_of(ranks)
+    info = RankInfo.from_environment()
+    device = device_of(info)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
     timeout = timedelta(seconds=args.timeout)
-    open_files.raise_limit(open_files.files_needed(ranks.world, ranks.local_world))
-    dist.init_process_group(backend, store=store, timeout=timeout, rank=ranks.rank, world_size=ranks.world)
-    found = Checker(ranks, device, args).run()
-    if ranks.rank == 0:
-        print(json.dumps(asdict(found), indent=1) if args.json else render(found), flush=True)
+    open_files.raise_limit(open_files.files_needed(info.world, info.local_world))
+    dist.init_process_group(backend, store=store, timeout=timeout, rank=info.rank, world_size=info.world)
+    checker = Checker(info, device, timeout, args.megabytes)
+    ranks, sums = checker.products(args.slow), checker.sums(args.slow_sum)
+    problems = [*_bad_ranks(ranks, args.slow), *_bad_nodes(ranks, sums, args.slow_sum)]
+    if info.rank == 0:
+        found = {"ranks": [asdict(one) for one in ranks], "sums": [asdict(one) for one in sums], "problems": problems}
+        print(json.dumps(found, indent=1) if args.json else "\n".join(_table(ranks, sums, problems)), flush=True)
     dist.destroy_process_group()
-    if not found.problems:
-        return 0
     # If a rank exited with 1, torchrun would print a long failure report below the table.
-    return 0 if torchrun.leave_note(1, found.problems[0]) else 1
+    return 0 if not problems or torchrun.leave_note(1, problems[0]) else 1
 
 
 class Checker:
     """The measurements. All ranks call its methods together."""
 
-    def __init__(self, ranks: RankInfo, device: torch.device, args: argparse.Namespace) -> None:
-        self._ranks, self._device, self._slow, self._slow_sum = ranks, device, args.slow, args.slow_sum
+    def __init__(self, info: RankInfo, device: torch.device, timeout: timedelta, megabytes: float | None) -> None:
+        self._info, self._device = info, device
         self._cuda = device.type == "cuda"
-        megabytes = args.megabytes or (256 if self._cuda else 1)
-        self._values = torch.empty(int(megabytes * 2**18), device=device)
-        self._gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=args.timeout))
-        self._all = self._gather(self._describe())
-        self._nodes: dict[int, list[int]] = {}
-        for one in self._all:
-            self._nodes.setdefault(one.node, []).append(one.rank)
-
-    def run(self) -> DoctorFindings:
-        """Every check."""
-        problems = self._compare_devices()
-        self._time_products()
-        usual = statistics.median_low(one.matmul_seconds for one in self._all)
-        problems += [
-            f"{one} multiplies matrices {one.matmul_seconds / usual - 1:.0%} slower than the median"
-            for one in self._all
-            if one.matmul_seconds > self._slow * usual
-        ]
-        sums = self._sum_in("inside", [ranks for ranks in self._nodes.values() if len(ranks) > 1])
-        problems += self._judge(sums)
-        if len(self._nodes) > 1:
-            everyone = self._sum_in("between", list(zip(*self._nodes.values(), strict=False)))
-            pairs = self._sum_in_pairs()
-            problems += [*self._judge(everyone), *self._judge_pairs(pairs)]
-            sums += [*everyone, *pairs]
-        hosts = sorted({one.host for one in self._all})
-        return DoctorFindings(hosts, self._all, sums, list(dict.fromkeys(problems)))
-
-    # ------------------------------------------------------------------ measurements
-
-    def _describe(self) -> RankFacts:
+        self._gloo = dist.new_group(backend="gloo", timeout=timeout)
+        self._values = torch.empty(int((megabytes or (256 if self._cuda else 1)) * 2**18), device=device)
+        hardware = "cpu"
         if self._cuda:
-            name, count = torch.cuda.get_device_name(self._device), torch.cuda.device_count()
-            free, total = torch.cuda.mem_get_info(self._device)
-        else:
-            memory = psutil.virtual_memory()
-            name, count, free, total = "cpu", 0, memory.available, memory.total
-        rank = self._ranks.rank
-        node = int(os.environ.get("GROUP_RANK", rank // self._ranks.local_world))
-        return RankFacts(socket.gethostname(), name, count, free, total, rank, node)
+            memory = human_bytes(torch.cuda.get_device_properties(device).total_memory)
+            hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)} with {memory}"
+        node = int(os.environ.get("GROUP_RANK", info.rank // info.local_world))
+        self._ranks: list[RankFacts] = self._gather(RankFacts(info.rank, node, socket.gethostname(), hardware))
 
-    def _time_products(self) -> None:
+    def products(self, slow: float) -> list[RankFacts]:
+        """Facts of every rank, with the time of a matrix product; measured again if one is `slow` times the median."""
         size, kind = (8192, torch.bfloat16) if self._cuda else (256, torch.float32)
-        one = torch.ones(size, size, dtype=kind, device=self._device)
-        into = torch.empty_like(one)
+        ones = torch.ones(size, size, dtype=kind, device=self._device)
+        into = torch.empty_like(ones)
+        for _ in range(_TRIES):
+            times = self._gather(self._best(lambda: torch.mm(ones, ones, out=into)))
+            for rank, seconds in zip(self._ranks, times, strict=True):
+                rank.matmul_seconds = min(rank.matmul_seconds, seconds)
+            if not any(one.matmul_seconds > slow * _usual(self._ranks) for one in self._ranks):
+                break
+        return self._ranks
 
-        def multiply() -> None:
-            for _ in range(4):
-                torch.mm(one, one, out=into)
+    def sums(self, slow: float) -> list[NodeSum]:
+        """All-reduces in rounds of node pairs; measured again if one is `slow` times the median."""
+        rounds = [
+            [NodeSum(list(pair)) for pair in pairs] for pairs in pair_rounds(sorted({r.node for r in self._ranks}))
+        ]
+        found = [one for groups in rounds for one in groups]
+        members = [[rank.rank for rank in self._ranks if rank.node in one.nodes] for one in found]
+        handles = {id(one): dist.new_group(ranks) for one, ranks in zip(found, members, strict=True)}
+        for _ in range(_TRIES):
+            for groups in rounds:
+                node = self._ranks[self._info.rank].node
+                mine = next((one for one in groups if node in one.nodes), None)
+                by_rank = self._gather(None if mine is None else self._sum(handles[id(mine)]))
+                for one in groups:
+                    results = [by_rank[rank.rank] for rank in self._ranks if rank.node in one.nodes]
+                    one.seconds = min(one.seconds, max(seconds for seconds, _ in results))
+                    one.right = one.right and all(right for _, right in results)
+                    one.rate = 2 * (len(results) - 1) / len(results) * 4 * self._values.numel() / one.seconds
+            if not any(one.seconds > slow * median_low(each.seconds for each in found) for one in found):
+                break
+        return found
 
-        times = _repeat_while_slow(lambda: self._gather(self._best(multiply)), self._slow)
-        for rank, seconds in zip(self._all, times, strict=True):
-            rank.matmul_seconds = seconds
+    def _sum(self, group: Any) -> tuple[float, bool]:
+        """Seconds of an all-reduce, and whether one of known integers that differ per element is exact."""
+        size, place = dist.get_world_size(group), dist.get_rank(group) + 1
+        places = torch.arange(self._values.numel(), device=self._device) % 1024
+        self._values.copy_(places * place)
+        dist.all_reduce(self._values, group=group)
+        right = bool((self._values == places * (size * (size + 1) // 2)).all())
+        self._values.zero_()
+        return self._best(lambda: dist.all_reduce(self._values, group=group)), right
 
     def _best(self, act: Callable[[], object]) -> float:
         """The shortest of several runs of `act`: other load on the machine only adds time."""
         taken = []
         for _ in range(_REPEATS):
-            self._synchronize()
             start = time.perf_counter()
             act()
-            self._synchronize()
+            if self._cuda:
+                torch.cuda.synchronize(self._device)
             taken.append(time.perf_counter() - start)
         return min(taken)
 
-    def _synchronize(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize(self._device)
-
-    def _gather(self, value: T) -> list[T]:
-        values: list[Any] = [None] * self._ranks.world
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self._info.world
         dist.all_gather_object(values, value, group=self._gloo)
         return values
 
-    def _sum_in_pairs(self) -> list[GroupSum]:
-        rounds = [[self._nodes[a] + self._nodes[b] for a, b in pairs] for pairs in pair_rounds(sorted(self._nodes))]
-        tries: list[list[GroupSum]] = []
 
-        def measure() -> list[float]:
-            tries.append([one for groups in rounds for one in self._sum_in("pair", groups)])
-            return [one.seconds for one in tries[-1]]
-
-        best = _repeat_while_slow(measure, self._slow_sum)
-        right = [all(one.right for one in pair) for pair in zip(*tries, strict=True)]
-        return [replace(one, seconds=s, right=r) for one, s, r in zip(tries[0], best, right, strict=True)]
-
-    def _sum_in(self, kind: str, groups: Sequence[Sequence[int]]) -> list[GroupSum]:
-        """All-reduce in groups of ranks, all groups at once."""
-        handles = [dist.new_group(list(ranks)) for ranks in groups]  # every rank makes every group
-        mine = next((at for at, ranks in enumerate(groups) if self._ranks.rank in ranks), None)
-        measured = None
-        if mine is not None:
-            right = self._is_right(groups[mine], handles[mine])
-            measured = self._best(lambda: dist.all_reduce(self._values, group=handles[mine])), right
-        by_rank = self._gather(measured)
-        sums = []
-        for ranks in groups:
-            times = [found for rank in ranks if (found := by_rank[rank]) is not None]
-            sums.append(
-                GroupSum(
-                    kind=kind,
-                    ranks=list(ranks),
-                    hosts=sorted({self._all[rank].host for rank in ranks}),
-                    nodes=sorted({self._all[rank].node for rank in ranks}),
-                    bus_bytes=2 * (len(ranks) - 1) / len(ranks) * self._values.numel() * 4,
-                    seconds=max(seconds for seconds, _ in times),
-                    right=all(right for _, right in times),
-                )
-            )
-        return sums
-
-    def _is_right(self, ranks: Sequence[int], group: Any) -> bool:
-        """All-reduce known integers that differ per element; whether every result is exact."""
-        places = torch.arange(self._values.numel(), device=self._device) % 1024
-        place = ranks.index(self._ranks.rank) + 1
-        self._values.copy_(places * place)
-        dist.all_reduce(self._values, group=group)
-        total = len(ranks) * (len(ranks) + 1) // 2
-        right = bool((self._values == places * total).all())
-        self._values.zero_()
-        return right
-
-    # ------------------------------------------------------------------ verdicts
-
-    def _compare_devices(self) -> list[str]:
-        usual = statistics.mode(one.device for one in self._all)
-        most = max(one.memory for one in self._all)
-        problems = []
-        for one in self._all:
-            if one.device != usual:
-                problems.append(f"{one} is a {one.device}, the others are {usual}")
-            elif one.memory < 0.95 * most:
-                problems.append(f"{one} has {human_bytes(one.memory)} of memory, others {human_bytes(most)}")
-        counts = {one.host: one.devices for one in self._all}
-        most = max(counts.values())
-        return problems + [f"{host} shows {n} devices, others {most}" for host, n in counts.items() if n < most]
-
-    def _judge(self, sums: list[GroupSum]) -> list[str]:
-        """Wrong sums, and groups slower than the median group."""
-        problems = [f"a sum over {one} was wrong" for one in sums if not one.right]
-        if len(sums) > 2:
-            usual = statistics.median_low(one.seconds for one in sums)
-            problems += [f"sums over {one} are slow" for one in sums if one.seconds > self._slow_sum * usual]
-        return problems
-
-    def _judge_pairs(self, pairs: list[GroupSum]) -> list[str]:
-        """Name a node that is bad with all its partners, or pairs that are bad only together."""
-        of = {node: [one for one in pairs if node in one.nodes] for node in self._nodes}
-        # A bad node spoils all its pairs, which may be most of them: take each node's best pair.
-        usual = statistics.median_low(min(one.seconds for one in mine) for mine in of.values() if mine)
-        problems = []
-        for what, bad in (
-            ("sums wrongly", [one for one in pairs if not one.right]),
-            ("is slow", [one for one in pairs if one.seconds > self._slow_sum * usual]),
-        ):
-            guilty = [node for node, mine in of.items() if len(mine) > 1 and all(one in bad for one in mine)]
-            problems += [f"{self._host(node)} {what} with every other node it was paired with" for node in guilty]
-            for one in bad:
-                if not set(one.nodes) & set(guilty):
-                    problems.append(f"the pair {' and '.join(map(self._host, one.nodes))} {what}")
-        return problems
-
-    def _host(self, node: int) -> str:
-        return f"{self._all[self._nodes[node][0]].host} (node {node})"
-
-
-def _repeat_while_slow(measure: Callable[[], list[float]], slow: float) -> list[float]:
-    """Measure times; while one is slow, repeat and keep the shortest: a transient cause is no defect."""
-    best = measure()
-    for _ in range(_TRIES - 1):
-        if max(best) <= slow * statistics.median_low(best):
-            break
-        best = list(map(min, best, measure()))
-    return best
-
-
-def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
+def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, ...]]]:
     """Rounds of node pairs with a new partner in each: about log2(nodes), at least 3 if there are enough nodes.
 
-    The circle method (round-robin tournament): one node stays, the others rotate; of an odd number, one sits out.
+    The circle method (round-robin tournament): one node stays, the others rotate; of an odd number, one sits out. A
+    single node is a group of its own.
     """
+    if len(nodes) == 1:
+        return [[(nodes[0],)]]
     circle: list[int | None] = [*nodes, *([None] if len(nodes) % 2 else [])]
     size = len(circle)
-    rounds = []
+    rounds: list[list[tuple[int, ...]]] = []
     for _ in range(min(size - 1, max(3, (size - 1).bit_length()))):
         pairs = [(circle[at], circle[-1 - at]) for at in range(size // 2)]
         rounds.append([(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None])
@@ -302,20 +183,46 @@ def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def render(found: DoctorFindings) -> str:
-    """The findings as a table."""
-    lines = [f"{'host':24} {'node':>4} {'rank':>4} {'device':28} {'memory':>9} {'free':>9} {'matmul':>9}"]
-    lines += [
-        f"{one.host:24} {one.node:>4} {one.rank:>4} {one.device:28} {human_bytes(one.memory):>9} "
-        f"{human_bytes(one.free):>9} {1000 * one.matmul_seconds:>7.2f}ms"
-        for one in found.ranks
-    ]
-    for kind, text in (("inside", "inside a node"), ("between", "between nodes"), ("pair", "pairs of nodes")):
-        rates = [one.bus_bytes / one.seconds / 1e9 for one in found.sums if one.kind == kind]
-        if rates:
-            lines.append(f"all-reduce {text}: {len(rates)} groups, {min(rates):.3g} to {max(rates):.3g} GB/s")
-    lines += [f"BAD {problem}" for problem in found.problems] or ["nothing is wrong"]
-    return "\n".join(lines)
+def _usual(ranks: Sequence[RankFacts]) -> float:
+    return median_low(one.matmul_seconds for one in ranks)
+
+
+def _bad_ranks(ranks: Sequence[RankFacts], slow: float) -> Iterator[str]:
+    """Ranks with other hardware than most, or slow products."""
+    common = mode(one.hardware for one in ranks)
+    for one in ranks:
+        if one.hardware != common:
+            yield f"{one.host} rank {one.rank} has {one.hardware}, most have {common}"
+        if one.matmul_seconds > slow * _usual(ranks):
+            share = one.matmul_seconds / _usual(ranks) - 1
+            yield f"{one.host} rank {one.rank} multiplies matrices {share:.0%} slower than the median"
+
+
+def _bad_nodes(ranks: Sequence[RankFacts], sums: Sequence[NodeSum], slow: float) -> Iterator[str]:
+    """Nodes that are bad with all their partners, and pairs that are bad only together."""
+    names = {one.node: f"{one.host} (node {one.node})" for one in reversed(ranks)}
+    of = {node: [one for one in sums if node in one.nodes] for node in sorted(names)}
+    # A bad node spoils all its sums, which may be most of them: take each node's best.
+    usual = median_low(min(one.seconds for one in mine) for mine in of.values() if mine)
+    for what, bad in (
+        ("sums wrongly", [one for one in sums if not one.right]),
+        ("is slow", [one for one in sums if one.seconds > slow * usual]),
+    ):
+        guilty = {node for node, mine in of.items() if len(mine) > 1 and all(one in bad for one in mine)}
+        yield from (f"{names[node]} {what} with every other node it was paired with" for node in sorted(guilty))
+        for one in bad:
+            if not guilty & set(one.nodes):
+                who = " and ".join(names[node] for node in one.nodes)
+                yield f"the pair {who} {what}" if len(one.nodes) > 1 else f"{who} {what}"
+
+
+def _table(ranks: Sequence[RankFacts], sums: Sequence[NodeSum], problems: Sequence[str]) -> Iterator[str]:
+    yield f"{'host':24} {'node':>4} {'rank':>4} {'matmul':>9}  hardware"
+    for one in ranks:
+        yield f"{one.host:24} {one.node:>4} {one.rank:>4} {1000 * one.matmul_seconds:>7.2f}ms  {one.hardware}"
+    rates = [one.rate / 1e9 for one in sums]
+    yield f"all-reduce over nodes: {len(sums)} groups, {min(rates):.3g} to {max(rates):.3g} GB/s"
+    yield from [f"BAD {problem}" for problem in problems] or ["nothing is wrong"]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Peak FLOP/s of devices, FLOPs per token of models, MFU, memory in use."""
+"""Peak FLOP/s of devices, FLOPs of models, MFU, days of a run, memory in use."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from . import devices
 
 if TYPE_CHECKING:  # the formulas are also for commands without torch
     import torch
+
+DAY = 86_400.0
 
 
 def device_name(device: torch.device) -> str:
@@ -34,6 +36,12 @@ def device_memory(name: str) -> int | None:
     """Bytes of memory of a device by name, or None if unknown."""
     device = devices.find(name)
     return device.bytes if device else None
+
+
+def run_flops(config: Config, parameters: int) -> float:
+    """FLOPs of the model for the whole run."""
+    lengths = config.schedule.lengths.between(0, config.schedule.total)
+    return sum(n * length * flops_per_token(parameters, config.model, length) for length, n in lengths.items())
 
 
 def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> float:
@@ -62,11 +70,11 @@ def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: R
     Args:
         recompute: `parallel.recompute`.
     """
-    passes = 3 + recomputed_share(model, sequence_length, recompute)
+    passes = 3 + _recomputed_share(model, sequence_length, recompute)
     return passes * model.layers * _block_forward(model, sequence_length) + 6 * model.hidden * model.rows
 
 
-def recomputed_share(model: AnyModel, sequence_length: int, recompute: Recompute) -> float:
+def _recomputed_share(model: AnyModel, sequence_length: int, recompute: Recompute) -> float:
     """FLOPs that `parallel.recompute` computes again, as a share of the forward pass of all blocks."""
     if recompute == "feed-forward":  # all but the last product of the layer
         ffn, matrices = feed_forward(model)
@@ -85,6 +93,7 @@ class Speed:
 
     Attributes:
         mfu, hfu: model and hardware FLOPs utilisation; None if the device's peak is unknown.
+        days: of the whole run, if all its steps compute at this rate; without saves and failures.
     """
 
     batch: int
@@ -97,6 +106,7 @@ class Speed:
     hardware_tflops_per_device: float
     mfu: float | None
     hfu: float | None
+    days: float
 
 
 def speed(config: Config, parameters: int, *, batch: int, seconds: float, devices: int, device: str) -> Speed:
@@ -117,6 +127,7 @@ def speed(config: Config, parameters: int, *, batch: int, seconds: float, device
         hardware_tflops_per_device=hardware / 1e12,
         mfu=model / peak if peak else None,
         hfu=hardware / peak if peak else None,
+        days=run_flops(config, parameters) / (model * devices) / DAY,
     )
 
 

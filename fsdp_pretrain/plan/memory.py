@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
@@ -97,10 +97,10 @@ def _trace(
     model.set_recompute(config.parallel.recompute)
     model.train()
     micro, data = _micro_batch(config), config.data
+    inputs = [tensor for field in fields(micro) if (tensor := getattr(micro, field.name)) is not None]
     if choose_backend(config.parallel.attention, config.model, device) == "flex":
         # Block masks are small and the kernel saves no scores: like no mask.
-        model.mask = lambda slots, x: None  # type: ignore[method-assign]
-    inputs = [tensor for field in fields(micro) if (tensor := getattr(micro, field.name)) is not None]
+        micro, data = replace(micro, prefix=None), data.model_copy(update={"attention": "causal"})
     meter = _Meter([*model.parameters(), *inputs])
     _Sharding(meter, shards, accumulates=accumulates).begin(
         model, units(model, reshard=config.parallel.reshard_after_forward)
@@ -114,8 +114,13 @@ def _trace(
     bar = tqdm(total=len(model.blocks), desc="tracing a step", leave=False, disable=None)
     for block in model.blocks:
         block.register_forward_hook(lambda *_: bar.update() and None)
-    with bar, _kernels(device), meter:
-        packed.losses(model, micro, data, _META)[0].sum().backward()
+    kernels = _FusedKernels(device)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = _WithKernels(block, kernels)
+    with bar, meter:
+        with kernels:
+            loss = packed.losses(model, micro, data, _META)[0].sum()
+        loss.backward()
     meter.hold("inputs", sum(tensor.untyped_storage().nbytes() for tensor in inputs))
     return {**meter.highest, "inputs": meter.live["inputs"]}
 
@@ -219,7 +224,7 @@ class _Meter(TorchDispatchMode):
         parts = ("gradients", "gathered", "reduce", "activations", "logits", "inputs")
         self.live: Counter[str] = Counter(dict.fromkeys(parts, 0))
         self.highest: dict[str, int] = dict(self.live)
-        self._known = {t.untyped_storage()._cdata for t in known}
+        self._known = {id(t.untyped_storage()) for t in known}
         self._counted: dict[int, tuple[str, int, Any]] = {}
 
     def hold(self, category: str, size: int) -> None:
@@ -228,7 +233,7 @@ class _Meter(TorchDispatchMode):
             self.highest = dict(self.live)
 
     def move(self, tensor: Tensor, category: str) -> None:
-        key = tensor.untyped_storage()._cdata
+        key = id(tensor.untyped_storage())
         if key in self._counted:
             before, size, reference = self._counted[key]
             self._counted[key] = category, size, reference
@@ -247,7 +252,7 @@ class _Meter(TorchDispatchMode):
         return out
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = id(storage)  # PyTorch keeps the object of a storage for as long as the storage lives
         if key in self._known or key in self._counted:
             return
 
@@ -259,23 +264,29 @@ class _Meter(TorchDispatchMode):
         self.hold(self.category, storage.nbytes())
 
 
-@contextmanager
-def _kernels(device: torch.device) -> Iterator[None]:
-    """Replace operations that have fused kernels on `device` by stand-ins.
+class _FusedKernels(TorchFunctionMode):
+    """Takes stand-ins for operations that have fused kernels on `device`."""
 
-    The functions themselves are patched, since a TorchFunctionMode is off while blocks are recomputed in backward.
-    """
-    stand_ins: dict[str, Callable[..., Tensor]] = {"scaled_dot_product_attention": _attention}
-    if device.type == "cuda":
-        stand_ins |= {"rms_norm": _rms_norm, "dropout": _dropout}
-    originals = {name: getattr(F, name) for name in stand_ins}
-    try:
-        for name, stand_in in stand_ins.items():
-            setattr(F, name, stand_in)
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(F, name, original)
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._stand_ins: dict[Any, Callable[..., Tensor]] = {F.scaled_dot_product_attention: _attention}
+        if device.type == "cuda":
+            self._stand_ins |= {F.rms_norm: _rms_norm, F.dropout: _dropout}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._stand_ins.get(func, func)(*args, **(kwargs or {}))
+
+
+class _WithKernels(nn.Module):
+    """A block that takes the stand-ins also when it is recomputed: PyTorch turns function modes off for backward."""
+
+    def __init__(self, block: nn.Module, kernels: _FusedKernels) -> None:
+        super().__init__()
+        self._block, self._kernels = block, kernels
+
+    def forward(self, *args: Any) -> Any:
+        with self._kernels:
+            return self._block(*args)
 
 
 class _Fused(torch.autograd.Function):

@@ -19,11 +19,9 @@ from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
-from . import devices, epochs, memory, predict, preview, storage
+from . import devices, epochs, memory, preview, storage
 from . import warnings as advice
-from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, speed
-from .overheads import DAY
-from .sizes import check_declared
+from .flops import DAY, Speed, device_memory, flops_per_token, hardware_flops_per_token, run_flops, speed
 
 
 @dataclass(frozen=True)
@@ -64,18 +62,12 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class RunTime:
-    """How long a run takes.
-
-    Attributes:
-        mfu: stated by the user, or predicted.
-        goodput: predicted share of the time that is not lost to saves and failures; None with a stated MFU.
-    """
+    """How long a run takes at a stated MFU, without saves and failures."""
 
     ranks: int
     device: str
     days: float
     mfu: float
-    goodput: float | None
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,7 @@ class Plan:
         sequence_lengths: samples of the run by their length.
         sources: how often each is read; None if the corpora are not here.
         storage: what sources by URL need, or None.
-        time: on a given number of devices whose speed is known, or None.
+        time: on a given number of devices at a given MFU, or None.
         heldout: of the held-out loss, or None.
         markers: where schedules change, see `warnings.markers`.
         schedule: rows of `Schedule.preview`.
@@ -138,6 +130,18 @@ def count_parameters(model: AnyModel) -> int:
     return models.build(model).count_parameters()
 
 
+def check_declared(model: AnyModel, exact: int) -> None:
+    """Raise ConfigError if the model does not have `declared_params` parameters."""
+    declared = model.declared_params
+    if declared is not None and declared != exact:
+        raise ConfigError(
+            f"model.declared_params = {declared:_}, but this model has {exact:_} parameters "
+            f"({(exact - declared) / declared:+.1%})",
+            effect="the run would train another model than intended",
+            remedy=f"correct the shape, or set model.declared_params = {exact:_} if this one is meant",
+        )
+
+
 def world_sizes(config: Config) -> Iterator[int]:
     """World sizes up to 4096 that split every global batch of the run into whole micro-batches."""
     batches = config.schedule.batches()
@@ -162,7 +166,7 @@ def plan(
         gpus_per_node: ranks per node, for `parallel.shard = "node"`.
         device: the driver's name of the device, or `cpu`; None: an unknown GPU.
         available: bytes of memory of a device; default: that known for `device`.
-        mfu: for the time of the run; default: predicted, if `device` is known.
+        mfu: share of the peak of `device`, for the time of the run; None: that is not known.
 
     Raises:
         ConfigError: the configuration contradicts itself, the world size or the corpora.
@@ -189,7 +193,7 @@ def plan(
     sources = None if packer is None else epochs.read_epochs(config, packer)
     warnings += epochs.warnings(sources or {})
     warnings += packer.warnings if packer is not None else []
-    time = None if world is None else _time(config, parameters, world, gpus_per_node, device, mfu)
+    time = None if world is None or mfu is None else _time(config, parameters, world, device, mfu)
     nodes = -(-(world or 1) // gpus_per_node)
     fetched = None if packer is None else storage.need(config, packer, nodes, None if time is None else time.days)
     warnings += storage.warnings(fetched)
@@ -208,7 +212,7 @@ def plan(
         steps=schedule.steps,
         samples=schedule.total,
         tokens=schedule.tokens(schedule.total),
-        flops=_flops(config, parameters),
+        flops=run_flops(config, parameters),
         sequence_lengths=schedule.lengths.between(0, schedule.total),
         global_batches=schedule.batches(),
         world_sizes=sizes,
@@ -227,29 +231,15 @@ def plan(
     )
 
 
-def _time(
-    config: Config, parameters: int, world: int, gpus_per_node: int, device: str | None, mfu: float | None
-) -> RunTime | None:
-    """How long the run takes; None if nothing is known of the device. Raises ConfigError."""
+def _time(config: Config, parameters: int, world: int, device: str | None, mfu: float) -> RunTime:
+    """How long the run takes. Raises ConfigError if the peak of the device is not known."""
     kind = devices.find(device or "")
-    if mfu is None:
-        if device is None or kind is None or config.train.precision in predict.UNKNOWN_RATES:
-            return None
-        found = predict.predict_one(config, device, world, gpus_per_node)
-        costs = found.costs
-        return RunTime(world, device, found.days, found.mfu, costs.goodput) if costs.goodput else None
     if device is None or kind is None:
         raise ConfigError(
             f"--mfu is a share of the peak of a device, and that of {device!r} is not known",
             remedy=f"name one of these with --device: {', '.join(devices.names())}",
         )
-    return RunTime(world, device, _flops(config, parameters) / (world * kind.peak * mfu) / DAY, mfu, None)
-
-
-def _flops(config: Config, parameters: int) -> float:
-    """FLOPs of the model for the whole run."""
-    lengths = config.schedule.lengths.between(0, config.schedule.total)
-    return sum(n * length * flops_per_token(parameters, config.model, length) for length, n in lengths.items())
+    return RunTime(world, device, run_flops(config, parameters) / (world * kind.peak * mfu) / DAY, mfu)
 
 
 def _heldout(config: Config) -> HeldOut | None:
@@ -357,8 +347,7 @@ def _render_sources(plan: Plan) -> list[str]:
 
 
 def _render_time(time: RunTime) -> str:
-    stated = f"an MFU of {time.mfu:.1%} as stated, without saves and failures"
-    said = stated if time.goodput is None else f"a predicted MFU of {time.mfu:.1%} and goodput of {time.goodput:.1%}"
+    said = f"an MFU of {time.mfu:.1%} as stated, without saves and failures"
     return f"  time        {time.days:.3g} days on {time.ranks} x {time.device} at {said}"
 
 
@@ -387,6 +376,7 @@ def render_measured(speed: Speed) -> str:
             f"({human_count(speed.tokens_per_second_per_device)} per device)",
             f"  model       {speed.model_tflops_per_device:.2f} TFLOP/s per device, MFU {share(speed.mfu)}",
             f"  hardware    {speed.hardware_tflops_per_device:.2f} TFLOP/s per device, HFU {share(speed.hfu)}",
+            f"  time        {speed.days:.3g} days for the whole run at this rate, without saves and failures",
         ]
     )
 

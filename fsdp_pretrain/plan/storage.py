@@ -15,7 +15,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import human_bytes, human_count
 
-from .overheads import DAY
+from .flops import DAY
 
 _MARGIN = 1.5
 """Recommended sizes, in working sets: a cache also holds what is fetched ahead."""

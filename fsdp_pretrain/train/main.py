@@ -39,7 +39,6 @@ from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.surgery import Surgery
 from fsdp_pretrain.plan import plan
-from fsdp_pretrain.plan.sizes import check_declared
 from fsdp_pretrain.record import lineage, overrides, run_id
 from fsdp_pretrain.record.arguments import parse_trainer
 from fsdp_pretrain.record.files import RunDir, make_directory
@@ -272,7 +271,7 @@ def _manager(
 
 def _preflight(config: Config, world: World) -> None:
     """Refuse what can be refused before anything is built. Raises ConfigError."""
-    check_declared(config.model, plan.count_parameters(config.model))
+    plan.check_declared(config.model, plan.count_parameters(config.model))
     check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
     check_installed(name for name in NAMES if getattr(config.record, name))
     if config.watchdog.enabled:

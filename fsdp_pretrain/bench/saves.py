@@ -1,4 +1,4 @@
-"""Cost of a checkpoint: `python -m fsdp_pretrain.bench CONFIG --saves DIR`.
+"""What a checkpoint costs: `python -m fsdp_pretrain.bench CONFIG --saves DIR`.
 
 Each round writes a plain file of the same size from one process, a blocking save, and a background save during
 training. They alternate, so that a busy machine or disk affects all three alike; compare the ratios, which are computed
@@ -20,20 +20,22 @@ from fsdp_pretrain.checkpoint.async_save import Pending, Stager
 from fsdp_pretrain.checkpoint.loading import state_dict
 from fsdp_pretrain.checkpoint.manager import make_facts
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.units import human_bytes
 
-from .ranges import median_range, show_range
+from . import steps as step_bench
+from .times import Spread
 
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
 class _Round:
-    """Bytes of the checkpoint, and seconds of each part."""
+    """Seconds of each part; `size`: bytes of the checkpoint."""
 
-    bytes: int
+    size: int
     plain: float
     write: float
     save: float
@@ -41,15 +43,43 @@ class _Round:
     excess: float
 
 
-def measure(trainer: Trainer, world: World, directory: Path, *, rounds: int, steps: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class SaveCosts:
+    """Costs over all rounds.
+
+    Attributes:
+        size: bytes of the checkpoint.
+        plain: seconds to write a plain file of that size and sync it.
+        write, save: seconds of a save that is not read back, and of a verified one.
+        stall: seconds that training waits for a background save.
+        excess: seconds by which the steps until its end were slower than usual, the wait included.
+        bandwidth: of a save that is not read back, relative to that of the plain file.
+        stall_share, excess_share: of the verified save.
+    """
+
+    rounds: int
+    size: int
+    plain: Spread
+    write: Spread
+    save: Spread
+    stall: Spread
+    excess: Spread
+    bandwidth: Spread
+    stall_share: Spread
+    excess_share: Spread
+
+
+def measure(config: Config, world: World, directory: Path, *, rounds: int, steps: int, warmup: int) -> SaveCosts:
     """Time saves of a trainer's state. Returns the same results on every rank. Collective.
 
     Args:
-        trainer: after at least one step, so that there is optimiser state.
         directory: on the storage to measure; what is written there is removed.
-        rounds: to measure, after one warmup round.
+        rounds: to measure, after one that is not counted.
         steps: undisturbed training steps before each background save.
+        warmup: steps before all, at least one, so that there is optimiser state.
     """
+    trainer, _ = step_bench.build(config, world)
+    step_bench.run_steps(trainer, max(1, warmup))
     place = directory / "bench-saves"
     stager, writers = Stager(world.device), world.on(world.new_group())
     found = []
@@ -58,16 +88,19 @@ def measure(trainer: Trainer, world: World, directory: Path, *, rounds: int, ste
         if world.is_main:
             shutil.rmtree(place, ignore_errors=True)
         world.barrier()
-    found = found[1:]
-    parts = ("plain", "write", "save", "stall", "excess")
-    return {
-        "rounds": rounds,
-        "bytes": found[0].bytes,
-        "seconds": {name: median_range([getattr(each, name) for each in found]) for name in parts},
-        "bandwidth_ratio": median_range([each.plain / each.write for each in found]),
-        "stall_share": median_range([each.stall / each.save for each in found]),
-        "excess_share": median_range([each.excess / each.save for each in found]),
-    }
+    del found[0]
+    return SaveCosts(
+        rounds=rounds,
+        size=found[0].size,
+        plain=Spread.of([each.plain for each in found]),
+        write=Spread.of([each.write for each in found]),
+        save=Spread.of([each.save for each in found]),
+        stall=Spread.of([each.stall for each in found]),
+        excess=Spread.of([each.excess for each in found]),
+        bandwidth=Spread.of([each.plain / each.write for each in found]),
+        stall_share=Spread.of([each.stall / each.save for each in found]),
+        excess_share=Spread.of([each.excess / each.save for each in found]),
+    )
 
 
 def _round(
@@ -83,26 +116,19 @@ def _round(
     written = save(world, 1, state, read_back=False)
     saved = save(world, 2, state)
     plain = world.decide(lambda: _write_plainly(place / "plain", saved.bytes))
-    usual = statistics.median(_step(trainer) for _ in range(steps))
+    usual = statistics.median(step_bench.run_steps(trainer, 1) for _ in range(steps))
     start = time.perf_counter()
     copy = stager.copy(state_dict(trainer.model, trainer.optimizer))
     pending = Pending(lambda: save(writers, 3, copy))
     stall = time.perf_counter() - start
     beside = 0
     while not all(world.gather(pending.done)):
-        _step(trainer)
+        step_bench.run_steps(trainer, 1)
         beside += 1
     pending.result()
     excess = time.perf_counter() - start - beside * usual
     slowest = [max(world.gather(seconds)) for seconds in (stall, excess)]
     return _Round(saved.bytes, plain, written.seconds, saved.seconds, *slowest)
-
-
-def _step(trainer: Trainer) -> float:
-    start = time.perf_counter()
-    trainer.step()
-    trainer.collect(keep=0)
-    return time.perf_counter() - start
 
 
 def _write_plainly(path: Path, size: int) -> float:
@@ -116,18 +142,15 @@ def _write_plainly(path: Path, size: int) -> float:
     return time.perf_counter() - start
 
 
-def render(result: dict[str, Any]) -> str:
-    """The results as text for people."""
-    spreads = {**result["seconds"], **{name: result[name] for name in result if name.endswith(("_ratio", "_share"))}}
-    show = {name: show_range(found) for name, found in spreads.items()}
-    size, rounds = human_bytes(result["bytes"]), result["rounds"]
+def render(costs: SaveCosts) -> str:
+    """The results for people."""
     return "\n".join(
         [
-            f"checkpoint of {size}, seconds in {rounds} rounds, median [least to most]:",
-            f"  a plain file, synced      {show['plain']}",
-            f"  save, not read back       {show['write']}  (bandwidth / plain: {show['bandwidth_ratio']})",
-            f"  save, verified            {show['save']}",
-            f"  in the background: wait   {show['stall']}  (share of a verified save: {show['stall_share']})",
-            f"    and slower steps        {show['excess']}  (share: {show['excess_share']})",
+            f"checkpoint of {human_bytes(costs.size)}, seconds in {costs.rounds} rounds, median [least to most]:",
+            f"  a plain file, synced      {costs.plain}",
+            f"  save, not read back       {costs.write}  (bandwidth / plain: {costs.bandwidth})",
+            f"  save, verified            {costs.save}",
+            f"  in the background: wait   {costs.stall}  (share of a verified save: {costs.stall_share})",
+            f"    and slower steps        {costs.excess}  (share: {costs.excess_share})",
         ]
     )

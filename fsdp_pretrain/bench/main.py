@@ -1,0 +1,122 @@
+"""The command line: `python -m fsdp_pretrain.bench CONFIG [key=value ...]`, or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.console import Parser, positive
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.launch import torchrun
+from fsdp_pretrain.parallel import mesh
+from fsdp_pretrain.parallel.mesh import World
+
+from . import children, peers, saves, sides, steps, sweep
+from .times import MeasuredSteps
+
+
+def main() -> int:
+    """Command line."""
+    args = _parser().parse_intermixed_args()
+    torchrun.die_with_launcher()
+    config = load(args.config, args.overrides)
+    command = [args.config, *args.overrides, "--steps", str(args.steps), "--warmup", str(args.warmup)]
+    if (args.sweep or args.peers) and os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ConfigError("--sweep and --peers start processes of their own", remedy="start it without torchrun")
+    if args.sweep:
+        tried = sweep.sweep(config, command, args.overrides, ranks=args.ranks, limit=args.limit)
+        _deliver(args, [asdict(each) for each in tried], sweep.render(tried))
+        return 0 if any(each.times for each in tried) else 1
+    if args.peers:
+        compared = peers.compare(config, command, sides=args.sides, rounds=args.rounds, limit=args.limit)
+        _deliver(args, compared.to_json(), peers.render(compared))
+        return 1 if compared.failed else 0
+    if args.side != peers.OURS:
+        _deliver(args, *_report(sides.measure(args.side, config, steps=args.steps, warmup=args.warmup)))
+        os._exit(0)  # threads of other libraries may keep a process alive
+    with mesh.connect(config.parallel) as world:
+        values, text = _measure(args, config, world)
+        if world.is_main:
+            _deliver(args, values, text)
+    return 0
+
+
+def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[dict[str, Any], str]:
+    """The results as JSON values and as text. Collective."""
+    if args.saves:
+        costs = saves.measure(config, world, args.saves, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
+        return asdict(costs), saves.render(costs)
+    return _report(steps.measure(config, world, steps=args.steps, warmup=args.warmup, accumulation=args.accumulation))
+
+
+def _report(times: MeasuredSteps) -> tuple[dict[str, Any], str]:
+    return asdict(times), steps.render(times)
+
+
+def _deliver(args: argparse.Namespace, values: Any, text: str) -> None:
+    """Print the result, and write its JSON values to the file that was asked for."""
+    if args.result is not None:
+        args.result.write_text(json.dumps(values), encoding="utf-8")
+    print(json.dumps(values, indent=1) if args.json else text, flush=True)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m fsdp_pretrain.bench",
+        description="Time the trainer's own step on random tokens: the mean of some steps, after others to warm up. "
+        "Needs no corpus.",
+        epilog="example:\n  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml\n"
+        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --sweep --steps 3 --warmup 1\n"
+        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --saves runs --rounds 2\n"
+        "  python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --peers --rounds 3 --steps 3 --warmup 1",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--steps", type=positive, default=20, help="steps to time, in each round (default: 20)")
+    parser.add_argument("--warmup", type=positive, default=5, help="steps before (default: 5)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--sweep", action="store_true", help="try micro-batches, recomputation and resharding: what fits, and how fast"
+    )
+    what.add_argument("--saves", type=Path, metavar="DIR", help="time checkpoints in this directory instead")
+    what.add_argument("--peers", action="store_true", help="compare with other implementations of the model instead")
+    what.add_argument("--side", choices=peers.SIDES, default=peers.OURS, help=argparse.SUPPRESS)  # of --peers
+    parser.add_argument(
+        "--accumulation",
+        type=positive,
+        help="micro-batches in a step, of the steps alone (default: those of train.global_batch)",
+    )
+    parser.add_argument("--ranks", type=positive, help="of --sweep: on this node (default: its GPUs, or 1)")
+    parser.add_argument(
+        "--sides",
+        type=_sides,
+        default=peers.SIDES,
+        metavar="A,B",
+        help=f"of --peers, separated by commas (default: {','.join(peers.SIDES)})",
+    )
+    parser.add_argument("--rounds", type=positive, default=5, help="of --peers and --saves (default: 5)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=children.LIMIT,
+        help="of --sweep and --peers: seconds of a process (default: 900)",
+    )
+    parser.add_argument(
+        "--result", type=Path, metavar="FILE", help="also write JSON there: libraries may print among the output"
+    )
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def _sides(text: str) -> tuple[str, ...]:
+    """Raises ArgumentTypeError."""
+    unknown = set(text.split(",")) - set(peers.SIDES)
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not one of {', '.join(peers.SIDES)}")
+    return tuple(text.split(","))
