@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -297,6 +298,13 @@ class HashedFile:
         self._digest.update(content)
         self.size += len(content)
         return content
+
+    def readinto(self, buffer: Any) -> int:
+        """The next bytes, into a writable buffer; returns their number: fewer at the end of the file."""
+        size: int = self._file.readinto(buffer)
+        self._digest.update(memoryview(buffer)[:size])
+        self.size += size
+        return size
 
     def skip_to(self, offset: int) -> None:
         """Read up to an offset, or to the end of the file."""
