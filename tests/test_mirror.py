@@ -22,12 +22,15 @@ from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.mirror.restore import restore
 from fsdp_pretrain.mirror.start import Restoration, compare_with_mirror
 from fsdp_pretrain.mirror.supervisor import UploaderProcess
-from fsdp_pretrain.mirror.uploader import FirstUploader, Place, Reporter
+from fsdp_pretrain.mirror.uploader import Place, Reporter, Uploader
 from fsdp_pretrain.record import journal, lineage, mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir
 
 pytestmark = pytest.mark.quick
-FILES = {**CHECKPOINT, "__1_0.distcp": b"of the second rank", "__2_0.distcp": b"of the third"}
+FILES = {
+    name: content * 100  # so that a byte that is stored wrong and then read wrong is hardly ever right again
+    for name, content in {**CHECKPOINT, "__1_0.distcp": b"of the second rank", "__2_0.distcp": b"of the third"}.items()
+}
 
 
 class Carried:
@@ -66,17 +69,17 @@ class Carried:
         lineage.record(segment, parent=number - 1 or None, step=step, kind=kind)
 
     def save(self, step: int, **more: Any) -> None:
-        commit(Store(self.run.checkpoints), step, {**FILES, "step": str(step).encode()}, **more)
+        commit(Store(self.run.checkpoints), step, {**FILES, "step": str(step).encode() * 100}, **more)
 
-    def uploader(self) -> FirstUploader:
+    def uploader(self) -> Uploader:
         """The uploader's work in this process."""
         place = Place(self.run, run_id.read(self.run.path) or "", segment=1, node=0, nodes=1, local_ranks=2)
-        return FirstUploader(self.config, place, RunMirror(self.config, patience=0), Reporter(place, "file://here"))
+        return Uploader(self.config, place, RunMirror(self.config, patience=0), Reporter(place, "file://here"))
 
     def process(self, node: int = 0, nodes: int = 1) -> UploaderProcess:
         return UploaderProcess(self.run, segment=1, node=node, nodes=nodes, local_ranks=2)
 
-    def copy(self, worker: FirstUploader | None = None) -> None:
+    def copy(self, worker: Uploader | None = None) -> None:
         """Carry everything out."""
         worker = worker or self.uploader()
         while worker.work(finish=True) is not None:

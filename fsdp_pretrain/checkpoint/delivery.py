@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ def parse_chunk(content: mmap.mmap, tensor: StoredTensor, chunk: Chunk) -> Tenso
     storage. The pickle beside them is not opened. Raises ValueError or BadZipFile if it is something else.
     """
     shape, dtype = tensor.shape_of(chunk), getattr(torch, tensor.dtype)
-    with zipfile.ZipFile(content) as archive:  # type: ignore[arg-type]  # it has all that is needed of a file
+    with zipfile.ZipFile(cast(IO[bytes], content)) as archive:
         storages = [entry for entry in archive.infolist() if entry.filename.partition("/")[2].startswith("data/")]
     held, size = sum(entry.file_size for entry in storages), math.prod(shape) * dtype.itemsize
     if len(storages) != 1 or held != size or storages[0].compress_type != zipfile.ZIP_STORED:

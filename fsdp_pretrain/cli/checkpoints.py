@@ -77,7 +77,6 @@ def _has_mirror(run: RunDir) -> bool:
     "verify",
     "300",
     argument("step", type=int, nargs="?", help="verify only this one (default: all)"),
-    argument("--mirror", action="store_true", help="those in checkpoint.mirror instead"),
     JSON,
 )
 def _verify(args: argparse.Namespace) -> int:
@@ -86,11 +85,6 @@ def _verify(args: argparse.Namespace) -> int:
 
     from fsdp_pretrain.checkpoint.listing import read_back
 
-    if args.mirror:
-        from fsdp_pretrain.mirror.listing import open_mirror, verify_mirror
-
-        rows = verify_mirror(open_mirror(args.run), args.step, lambda items: tqdm(items, desc="reading back", delay=2))
-        return _print(rows, as_json=args.json)
     found = _stores(args.run)
     chosen = [item for item in found.scan() if args.step in (None, item.step)]
     if args.step is not None and not chosen:

@@ -1,6 +1,7 @@
 """The mirror of a run, `MIRROR/<run.name>/`, and what is in it. No torch.
 
-    checkpoints/step-N/...   the files of a checkpoint; `manifest.json` is written last and deleted first
+    checkpoints/step-N/...   the files of a checkpoint; `manifest.json` is written last and deleted first, when every
+                             node has written `node-K.json`: its files are there
     record/TIME.tar.zst      the record of the run, packed
     record/TIME.json         of which run it is, and what its bytes must be; written after it and deleted first
 
@@ -15,13 +16,23 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, FileEntry
-from fsdp_pretrain.checkpoint.store import MANIFEST, PINNED, describe_file, difference, directory_name, step_of
+from fsdp_pretrain.checkpoint.store import (
+    MANIFEST,
+    PINNED,
+    describe_file,
+    difference,
+    directory_name,
+    size_problem,
+    step_of,
+)
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, Exit, UserError
 from fsdp_pretrain.record import lineage, state_files
@@ -30,6 +41,7 @@ from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
 from fsdp_pretrain.units import human_count
 
+T = TypeVar("T")
 _CHUNK = 16 << 20
 _READS, _WRITES = 10, 4
 """Of an object whose bytes are wrong; the same wrong bytes twice are those that are stored."""
@@ -62,6 +74,21 @@ class RecordManifest(StateFile):
     starts: dict[str, str]
 
 
+class NodeNote(StateFile):
+    """`checkpoints/step-N/node-K.json`, until there is a manifest: all files of a node are there and were read back.
+
+    Attributes:
+        manifest: checksum of the manifest that will be written.
+        nodes, local_ranks: by which each node knows its files.
+        problem: why they will never be there; empty: they are.
+    """
+
+    manifest: str
+    nodes: int
+    local_ranks: int
+    problem: str = ""
+
+
 @dataclass(frozen=True)
 class MirroredCheckpoint:
     """A checkpoint's directory in the mirror.
@@ -69,19 +96,11 @@ class MirroredCheckpoint:
     Attributes:
         raw: its manifest as it was written; None: there is none yet.
         objects: names in the directory, with their sizes.
-        problem: why it must not be used, by its manifest, names and sizes; None if it looks whole.
     """
 
     step: int
     raw: bytes | None
     objects: dict[str, int]
-    problem: str | None
-
-    @classmethod
-    def of(cls, step: int, raw: bytes | None, objects: dict[str, int]) -> MirroredCheckpoint:
-        """That of a directory's objects; see the attributes."""
-        item = cls(step, raw, objects, None)
-        return replace(item, problem=_problem(item))
 
     @property
     def name(self) -> str:
@@ -100,6 +119,19 @@ class MirroredCheckpoint:
             return state_files.parse(self.raw, CheckpointManifest)
         except ValueError as error:
             raise CheckpointError(f"{MANIFEST} {error}") from None
+
+    @cached_property
+    def problem(self) -> str | None:
+        """Why it must not be used, by its manifest, names and sizes; None if it looks whole."""
+        if self.raw is None:
+            return "it is incomplete: its manifest has not been written"
+        try:
+            manifest = self.manifest()
+        except CheckpointError as error:
+            return error.cause
+        if manifest.step != self.step:
+            return f"{MANIFEST} is that of step {manifest.step}"
+        return next(filter(None, (size_problem(entry, self.objects.get(entry.name)) for entry in manifest.files)), None)
 
     def is_on_line(self, nodes: Sequence[LineageNode]) -> bool:
         """Whether it is whole, and no rollback or fresh start has left it behind."""
@@ -171,28 +203,29 @@ class RunMirror:
     def inspect(self, step: int, objects: dict[str, int]) -> MirroredCheckpoint:
         """A checkpoint whose directory has these objects."""
         name = f"checkpoints/{directory_name(step)}/{MANIFEST}"
-        return MirroredCheckpoint.of(step, self._sealed(name) if MANIFEST in objects else None, objects)
+        return MirroredCheckpoint(step, self.read_sealed(name) if MANIFEST in objects else None, objects)
+
+    def objects(self, step: int) -> dict[str, int]:
+        """Names in a checkpoint's directory, with their sizes."""
+        found = self.remote.list(f"checkpoints/{directory_name(step)}")
+        return {name.rpartition("/")[2]: info.size for name, info in found.items()}
 
     def _record(self, name: str) -> RecordManifest | None:
         with contextlib.suppress(ValueError):
-            return state_files.parse(self._sealed(name) or b"", RecordManifest)
+            return state_files.parse(self.read_sealed(name) or b"", RecordManifest)
         return None
 
-    def _sealed(self, name: str) -> bytes | None:
+    def read_sealed(self, name: str) -> bytes | None:
         """An object with a checksum inside, as it is stored, perhaps damaged; None if it is absent."""
-        before = None
-        for _ in range(_READS):
-            try:
-                content = self.remote.read(name)
-            except RemoteError as error:
-                if error.problem is Problem.MISSING:
-                    return None
-                raise
+
+        def act() -> tuple[bytes, bool]:
+            content = self.remote.read(name)
             with contextlib.suppress(ValueError):
-                if content == before or state_files.parse(content, StateFile):
-                    break
-            before = content
-        return content
+                state_files.parse(content, StateFile)
+                return content, True
+            return content, False
+
+        return _read_until_right(act)
 
     def fetch(
         self, name: str, entry: FileEntry, path: Path | None = None, shown: Callable[[int], object] = lambda size: None
@@ -200,38 +233,29 @@ class RunMirror:
         """Read an object that should have the bytes of an entry, in parts, and make them durable in `path`, if given.
 
         Args:
-            shown: is called with bytes, for each part; with 0 when it is read again.
+            shown: is called with bytes, for each part.
 
         Returns:
             What is wrong with the object; empty: nothing.
         """
-        wrong = set[str]()
-        for attempt in range(_READS):
-            try:
-                digest = self._fetch(name, entry.bytes, path, shown if not attempt else lambda size: shown(0))
-            except RemoteError as error:
-                if error.problem is Problem.MISSING:
-                    return f"{entry.name} is missing"
-                raise
-            if digest == entry.xxh3:
-                return ""
-            if digest in wrong:
-                break
-            wrong.add(digest)
-        return difference(entry, entry.model_copy(update={"xxh3": digest}))
 
-    def _fetch(self, name: str, size: int, path: Path | None, shown: Callable[[int], object]) -> str:
-        digest = xxhash.xxh3_128()
-        with Path(path or os.devnull).open("wb") as file:
-            for start in range(0, size, _CHUNK):
-                chunk = self.remote.read(name, start, min(start + _CHUNK, size))
-                digest.update(chunk)
-                file.write(chunk)
-                shown(len(chunk))
-            file.flush()
-            if path is not None:
-                os.fsync(file.fileno())
-        return digest.hexdigest()
+        def act() -> tuple[str, bool]:
+            digest = xxhash.xxh3_128()
+            with Path(path or os.devnull).open("wb") as file:
+                for start in range(0, entry.bytes, _CHUNK):
+                    chunk = self.remote.read(name, start, min(start + _CHUNK, entry.bytes))
+                    digest.update(chunk)
+                    file.write(chunk)
+                    shown(len(chunk))
+                file.flush()
+                if path is not None:
+                    os.fsync(file.fileno())
+            return digest.hexdigest(), digest.hexdigest() == entry.xxh3
+
+        found = _read_until_right(act)
+        return (
+            f"{entry.name} is missing" if found is None else difference(entry, entry.model_copy(update={"xxh3": found}))
+        )
 
     def put(self, name: str, source: Path | bytes, entry: FileEntry | None = None, *, there: bool = False) -> None:
         """Write an object and read it back; a few times, if it differs.
@@ -282,22 +306,20 @@ def _is_there(entry: FileEntry, sizes: dict[str, int]) -> bool:
     return sizes.get(f"record/{entry.name}") == entry.bytes
 
 
-def _problem(item: MirroredCheckpoint) -> str | None:
-    if item.raw is None:
-        return "it is incomplete: its manifest has not been written"
-    try:
-        manifest = item.manifest()
-    except CheckpointError as error:
-        return error.cause
-    if manifest.step != item.step:
-        return f"{MANIFEST} is that of step {manifest.step}"
-    for entry in manifest.files:
-        size = item.objects.get(entry.name)
-        if size is None:
-            return f"{entry.name} is missing"
-        if size != entry.bytes:
-            return f"{entry.name} has {size} bytes, the manifest says {entry.bytes}"
-    return None
+def _read_until_right(act: Callable[[], tuple[T, bool]]) -> T | None:
+    """The first answer that is right, or the first that comes twice; None if there is no such object."""
+    answers = list[T]()
+    for _ in range(_READS):
+        try:
+            answer, right = act()
+        except RemoteError as error:
+            if error.problem is Problem.MISSING:
+                return None
+            raise
+        if right or answer in answers:
+            return answer
+        answers.append(answer)
+    return answers[-1]
 
 
 def taken(url: Url, found: str) -> MirrorError:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-
 from fsdp_pretrain.checkpoint.listing import Row
-from fsdp_pretrain.checkpoint.manifest import FileEntry
 from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.files import RunDir
 
 from .layout import MirroredCheckpoint, RunMirror
-from .restore import AT_ONCE
 
 _LISTING_PATIENCE = 5.0
 
@@ -31,30 +26,8 @@ def with_mirror(rows: list[Row], mirror: RunMirror) -> list[Row]:
     items = {item.step: item for item in mirror.look().checkpoints}
     local = {row.step for row in rows}
     marked = [row.model_copy(update={"mirror": _state(items.get(row.step))}) for row in rows]
-    there = [_row(mirror, item, _state(item)) for step, item in items.items() if step not in local]
+    there = [_row(mirror, item) for step, item in items.items() if step not in local]
     return sorted([*marked, *there], key=lambda row: row.step)
-
-
-def verify_mirror(
-    mirror: RunMirror, step: int | None, shown: Callable[[list[MirroredCheckpoint]], Iterable[MirroredCheckpoint]]
-) -> list[Row]:
-    """Rows of the checkpoints in the mirror, or of one, after reading them back. Raises ConfigError, RemoteError."""
-    chosen = [item for item in mirror.look().checkpoints if step in (None, item.step)]
-    if step is not None and not chosen:
-        raise ConfigError(f"{mirror.url} has no checkpoint of step {step}")
-    return [_row(mirror, item, None, read_back(mirror, item)) for item in shown(chosen)]
-
-
-def read_back(mirror: RunMirror, item: MirroredCheckpoint) -> list[str]:
-    """Read a checkpoint in the mirror. Returns one text per bad file. Raises RemoteError."""
-    if item.problem is not None:
-        return [] if item.raw is None else [item.problem]
-
-    def one(entry: FileEntry) -> str:
-        return mirror.fetch(f"{item.name}/{entry.name}", entry)
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(filter(None, pool.map(one, item.manifest().files)))
 
 
 def _state(item: MirroredCheckpoint | None) -> str:
@@ -63,17 +36,15 @@ def _state(item: MirroredCheckpoint | None) -> str:
     return "whole" if item.problem is None else "incomplete" if item.raw is None else f"damaged ({item.problem})"
 
 
-def _row(mirror: RunMirror, item: MirroredCheckpoint, state: str | None, wrong: list[str] | None = None) -> Row:
-    """A checkpoint of the mirror; `wrong`: what was found when it was read back."""
-    whole = "mirrored" if wrong is None else "verified"
+def _row(mirror: RunMirror, item: MirroredCheckpoint) -> Row:
+    """A checkpoint that is in the mirror alone."""
     row = Row(
         step=item.step,
         path=str(mirror.url / item.name),
         fallback=False,
-        state="incomplete" if item.raw is None else "damaged" if item.problem or wrong else whole,
+        state="mirrored" if item.problem is None else "incomplete" if item.raw is None else "damaged",
         pinned=item.pinned,
-        problem=wrong[0] if wrong else None,
-        mirror=state,
+        mirror=_state(item),
     )
     if item.problem is None:
         row.describe(item.manifest())

@@ -20,9 +20,6 @@ from tqdm import tqdm
 
 from fsdp_pretrain.checkpoint.manifest import FileEntry
 from fsdp_pretrain.checkpoint.store import (
-    MANIFEST,
-    PINNED,
-    VERIFIED,
     Checkpoint,
     Store,
     describe_file,
@@ -31,8 +28,8 @@ from fsdp_pretrain.checkpoint.store import (
     sync_directory,
 )
 from fsdp_pretrain.errors import CheckpointError, Interrupted, StorageError
-from fsdp_pretrain.record import journal, lineage, run_id, state_files
-from fsdp_pretrain.record.files import RunDir, now, replace_file
+from fsdp_pretrain.record import journal, lineage, run_id
+from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import hold
 
 from .layout import MirroredCheckpoint, MirrorError, RecordManifest, RunMirror
@@ -157,12 +154,10 @@ def _fetch_unless_there(mirror: RunMirror, store: Store, item: MirroredCheckpoin
     if there is not None and there.verified:  # of an attempt that was cut off after it
         return there
     with _progress(sum(entry.bytes for entry in item.manifest().files), directory_name(item.step), stop) as shown:
-        return fetch(mirror, item, store, shown)
+        return _fetch(mirror, item, store, shown)
 
 
-def fetch(
-    mirror: RunMirror, item: MirroredCheckpoint, store: Store, shown: Callable[[int], object] = lambda size: None
-) -> Checkpoint:
+def _fetch(mirror: RunMirror, item: MirroredCheckpoint, store: Store, shown: Callable[[int], object]) -> Checkpoint:
     """Copy a checkpoint that looks whole into a store, and commit it there, verified.
 
     Files of an attempt that was cut off are taken if they are whole. `shown` is called with bytes, from several
@@ -171,15 +166,14 @@ def fetch(
     Raises:
         CheckpointError: a file is missing or damaged in the mirror; nothing was committed.
         RemoteError: the mirror does not answer.
-        OSError: of the store.
+        StorageError, OSError: of the store.
     """
-    target = store.directory / directory_name(item.step)
-    attempt = target.with_name(f"{target.name}.writing-from-mirror")
-    attempt.mkdir(parents=True, exist_ok=True)
+    left = sorted(store.directory.glob(f"{directory_name(item.step)}.writing-*"))
+    attempt = left[0] if left else store.begin(item.step)
 
     def one(entry: FileEntry) -> str:
         path = attempt / entry.name
-        if path.is_file() and path.stat().st_size == entry.bytes and not difference(entry, describe_file(path)):
+        if path.is_file() and not difference(entry, describe_file(path)):
             shown(entry.bytes)
             return ""
         return mirror.fetch(f"{item.name}/{entry.name}", entry, path, shown)
@@ -188,17 +182,9 @@ def fetch(
         wrong = [problem for problem in pool.map(one, item.manifest().files) if problem]
     if wrong:
         raise CheckpointError(wrong[0])
-    assert item.raw is not None
-    replace_file(attempt / MANIFEST, item.raw)
-    state_files.write(attempt / VERIFIED, {"verified": now()})
-    if item.pinned:
-        state_files.write(attempt / PINNED, {"pinned": now()})
-    sync_directory(attempt)
-    if target.exists():  # a damaged one of the same step
-        store.abandon(target)
-    attempt.rename(target)
-    sync_directory(store.directory)
-    return Checkpoint(item.step, target, None, True, item.pinned)
+    made = store.commit(attempt, item.manifest()).mark_verified()
+    made.pin(item.pinned)
+    return made
 
 
 @contextlib.contextmanager

@@ -56,8 +56,8 @@ class UploaderProcess:
 
     def steps_in_use(self) -> list[int]:
         """Steps whose checkpoints are being copied."""
-        first = mirror_status.read_reports(self._run, self._segment).get(0)
-        return [first.task.step] if first is not None and first.task is not None else []
+        reports = mirror_status.read_reports(self._run, self._segment).values()
+        return [report.copying for report in reports if report.copying is not None]
 
     def _say(self, word: str) -> None:
         process = self._process

@@ -3,9 +3,9 @@ touches a rank. No torch.
 
     python -m fsdp_pretrain.mirror.uploader RUN ID SEGMENT NODE NODES LOCAL_RANKS
 
-The first node says in its report (`record.mirror_status`) which checkpoint is copied; each node sends the files that
-its ranks wrote, reads them back and says so in its own; then the first one writes the manifest. What fails is reported
-and tried again.
+Each node sends the files that its ranks wrote, the newest checkpoint first, reads them back, and leaves a note beside
+them; when those of all nodes are there, the first one writes the manifest. What fails is reported
+(`record.mirror_status`) and tried again.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ import socket
 import sys
 import threading
 import time
-import uuid
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import xxhash
+
 from fsdp_pretrain.checkpoint.locations import stores
-from fsdp_pretrain.checkpoint.manifest import FileEntry, is_permanent
-from fsdp_pretrain.checkpoint.store import MANIFEST, PINNED, Checkpoint, step_of
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, FileEntry, is_permanent
+from fsdp_pretrain.checkpoint.store import MANIFEST, PINNED, Checkpoint
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.errors import CheckpointError, RunGoneError, UserError
 from fsdp_pretrain.record import lineage, mirror_status, run_id, state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.record.mirror_status import MirrorReport, MirrorTask
+from fsdp_pretrain.record.mirror_status import MirrorReport
 from fsdp_pretrain.units import human_bytes, human_time
 
-from .layout import MirroredCheckpoint, MirrorError, RunMirror, SourceDamagedError
+from .layout import MirroredCheckpoint, MirrorError, NodeNote, RunMirror, SourceDamagedError
 from .record_copy import RecordCopy
 from .start import refuse_if_not_ours
 
@@ -44,11 +46,7 @@ _PATIENCE = 20.0
 """Seconds for which a call to the storage is repeated before that is a problem."""
 _PAUSES = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0)
 """Seconds before a failed pass is repeated; the last one for all later failures."""
-_LOOK_SECONDS, _OTHERS_SECONDS, _BEAT_SECONDS = 10.0, 1.0, 10.0
-
-
-class OtherNodeError(UserError):
-    """Another node cannot copy its files."""
+_LOOK_SECONDS, _OTHERS_SECONDS, _BEAT_SECONDS = 10.0, 2.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Reporter:
 
     def failed(self, error: UserError | OSError) -> None:
         cause = error.cause if isinstance(error, UserError) else str(error)
-        passes = getattr(error, "is_temporary", False) or isinstance(error, OSError | OtherNodeError)
+        passes = getattr(error, "is_temporary", False) or isinstance(error, OSError)
         since = self.report.since if self.report.problem else time.time()
         self.change(problem=cause, since=since, needs_person=not passes)
 
@@ -98,83 +96,50 @@ class Reporter:
 
 
 class Uploader:
-    """Any node's: sends its files of the checkpoint that the first one names."""
+    """Sends this node's files of checkpoints; that of the first node also writes manifests, copies the record, and
+    keeps the mirror's policy.
+    """
 
-    def __init__(self, place: Place, mirror: RunMirror, reporter: Reporter) -> None:
-        self._place, self._run, self._mirror, self._reporter = place, place.run, mirror, reporter
+    def __init__(self, config: Config, place: Place, mirror: RunMirror, reporter: Reporter) -> None:
+        self._config, self._place, self._run = config, place, place.run
+        self._mirror, self._reporter, self._journal = mirror, reporter, Journal(place.run, place.segment)
+        self._record = RecordCopy(self._run, mirror, place.id)
+        self._record_due = 0.0
+        self._found: dict[int, MirroredCheckpoint] | None = None
         self._sent: set[tuple[str, str]] = set()
+        self._done: set[str] = set()
+        self._begun: dict[str, float] = {}
+        self._waited: set[int] = set()
 
     def work(self, *, finish: bool) -> float | None:
         """A pass. Returns the seconds until the next one; None: all is copied, and the run `finish`es.
 
         Raises UserError, OSError.
         """
-        first = mirror_status.read_reports(self._run, self._place.segment).get(0)
-        if first is None or first.task is None or first.task.id == self._reporter.report.copied:
-            return None if finish and first is not None and first.ended else _OTHERS_SECONDS
-        path = Path(first.task.path)
-        there = self._mirror.remote.list(f"checkpoints/{path.name}")
-        sizes = {name.rpartition("/")[2]: info.size for name, info in there.items()}
-        with contextlib.suppress(SourceDamagedError):  # the first node sees that, too
-            self.send(first.task, Checkpoint(step_of(path.name) or 0, path, None, True), sizes)
-        return _OTHERS_SECONDS
-
-    def send(self, task: MirrorTask, checkpoint: Checkpoint, there: dict[str, int]) -> None:
-        """Send this node's files of a checkpoint, and report that. `there`: sizes of objects that may be whole.
-
-        Raises SourceDamagedError, RemoteError, OSError.
-        """
-        self._sent = {key for key in self._sent if key[0] == task.id}
-
-        def send(entry: FileEntry) -> None:
-            if (task.id, entry.name) not in self._sent:
-                name, known = f"checkpoints/{checkpoint.path.name}/{entry.name}", there.get(entry.name) == entry.bytes
-                self._mirror.put(name, checkpoint.path / entry.name, entry, there=known)
-                self._sent.add((task.id, entry.name))
-
-        try:
-            own = [entry for entry in checkpoint.files() if self._place.owns(entry.name)]
-        except CheckpointError as error:
-            raise SourceDamagedError(error.cause) from None
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(send, own))
-        self._reporter.change(copied=task.id, files=self._reporter.report.files + len(own))
-
-
-class FirstUploader(Uploader):
-    """That of the first node: it decides what is copied, writes manifests, and keeps the mirror's policy."""
-
-    def __init__(self, config: Config, place: Place, mirror: RunMirror, reporter: Reporter) -> None:
-        super().__init__(place, mirror, reporter)
-        self._config, self._journal = config, Journal(self._run, place.segment)
-        self._record: RecordCopy | None = None
-        self._found: dict[int, MirroredCheckpoint] = {}
-        self._waited: set[int] = set()
-        self._given_up: set[int] = set()
-        self._record_due = 0.0
-
-    def work(self, *, finish: bool) -> float | None:
-        """See `Uploader.work`."""
-        if self._record is None:
-            state = self._mirror.look()
-            refuse_if_not_ours(self._run, state, self._mirror.url)
-            self._found = {item.step: item for item in state.checkpoints}
-            self._record = RecordCopy(self._run, self._mirror, self._place.id)
-            self._push_record()  # which makes the mirror that of this run
-            self._report_newest()
-        if waiting := self._waiting():
-            with contextlib.suppress(SourceDamagedError):
-                self._upload(waiting[0])
+        if self._found is None:
+            self._open()
+        waiting = self._waiting()
+        if (step := waiting[0].step if waiting else None) != self._reporter.report.copying:
+            self._reporter.change(copying=step)
+        if waiting:
+            with contextlib.suppress(FileNotFoundError):  # retention has deleted it
+                return 0.0 if self._upload(waiting[0]) else _OTHERS_SECONDS
             return 0.0
-        self._set_task(None)
-        if finish or time.monotonic() >= self._record_due:
+        if not self._place.node and (finish or time.monotonic() >= self._record_due):
             self._push_record()
             self._retain()
-        self._reporter.change(ended=finish)
         return None if finish else _LOOK_SECONDS
 
+    def _open(self) -> None:
+        """Read what is there, and make it the mirror of this run."""
+        state = self._mirror.look()
+        refuse_if_not_ours(self._run, state, self._mirror.url)
+        if not self._place.node:
+            self._push_record()
+        self._found = {item.step: item for item in state.checkpoints}
+        self._report_newest()
+
     def _push_record(self) -> None:
-        assert self._record is not None
         every, begun = self._config.checkpoint.mirror_record_every.value, time.monotonic()
         self._record.push(every)
         ended = time.monotonic()
@@ -183,21 +148,23 @@ class FirstUploader(Uploader):
     def _whole(self) -> list[MirroredCheckpoint]:
         """The whole checkpoints of the kept line in the mirror, oldest first."""
         nodes = lineage.nodes(self._run)
-        return [item for _, item in sorted(self._found.items()) if item.is_on_line(nodes)]
+        return [item for _, item in sorted(self._there.items()) if item.is_on_line(nodes)]
+
+    @property
+    def _there(self) -> dict[int, MirroredCheckpoint]:
+        """What the mirror has, by step."""
+        assert self._found is not None
+        return self._found
 
     def _report_newest(self) -> None:
-        whole = self._whole()
-        self._reporter.change(newest=whole[-1].step if whole else None)
-
-    def _set_task(self, task: MirrorTask | None) -> None:
-        if self._reporter.report.task != task:
-            self._reporter.change(task=task)
+        if not self._place.node and (whole := self._whole()):
+            self._reporter.change(newest=whole[-1].step)
 
     # ------------------------------------------------------------------ checkpoints
 
     def _waiting(self) -> list[Checkpoint]:
-        """Local checkpoints that the mirror should have and has not, newest first; tells of those that were deleted
-        before they were copied."""
+        """Local checkpoints that the mirror should have from this node and has not, newest first; tells of those that
+        were deleted before they were copied."""
         policy, found = self._config.checkpoint, stores(self._run).scan()
         local = {item.step: item for item in found if not item.problem and (item.verified or not policy.verify)}
         recent = sorted(local)[-policy.mirror_keep_last :]
@@ -206,11 +173,11 @@ class FirstUploader(Uploader):
             for step, item in sorted(local.items(), reverse=True)
             if step in recent or item.pinned or self._is_permanent(item) or self._is_damaged(step)
         ]
-        waiting = [item for item in wanted if item.step not in self._given_up and not self._has(item)]
-        gone = {step for step in self._waited if step not in local and not self._holds(step)}
+        waiting = [item for item in wanted if not self._has(item)]
+        if not self._place.node:
+            for step in sorted(self._waited - local.keys() - {step for step in self._waited if self._holds(step)}):
+                self._tell_missed(step, "retention deleted it before it was in the mirror, which is too slow or away")
         self._waited = {item.step for item in waiting}
-        for step in sorted(gone):
-            self._tell_missed(step, "retention deleted it before it was in the mirror, which is too slow or away")
         return waiting
 
     def _tell_missed(self, step: int, text: str) -> None:
@@ -221,80 +188,101 @@ class FirstUploader(Uploader):
 
     def _is_damaged(self, step: int) -> bool:
         """Whether the mirror has a manifest of this step, and it or a file is wrong."""
-        found = self._found.get(step)
+        found = self._there.get(step)
         return found is not None and found.problem is not None and found.raw is not None
 
     def _holds(self, step: int) -> bool:
-        return step in self._found and self._found[step].problem is None
+        return step in self._there and self._there[step].problem is None
 
     def _has(self, item: Checkpoint) -> bool:
         """Whether the mirror has this checkpoint, and not one of the same step that a rollback left."""
         try:
-            return self._holds(item.step) and self._found[item.step].raw == (item.path / MANIFEST).read_bytes()
+            raw = (item.path / MANIFEST).read_bytes()
         except OSError:
             return True  # deleted just now
+        return _digest(raw) in self._done or (self._holds(item.step) and self._there[item.step].raw == raw)
 
-    def _upload(self, item: Checkpoint) -> None:
-        """Copy a checkpoint, record and manifest last. Raises SourceDamagedError if it was deleted meanwhile."""
-        begun, task, found = time.monotonic(), self._reporter.report.task, self._found.get(item.step)
-        try:
-            raw = (item.path / MANIFEST).read_bytes()
-        except OSError as error:
-            raise SourceDamagedError(str(error)) from None
-        name = f"checkpoints/{item.path.name}"
-        if found is not None and found.raw is not None:  # it must not vouch for other files
+    def _upload(self, item: Checkpoint) -> bool:
+        """Send this node's files of a checkpoint, and a note; on the first node the manifest, when all notes are there.
+        Returns whether this node is done with it. Raises FileNotFoundError if it was deleted meanwhile."""
+        raw, name = (item.path / MANIFEST).read_bytes(), f"checkpoints/{item.path.name}"
+        known, there = self._there.get(item.step), self._mirror.objects(item.step)
+        if MANIFEST in there:  # it must not vouch for other files
+            if self._place.node:
+                return False
             self._mirror.remote.delete([f"{name}/{MANIFEST}"])
-            found = self._found[item.step] = MirroredCheckpoint.of(item.step, None, found.objects)
-        if task is None or task.path != str(item.path):
-            task = MirrorTask(id=uuid.uuid4().hex, step=item.step, path=str(item.path))
-            self._set_task(task)
+            self._there[item.step] = MirroredCheckpoint(item.step, None, known.objects if known is not None else {})
+        note = NodeNote(manifest=_digest(raw), nodes=self._place.nodes, local_ranks=self._place.local_ranks)
+        self._begun.setdefault(note.manifest, time.monotonic())
+        if (note.manifest, "") not in self._sent:
+            note = self._send(item, raw, note, there)
+            self._mirror.put(f"{name}/node-{self._place.node}.json", state_files.seal(note).encode())
+            self._sent.add((note.manifest, ""))
+        if self._place.node:
+            self._done.add(note.manifest)
+            return True
+        return self._complete(item, raw, note)
+
+    def _send(self, item: Checkpoint, raw: bytes, note: NodeNote, there: Mapping[str, int]) -> NodeNote:
+        """Send this node's files. Returns the note, with a problem if one is not what it was. Raises RemoteError."""
+
+        def send(entry: FileEntry) -> None:
+            if (note.manifest, entry.name) not in self._sent:
+                name, known = f"checkpoints/{item.path.name}/{entry.name}", there.get(entry.name) == entry.bytes
+                self._mirror.put(name, item.path / entry.name, entry, there=known)
+                self._sent.add((note.manifest, entry.name))
+
+        files = state_files.parse(raw, CheckpointManifest).files
+        own = [entry for entry in files if self._place.owns(entry.name)]
         try:
-            self.send(task, item, found.objects if found is not None else {})
-            self._wait_for_others(task, item)
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(send, own))
         except SourceDamagedError as error:
-            if item.path.exists():
-                self._given_up.add(item.step)
-                self._tell_missed(item.step, error.cause)
-            raise
+            (item.path / MANIFEST).stat()  # else it was deleted
+            return note.model_copy(update={"problem": error.cause})
+        self._reporter.change(files=self._reporter.report.files + len(own))
+        return note
+
+    def _complete(self, item: Checkpoint, raw: bytes, own: NodeNote) -> bool:
+        """Copy the record and write the manifest, if all nodes have sent their files. Returns whether it is done."""
+        name, objects = f"checkpoints/{item.path.name}", self._mirror.objects(item.step)
+        names = [f"node-{node}.json" for node in range(self._place.nodes)]
+        if not objects.keys() >= set(names):
+            return False
+        for each in names:
+            try:
+                note = state_files.parse(self._mirror.read_sealed(f"{name}/{each}") or b"", NodeNote)
+            except ValueError:
+                return False
+            if note.model_copy(update={"problem": ""}) != own.model_copy(update={"problem": ""}):
+                return False  # of an earlier attempt
+            if note.problem:
+                self._done.add(note.manifest)
+                self._tell_missed(item.step, note.problem)
+                return True
         self._push_record()  # what leads to it, before it
-        listed = {path.rpartition("/")[2]: at.size for path, at in self._mirror.remote.list(name).items()}
-        made = MirroredCheckpoint.of(item.step, raw, listed | {MANIFEST: len(raw)})
+        made = MirroredCheckpoint(item.step, raw, objects | {MANIFEST: len(raw)})
         if made.problem is not None:  # deleted by someone else meanwhile
-            self._set_task(None)
+            self._sent.clear()
             raise MirrorError(f"{self._mirror.url / name}, which was just written: {made.problem}")
         self._mirror.put(f"{name}/{MANIFEST}", raw)
-        self._set_task(None)
-        self._found[item.step] = made
-        self._report_newest()
         files = made.manifest().files
-        stray = made.objects.keys() - {MANIFEST, PINNED, *(entry.name for entry in files)}
+        stray = made.objects.keys() - {MANIFEST, PINNED, *(entry.name for entry in files)}  # the notes, too
         self._mirror.remote.delete(f"{name}/{stranger}" for stranger in sorted(stray))
-        size, seconds = sum(entry.bytes for entry in files), time.monotonic() - begun
+        self._there[item.step] = made
+        self._report_newest()
+        size, seconds = sum(entry.bytes for entry in files), time.monotonic() - self._begun[own.manifest]
         text = f"{item.path.name} is in {self._mirror.url}: {human_bytes(size)} in {human_time(seconds)}"
         self._journal.write("mirror", text, step=item.step, bytes=size, seconds=seconds)
         self._retain()
-
-    def _wait_for_others(self, task: MirrorTask, item: Checkpoint) -> None:
-        while True:
-            reports = mirror_status.read_reports(self._run, self._place.segment)
-            late = {
-                node for node in range(1, self._place.nodes) if node not in reports or reports[node].copied != task.id
-            }
-            if not late:
-                return
-            for report in (reports[node] for node in late & reports.keys()):
-                if report.problem:
-                    raise OtherNodeError(f"{report.host}: {report.problem}")
-            if not item.path.exists():
-                raise SourceDamagedError(f"{item.path} is gone")
-            time.sleep(_OTHERS_SECONDS)
+        return True
 
     # ------------------------------------------------------------------ retention
 
     def _copy_pins(self) -> None:
         """Give the mirror's checkpoints the marks of the local ones."""
         for item in stores(self._run).scan():
-            there = self._found.get(item.step)
+            there = self._there.get(item.step)
             if there is None or there.problem is not None or there.pinned == item.pinned:
                 continue
             if item.pinned:
@@ -312,13 +300,13 @@ class FirstUploader(Uploader):
         recent = {item.step for item in whole[-kept:]}
         if len(recent) < kept:
             return
-        for step, item in list(self._found.items()):
+        for step, item in list(self._there.items()):
             spared = step in recent or step > min(recent) or item.pinned or step in self._waited
             if not spared and not self._stays(item, whole):  # the manifest first: what is left never looks whole
                 names = (MANIFEST, *sorted(item.objects.keys() - {MANIFEST}))
                 self._mirror.remote.delete(f"{item.name}/{name}" for name in names)
                 self._mirror.remote.remove_folder(item.name)
-                del self._found[step]
+                del self._there[step]
 
     def _stays(self, item: MirroredCheckpoint, whole: list[MirroredCheckpoint]) -> bool:
         """Whether an old one stays: a permanent one of the kept line, and a damaged one that may be permanent, for a
@@ -329,6 +317,10 @@ class FirstUploader(Uploader):
             return (item.problem is not None or item in whole) and self._is_permanent(item)
         except CheckpointError:  # its manifest does not say
             return True
+
+
+def _digest(raw: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(raw)
 
 
 class Orders:
@@ -359,7 +351,7 @@ def main(run: str, own_id: str, *numbers: str) -> int:
     config = load_compatible(place.run.segment(place.segment) / "config.toml")
     mirror = RunMirror(config, patience=_PATIENCE)
     reporter, failures = Reporter(place, str(mirror.url)), 0
-    worker = Uploader(place, mirror, reporter) if place.node else FirstUploader(config, place, mirror, reporter)
+    worker = Uploader(config, place, mirror, reporter)
     while True:
         try:
             pause = worker.work(finish=orders.finish)

@@ -1,6 +1,6 @@
 """How copying to `checkpoint.mirror` goes: `RUN/mirror/node-N.json`, written by the uploader of each node.
 
-The watchdog reads them, and the uploaders agree by them on what is copied now.
+The watchdog reads them, and retention spares the checkpoint that is copied.
 """
 
 from __future__ import annotations
@@ -12,14 +12,6 @@ from .files import RunDir
 from .state_files import StateFile
 
 
-class MirrorTask(StateFile):
-    """The checkpoint that all nodes copy now: an id, its step and its path."""
-
-    id: str
-    step: int
-    path: str
-
-
 class MirrorReport(StateFile):
     """What one node's uploader does.
 
@@ -27,14 +19,12 @@ class MirrorReport(StateFile):
         node, host, pid: who writes it.
         segment: of the start that it belongs to.
         beat: grows while the process lives.
-        task: on the first node: what is copied; None: nothing.
-        copied: id of the last task whose files of this node are all in the mirror.
+        copying: step of the checkpoint that is copied now, if one is.
         files: copied in this start.
         problem: why nothing can be copied now; empty: nothing is wrong.
         since: when that began, in seconds since 1970.
         needs_person: it will not pass by itself.
         newest: newest step that is whole in the mirror, on the first node.
-        ended: it has copied everything, and no task will come.
         url: of the mirror.
     """
 
@@ -43,14 +33,12 @@ class MirrorReport(StateFile):
     pid: int
     segment: int
     beat: int = 0
-    task: MirrorTask | None = None
-    copied: str = ""
+    copying: int | None = None
     files: int = 0
     problem: str = ""
     since: float | None = None
     needs_person: bool = False
     newest: int | None = None
-    ended: bool = False
     url: str = ""
 
 
