@@ -8,18 +8,17 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from fsdp_pretrain.errors import CheckpointError
-from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.units import human_bytes
 
 from .locations import Stores
 from .manifest import CheckpointManifest
-from .store import MANIFEST, Checkpoint, verify_files
+from .store import Checkpoint, verify_files
 from .tensors import wrong_tensors
 
 
 class Row(BaseModel):
-    """A checkpoint in the output of `list` and `verify`; `verify` sets `sealed`: the manifest has a checksum.
+    """A checkpoint in the output of `list` and `verify`.
 
     `mirror`: its state in `checkpoint.mirror`: whole, incomplete, damaged or absent; None: the run has none, or it does
     not answer.
@@ -36,7 +35,6 @@ class Row(BaseModel):
     suspect: str | None = None
     optimizer: bool = True
     problem: str | None = None
-    sealed: bool | None = None
     mirror: str | None = None
 
     def describe(self, manifest: CheckpointManifest) -> None:
@@ -51,7 +49,6 @@ class Row(BaseModel):
         line += "pinned " * self.pinned
         line += f"suspect: {self.suspect} " if self.suspect else ""
         line += self.problem or ("" if self.optimizer else "weights alone ")
-        line += "its manifest has no checksum (release 0.1) " * (self.sealed is False)
         line += f" in the fallback {Path(self.path).parent}" * self.fallback
         line += f" mirror: {self.mirror}" if self.mirror is not None else ""
         return line.rstrip()
@@ -78,5 +75,4 @@ def read_back(found: Stores, checkpoint: Checkpoint) -> Row:
     if checkpoint.problem is None:
         wrong = verify_files(checkpoint.path, checkpoint.files()) or wrong_tensors(checkpoint.path)
         row.state, row.problem = ("damaged", wrong[0]) if wrong else ("verified", None)
-        row.sealed = state_files.is_sealed(checkpoint.path / MANIFEST)
     return row

@@ -132,7 +132,7 @@ def check_files(checkpoint: Checkpoint, *names: str) -> None:
     """Read files of a checkpoint and compare them with its manifest. Raises DamagedError if one differs."""
     entries = {entry.name: entry for entry in checkpoint.files()}
     if missing := [name for name in names if name not in entries]:
-        raise DamagedError(f"{missing[0]} is not in the manifest")
+        raise DamagedError(f"{missing[0]} is not in the manifest: another version of this program wrote it")
     if wrong := verify_files(checkpoint.path, [entries[name] for name in names]):
         raise DamagedError(wrong[0])
 

@@ -352,10 +352,13 @@ def describe_file(path: Path) -> FileEntry:
         return file.finish()
 
 
-def sync_directory(path: Path) -> None:
-    """Fsync a directory. Raises OSError."""
+def sync_file(path: Path) -> None:
+    """Fsync a file, or a directory. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+sync_directory = sync_file

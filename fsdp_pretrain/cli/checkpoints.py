@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.locations import Stores
 
 _CONVERTED = "weights are converted"
-_ACCEPTABLE = {
-    "tokenizer": "the folder has no tokenizer that can be compared with that of the corpora",
-    "tied-head": "lm_head.weight is not the embedding table, which config.json says it is, and is left out",
-}
-"""Problems that an import refuses unless the user accepts them."""
 _STEP = argument("step", type=int, help="step of the checkpoint")
 
 
@@ -123,15 +118,7 @@ def _stores(run: RunDir) -> Stores:
 def _print(rows: list[Row], *, as_json: bool) -> int:
     """Print the rows. Returns the exit code: 2 if a checkpoint is damaged."""
     if as_json:
-        print(
-            json.dumps(
-                [
-                    row.model_dump(exclude={name for name in ("sealed", "mirror") if getattr(row, name) is None})
-                    for row in rows
-                ],
-                indent=1,
-            )
-        )
+        print(json.dumps([row.model_dump(exclude=set() if row.mirror else {"mirror"}) for row in rows], indent=1))
     else:
         print("\n".join(map(str, rows)) or "no checkpoints")
     return 2 if any(row.problem for row in rows) else 0
@@ -178,8 +165,8 @@ def _export(args: argparse.Namespace) -> int:
         "--accept",
         action="append",
         default=[],
-        choices=_ACCEPTABLE,
-        help="import although: " + "; ".join(f"{name}: {text}" for name, text in _ACCEPTABLE.items()),
+        choices=["tokenizer"],
+        help="import although the folder has no tokenizer that can be compared with that of the corpora",
     ),
     argument("--show-model", action="store_true", help="only print the [model] section that fits"),
     JSON,

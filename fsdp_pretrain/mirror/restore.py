@@ -9,7 +9,6 @@ again, and takes the files of the checkpoint that are whole.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from fsdp_pretrain.checkpoint.store import (
     difference,
     directory_name,
     sync_directory,
+    sync_file,
 )
 from fsdp_pretrain.errors import CheckpointError, Interrupted, StorageError
 from fsdp_pretrain.record import journal, lineage, run_id
@@ -210,11 +210,6 @@ def _move(source: Path, target: Path) -> None:
             continue
         for file in path.rglob("*") if path.is_dir() else [path]:
             if file.is_file():
-                _sync(file)
+                sync_file(file)
         path.replace(place)
     sync_directory(target)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

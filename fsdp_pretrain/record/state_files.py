@@ -1,7 +1,7 @@
 """The small JSON files with the state of a run: written as a whole with a checksum, read by one strict reader.
 
-Since format 2 a file has `format` and a `checksum` of its values, so bit flips are detected; files of format 1 (release
-0.1) have neither and are only checked against their schema. A damaged file, or one of a later format, raises.
+A file has `format` and a `checksum` of its values, so bit flips are detected; one that has neither, as a person writes
+it, is only checked against its schema. A damaged file, or one of a later format, raises.
 Non-critical files may be read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` still reports
 it.
 """
@@ -23,7 +23,7 @@ from fsdp_pretrain.errors import StorageError, UserError
 from .files import replace_file
 
 FORMAT = 2
-"""The format that this version writes; it reads all earlier ones."""
+"""The format that this version writes."""
 T = TypeVar("T")
 
 
@@ -101,11 +101,6 @@ def parse(raw: bytes, schema: type[T]) -> T:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "its contents"
         raise ValueError(f"is damaged: {place}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
-
-
-def is_sealed(path: Path) -> bool:
-    """Whether a file has a checksum, which release 0.1 did not write. Raises OSError."""
-    return b'"checksum"' in path.read_bytes()
 
 
 def _check(values: dict[str, Any]) -> None:
