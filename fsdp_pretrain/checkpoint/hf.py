@@ -115,7 +115,8 @@ def _verify(checkpoint: Checkpoint) -> None:
 
 
 def _size(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> int:
-    return sum(math.prod(stored.shapes[name]) for name in weight.ours) * dtype.itemsize
+    count = sum(math.prod(stored.shapes[name]) for name in weight.ours)
+    return int(count * dtype.itemsize)
 
 
 def _split_into_files(sizes: dict[HFTensor, int], shard_bytes: int) -> dict[str, list[HFTensor]]:
