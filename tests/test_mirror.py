@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
 from records import CHECKPOINT, commit
-from sight import until
+from sight import seeded, until
 
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.config.config import Config, load
@@ -25,6 +26,7 @@ from fsdp_pretrain.mirror.supervisor import UploaderProcess
 from fsdp_pretrain.mirror.uploader import Place, Reporter, Uploader
 from fsdp_pretrain.record import journal, lineage, mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.remote import Problem, Remote, RemoteError
 
 pytestmark = pytest.mark.quick
 FILES = {
@@ -71,9 +73,9 @@ class Carried:
     def save(self, step: int, **more: Any) -> None:
         commit(Store(self.run.checkpoints), step, {**FILES, "step": str(step).encode() * 100}, **more)
 
-    def uploader(self) -> Uploader:
+    def uploader(self, node: int = 0, nodes: int = 1) -> Uploader:
         """The uploader's work in this process."""
-        place = Place(self.run, run_id.read(self.run.path) or "", segment=1, node=0, nodes=1, local_ranks=2)
+        place = Place(self.run, run_id.read(self.run.path) or "", segment=1, node=node, nodes=nodes, local_ranks=2)
         return Uploader(self.config, place, RunMirror(self.config, patience=0), Reporter(place, "file://here"))
 
     def process(self, node: int = 0, nodes: int = 1) -> UploaderProcess:
@@ -306,3 +308,42 @@ def test_each_node_copies_its_own_files_and_a_killed_uploader_comes_back(carried
     first, second = mirror_status.read_reports(carried.run).values()
     assert (first.files, second.files) == (len(FILES), 1) and first.newest == 10  # of ranks 0 and 1, and of rank 2
     assert not first.problem and not second.problem and processes[0].steps_in_use() == []
+
+
+@pytest.mark.shows("F53")
+@pytest.mark.parametrize("seed", range(5))
+def test_nodes_agree_whatever_the_order_of_their_passes(
+    carried: Carried, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploaders of two nodes work in turns at random, are started again, and fail after a manifest was written; one
+    checkpoint is replaced by that of another line."""
+    random = seeded(seed)
+    for step in (10, 20, 30):
+        carried.save(step)
+    replaced, failures = False, 2
+    workers: dict[int, Uploader] = {}
+    ended = set[int]()
+    while len(ended) < 2:
+        node = random.randrange(2)
+        if node not in workers or random.random() < 0.1:
+            workers[node] = carried.uploader(node, 2)
+        with monkeypatch.context() as patch, contextlib.suppress(RemoteError):
+            if failures and random.random() < 0.2:
+                failures -= 1
+                patch.setattr(Remote, "delete", refuse)
+            ended = ended | {node} if workers[node].work(finish=True) is None else ended - {node}
+        carried.whole()
+        if not replaced and random.random() < 0.1:
+            replaced = True
+            Store(carried.run.checkpoints).abandon(carried.run.checkpoints / "step-00000030")
+            carried.segment(2, "rollback", 20)
+            commit(Store(carried.run.checkpoints), 30, {**FILES, "line": b"new"}, segment=2)
+            ended.clear()
+    assert carried.whole() == [20, 30]
+    names = {path.name for path in carried.mirror.glob("checkpoints/*/*")}
+    assert ("line" in names) == replaced
+
+
+def refuse(remote: Remote, names: Iterable[str]) -> None:
+    for name in names:
+        raise RemoteError(name, Problem.BUSY, "busy")

@@ -206,12 +206,13 @@ class Uploader:
         """Send this node's files of a checkpoint, and a note; on the first node the manifest, when all notes are there.
         Returns whether this node is done with it. Raises FileNotFoundError if it was deleted meanwhile."""
         raw, name = (item.path / MANIFEST).read_bytes(), f"checkpoints/{item.path.name}"
-        known, there = self._there.get(item.step), self._mirror.objects(item.step)
+        there = self._mirror.objects(item.step)
         if MANIFEST in there:  # it must not vouch for other files
-            if self._place.node:
+            if self._place.node:  # the first one deletes it, or has written it since this process looked
+                self._there[item.step] = self._mirror.inspect(item.step, there)
                 return False
             self._mirror.remote.delete([f"{name}/{MANIFEST}"])
-            self._there[item.step] = MirroredCheckpoint(item.step, None, known.objects if known is not None else {})
+            self._there[item.step] = MirroredCheckpoint(item.step, None, there)
         note = NodeNote(manifest=_digest(raw), nodes=self._place.nodes, local_ranks=self._place.local_ranks)
         self._begun.setdefault(note.manifest, time.monotonic())
         if (note.manifest, "") not in self._sent:
@@ -266,10 +267,10 @@ class Uploader:
             self._sent.clear()
             raise MirrorError(f"{self._mirror.url / name}, which was just written: {made.problem}")
         self._mirror.put(f"{name}/{MANIFEST}", raw)
+        self._there[item.step] = made
         files = made.manifest().files
         stray = made.objects.keys() - {MANIFEST, PINNED, *(entry.name for entry in files)}  # the notes, too
         self._mirror.remote.delete(f"{name}/{stranger}" for stranger in sorted(stray))
-        self._there[item.step] = made
         self._report_newest()
         size, seconds = sum(entry.bytes for entry in files), time.monotonic() - self._begun[own.manifest]
         text = f"{item.path.name} is in {self._mirror.url}: {human_bytes(size)} in {human_time(seconds)}"
