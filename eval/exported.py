@@ -52,12 +52,6 @@ class ExportedFolder:
         self.model = read_model(path)
         self._content = read_json_object(path / "config.json")
         self._folder = Folder(path, self.model, self.model)
-        if not self._folder.head_is_tied():
-            raise DataError(
-                f"{path}: config.json ties the output matrix to the embedding table, but lm_head.weight is another",
-                effect="transformers 5 computes with it, transformers 4 without: one of two models",
-                remedy='set "tie_word_embeddings": false in config.json if lm_head.weight counts; else remove it',
-            )
         name = self._content.get("dtype") or self._content.get("torch_dtype")
         self.dtype = _DTYPES.get(str(name), torch.float32)
         self.facts = state_files.read(path / FACTS, ExportFacts) or self._guess()

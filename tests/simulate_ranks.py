@@ -35,7 +35,7 @@ from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.delivery import Delivery
 from fsdp_pretrain.checkpoint.layout import SaveLayout, TensorRows, TensorSpec, file_name, lay_out, places
 from fsdp_pretrain.checkpoint.manifest import FileEntry
-from fsdp_pretrain.checkpoint.metadata import METADATA, read_metadata
+from fsdp_pretrain.checkpoint.tensors import TENSORS, read_tensors
 from fsdp_pretrain.config.model import Model
 from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, RankInfo, World, shard_rows
 
@@ -51,11 +51,11 @@ def main() -> None:
     seconds: dict[str, float] = {}
     layout: SaveLayout = timed(seconds, "layout", lambda: lay_out(specs, args.replicas, args.shards))
     lengths = [[piece.size + 1500 for piece in pieces] for pieces in layout.pieces]
-    metadata = timed(seconds, "metadata", lambda: layout.metadata(lengths))
-    timed(seconds, "metadata again", lambda: layout.metadata(lengths))
+    descriptions = timed(seconds, "descriptions", lambda: layout.descriptions(lengths))
+    timed(seconds, "descriptions again", lambda: layout.descriptions(lengths))
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / METADATA).write_bytes(metadata)
-        stored = timed(seconds, "read metadata", lambda: read_metadata(Path(folder)))
+        (Path(folder) / TENSORS).write_text(descriptions[TENSORS])
+        stored = timed(seconds, "read tensors.json", lambda: read_tensors(Path(folder)))
     written = [sum(each) for each in lengths]
     world = world_of(args.replicas, args.shards)
     state = {spec.name: empty(spec, world) for spec in specs}
@@ -70,7 +70,7 @@ def main() -> None:
     result = {
         "ranks": world.size,
         "checkpoint_bytes": sum(written),
-        "metadata_bytes": len(metadata),
+        "bytes_of_descriptions": {name: len(content) for name, content in descriptions.items()},
         "written_by_a_rank": [min(written), max(written)],
         "read_by_a_rank": [min(read), max(read)],
         "read_in_all": sum(read),

@@ -64,7 +64,8 @@ def another_digest(path: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "bit": (lambda p: flip(p / "__1_0.distcp"), "its bytes are not the ones that were written"),
     "truncated": (lambda p: (p / "__0_0.distcp").write_bytes(b"x"), "has 1 bytes"),
-    "metadata": (lambda p: (p / ".metadata").unlink(), ".metadata is missing"),
+    "tensors": (lambda p: (p / "tensors.json").unlink(), "tensors.json is missing"),
+    "tensors-bit": (lambda p: flip(p / "tensors.json"), "its bytes are not the ones that were written"),
     "metadata-bit": (lambda p: flip(p / ".metadata"), "its bytes are not the ones that were written"),
     "manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
     "segment": (
@@ -85,7 +86,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-SLOW = {"truncated", "metadata", "half-deleted", "digest", "key", "moved"}  # detected like the others
+SLOW = {"truncated", "tensors", "half-deleted", "digest", "key", "moved"}  # detected like the others
 
 
 @pytest.mark.shows("F4", "F20")

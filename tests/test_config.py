@@ -165,7 +165,7 @@ timeline.train.z_loss.from timeline.train.z_loss.to
 """.split()
 ZEROS_REFUSED_ELSEWHERE = """
 data.stages.until data.sources.stop train.duration train.batch_ramp.end train.batch_ramp.duration
-checkpoint.every checkpoint.every.every checkpoint.every.until checkpoint.keep_every checkpoint.mirror_keep_every
+checkpoint.every checkpoint.every.every checkpoint.every.until checkpoint.keep_every
 eval.every eval.every.every eval.every.until eval.loss_every eval.loss_every.every eval.loss_every.until
 timeline.checkpoint.every timeline.eval.every timeline.eval.loss_every
 """.split()

@@ -32,6 +32,7 @@ POINTS: dict[str, tuple[int, str, str]] = {
     "shard-1": (1, "open", "__1_0.distcp"),
     "shard-0-durable": (0, "fsync", "__0_0.distcp"),
     "shard-1-durable": (1, "fsync", "__1_0.distcp"),
+    "tensors": (0, "open", r"/\.tensors"),
     "metadata": (0, "open", r"/\.\.metadata"),
     "metadata-named": (0, "rename", r"/\.metadata$"),
     "train-state": (0, "open", r"\.train_state"),
@@ -199,7 +200,9 @@ def test_all_is_durable_before_it_has_its_name(
     assert [checkpoint.step for checkpoint in checkpoints] == [2, 4]
     for checkpoint in checkpoints:
         names = [entry.name for entry in checkpoint.files()]
-        assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "train_state.json", "config.toml"} == {*names}
+        assert {"__0_0.distcp", "__1_0.distcp", "tensors.json", ".metadata", "train_state.json", "config.toml"} == {
+            *names
+        }
         for entry in checkpoint.files():  # written as such, or under a temporary name that begins with its own
             place = rf"{re.escape(str(checkpoint.path))}\.writing-\w+/(\.)?{re.escape(entry.name)}(?(1)\..*\.partial)"
             assert [size for path, size in sizes.items() if re.fullmatch(place, path)] == [entry.bytes], entry
@@ -255,7 +258,9 @@ def test_killed_in_the_middle_of_a_write(
     codes = job.wait()
     assert codes[rank] == -25 and codes[1 - rank] == 1, (codes, job.output())  # SIGXFSZ
     for attempt in (killed.run / "checkpoints").glob("*.writing-*"):  # rank 0, if it lives, may have removed it
-        assert 0 < (attempt / f"__{rank}_0.distcp").stat().st_size <= 100_000 and not (attempt / ".metadata").exists()
+        assert (
+            0 < (attempt / f"__{rank}_0.distcp").stat().st_size <= 100_000 and not (attempt / "tensors.json").exists()
+        )
     killed.check(job)
     monkeypatch.delenv("TRAP")
     monkeypatch.delenv("EXECUTE_FIRST")

@@ -17,12 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.layout import FILE_BYTES, TensorSpec, file_name, lay_out, places
 from fsdp_pretrain.checkpoint.loading import Weights, other_rank
-from fsdp_pretrain.checkpoint.metadata import METADATA, read_metadata
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.tensors import METADATA, read_tensors
 from fsdp_pretrain.config.config import load
 
 SHAPES = [(512, 32), (257, 8), (3, 5), (1,), (0, 7), (64, 2, 3)]
@@ -65,7 +66,7 @@ def test_every_element_is_written_once_and_evenly(replicas: int, shards: int) ->
 
 
 @pytest.mark.quick
-def test_large_files_are_split_and_the_metadata_is_kept() -> None:
+def test_large_files_are_split_and_the_descriptions_are_kept() -> None:
     lengths = [FILE_BYTES // 2, FILE_BYTES // 2, 7, FILE_BYTES + 1, 5]
     assert list(places(lengths)) == [
         (0, 0, lengths[0]), (0, lengths[0], lengths[1]), (1, 0, 7), (1, 7, lengths[3]), (2, 0, 5)
@@ -73,10 +74,10 @@ def test_large_files_are_split_and_the_metadata_is_kept() -> None:
     layout = lay_out(specs(), 2, 2)
     assert lay_out(specs(), 2, 2) is layout
     sizes = [[piece.size + 1000 for piece in pieces] for pieces in layout.pieces]
-    first = layout.metadata(sizes)
-    assert layout.metadata([list(each) for each in sizes]) is first  # not described again at the next save
+    first = layout.descriptions(sizes)
+    assert layout.descriptions([list(each) for each in sizes]) is first  # not described again at the next save
     sizes[0][0] += 1
-    assert layout.metadata(sizes) != first
+    assert layout.descriptions(sizes) != first
 
 
 @pytest.mark.quick
@@ -108,9 +109,17 @@ def trained(module_lab: Any) -> Path:
 def test_plain_dcp_reads_it(trained: Path, tmp_path: Path) -> None:
     config = load(trained)
     checkpoint = Store(config.run.dir / "checkpoints").find(8)
-    ours, metadata = read_metadata(checkpoint.path), FileSystemReader(checkpoint.path).read_metadata()
+    ours, metadata = read_tensors(checkpoint.path), FileSystemReader(checkpoint.path).read_metadata()
     tensors: Any = metadata.state_dict_metadata
     assert ours.keys() == tensors.keys() == metadata.planner_data.keys()
+    for name, tensor in ours.items():
+        wanted = tensors[name]
+        assert (tensor.shape, f"torch.{tensor.dtype}") == (wanted.size, str(wanted.properties.dtype))
+        assert [tensor.shape_of(chunk) for chunk in tensor.chunks] == [chunk.sizes for chunk in wanted.chunks]
+        for chunk, block in zip(tensor.chunks, wanted.chunks, strict=True):
+            assert block.offsets == torch.Size((chunk.first, *(0 for _ in tensor.shape[1:])) if tensor.shape else ())
+            place = metadata.storage_data[MetadataIndex(name, block.offsets)]
+            assert (chunk.file, chunk.start, chunk.length) == (place.relative_path, place.offset, place.length)
     state = {name: torch.empty(stored.size, dtype=stored.properties.dtype) for name, stored in tensors.items()}
     dcp.load(state, checkpoint_id=checkpoint.path, no_dist=True)
     weights = Weights(checkpoint, models.build(config.model))

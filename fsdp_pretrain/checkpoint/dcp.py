@@ -30,14 +30,13 @@ from .disk_space import Reclaimable, SpaceNeeded, make_room
 from .layout import FILE_BYTES, SaveLayout, TensorRows, file_name, layout_of
 from .loading import flatten, verify
 from .manifest import CheckpointManifest, Facts, FileEntry
-from .metadata import METADATA
 from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file
 
 Note = tuple[Kind, str]
 """A journal entry: kind and text."""
 Fetch = Callable[[str], torch.Tensor]
 _FILES_BESIDE = 8
-"""Files of a checkpoint besides one per rank: metadata, manifest, and temporary files for atomic writes."""
+"""Files of a checkpoint besides one per rank: descriptions, manifest, and temporary files for atomic writes."""
 
 
 class _PieceFile:
@@ -121,12 +120,12 @@ def save(
     attempt, reclaimed = world.decide(lambda: _begin(store, facts.step, need, reclaimable))
     promised: CheckpointManifest | None = None
     try:
-        files, metadata, digest = _write(world, attempt, layout, flatten(state), fetch)
+        files, descriptions, digest = _write(world, attempt, layout, flatten(state), fetch)
 
         def commit() -> tuple[Checkpoint, int]:
             nonlocal promised
             guard()
-            every = [*files, *_write_small(attempt, {METADATA: metadata, TRAIN_STATE: train_state, CONFIG: config})]
+            every = [*files, *_write_small(attempt, {**descriptions, TRAIN_STATE: train_state, CONFIG: config})]
             promised = CheckpointManifest(
                 **facts.model_dump(exclude_unset=True),
                 optimizer="optim" in state,
@@ -159,11 +158,11 @@ def _begin(store: Store, step: int, need: SpaceNeeded, reclaimable: Reclaimable)
 
 def _write(
     world: World, attempt: Path, layout: SaveLayout, state: dict[str, torch.Tensor], fetch: Fetch | None
-) -> tuple[list[FileEntry], bytes, str]:
+) -> tuple[list[FileEntry], dict[str, str | bytes], str]:
     """Write this rank's pieces.
 
     Returns:
-        The entries of all ranks' files, the contents of `.metadata` (on rank 0), and the state digest.
+        The entries of all ranks' files, the files that describe them (on rank 0), and the state digest.
 
     Raises:
         StorageError: on every rank, if any failed.
@@ -190,9 +189,9 @@ def _write(
         with suppress(OSError):  # the directory may be gone
             free = f" ({human_bytes(shutil.disk_usage(attempt.parent).free)} free)"
         raise StorageError(f"writing {attempt.with_name(attempt.name.partition('.')[0])} failed: {failures[0]}{free}")
-    metadata = layout.metadata([sizes for _, _, sizes in outcomes]) if world.is_main else b""
+    descriptions = layout.descriptions([sizes for _, _, sizes in outcomes]) if world.is_main else {}
     total = digest.totals()[0] if fetch else state_digest(world, state)
-    return [entry for _, files, _ in outcomes for entry in files], metadata, total
+    return [entry for _, files, _ in outcomes for entry in files], descriptions, total
 
 
 def _write_pieces(
@@ -208,7 +207,7 @@ def _write_pieces(
     try:
         for piece in pieces:
             file = file or _PieceFile(attempt / file_name(rank, len(written)))
-            start, tensor = file.size, local_part(value(piece)).detach().cpu()
+            start, tensor = file.size, local_part(value(piece)).detach().cpu().contiguous()
             if tensor.untyped_storage().nbytes() != tensor.nbytes:
                 tensor = tensor.clone()  # torch.save would write the whole storage
             torch.save(tensor, cast(IO[bytes], file))

@@ -2,19 +2,21 @@
 
 With DCP's loader every replica reads the whole checkpoint. Here each file has one reader, if possible a rank that needs
 its contents; they pass to other shards inside the reader's replica, then to the other replicas. Any mesh can have
-written the checkpoint, or plain DCP.
+written the checkpoint.
 """
 
 from __future__ import annotations
 
-import io
 import math
+import mmap
+import struct
+import zipfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, World, local_part, local_rows, shard_rows
 
 from .manifest import FileEntry
-from .metadata import Chunk, StoredTensor
 from .store import HashedFile, difference
+from .tensors import Chunk, StoredTensor
 
 _AHEAD = 2
 """Chunks that a reader holds beside the one being delivered."""
@@ -37,25 +39,38 @@ class _Part:
     """A chunk of a tensor; `rows`: by shard, the rows of the tensor that the shard takes from it."""
 
     name: str
-    dtype: str
+    tensor: StoredTensor
     chunk: Chunk
     rows: Mapping[int, range]
 
 
-def parse_chunk(content: IO[bytes], chunk: Chunk, dtype: str) -> Tensor:
-    """A chunk from its bytes. Raises ValueError if it is not what the metadata says, or what torch.load raises."""
-    tensor: Tensor = torch.load(content, map_location="cpu", weights_only=True)
-    if tuple(tensor.shape) != chunk.sizes or str(tensor.dtype) != f"torch.{dtype}":
-        held = f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise ValueError(f"holds {held} where the metadata has {chunk.sizes} torch.{dtype}")
-    return tensor
+def read_archive(file: Any, length: int) -> mmap.mmap:
+    """Read `length` bytes of a file, or what is left of it, into memory that `parse_chunk` uses without a copy."""
+    content = mmap.mmap(-1, length)  # anonymous: for `zipfile` a file, for torch a buffer that it may keep
+    file.readinto(content)
+    return content
 
 
-def place(target: Tensor, offsets: Sequence[int], values: Tensor) -> None:
-    """Copy `values` into the block of `target` at `offsets`."""
-    for dim, (offset, size) in enumerate(zip(offsets, values.shape, strict=True)):
-        target = target.narrow(dim, offset, size)
-    target.copy_(values)
+def parse_chunk(content: mmap.mmap, tensor: StoredTensor, chunk: Chunk) -> Tensor:
+    """A chunk, from what `torch.save` wrote of it: an uncompressed zip archive, in which its values are the only
+    storage. The pickle beside them is not opened. Raises ValueError or BadZipFile if it is something else.
+    """
+    shape, dtype = tensor.shape_of(chunk), getattr(torch, tensor.dtype)
+    with zipfile.ZipFile(cast(IO[bytes], content)) as archive:
+        storages = [entry for entry in archive.infolist() if entry.filename.partition("/")[2].startswith("data/")]
+    held, size = sum(entry.file_size for entry in storages), math.prod(shape) * dtype.itemsize
+    if len(storages) != 1 or held != size or storages[0].compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"has {held} bytes where {tuple(shape)} {dtype} has {size}")
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    header = storages[0].header_offset  # 30 bytes, a name and padding, whose lengths are its last two numbers
+    start = header + 30 + sum(struct.unpack_from("<HH", content, header + 26))
+    return torch.frombuffer(content, dtype=dtype, count=math.prod(shape), offset=start).view(shape)
+
+
+def place(target: Tensor, first: int, values: Tensor) -> None:
+    """Copy `values` into the rows of `target` from `first` on, or into a scalar."""
+    (target.narrow(0, first, len(values)) if values.dim() else target).copy_(values)
 
 
 def root_cause(error: BaseException) -> str:
@@ -109,7 +124,7 @@ class Delivery:
         for texts, plain in self._world.gather((self._wrong, self._plain)):
             wrong += texts
             for part, values in plain:
-                place(self._state[part.name], part.chunk.offsets, values)
+                place(self._state[part.name], part.chunk.first, values)
         return wrong
 
     # ------------------------------------------------------------------ who reads what
@@ -121,13 +136,13 @@ class Delivery:
             tensor, sharded = stored[name], isinstance(target, DTensor)
             for chunk in tensor.chunks:
                 rows = self._rows_by_shard(tensor, chunk) if sharded else {}
-                parts[chunk.file].append(_Part(name, tensor.dtype, chunk, rows))
+                parts[chunk.file].append(_Part(name, tensor, chunk, rows))
         return {name: sorted(found, key=lambda part: part.chunk.start) for name, found in parts.items()}
 
     def _rows_by_shard(self, tensor: StoredTensor, chunk: Chunk) -> dict[int, range]:
-        shards, first, stop = self._world.shards, chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
+        shards, first, stop = self._world.shards, chunk.first, chunk.first + chunk.rows
         found = {}
-        if math.prod(chunk.sizes):
+        if math.prod(tensor.shape_of(chunk)):
             per_shard = math.ceil(tensor.shape[0] / shards)
             for shard in range(first // per_shard, (stop - 1) // per_shard + 1):
                 rows = shard_rows(tensor.shape[0], shards, shard)
@@ -142,7 +157,7 @@ class Delivery:
             needs = [0.0] * shards
             for part in parts:
                 for shard, rows in part.rows.items():
-                    needs[shard] += part.chunk.length * len(rows) / part.chunk.sizes[0]
+                    needs[shard] += part.chunk.length * len(rows) / part.chunk.rows
             most = max(needs)
             able = (rank for rank in range(self._world.size) if 2 * needs[rank % shards] >= most)
             reader = min(able, key=load.__getitem__)
@@ -162,10 +177,10 @@ class Delivery:
                         chunk = None
                         try:
                             content = _slice(file, part.chunk, self._entries[name])
-                            chunk = parse_chunk(io.BytesIO(content), part.chunk, part.dtype)
+                            chunk = parse_chunk(content, part.tensor, part.chunk)
                         except OSError:
                             raise
-                        except Exception as error:  # damaged content makes torch.load raise anything
+                        except Exception as error:  # `zipfile` has many for damaged content
                             problem = problem or f"{name}, {part.name}: {root_cause(error)}"
                         done += 1
                         yield chunk
@@ -183,7 +198,7 @@ class Delivery:
         target, world = self._state[part.name], self._world
         if not isinstance(target, DTensor):
             if world.size == 1 and chunk is not None:
-                place(target, part.chunk.offsets, chunk)
+                place(target, part.chunk.first, chunk)
             elif world.rank == reader and chunk is not None:  # small, and the same on every rank: all at the end
                 self._plain.append((part, chunk))
             return
@@ -191,9 +206,9 @@ class Delivery:
             source = reader - reader % world.shards + shard  # in the reader's replica
             if world.rank not in (reader, source) and shard != self._shard:
                 continue
-            values = torch.zeros((len(rows), *part.chunk.sizes[1:]), dtype=target.dtype, device=world.device)
+            values = torch.zeros((len(rows), *part.tensor.shape[1:]), dtype=target.dtype, device=world.device)
             if world.rank == reader and chunk is not None:
-                values.copy_(chunk.narrow(0, rows.start - part.chunk.offsets[0], len(rows)))
+                values.copy_(chunk.narrow(0, rows.start - part.chunk.first, len(rows)))
             data = values.view(torch.uint8)
             if world.rank == reader != source:
                 dist.send(data, source, group=world.mesh.get_group(SHARD))
@@ -202,16 +217,15 @@ class Delivery:
             if shard == self._shard:
                 if world.replicas > 1:
                     dist.broadcast(data, source, group=world.mesh.get_group(REPLICATE))
-                first = rows.start - local_rows(target).start
-                place(local_part(target), (first, *part.chunk.offsets[1:]), values)
+                place(local_part(target), rows.start - local_rows(target).start, values)
 
 
-def _slice(file: HashedFile, chunk: Chunk, entry: FileEntry) -> bytes:
+def _slice(file: HashedFile, chunk: Chunk, entry: FileEntry) -> mmap.mmap:
     """The bytes of a chunk. Raises ValueError if they do not lie in the rest of the file."""
     if chunk.start < file.size or chunk.start + chunk.length > entry.bytes:
         raise ValueError(f"bytes {chunk.start:_} to {chunk.start + chunk.length:_} are not its own")
     file.skip_to(chunk.start)
-    return file.read(chunk.length)
+    return read_archive(file, chunk.length)
 
 
 def _ahead(pool: ThreadPoolExecutor, items: Iterator[Any]) -> Iterator[Any]:

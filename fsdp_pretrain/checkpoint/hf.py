@@ -1,11 +1,11 @@
-"""Export to and import from Hugging Face folders, tensor by tensor: the model is never in memory as a whole."""
+"""Export to Hugging Face folders, file by file, and import from them, tensor by tensor: no model has to fit into
+memory as a whole."""
 
 from __future__ import annotations
 
 import json
-import os
+import math
 import shutil
-import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -21,7 +23,7 @@ from fsdp_pretrain import __version__, models
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.config.resume_rules import load_compatible
-from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError, StorageError
+from fsdp_pretrain.errors import CheckpointError, ConfigError, StorageError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lease import Lease, drop_if_dead
@@ -31,13 +33,12 @@ from .hf_folder import INDEX, Folder
 from .hf_layout import FACTS, ExportFacts, HFTensor, read_model, to_hf, weights
 from .loading import Weights
 from .locations import stores
-from .store import CONFIG, Checkpoint, sync_directory, verify_files
-from .tokenizer import compare_with_folder, export_tokenizer, find_tokenizer, warn_of_qwen2
+from .store import CONFIG, Checkpoint, sync_directory, sync_file, verify_files
+from .tokenizer import QWEN2_WARNING, compare_with_folder, export_tokenizer, find_tokenizer
 from .weights_import import Imported, begin, refuse_another_model, refuse_begun
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 _LEASE, _SILENT_SECONDS = "lease.json", 90.0
-_SAFE_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16"}
 
 
 # ------------------------------------------------------------------------ export
@@ -54,15 +55,6 @@ class Exported:
     tokenizer: str
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A tensor to write, with its shape and size in the folder."""
-
-    weight: HFTensor
-    shape: tuple[int, ...]
-    bytes: int
-
-
 def export_checkpoint(
     run: RunDir, step: int, out: Path, *, dtype: str, shard_bytes: int, tokenizer_path: Path | None = None
 ) -> Exported:
@@ -73,7 +65,7 @@ def export_checkpoint(
 
     Args:
         dtype: key of `DTYPES`.
-        shard_bytes: largest size of a weights file (a larger tensor gets its own file).
+        shard_bytes: largest size of a weights file (a larger tensor gets its own file); one is in memory at a time.
         tokenizer_path: of the tokenizer, if not the run's copy.
 
     Raises:
@@ -91,17 +83,21 @@ def export_checkpoint(
     content = to_hf(config.model, sequence_length=length, eod=tokenizer.eod, dtype=type_name)
     _verify(checkpoint)
     stored = Weights(checkpoint, models.build(config.model))
-    pieces = [_piece(weight, stored, DTYPES[dtype]) for weight in weights(config.model, stored.shapes)]
-    files = _split_into_files(pieces, shard_bytes)
+    sizes = {weight: _size(weight, stored, DTYPES[dtype]) for weight in weights(config.model, stored.shapes)}
+    files, total = _split_into_files(sizes, shard_bytes), sum(sizes.values())
     facts = {"format": "pt", "run": config.run.name, "step": str(step), "fsdp_pretrain": __version__}
-    total = sum(piece.bytes for piece in pieces)
     with _atomic_folder(out, total) as folder:
-        _write_weights(folder, files, stored, DTYPES[dtype], facts)
+        for name, group in tqdm(files.items(), desc="exporting", unit="files", delay=2, disable=None):
+            save_file({weight.theirs: _to_hf(weight, stored, DTYPES[dtype]) for weight in group}, folder / name, facts)
+        if len(files) > 1:
+            where = {weight.theirs: name for name, group in files.items() for weight in group}
+            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
         _write_json(folder / "config.json", content)
         ends = {key: content[key] for key in ("bos_token_id", "eos_token_id")}
         _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
         said = export_tokenizer(tokenizer, folder, sequence_length=length)
-        said += warn_of_qwen2(tokenizer, folder) if config.model.family == "qwen2" else ""
+        if config.model.family == "qwen2":
+            said += QWEN2_WARNING
         tokens, objective = checkpoint.train_state().tokens, config.data.objective
         known = ExportFacts(step=step, tokens=tokens, sequence_length=length, eod=tokenizer.eod, objective=objective)
         state_files.write(folder / FACTS, known.model_dump(mode="json"))
@@ -118,42 +114,45 @@ def _verify(checkpoint: Checkpoint) -> None:
         )
 
 
-def _piece(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> _Piece:
-    shapes = [stored.shapes[name] for name in weight.ours]
-    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-    count = torch.Size(shape).numel()
-    return _Piece(weight, shape[::-1] if weight.transposed else shape, count * dtype.itemsize)
+def _size(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> int:
+    count = sum(math.prod(stored.shapes[name]) for name in weight.ours)
+    return int(count * dtype.itemsize)
 
 
-def _split_into_files(pieces: list[_Piece], shard_bytes: int) -> list[tuple[str, list[_Piece]]]:
-    """Split the pieces, in order, into files of at most `shard_bytes`: (file name, its pieces)."""
-    groups: list[list[_Piece]] = []
-    size = 0
-    for piece in pieces:
-        if not groups or size + piece.bytes > shard_bytes:
+def _split_into_files(sizes: dict[HFTensor, int], shard_bytes: int) -> dict[str, list[HFTensor]]:
+    """Split the tensors, in order, into files of at most `shard_bytes`; the tensors of each, by its name."""
+    groups: list[list[HFTensor]] = []
+    used = 0
+    for weight, size in sizes.items():
+        if not groups or used + size > shard_bytes:
             groups.append([])
-            size = 0
-        groups[-1].append(piece)
-        size += piece.bytes
+            used = 0
+        groups[-1].append(weight)
+        used += size
     if len(groups) == 1:
-        return [("model.safetensors", groups[0])]
-    return [(f"model-{n:05d}-of-{len(groups):05d}.safetensors", group) for n, group in enumerate(groups, 1)]
+        return {"model.safetensors": groups[0]}
+    return {f"model-{n:05d}-of-{len(groups):05d}.safetensors": group for n, group in enumerate(groups, 1)}
 
 
 @contextmanager
 def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
-    """A temporary folder beside `out`: renamed to `out` on success, else removed. Raises StorageError.
+    """A temporary folder beside `out`: made durable and renamed to `out` on success, else removed. Raises StorageError.
 
     It holds a lease, so that the next export to `out` can remove what a killed one left behind.
     """
-    prefix = f".{out.name}.writing-"
-    for left in [path for path in out.parent.glob(".*") if path.name.startswith(prefix)]:
-        if drop_if_dead(left / _LEASE, _SILENT_SECONDS):
-            shutil.rmtree(left, ignore_errors=True)
-    partial = out.with_name(prefix + uuid.uuid4().hex[:12])
-    mine = None
+    partial = out.with_name(f".{out.name}.writing")
+    if drop_if_dead(partial / _LEASE, _SILENT_SECONDS):
+        shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"another process is exporting to {out}", remedy=f"wait for it, or remove {partial}"
+        ) from None
+    except OSError as error:
+        raise StorageError(f"cannot write {out}: {error.strerror}", effect="nothing was exported") from None
+    mine = None
+    try:
         mine = Lease.take(partial / _LEASE, purpose="an export")
         free = shutil.disk_usage(partial).free
         if free < needed:
@@ -161,61 +160,27 @@ def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
         yield partial
         if mine is not None:
             mine.release()
+        for path in partial.iterdir():
+            sync_file(path)
         sync_directory(partial)
         partial.rename(out)
         sync_directory(out.parent)
-    except OSError as error:
-        raise StorageError(f"cannot write {out}: {error.strerror or error}", effect="nothing was exported") from None
+    except (OSError, SafetensorError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise StorageError(f"cannot write {out}: {cause}", effect="nothing was exported") from None
     finally:
         if mine is not None:
             mine.release()
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_weights(
-    folder: Path,
-    files: list[tuple[str, list[_Piece]]],
-    stored: Weights,
-    dtype: torch.dtype,
-    facts: dict[str, str],
-) -> None:
-    total = sum(piece.bytes for _, group in files for piece in group)
-    with tqdm(total=total, desc="exporting", unit="B", unit_scale=True, delay=2, disable=None) as bar:
-        for name, group in files:
-            _write_file(folder / name, group, stored, dtype, facts, bar)
-    if len(files) > 1:
-        where = {piece.weight.theirs: name for name, group in files for piece in group}
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
-
-
-def _write_file(
-    path: Path, group: list[_Piece], stored: Weights, dtype: torch.dtype, facts: dict[str, str], bar: Any
-) -> None:
-    """Write a safetensors file (header size, header, data) tensor by tensor; the library needs all of them at once."""
-    header: dict[str, Any] = {"__metadata__": facts}
-    end = 0
-    for piece in group:
-        span = [end, end := end + piece.bytes]
-        header[piece.weight.theirs] = {"dtype": _SAFE_NAMES[dtype], "shape": piece.shape, "data_offsets": span}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for piece in group:
-            tensor = _to_hf(piece.weight, stored, dtype)
-            file.write(tensor.view(torch.uint8).numpy().data)
-            bar.update(piece.bytes)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _to_hf(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> Tensor:
-    """One tensor in the folder's layout, flattened."""
+    """One tensor in the folder's layout."""
     parts = [stored[name].to(dtype) for name in weight.ours]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     if dtype is torch.float16 and not tensor.isfinite().all():
         raise CheckpointError(f"{weight.ours[0]} has values that fp16 cannot hold", remedy="export with --dtype bf16")
-    return (tensor.T if weight.transposed else tensor).flatten()
+    return (tensor.T if weight.transposed else tensor).contiguous()
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
@@ -231,7 +196,7 @@ def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[
     Args:
         run: a new or empty directory.
         folder: has `config.json` and safetensors.
-        accept: problems that the user accepts, `tokenizer` or `tied-head`; `import --help` says what they are.
+        accept: problems that the user accepts: `tokenizer`; `import --help` says what it is.
 
     Raises:
         ConfigError: the configuration is for another model or another run, or the run was already started.
@@ -246,15 +211,6 @@ def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[
     packer = open_packer(config)
     tokenizer = next(iter(packer.corpora.values())).tokenizer()
     said = compare_with_folder(tokenizer, folder, accept="tokenizer" in accept)
-    if not source.head_is_tied():
-        if "tied-head" not in accept:
-            raise DataError(
-                f"{folder}: config.json ties the output matrix to the embedding table, but lm_head.weight is another",
-                effect="it would be left out. transformers 5 computes with it, transformers 4 without: one is wrong",
-                remedy='if lm_head.weight counts, set "tie_word_embeddings": false in config.json and model.tied_head '
-                "= false here; if the table does, add --accept tied-head",
-            )
-        said += "; its lm_head.weight, which is not the embedding table, was left out (--accept tied-head)"
     window = config.model.sliding_window if isinstance(config.model, LlamaModel) else None
     if window:
         length = config.data.sequence_length

@@ -34,7 +34,8 @@ class Folder:
         padded: rows of the embedding table that the folder lacks.
 
     Raises:
-        DataError: tensors are missing, unknown, or of another shape or dtype.
+        DataError: tensors are missing, unknown, or of another shape or dtype; or a model with a tied output matrix has
+            another one.
     """
 
     def __init__(self, folder: Path, theirs: AnyModel, ours: AnyModel) -> None:
@@ -46,8 +47,8 @@ class Folder:
         table = weights(ours, list(self.parameters))
         found = {weight.theirs: bare.get(without_base(weight.theirs)) for weight in table}
         problems = [f"{name} is missing" for name, there in found.items() if there is None]
-        self._extra_head = ours.tied_head and _HEAD in files  # some writers store the table twice
-        known = {*found.values(), *([_HEAD] if self._extra_head else [])}
+        extra_head = ours.tied_head and _HEAD in files  # some writers store the table twice
+        known = {*found.values(), *([_HEAD] if extra_head else [])}
         problems += [f"{name} is unknown" for name in files if name not in known and not is_computed(name)]
         self._places: dict[str, tuple[Path, str, HFTensor, int]] = {}
         for weight in table:
@@ -62,6 +63,8 @@ class Folder:
                 self._places[parameter] = (path, name, weight, number)
         if problems:
             raise DataError(f"the tensors of {folder} do not fit its config.json:\n    " + shortened(problems))
+        if extra_head:
+            self._refuse_another_head(folder)
 
     def _is_padded(self, name: str) -> bool:
         return self.padded > 0 and name in ("embedding.weight", "head.weight")
@@ -88,17 +91,21 @@ class Folder:
     def source_name(self, name: str) -> str:
         return self._places[name][1]
 
-    def head_is_tied(self) -> bool:
-        """Whether the stored output matrix of a tied model, if any, equals the embedding table."""
-        if not self._extra_head:
-            return True
+    def _refuse_another_head(self, folder: Path) -> None:
+        """Raise DataError unless the stored output matrix of a tied model equals the embedding table."""
         table = self._places["embedding.weight"][:2]
         path, shape, kind = self._files[_HEAD]
-        if (shape, kind) != self._files[table[1]][1:]:
-            return False
-        with safe_open(path, "pt") as one, safe_open(table[0], "pt") as other:
-            head, rows = one.get_slice(_HEAD), other.get_slice(table[1])
-            return all(torch.equal(head[at : at + _ROWS], rows[at : at + _ROWS]) for at in range(0, shape[0], _ROWS))
+        if (shape, kind) == self._files[table[1]][1:]:
+            with safe_open(path, "pt") as one, safe_open(table[0], "pt") as other:
+                head, rows = one.get_slice(_HEAD), other.get_slice(table[1])
+                if all(torch.equal(head[at : at + _ROWS], rows[at : at + _ROWS]) for at in range(0, shape[0], _ROWS)):
+                    return
+        raise DataError(
+            f"{folder}: config.json ties the output matrix to the embedding table, but lm_head.weight is another",
+            effect="transformers 5 computes with it, transformers 4 without: one of two models",
+            remedy='if lm_head.weight counts, set "tie_word_embeddings": false in config.json (and model.tied_head = '
+            "false in a configuration); else remove it from the weights",
+        )
 
 
 def _tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:

@@ -1,4 +1,4 @@
-"""Which rank writes which part of a checkpoint, and the `.metadata` that makes it one of DCP's.
+"""Which rank writes which part of a checkpoint, and the two files that describe it, ours and DCP's.
 
 DCP lets rank 0 plan every save for all ranks, which takes most of a minute with hundreds of them. Here every rank
 computes the same layout from names, shapes and the mesh, once; only the lengths of what was written are exchanged.
@@ -26,11 +26,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_pretrain.parallel.mesh import World, shard_rows
+from fsdp_pretrain.record import state_files
+
+from .tensors import METADATA, TENSORS, Chunk, StoredTensor, TensorsFile
 
 FILE_BYTES = 1 << 30
 """A rank starts another file once one has this size, so that reading spreads over the ranks of any mesh."""
 _PIECE_OVERHEAD = 2048
-"""Upper bound of the bytes that torch.save adds to a tensor, and its metadata entry."""
+"""Upper bound of the bytes that torch.save adds to a tensor, and its entries in the descriptions."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class SaveLayout:
 
     tensors: tuple[TensorSpec, ...]
     pieces: tuple[tuple[TensorRows, ...], ...]
-    _known: tuple[tuple[bytes, ...], bytes] = field(default=((), b""), init=False)
+    _known: tuple[tuple[bytes, ...], dict[str, str | bytes]] = field(default=((), {}), init=False)
 
     @property
     def size(self) -> int:
@@ -87,31 +90,46 @@ class SaveLayout:
         used = (sum(piece.size + _PIECE_OVERHEAD for piece in pieces) for pieces in self.pieces)
         return sum(1 + size // FILE_BYTES for size in used)
 
-    def metadata(self, lengths: Sequence[Sequence[int]]) -> bytes:
-        """Contents of `.metadata`; kept, since a layout's lengths hardly ever change.
+    def descriptions(self, lengths: Sequence[Sequence[int]]) -> dict[str, str | bytes]:
+        """Contents of `tensors.json` and `.metadata`; kept, since a layout's lengths hardly ever change.
 
         Args:
             lengths: bytes of every piece, by rank.
         """
         key = tuple(torch.tensor(each, dtype=torch.int64).numpy().tobytes() for each in lengths)
-        known, content = self._known
-        if key != known or not content:
-            content = pickle.dumps(self._describe(lengths))
-            self._known = key, content  # at once: a writer that is stuck may share the layout
-        return content
+        known, contents = self._known
+        if key != known or not contents:
+            chunks: dict[str, list[Chunk]] = {spec.name: [] for spec in self.tensors}
+            for rank, (pieces, sizes) in enumerate(zip(self.pieces, lengths, strict=True)):
+                for piece, (number, start, length) in zip(pieces, places(sizes), strict=True):
+                    rows, file = piece.shape[0] if piece.shape else 1, file_name(rank, number)
+                    chunk = Chunk(first=piece.first, rows=rows, file=file, start=start, length=length)
+                    chunks[piece.tensor.name].append(chunk)
+            contents = {TENSORS: self._ours(chunks), METADATA: pickle.dumps(self._dcp(chunks))}
+            self._known = key, contents  # at once: a writer that is stuck may share the layout
+        return contents
 
-    def _describe(self, lengths: Sequence[Sequence[int]]) -> Metadata:
-        tensors: dict[str, Any] = {
-            spec.name: TensorStorageMetadata(TensorProperties(dtype=spec.dtype), torch.Size(spec.shape), [])
+    def _ours(self, chunks: Mapping[str, list[Chunk]]) -> str:
+        tensors = {
+            spec.name: StoredTensor.model_construct(
+                dtype=str(spec.dtype).removeprefix("torch."), shape=spec.shape, chunks=chunks[spec.name]
+            )
             for spec in self.tensors
         }
+        return state_files.seal(TensorsFile.model_construct(tensors=tensors))
+
+    def _dcp(self, chunks: Mapping[str, list[Chunk]]) -> Metadata:
+        tensors: dict[str, Any] = {}
         stored = {}
-        for rank, (pieces, sizes) in enumerate(zip(self.pieces, lengths, strict=True)):
-            for piece, (number, start, length) in zip(pieces, places(sizes), strict=True):
-                chunks, offsets = tensors[piece.tensor.name].chunks, torch.Size(piece.offsets)
-                index = MetadataIndex(piece.tensor.name, offsets, len(chunks))
-                chunks.append(ChunkStorageMetadata(offsets, torch.Size(piece.shape)))
-                stored[index] = _StorageInfo(file_name(rank, number), start, length)
+        for spec in self.tensors:
+            tensors[spec.name] = TensorStorageMetadata(TensorProperties(dtype=spec.dtype), torch.Size(spec.shape), [])
+            for number, chunk in enumerate(chunks[spec.name]):
+                rest = spec.shape[1:]
+                offsets = torch.Size((chunk.first, *(0 for _ in rest)) if spec.shape else ())
+                sizes = torch.Size((chunk.rows, *rest) if spec.shape else ())
+                tensors[spec.name].chunks.append(ChunkStorageMetadata(offsets, sizes))
+                index = MetadataIndex(spec.name, offsets, number)
+                stored[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
         paths = {spec.name: spec.path for spec in self.tensors}  # lets DCP rebuild the nested dictionaries
         return Metadata(tensors, planner_data=paths, storage_data=stored, version=CURRENT_DCP_VERSION)
 

@@ -12,8 +12,9 @@ from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.units import human_bytes
 
 from .locations import Stores
-from .metadata import wrong_metadata
+from .manifest import CheckpointManifest
 from .store import Checkpoint, verify_files
+from .tensors import wrong_tensors
 
 
 class Row(BaseModel):
@@ -35,6 +36,12 @@ class Row(BaseModel):
     optimizer: bool = True
     problem: str | None = None
     mirror: str | None = None
+
+    def describe(self, manifest: CheckpointManifest) -> None:
+        """Take what its manifest says."""
+        self.bytes = sum(entry.bytes for entry in manifest.files)
+        self.committed, self.world, self.suspect = manifest.committed, manifest.world, manifest.suspect
+        self.optimizer = manifest.optimizer
 
     def __str__(self) -> str:
         size = human_bytes(self.bytes) if self.bytes is not None else "-"
@@ -58,10 +65,7 @@ def listed(found: Stores, checkpoint: Checkpoint) -> Row:
         problem=checkpoint.problem,
     )
     with contextlib.suppress(CheckpointError):
-        manifest = checkpoint.manifest()
-        row.bytes = sum(entry.bytes for entry in manifest.files)
-        row.committed, row.world, row.suspect = manifest.committed, manifest.world, manifest.suspect
-        row.optimizer = manifest.optimizer
+        row.describe(checkpoint.manifest())
     return row
 
 
@@ -69,6 +73,6 @@ def read_back(found: Stores, checkpoint: Checkpoint) -> Row:
     """The same after reading all its files and comparing their checksums."""
     row = listed(found, checkpoint)
     if checkpoint.problem is None:
-        wrong = verify_files(checkpoint.path, checkpoint.files()) or wrong_metadata(checkpoint.path)
+        wrong = verify_files(checkpoint.path, checkpoint.files()) or wrong_tensors(checkpoint.path)
         row.state, row.problem = ("damaged", wrong[0]) if wrong else ("verified", None)
     return row

@@ -5,10 +5,8 @@ Names, shapes and dtypes are compared first; afterwards the digest of the loaded
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Callable, Mapping
-from typing import IO, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -17,12 +15,12 @@ from fsdp_pretrain.errors import CheckpointError, shortened
 from fsdp_pretrain.parallel.mesh import World, local_part, local_rows
 from fsdp_pretrain.parallel.optimizer import AdamW
 
-from .delivery import Delivery, parse_chunk, place, root_cause
+from .delivery import Delivery, parse_chunk, place, read_archive, root_cause
 from .digest import replica_digests
 from .layout import leaves
 from .manifest import CheckpointManifest
-from .metadata import METADATA, Chunk, StoredTensor, read_metadata, wrong_metadata
 from .store import CONFIG, TRAIN_STATE, Checkpoint, verify_files
+from .tensors import METADATA, TENSORS, Chunk, StoredTensor, read_tensors, wrong_tensors
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -63,7 +61,7 @@ def verify(world: World, checkpoint: Checkpoint) -> list[str]:
     entries = world.decide(checkpoint.files)
     mine = [entry for entry in entries if other_rank(entry.name, world.size, world.local_world) == world.rank]
     wrong = [text for texts in world.gather(verify_files(checkpoint.path, mine)) for text in texts]
-    return wrong or world.decide(lambda: wrong_metadata(checkpoint.path))
+    return wrong or world.decide(lambda: wrong_tensors(checkpoint.path))
 
 
 def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: AdamW) -> CheckpointManifest:
@@ -125,7 +123,7 @@ def _read_tensors(
     tensors: dict[str, torch.Tensor],
 ) -> None:
     """Fill tensors from all files that hold tensors, and check these. Raises DamagedError on every rank."""
-    files = [entry for entry in manifest.files if entry.name not in (METADATA, TRAIN_STATE, CONFIG)]
+    files = [entry for entry in manifest.files if entry.name not in (TENSORS, METADATA, TRAIN_STATE, CONFIG)]
     if wrong := Delivery(world, checkpoint.path, files, stored, tensors).run():
         raise DamagedError(wrong[0]).on_all_ranks()
 
@@ -134,21 +132,21 @@ def check_files(checkpoint: Checkpoint, *names: str) -> None:
     """Read files of a checkpoint and compare them with its manifest. Raises DamagedError if one differs."""
     entries = {entry.name: entry for entry in checkpoint.files()}
     if missing := [name for name in names if name not in entries]:
-        raise DamagedError(f"{missing[0]} is not in the manifest")
+        raise DamagedError(f"{missing[0]} is not in the manifest: another version of this program wrote it")
     if wrong := verify_files(checkpoint.path, [entries[name] for name in names]):
         raise DamagedError(wrong[0])
 
 
 def _stored(checkpoint: Checkpoint, manifest: CheckpointManifest) -> dict[str, StoredTensor]:
-    """The tensors that `.metadata` lists. Raises DamagedError."""
-    check_files(checkpoint, METADATA)
+    """The tensors that `tensors.json` lists. Raises DamagedError, also for what only plain DCP would read."""
+    check_files(checkpoint, TENSORS, METADATA)
     try:
-        stored = read_metadata(checkpoint.path)
+        stored = read_tensors(checkpoint.path)
     except CheckpointError as error:
         raise DamagedError(error.cause) from None
     named = {chunk.file for tensor in stored.values() for chunk in tensor.chunks}
     if missing := sorted(named - {entry.name for entry in manifest.files}):
-        raise DamagedError(f"{METADATA} names {missing[0]}, which is not in the manifest")
+        raise DamagedError(f"{TENSORS} names {missing[0]}, which is not in the manifest")
     return stored
 
 
@@ -178,18 +176,18 @@ class Weights:
         shapes: of every parameter, by name.
 
     Raises:
-        CheckpointError: the metadata cannot be read, or the tensors do not match the model.
+        CheckpointError: `tensors.json` cannot be read, or the tensors do not match the model.
     """
 
     def __init__(self, checkpoint: Checkpoint, model: nn.Module) -> None:
-        self._folder, self._stored = checkpoint.path, read_metadata(checkpoint.path)
+        self._folder, self._stored = checkpoint.path, read_tensors(checkpoint.path)
         _compare(checkpoint, self._stored, {"model": model.state_dict()})
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """A parameter, whole, in the dtype it is stored in. Raises CheckpointError."""
         stored = self._stored[f"model.{name}"]
-        if [chunk.sizes for chunk in stored.chunks] == [stored.shape]:
+        if len(stored.chunks) == 1:
             return self._read(name, stored.chunks[0], stored)  # without a second copy
         tensor = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
         self.read_rows(name, range(stored.shape[0]), tensor)
@@ -199,48 +197,21 @@ class Weights:
         """Some rows of a parameter, into a tensor of any dtype. Raises CheckpointError."""
         stored = self._stored[f"model.{name}"]
         for chunk in stored.chunks:
-            at = chunk.offsets[0]
-            first, stop = max(at, rows.start), min(at + chunk.sizes[0], rows.stop)
+            first, stop = max(chunk.first, rows.start), min(chunk.first + chunk.rows, rows.stop)
             if first < stop:
-                values = self._read(name, chunk, stored)[first - at : stop - at]
-                place(out, (first - rows.start, *chunk.offsets[1:]), values)
+                values = self._read(name, chunk, stored)[first - chunk.first : stop - chunk.first]
+                place(out, first - rows.start, values)
 
     def _read(self, name: str, chunk: Chunk, stored: StoredTensor) -> torch.Tensor:
         try:
             with (self._folder / chunk.file).open("rb") as file:
-                part = cast(IO[bytes], _Part(file, chunk.start, chunk.length))
-                return parse_chunk(part, chunk, stored.dtype)
-        except Exception as error:  # damaged content makes torch.load raise anything
+                file.seek(chunk.start)
+                return parse_chunk(read_archive(file, chunk.length), stored, chunk)
+        except Exception as error:  # `zipfile` has many for damaged content
             raise CheckpointError(
                 f"cannot read {name} of {self._folder}: {root_cause(error)}",
                 remedy="if the run is live, retention may just have deleted it: take a newer one",
             ) from None
-
-
-class _Part(io.RawIOBase):
-    """A part of an open file as a file, so that `torch.load` reads it without a second copy."""
-
-    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self._start + self._at)
-        count: int = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
-        self._at += count
-        return count
 
 
 def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dict[str, Any]) -> None:

@@ -14,8 +14,10 @@ import shutil
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -267,13 +269,19 @@ def _problem(checkpoint: Checkpoint) -> str | None:
     except CheckpointError as error:
         return error.cause.replace(f"{checkpoint.path}{os.sep}", "")
     for entry in entries:
-        try:
+        size = None
+        with suppress(OSError):
             size = (checkpoint.path / entry.name).stat().st_size
-        except OSError:
-            return f"{entry.name} is missing"
-        if size != entry.bytes:
-            return f"{entry.name} has {size} bytes, the manifest says {entry.bytes}"
+        if problem := size_problem(entry, size):
+            return problem
     return None
+
+
+def size_problem(entry: FileEntry, size: int | None) -> str | None:
+    """How a file's size differs from its manifest entry; None: the file is missing."""
+    if size is None:
+        return f"{entry.name} is missing"
+    return f"{entry.name} has {size} bytes, the manifest says {entry.bytes}" if size != entry.bytes else None
 
 
 class HashedFile:
@@ -297,6 +305,13 @@ class HashedFile:
         self._digest.update(content)
         self.size += len(content)
         return content
+
+    def readinto(self, buffer: Any) -> int:
+        """The next bytes, into a writable buffer; returns their number: fewer at the end of the file."""
+        size: int = self._file.readinto(buffer)
+        self._digest.update(memoryview(buffer)[:size])
+        self.size += size
+        return size
 
     def skip_to(self, offset: int) -> None:
         """Read up to an offset, or to the end of the file."""
@@ -324,8 +339,8 @@ def verify_files(path: Path, entries: Iterable[FileEntry]) -> list[str]:
 
 def difference(entry: FileEntry, found: FileEntry) -> str:
     """How a file differs from its manifest entry; empty if it does not."""
-    if found.bytes != entry.bytes:
-        return f"{entry.name} has {found.bytes} bytes, the manifest says {entry.bytes}"
+    if problem := size_problem(entry, found.bytes):
+        return problem
     if found.xxh3 != entry.xxh3:
         return f"{entry.name}: its bytes are not the ones that were written (checksum)"
     return ""
@@ -337,10 +352,13 @@ def describe_file(path: Path) -> FileEntry:
         return file.finish()
 
 
-def sync_directory(path: Path) -> None:
-    """Fsync a directory. Raises OSError."""
+def sync_file(path: Path) -> None:
+    """Fsync a file, or a directory. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+sync_directory = sync_file

@@ -24,10 +24,10 @@ _SAMPLES = (
     "Où est-ce? Größe, naïve, Привет, 你好，世界, こんにちは, שלום, 👩‍🔬 \u3402 \U00012000 \U0010fffd",
     "<s> </s> <|endoftext|> <unk> <0x41>",
 )
-_QWEN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2_WARNING = (
+    "; AutoTokenizer of transformers 5 splits the texts of every Qwen2 as Qwen's tokenizer does: unless this is that "
+    "one, load it by PreTrainedTokenizerFast"
 )
-"""Where Qwen's tokenizer splits a text (its published `tokenizer.json`)."""
 
 
 def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = None) -> Tokenizer:
@@ -124,32 +124,6 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int
     for name, value in (("tokenizer.json", content), ("tokenizer_config.json", settings)):
         (folder / name).write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     return said
-
-
-def warn_of_qwen2(tokenizer: Tokenizer, folder: Path) -> str:
-    """What to say of AutoTokenizer, if it does not encode like ours in an exported folder of Qwen2.
-
-    transformers 5 splits texts of every `model_type` qwen2 as Qwen's tokenizer does, whatever `tokenizer.json` says.
-    """
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        from tokenizers import Regex, normalizers, pre_tokenizers
-        from tokenizers import Tokenizer as Model
-
-        model = Model.from_file(str(path))
-        model.encode_special_tokens = True
-        split = pre_tokenizers.Split(Regex(_QWEN), "isolated")
-        model.normalizer = normalizers.NFC()
-        model.pre_tokenizer = pre_tokenizers.Sequence(
-            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
-        encoded = [each.ids for each in model.encode_batch(samples(tokenizer), add_special_tokens=False)]
-        if first_difference(tokenizer, encoded) is None:
-            return ""
-    return (
-        "; AutoTokenizer of transformers 5 encodes otherwise, since it splits the texts of every Qwen2 as Qwen's "
-        "tokenizer does: load this one by PreTrainedTokenizerFast"
-    )
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:

@@ -21,11 +21,6 @@ if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.locations import Stores
 
 _CONVERTED = "weights are converted"
-_ACCEPTABLE = {
-    "tokenizer": "the folder has no tokenizer that can be compared with that of the corpora",
-    "tied-head": "lm_head.weight is not the embedding table, which config.json says it is, and is left out",
-}
-"""Problems that an import refuses unless the user accepts them."""
 _STEP = argument("step", type=int, help="step of the checkpoint")
 
 
@@ -77,7 +72,6 @@ def _has_mirror(run: RunDir) -> bool:
     "verify",
     "300",
     argument("step", type=int, nargs="?", help="verify only this one (default: all)"),
-    argument("--mirror", action="store_true", help="those in checkpoint.mirror instead"),
     JSON,
 )
 def _verify(args: argparse.Namespace) -> int:
@@ -86,11 +80,6 @@ def _verify(args: argparse.Namespace) -> int:
 
     from fsdp_pretrain.checkpoint.listing import read_back
 
-    if args.mirror:
-        from fsdp_pretrain.mirror.listing import open_mirror, verify_mirror
-
-        rows = verify_mirror(open_mirror(args.run), args.step, lambda items: tqdm(items, desc="reading back", delay=2))
-        return _print(rows, as_json=args.json)
     found = _stores(args.run)
     chosen = [item for item in found.scan() if args.step in (None, item.step)]
     if args.step is not None and not chosen:
@@ -129,12 +118,7 @@ def _stores(run: RunDir) -> Stores:
 def _print(rows: list[Row], *, as_json: bool) -> int:
     """Print the rows. Returns the exit code: 2 if a checkpoint is damaged."""
     if as_json:
-        print(
-            json.dumps(
-                [row.model_dump(exclude={"mirror"} if row.mirror is None else set()) for row in rows],
-                indent=1,
-            )
-        )
+        print(json.dumps([row.model_dump(exclude=set() if row.mirror else {"mirror"}) for row in rows], indent=1))
     else:
         print("\n".join(map(str, rows)) or "no checkpoints")
     return 2 if any(row.problem for row in rows) else 0
@@ -181,8 +165,8 @@ def _export(args: argparse.Namespace) -> int:
         "--accept",
         action="append",
         default=[],
-        choices=_ACCEPTABLE,
-        help="import although: " + "; ".join(f"{name}: {text}" for name, text in _ACCEPTABLE.items()),
+        choices=["tokenizer"],
+        help="import although the folder has no tokenizer that can be compared with that of the corpora",
     ),
     argument("--show-model", action="store_true", help="only print the [model] section that fits"),
     JSON,

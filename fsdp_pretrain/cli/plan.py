@@ -7,7 +7,7 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
+from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.arguments import import_extra
 
@@ -80,14 +80,7 @@ def _plan(args: argparse.Namespace) -> int:
         available=args.device_memory,
         mfu=args.mfu,
     )
-    values, text = result.to_json(), plan.render(result)
-    if config.checkpoint.mirror is not None and result.time is not None:
-        from fsdp_pretrain.mirror.traffic import mirror_traffic
-
-        size, files = result.checkpoint_bytes, result.time.ranks
-        traffic = mirror_traffic(config, checkpoint_bytes=size, files=files, days=result.time.days)
-        values["mirror"], text = vars(traffic), f"{text}\n{row('mirror', str(traffic))}"
-    print(json.dumps(values, indent=1) if args.json else text)
+    print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
     return 0
 
 

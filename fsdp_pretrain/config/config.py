@@ -220,8 +220,6 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     asked += [("checkpoint.every", checkpoint.every)] if checkpoint else []
     intervals = [(name, interval) for name, every in asked for _, interval in _ranges(every)]
     intervals += [("checkpoint.keep_every", every) for every in checkpoint.kept_intervals] if checkpoint else []
-    mirrored = checkpoint.mirror_kept_intervals if checkpoint and checkpoint.mirror_keep_every is not None else []
-    intervals += [("checkpoint.mirror_keep_every", every) for every in mirrored]
     for name, interval in intervals:
         if interval.value < 1:
             yield f"{name} = {interval} is not a positive interval"

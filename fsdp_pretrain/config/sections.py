@@ -218,12 +218,7 @@ class CheckpointSection(Section):
     beside training, below the run's name; `--from-mirror` restores them, see storage.md. Credentials come from where
     the storage's own tools look for them."""
     mirror_keep_last: Annotated[int, Field(ge=2)] = 3
-    """Number of newest checkpoints to keep in the mirror."""
-    mirror_keep_every: Progress | list[Progress] | None = None
-    """Also keep in the mirror, permanently, the checkpoints that complete this interval, or one of several. Default:
-    `keep_every`."""
-    mirror_read_back: bool = True
-    """Read every file of a checkpoint back from the mirror and compare its checksum. Off: only sizes are compared."""
+    """Number of newest checkpoints to keep in the mirror, beside pinned ones and those of `keep_every`."""
     mirror_record_every: Seconds = Seconds(300)
     """Interval between copies of the record to the mirror; it is also copied with every checkpoint."""
     mirror_flush: Pause = Pause(600)
@@ -251,11 +246,6 @@ class CheckpointSection(Section):
     def kept_intervals(self) -> list[Progress]:
         """`keep_every` as a list."""
         return _as_list(self.keep_every)
-
-    @property
-    def mirror_kept_intervals(self) -> list[Progress]:
-        """`mirror_keep_every`, or its default, as a list."""
-        return _as_list(self.keep_every if self.mirror_keep_every is None else self.mirror_keep_every)
 
 
 def _as_list(every: Progress | list[Progress] | None) -> list[Progress]:

@@ -1,12 +1,12 @@
 """The mirror of a run, `MIRROR/<run.name>/`, and what is in it. No torch.
 
-    run_id                       the id of the run directory
-    checkpoints/step-N/...       the files of a checkpoint; `manifest.json` is written last and deleted first
-    record/NAME/TIME-SIZE-XXH3   a file of the record, whole; its name says what its bytes must be
-    record.json                  which of these make up the record; written after them
+    checkpoints/step-N/...   the files of a checkpoint; `manifest.json` is written last and deleted first, when every
+                             node has written `node-K.json`: its files are there
+    record/TIME.tar.zst      the record of the run, packed
+    record/TIME.json         of which run it is, and what its bytes must be; written after it and deleted first
 
-A checkpoint exists in the mirror if its manifest does and every file has the manifest's size. Whatever is read has a
-checksum, and is read again if it is wrong: the answer may be, and not the object.
+What has a manifest whose sizes are right exists in the mirror, nothing else does. Whatever is read has a checksum, and
+is read again if it is wrong: the answer may be, and not the object. Whatever is written is read back.
 """
 
 from __future__ import annotations
@@ -16,28 +16,36 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
-from pydantic import BaseModel
 
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, FileEntry
-from fsdp_pretrain.checkpoint.store import MANIFEST, PINNED, difference, directory_name, step_of
+from fsdp_pretrain.checkpoint.store import (
+    MANIFEST,
+    PINNED,
+    describe_file,
+    difference,
+    directory_name,
+    size_problem,
+    step_of,
+)
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, Exit, UserError
 from fsdp_pretrain.record import lineage, state_files
 from fsdp_pretrain.record.lineage import LineageNode
-from fsdp_pretrain.record.run_id import NAME as RUN_ID
 from fsdp_pretrain.record.state_files import StateFile
-from fsdp_pretrain.remote import PATIENCE, ObjectInfo, Problem, Remote, RemoteError, Url
+from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
+from fsdp_pretrain.units import human_count
 
-CHECKPOINTS, INDEX, RECORD = "checkpoints", "record.json", "record"
+T = TypeVar("T")
 _CHUNK = 16 << 20
 _READS, _WRITES = 10, 4
 """Of an object whose bytes are wrong; the same wrong bytes twice are those that are stored."""
-_OBJECT = re.compile(rf"{RECORD}/(.+)/(\d+)-(\d+)-([0-9a-f]{{32}})")
-_RUN_ID = re.compile(r"[0-9a-f]{32}")
+_RECORD = re.compile(r"record/\d+\.json")
 
 
 class MirrorError(UserError):
@@ -46,57 +54,39 @@ class MirrorError(UserError):
     exit = Exit.NEEDS_PERSON
 
 
-@dataclass(frozen=True)
-class RecordFile:
-    """A copy of a file of the record.
+class SourceDamagedError(CheckpointError):
+    """A local file is not the one that its manifest describes, or is gone."""
+
+
+class RecordManifest(StateFile):
+    """`record/TIME.json`: a copy of the record.
 
     Attributes:
-        name: relative to the run directory.
-        written: when it was copied, in milliseconds since 1970.
-        bytes, xxh3: its size and checksum.
+        run_id: of the run directory.
+        time: when it was made.
+        archive: name, size and checksum of the object beside it.
+        starts: checksum of the `environment.json` of each segment, by its number: no two starts have the same.
     """
-
-    name: str
-    written: int
-    bytes: int
-    xxh3: str
-
-    @classmethod
-    def of(cls, object_name: str) -> RecordFile | None:
-        """That of an object; None if it is none."""
-        found = _OBJECT.fullmatch(object_name)
-        return None if found is None else cls(found[1], int(found[2]), int(found[3]), found[4])
-
-    @property
-    def object_name(self) -> str:
-        """The name of the object, which never changes its contents."""
-        return f"{RECORD}/{self.name}/{self.written:014d}-{self.bytes}-{self.xxh3}"
-
-
-class RecordIndex(StateFile):
-    """`record.json`: a state of the record, by the names of its objects, which were all there when it was written."""
 
     run_id: str
     time: str
-    objects: list[str]
+    archive: FileEntry
+    starts: dict[str, str]
 
 
-@dataclass(frozen=True)
-class MirroredRecord:
-    """The record as the mirror has it.
+class NodeNote(StateFile):
+    """`checkpoints/step-N/node-K.json`, until there is a manifest: all files of a node are there and were read back.
 
     Attributes:
-        index: None: it is absent or damaged, and all files count whose objects are there.
-        copies: by name of a file its copies, the one to use first; empty if they are gone.
+        manifest: checksum of the manifest that will be written.
+        nodes, local_ranks: by which each node knows its files.
+        problem: why they will never be there; empty: they are.
     """
 
-    index: RecordIndex | None
-    copies: dict[str, list[RecordFile]]
-
-    @property
-    def newest(self) -> dict[str, RecordFile]:
-        """The copy to use of each file that has one."""
-        return {name: found[0] for name, found in self.copies.items() if found}
+    manifest: str
+    nodes: int
+    local_ranks: int
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,24 +96,16 @@ class MirroredCheckpoint:
     Attributes:
         raw: its manifest as it was written; None: there is none yet.
         objects: names in the directory, with their sizes.
-        problem: why it must not be used, by its manifest, names and sizes; None if it looks whole.
     """
 
     step: int
     raw: bytes | None
     objects: dict[str, int]
-    problem: str | None
-
-    @classmethod
-    def of(cls, step: int, raw: bytes | None, objects: dict[str, int]) -> MirroredCheckpoint:
-        """That of a directory's objects; see the attributes."""
-        item = cls(step, raw, objects, None)
-        return replace(item, problem=_problem(item))
 
     @property
     def name(self) -> str:
         """Of the directory, relative to the mirror."""
-        return f"{CHECKPOINTS}/{directory_name(self.step)}"
+        return f"checkpoints/{directory_name(self.step)}"
 
     @property
     def pinned(self) -> bool:
@@ -138,6 +120,58 @@ class MirroredCheckpoint:
         except ValueError as error:
             raise CheckpointError(f"{MANIFEST} {error}") from None
 
+    @cached_property
+    def problem(self) -> str | None:
+        """Why it must not be used, by its manifest, names and sizes; None if it looks whole."""
+        if self.raw is None:
+            return "it is incomplete: its manifest has not been written"
+        try:
+            manifest = self.manifest()
+        except CheckpointError as error:
+            return error.cause
+        if manifest.step != self.step:
+            return f"{MANIFEST} is that of step {manifest.step}"
+        return next(filter(None, (size_problem(entry, self.objects.get(entry.name)) for entry in manifest.files)), None)
+
+    def is_on_line(self, nodes: Sequence[LineageNode]) -> bool:
+        """Whether it is whole, and no rollback or fresh start has left it behind."""
+        if self.problem is not None:
+            return False
+        segment = self.manifest().segment
+        return segment is None or lineage.left_on_purpose(nodes, segment, self.step) is None
+
+
+@dataclass(frozen=True)
+class MirrorState:
+    """What the mirror holds of a run.
+
+    Attributes:
+        records: copies of the record that look whole, newest first.
+        checkpoints: all directories, oldest step first.
+    """
+
+    records: list[RecordManifest]
+    checkpoints: list[MirroredCheckpoint]
+
+    @property
+    def run_id(self) -> str | None:
+        """None: no run's, or it is lost."""
+        return self.records[0].run_id if self.records else None
+
+    @property
+    def newest(self) -> MirroredCheckpoint | None:
+        """The newest that looks whole."""
+        return next((item for item in reversed(self.checkpoints) if item.problem is None), None)
+
+    def __str__(self) -> str:
+        record = f"its record of {self.records[0].time}" if self.records else "no copy of its record"
+        text = f"run {self.run_id or 'without an id'}, {record}"
+        if (newest := self.newest) is None:
+            return f"{text}, no whole checkpoint"
+        manifest = newest.manifest()
+        text += f", {sum(item.problem is None for item in self.checkpoints)} whole checkpoints, the newest of step "
+        return f"{text}{newest.step:_} ({human_count(manifest.tokens)} tokens), written {manifest.committed}"
+
 
 class RunMirror:
     """The mirror of the run of a configuration, which has one. Its methods raise RemoteError."""
@@ -147,171 +181,145 @@ class RunMirror:
         self.url = Url(config.checkpoint.mirror) / config.run.name
         self.remote = Remote(self.url, patience=patience)
 
-    def run_id(self) -> str | None:
-        """The id of the run that it belongs to; None: of no run yet, or it is lost.
-
-        The index says it with a checksum; of the object `run_id` two answers must agree.
-        """
-        index = self.index()
-        return self._id_object() if index is None else index.run_id
-
-    def _id_object(self) -> str | None:
-        before = None
-        for _ in range(_READS):
-            content = self._read(RUN_ID)
-            if content is None or content == before:
-                text = (content or b"").decode(errors="replace").strip()
-                return text if _RUN_ID.fullmatch(text) else None
-            before = content
-        return None
-
-    def claim(self, run_id: str) -> None:
-        """Make it that of a run, if it is of none. Raises MirrorError if it is another's."""
-        found = self.run_id()
-        if found not in (None, run_id):
-            raise taken(self.url, str(found))
-        if self._id_object() != run_id:
-            self.put(RUN_ID, f"{run_id}\n".encode())
-
     def try_to_write(self) -> None:
         """Write a small object, and delete it: a mirror that takes nothing should be known before a run begins."""
         name = f"written-by-{os.uname().nodename}-{os.getpid()}"
         self.remote.write(name, b"\n")
         self.remote.delete([name])
 
-    def index(self) -> RecordIndex | None:
-        """The newest copied state of the record; None if it is absent or damaged."""
-        content = self._sealed(INDEX, RecordIndex)
-        try:
-            return None if content is None else state_files.parse(content, RecordIndex)
-        except ValueError:
-            return None
+    def look(self) -> MirrorState:
+        """What is there, by names, sizes and manifests."""
+        sizes = {name: info.size for name, info in self.remote.list().items()}
+        folders: defaultdict[int, dict[str, int]] = defaultdict(dict)
+        records = []
+        for name in sorted(sizes, reverse=True):
+            folder, _, file = name.removeprefix("checkpoints/").partition("/")
+            if _RECORD.fullmatch(name):
+                records += [found for found in [self._record(name)] if found and _is_there(found.archive, sizes)]
+            elif (step := step_of(folder)) is not None and file:
+                folders[step][file] = sizes[name]
+        return MirrorState(records, [self.inspect(step, found) for step, found in sorted(folders.items())])
 
-    def record(self) -> MirroredRecord:
-        """What is there of the record: that of the index, or without one all that is found."""
-        found: defaultdict[str, list[RecordFile]] = defaultdict(list)
-        for name, info in self.remote.list(RECORD).items():
-            file = RecordFile.of(name)
-            if file is not None and file.bytes == info.size:
-                found[file.name].append(file)
-        for copies in found.values():
-            copies.sort(key=lambda file: -file.written)
-        index = self.index()
-        if index is None:
-            return MirroredRecord(None, dict(found))
-        named = [file for file in map(RecordFile.of, index.objects) if file is not None]
-        for file in named:  # that of the index first, then those of a state before or after it
-            found[file.name].sort(key=file.__ne__)
-        return MirroredRecord(index, {file.name: found[file.name] for file in named})
+    def inspect(self, step: int, objects: dict[str, int]) -> MirroredCheckpoint:
+        """A checkpoint whose directory has these objects."""
+        name = f"checkpoints/{directory_name(step)}/{MANIFEST}"
+        return MirroredCheckpoint(step, self.read_sealed(name) if MANIFEST in objects else None, objects)
 
-    def scan(self) -> list[MirroredCheckpoint]:
-        """All directories with a checkpoint's name, oldest step first."""
-        objects: defaultdict[int, dict[str, ObjectInfo]] = defaultdict(dict)
-        for name, info in self.remote.list(CHECKPOINTS).items():
-            _, _, rest = name.partition(f"{CHECKPOINTS}/")
-            folder, _, file = rest.partition("/")
-            step = step_of(folder)
-            if step is not None and file:
-                objects[step][file] = info
-        return [self._inspect(step, found) for step, found in sorted(objects.items())]
+    def objects(self, step: int) -> dict[str, int]:
+        """Names in a checkpoint's directory, with their sizes."""
+        found = self.remote.list(f"checkpoints/{directory_name(step)}")
+        return {name.rpartition("/")[2]: info.size for name, info in found.items()}
 
-    def _inspect(self, step: int, found: dict[str, ObjectInfo]) -> MirroredCheckpoint:
-        sizes = {name: info.size for name, info in found.items()}
-        name = f"{CHECKPOINTS}/{directory_name(step)}/{MANIFEST}"
-        raw = self._sealed(name, CheckpointManifest) if MANIFEST in found else None
-        return MirroredCheckpoint.of(step, raw, sizes)
+    def _record(self, name: str) -> RecordManifest | None:
+        with contextlib.suppress(ValueError):
+            return state_files.parse(self.read_sealed(name) or b"", RecordManifest)
+        return None
 
-    def _sealed(self, name: str, schema: type[BaseModel]) -> bytes | None:
+    def read_sealed(self, name: str) -> bytes | None:
         """An object with a checksum inside, as it is stored, perhaps damaged; None if it is absent."""
-        before = None
-        for _ in range(_READS):
-            content = self._read(name)
+
+        def act() -> tuple[bytes, bool]:
+            content = self.remote.read(name)
             with contextlib.suppress(ValueError):
-                if content is None or content == before or state_files.parse(content, schema):
-                    break
-            before = content
-        return content
+                state_files.parse(content, StateFile)
+                return content, True
+            return content, False
 
-    def _read(self, name: str) -> bytes | None:
-        try:
-            return self.remote.read(name)
-        except RemoteError as error:
-            if error.problem is Problem.MISSING:
-                return None
-            raise
+        return _read_until_right(act)
 
-    def copy(
+    def fetch(
         self, name: str, entry: FileEntry, path: Path | None = None, shown: Callable[[int], object] = lambda size: None
     ) -> str:
         """Read an object that should have the bytes of an entry, in parts, and make them durable in `path`, if given.
 
         Args:
-            shown: is called with bytes, for each part; with 0 when it is read again.
+            shown: is called with bytes, for each part.
 
         Returns:
             What is wrong with the object; empty: nothing.
         """
-        wrong = set[str]()
-        for attempt in range(_READS):
-            try:
-                digest = self._copy(name, entry.bytes, path, shown if not attempt else lambda size: shown(0))
-            except RemoteError as error:
-                if error.problem is Problem.MISSING:
-                    return f"{entry.name} is missing"
-                raise
-            if digest == entry.xxh3:
-                return ""
-            if digest in wrong:
-                break
-            wrong.add(digest)
-        return difference(entry, entry.model_copy(update={"xxh3": digest}))
 
-    def _copy(self, name: str, size: int, path: Path | None, shown: Callable[[int], object]) -> str:
-        digest = xxhash.xxh3_128()
-        with Path(path or os.devnull).open("wb") as file:
-            for start in range(0, size, _CHUNK):
-                chunk = self.remote.read(name, start, min(start + _CHUNK, size))
-                digest.update(chunk)
-                file.write(chunk)
-                shown(len(chunk))
-            file.flush()
-            if path is not None:
-                os.fsync(file.fileno())
-        return digest.hexdigest()
+        def act() -> tuple[str, bool]:
+            digest = xxhash.xxh3_128()
+            with Path(path or os.devnull).open("wb") as file:
+                for start in range(0, entry.bytes, _CHUNK):
+                    chunk = self.remote.read(name, start, min(start + _CHUNK, entry.bytes))
+                    digest.update(chunk)
+                    file.write(chunk)
+                    shown(len(chunk))
+                file.flush()
+                if path is not None:
+                    os.fsync(file.fileno())
+            return digest.hexdigest(), digest.hexdigest() == entry.xxh3
 
-    def put(self, name: str, content: bytes) -> None:
-        """Write an object and read it back; a few times, if it differs."""
-        entry = FileEntry(name=name.rpartition("/")[2], bytes=len(content), xxh3=xxhash.xxh3_128_hexdigest(content))
-        for _ in range(_WRITES):
-            self.remote.write(name, content)
-            wrong = self.copy(name, entry)
+        found = _read_until_right(act)
+        return (
+            f"{entry.name} is missing" if found is None else difference(entry, entry.model_copy(update={"xxh3": found}))
+        )
+
+    def put(self, name: str, source: Path | bytes, entry: FileEntry | None = None, *, there: bool = False) -> None:
+        """Write an object and read it back; a few times, if it differs.
+
+        Args:
+            source: a file with its entry, or the contents.
+            there: an object of that size is there: it is only read, if it is the right one.
+
+        Raises:
+            SourceDamagedError: the file is gone, or is not that of the entry.
+        """
+        if isinstance(source, bytes):
+            entry = FileEntry(name=name.rpartition("/")[2], bytes=len(source), xxh3=xxhash.xxh3_128_hexdigest(source))
+        assert entry is not None
+        wrong = ""
+        for attempt in range(_WRITES):
+            if attempt or not there:
+                self._write(name, source)
+            wrong = self.fetch(name, entry)
             if not wrong:
                 return
+            if isinstance(source, Path):
+                _check_source(source, entry)
         raise RemoteError(str(self.url / name), Problem.FAILED, f"after it was written, {wrong}")
 
+    def _write(self, name: str, source: Path | bytes) -> None:
+        if isinstance(source, bytes):
+            self.remote.write(name, source)
+            return
+        try:
+            self.remote.upload(source, name)
+        except (OSError, RemoteError) as error:
+            if source.is_file():
+                raise
+            raise SourceDamagedError(f"{source} is gone: {error}") from None
 
-def _problem(item: MirroredCheckpoint) -> str | None:
-    if item.raw is None:
-        return "it is incomplete: its manifest has not been written"
+
+def _check_source(path: Path, entry: FileEntry) -> None:
     try:
-        manifest = item.manifest()
-    except CheckpointError as error:
-        return error.cause
-    if manifest.step != item.step:
-        return f"{MANIFEST} is that of step {manifest.step}"
-    for entry in manifest.files:
-        size = item.objects.get(entry.name)
-        if size is None:
-            return f"{entry.name} is missing"
-        if size != entry.bytes:
-            return f"{entry.name} has {size} bytes, the manifest says {entry.bytes}"
-    return None
+        wrong = difference(entry, describe_file(path))
+    except OSError as error:
+        wrong = f"{entry.name}: {error.strerror}"
+    if wrong:
+        raise SourceDamagedError(f"{path.parent.name} is damaged in the run directory: {wrong}")
 
 
-def on_line(item: MirroredCheckpoint, nodes: Sequence[LineageNode]) -> bool:
-    """Whether no rollback or fresh start has left a whole checkpoint behind."""
-    segment = item.manifest().segment
-    return segment is None or lineage.left_on_purpose(nodes, segment, item.step) is None
+def _is_there(entry: FileEntry, sizes: dict[str, int]) -> bool:
+    return sizes.get(f"record/{entry.name}") == entry.bytes
+
+
+def _read_until_right(act: Callable[[], tuple[T, bool]]) -> T | None:
+    """The first answer that is right, or the first that comes twice; None if there is no such object."""
+    answers = list[T]()
+    for _ in range(_READS):
+        try:
+            answer, right = act()
+        except RemoteError as error:
+            if error.problem is Problem.MISSING:
+                return None
+            raise
+        if right or answer in answers:
+            return answer
+        answers.append(answer)
+    return answers[-1]
 
 
 def taken(url: Url, found: str) -> MirrorError:

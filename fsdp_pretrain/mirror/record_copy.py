@@ -1,44 +1,42 @@
-"""The record of a run (journal, segments, evaluations, ...) copied to the mirror and back. No torch.
+"""The record of a run (lineage, journal, metrics, settings, evaluations) to the mirror and back. No torch.
 
-A file that has changed is copied as a whole, under a name that says what its bytes must be, and read back. The index is
-written after all files, and copies that neither it nor the one before it needs are deleted after that. So the mirror
-holds one whole state of the record at any time; and a file that is damaged there costs no other.
+Each copy is one archive, so that it is one state of the record, and the one before it stays: a copy that is damaged in
+the mirror costs what was recorded since. Logs, traces and evaluated samples are not copied.
 """
 
 from __future__ import annotations
 
-import os
 import re
+import tarfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import xxhash
+import zstandard
 
-from fsdp_pretrain.checkpoint.manifest import FileEntry
+from fsdp_pretrain.checkpoint.store import describe_file
 from fsdp_pretrain.errors import StorageError
-from fsdp_pretrain.record import run_id, state_files
+from fsdp_pretrain.record import lineage, mirror_status, run_id, state_files
+from fsdp_pretrain.record.environment import ENVIRONMENT
 from fsdp_pretrain.record.files import RunDir, now
-from fsdp_pretrain.remote import ObjectInfo
 
-from .checkpoint_copy import AT_ONCE
-from .layout import INDEX, RECORD, MirroredRecord, RecordFile, RecordIndex, RunMirror
+from .layout import MirrorState, RecordManifest, RunMirror
 
+ARCHIVE = "record.tar.zst"
 _LEFT_OUT = frozenset(
     "checkpoints mirror restoring control run_id lock.json aim tensorboard wandb trackers profiles".split()
 )
 """What is copied otherwise, belongs to this start alone, can be rebuilt (views), or is large (traces)."""
-_PASSING = re.compile(r"^\.|lease\.json$|^claim\.json$")
-"""Names of files that only matter to processes that live."""
+_PASSING = re.compile(r"^\.|lease\.json$|^claim\.json$|^log$|\.log$|^samples_.*\.jsonl$")
+"""Names of files that only matter to processes that live, and of large ones."""
 _OF_WATCHDOG = frozenset(("alarms.jsonl", "muted.json", "hosts.json", "pace.json", "unigrams.json"))
 """What a later start reads of `watchdog/`."""
-_APPENDED = re.compile(r"\.jsonl$|\.log$|^log$|^CHRONICLE\.md$")
-_ALWAYS_THERE = ("journal.jsonl", "config.toml")
+_TIME = re.compile(r"record/(\d+)\.")
 
 
 def record_files(run: RunDir) -> Iterator[tuple[str, Path]]:
-    """(name, path) of every file of the record."""
+    """(name, path) of every file that is copied."""
     for top in sorted(run.path.iterdir()):
         if top.name in _LEFT_OUT or _PASSING.search(top.name):
             continue
@@ -49,111 +47,104 @@ def record_files(run: RunDir) -> Iterator[tuple[str, Path]]:
                 yield path.relative_to(run.path).as_posix(), path
 
 
-class RecordCopy:
-    """Copies the record of a run to its mirror. Only one process at a time, with the mirror claimed.
+def starts(run: RunDir) -> dict[str, str]:
+    """The checksum of each start's environment, by its segment."""
+    found = {segment.name: segment / ENVIRONMENT for segment in run.segments}
+    return {name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for name, path in found.items() if path.is_file()}
 
-    Raises from its methods: RemoteError, RunGoneError, StorageError, OSError.
+
+class RecordCopy:
+    """Copies the record of a run to its mirror. Only one process at a time.
+
+    Raises from its methods: RemoteError, RunGoneError, StorageError, DamagedFileError, OSError.
     """
 
-    def __init__(self, run: RunDir, mirror: RunMirror, known: MirroredRecord, own_id: str) -> None:
+    def __init__(self, run: RunDir, mirror: RunMirror, own_id: str) -> None:
         self._run, self._mirror, self._id = run, mirror, own_id
-        self._known = known.newest
-        self._stamps: dict[str, tuple[int, int, int]] = {}
-        self._absent: dict[str, float] = {}
-        self._clean = False
+        self._copied: Mapping[str, tuple[int, int]] = {}
+        self._lost_since: float | None = None
 
-    def push(self, patience: float) -> bool:
-        """Bring the mirror up to date. Returns whether there was anything new.
+    def push(self, patience: float) -> None:
+        """Copy what there is, if something has changed; then keep that and the copy before it.
 
         Args:
-            patience: seconds for which a file must be missing before the mirror forgets it, so that a run directory
-                that is being deleted does not take the mirror with it.
+            patience: seconds for which files must be missing before there is a copy without them, so that a run
+                directory that is being deleted does not take the mirror with it.
         """
         run_id.check()
-        there = self._mirror.remote.list(RECORD)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            sent = pool.map(lambda item: self._send(item[0], item[1], there), record_files(self._run))
-            current = {file.name: file for file in sent if file is not None}
+        lineage.nodes(self._run)  # with a damaged one no start goes on
+        found = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in record_files(self._run)}
+        if found == self._copied:
+            return
+        if self._is_going(found, patience):
+            return
+        packed, there = mirror_status.folder(self._run) / ARCHIVE, self._mirror.remote.list("record")
+        _pack(self._run, packed)
         run_id.check()
-        if any(name in self._known and name not in current for name in _ALWAYS_THERE):
-            raise StorageError(f"{self._run.path} has lost files of its record", effect="the mirror keeps them")
-        current |= self._kept(current, patience)
-        if current == self._known and self._clean:
+        last = max((int(found[1]) for found in map(_TIME.match, there) if found), default=0)
+        number = f"{max(time.time_ns() // 10**6, last + 1):014d}"  # after the last one, whatever the clock says
+        name, entry = f"record/{number}", describe_file(packed).model_copy(update={"name": f"{number}.tar.zst"})
+        self._mirror.put(f"record/{entry.name}", packed, entry)
+        manifest = RecordManifest(run_id=self._id, time=now(), archive=entry, starts=starts(self._run))
+        self._mirror.put(f"{name}.json", state_files.seal(manifest).encode())
+        packed.unlink()
+        self._copied = found
+        kept = (name, max((path.removesuffix(".json") for path in there if path.endswith(".json")), default=name))
+        old = [path for path in there if not path.startswith(kept)]
+        self._mirror.remote.delete(
+            sorted(old, key=lambda path: not path.endswith(".json"))
+        )  # what vouches for it first
+
+    def _is_going(self, found: Mapping[str, tuple[int, int]], patience: float) -> bool:
+        """Whether files are missing, and have not been for long."""
+        if not self._copied.keys() - found.keys():
+            self._lost_since = None
             return False
-        objects = [file.object_name for file in current.values()]
-        index = RecordIndex(run_id=self._id, time=now(), objects=objects)
-        self._mirror.put(INDEX, state_files.seal(index).encode())
-        before = {file.object_name for name, file in self._known.items() if name in current}
-        self._known, self._clean = current, False
-        self._mirror.remote.delete(sorted(there.keys() - before - set(objects)))
-        self._clean = True
-        return True
+        if {"journal.jsonl", "config.toml"} & (self._copied.keys() - found.keys()):
+            raise StorageError(f"{self._run.path} has lost files of its record", effect="the mirror keeps them")
+        self._lost_since = self._lost_since or time.monotonic()
+        return time.monotonic() - self._lost_since < patience
 
-    def _kept(self, current: dict[str, RecordFile], patience: float) -> dict[str, RecordFile]:
-        """Files that are missing, and have not been for long."""
-        missing = {name for name in self._known if name not in current}
-        self._absent = {name: self._absent.get(name, time.monotonic()) for name in missing}
-        return {name: self._known[name] for name in missing if time.monotonic() - self._absent[name] < patience}
 
-    def _send(self, name: str, path: Path, there: dict[str, ObjectInfo]) -> RecordFile | None:
-        """Copy a file, unless its contents are there. None if it has gone."""
-        known = self._known.get(name)
-        if known is not None and known.object_name not in there:
-            known = None
-        try:
-            facts = path.stat()
-            stamp = (facts.st_size, facts.st_mtime_ns, facts.st_ino)
-            if known is not None and self._stamps.get(name) == stamp:
-                return known
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return None
-        if _APPENDED.search(path.name):
-            content = content[: content.rfind(b"\n") + 1]  # whole lines
-        file = RecordFile(name, time.time_ns() // 10**6, len(content), xxhash.xxh3_128_hexdigest(content))
-        if known is not None and (known.bytes, known.xxh3) == (file.bytes, file.xxh3):
-            file = known
-        else:
-            self._mirror.put(file.object_name, content)
-        self._stamps[name] = stamp
-        return file
+def _pack(run: RunDir, target: Path) -> None:
+    """Write the archive; a file that is deleted meanwhile is left out. Raises OSError."""
+    target.parent.mkdir(exist_ok=True)
+    with (
+        target.open("wb") as file,
+        zstandard.ZstdCompressor().stream_writer(file) as packed,
+        tarfile.open(mode="w|", fileobj=packed, dereference=True) as archive,
+    ):
+        for name, path in record_files(run):
+            try:
+                content = path.open("rb")
+            except FileNotFoundError:
+                continue
+            with content:  # of a file that grows, as much as it has now
+                archive.addfile(archive.gettarinfo(arcname=name, fileobj=content), content)
 
 
 def restore_record(
-    mirror: RunMirror, record: MirroredRecord, into: Path, shown: Callable[[int], object] = lambda size: None
-) -> list[str]:
-    """Write what is whole of a record below a directory, as old as its copies. `shown` is called with bytes.
+    mirror: RunMirror, state: MirrorState, into: Path, shown: Callable[[int], object] = lambda size: None
+) -> RecordManifest | None:
+    """Unpack the newest whole copy of the record below a directory; files are as old as they were.
 
     Returns:
-        The names of files that are lost, or older than they were.
+        Which copy it is; None if none is whole.
 
     Raises:
         RemoteError, OSError.
     """
-
-    wanted = set() if record.index is None else set(record.index.objects)
-
-    def one(name: str) -> str:
-        path, copies = into / name, record.copies[name]
-        if ".." in PurePosixPath(name).parts or not path.is_relative_to(into):
-            return name
-        found = _restore_file(mirror, copies, path, shown)
-        newest = found is not None and (found.object_name in wanted if wanted else found == copies[0])
-        return "" if newest else name if found is None else f"{name} (an earlier copy is there)"
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return [name for name in pool.map(one, sorted(record.copies)) if name]
-
-
-def _restore_file(
-    mirror: RunMirror, copies: Sequence[RecordFile], path: Path, shown: Callable[[int], object]
-) -> RecordFile | None:
-    """Write the first of its copies that is whole, as old as it is. Returns which, None if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for file in copies:
-        entry = FileEntry(name=path.name, bytes=file.bytes, xxh3=file.xxh3)
-        if not mirror.copy(file.object_name, entry, path, shown):
-            os.utime(path, (file.written / 1000,) * 2)  # an earlier start's end must not look like that of this one
-            return file
-    path.unlink(missing_ok=True)
+    packed = into / ARCHIVE
+    for record in state.records:
+        if mirror.fetch(f"record/{record.archive.name}", record.archive, packed, shown):
+            continue
+        with (
+            packed.open("rb") as file,
+            zstandard.ZstdDecompressor().stream_reader(file) as content,
+            tarfile.open(mode="r|", fileobj=content) as archive,
+        ):
+            archive.extractall(into, filter="data")
+        packed.unlink()
+        return record
+    packed.unlink(missing_ok=True)
     return None

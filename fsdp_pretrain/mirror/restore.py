@@ -1,4 +1,4 @@
-"""Restores a run directory from its mirror: the newest valid checkpoint, the record, and the run id last. No torch.
+"""Restores a run directory from its mirror: the record, the newest valid checkpoint, and the run id last. No torch.
 
 Only a checkpoint is needed. What is lost of the record is told; without its lineage the start that wrote the checkpoint
 counts as the first one.
@@ -12,21 +12,32 @@ import contextlib
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
 
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store, sync_directory
+from fsdp_pretrain.checkpoint.manifest import FileEntry
+from fsdp_pretrain.checkpoint.store import (
+    Checkpoint,
+    Store,
+    describe_file,
+    difference,
+    directory_name,
+    sync_directory,
+    sync_file,
+)
 from fsdp_pretrain.errors import CheckpointError, Interrupted, StorageError
-from fsdp_pretrain.record import journal, lineage, run_id, state_files
+from fsdp_pretrain.record import journal, lineage, run_id
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lineage import LINEAGE, LineageNode
 from fsdp_pretrain.record.lock import hold
 
-from . import checkpoint_copy
-from .layout import MirroredCheckpoint
+from .layout import MirroredCheckpoint, MirrorError, RecordManifest, RunMirror
 from .record_copy import restore_record
-from .start import RESTORING, Restoration, candidates, no_valid_checkpoint
+from .start import RESTORING, Restoration
+
+AT_ONCE = 4
+"""Files that are copied at the same time."""
 
 
 def restore(task: Restoration, run: RunDir, stop: threading.Event | None = None) -> None:
@@ -56,97 +67,124 @@ def _restore(task: Restoration, run: RunDir, stop: threading.Event) -> None:
     sync_directory(run.path)
     for path in work.iterdir():  # of an attempt that was cut off, which the directory itself says until the end
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    lost: list[str] = []
+    copy: RecordManifest | None = None
     if task.record:
-        size = sum(file.bytes for file in state.record.newest.values())
-        with _progress(size, "record", stop) as shown:
-            lost = restore_record(task.mirror, state.record, work, shown)
+        with _progress(sum(record.archive.bytes for record in state.records[:1]), "record", stop) as shown:
+            copy = restore_record(task.mirror, state, work, shown)
     record = RunDir(work) if task.record else run
-    lost += _without_damaged_lineage(record) if task.record else []
     made, passed_over = _restore_checkpoint(task, run, record, stop)
-    if task.record and made is not None:
-        lost += _complete_lineage(record, made.manifest().segment, state.checkpoints)
+    text = f"{'no checkpoint' if made is None else made.path.name} from {task.mirror.url}"
     if task.record:
+        lost = _complete_lineage(record, None if made is None else made.manifest().segment, state.checkpoints)
         _move(work, run.path)
-    lost = sorted(set(lost))
-    text = _told(task, made, passed_over, lost)
+        text += _what_of_the_record(task, copy, lost)
+    text += "".join(f"; passed over {problem}" for problem in passed_over)
     print(f"mirror: restored {text}", flush=True)
-    step = None if made is None else made.step
-    journal.add(run, "mirror-restored", text, step=step, passed_over=passed_over, lost=lost)
+    journal.add(run, "mirror-restored", text, step=None if made is None else made.step, passed_over=passed_over)
     run_id.assign(run.path, state.run_id or "")
     shutil.rmtree(work)
     sync_directory(run.path)
 
 
-def _told(task: Restoration, made: Checkpoint | None, passed_over: list[str], lost: list[str]) -> str:
-    """What was restored, and what was not."""
-    text = f"{'no checkpoint' if made is None else made.path.name} from {task.mirror.url}"
-    index = task.state.record.index
-    if task.record:
-        text += ", with what is there of the record" if index is None else f", with the record of {index.time}"
-    text += "".join(f"; passed over {problem}" for problem in passed_over)
-    if task.record and not task.state.record.newest:
-        text += "; the record is lost: journal, metrics, evaluations, and changes of overrides.toml"
-    elif lost:
-        more = f" and {len(lost) - 10} more" if len(lost) > 10 else ""
-        text += f"; lost of the record: {', '.join(lost[:10])}{more}"
-    if any(name.endswith(LINEAGE) for name in lost):
-        text += "; whether a rollback had left this checkpoint is not known, nor which steps lead to it"
-    return text
+def _what_of_the_record(task: Restoration, copy: RecordManifest | None, lost: bool) -> str:
+    if copy is None:
+        text = "; the record is lost: journal, metrics, evaluations, and changes of overrides.toml"
+    elif copy != task.state.records[0]:
+        text = f", with the record of {copy.time}, as the one of {task.state.records[0].time} is damaged"
+    else:
+        text = f", with the record of {copy.time}"
+    return text + (
+        "; whether a rollback had left this checkpoint is not known, nor which steps lead to it" if lost else ""
+    )
 
 
-def _without_damaged_lineage(record: RunDir) -> list[str]:
-    """Remove files of the lineage that were copied damaged: no start would go on beside them. Returns their names."""
-    found = [segment / LINEAGE for segment in record.segments if (segment / LINEAGE).exists()]
-    damaged = [path for path in found if state_files.view(path, LineageNode) is None]
-    for path in damaged:
-        path.unlink()
-    return [path.relative_to(record.path).as_posix() for path in damaged]
-
-
-def _complete_lineage(record: RunDir, segment: int | None, every: Sequence[MirroredCheckpoint]) -> list[str]:
+def _complete_lineage(record: RunDir, segment: int | None, every: Sequence[MirroredCheckpoint]) -> bool:
     """Make the start that wrote a checkpoint the first one, if its place in the lineage is lost; and let no new start
-    have the number of one that wrote any checkpoint. Returns what was lost."""
+    have the number of one that wrote any checkpoint. Returns whether it was lost."""
     numbers = [item.manifest().segment or 0 for item in every if item.problem is None]
     if last := max(numbers, default=0):
         record.segment(last).mkdir(parents=True, exist_ok=True)
     if segment is None or any(node.segment == segment for node in lineage.nodes(record)):
-        return []
-    folder = record.segment(segment)
-    folder.mkdir(parents=True, exist_ok=True)
-    lineage.record(folder, parent=None, step=0, kind="start", reason="made by a restoration: its lineage was lost")
-    return [f"segments/{folder.name}/{LINEAGE}"]
+        return False
+    record.segment(segment).mkdir(parents=True, exist_ok=True)
+    why = "made by a restoration: its lineage was lost"
+    lineage.record(record.segment(segment), parent=None, step=0, kind="start", reason=why)
+    return True
 
 
 def _restore_checkpoint(
     task: Restoration, run: RunDir, record: RunDir, stop: threading.Event
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint on the line of `record`, in the run directory; and what was passed over."""
-    passed_over: list[str] = []
-    store = Store(run.checkpoints)
-    known = {node.segment: node for node in lineage.nodes(record)}
-    wrote = {item.manifest().segment for item in task.state.checkpoints if item.problem is None}
-    needed = {number for number in (*wrote, *(node.parent for node in known.values())) if number is not None}
-    for item in candidates(task.state, record, whole_lineage=needed <= known.keys()):
+    """The newest valid checkpoint on the line of `record`, in the run directory; and what was passed over.
+
+    Of later starts first, if the lineage is not whole: what a start has saved, no rollback before it has left.
+    """
+    every, passed_over, store = task.state.checkpoints, list[str](), Store(run.checkpoints)
+    nodes = lineage.nodes(record)
+    begun = {int(number) for copy in task.state.records[:1] for number in copy.starts}
+    begun |= {item.manifest().segment or 0 for item in every if item.problem is None} - {0}
+    lineage_is_whole = begun <= {node.segment for node in nodes}
+
+    def order(item: MirroredCheckpoint) -> tuple[int, int]:
+        return 0 if lineage_is_whole or item.problem is not None else item.manifest().segment or 0, item.step
+
+    for item in sorted(every, key=order, reverse=True):
+        if item.problem is None and not item.is_on_line(nodes):
+            continue
         problem = item.problem
         if problem is None:
             try:
-                return _fetch(task, store, item, stop), passed_over
+                return _fetch_unless_there(task.mirror, store, item, stop), passed_over
             except CheckpointError as error:
                 problem = error.cause
         passed_over.append(f"step {item.step}: {problem}")
         print(f"mirror: passed over {passed_over[-1]}", flush=True)
-    if any(item.raw is not None for item in task.state.checkpoints):
-        raise no_valid_checkpoint(task.mirror, passed_over)
+    if any(item.raw is not None for item in every):
+        raise MirrorError(
+            f"{task.mirror.url} holds {len(passed_over)} checkpoints, none of them valid:\n    "
+            + "\n    ".join(passed_over),
+            effect="nothing was restored: training would begin at step 0",
+            remedy="restore the objects, if the bucket keeps versions",
+        )
     return None, passed_over
 
 
-def _fetch(task: Restoration, store: Store, item: MirroredCheckpoint, stop: threading.Event) -> Checkpoint:
+def _fetch_unless_there(mirror: RunMirror, store: Store, item: MirroredCheckpoint, stop: threading.Event) -> Checkpoint:
     there = next((found for found in store.scan() if found.step == item.step and found.problem is None), None)
     if there is not None and there.verified:  # of an attempt that was cut off after it
         return there
-    with _progress(sum(entry.bytes for entry in item.manifest().files), item.name.rpartition("/")[2], stop) as shown:
-        return checkpoint_copy.fetch(task.mirror, item, store, shown)
+    with _progress(sum(entry.bytes for entry in item.manifest().files), directory_name(item.step), stop) as shown:
+        return _fetch(mirror, item, store, shown)
+
+
+def _fetch(mirror: RunMirror, item: MirroredCheckpoint, store: Store, shown: Callable[[int], object]) -> Checkpoint:
+    """Copy a checkpoint that looks whole into a store, and commit it there, verified.
+
+    Files of an attempt that was cut off are taken if they are whole. `shown` is called with bytes, from several
+    threads.
+
+    Raises:
+        CheckpointError: a file is missing or damaged in the mirror; nothing was committed.
+        RemoteError: the mirror does not answer.
+        StorageError, OSError: of the store.
+    """
+    left = sorted(store.directory.glob(f"{directory_name(item.step)}.writing-*"))
+    attempt = left[0] if left else store.begin(item.step)
+
+    def one(entry: FileEntry) -> str:
+        path = attempt / entry.name
+        if path.is_file() and not difference(entry, describe_file(path)):
+            shown(entry.bytes)
+            return ""
+        return mirror.fetch(f"{item.name}/{entry.name}", entry, path, shown)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        wrong = [problem for problem in pool.map(one, item.manifest().files) if problem]
+    if wrong:
+        raise CheckpointError(wrong[0])
+    made = store.commit(attempt, item.manifest()).mark_verified()
+    made.pin(item.pinned)
+    return made
 
 
 @contextlib.contextmanager
@@ -169,6 +207,9 @@ def _move(source: Path, target: Path) -> None:
         place = target / path.name
         if path.is_dir() and place.is_dir():
             _move(path, place)
-        else:
-            path.replace(place)
+            continue
+        for file in path.rglob("*") if path.is_dir() else [path]:
+            if file.is_file():
+                sync_file(file)
+        path.replace(place)
     sync_directory(target)

@@ -1,55 +1,28 @@
-"""What a start does about the mirror, before it touches the run directory. No torch."""
+"""What a start does about the mirror, before it touches the run directory. No torch.
+
+Which of the two is ahead is decided by their starts: each has an `environment.json` of its own. A directory that lacks
+a start of the mirror is an older copy; one that has another start of the same number went another way. With the same
+starts, by the newest checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record import lineage, run_id
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lineage import LineageNode
-from fsdp_pretrain.remote import PATIENCE, RemoteError
-from fsdp_pretrain.units import human_count
+from fsdp_pretrain.remote import PATIENCE, RemoteError, Url
 
-from .layout import MirroredCheckpoint, MirroredRecord, MirrorError, RunMirror, on_line, taken
-from .relation import Relation, compare
+from .layout import MirroredCheckpoint, MirrorError, MirrorState, RunMirror, taken
+from .record_copy import starts
 
 RESTORING = "restoring"
 """Directory in a run directory that exists while it is restored."""
 
 _NO_HURRY = 15.0
 """Seconds for which a start waits for a mirror that it can do without."""
-
-
-@dataclass(frozen=True)
-class MirrorState:
-    """What the mirror holds of a run.
-
-    Attributes:
-        run_id: None: it is lost.
-        checkpoints: all directories, oldest step first.
-    """
-
-    run_id: str | None
-    record: MirroredRecord
-    checkpoints: list[MirroredCheckpoint]
-
-    @property
-    def newest(self) -> MirroredCheckpoint | None:
-        """The newest that looks whole."""
-        return next((item for item in reversed(self.checkpoints) if item.problem is None), None)
-
-    def __str__(self) -> str:
-        index, files = self.record.index, len(self.record.newest)
-        record = f"its record of {index.time}" if index is not None else f"no index of its record ({files} files)"
-        text = f"run {self.run_id or 'without an id'}, {record}"
-        if (newest := self.newest) is None:
-            return f"{text}, no whole checkpoint"
-        manifest = newest.manifest()
-        text += f", {sum(item.problem is None for item in self.checkpoints)} whole checkpoints, the newest of step "
-        return f"{text}{newest.step:_} ({human_count(manifest.tokens)} tokens), written {manifest.committed}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +39,7 @@ class Restoration:
     record: bool
 
 
-def look(config: Config, *, restore: bool, fresh: bool) -> Restoration | None:
+def compare_with_mirror(config: Config, *, restore: bool, fresh: bool) -> Restoration | None:
     """Compare the run directory with its mirror, if there is one; says what it finds. Changes nothing.
 
     Args:
@@ -83,77 +56,89 @@ def look(config: Config, *, restore: bool, fresh: bool) -> Restoration | None:
     """
     run = RunDir(config.run.dir)
     known, cut_off = run_id.read(run.path), (run.path / RESTORING).is_dir()
-    empty = known is None and not run.begun
+    no_run = cut_off or (known is None and not run.begun)
     if config.checkpoint.mirror is None:
         if restore or cut_off:
-            raise _nothing_to_restore_from(run, cut_off=cut_off)
+            raise _nothing_to_restore(run, "checkpoint.mirror is not set")
         return None
     try:
-        mirror = RunMirror(config, patience=PATIENCE if empty or cut_off else _NO_HURRY)
-        state = _read(mirror)
-        if state is None and empty:
-            mirror.try_to_write()
+        mirror = RunMirror(config, patience=PATIENCE if no_run else _NO_HURRY)
+        state = mirror.look()
+        if not state.records and state.newest is None:
+            if restore and no_run:
+                raise _nothing_to_restore(run, f"{mirror.url} holds no run")
+            if no_run:
+                mirror.try_to_write()
+            return None
     except RemoteError as error:
-        if empty or cut_off:
+        if no_run:
             error.effect = "nothing was started: whether its mirror holds this run, or takes it, is not known"
             error.remedy = "start again when the storage answers, with its credentials"
             raise
         print(f"mirror: {error.cause}; going on with {run.path}, which may lack what the mirror has", flush=True)
         return None
-    if state is None:
-        if restore and (empty or cut_off):
-            raise _nothing_to_restore_from(run, cut_off=cut_off, mirror=mirror)
-        return None
-    if not empty and not cut_off and state.run_id not in (None, known):
-        raise taken(mirror.url, str(state.run_id))
-    relation = Relation.BEHIND if empty or cut_off else compare(run, state.record)
-    if relation is Relation.APART:
-        raise MirrorError(
-            f"{run.path} and its mirror {mirror.url} went different ways: both have starts that the other lacks",
-            effect="nothing was done: one of them would be lost",
-            remedy="to go on from the mirror, move the run directory aside and start with --from-mirror; to go on "
-            "without it, move the mirror aside, or give the run another run.name",
-        )
-    later = _later(run, state, restore=restore) if relation is Relation.CURRENT else None
-    if relation is Relation.CURRENT and later is None:
+    behind = no_run or _lacks_starts(run, state, known, mirror.url)
+    later = None if behind else _later_checkpoint(run, state, restore=restore)
+    if not behind and later is None:
         return None
     print(f"mirror: {mirror.url} holds {state}", flush=True)
     if restore:
-        return Restoration(mirror, state, record=relation is Relation.BEHIND)
-    if fresh and not empty and not cut_off:
+        return Restoration(mirror, state, record=behind)
+    if fresh and not no_run:
         return None
-    raise _behind(run, mirror, state, later, empty=empty, cut_off=cut_off)
+    raise _behind(run, mirror, state, later, no_run=no_run)
 
 
-def _read(mirror: RunMirror) -> MirrorState | None:
-    state = MirrorState(mirror.run_id(), mirror.record(), mirror.scan())
-    return None if state.run_id is None and state.newest is None else state
+def _lacks_starts(run: RunDir, state: MirrorState, known: str | None, url: Url) -> bool:
+    """Whether the mirror has starts that the run directory lacks. Raises MirrorError if they are not of one run."""
+    if state.run_id not in (None, known):
+        raise taken(url, str(state.run_id))
+    theirs, ours = state.records[0].starts if state.records else {}, starts(run)
+    if any(ours[number] != theirs[number] for number in ours.keys() & theirs.keys()):
+        raise MirrorError(
+            f"{run.path} and its mirror {url} went different ways: both have starts that the other lacks",
+            effect="nothing was done or copied: one of them would be lost",
+            remedy="to go on from the mirror, move the run directory aside and start with --from-mirror; to go on "
+            "without it, move the mirror aside, or give the run another run.name",
+        )
+    return any(not run.segment(int(number)).is_dir() for number in theirs)
 
 
-def _later(run: RunDir, state: MirrorState, *, restore: bool) -> MirroredCheckpoint | None:
+def refuse_if_not_ours(run: RunDir, state: MirrorState, url: Url) -> None:
+    """Raise MirrorError if the record in the mirror is not an earlier state of that in the run directory."""
+    if _lacks_starts(run, state, run_id.read(run.path), url):
+        raise MirrorError(
+            f"{url} holds a later state of this run than {run.path} had when it was started",
+            effect="nothing is copied: it would replace what is in the mirror",
+            remedy="stop the run; to go on from the mirror, move the run directory aside and start with --from-mirror; "
+            "to go on without it, move the mirror aside",
+        )
+
+
+def _later_checkpoint(run: RunDir, state: MirrorState, *, restore: bool) -> MirroredCheckpoint | None:
     """The newest whole checkpoint of the mirror, if the run directory should have it, or a later one, and has not.
 
     With `restore` also one that a later start did without: it was damaged in the mirror, or the mirror did not answer.
     """
     nodes = lineage.nodes(run)
-    whole = [item for item in reversed(state.checkpoints) if item.problem is None and on_line(item, nodes)]
-    newest = next((item for item in whole if restore or _is_expected(item, nodes)), None)
-    local = stores(run).newest()
+    parts = lineage.line(nodes)
+
+    def is_expected(item: MirroredCheckpoint) -> bool:
+        segment = item.manifest().segment
+        return restore or segment is None or not parts or lineage.holds(parts, segment, item.step)
+
+    whole = (item for item in reversed(state.checkpoints) if item.is_on_line(nodes) and is_expected(item))
+    newest, local = next(whole, None), stores(run).newest()
     return newest if newest is not None and (local is None or local.step < newest.step) else None
 
 
-def _is_expected(item: MirroredCheckpoint, nodes: Sequence[LineageNode]) -> bool:
-    segment, parts = item.manifest().segment, lineage.line(nodes)
-    return segment is None or not parts or lineage.holds(parts, segment, item.step)
-
-
 def _behind(
-    run: RunDir, mirror: RunMirror, state: MirrorState, later: MirroredCheckpoint | None, *, empty: bool, cut_off: bool
+    run: RunDir, mirror: RunMirror, state: MirrorState, later: MirroredCheckpoint | None, *, no_run: bool
 ) -> MirrorError:
-    local = None if empty or cut_off else stores(run).newest()
-    if cut_off:
+    local = None if no_run else stores(run).newest()
+    if (run.path / RESTORING).is_dir():
         cause = f"{run.path} was being restored from {mirror.url}, and that was cut off"
-    elif empty:
+    elif no_run:
         cause = f"{run.path} is empty, and its mirror {mirror.url} holds {state}"
     else:
         has = "no whole checkpoint" if local is None else f"step {local.step:_}"
@@ -168,36 +153,11 @@ def _behind(
     )
 
 
-def _nothing_to_restore_from(run: RunDir, *, cut_off: bool, mirror: RunMirror | None = None) -> MirrorError:
-    if cut_off:
-        cause = f"{run.path} was being restored from a mirror, and that was cut off"
-    else:
-        cause = "--from-mirror, and there is nothing to restore from"
-    where = "checkpoint.mirror is not set" if mirror is None else f"{mirror.url} holds no run"
+def _nothing_to_restore(run: RunDir, why: str) -> MirrorError:
+    cut_off = (run.path / RESTORING).is_dir()
+    cause = f"{run.path} was being restored from a mirror, and that was cut off" if cut_off else "--from-mirror"
     return MirrorError(
-        f"{cause}: {where}",
+        f"{cause}, and there is nothing to restore from: {why}",
         effect="nothing was done: training would begin at step 0",
         remedy="correct checkpoint.mirror and run.name; to begin a new run, leave --from-mirror out",
-    )
-
-
-def candidates(state: MirrorState, run: RunDir, *, whole_lineage: bool) -> Sequence[MirroredCheckpoint]:
-    """The directories of checkpoints that a restoration may use, newest first: all but those that the record in `run`
-    says were left on purpose. If its lineage is not whole, those of later starts first: what a start has saved, no
-    rollback before it has left."""
-    nodes = lineage.nodes(run)
-    found = [item for item in state.checkpoints if item.problem is not None or on_line(item, nodes)]
-
-    def order(item: MirroredCheckpoint) -> tuple[int, int]:
-        return 0 if whole_lineage or item.problem is not None else item.manifest().segment or 0, item.step
-
-    return sorted(found, key=order, reverse=True)
-
-
-def no_valid_checkpoint(mirror: RunMirror, passed_over: Sequence[str]) -> MirrorError:
-    """The error if none of the checkpoints can be restored."""
-    return MirrorError(
-        f"{mirror.url} holds {len(passed_over)} checkpoints, none of them valid:\n    " + "\n    ".join(passed_over),
-        effect="nothing was restored: training would begin at step 0",
-        remedy="restore the objects, if the bucket keeps versions",
     )

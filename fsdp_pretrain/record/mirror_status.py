@@ -1,6 +1,6 @@
-"""How copying to `checkpoint.mirror` goes: small files in `RUN/mirror/`, written by the uploader of each node.
+"""How copying to `checkpoint.mirror` goes: `RUN/mirror/node-N.json`, written by the uploader of each node.
 
-The watchdog and `status` read them; the processes of the nodes agree by them on what is copied now.
+The watchdog reads them, and retention spares the checkpoint that is copied.
 """
 
 from __future__ import annotations
@@ -12,28 +12,15 @@ from .files import RunDir
 from .state_files import StateFile
 
 
-class MirrorTask(StateFile):
-    """`current.json`: the checkpoint that all nodes copy now; written by the first.
-
-    Attributes:
-        id: of this task; empty: the first node has ended, and there will be no other.
-        step, path: of the checkpoint.
-    """
-
-    id: str = ""
-    step: int = 0
-    path: str = ""
-
-
 class MirrorReport(StateFile):
-    """`node-N.json`: what one node's process does.
+    """What one node's uploader does.
 
     Attributes:
         node, host, pid: who writes it.
         segment: of the start that it belongs to.
         beat: grows while the process lives.
-        task: id of the last task whose files of this node are all in the mirror.
-        files, bytes: copied in this start.
+        copying: step of the checkpoint that is copied now, if one is.
+        files: copied in this start.
         problem: why nothing can be copied now; empty: nothing is wrong.
         since: when that began, in seconds since 1970.
         needs_person: it will not pass by itself.
@@ -46,9 +33,8 @@ class MirrorReport(StateFile):
     pid: int
     segment: int
     beat: int = 0
-    task: str = ""
+    copying: int | None = None
     files: int = 0
-    bytes: int = 0
     problem: str = ""
     since: float | None = None
     needs_person: bool = False
@@ -64,11 +50,7 @@ def report_file(run: RunDir, node: int) -> Path:
     return folder(run) / f"node-{node}.json"
 
 
-def task_file(run: RunDir) -> Path:
-    return folder(run) / "current.json"
-
-
-def read_reports(run: RunDir) -> list[MirrorReport]:
-    """The reports of all nodes that have one."""
+def read_reports(run: RunDir, segment: int | None = None) -> dict[int, MirrorReport]:
+    """The reports of the nodes that have one, by their number; only those of a start, if it is given."""
     found = (state_files.view(path, MirrorReport) for path in sorted(folder(run).glob("node-*.json")))
-    return [report for report in found if report is not None]
+    return {report.node: report for report in found if report is not None and segment in (None, report.segment)}

@@ -34,7 +34,7 @@ from fsdp_pretrain.health.journal import provenance
 from fsdp_pretrain.health.monitor import Health
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.lineage.rollback import finish
-from fsdp_pretrain.mirror.beside import UploaderProcess
+from fsdp_pretrain.mirror.supervisor import UploaderProcess
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.surgery import Surgery

@@ -9,9 +9,9 @@ import time
 from fsdp_pretrain.checkpoint.async_save import Pending
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.mirror import start
-from fsdp_pretrain.mirror.beside import STOP_SECONDS, UploaderProcess
 from fsdp_pretrain.mirror.restore import restore
+from fsdp_pretrain.mirror.start import compare_with_mirror
+from fsdp_pretrain.mirror.supervisor import UploaderProcess
 from fsdp_pretrain.parallel.mesh import RankInfo, World
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_time
@@ -22,6 +22,8 @@ from .run_context import RunContext
 
 _TURN = 1.0
 """Seconds that ranks wait for rank 0 before they show that they live."""
+_STOP_SECONDS = 20.0
+"""How long a run that was asked to stop waits for the mirror."""
 
 
 def restored_from_mirror(config: Config, world: World, terms: ResumeOptions, heartbeat: Heartbeat) -> bool:
@@ -31,12 +33,12 @@ def restored_from_mirror(config: Config, world: World, terms: ResumeOptions, hea
         Whether it was restored: what was read of it before does not count any more.
 
     Raises:
-        UserError: see `mirror.start.look` and `mirror.restore.restore`.
+        UserError: see `mirror.start.compare_with_mirror` and `mirror.restore.restore`.
     """
     run, box, stop = RunDir(config.run.dir), list[Pending[None]](), threading.Event()
 
     def begin() -> bool:
-        task = start.look(config, restore=terms.from_mirror, fresh=terms.fresh)
+        task = compare_with_mirror(config, restore=terms.from_mirror, fresh=terms.fresh)
         if task is not None:
             box.append(Pending(lambda: restore(task, run, stop)))
         return task is not None
@@ -65,7 +67,9 @@ def start_uploader(config: Config, world: World, segment: int) -> UploaderProces
         return None
     node = int(os.environ.get("GROUP_RANK", ranks.rank // ranks.local_world))
     nodes = world.size // ranks.local_world
-    return UploaderProcess(config, segment=segment, node=node, nodes=nodes, local_ranks=ranks.local_world)
+    return UploaderProcess(
+        RunDir(config.run.dir), segment=segment, node=node, nodes=nodes, local_ranks=ranks.local_world
+    )
 
 
 def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete: bool) -> None:
@@ -75,7 +79,7 @@ def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete:
     limit = run.config.checkpoint.mirror_flush.value
     if run.config.checkpoint.mirror is None:
         return
-    limit = limit if complete else min(STOP_SECONDS, limit)
+    limit = limit if complete else min(_STOP_SECONDS, limit)
     begun, said = time.monotonic(), False
     if uploader is not None:
         uploader.finish()

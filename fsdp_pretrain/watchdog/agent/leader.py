@@ -43,9 +43,7 @@ from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 from .goodput_job import GoodputJob
 from .registry import build_detectors
 
-_PER_START = frozenset(
-    "hang rank-died ended pace straggler node gpu run-directory corpus-storage mirror mirror-uploader".split()
-)
+_PER_START = frozenset("hang rank-died ended pace straggler node gpu run-directory corpus-storage mirror".split())
 """Detectors whose alarms end when the ranks are restarted."""
 _SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
 _SERVE_EVERY = 5

@@ -227,9 +227,10 @@ def request(run: str, verb: str) -> dict[str, Any]:
     return {}
 
 
-def mirror(run: str) -> dict[str, Any]:
-    """What the uploaders of a run report, see `record.mirror_status`."""
-    return {"reports": [report.model_dump() for report in mirror_status.read_reports(RunDir(Path(run)))]}
+def mirror(run: str, segment: int) -> dict[str, Any]:
+    """What the uploaders of a start report, see `record.mirror_status`."""
+    reports = mirror_status.read_reports(RunDir(Path(run)), segment)
+    return {"reports": [report.model_dump() for report in reports.values()]}
 
 
 def account(run: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Starts and minds the uploader of a node (see `uploader`), in the first rank of that node. No torch."""
+"""Starts the uploader of a node and restarts it if it dies, in the first rank of that node. No torch."""
 
 from __future__ import annotations
 
@@ -8,36 +8,31 @@ import threading
 import time
 
 from fsdp_pretrain.child_process import start_module
-from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.record import mirror_status, run_id, state_files
+from fsdp_pretrain.record import mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir, make_directory
-from fsdp_pretrain.record.mirror_status import MirrorTask
 
 _PAUSES = (1.0, 5.0, 30.0, 60.0)
 """Seconds before an uploader that died is started again."""
-STOP_SECONDS = 20.0
-"""How long a run that was asked to stop waits for the mirror."""
 
 
 class UploaderProcess:
     """The uploader of this node. It is started again when it dies, and dies with this process.
 
     Args:
-        config: of a run with a mirror.
+        run: of a configuration with a mirror, which its segment has.
         segment: of this start.
         node, nodes: number of this node, and how many there are.
         local_ranks: ranks per node.
     """
 
-    def __init__(self, config: Config, *, segment: int, node: int, nodes: int, local_ranks: int) -> None:
-        self._config, self._run = config, RunDir(config.run.dir)
-        self._command = ["fsdp_pretrain.mirror.uploader", str(self._run.path), run_id.bound_to(self._run.path) or ""]
-        self._command += ["--segment", str(segment), "--node", str(node), "--nodes", str(nodes)]
-        self._command += ["--local-ranks", str(local_ranks)]
+    def __init__(self, run: RunDir, *, segment: int, node: int, nodes: int, local_ranks: int) -> None:
+        self._run, self._segment = run, segment
+        numbers = (segment, node, nodes, local_ranks)
+        self._command = [str(run.path), run_id.bound_to(run.path) or "", *map(str, numbers)]
         self._finishing = False
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
-        threading.Thread(target=self._mind, name="mirror", daemon=True).start()
+        threading.Thread(target=self._supervise, name="mirror", daemon=True).start()
 
     def saved(self) -> None:
         """There is a new checkpoint."""
@@ -61,8 +56,8 @@ class UploaderProcess:
 
     def steps_in_use(self) -> list[int]:
         """Steps whose checkpoints are being copied."""
-        task = state_files.view(mirror_status.task_file(self._run), MirrorTask)
-        return [task.step] if task is not None and task.id else []
+        reports = mirror_status.read_reports(self._run, self._segment).values()
+        return [report.copying for report in reports if report.copying is not None]
 
     def _say(self, word: str) -> None:
         process = self._process
@@ -71,7 +66,7 @@ class UploaderProcess:
                 process.stdin.write(f"{word}\n".encode())
                 process.stdin.flush()
 
-    def _mind(self) -> None:
+    def _supervise(self) -> None:
         starts = 0
         while True:
             begun = time.monotonic()
@@ -89,10 +84,5 @@ class UploaderProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         make_directory(mirror_status.folder(self._run))
         with (mirror_status.folder(self._run) / "log").open("ab") as log:
-            process = start_module(*self._command, nice=10, stdin=subprocess.PIPE, stdout=log, stderr=log)
-        assert process.stdin is not None
-        text = self._config.to_toml()
-        with contextlib.suppress(OSError):
-            process.stdin.write(f"{len(text)}\n{text}".encode())
-            process.stdin.flush()
-        return process
+            module = "fsdp_pretrain.mirror.uploader"
+            return start_module(module, *self._command, nice=10, stdin=subprocess.PIPE, stdout=log, stderr=log)

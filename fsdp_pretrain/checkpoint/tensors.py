@@ -1,0 +1,93 @@
+"""A checkpoint's `tensors.json`: its tensors, and where in its files they lie. No torch.
+
+DCP's own description, `.metadata`, is a pickle, and opening one can run any program. It is written so that plain DCP
+reads our checkpoints; here it is never opened.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict, model_validator
+
+from fsdp_pretrain.errors import CheckpointError, UserError
+from fsdp_pretrain.record import state_files
+from fsdp_pretrain.record.state_files import StateFile
+
+from .manifest import Count
+
+TENSORS, METADATA = "tensors.json", ".metadata"
+
+
+class Chunk(StateFile):
+    """Rows of a tensor (a scalar has one), in an archive of `torch.save`.
+
+    Attributes:
+        first, rows: index of the first row, and their number.
+        file: that holds them, in the checkpoint.
+        start, length: of the archive in the file, in bytes.
+    """
+
+    first: Count
+    rows: Count
+    file: Annotated[str, Field(pattern=r"^__\d+_\d+\.distcp$")]
+    start: Count
+    length: Count
+
+
+class StoredTensor(StateFile):
+    """A tensor of a checkpoint; its chunks hold each of its rows once."""
+
+    dtype: Literal["float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
+    shape: Annotated[tuple[Count, ...], Strict(False)]
+    chunks: list[Chunk]
+
+    @model_validator(mode="after")
+    def _check_chunks(self) -> StoredTensor:
+        reached = 0
+        for chunk in sorted(self.chunks, key=lambda chunk: (chunk.first, chunk.rows)):
+            if chunk.first != reached:
+                raise ValueError(f"a chunk begins at row {chunk.first}, the one before it ends at {reached}")
+            reached += chunk.rows
+        if reached != (self.shape[0] if self.shape else 1):
+            raise ValueError(f"the chunks have {reached} rows, the shape is {self.shape}")
+        return self
+
+    def shape_of(self, chunk: Chunk) -> tuple[int, ...]:
+        """The shape of a chunk."""
+        return (chunk.rows, *self.shape[1:]) if self.shape else ()
+
+
+class TensorsFile(StateFile):
+    """`tensors.json`: the tensors by name."""
+
+    tensors: dict[str, StoredTensor]
+
+
+def read_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by name.
+
+    Raises:
+        CheckpointError: `tensors.json` is missing or damaged, or cannot be read.
+    """
+    try:
+        found = state_files.read(folder / TENSORS, TensorsFile)
+    except UserError as error:
+        raise CheckpointError(error.cause, effect="nothing was loaded", remedy="take another checkpoint") from None
+    if found is None:
+        raise CheckpointError(
+            f"{folder / TENSORS} is missing",
+            effect="nothing was loaded",
+            remedy="if the run is live, retention may just have deleted it: take a newer one",
+        )
+    return found.tensors
+
+
+def wrong_tensors(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint's `tensors.json`: at most one text."""
+    try:
+        read_tensors(folder)
+    except CheckpointError as error:
+        return [error.cause.removeprefix(f"{folder}/")]
+    return []
