@@ -1,6 +1,6 @@
 """The model `fsdp_pretrain` of lm-eval's own command line: `--model fsdp_pretrain --model_args checkpoint=RUN`.
 
-Importing this registers it. `fsdp-eval lm-eval` does; the plain `lm_eval` finds it through `fsdp_pretrain_lm_eval`.
+Importing this registers it, which `fsdp-eval lm-eval` does.
 """
 
 from __future__ import annotations

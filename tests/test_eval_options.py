@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -305,43 +303,27 @@ def test_arguments_of_the_registered_model(arguments: str, expected: str) -> Non
         eval.registered.RegisteredLM.create_from_arg_string(arguments, {"device": "cuda:0", "batch_size": 1})
 
 
-def test_the_model_is_named_only_where_lm_eval_runs(helpers: Any) -> None:
-    """Installed as `torch.backends`: what every other program of the environment runs at `import torch` does nothing."""
-    code = """
-import sys, fsdp_pretrain_lm_eval as hook
-hook.register()
-assert not [name for name in sys.modules if name.startswith(("lm_eval", "fsdp_pretrain.", "eval", "torch"))]
-import lm_eval
-hook.register(), hook.register()
-from lm_eval.api.registry import model_registry
-assert {"fsdp_pretrain", "hf"} <= set(model_registry) and "torch" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=helpers.environment())
-    assert done.returncode == 0, done.stderr
-
-
-def installed() -> bool:
-    return any(
-        point.name == "fsdp_pretrain_lm_eval" for point in importlib.metadata.entry_points(group="torch.backends")
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["fsdp-eval lm-eval", "lm_eval"])
 def test_scores_of_lm_evals_command_line(
-    run: Path, tasks: Path, tmp_path: Path, helpers: Any, run_command: Run, command: str
+    run: Path, tasks: Path, tmp_path: Path, helpers: Any, run_command: Run
 ) -> None:
-    """The console scripts as a user starts them."""
-    binaries = Path(sys.executable).parent
-    if command == "lm_eval" and not (installed() and (binaries / command).exists()):
-        pytest.skip("the project is not installed here; scripts/test.sh installs it")
-    line = [*(command.split() if command == "lm_eval" else [sys.executable, "-m", "eval.cli", "lm-eval"])]
+    """As a user starts it."""
     done = subprocess.run(
         [
-            *(*line, "run", "--model", "fsdp_pretrain", "--model_args", f"checkpoint={run}"),
+            *(
+                sys.executable,
+                "-m",
+                "eval.cli",
+                "lm-eval",
+                "run",
+                "--model",
+                "fsdp_pretrain",
+                "--model_args",
+                f"checkpoint={run}",
+            ),
             *("--include_path", tasks, "--tasks", "choose", "say", "--num_fewshot", "1", "--output_path", tmp_path),
         ],
-        env=helpers.environment(PATH=f"{binaries}{os.pathsep}{os.environ['PATH']}", HF_HUB_OFFLINE="1"),
+        env=helpers.environment(HF_HUB_OFFLINE="1"),
         capture_output=True,
         text=True,
         cwd=tmp_path,
