@@ -20,8 +20,8 @@ from fsdp_pretrain.errors import ConfigError
 
 from .checkpoints import open_checkpoint
 from .evaluation import open_adapter
+from .finding import find_checkpoint
 from .harness import CheckpointLM
-from .options import find_checkpoint
 
 _ARGUMENTS = ("checkpoint", "step", "tokenizer")
 _FROM_OPTIONS = ("batch_size", "max_batch_size", "device")
