@@ -162,13 +162,16 @@ def evaluate_job(
         return None
     attempt = _Attempt(folder, submission)
     try:
-        return attempt.wait(work.claim.still_mine, late)
+        found = attempt.wait(work.claim.still_mine, late)
     except (EvaluationError, RefusedError):
         if not work.claim.still_mine():  # another worker judges the attempt now
             return None
         attempt.end()
         conclude(folder, submission.committed)
         raise
+    if found is None and submission.command is None:
+        attempt.end()
+    return found
 
 
 def conclude(folder: Path, committed: str | None) -> None:

@@ -27,7 +27,7 @@ from eval.checkpoints import DamagedCheckpointError, open_checkpoint, read_check
 from eval.evaluation import evaluate
 from eval.harness import CheckpointLM
 from eval.results import RefusedError
-from eval.tasks import PROBES, read_heldout
+from eval.tasks import read_heldout
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import load
@@ -254,7 +254,7 @@ def test_scores_of_a_model_that_computes_nan_are_results(trained: Path, module_l
 
     section = EvalSection(heldout=module_lab.heldout, limit=2)
     found = evaluate(replace(judged, read=poisoned), section)
-    assert {task for task, _, value, *_ in found.metrics() if math.isnan(value)} >= {"heldout_bpb", *PROBES}
+    assert {task for task, _, value, *_ in found.metrics() if math.isnan(value)} >= {"heldout_bpb", "separator_probe"}
     assert ("heldout_bpb", "bits_per_byte is no finite number") in [*found.alarms()]
 
 

@@ -370,7 +370,7 @@ def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, 
     run.config.write_text(tomli_w.dumps(config))
     done = run_command("eval.cli", "watch", run.path, "--once", "--wait")
     assert done.returncode == 0, (done.stderr, helpers.journal(run.path, "eval-failed"))
-    assert not pool.exists()
+    helpers.wait_for(lambda: not pool.exists(), what="the end of the command")
     (published,) = run.path.glob("evals/step-*/*/results.json")
     direct = run_command("eval.cli", "run", run.path, "--out", lab.path / "direct.json")
     assert direct.returncode == 0, direct.stderr

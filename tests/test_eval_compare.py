@@ -217,7 +217,7 @@ def test_units_of_a_likelihood_are_judged_alike(tmp_path: Path) -> None:
         assert rows["bits_per_byte"].verdict == rows["byte_perplexity"].verdict, (case, rows)
         verdicts.add(rows["bits_per_byte"].verdict)
         for row in rows.values():
-            assert row.interval.low <= row.difference <= row.interval.high
+            assert row.interval.low - 1e-9 <= row.difference <= row.interval.high + 1e-9
         assert rows["byte_perplexity"].interval.low > -rows["byte_perplexity"].a  # no perplexity is negative
     assert verdicts >= {"better", "worse"}
 
