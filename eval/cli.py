@@ -10,7 +10,6 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,15 +20,14 @@ from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
 from fsdp_pretrain.record.files import RunDir, make_directory, now, replace_file
 
-from .options import count_or_share, find_checkpoint, names, pass_over, shots
+from .finding import find_checkpoint, names, pass_over
 
 if TYPE_CHECKING:
-    from fsdp_pretrain.checkpoint.store import Checkpoint
     from fsdp_pretrain.config.config import Config
     from fsdp_pretrain.config.sections import EvalSection
 
-    from .attempt import Results
     from .checkpoints import EvaluatedModel
+    from .results import Results
 
 _ASK_SECONDS = 5.0
 """Between two looks at what is due, with `watch --once`."""
@@ -50,51 +48,25 @@ def main() -> int:
         "path",
         type=Path,
         metavar="RUN_OR_CHECKPOINT",
-        help="run directory, a step-N directory in it, or a Hugging Face folder (an export)",
+        help="run directory, a step-N directory in it, or an exported folder",
     ),
     argument("--step", type=int, help="step of the run's checkpoint to use"),
-    argument(
-        "--tasks",
-        type=names,
-        metavar="NAMES",
-        help="comma-separated task names, patterns of names, task files or directories of them (default: the run's "
-        "eval.tasks)",
-    ),
+    argument("--tasks", type=names, metavar="NAMES", help="comma-separated task names (default: the run's eval.tasks)"),
     argument("--heldout", help="held-out documents for the bundled tasks (default: the run's)"),
     argument(
-        *("--include", "--include_path"),
+        "--include",
         action="append",
         default=[],
         metavar="DIR",
         help="directory with lm-eval task files, which are programs; those of the configuration are not used",
     ),
-    argument("--limit", type=count_or_share, metavar="N", help="documents per task, or the share of them if below 1"),
-    argument(
-        *("--num-fewshot", "--num_fewshot"),
-        type=shots,
-        metavar="N",
-        help="solved examples before each question (default: as the tasks say)",
-    ),
-    argument(
-        *("--gen-kwargs", "--gen_kwargs"),
-        metavar="key=value,...",
-        help="options of generating answers; a JSON object will do, too",
-    ),
-    argument(
-        *("--batch-size", "--batch_size"), dest="batch", type=positive, metavar="N", help="sequences per forward pass"
-    ),
-    argument(
-        *("--log-samples", "--log_samples"),
-        action="store_const",
-        const=True,
-        help="keep documents, prompts and responses beside --out",
-    ),
+    argument("--limit", metavar="N", help="documents per task, or the share of them if below 1"),
     _DEVICE,
     argument("--tokenizer", type=Path, help="tokenizer, if the checkpoint was moved out of its run"),
     argument(
         "--out", type=Path, metavar="FILE", help="write results here, and the samples beside (default: only print)"
     ),
-    argument("overrides", nargs="*", metavar="key=value", help="replace keys of [eval], such as eval.batch=4"),
+    argument("overrides", nargs="*", metavar="key=value", help="replace keys of [eval], such as eval.num_fewshot=5"),
     JSON,
 )
 def _run(args: argparse.Namespace) -> int:
@@ -111,17 +83,17 @@ def _run(args: argparse.Namespace) -> int:
                 if world is not None and not world.is_main:
                     assist(judged, section, world)
                     return 0
-                results = evaluate(judged, section, world=world, keep=args.out and args.out.parent)
+                results = evaluate(judged, section, world=world, out=args.out)
                 break
             except DamagedCheckpointError as error:  # on every rank
                 if args.step is not None or error.path == args.path:
                     raise
                 pass_over(error.path, error.problem, damaged)
-    text = json.dumps(results.model_dump(exclude_unset=True), indent=1, default=str)
+    text = results.to_json()
     print(text if args.json else table(results))
-    _tell(results)
+    results.tell_alarms()
     if args.out:  # last: if it cannot be written, the results were at least printed
-        _replace(args.out, text, results)
+        replace_file(args.out, text + "\n")
     return 0
 
 
@@ -132,23 +104,11 @@ def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[Evaluat
 
     from .checkpoints import open_checkpoint
     from .exported import is_exported, open_exported
-    from .options import generation_options, tasks_and_folders
-    from .tasks import BUNDLED, PROBES
+    from .separators import NAME
+    from .tasks import BUNDLED
 
-    if args.log_samples and not args.out:
-        raise ConfigError("--log-samples needs --out FILE: samples are kept beside the results")
     if args.out:
         make_directory(args.out.parent)
-    options = ("tasks", "heldout", "limit", "num_fewshot", "batch", "log_samples", "device")
-    settings = {key: value for key in options if (value := getattr(args, key)) is not None}
-    settings["include"] = args.include
-    if args.tasks is not None:
-        more = [name for word in _take(args.overrides, lambda word: "=" not in word) for name in names(word)]
-        settings["tasks"], here = tasks_and_folders([*args.tasks, *more])
-        settings["include"] = [*args.include, *map(str, here)]
-    if args.gen_kwargs is not None:
-        more = _take(args.overrides, lambda word: "." not in word.partition("=")[0])
-        settings["gen_kwargs"] = generation_options(",".join([args.gen_kwargs, *more]))
     if is_exported(args.path):
         if args.step is not None:
             raise ConfigError(f"{args.path} is one exported checkpoint: --step {args.step} chooses one of a run")
@@ -156,8 +116,13 @@ def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[Evaluat
     else:
         judged = open_checkpoint(find_checkpoint(args.path, args.step, damaged), args.tokenizer)
         before = judged.trained.eval if judged.trained is not None else EvalSection()
-    section = replace_in(before, "eval", settings, args.overrides, judged.path)
-    if before.include and set(section.tasks) - {*BUNDLED, *PROBES} and not section.include:
+    given = {key: getattr(args, key) for key in ("tasks", "heldout", "device")}
+    settings = {"include": args.include, **{key: value for key, value in given.items() if value is not None}}
+    limit = [] if args.limit is None else [f"eval.limit={args.limit}"]
+    section = replace_in(before, "eval", settings, [*limit, *args.overrides], judged.path)
+    if section.log_samples and not args.out and not before.log_samples:
+        raise ConfigError("eval.log_samples needs --out FILE: samples are kept beside the results")
+    if before.include and set(section.tasks) - {*BUNDLED, NAME} and not section.include:
         folders = " ".join(f"--include {shlex.quote(str(folder))}" for folder in before.include)
         raise ConfigError(
             f"the configuration of {judged.path} names folders of task files: they are not used here",
@@ -165,26 +130,6 @@ def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[Evaluat
             remedy=f"if you trust them, add: {folders}",
         )
     return judged, section
-
-
-def _take(words: list[str], wanted: Callable[[str], bool]) -> list[str]:
-    """Remove the wanted words from a list; they are further values of an option, separated by spaces as for lm-eval."""
-    taken = [word for word in words if wanted(word)]
-    words[:] = [word for word in words if not wanted(word)]
-    return taken
-
-
-def _replace(out: Path, text: str, results: Results) -> None:
-    """Write results, and delete the sample files of those that they replace. Raises OSError."""
-    from fsdp_pretrain.record import state_files
-
-    from . import sample_files
-    from .attempt import Results
-
-    before = state_files.view(out, Results)
-    replace_file(out, text + "\n")
-    if before is not None:
-        sample_files.drop(out.parent, {*before.samples.values()} - {*results.samples.values()})
 
 
 @verb(
@@ -205,6 +150,7 @@ def _watch(args: argparse.Namespace) -> int:
     from fsdp_pretrain.checkpoint.evaluations import due_jobs, given_up_jobs
     from fsdp_pretrain.checkpoint.locations import stores
 
+    from .attempt import evaluate_job
     from .jobs import drop_dead_claims, unannounced, watch_once
 
     run, damaged = args.run, dict[Path, str]()
@@ -218,10 +164,7 @@ def _watch(args: argparse.Namespace) -> int:
                 f"{run.config} evaluates with eval.command: --device {args.device} would change nothing",
                 remedy="leave it out; name the device in the command",
             )
-        if args.device:
-            config = config.model_copy(update={"eval": config.eval.model_copy(update={"device": args.device})})
-        evaluate = None if config.eval.command is not None else partial(_evaluate_checkpoint, section=config.eval)
-        evaluated, failed = watch_once(run, config, evaluate)
+        evaluated, failed = watch_once(run, config, partial(evaluate_job, run, config, device=args.device))
         failed_in_all += failed
         for item in stores(run).scan():
             if item.problem is not None:
@@ -229,11 +172,8 @@ def _watch(args: argparse.Namespace) -> int:
         due = due_jobs(run, config)
         pausing = sum(job.pause > 0 for job in due)
         held, given_up = len(due) + len(unannounced(run)) - pausing, len(given_up_jobs(run, config))
-        before, state = (
-            state,
-            f"held by other workers {held}" + (f", pausing after a failure {pausing}" * bool(pausing)),
-        )
-        state += f", given up {given_up} (see fsdp-eval retry)" * bool(given_up)
+        before, state = state, f"held by other workers {held}, pausing after a failure {pausing}, given up {given_up}"
+        state += " (see fsdp-eval retry)" if given_up else ""
         if evaluated or failed or state != before:
             print(f"{now()} evaluated {evaluated}, failed {failed}, {state}", flush=True)
         if args.once and not (args.wait and held + pausing) and not drop_dead_claims(run):
@@ -290,20 +230,6 @@ def _retry(args: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate_checkpoint(checkpoint: Checkpoint, *, section: EvalSection, keep: Path) -> Results:
-    from .checkpoints import open_checkpoint
-    from .evaluation import evaluate
-
-    return _tell(evaluate(open_checkpoint(checkpoint), section, keep=keep))
-
-
-def _tell(results: Results) -> Results:
-    """What a person must know on standard error: the watchdog that raises an alarm ends with the training."""
-    for subject, text in results.alarms():
-        print(f"ALARM: {subject} of step {results.step}: {text}", file=sys.stderr, flush=True)
-    return results
-
-
 @verb(
     "samples",
     "runs/quickstart/run --step 260",
@@ -336,9 +262,11 @@ def _samples(args: argparse.Namespace) -> int:
 )
 def _report(args: argparse.Namespace) -> int:
     """All results of a run, oldest first."""
+    from fsdp_pretrain.checkpoint.evaluations import failed_evaluations
+    from fsdp_pretrain.config.resume_rules import load_recorded
     from fsdp_pretrain.record import state_files
 
-    from .attempt import Results
+    from .results import Results
 
     found = sorted(args.run.evals.glob("step-*/*/results.json"))
     for path in found:
@@ -351,17 +279,10 @@ def _report(args: argparse.Namespace) -> int:
             print(json.dumps(results.model_dump(exclude_unset=True)) if args.json else table(results))
     if not found:
         print("no results yet", file=sys.stderr)
-    for text in _unfinished(args.run):
-        print(text, file=sys.stderr if args.json else sys.stdout)
+    if args.run.config.exists():
+        for text, _ in failed_evaluations(args.run, load_recorded(args.run.config)[0]):
+            print(text, file=sys.stderr if args.json else sys.stdout)
     return 0
-
-
-def _unfinished(run: RunDir) -> list[str]:
-    """What is to be said of evaluations that failed."""
-    from fsdp_pretrain.checkpoint.evaluations import failed_evaluations
-    from fsdp_pretrain.config.resume_rules import load_recorded
-
-    return [text for text, _ in failed_evaluations(run, load_recorded(run.config)[0])] if run.config.exists() else []
 
 
 @verb(
@@ -373,7 +294,7 @@ def _unfinished(run: RunDir) -> list[str]:
         metavar="RUN A B",
         help="a run and two of its steps; or, without RUN, two results.json files or directories of results (step-N)",
     ),
-    argument("--tasks", type=names, help="comma-separated task names (default: all that both have)"),
+    argument("--tasks", type=names, metavar="NAMES", help="comma-separated task names (default: all that both have)"),
     JSON,
 )
 def _compare(args: argparse.Namespace) -> int:
@@ -410,8 +331,6 @@ def table(results: Results) -> str:
         counted = f"{results.documents.get(task, '?')} documents"
         shown = f"{counted}, {results.num_fewshot[task]}-shot" if task in results.num_fewshot else counted
         lines.append(f"  {task:24} {metric:16} {value:.4f}{spread}  ({shown})")
-    if results.unigram_bits_per_byte is not None:
-        lines.append(f"  {'(unigram model)':24} {'bits_per_byte':16} {results.unigram_bits_per_byte:.4f}")
     words = {True: "ok", False: "ALARM", None: "undecided"}
     lines += [f"  {verdict.probe:24} {words[verdict.ok]}: {verdict.text}" for verdict in results.verdicts]
     return "\n".join(lines)

@@ -1,9 +1,8 @@
 """Two evaluations compared document by document. No torch here.
 
 The difference of two scores over the same documents is far more certain than each score: what makes a document hard
-makes it hard for both. Its standard error is that of the mean of the differences of the documents' influences on the
-two scores (see `eval.intervals`; for means these are the differences of their values). Evaluations that cannot be
-paired are compared by their own intervals, and the reason is given.
+makes it hard for both (see `eval.intervals.paired`). Evaluations that cannot be paired are compared by their own
+intervals, and the reason is given.
 """
 
 from __future__ import annotations
@@ -23,21 +22,11 @@ from fsdp_pretrain.record.arguments import check_begun
 from fsdp_pretrain.record.files import RunDir
 
 from . import sample_files
-from .attempt import ConfidenceInterval, Results
-from .intervals import (
-    Array,
-    Form,
-    agresti_min,
-    are_shares,
-    as_array,
-    change,
-    form_of,
-    ratio_interval,
-    standard_error,
-    unpaired,
-)
+from .intervals import Array, Form, as_array, form_of, paired, unpaired
+from .results import ConfidenceInterval, Results
 from .sample_files import Document, Value
 
+Values = dict[Document, Value]
 Judgement = Literal["better", "worse", "higher", "lower", "no difference", "unknown"]
 
 
@@ -90,7 +79,7 @@ class TaskResults:
         """Score, standard error and interval by metric."""
         return {row[1]: row[2:] for row in self.results.metrics() if row[0] == self.task}
 
-    def samples(self) -> dict[str, dict[Document, Value]]:
+    def samples(self) -> dict[str, Values]:
         """Values of every document by metric. Raises UserError."""
         name = self.results.samples.get(self.task)
         if name is None:
@@ -163,38 +152,69 @@ def compare(a: EvaluationSide, b: EvaluationSide, *, tasks: Sequence[str] | None
 
 
 def _differences(a: TaskResults, b: TaskResults) -> Iterator[ScoreDifference]:
-    reason = _unlike(a, b)
-    samples: tuple[dict[str, dict[Document, Value]], ...] = ({}, {})
+    reason, before, after = _unlike(a, b), dict[str, Values](), dict[str, Values]()
     if not reason:
         try:
-            samples = a.samples(), b.samples()
+            before, after = a.samples(), b.samples()
         except UserError as problem:
             reason = problem.cause
     up = b.results.higher_is_better.get(a.task, {})
-    for metric, (score, stderr, interval) in a.metrics.items():
-        if metric not in b.metrics:
-            continue
-        other, its_stderr, its_interval = b.metrics[metric]
+    for metric in (name for name in a.metrics if name in b.metrics):
         higher = up.get(metric, up.get(metric.partition("/")[0]))
-        found = None
+        found: ScoreDifference | str = reason
         if not reason:
-            found = _paired(samples[0].get(metric, {}), samples[1].get(metric, {}), score, other, higher)
-        if isinstance(found, _Paired):
-            row = ScoreDifference(task=a.task, metric=metric, **vars(found))
-        else:
-            row = ScoreDifference(
-                task=a.task,
-                metric=metric,
-                a=score,
-                b=other,
-                difference=other - score,
-                stderr=None if stderr is None or its_stderr is None else math.hypot(stderr, its_stderr),
-                interval=None
-                if interval is None or its_interval is None
-                else unpaired(score, interval, other, its_interval),
-                unpaired=reason or found or "",
-            )
+            found = _paired(a, b, metric, before.get(metric, {}), after.get(metric, {}), higher is not False)
+        row = _unpaired(a, b, metric, found) if isinstance(found, str) else found
         yield row.model_copy(update={"verdict": _verdict(row.interval, higher)})
+
+
+def _unpaired(a: TaskResults, b: TaskResults, metric: str, reason: str) -> ScoreDifference:
+    """The difference of two scores by their own intervals."""
+    (one, its, interval), (other, error, its_interval) = a.metrics[metric], b.metrics[metric]
+    return ScoreDifference(
+        task=a.task,
+        metric=metric,
+        a=one,
+        b=other,
+        difference=other - one,
+        stderr=None if its is None or error is None else math.hypot(its, error),
+        interval=unpaired(one, interval, other, its_interval) if interval and its_interval else None,
+        unpaired=reason,
+    )
+
+
+def _paired(
+    a: TaskResults, b: TaskResults, metric: str, before: Values, after: Values, up: bool
+) -> ScoreDifference | str:
+    """The difference over the documents that both have; the reason if there is none. `up`: higher is better."""
+    form = form_of([*before.values()], a.metrics[metric][0])
+    if form is None or form != form_of([*after.values()], b.metrics[metric][0]):
+        return "the score is no mean or ratio of its documents' values"
+    common = [document for document in before if document in after]
+    x, y = as_array([before[document] for document in common]), as_array([after[document] for document in common])
+    if x is None or y is None or x.ndim != y.ndim:
+        return "they have no document in common"
+    stderr, interval = paired(form, x, y)
+    gains = (_by_document(form, y) - _by_document(form, x)) * (1 if up else -1)
+    better, worse = int((gains > 0).sum()), int((gains < 0).sum())
+    return ScoreDifference(
+        task=a.task,
+        metric=metric,
+        a=form.score(x),
+        b=form.score(y),
+        difference=form.score(y) - form.score(x),
+        stderr=stderr,
+        interval=interval,
+        documents=len(common),
+        better=better,
+        worse=worse,
+        equal=len(common) - better - worse,
+    )
+
+
+def _by_document(form: Form, x: Array) -> Array:
+    """The level of every document alone."""
+    return form.factor * (x if x.ndim == 1 else x[:, 0] / x[:, 1])
 
 
 def _unlike(a: TaskResults, b: TaskResults) -> str:
@@ -207,69 +227,6 @@ def _unlike(a: TaskResults, b: TaskResults) -> str:
         if of(a) != of(b):
             return f"other {what}: {of(a)} and {of(b)}"
     return ""
-
-
-@dataclass(frozen=True)
-class _Paired:
-    a: float
-    b: float
-    difference: float
-    stderr: float | None
-    interval: ConfidenceInterval | None
-    documents: int
-    better: int
-    worse: int
-    equal: int
-
-
-def _paired(
-    a: dict[Document, Value], b: dict[Document, Value], score_a: float, score_b: float, higher: bool | None
-) -> _Paired | str:
-    """The difference over the documents that both have; the reason if there is none."""
-    form = form_of([*a.values()], score_a)
-    if form is None or form != form_of([*b.values()], score_b):
-        return "the score is no mean or ratio of its documents' values"
-    common = [document for document in a if document in b]
-    x, y = as_array([a[document] for document in common]), as_array([b[document] for document in common])
-    if x is None or y is None or x.ndim != y.ndim:
-        return "they have no document in common"
-    first, second = form.score(x), form.score(y)
-    influence = [form.influence(of) * (score if form.exponential else 1) for of, score in ((x, first), (y, second))]
-    gains = _by_document(form, y) - _by_document(form, x)
-    more, less = int((gains > 0).sum()), int((gains < 0).sum())
-    if are_shares(form, x) and are_shares(form, y):
-        interval: ConfidenceInterval | None = agresti_min(more, less, len(common))
-    else:
-        interval = _interval(form, x, y)
-    return _Paired(
-        a=first,
-        b=second,
-        difference=second - first,
-        stderr=standard_error(influence[1] - influence[0]),
-        interval=interval,
-        documents=len(common),
-        better=less if higher is False else more,
-        worse=more if higher is False else less,
-        equal=len(common) - more - less,
-    )
-
-
-def _interval(form: Form, x: Array, y: Array) -> ConfidenceInterval | None:
-    """Of the difference of the scores of n paired documents; None of fewer than two."""
-    stderr = standard_error(form.influence(y) - form.influence(x))
-    if stderr is None:
-        return None
-    if x.ndim == 2 and (x[:, 1] == y[:, 1]).all():
-        ends = sorted(form.factor * end for end in ratio_interval(y[:, 0] - x[:, 0], x[:, 1]))
-        found = ConfidenceInterval(low=ends[0], high=ends[1], method="fieller")
-    else:
-        found = ConfidenceInterval.normal(form.level(y) - form.level(x), stderr)
-    return change(form.score(x), found.low, found.high) if form.exponential else found
-
-
-def _by_document(form: Form, x: Array) -> Array:
-    """The level of every document alone."""
-    return form.factor * (x if x.ndim == 1 else x[:, 0] / x[:, 1])
 
 
 def _verdict(interval: ConfidenceInterval | None, higher: bool | None) -> Judgement:

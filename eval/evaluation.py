@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from contextlib import redirect_stdout
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +19,13 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.files import now
 
 from . import sample_files
-from .attempt import ConfidenceInterval, RefusedError, Results
 from .checkpoints import EvaluatedModel
 from .hub import choose_network
 from .intervals import estimate
-from .probes import run_probes, with_probes
 from .ranks import follow, lead, together
-from .tasks import BUNDLED, PROBES, load_tasks, scores, unigram_bits_per_byte
+from .results import ConfidenceInterval, RefusedError, Results
+from .separators import NAME, Probed, Subject, separator_probe
+from .tasks import BUNDLED, load_tasks, read_heldout, scores
 
 if TYPE_CHECKING:
     from .harness import CheckpointLM
@@ -34,13 +35,13 @@ _PARTS = ("results", "samples", "group_subtasks", "n-samples", "higher_is_better
 
 
 def evaluate(
-    judged: EvaluatedModel, section: EvalSection, *, world: World | None = None, keep: Path | None = None
+    judged: EvaluatedModel, section: EvalSection, *, world: World | None = None, out: Path | None = None
 ) -> Results:
     """Run the configured tasks on a model.
 
     Args:
         world: the ranks that do it together: this is rank 0, the others `assist`; None: this process alone.
-        keep: directory for sample files.
+        out: the file for the results; the sample files are written beside it.
 
     Raises:
         UserError: a task, the held-out file or the model cannot be used.
@@ -48,7 +49,7 @@ def evaluate(
     if not section.tasks:
         raise RefusedError("eval.tasks names no task")
     _silence_libraries()
-    others = {*section.tasks} - {*BUNDLED, *PROBES}
+    others = {*section.tasks} - {*BUNDLED, NAME}
     offline = choose_network(wanted=bool(others) and not section.offline)
     try:
         import lm_eval
@@ -56,7 +57,6 @@ def evaluate(
     except ImportError:
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
     start = time.perf_counter()
-    probes = [name for name in section.tasks if name in PROBES]
     tasks = lead(world, lambda: _load_tasks(judged, section, offline))
     adapter = open_adapter(judged, section, world)
     try:
@@ -64,21 +64,24 @@ def evaluate(
         if tasks:
             with redirect_stdout(sys.stderr):  # lm-eval reports a bootstrap there
                 found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=True)
-        probed = run_probes(probes, adapter, judged, heldout=section.heldout, limit=section.limit)
+        probed = {NAME: _probe(adapter, judged, section)} if NAME in section.tasks else {}
     except UserError:  # after any other, the other ranks may wait in the middle of a pass; torchrun ends them
         adapter.scorer.close()
         raise
     adapter.scorer.close()
     table = scores(found["results"])
     errors, intervals = _uncertainty(table, found["samples"], found["group_subtasks"])
-    results = Results(
+    return Results(
         step=judged.step,
         tokens=judged.tokens,
         checkpoint=str(judged.path),
         tasks=task_set(section.tasks),
-        scores={task: row | errors.get(task, {}) for task, row in table.items()},
+        scores={task: row | errors.get(task, {}) for task, row in table.items()}
+        | {name: each.scores for name, each in probed.items()},
         intervals=intervals,
-        documents={name: counts["effective"] for name, counts in found["n-samples"].items()},
+        documents={name: counts["effective"] for name, counts in found["n-samples"].items()}
+        | {name: each.documents for name, each in probed.items()},
+        verdicts=[each.verdict for each in probed.values()],
         higher_is_better=_directions(found["higher_is_better"]),
         num_fewshot=found["n-shot"],
         gen_kwargs={
@@ -86,19 +89,21 @@ def evaluate(
             for task, settings in found["configs"].items()
             if settings.get("output_type") == "generate_until"
         },
-        samples=sample_files.write(keep, found["samples"], full=section.log_samples) if keep is not None else {},
+        samples=sample_files.write(out, found["samples"], full=section.log_samples) if out is not None else {},
         versions=found["versions"],
         lm_eval=lm_eval.__version__,
         limit=section.limit,
         seconds=round(time.perf_counter() - start, 1),
         time=now(),
     )
-    sources = [source.path for source in judged.trained.data.sources] if judged.trained is not None else []
-    here = [path for path in sources if isinstance(path, Path) and (path / "manifest.json").exists()]
-    if BUNDLED[0] in section.tasks and section.heldout and here and here == sources:
-        unigrams = unigram_bits_per_byte(here, judged.tokenizer, section.heldout)
-        results = results.model_copy(update={"unigram_bits_per_byte": unigrams})
-    return with_probes(results, probed)
+
+
+def _probe(adapter: CheckpointLM, judged: EvaluatedModel, section: EvalSection) -> Probed:
+    """What the separator probe finds. Raises RefusedError, DataError."""
+    texts = read_heldout(section.heldout) if section.heldout is not None else []
+    if section.limit is not None:
+        texts = texts[: max(1, ceil(len(texts) * section.limit)) if section.limit < 1 else int(section.limit)]
+    return separator_probe(Subject(adapter, judged, [ids for ids in judged.tokenizer.encode(texts) if ids]))
 
 
 def assist(judged: EvaluatedModel, section: EvalSection, world: World) -> None:
@@ -128,8 +133,8 @@ def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | No
 
 
 def _load_tasks(judged: EvaluatedModel, section: EvalSection, offline: str) -> dict[str, Any]:
-    """The tasks that are lm-eval's; none if there are only probes. `offline`: why nothing is downloaded, or ""."""
-    names = [name for name in section.tasks if name not in PROBES]
+    """The tasks that are lm-eval's; none if there is only the probe. `offline`: why nothing is downloaded, or ""."""
+    names = [name for name in section.tasks if name != NAME]
     if not names:
         return {}
     return load_tasks(

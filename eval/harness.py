@@ -7,10 +7,11 @@ No request cache is offered: lm-eval's ignores which model filled it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 
 from data.packing.objectives import Specials
 from data.text.tokenizer import Tokenizer
@@ -18,10 +19,13 @@ from fsdp_pretrain.config.data_section import AnyObjective, GLMObjective
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.mesh import World
 
-from .attempt import RefusedError
-from .generation import Decoding
-from .scorer import Prompt, Scorer
-from .trees import Query
+from .results import RefusedError
+from .scorer import Prompt, Query, Scorer
+
+_OF_SAMPLING = ("temperature", "top_p", "top_k", "seed")
+"""Without effect on greedy decoding."""
+_NEUTRAL: dict[str, object] = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
+"""Other options, and the values that change nothing."""
 
 
 class CheckpointLM(TemplateLM):
@@ -60,9 +64,7 @@ class CheckpointLM(TemplateLM):
             ends.add(ids.eop)
             two_dimensions = objective.positions == "glm2d"
         self._length = length - len(self._marks)
-        self.scorer = Scorer(
-            model, tokenizer, length=length, batch=batch, ends=ends, two_dimensions=two_dimensions, world=world
-        )
+        self.scorer = Scorer(model, tokenizer, batch=batch, ends=ends, two_dimensions=two_dimensions, world=world)
 
     @property
     def eot_token_id(self) -> int:
@@ -172,17 +174,39 @@ class CheckpointLM(TemplateLM):
         """
         texts = self.tokenizer.encode([request.args[0] for request in requests])
         prompts = []
-        for number, (request, tokens) in enumerate(zip(requests, texts, strict=True)):
-            decoding = self._decoding(request.args[1])
-            inputs, prefix = self._inputs((tokens or [self.eot_token_id])[decoding.tokens - self._length :])
-            prompts.append(Prompt(inputs, decoding, number, prefix))
+        for request, tokens in zip(requests, texts, strict=True):
+            try:
+                stops, most = answer_limits(request.args[1], self._length)
+            except ValueError as error:
+                raise RefusedError(f"a task asks for {error}") from None
+            inputs, prefix = self._inputs((tokens or [self.eot_token_id])[most - self._length :])
+            prompts.append(Prompt(inputs, most, stops, prefix))
         return self.scorer.answers(prompts, quiet=disable_tqdm)
 
-    def _decoding(self, options: dict[str, Any]) -> Decoding:
-        try:
-            return Decoding.read(options, self._length)
-        except ValueError as error:
-            raise RefusedError(f"a task asks for {error}") from None
+
+def answer_limits(options: Mapping[str, Any], length: int) -> tuple[tuple[str, ...], int]:
+    """(stop strings, most tokens) of a task's `generation_kwargs`, as lm-eval reads them.
+
+    Args:
+        length: tokens that the model reads in all.
+
+    Raises:
+        ValueError: they ask for anything but greedy decoding, or for more tokens; names all such options.
+    """
+    try:
+        given = dict(normalize_gen_kwargs({name: value for name, value in options.items() if value is not None}))
+    except TypeError as error:
+        raise ValueError(f"{dict(options)}: {error}") from None
+    stops, tokens, samples = given.pop("until"), given.pop("max_gen_toks"), given.pop("do_sample")
+    left = {name: value for name, value in given.items() if name not in _OF_SAMPLING}
+    refused = [f"{name}={value}" for name, value in left.items() if _NEUTRAL.get(name, _NEUTRAL) != value]
+    refused += [f"do_sample={samples}, temperature={given.get('temperature')}"] if samples else []
+    problems = [f"{', '.join(refused)}: not supported"] if refused else []
+    if not 0 < tokens < length:
+        problems.append(f"answers of {tokens} tokens, but the model reads {length} in all")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return tuple(stop for stop in stops if stop), tokens
 
 
 def _without_trailing_spaces(context: str, continuation: str) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .attempt import Z95, ConfidenceInterval
+from .results import Z95, ConfidenceInterval
 from .sample_files import Value
 
 Array = NDArray[np.float64]
@@ -51,6 +51,10 @@ class Form:
 
     def score(self, x: Array) -> float:
         return exp(self.level(x)) if self.exponential else self.level(x)
+
+    def is_share(self, x: Array) -> bool:
+        """Whether the score is a share of the documents: all values are 0 or 1."""
+        return self == Form() and x.ndim == 1 and bool(np.isin(x, (0, 1)).all())
 
 
 _FORMS = {1: (Form(), Form(-1, exponential=True)), 2: (Form(-1 / math.log(2)), Form(-1, exponential=True), Form())}
@@ -84,11 +88,6 @@ def standard_error(influence: Array) -> float | None:
     return float(influence.std(ddof=1) / math.sqrt(n)) if n > 1 else None
 
 
-def are_shares(form: Form | None, x: Array) -> bool:
-    """Whether a score is a share of documents: a mean of values that are all 0 or 1."""
-    return form == Form() and x.ndim == 1 and bool(np.isin(x, (0.0, 1.0)).all())
-
-
 def estimate(values: Sequence[Value], score: float) -> tuple[float | None, ConfidenceInterval] | None:
     """Standard error and 95% interval of a score; None if they do not follow from the values.
 
@@ -99,7 +98,7 @@ def estimate(values: Sequence[Value], score: float) -> tuple[float | None, Confi
     if x is None or form is None:
         return None
     stderr = standard_error(form.influence(x))
-    if are_shares(form, x):
+    if form.is_share(x):
         return stderr, wilson(float(x.sum()), len(x))
     if stderr is None:
         return None
@@ -108,6 +107,26 @@ def estimate(values: Sequence[Value], score: float) -> tuple[float | None, Confi
         low, high = exp(level - Z95 * stderr), exp(level + Z95 * stderr)
         return score * stderr, ConfidenceInterval(low=low, high=high, method="log")
     return stderr, ConfidenceInterval.normal(score, stderr)
+
+
+def paired(form: Form, x: Array, y: Array) -> tuple[float | None, ConfidenceInterval | None]:
+    """Standard error and 95% interval of `form.score(y) - form.score(x)` over the same n documents; None if unknown.
+
+    That of a perplexity is of the factor between the two, as a difference from the first.
+    """
+    if form.is_share(x) and form.is_share(y):
+        interval = agresti_min(int((y > x).sum()), int((y < x).sum()), len(x))
+        return standard_error(y - x), interval
+    stderr = standard_error(form.influence(y) - form.influence(x))
+    if stderr is None:
+        return None, None
+    of_level = ConfidenceInterval.normal(form.level(y) - form.level(x), stderr)
+    if not form.exponential:
+        return stderr, of_level
+    before, after = form.score(x), form.score(y)
+    low, high = before * (exp(of_level.low) - 1), before * (exp(of_level.high) - 1)
+    change = standard_error(after * form.influence(y) - before * form.influence(x))
+    return change, ConfidenceInterval(low=low, high=high, method="log")
 
 
 def wilson(successes: float, n: int) -> ConfidenceInterval:
@@ -130,43 +149,8 @@ def agresti_min(better: int, worse: int, n: int) -> ConfidenceInterval:
     return ConfidenceInterval(low=max(-1.0, difference - half), high=min(1.0, difference + half), method="agresti-min")
 
 
-def ratio_interval(a: Array, b: Array) -> tuple[float, float]:
-    """95% interval of sum(a) / sum(b) of n > 1 independent pairs, b > 0: Fieller, J. R. Stat. Soc. B 16 (1954) 175.
-
-    It holds 0 if and only if the interval of the mean of a does, so differences in log-likelihood are judged alike per
-    word, byte and token. Where b varies too much for it to be finite, b is taken as fixed; that holds there too.
-    """
-    z2, (mean_a, mean_b) = Z95**2 / len(a), (float(a.mean()), float(b.mean()))
-    (aa, ab), (_, bb) = np.cov(a, b).tolist()
-    aa, ab, bb = mean_a**2 - z2 * aa, mean_a * mean_b - z2 * ab, mean_b**2 - z2 * bb
-    if bb <= 0:
-        half = math.sqrt(mean_a**2 - aa)
-        return (mean_a - half) / mean_b, (mean_a + half) / mean_b
-    root = math.sqrt(max(0.0, ab**2 - aa * bb))
-    return (ab - root) / bb, (ab + root) / bb
-
-
-def change(score: float, low: float, high: float) -> ConfidenceInterval:
-    """Interval of the change of a perplexity from `score`, given that of the change of its logarithm."""
-    return ConfidenceInterval(low=score * (exp(low) - 1), high=score * (exp(high) - 1), method="log")
-
-
-def unpaired(a: float, interval_a: ConfidenceInterval, b: float, interval_b: ConfidenceInterval) -> ConfidenceInterval:
-    """95% interval of b - a of independent scores from their own: Zou and Donner, Stat. in Medicine 27 (2008) 1693.
-
-    Of normal ones it is b - a ± 1.96 root of the sum of squares, of Wilson's that of Newcombe. Of perplexities it is on
-    the logarithmic scale.
-    """
-    methods = {interval_a.method, interval_b.method}
-    if methods == {"log"} and min(interval_a.low, interval_b.low) > 0:
-        low, high = _unpaired(
-            *(math.log(value) for value in (a, interval_a.low, interval_a.high)),
-            *(math.log(value) for value in (b, interval_b.low, interval_b.high)),
-        )
-        return change(a, low, high)
-    low, high = _unpaired(a, interval_a.low, interval_a.high, b, interval_b.low, interval_b.high)
-    return ConfidenceInterval(low=low, high=high, method="newcombe" if methods == {"wilson"} else "normal")
-
-
-def _unpaired(a: float, low_a: float, high_a: float, b: float, low_b: float, high_b: float) -> tuple[float, float]:
-    return b - a - math.hypot(b - low_b, high_a - a), b - a + math.hypot(high_b - b, a - low_a)
+def unpaired(a: float, of_a: ConfidenceInterval, b: float, of_b: ConfidenceInterval) -> ConfidenceInterval:
+    """95% interval of b - a of independent scores from their own: Zou and Donner, Stat. in Medicine 27 (2008) 1693."""
+    low = b - a - math.hypot(b - of_b.low, of_a.high - a)
+    high = b - a + math.hypot(of_b.high - b, a - of_a.low)
+    return ConfidenceInterval(low=low, high=high, method="normal")

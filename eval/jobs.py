@@ -2,9 +2,8 @@
 
 A worker claims a checkpoint by creating `claim.json` exclusively and touches it while it works. A claim whose owner is
 dead, by the rules of all leases (`record.lease`), is moved away by an atomic rename, which only one other worker can
-win. Results are
-published by rename too, and only while the worker's claim stands. Their entry in the journal is written after them,
-under the same claim; if the worker is killed in between, the next one writes it.
+win. Results are published by rename too, and only while the worker's claim stands. Their entry in the journal is
+written after them, under the same claim; if the worker is killed in between, the next one writes it.
 """
 
 from __future__ import annotations
@@ -13,31 +12,26 @@ import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.checkpoint.evaluations import FailedAttempt, Job, due_jobs, given_up_jobs, pause_after
-from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, evaluation_due
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import RunDir, make_directory, now, seconds_of
+from fsdp_pretrain.record.files import RunDir, make_directory, now
 from fsdp_pretrain.record.journal import Journal, add, of_kind, read
 from fsdp_pretrain.record.lease import Lease, drop_if_dead
 from fsdp_pretrain.trackers.follower import catch_up
 from fsdp_pretrain.units import human_time
 
 from . import sample_files
-from .attempt import EvaluationError, EvaluationLimits, RefusedError, Results, limits, run_in_child
-from .command import conclude, evaluate_elsewhere, is_submitted
+from .attempt import Evaluated, EvaluationLimits, Work, conclude, is_submitted, limits
+from .results import EvaluationError, RefusedError, Results
 
 _SILENT_SECONDS = 120.0
-
-
-def is_due(config: Config, manifest: CheckpointManifest) -> bool:
-    """Whether the configuration asks to evaluate a checkpoint with this manifest."""
-    return evaluation_due(config, manifest)
+Evaluate = Callable[[Work, EvaluationLimits, Callable[[str], None]], Evaluated | None]
+"""Evaluates a claimed job within limits; called with a text when it is late. See `attempt.evaluate_job`."""
 
 
 def protected_steps(run: RunDir, config: Config) -> set[int]:
@@ -73,21 +67,14 @@ def _hold(folder: Path, **facts: float) -> Iterator[Lease | None]:
             mine.release()
 
 
-@dataclass(frozen=True)
-class Work:
-    """A job that this process has claimed."""
-
-    job: Job
-    claim: Lease
-
-    def publish(self, results: Results) -> bool:
-        """Write the results, unless the claim was lost; returns whether they were written."""
-        if not self.claim.still_mine():
-            sample_files.drop(self.job.folder, results.samples.values())
-            return False
-        state_files.write(self.job.results, {**results.model_dump(exclude_unset=True), "committed": self.job.committed})
-        sample_files.drop_others(self.job.folder, results.samples.values())
-        return True
+def publish(work: Work, found: Evaluated) -> bool:
+    """Write the results of a job, unless the claim was lost; returns whether they were written."""
+    job, results = work.job, found.results
+    if not work.claim.still_mine():
+        return False
+    sample_files.move(found.place, job.folder, results.samples.values())
+    state_files.write(job.results, {**results.model_dump(exclude_unset=True), "committed": job.committed})
+    return True
 
 
 def unannounced(run: RunDir) -> list[Path]:
@@ -98,17 +85,10 @@ def unannounced(run: RunDir) -> list[Path]:
 
 
 def _is_announced(folder: Path, results: Results, entries: list[dict[str, Any]]) -> bool:
-    """Whether one of the entries is that of these results. Earlier releases' entries lack the commit time."""
-    if results.committed is None:  # not of a scheduled evaluation
-        return True
-    for entry in entries:
-        if entry["step"] != results.step or entry.get("tasks", folder.name) != folder.name:
-            continue
-        committed = entry.get("committed")
-        after = (seconds_of(entry["time"]) or 0.0) >= (seconds_of(results.committed) or 0.0)
-        if committed == results.committed or (committed is None and after):
-            return True
-    return False
+    """Whether one of the entries is that of these results; those of no scheduled evaluation have none."""
+    mine = (results.step, folder.name, results.committed)
+    found = ((entry["step"], entry.get("tasks"), entry.get("committed")) for entry in entries)
+    return results.committed is None or mine in found
 
 
 def _announce(run: RunDir, folder: Path) -> None:
@@ -124,6 +104,7 @@ def _announce(run: RunDir, folder: Path) -> None:
         return
     for subject, text in results.alarms():
         add(run, "eval-verdict", f"{subject}: {text}", step=results.step)
+    results.tell_alarms()
     rows = results.scores.items()
     pairs = ((task, name, value) for task, row in rows for name, value in row.items() if "stderr" not in name)
     shown = ", ".join(f"{task} {name} {value:.4g}" for task, name, value in pairs)
@@ -145,12 +126,8 @@ def drop_dead_claims(run: RunDir) -> bool:
     return None in [drop_if_dead(path, _SILENT_SECONDS) for path in claims]
 
 
-def watch_once(run: RunDir, config: Config, evaluate: Callable[..., Results] | None = None) -> tuple[int, int]:
+def watch_once(run: RunDir, config: Config, evaluate: Evaluate) -> tuple[int, int]:
     """Evaluate every due checkpoint that no other worker holds; numbers of done and failed ones.
-
-    Args:
-        evaluate: takes a checkpoint and, as `keep`, the folder for sample files; runs in forked children. None:
-            `eval.command` evaluates.
 
     Raises:
         RefusedError: the tasks cannot be evaluated, whatever the checkpoint. Not an attempt: everything stays due.
@@ -179,12 +156,7 @@ def watch_once(run: RunDir, config: Config, evaluate: Callable[..., Results] | N
 
 
 def _evaluate(
-    run: RunDir,
-    config: Config,
-    held: Work,
-    evaluate: Callable[..., Results] | None,
-    journal: Journal,
-    limit: EvaluationLimits,
+    run: RunDir, config: Config, held: Work, evaluate: Evaluate, journal: Journal, limit: EvaluationLimits
 ) -> bool | None:
     """Whether results of a claimed job were published; None if the claim was lost."""
     job, step = held.job, held.job.checkpoint.step
@@ -193,12 +165,7 @@ def _evaluate(
         journal.write("eval-late", f"the evaluation {text}", step=step)
 
     try:
-        results: Results | None
-        if evaluate is None:
-            results = evaluate_elsewhere(run, config, held, limit, late)
-        else:
-            stacks = run.path / "watchdog/stacks" / f"evaluation-{step:08d}.txt"
-            results = run_in_child(lambda: evaluate(job.checkpoint, keep=job.folder), limit, stacks, late)
+        found = evaluate(held, limit, late)
     except RefusedError as refused:
         if all(entry["text"] != refused.cause for entry in read(run) if entry["kind"] == "eval-refused"):
             journal.write("eval-refused", refused.cause, step=step)  # every later worker would report the same
@@ -210,7 +177,7 @@ def _evaluate(
         ending = "given up" if count >= attempts else f"tried again in {human_time(pause_after(config.eval, count))}"
         journal.write("eval-failed", f"attempt {count} of {attempts} ({ending}): {failed}", step=step, failures=count)
         return False
-    if results is None or not held.publish(results):
+    if found is None or not publish(held, found):
         return None
     _announce(run, job.folder)
     return True

@@ -1,6 +1,6 @@
 """The model `fsdp_pretrain` of lm-eval's own command line: `--model fsdp_pretrain --model_args checkpoint=RUN`.
 
-Importing this registers it. `fsdp-eval lm-eval` does; the plain `lm_eval` finds it through `fsdp_pretrain_lm_eval`.
+Importing this registers it, which `fsdp-eval lm-eval` does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fsdp_pretrain.errors import ConfigError
 
 from .checkpoints import open_checkpoint
 from .evaluation import open_adapter
+from .finding import find_checkpoint
 from .harness import CheckpointLM
-from .options import find_checkpoint
 
 _ARGUMENTS = ("checkpoint", "step", "tokenizer")
 _FROM_OPTIONS = ("batch_size", "max_batch_size", "device")

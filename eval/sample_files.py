@@ -2,18 +2,15 @@
 
 A line holds `doc_id`, `doc_hash`, `filter` and the document's value of every metric: a number, or for ratios such as
 bits per byte (log-likelihood, bytes). With `eval.log_samples` it is lm-eval's whole sample: document, prompts and
-responses. A file has a name of its own and counts once a `results.json` names it, so attempts side by side do not
-disturb each other, and what a crashed one left behind is never read.
+responses. A file counts once results name it. Attempts have folders of their own, so they do not disturb each other.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +26,14 @@ Document = tuple[str, int]
 """A document of a task: its hash, and how many with the same hash are before it."""
 
 
-def write(folder: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], *, full: bool) -> dict[str, str]:
-    """Write lm-eval's samples of every task into a directory. Returns the names of the files. Raises OSError."""
+def write(out: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], *, full: bool) -> dict[str, str]:
+    """Write lm-eval's samples of every task beside the results file `out`. Returns the names of the files by task.
+    Raises OSError."""
     names = {}
     for task, rows in samples.items():
-        name = re.sub(r"[^\w.+-]+", "_", task)[:100]
-        names[task] = f"samples_{name}_{uuid.uuid4().hex[:8]}.jsonl"
+        names[task] = f"samples_{out.stem}_{re.sub(r'[^A-Za-z0-9_.+-]+', '_', task)}.jsonl"
         lines = (json.dumps(row if full else _brief(row), default=_plain) for row in rows)
-        replace_file(folder / names[task], "".join(f"{line}\n" for line in lines))
+        replace_file(out.with_name(names[task]), "".join(f"{line}\n" for line in lines))
     return names
 
 
@@ -90,14 +87,8 @@ def read(path: Path) -> dict[str, dict[Document, Value]]:
     return values(row for row in rows if row is not None)
 
 
-def drop(folder: Path, names: Iterable[str]) -> None:
-    """Delete sample files, as of results that were replaced."""
-    for name in names:
-        if re.fullmatch(r"samples_[\w.+-]+\.jsonl", name):  # the names stand in a file, which may say anything
-            with suppress(OSError):
-                (folder / name).unlink()
-
-
-def drop_others(folder: Path, names: Iterable[str]) -> None:
-    """Delete all sample files but these: what attempts that ended early left in the directory of a scheduled job."""
-    drop(folder, {path.name for path in folder.glob("samples_*.jsonl")} - {*names})
+def move(place: Path, folder: Path, names: Iterable[str]) -> None:
+    """Move the sample files of an attempt into the folder of its job. Raises OSError."""
+    for name in (Path(name).name for name in names):  # they stand in a file, which may say anything
+        if (place / name).is_file():
+            (place / name).replace(folder / name)

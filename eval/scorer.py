@@ -7,11 +7,10 @@ not depend on the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,9 +21,6 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.masks import Visible
 from fsdp_pretrain.parallel.mesh import World
-
-from .generation import Decoding, Sampling
-from .trees import Query, Tree, plant
 
 T = TypeVar("T")
 _LOGITS_AT_ONCE = 2**25
@@ -40,20 +36,44 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """An answer to generate.
+class Query:
+    """Tokens to score.
 
     Attributes:
-        inputs: what the model reads, with room for the answer in its length.
-        decoding: how.
-        number: of the request, for its random numbers.
-        prefix: see `trees.Query`.
+        inputs: what the model reads.
+        targets: what its last outputs should predict; at most as many as inputs.
+        prefix: the first inputs, which all inputs attend to (GLM); 0 is causal.
     """
 
     inputs: list[int]
-    decoding: Decoding
-    number: int = 0
+    targets: list[int]
     prefix: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An answer to generate: the likeliest token each time.
+
+    Attributes:
+        inputs: what the model reads, with room for the answer in its length.
+        tokens: of the answer at most.
+        stops: texts that end the answer and are not part of it.
+        prefix: see `Query`.
+    """
+
+    inputs: list[int]
+    tokens: int
+    stops: tuple[str, ...] = ()
+    prefix: int = 0
+
+
+@dataclass
+class _Row:
+    """A row of a batch: inputs that are computed once for all the queries that have them, by their numbers."""
+
+    inputs: list[int]
+    prefix: int
+    queries: list[int]
 
 
 class Scorer:
@@ -62,7 +82,6 @@ class Scorer:
     Args:
         model: in evaluation mode.
         tokenizer: of the run.
-        length: longest input, in tokens.
         batch: rows of a forward pass at most.
         ends: ids that end an answer; None: the separator.
         two_dimensions: positions are (place in the prefix, place in the blank), as in GLM.
@@ -74,13 +93,12 @@ class Scorer:
         model: Decoder,
         tokenizer: Tokenizer,
         *,
-        length: int,
         batch: int,
         ends: Collection[int] | None = None,
         two_dimensions: bool = False,
         world: World | None = None,
     ) -> None:
-        self._model, self._tokenizer, self._length, self._batch = model.eval(), tokenizer, length, batch
+        self._model, self._tokenizer, self._batch = model.eval(), tokenizer, batch
         self._ends = {tokenizer.eod} if ends is None else {*ends}
         self._two_dimensions, self._world = two_dimensions, world
         self._device = next(model.parameters()).device
@@ -134,43 +152,34 @@ class Scorer:
     def scores(self, queries: Sequence[Query], *, quiet: bool = False) -> list[Score]:
         """Scores of all queries, in their order."""
         self._call("scores", queries)
-        rows = plant(queries, self._length)
-        rows.sort(key=lambda row: (row.branches, -len(row.tokens)))  # rows of one kind and similar length together
-        batches = list(self._groups(rows))
+        rows: dict[tuple[int, tuple[int, ...]], _Row] = {}
+        for number, query in enumerate(queries):  # choices of one token have the same inputs
+            row = rows.setdefault((query.prefix, tuple(query.inputs)), _Row(query.inputs, query.prefix, []))
+            row.queries.append(number)
+        order = sorted(rows.values(), key=lambda row: (-len(row.inputs), row.queries))
+        batches = [order[start : start + self._batch] for start in range(0, len(order), self._batch)]
         found = self._share(batches, lambda batch: self._score(batch, queries), quiet)
         return [found[number] for number in range(len(queries))]
 
-    def _groups(self, rows: Sequence[Tree]) -> Iterator[list[Tree]]:
-        group: list[Tree] = []
-        for row in rows:
-            if group and (len(group) == self._batch or row.branches != group[0].branches):
-                yield group
-                group = []
-            group.append(row)
-        if group:
-            yield group
-
-    def _score(self, rows: list[Tree], queries: Sequence[Query]) -> list[tuple[int, Score]]:
-        width = max(len(row.tokens) for row in rows)
-        tokens, depths, ends = (
-            torch.tensor([[*values, *[0] * (width - len(values))] for values in column], device=self._device)
-            for column in ([row.tokens for row in rows], [row.depths for row in rows], [row.ends for row in rows])
-        )
+    def _score(self, rows: list[_Row], queries: Sequence[Query]) -> list[tuple[int, Score]]:
+        width = max(len(row.inputs) for row in rows)
+        tokens = torch.tensor([[*row.inputs, *[0] * (width - len(row.inputs))] for row in rows], device=self._device)
         visible = positions = None
-        if rows[0].branches:
+        if any(row.prefix for row in rows):
             place = torch.arange(width, device=self._device)
-            keys = (place.unsqueeze(1) >= place) & (place.unsqueeze(1) < ends.unsqueeze(1))
-            prefix = torch.tensor([row.prefix for row in rows], device=self._device).unsqueeze(1)
-            keys = keys | (place < prefix).unsqueeze(1) | torch.eye(width, dtype=torch.bool, device=self._device)
+            prefix = torch.tensor([[row.prefix] for row in rows], device=self._device)
+            keys = (place.unsqueeze(1) >= place) | (place < prefix).unsqueeze(1)
+            depths = place.expand(len(rows), -1)
             visible, positions = Visible(keys, depths, depths), self._positions(depths, prefix)
-        reads = [(at, number, places) for at, row in enumerate(rows) for number, places in row.reads]
-        wanted = torch.tensor([at * width + place for at, _, places in reads for place in places], device=self._device)
-        targets = torch.tensor([t for _, number, _ in reads for t in queries[number].targets], device=self._device)
-        out = self._forward(tokens, visible, positions, _Targets(wanted, targets)).tolist()
+        ends = [(number, at * width + len(row.inputs)) for at, row in enumerate(rows) for number in row.queries]
+        wanted = [place for number, end in ends for place in range(end - len(queries[number].targets), end)]
+        targets = [target for number, _ in ends for target in queries[number].targets]
+        read = _Targets(torch.tensor(wanted, device=self._device), torch.tensor(targets, device=self._device))
+        likelihoods, greedy = self._forward(tokens, visible, positions, read).tolist()
         found, start = [], 0
-        for _, number, places in reads:
-            stop = start + len(places)
-            found.append((number, Score(sum(out[0][start:stop]), all(out[1][start:stop]))))
+        for number, _ in ends:
+            stop = start + len(queries[number].targets)
+            found.append((number, Score(sum(likelihoods[start:stop]), all(greedy[start:stop]))))
             start = stop
         return found
 
@@ -187,7 +196,7 @@ class Scorer:
     def answers(self, prompts: Sequence[Prompt], *, quiet: bool = False) -> list[str]:
         """Generated answers, in the order of the prompts."""
         self._call("answers", prompts)
-        order = sorted(range(len(prompts)), key=lambda at: (-len(prompts[at].inputs) - prompts[at].decoding.tokens, at))
+        order = sorted(range(len(prompts)), key=lambda at: (-len(prompts[at].inputs) - prompts[at].tokens, at))
         batches = [order[start : start + self._batch] for start in range(0, len(order), self._batch)]
         found = self._share(
             batches, lambda batch: list(zip(batch, self._generate([prompts[at] for at in batch]), strict=True)), quiet
@@ -197,7 +206,7 @@ class Scorer:
     def _generate(self, prompts: list[Prompt]) -> list[str]:
         """Answers of one batch. The rows are padded on the left, so that all write their next token at one place."""
         width = max(len(prompt.inputs) for prompt in prompts)
-        steps = max(prompt.decoding.tokens for prompt in prompts)
+        steps = max(prompt.tokens for prompt in prompts)
         answers = [_Answer(prompt, self._tokenizer, self._ends) for prompt in prompts]
         alive = list(answers)
         pad = torch.tensor([[width - len(prompt.inputs)] for prompt in prompts], device=self._device)
@@ -216,7 +225,7 @@ class Scorer:
                 positions = self._positions(visible.query_positions, prefix)
                 logits = self._forward(tokens, visible, positions, _last)
                 self._silence(logits)
-                drawn = _choose(logits, [answer.draw(step) for answer in alive])
+                drawn = logits.argmax(1).tolist()
                 still = [at for at, (answer, token) in enumerate(zip(alive, drawn, strict=True)) if answer.add(token)]
                 if not still:
                     break
@@ -271,30 +280,14 @@ def _nothing(hidden: Tensor, weight: Tensor) -> Tensor:
     return hidden[:, :0]
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """How a token is chosen; `uniform` is in [0, 1)."""
-
-    sampling: Sampling | None
-    uniform: float = 0.0
-
-
 class _Answer:
     """An answer while it is generated."""
 
     def __init__(self, prompt: Prompt, tokenizer: Tokenizer, ends: Collection[int]) -> None:
-        self._tokenizer, self._ends, self._decoding = tokenizer, ends, prompt.decoding
+        self._prompt, self._tokenizer, self._ends = prompt, tokenizer, ends
         self._made: list[int] = []
         self._done = False
-        self._tail = max((len(stop.encode()) for stop in prompt.decoding.stops), default=0) + 4
-        sampling = prompt.decoding.sampling
-        if sampling is not None:
-            generator = np.random.Generator(np.random.Philox(key=[sampling.seed % 2**64, prompt.number]))
-            self._uniform = generator.random(prompt.decoding.tokens)
-
-    def draw(self, step: int) -> _Draw:
-        sampling = self._decoding.sampling
-        return _Draw(None) if sampling is None or self._done else _Draw(sampling, float(self._uniform[step]))
+        self._tail = max((len(stop.encode()) for stop in prompt.stops), default=0) + 4
 
     def add(self, token: int) -> bool:
         """Append a token, unless the answer has ended; whether it goes on."""
@@ -305,31 +298,10 @@ class _Answer:
             return False
         self._made.append(token)
         tail = self._tokenizer.decode(self._made[-self._tail :])
-        self._done = len(self._made) == self._decoding.tokens or any(stop in tail for stop in self._decoding.stops)
+        self._done = len(self._made) == self._prompt.tokens or any(stop in tail for stop in self._prompt.stops)
         return not self._done
 
     def text(self) -> str:
         """What stands before the first stop."""
         text = self._tokenizer.decode(self._made)
-        return min((text.partition(stop)[0] for stop in self._decoding.stops), key=len, default=text)
-
-
-def _choose(logits: Tensor, draws: Sequence[_Draw]) -> list[int]:
-    """The next token of each row of logits [B, V]."""
-    chosen = logits.argmax(1).tolist()
-    for row, draw in enumerate(draws):
-        if draw.sampling is not None:
-            chosen[row] = sample(logits[row], draw.sampling, draw.uniform)
-    return chosen
-
-
-def sample(logits: Tensor, sampling: Sampling, uniform: float) -> int:
-    """The token at the quantile `uniform` of the distribution of `logits` [V], sorted by probability."""
-    count = min(sampling.top_k or len(logits), len(logits))
-    values, ids = (logits / sampling.temperature).topk(count)
-    probabilities = values.double().softmax(0)
-    total = probabilities.cumsum(0)
-    kept = int((total - probabilities < sampling.top_p).sum())
-    total = total[:kept]
-    at = int(torch.searchsorted(total, uniform * float(total[-1]), right=True))
-    return int(ids[min(at, kept - 1)])
+        return min((text.partition(stop)[0] for stop in self._prompt.stops), key=len, default=text)

@@ -5,20 +5,32 @@ places that are no ends; `repeat`: of the token before again, at the same places
 after every document, so none after a separator and none inside. A model that has learned nothing expects a separator
 everywhere as often as there are separators, or its previous token again (tied embeddings do at first), which is why
 the bounds are multiples of both.
+
+It asks for likelihoods of tokens that no text contains, so it cannot be a task of lm-eval. It is deterministic.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import log
-from statistics import fmean
+from math import exp, isfinite, log, log2, nan, sqrt
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
 
-from .attempt import Verdict
-from .contract import Contract, read_contract
-from .probe import Probed, Subject, evenly, means
+from data.corpus.corpus import Corpus
+from data.packing.opening import cache_use
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import DataError
 
-_NAME = "separator_probe"
+from .results import RefusedError, Verdict
+
+if TYPE_CHECKING:
+    from .checkpoints import EvaluatedModel
+    from .harness import CheckpointLM
+
+NAME = "separator_probe"
 _DOCUMENTS, _PLACES = 32, 4
 _SECOND, _EARLY, _LATE = 3.0, 0.3, 0.1
 """Bound of `second`: times the rate of separators or of repeats, and what is added, before `_ENOUGH` were trained and
@@ -29,24 +41,55 @@ _ERRORS = 2.0
 """Standard errors by which a mean must be above its bound."""
 _ABSENT, _ENOUGH = 0.1, 10_000
 """Times the rate, below which the model knows no separator; how many must have been trained to say so."""
-_MARK = 0.2
-"""Added to the bound of the probability of a separator beside an unknown one."""
 
 
 @dataclass(frozen=True)
-class _Mark:
-    """A token that nearly all training documents begin or end with, and no held-out document contains."""
+class Probed:
+    """What the probe found: scores with standard errors as `METRIC_stderr`, of so many documents."""
 
-    token: int
-    ends: bool
-    probability: float
+    scores: dict[str, float]
+    documents: int
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to probe, what it was read from, and the token ids of held-out documents."""
+
+    model: CheckpointLM
+    judged: EvaluatedModel
+    documents: list[list[int]]
+
+    @property
+    def length(self) -> int:
+        """Tokens of context at most: two fewer than in training, so that `[gMASK]` and `sop` of GLM fit."""
+        return self.judged.length - 2
+
+    def last_token(self, texts: Sequence[list[int]]) -> list[float]:
+        """Probability of the last token of each text, given the others.
+
+        Under the GLM objective the second half of the text is asked for, and the last token in it: few samples teach
+        which token is the first after `[gMASK]`, and any token may be.
+        """
+        if self.judged.objective.kind == "causal":
+            return [exp(score) for score, _ in self.model.score_tokens([(text, len(text) - 1) for text in texts])]
+        jobs = [(part, max(1, (len(text) - 1) // 2)) for text in texts for part in (text, text[:-1])]
+        scores = [score for score, _ in self.model.score_tokens(jobs)]
+        return [exp(min(0.0, whole - rest)) for whole, rest in zip(scores[::2], scores[1::2], strict=True)]
 
 
 def separator_probe(subject: Subject) -> Probed:
     """Probabilities of a separator, and a verdict on the training data. Documents longer than the model's length are
-    represented by their ends."""
-    windows = [_window(subject, ids) for ids in subject.chosen(_DOCUMENTS)]
-    eod = subject.tokenizer.eod
+    represented by their ends.
+
+    Raises:
+        RefusedError: there are no held-out documents.
+    """
+    size, eod = min(_DOCUMENTS, len(subject.documents)), subject.judged.tokenizer.eod
+    if not size:
+        raise RefusedError(f"{NAME} needs held-out documents", remedy="set eval.heldout")
+    chosen = [subject.documents[len(subject.documents) * number // size] for number in range(size)]
+    windows = [[eod, *ids][-(subject.length - 1) :] for ids in chosen]
     ends = subject.last_token([[*window, eod] for window in windows])
     seconds = subject.last_token([[*window, eod, eod] for window in windows])
     places = [(window, at) for window in windows for at in evenly(_PLACES, 2, len(window))]
@@ -54,74 +97,69 @@ def separator_probe(subject: Subject) -> Probed:
     repeats = subject.last_token([[*window[:at], window[at - 1]] for window, at in places])
     scores = means({"end": ends, "second": seconds, "inside": insides, "repeat": repeats})
     config = subject.judged.trained
-    contract = None if config is None else read_contract(config, subject.tokenizer.vocab_size)
-    ok, text = _judge(subject, scores, contract, windows)
-    return Probed(scores, len(windows), verdict=Verdict(probe=_NAME, ok=ok, text=text))
+    ok, text = _judge(subject, scores, None if config is None else separator_rates(config), windows)
+    return Probed(scores, len(windows), Verdict(probe=NAME, ok=ok, text=text))
 
 
-def _window(subject: Subject, ids: list[int]) -> list[int]:
-    """A separator and a document, or its end."""
-    return [subject.tokenizer.eod, *ids][-(subject.length - 1) :]
+def separator_rates(config: Config) -> tuple[float, float] | None:
+    """Separators per token as the manifests of a run's sources declare them, the lowest and the highest; prompts with
+    answers are left out. None if a corpus cannot be read here."""
+    rates: list[float] = []
+    for source in config.data.sources:
+        try:
+            manifest = Corpus(source.path, source.mirror, cache=cache_use(config)).manifest
+        except DataError:
+            return None
+        if not manifest.pairs:
+            rates.append(manifest.documents / (manifest.tokens + manifest.documents * (1 - manifest.carried)))
+    return (min(rates), max(rates)) if rates else None
 
 
 def _judge(
-    subject: Subject, scores: dict[str, float], contract: Contract | None, windows: list[list[int]]
+    subject: Subject, scores: dict[str, float], rates: tuple[float, float] | None, windows: list[list[int]]
 ) -> tuple[bool | None, str]:
     end, second, inside = (scores.get(name, 0.0) for name in ("end", "second", "inside"))
-    least = second - _ERRORS * scores.get("second_stderr", 0.0)
-    rate = inside if contract is None else contract.most
-    trained = 0.0 if contract is None else subject.judged.tokens * contract.least
-    bound = _SECOND * max(rate, scores.get("repeat", 0.0)) + (_EARLY if trained < _ENOUGH else _LATE)
+    least, most = (0.0, inside) if rates is None else rates
+    trained = subject.judged.tokens * least
+    bound = _SECOND * max(most, scores.get("repeat", 0.0)) + (_EARLY if trained < _ENOUGH else _LATE)
     numbers = f"P(separator) is {end:.2g} where documents end, {second:.2g} after a separator, {inside:.2g} inside text"
-    if contract is not None:
-        numbers += f"; the corpora have {_rate(contract)} per token"
-    if least > bound:
+    if rates is not None:
+        numbers += f"; the corpora have {' to '.join(dict.fromkeys(f'{rate:.2g}' for rate in rates))} per token"
+    if second - _ERRORS * scores.get("second_stderr", 0.0) > bound:
         return False, f"separators are doubled in the training data: {numbers}"
-    if contract is None:
-        return _usual(end, second, inside), f"{numbers}; judged without the corpora, which are not here"
-    for mark in _marks(subject, contract, windows):
-        if mark.probability > _SECOND * contract.most + _MARK:
-            return False, _say(subject, mark)
-    if inside - _ERRORS * scores.get("inside_stderr", 0.0) > _INSIDE * contract.most + _MARGIN:
+    usual = True if second < max(end, inside) / 2 else None  # None: it treats all places alike so far
+    if rates is None:
+        return usual, f"{numbers}; judged without the corpora, which are not here"
+    if inside - _ERRORS * scores.get("inside_stderr", 0.0) > _INSIDE * most + _MARGIN:
         return False, f"separators stand inside the documents of the training data: {numbers}"
-    unknown = max(end, inside) < _ABSENT * contract.least
-    if unknown and trained >= _ENOUGH and _learned(subject, contract, windows):
+    if max(end, inside) < _ABSENT * least and trained >= _ENOUGH and _has_learned(subject, windows):
         return False, f"the model does not know the separator, after some {trained:.2g} of them: {numbers}"
-    return _usual(end, second, inside), numbers
+    return usual, numbers
 
 
-def _usual(end: float, second: float, inside: float) -> bool | None:
-    """Whether the model has learned that no separator follows one; None: it treats all places alike so far."""
-    return True if second < max(end, inside) / 2 else None
-
-
-def _rate(contract: Contract) -> str:
-    least, most = f"{contract.least:.2g}", f"{contract.most:.2g}"
-    return least if least == most else f"{least} to {most}"
-
-
-def _marks(subject: Subject, contract: Contract, windows: list[list[int]]) -> list[_Mark]:
-    """Tokens that may be separators under an id that the contract does not know, with the probability of what stands
-    beside them in training: the separator after one that ends documents; one that begins them after the separator."""
-    eod, known = subject.tokenizer.eod, {subject.tokenizer.eod, *chain(*subject.documents)}
-    found = []
-    for tokens, ends in ((contract.first - known, False), (contract.last - known, True)):
-        for token in sorted(tokens):
-            pair = [token, eod] if ends else [eod, token]
-            found.append(_Mark(token, ends, fmean(subject.last_token([[*window, *pair] for window in windows]))))
-    return found
-
-
-def _say(subject: Subject, mark: _Mark) -> str:
-    name = f"token {mark.token}, {subject.tokenizer.decode([mark.token])!r},"
-    place, beside = ("ends", "a separator after it") if mark.ends else ("begins", "it after a separator")
-    return (
-        f"{name} {place} nearly all training documents and is in no held-out one, as if it were a second separator: "
-        f"the model expects {beside} with probability {mark.probability:.2g}"
-    )
-
-
-def _learned(subject: Subject, contract: Contract, windows: list[list[int]]) -> bool:
-    """Whether the model predicts the held-out documents better than token frequencies do."""
+def _has_learned(subject: Subject, windows: list[list[int]]) -> bool:
+    """Whether the model predicts the held-out documents better than their own token frequencies do."""
+    counts = Counter(chain.from_iterable(window[1:] for window in windows))
+    bits = -sum(times * log2(times / counts.total()) for times in counts.values())
     scored = subject.model.score_tokens([(window, 1) for window in windows])
-    return -sum(score for score, _ in scored) / log(2) < sum(contract.bits(window[1:]) for window in windows)
+    return -sum(score for score, _ in scored) / log(2) < bits
+
+
+def means(columns: dict[str, list[float]]) -> dict[str, float]:
+    """Mean and standard error of independent values, by metric; a metric without values is left out. Both are NaN if a
+    value is not finite."""
+    scores: dict[str, float] = {}
+    for name, values in columns.items():
+        finite = all(map(isfinite, values))
+        if values:
+            scores[name] = fmean(values) if finite else nan
+        if len(values) > 1:
+            scores[f"{name}_stderr"] = stdev(values) / sqrt(len(values)) if finite else nan
+    return scores
+
+
+def evenly(count: int, begin: int, end: int) -> list[int]:
+    """At most `count` different integers of [begin, end), evenly spread, neither end among them if it can be helped."""
+    return sorted(
+        {begin + (end - begin) * (2 * number + 1) // (2 * count) for number in range(count)} & {*range(begin, end)}
+    )

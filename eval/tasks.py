@@ -13,25 +13,17 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
-import numpy as np
 import xxhash
 
-from data.corpus.corpus import Corpus
 from data.text.inputs import plan_shards, read_documents
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
-from .attempt import RefusedError
-from .fewshot import set_examples
-from .generation import Decoding
+from .results import RefusedError
 
 BUNDLED = ("heldout_bpb", "heldout_choice")
-PROBES = ("separator_probe", "copy_probe", "arithmetic_probe", "memory_probe")
-"""No tasks of lm-eval: see `eval.probes`."""
 _CHOICES, _QUESTIONS_PER_DOCUMENT = 4, 6
 _CONTEXT, _CONTINUATION = 600, 120
 """Characters."""
-_BASELINE_TOKENS = 50_000_000
 
 
 def read_heldout(path: Path) -> list[str]:
@@ -99,8 +91,12 @@ def load_tasks(
     for task in single:
         if gen_kwargs and task.get_config("output_type") == "generate_until":
             task.set_config("generation_kwargs", dict(gen_kwargs), update=True)
+        if task.get_config("num_fewshot") is None or (num_fewshot is not None and task.get_config("num_fewshot") != 0):
+            task.set_config("num_fewshot", num_fewshot or 0)  # a task that sets 0 itself is never given any
+        task.set_fewshot_seed(seed)
     _check_generation(single, length)
-    set_examples(single, num_fewshot, seed)
+    if num_fewshot:
+        _check_examples(single)
     return tasks
 
 
@@ -138,12 +134,14 @@ def _single(tasks: dict[Any, Any]) -> Iterator[Any]:
 
 def _check_generation(tasks: Sequence[Any], length: int) -> None:
     """Raise RefusedError if a task that generates answers asks for what cannot be done."""
+    from .harness import answer_limits  # imports lm-eval
+
     problems = []
     for task in tasks:
         if task.OUTPUT_TYPE != "generate_until":
             continue
         try:
-            Decoding.read(task.get_config("generation_kwargs") or {}, length)
+            answer_limits(task.get_config("generation_kwargs") or {}, length)
         except ValueError as error:
             problems.append(f"task {task.get_config('task')} asks for {error}")
     if problems:
@@ -153,6 +151,30 @@ def _check_generation(tasks: Sequence[Any], length: int) -> None:
             remedy="leave it out of eval.tasks, or put a copy of it with other generation_kwargs into a directory of "
             "eval.include, under another name",
         )
+
+
+def _check_examples(tasks: Sequence[Any]) -> None:
+    """Raise RefusedError if lm-eval would show a task's questions, with their answers, as examples for themselves."""
+    leaking = [task.get_config("task") for task in tasks if task.get_config("num_fewshot") and _shows_questions(task)]
+    if leaking:
+        raise RefusedError(
+            f"no examples can be shown to {', '.join(leaking)}: lm-eval would take them from the questions themselves",
+            effect="some prompts would hold the answer",
+            remedy="set the task's fewshot_split to other documents, or make the evaluated ones its test_split and its "
+            "fewshot_split: then lm-eval leaves the question itself out",
+        )
+
+
+def _shows_questions(task: Any) -> bool:
+    """Whether a question may be its own example; lm-eval leaves it out only if `fewshot_split` is `test_split`."""
+    config = task.get_config("fewshot_config")
+    test, validation = task.get_config("test_split"), task.get_config("validation_split")
+    split = getattr(config, "split", None) or task.get_config("fewshot_split")
+    if split is not None:
+        return bool(split != test and split == (test or validation))
+    if getattr(config, "samples", None) is not None:
+        return False
+    return bool((task.get_config("training_split") or validation or test) == (test or validation))
 
 
 def _task(name: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -228,26 +250,6 @@ def _passages(text: str) -> list[tuple[str, str]]:
         if start and len(continuation) == _CONTINUATION and len(continuation.split()) > 5:
             found.append((text[start - _CONTEXT : start], continuation))
     return found
-
-
-def unigram_bits_per_byte(corpora: Sequence[Path], tokenizer: Tokenizer, heldout: Path) -> float:
-    """Bits per byte of the held-out documents under token frequencies of the training corpora (add-one smoothed).
-
-    The score of a model that has learned which tokens exist and nothing else. Reads at most 50M tokens.
-    """
-    counts = np.ones(tokenizer.vocab_size, dtype=np.int64)
-    left = _BASELINE_TOKENS
-    for path in corpora:
-        corpus = Corpus(path)
-        for number in range(len(corpus.manifest.shards)):
-            tokens = corpus.shard(number).tokens[:left]
-            counts += np.bincount(tokens, minlength=len(counts))[: len(counts)]
-            left -= len(tokens)
-    counts[tokenizer.eod] = 1  # imported corpora may store separators; texts hold none
-    bits = -np.log2(counts / counts.sum())
-    texts = read_heldout(heldout)
-    total = sum(float(bits[ids].sum()) for ids in tokenizer.encode(texts))
-    return total / sum(len(text.encode()) for text in texts)
 
 
 def scores(results: dict[str, Any]) -> dict[str, dict[str, float]]:

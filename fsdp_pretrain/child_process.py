@@ -1,8 +1,9 @@
-"""Starting another module of this program as a child process. No torch."""
+"""Starting another module of this program as a child process, and dying with its parent. No torch."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM")
 """Prefixes of variables that torchrun sets for a rank."""
+_PR_SET_PDEATHSIG = 1
 
 
 def start_module(
@@ -56,3 +58,13 @@ def run_module(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies; exit now if the parent is no longer `parent`. Linux only;
+    elsewhere nothing happens."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)

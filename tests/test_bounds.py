@@ -16,16 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from data.text.tokenizer import Tokenizer
 from eval import scorer
-from eval.generation import Decoding
-from eval.scorer import Prompt, Scorer
-from eval.trees import Query
+from eval.scorer import Prompt, Query, Scorer
 from fsdp_pretrain import models
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.models import Decoder, loss
 from fsdp_pretrain.parallel.fsdp import materialise
 
 pytestmark = pytest.mark.quick
-VOCABULARY, LENGTH, BATCH = 512, 40, 3
+VOCABULARY, BATCH = 512, 3
 
 
 class Largest(TorchDispatchMode):
@@ -98,7 +96,7 @@ def passes(model: Decoder) -> Iterator[list[tuple[int, ...]]]:
 
 @pytest.fixture
 def judged(model: Decoder, shared_corpus: Path) -> Scorer:
-    return Scorer(model, Tokenizer.load(shared_corpus / "tokenizer"), length=LENGTH, batch=BATCH)
+    return Scorer(model, Tokenizer.load(shared_corpus / "tokenizer"), batch=BATCH)
 
 
 def test_a_pass_has_as_many_rows_as_it_may(judged: Scorer, passes: list[tuple[int, ...]]) -> None:
@@ -107,13 +105,13 @@ def test_a_pass_has_as_many_rows_as_it_may(judged: Scorer, passes: list[tuple[in
     judged.scores(queries, quiet=True)
     assert passes == [(3, 8), (3, 5), (2, 2)]
     passes.clear()
-    judged.answers([Prompt([10 + n, *[7] * n], Decoding((), 1), n) for n in range(8)], quiet=True)
+    judged.answers([Prompt([10 + n, *[7] * n], 1) for n in range(8)], quiet=True)
     assert passes == [(3, 8), (3, 5), (2, 2)]
 
 
 def test_answers_that_have_ended_leave_the_batch(judged: Scorer, passes: list[tuple[int, ...]]) -> None:
     """As soon as half of them have; the first pass reads the prompts, each other one a token."""
-    judged.answers([Prompt([10, 11], Decoding((), tokens), n) for n, tokens in enumerate((6, 4, 1))], quiet=True)
+    judged.answers([Prompt([10, 11], tokens) for tokens in (6, 4, 1)], quiet=True)
     assert passes == [(3, 2), (3, 1), (3, 1), (3, 1), (1, 1), (1, 1)]
 
 

@@ -8,7 +8,6 @@ import math
 import os
 import time
 import tomllib
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,14 @@ import records
 import tomli_w
 from processes import Run
 
-from data.corpus.corpus import Corpus
 from eval import jobs
-from eval.attempt import EvaluationLimits, Results, limits
+from eval.attempt import Evaluated, EvaluationLimits, Work, limits
 from eval.cli import table
-from eval.tasks import choice_questions, read_heldout, unigram_bits_per_byte
+from eval.results import EvaluationError, Results
+from eval.tasks import choice_questions, read_heldout
 from fsdp_pretrain.checkpoint.evaluations import failed_evaluations, given_up_jobs
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.record import lease, state_files
 from fsdp_pretrain.record.files import RunDir, seconds_of, stamp
 from fsdp_pretrain.record.lease import this_process
@@ -64,18 +62,6 @@ def test_questions_are_real_and_fair(shared_corpus: Path) -> None:
     assert {answers.count(n) > 0 for n in range(4)} == {True}
 
 
-def test_unigram_baseline_is_the_entropy_of_token_counts(shared_corpus: Path) -> None:
-    corpus = Corpus(shared_corpus / "corpus")
-    tokenizer = corpus.tokenizer()
-    counts = Counter(t for s in range(len(corpus.manifest.shards)) for t in corpus.shard(s).tokens.tolist())
-    total = sum(counts.values()) + tokenizer.vocab_size
-    texts = read_heldout(shared_corpus / "heldout.jsonl")
-    bits = -sum(math.log2((counts[t] + 1) / total) for ids in tokenizer.encode(texts) for t in ids)
-    expected = bits / sum(len(text.encode()) for text in texts)
-    found = unigram_bits_per_byte([shared_corpus / "corpus"], tokenizer, shared_corpus / "heldout.jsonl")
-    assert found == pytest.approx(expected)
-
-
 def due(run: Path) -> list[jobs.Job]:
     return jobs.due_jobs(RunDir(run), load(run / "config.toml"))
 
@@ -98,7 +84,7 @@ def test_claims(run: Path) -> None:
             assert other is None
         with jobs.claim(second) as other:  # another job is free
             assert other is not None
-        assert mine.publish(Results(**records.results()))
+        assert jobs.publish(mine, evaluated(mine))
     with jobs.claim(first) as done:  # done: not claimed again
         assert done is None
     assert [job.checkpoint.step for job in jobs.due_jobs(RunDir(run), config)] == [20, 30]
@@ -149,7 +135,7 @@ def test_a_frozen_worker_that_wakes_up_does_not_publish(run: Path) -> None:
     with jobs.claim(job) as mine:
         assert mine is not None
         make_claim(job)  # taken over meanwhile
-        assert not mine.publish(Results(**records.results()))
+        assert not jobs.publish(mine, evaluated(mine))
     assert not job.results.exists() and (job.folder / "claim.json").exists()
 
 
@@ -185,18 +171,23 @@ def test_finished_results_are_published_though_reads_of_the_claim_fail(
         assert mine is not None
         monkeypatch.setattr(lease, "_RETRY_SECONDS", 0.0)
         monkeypatch.setattr(Path, "read_bytes", flaky)
-        assert mine.publish(Results(**records.results(step=10))) == (failing < 10) == job.done
+        assert jobs.publish(mine, evaluated(mine)) == (failing < 10) == job.done
 
 
 # ---------------------------------------------------------------- attempts that fail
 
 
-def fails(checkpoint: Checkpoint, keep: Path) -> Results:
-    raise StorageError("no such partition")
+def fails(work: Work, limit: EvaluationLimits, late: Any) -> Evaluated:
+    raise EvaluationError("no such partition")
 
 
-def works(checkpoint: Checkpoint, keep: Path) -> Results:
-    return Results(**records.results(step=checkpoint.step))
+def evaluated(work: Work, **values: Any) -> Evaluated:
+    step = work.job.checkpoint.step
+    return Evaluated(Results(**records.results(step=step, **values)), work.job.folder)
+
+
+def works(work: Work, limit: EvaluationLimits, late: Any) -> Evaluated:
+    return evaluated(work)
 
 
 def watch(run: Path, evaluate: Any) -> tuple[int, int]:
@@ -254,9 +245,8 @@ def test_a_failure_that_a_wrong_clock_has_dated_holds_nobody_up(run: Path) -> No
 def test_a_score_that_is_no_number_is_a_result(run: Path, helpers: Any, value: float) -> None:
     """Published, in the journal and told, in JSON that any program reads."""
 
-    def broken(checkpoint: Checkpoint, keep: Path) -> Results:
-        scores = {"heldout_bpb": {"bits_per_byte": value, "byte_perplexity": 2.0}}
-        return Results(**records.results(step=checkpoint.step, scores=scores))
+    def broken(work: Work, limit: EvaluationLimits, late: Any) -> Evaluated:
+        return evaluated(work, scores={"heldout_bpb": {"bits_per_byte": value, "byte_perplexity": 2.0}})
 
     assert watch(run, broken) == (3, 0) and due(run) == []
     texts = [path.read_text() for path in run.glob("evals/step-*/*/results.json")]
@@ -320,7 +310,7 @@ def test_nothing_of_an_abandoned_commit_counts_for_another_of_its_step(run: Path
     """A checkpoint was rejected, and its step trained and saved again: results, failures and decisions are not its."""
     old = due(run)
     with jobs.claim(old[0]) as mine:
-        assert mine is not None and mine.publish(Results(**records.results(step=10)))
+        assert mine is not None and jobs.publish(mine, evaluated(mine))
     give_up(run)
     old[1].drop("somebody")
     assert [job.checkpoint.step for job in given_up_jobs(RunDir(run), load(run / "config.toml"))] == [30]

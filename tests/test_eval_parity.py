@@ -12,16 +12,12 @@ import pytest
 pytest.importorskip("lm_eval")
 pytest.importorskip("transformers")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-import torch
 from laboratory import make_text
 from lm_eval.models.huggingface import HFLM
-from transformers.generation import logits_process
 
-from eval.attempt import RefusedError
 from eval.checkpoints import read_checkpoint
-from eval.generation import Sampling
 from eval.harness import CheckpointLM
-from eval.scorer import sample
+from eval.results import RefusedError
 from fsdp_pretrain.checkpoint.hf import export_checkpoint
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
@@ -157,39 +153,3 @@ def test_an_answer_that_does_not_fit_is_refused(pair: Pair) -> None:
         pair.ours.generate_until([Request(*request)])
     with pytest.raises(AssertionError):
         pair.theirs.generate_until([Request(*request)])
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(0.7),
-        Sampling(1.3, top_p=0.8, top_k=0),
-        Sampling(0.2, top_p=0.95, top_k=7),
-        Sampling(1.0, top_p=1e-6),
-        Sampling(2.0, top_k=1),
-    ],
-)
-def test_samples_are_distributed_as_in_transformers(sampling: Sampling) -> None:
-    """At evenly spaced quantiles, against the probabilities after transformers' own processors."""
-    logits = torch.randn(300, generator=torch.Generator().manual_seed(1)) * 3
-    scores = logits_process.TemperatureLogitsWarper(sampling.temperature)(None, logits[None] + 0)
-    if sampling.top_k:
-        scores = logits_process.TopKLogitsWarper(sampling.top_k)(None, scores)
-    if sampling.top_p < 1:
-        scores = logits_process.TopPLogitsWarper(sampling.top_p)(None, scores)
-    expected, count = scores[0].double().softmax(0), 4000
-    drawn = [sample(logits, sampling, (n + 0.5) / count) for n in range(count)]
-    frequencies = torch.bincount(torch.tensor(drawn), minlength=len(logits)) / count
-    assert (frequencies - expected).abs().max() <= 1 / count
-
-
-def test_sampled_answers_depend_on_seed_and_place_alone(pair: Pair) -> None:
-    options = {"do_sample": True, "temperature": 0.9, "max_gen_toks": 8, "until": []}
-    requests = [("the run", options)] * 3 + [("gradients over", options)]
-    once = pair.ours.generate_until([Request(*args) for args in requests], disable_tqdm=True)
-    again = pair.ours.generate_until([Request(*args) for args in requests], disable_tqdm=True)
-    assert once == again and len(set(once[:3])) == 3  # repeated questions get different answers
-    (first,) = pair.ours.generate_until([Request(*requests[0])], disable_tqdm=True)
-    assert first == once[0]
-    other = pair.ours.generate_until([Request("the run", {**options, "seed": 1})] * 3, disable_tqdm=True)
-    assert set(other).isdisjoint(once[:3])

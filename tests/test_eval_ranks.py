@@ -23,7 +23,7 @@ output_type: generate_until
 validation_split: validation
 doc_to_text: "{{text}}"
 doc_to_target: "{{text}}"
-generation_kwargs: {do_sample: true, temperature: 0.9, max_gen_toks: 6, until: []}
+generation_kwargs: {max_gen_toks: 6, until: []}
 metric_list: [{metric: letters, aggregation: mean, higher_is_better: true}]
 """
 GENERATES_CODE = """
@@ -71,7 +71,7 @@ def start(start_command: Callable[..., Process], ranks: int, *arguments: object)
 def test_scores_do_not_depend_on_the_number_of_ranks(
     trained: Path, tasks: Path, tmp_path: Path, run_command: Run, start_command: Callable[..., Process], ranks: int
 ) -> None:
-    """Uneven numbers of requests, likelihoods and sampled answers; read on other meshes than the trained one."""
+    """Uneven numbers of requests, likelihoods and answers; read on other meshes than the trained one."""
     files = tmp_path / "1.json", tmp_path / "n.json"
     alone = run_command("eval.cli", "run", trained, "--include", tasks, *TASKS, "--out", files[0])
     assert alone.returncode == 0, alone.stderr

@@ -30,7 +30,6 @@ from data.prepare.train_tokenizer import train_tokenizer
 from data.text.tokenizer import Tokenizer
 from eval.checkpoints import read_checkpoint
 from eval.exported import open_exported
-from eval.generation import Decoding
 from eval.scorer import Prompt, Scorer
 from fsdp_pretrain.checkpoint import hf
 from fsdp_pretrain.checkpoint.hf_layout import read_model, to_hf, weights
@@ -443,8 +442,8 @@ def test_answers_are_those_of_transformers(lab: Any, name: str) -> None:
     set_config(eos_token_id=Tokenizer.load(folder).eod)(folder)
     opened = open_exported(folder)
     assert opened.length == (32 if name == "mistral-window" else 64)  # in longer sequences the window would matter
-    prompts = [Prompt(row[:count].tolist(), Decoding((), 16)) for row in some_tokens() for count in (3, 11, 16)]
-    scorer = Scorer(opened.read("cpu", None), opened.tokenizer, length=opened.length, batch=4)
+    prompts = [Prompt(row[:count].tolist(), 16) for row in some_tokens() for count in (3, 11, 16)]
+    scorer = Scorer(opened.read("cpu", None), opened.tokenizer, batch=4)
     model, expected = transformers.AutoModelForCausalLM.from_pretrained(folder), []
     for prompt in prompts:
         made = model.generate(torch.tensor([prompt.inputs]), max_new_tokens=16, do_sample=False, pad_token_id=0)

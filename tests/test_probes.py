@@ -1,11 +1,11 @@
-"""Probes of a model: their scores against explicit sums, and the verdict on separators at every stage of training."""
+"""The separator probe: its scores against explicit sums, and the verdict at every stage of training."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ import torch
 from data.text.tokenizer import Tokenizer
 from eval.checkpoints import open_checkpoint
 from eval.evaluation import open_adapter
-from eval.probe import Job, Subject, evenly
-from eval.probes import PROBES
+from eval.separators import Subject, evenly, separator_probe
 from eval.tasks import read_heldout
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.sections import EvalSection
@@ -65,40 +64,11 @@ def doubled(lab: Any, helpers: Any, run_command: Run, monkeypatch: pytest.Monkey
     return train(lab, "run", corpus)
 
 
-def marked(lab: Any, helpers: Any, run_command: Run, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Imported documents that end with a token of which the tokenizer does not say that it is special."""
-    from tokenizers import Tokenizer as Model
-
-    model = Model.from_file(str(lab.tokenizer / "tokenizer.json"))
-    model.add_tokens(["</doc>"])
-    (lab.path / "tokenizer").mkdir()
-    model.save(str(lab.path / "tokenizer/tokenizer.json"))
-    tokenizer = Tokenizer.load(lab.path / "tokenizer")
-    texts = [json.loads(line)["text"] for line in (lab.corpus.parent / "train.jsonl").read_text().splitlines()]
-    foreign = helpers.corpus(lab.path / "foreign", tokenizer.encode([f"{text}</doc>" for text in texts]), tokenizer)
-    arguments = ["--tokenizer", tokenizer.path, "--separators", "none", "--out", lab.path / "imported"]
-    imported = run_command("data.cli", "import", foreign / "shards", *arguments)
-    assert imported.returncode == 0, imported.stderr  # nothing is wrong with it, as far as anybody can know
-    return train(lab, "run", lab.path / "imported")
-
-
 @pytest.mark.shows("C4")
-@pytest.mark.parametrize(
-    ("plant", "said"),
-    [
-        (doubled, "separators are doubled in the training data"),
-        pytest.param(marked, "'</doc>', ends nearly all training documents", marks=pytest.mark.slow),
-    ],
-)
 def test_a_second_separator_is_told_at_the_first_evaluated_checkpoint(
-    lab: Any,
-    helpers: Any,
-    run_command: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    plant: Callable[..., Path],
-    said: str,
+    lab: Any, helpers: Any, run_command: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = plant(lab, helpers, run_command, monkeypatch)
+    run, said = doubled(lab, helpers, run_command, monkeypatch), "separators are doubled in the training data"
     monkeypatch.delenv("EXECUTE_FIRST", raising=False)
     done = run_command("eval.cli", "watch", run, "--once")
     assert done.returncode == 0, done.stderr
@@ -137,8 +107,8 @@ def probabilities(subject: Subject, context: list[int]) -> torch.Tensor:
 
 
 def test_separator_scores_are_probabilities_of_the_model(subject: Subject) -> None:
-    found = PROBES["separator_probe"](subject)
-    eod, ends, seconds, insides, repeats = subject.tokenizer.eod, [], [], [], []
+    found = separator_probe(subject)
+    eod, ends, seconds, insides, repeats = subject.judged.tokenizer.eod, [], [], [], []
     for document in subject.documents:
         context = [eod, *document][-61:]  # two less than the length of training, and room for the separator
         ends.append(probabilities(subject, context)[eod])
@@ -153,35 +123,6 @@ def test_separator_scores_are_probabilities_of_the_model(subject: Subject) -> No
     assert found.documents == 3
 
 
-def test_copy_scores_are_those_of_a_repeated_sequence(subject: Subject) -> None:
-    seen: list[list[int]] = []
-
-    @dataclass
-    class Recorder:
-        inner: Any
-
-        def score_tokens(self, jobs: Sequence[Job], *, quiet: bool = True) -> list[tuple[float, bool]]:
-            seen.extend(tokens for tokens, _ in jobs)
-            scored: list[tuple[float, bool]] = self.inner.score_tokens(jobs, quiet=quiet)
-            return scored
-
-    found = PROBES["copy_probe"](replace(subject, model=Recorder(subject.model), limit=2))
-    once = [tokens[1:] for tokens in seen[:2]]
-    assert once[0] != once[1] and len(once[0]) == 30
-    held = {token for document in subject.documents for token in document}
-    first, second = [], []
-    for tokens in once:
-        assert set(tokens) <= held
-        whole = [subject.tokenizer.eod, *tokens, *tokens]
-        bits = [-math.log2(probabilities(subject, whole[:at])[whole[at]]) for at in range(1, len(whole))]
-        first.append(sum(bits[:30]) / 30)
-        second.append(sum(bits[30:]) / 30)
-    assert found.scores["first_bits"] == pytest.approx(sum(first) / 2, rel=1e-4)
-    assert found.scores["second_bits"] == pytest.approx(sum(second) / 2, rel=1e-4)
-    assert found.scores["gain_bits"] == pytest.approx((sum(first) - sum(second)) / 2, abs=1e-3)
-    assert found == PROBES["copy_probe"](replace(subject, limit=2))
-
-
 @dataclass
 class Table:
     """A model that knows only the last token: P(separator) after a separator, after the last token of documents, and
@@ -194,7 +135,7 @@ class Table:
     inside: float
     vocabulary: int = 520
 
-    def score_tokens(self, jobs: Sequence[Job], *, quiet: bool = True) -> list[tuple[float, bool]]:
+    def score_tokens(self, jobs: Sequence[tuple[list[int], int]], *, quiet: bool = True) -> list[tuple[float, bool]]:
         return [
             (sum(self._log(tokens[:at], tokens[at]) for at in range(first, len(tokens))), False)
             for tokens, first in jobs
@@ -237,14 +178,14 @@ def test_verdicts(
 ) -> None:
     held = [[*document[:-1], 7] for document in subject.documents if 7 not in document[:-1]]
     vocabulary = 20 if "text learned" in stage else 520  # as if it knew which twenty tokens may come
-    model = Table(subject.tokenizer.eod, 7, second, end, inside, vocabulary)
+    model = Table(subject.judged.tokenizer.eod, 7, second, end, inside, vocabulary)
     judged = replace(subject.judged, tokens=int(trained / RATE))
     given = replace(subject, model=model, documents=held, judged=judged)
-    verdict = PROBES["separator_probe"](given).verdict
+    verdict = separator_probe(given).verdict
     assert verdict is not None and verdict.ok is ok, verdict
 
 
-def test_without_the_record_and_the_corpora(subject: Subject, tmp_path: Path) -> None:
+def test_without_the_corpora(subject: Subject, tmp_path: Path) -> None:
     """A checkpoint that was moved elsewhere: less is judged, and it is said."""
     judged = subject.judged
     assert judged.trained is not None
@@ -259,9 +200,6 @@ def test_without_the_record_and_the_corpora(subject: Subject, tmp_path: Path) ->
         }
     )
     given = replace(subject, judged=replace(judged, checkpoint=moved, trained=config))
-    memory, separators = PROBES["memory_probe"](given), PROBES["separator_probe"](given)
-    assert not memory.scores and memory.verdict is not None and memory.verdict.ok is None
-    assert memory.verdict.text.startswith("left out: ")
-    assert separators.verdict is not None and "judged without the corpora" in separators.verdict.text
-    bad = PROBES["separator_probe"](replace(given, model=Table(subject.tokenizer.eod, -1, 0.9, 0.3, 0.01)))
+    assert "judged without the corpora" in separator_probe(given).verdict.text
+    bad = separator_probe(replace(given, model=Table(subject.judged.tokenizer.eod, -1, 0.9, 0.3, 0.01)))
     assert bad.verdict is not None and bad.verdict.ok is False

@@ -1,4 +1,4 @@
-"""Shared beginnings, batches and the cache of keys change nothing: against plain forward passes, one sequence each."""
+"""Batches, padding and the cache of keys change nothing: against plain forward passes, one sequence each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from pydantic import TypeAdapter
 from sentencepiece import SentencePieceTrainer
 
 from data.text.tokenizer import Tokenizer
-from eval.generation import Decoding, Sampling
-from eval.scorer import Prompt, Scorer
-from eval.trees import Query, plant
+from eval.scorer import Prompt, Query, Scorer
 from fsdp_pretrain import models
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.models import Decoder
@@ -58,7 +56,7 @@ def model(name: str) -> Decoder:
 @pytest.fixture
 def scorer(name: str, model: Decoder, shared_corpus: Path) -> Scorer:
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
-    return Scorer(model, tokenizer, length=LENGTH, batch=3, two_dimensions=name == "glm-2d")
+    return Scorer(model, tokenizer, batch=3, two_dimensions=name == "glm-2d")
 
 
 @torch.no_grad()
@@ -104,18 +102,15 @@ def test_scores(name: str, model: Decoder, scorer: Scorer) -> None:
         assert score.greedy == (last.argmax(1).tolist() == query.targets)
 
 
-def test_what_is_shared_is_computed_once() -> None:
-    rng = random.Random(3)
-    context, endings = tokens(rng, 20), [tokens(rng, 5) for _ in range(4)]
-    queries = [Query([*context, *ending[:-1]], ending) for ending in endings]
-    (row,) = plant([*queries, Query(context, [1]), Query(context, [2])], 100)
-    assert len(row.tokens) == 20 + 4 * 4 and {number for number, _ in row.reads} == set(range(6))
-    assert [len(row.tokens) for row in plant(queries, 25)] == [24] * 4  # no room for a second one
-    (mixed, other) = plant([*queries, Query(tokens(rng, 20), [1])], 100)
-    assert sorted(len(row.tokens) for row in (mixed, other)) == [20, 36]
-    whole = [Query([*context, *ending[:-1]], ending, prefix=20) for ending in endings]
-    part = [Query([*context, *ending[:-1]], ending, prefix=21) for ending in endings]
-    assert len(plant(whole, 100)) == 1 and len(plant(part, 100)) == 4  # all of a prefix, or nothing
+def test_choices_of_one_token_are_one_row(shared_corpus: Path) -> None:
+    """As in lm-eval's own adapter: four letters after a question cost one pass over it."""
+    model = materialise(models.build(TypeAdapter(AnyModel).validate_python(MODELS["llama"])), 1, CPU)
+    rows = list[int]()
+    model.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    scorer = Scorer(model, Tokenizer.load(shared_corpus / "tokenizer"), batch=8)
+    asked = [Query([10, 11, *[context] * 5], [letter]) for context in (20, 21) for letter in (30, 31, 32, 33)]
+    found = scorer.scores([*asked, Query([10, 11], [12, 13])], quiet=True)
+    assert rows == [3] and len({score.likelihood for score in found}) == 9
 
 
 def test_answers(name: str, model: Decoder, scorer: Scorer) -> None:
@@ -124,10 +119,10 @@ def test_answers(name: str, model: Decoder, scorer: Scorer) -> None:
     for number, size in enumerate((3, 17, 9, 1, 12, 5, 20)):
         inputs = tokens(rng, size)
         prefix = size - 1 if name.startswith("glm") else 0
-        prompts.append(Prompt(inputs, Decoding((), 2 + 3 * number), number, prefix))
+        prompts.append(Prompt(inputs, 2 + 3 * number, prefix=prefix))
     for prompt, answer in zip(prompts, scorer.answers(prompts, quiet=True), strict=True):
         made: list[int] = []
-        while len(made) < prompt.decoding.tokens:
+        while len(made) < prompt.tokens:
             following = int(plain_logits(name, model, prompt.inputs + made, prompt.prefix)[-1][:texts].argmax())
             if following == scorer._tokenizer.eod:
                 break
@@ -135,10 +130,7 @@ def test_answers(name: str, model: Decoder, scorer: Scorer) -> None:
         assert answer == scorer._tokenizer.decode(made)
 
 
-@pytest.mark.parametrize("sampling", [None, Sampling(5.0, top_k=0)])
-def test_rows_that_pad_the_table_are_never_chosen(
-    shared_corpus: Path, tmp_path: Path, sampling: Sampling | None
-) -> None:
+def test_rows_that_pad_the_table_are_never_chosen(shared_corpus: Path, tmp_path: Path) -> None:
     """sentencepiece cannot decode their ids. Answers are those of the same model without them."""
     SentencePieceTrainer.Train(
         input=str(shared_corpus / "train.jsonl"),
@@ -153,6 +145,6 @@ def test_rows_that_pad_the_table_are_never_chosen(
         for vocab in (VOCABULARY, tokenizer.vocab_size)
     )
     exact.load_state_dict({name: part[: len(exact.state_dict()[name])] for name, part in padded.state_dict().items()})
-    prompts = [Prompt([10 + n, 20], Decoding((), 12, sampling), n) for n in range(8)]
-    found = [Scorer(each, tokenizer, length=LENGTH, batch=3).answers(prompts, quiet=True) for each in (padded, exact)]
+    prompts = [Prompt([10 + n, 20], 12) for n in range(8)]
+    found = [Scorer(each, tokenizer, batch=3).answers(prompts, quiet=True) for each in (padded, exact)]
     assert found[0] == found[1] and any(found[0])

@@ -29,11 +29,11 @@ _GROWTH = 4.0
 
 
 class FailedAttempt(StateFile):
-    """`failed-ID.json`; `committed` is when the checkpoint was committed (None in files of earlier releases)."""
+    """`failed-ID.json`; `committed` is when the checkpoint was committed."""
 
     time: str
     reason: str
-    committed: str | None = None
+    committed: str
 
 
 class Dropped(StateFile):
@@ -45,7 +45,7 @@ class Dropped(StateFile):
 
 
 class _Published(StateFile):
-    """What is needed here of `results.json`, see `eval.attempt.Results`."""
+    """What is needed here of `results.json`, see `eval.results.Results`."""
 
     committed: str | None = None
 
@@ -85,10 +85,11 @@ class Job:
     def failures(self) -> list[FailedAttempt]:
         """Its failed attempts, the last one last."""
         found = [
-            state_files.view(path, FailedAttempt) or FailedAttempt(time="", reason="its record is damaged")
+            state_files.view(path, FailedAttempt)
+            or FailedAttempt(time="", reason="its record is damaged", committed=self.committed)
             for path in self.folder.glob("failed-*.json")
         ]
-        return sorted((each for each in found if each.committed in (None, self.committed)), key=lambda each: each.time)
+        return sorted((each for each in found if each.committed == self.committed), key=lambda each: each.time)
 
     @property
     def given_up(self) -> bool:

@@ -40,8 +40,6 @@ from .steering import Steering
 from .timeline import TimelineEntry
 from .toml_file import describe, override, read_toml
 
-_PROBES = ("separator_probe", "copy_probe", "memory_probe")
-"""Those made from held-out documents; see `eval.probes`."""
 _PLACES = ("path", "mirror")
 _TAGS = ("llama", "gpt", "glm", "causal")
 _HELDOUT_EVERY, _HELDOUT_BATCHES = 500, 4
@@ -227,7 +225,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         if evaluation and evaluation.every is None and entry.eval.every is not None:
             yield f"timeline, {entry}: no evaluation is scheduled that this could change; set eval.every as well"
     if evaluation and evaluation.every is not None and evaluation.heldout is None:
-        bundled = [task for task in evaluation.tasks if task.startswith("heldout_") or task in _PROBES]
+        bundled = [task for task in evaluation.tasks if task.startswith("heldout_") or task == "separator_probe"]
         if bundled:
             yield f"eval.tasks has {', '.join(bundled)}, made from held-out documents, but eval.heldout names no file"
     files = [task for task in evaluation.tasks if "/" in task or task.endswith(".yaml")] if evaluation else []
@@ -235,14 +233,6 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
         yield f"eval.tasks has {', '.join(files)}: name the task, and put the folder of its file into eval.include"
     if evaluation and evaluation.every is not None and not evaluation.tasks:
         yield "eval.tasks names no task, but eval.every schedules evaluations"
-    if evaluation and evaluation.export is not None and evaluation.command is None:
-        yield f"eval.export = {evaluation.export} is for eval.command, which is not set; set it, or leave both out"
-    bloom = isinstance(model, GPTModel) and (model.positions == "alibi" or model.embedding_norm)
-    if evaluation and evaluation.export is not None and bloom:
-        yield (
-            "eval.export: no Hugging Face class computes a GPT with positions = alibi or embedding_norm; leave it out, "
-            "so that eval.command gets the checkpoint itself"
-        )
 
 
 def _cache_checks(data: DataSection, evaluation: EvalSection | None) -> Iterator[str]:

@@ -278,23 +278,16 @@ class EvalSection(Section):
     every: Every | None = None
     """Evaluate checkpoints that complete this interval, and the last one; or a list of ranges. Absent: no scheduled
     evaluation."""
-    tasks: list[str] = [
-        "heldout_bpb",
-        "heldout_choice",
-        "separator_probe",
-        "copy_probe",
-        "arithmetic_probe",
-        "memory_probe",
-    ]
-    """lm-eval task names, patterns of such names (`mmlu_*`), and probes. `heldout_bpb`, `heldout_choice` and the probes
-    are made from `eval.heldout`; others need their data in the cache of Hugging Face, or a network."""
+    tasks: list[str] = ["heldout_bpb", "heldout_choice", "separator_probe"]
+    """lm-eval task names, patterns of such names (`mmlu_*`), and three bundled ones, which are made from
+    `eval.heldout`; others need their data in the cache of Hugging Face, or a network."""
     heldout: FilePath | None = None
     """JSONL file of held-out documents (field `text`) for the bundled tasks."""
     include: list[FilePath] = []
     """Directories with more lm-eval task files."""
     offline: bool = False
     """Never ask the network for the data of tasks. Off: the Hugging Face Hub is asked for it if it answers within five
-    seconds; else, and if `HF_HUB_OFFLINE` is set, only the cache is used. The bundled tasks and probes need neither."""
+    seconds; else, and if `HF_HUB_OFFLINE` is set, only the cache is used. The bundled tasks need neither."""
     limit: Limit | None = None
     """Documents per task, or the share of them if below 1. Absent: all."""
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
@@ -327,9 +320,6 @@ class EvalSection(Section):
     environment has `EVAL_CHECKPOINT`, `EVAL_STEP`, `EVAL_TASKS`, `EVAL_RUN`, and `EVAL_RESULTS`, where the results must
     appear, now or later: `fsdp-eval run "$EVAL_CHECKPOINT" --out "$EVAL_RESULTS"`. It is run once per attempt, even if
     workers die; `eval.deadline` counts from its start, so it includes waiting in a queue."""
-    export: FilePath | None = None
-    """Directory that the hosts of `eval.command` can read: a checkpoint is exported into it in the Hugging Face layout,
-    for the time of its evaluation. `EVAL_CHECKPOINT` is then that folder."""
     deadline: Seconds = Seconds(3600)
     """The watchdog raises an alarm, with a stack trace, for an evaluation that takes longer (and longer than three
     times the median of earlier ones). After three times this limit the evaluation is ended, and the attempt has

@@ -8,21 +8,25 @@ said why, and as one line during a stop, where ranks and nodes lose each other.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
+from fsdp_pretrain.child_process import die_with_parent
 from fsdp_pretrain.errors import Exit
 
-from .torchrun import STOP_SIGNALS
+from .torchrun import LAUNCHER, STOP_SIGNALS
 
 _EXPLAINED = {int(code) for code in Exit} - {int(Exit.UNEXPECTED)}
 
 
 def main() -> int:
     """Run torchrun. Returns 1 for a failure that was explained; raises torchrun's errors otherwise."""
+    die_with_parent(int(os.environ[LAUNCHER]))
     asked: list[int] = []
     for number in STOP_SIGNALS:  # a handler, because the ranks would inherit SIG_IGN
         signal.signal(number, lambda got, _: asked.append(got))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `Torchrun` blocked them
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from fsdp_pretrain.child_process import die_with_parent
 from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.exit_intent import ExitIntent
@@ -37,7 +37,6 @@ WRONG_OPTIONS = 2
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Requests to stop. Whoever sends one may send it to every process of the job; only launcher and ranks act on it."""
 
-_PR_SET_PDEATHSIG = 1
 _RENDEZVOUS_LIMITS = "close_timeout=30,read_timeout=60"
 
 
@@ -118,16 +117,6 @@ def environment(base: Mapping[str, str], note: Path | None = None, seen: Path | 
     }
 
 
-def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies; exit now if the parent is no longer `parent`. Linux only;
-    elsewhere nothing happens."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)
-
-
 def die_with_launcher() -> None:
     """`die_with_parent` for a rank that torchrun started; other processes are left alone."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -185,18 +174,19 @@ def seen_note() -> Path | None:
 
 
 class Torchrun(subprocess.Popen[bytes]):
-    """A running torchrun. Create it in the main thread: its parent-death signal fires when that thread ends."""
+    """A running torchrun: `elastic_agent` in a process that dies with this one, and leaves requests to stop to it.
+
+    Create it in the main thread: its parent-death signal fires when that thread ends.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        me = os.getpid()
         self._ranks: dict[int, psutil.Process] = {}
         self._most = 0
-
-        def prepare() -> None:
-            ignore_requests()  # until `elastic_agent` has its handlers
-            die_with_parent(me)
-
-        super().__init__(command, env=environment, start_new_session=True, preexec_fn=prepare)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child's, until it has its handlers
+        try:
+            super().__init__(command, env=environment, start_new_session=True)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def ranks(self) -> list[psutil.Process]:
         """Its living ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from eval.attempt import Results, Verdict
+from eval.results import Results, Verdict
 from fsdp_pretrain.record import journal, lineage, state_files
 from fsdp_pretrain.record.files import RunDir, seconds_of
 

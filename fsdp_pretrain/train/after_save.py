@@ -6,7 +6,7 @@ import subprocess
 
 from eval import jobs
 from fsdp_pretrain.checkpoint.dcp import SaveResult
-from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, evaluation_due
 from fsdp_pretrain.checkpoint.on_commit import CommitHook
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record.files import RunDir
@@ -31,7 +31,7 @@ class AfterSave:
         assert saved.manifest is not None
         if self._hook is not None:
             self._hook.start(saved.checkpoint.path, saved.checkpoint.step)
-        if self.config.eval.launch and jobs.is_due(self.config, saved.manifest):
+        if self.config.eval.launch and evaluation_due(self.config, saved.manifest):
             self._evaluate(saved.manifest)
 
     def running(self) -> list[str]:

@@ -30,7 +30,7 @@ class EvaluationDetector(Detector):
     """Alarms `evaluation/STEP`, `evaluation-overdue`, `evaluation-given-up`, `evaluation-verdict/PROBE` and
     `evaluation-score/TASK/METRIC`.
 
-    The worker of an evaluation that takes longer than the deadline in its claim dumps its own stacks and finally ends
+    An evaluation that takes longer than the deadline in its worker's claim saves its stack, and the worker finally ends
     it; `evaluation/STEP` reports it even when the worker is stopped.
     """
 
@@ -81,8 +81,8 @@ class EvaluationDetector(Detector):
                 f"the evaluation of step {claim['step']} ({claim['tasks']}) on {claim['host']}, pid {claim['pid']}, "
                 f"takes longer than {human_time(claim['deadline'])}",
                 "training is not affected; there are no scores of this checkpoint, and it is not deleted",
-                f"see watchdog/stacks/evaluation-{claim['step']:08d}.txt; it is ended after three times as long, "
-                "which is one of its eval.attempts",
+                "the journal (eval-late) names its stack; it is ended after three times as long, which is one of its "
+                "eval.attempts",
                 step=claim["step"],
                 facts={name: claim[name] for name in ("host", "pid", "deadline", "tasks")},
             )

@@ -135,7 +135,7 @@ def results(run: str, newest: int) -> dict[str, Any]:
 
 
 class _Results(state_files.StateFile):
-    """What is judged of `results.json`; see `eval.attempt.Results`."""
+    """What is judged of `results.json`; see `eval.results.Results`."""
 
     step: int
     limit: int | None = None

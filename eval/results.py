@@ -1,0 +1,140 @@
+"""What an evaluation found: `results.json`, and the errors of one that found nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.record.state_files import StateFile
+
+Z95 = 1.959963984540054
+"""Standard errors on either side of the mean of a normal distribution that hold 95% of it."""
+
+
+class Verdict(BaseModel):
+    """What a probe concludes, beside its scores.
+
+    Attributes:
+        probe: its name.
+        ok: False raises an alarm; None: not to be decided yet, or not for this model.
+        text: one sentence with its numbers.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    probe: str
+    ok: bool | None
+    text: str
+
+
+class ConfidenceInterval(BaseModel):
+    """A 95% confidence interval.
+
+    Attributes:
+        method: `normal`: value ± 1.96 standard errors; `log`: the same of the logarithm; of shares `wilson`, and of
+            their differences `agresti-min`: see `eval.intervals`.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    low: float
+    high: float
+    method: Literal["normal", "log", "wilson", "agresti-min"] = "normal"
+
+    @classmethod
+    def normal(cls, value: float, stderr: float) -> ConfidenceInterval:
+        return cls(low=value - Z95 * stderr, high=value + Z95 * stderr, method="normal")
+
+    def __str__(self) -> str:
+        return f"[{self.low:.4f}, {self.high:.4f}]" + (f" ({self.method})" if self.method != "normal" else "")
+
+
+Score = Annotated[
+    float,
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    PlainSerializer(lambda value: value if math.isfinite(value) else None),
+]
+"""A number; NaN if the model gave none, which JSON writes as null."""
+
+
+class Results(StateFile):
+    """`results.json` of an evaluation.
+
+    Attributes:
+        step, tokens, checkpoint: what was evaluated.
+        committed: when the checkpoint was committed; None outside a run.
+        scores, documents: by task: metrics, and number of documents used.
+        tasks, limit: the task set, and maximum documents per task (below 1: the share of them).
+        intervals: by task and metric, where the values of its documents are known to make up the score; for other
+            scores, take `ConfidenceInterval.normal` of their standard error.
+        num_fewshot: by task.
+        gen_kwargs: options of generating answers, by task that generates.
+        samples: by task, name of the file beside this one with a line per document, see `eval.sample_files`.
+        higher_is_better: by task and metric, where known.
+        verdicts: of the probes among the tasks.
+        versions, lm_eval: of the tasks, and of lm-eval.
+        seconds, time: duration, and time of completion.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    step: int
+    tokens: int
+    checkpoint: str = ""
+    committed: str | None = None
+    tasks: str = ""
+    scores: dict[str, dict[str, Score]]
+    documents: dict[str, int] = Field(default_factory=dict)
+    higher_is_better: dict[str, dict[str, bool]] = Field(default_factory=dict)
+    verdicts: list[Verdict] = Field(default_factory=list)
+    intervals: dict[str, dict[str, ConfidenceInterval]] = Field(default_factory=dict)
+    num_fewshot: dict[str, int] = Field(default_factory=dict)
+    gen_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    samples: dict[str, str] = Field(default_factory=dict)
+    versions: dict[str, Any] = Field(default_factory=dict)
+    lm_eval: str = ""
+    limit: int | float | None = None
+    seconds: float
+    time: str
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps(self.model_dump(exclude_unset=True), indent=1, default=str)
+
+    def metrics(self) -> Iterator[tuple[str, str, float, float | None, ConfidenceInterval | None]]:
+        """(task, metric, score, standard error, interval) of all scores; None where unknown."""
+        for task, row in self.scores.items():
+            for metric, value in row.items():
+                if metric.endswith("_stderr"):
+                    continue
+                stderr = row.get(f"{metric}_stderr")
+                interval = self.intervals.get(task, {}).get(metric)
+                if interval is None and stderr is not None:
+                    interval = ConfidenceInterval.normal(value, stderr)
+                yield task, metric, value, stderr, interval
+
+    def alarms(self) -> Iterator[tuple[str, str]]:
+        """(probe or task, sentence) of what a person must know: bad verdicts, and scores that are no finite number."""
+        yield from ((verdict.probe, verdict.text) for verdict in self.verdicts if verdict.ok is False)
+        for task, metric, value, *_ in self.metrics():
+            if not math.isfinite(value):
+                yield task, f"{metric} is no finite number"
+
+    def tell_alarms(self) -> None:
+        """Print them on standard error: the watchdog that raises an alarm ends with the training."""
+        for subject, text in self.alarms():
+            print(f"ALARM: {subject} of step {self.step}: {text}", file=sys.stderr, flush=True)
+
+
+class EvaluationError(Exception):
+    """The evaluation gave no results; the message says why."""
+
+
+class RefusedError(ConfigError):
+    """The tasks cannot be evaluated as configured, or not here, whatever the checkpoint."""
