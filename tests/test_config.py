@@ -150,7 +150,7 @@ MEANINGFUL_ZEROS = """
 run.seed data.seed eval.seed eval.num_fewshot model.dropout model.attention_dropout parallel.recompute
 train.batch_ramp.start train.grad_clip train.z_loss
 optimizer.betas optimizer.min_lr optimizer.lr_scale optimizer.warmup optimizer.weight_decay optimizer.embedding_shrink.at
-optimizer.embedding_shrink.value optimizer.surgery.at optimizer.surgery.freeze
+optimizer.embedding_shrink.value
 data.prefetch data.reshuffle data.sources.start data.sources.weight.at data.max_quarantined data.sources.weight data.sources.weight.value
 data.objective.mask_share data.objective.mask_budget data.objective.single_span data.objective.short
 data.objective.ending_min data.objective.first_special

@@ -20,7 +20,6 @@ from fsdp_pretrain.config.resume_rules import (
     undeclared,
 )
 from fsdp_pretrain.config.step_settings import SCHEDULED, unlike_values
-from fsdp_pretrain.config.surgery import refuse_missed
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
 from fsdp_pretrain.parallel.fsdp import compute_dtype
 from fsdp_pretrain.record import lineage
@@ -201,7 +200,6 @@ class Resume:
         wrong = forbidden(content.identity, self._identity, content.cursor)
         at_once = stands.schedule.jumps_to(self._config.schedule, content.consumed)
         refuse(str(checkpoint.path), wrong, missing, content.cursor, at_once)
-        refuse_missed(self._config, wrote, consumed=content.consumed, batch=content.batch)
         changed = [change.text for change in changes(wrote, self._config)]
         changed += [f"{change.text} -> not known to this version" for change in unknown]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -26,7 +27,17 @@ from .base import (
     unique_names,
 )
 from .intervals import Every
-from .surgery import Pattern, SurgerySection
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
 
 
 class RunSection(Section):
@@ -152,8 +163,6 @@ class OptimizerSection(Section):
     """Gradients that are shrunk: those through the `input` only, or also those through the logits of a tied table."""
     no_decay: list[Pattern] = ["bias$", "norm.*\\.weight$"]
     """Regular expressions; parameters whose name matches one get no weight decay."""
-    surgery: list[SurgerySection] = []
-    """Resets of moments and frozen parameters at points of the run: one `[[optimizer.surgery]]` table each."""
 
     @model_validator(mode="after")
     def _one_curve(self) -> OptimizerSection:

@@ -34,7 +34,6 @@ from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.parallel.surgery import Surgery
 from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.environment import Environment
 from fsdp_pretrain.record.files import AppendFile, now, replace_file
@@ -192,7 +191,6 @@ def _train(window: ReplayWindow, world: World) -> tuple[list[StepRecord], list[l
         saves=Checkpointing(config, world, _NoSaver(), lambda saved: None, records, window.state.step),
         state=window.state,
         health=_NoVerdicts(config),
-        surgery=Surgery(model, config),
     )
     model.train()
     usual, samples = UsualSteps(window.usual, config.health), []
