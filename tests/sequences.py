@@ -181,12 +181,9 @@ class RandomSequence:
         start = rng.choice(sorted(starts))
         steps = rng.randrange(1, max(trained) - start + 1)
         chosen = ["--segment", head] if head is not None else []
-        out = self.run.path.with_name(f"replay-{self.seed}-{self.figures.replays}")
         what = f"replay --from {start} --steps {steps} {chosen}"
         self.said.append(what)
-        done = self.run_command(
-            CLI, "replay", self.run.path, "--from", start, "--steps", steps, *chosen, "--out", out, "--json"
-        )
+        done = self.run_command(CLI, "replay", self.run.path, "--from", start, "--steps", steps, *chosen, "--json")
         assert done.returncode == 0, f"{what}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         self.figures.replays += 1
         self.figures.replayed += len(json.loads(done.stdout)["steps"])
