@@ -109,7 +109,7 @@ def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(lab: Any, he
     asked = [("optimizer.lr_scale=0.5", 24), ("train.grad_clip=0.5", 50)]
     sets = [("set", {"changes": [change], "at": at, "reason": ""}) for change, at in asked]
     lab.train(config, expect=75, variables=scripted({12: sets, 37: [("stop", {})]}))
-    assert [entry.get("did") for entry in helpers.journal(run, "control")] == ["set", "set"]
+    assert [entry.get("did") for entry in helpers.journal(run, "control")] == ["set", "set", "stop"]
 
     for start, count in ((0, 10), (10, 8), (20, 6)):  # recorded before it was set, in part, and behind its place
         replayed = run_command(CLI, "replay", run, "--from", start, "--steps", count)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_pretrain.config.schedule import BatchSchedule, Piecewise, Ramp, Schedule
+from fsdp_pretrain.config.piecewise import Piecewise
+from fsdp_pretrain.config.schedule import BatchSchedule, Ramp, Schedule
 from fsdp_pretrain.units import BatchSize, Progress, Seconds, human_bytes, human_count, human_time
 
 pytestmark = pytest.mark.quick
@@ -176,7 +177,7 @@ def test_impossible_ramps_are_refused(ramp: Ramp, text: str) -> None:
     ],
 )
 def test_piecewise_values(points: list[tuple[int, float]], values: dict[int, float]) -> None:
-    ramp = Piecewise(points)
+    ramp = Piecewise.through(points)
     assert {at: pytest.approx(ramp.at(at), abs=5e-5) for at in values} == values
 
 

@@ -20,8 +20,7 @@ from data.packing.position import Position
 from fsdp_pretrain.config.config import Config, load, schema_keys
 from fsdp_pretrain.config.resume_rules import DECLARED, changes, undeclared
 from fsdp_pretrain.config.schedule import BatchSchedule, Ramp, Schedule
-from fsdp_pretrain.config.steering import Steering
-from fsdp_pretrain.config.step_settings import ROUNDING, SCHEDULED, unlike
+from fsdp_pretrain.config.step_settings import ROUNDING, SCHEDULED, rounding_differences, value_differences
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.health.monitor import Health
@@ -38,7 +37,7 @@ def recipe(name: str, *overrides: str) -> Config:
     return load(RECIPES / f"{name}.toml", overrides)
 
 
-def schedule(*entries: dict[str, Any], steps: int = 100, steering: Steering | None = None, **options: Any) -> Schedule:
+def schedule(*entries: dict[str, Any], steps: int = 100, **options: Any) -> Schedule:
     """Steps of 4 samples of 10 tokens."""
     parsed = [TimelineEntry.model_validate({"allow_jump": True, **entry}) for entry in entries]
     values: dict[str, Any] = {"curve": "constant", "lr": 1.0, "min_lr": 0.0, "warmup": "0 steps", "decay": None}
@@ -49,7 +48,7 @@ def schedule(*entries: dict[str, Any], steps: int = 100, steering: Steering | No
         sequence_length=10,
         batch=BatchSchedule(4),
         duration=Progress(steps, "step"),
-        steering=replace(steering or Steering(), timeline=parsed),
+        timeline=parsed,
         **values,
     )
 
@@ -453,8 +452,8 @@ SCALED = "timeline=[{{at='{}',allow_jump=true,optimizer={{lr_scale=0.5}}}}]"
 )
 def test_settings_differ_where_a_value_of_a_step_does(before: str, after: str, settings: str, rounding: str) -> None:
     steps = [Position(step, 256 * step, 256 * step, 256) for step in range(21, 25)]
-    found = unlike(recipe("llama-7b-hsdp", before), recipe("llama-7b-hsdp", after), steps)
-    for texts, said in ((found.settings, settings), (found.rounding, rounding)):
+    pair = recipe("llama-7b-hsdp", before), recipe("llama-7b-hsdp", after)
+    for texts, said in ((value_differences(*pair, steps), settings), (rounding_differences(*pair), rounding)):
         assert any(said in text for text in texts) if said else not texts
 
 

@@ -36,7 +36,6 @@ from .sections import (
     TrainSection,
 )
 from .skips import Skips
-from .steering import Steering
 from .timeline import TimelineEntry
 from .toml_file import describe, override, read_toml
 
@@ -159,20 +158,20 @@ def _build_schedule(
         warmup_shape=optimizer.warmup_shape,
         decay_shape=optimizer.decay_shape,
         decay_length=optimizer.decay_length,
-        steering=Steering(
-            lr_scale=optimizer.lr_scale,
-            weight_decay=optimizer.weight_decay,
-            betas=optimizer.betas,
-            grad_clip=train.grad_clip,
-            z_loss=train.z_loss,
-            shrink_paths=optimizer.shrink_paths,
-            intervals={
-                "checkpoint.every": _ranges(checkpoint.every),
-                "eval.every": _ranges(evaluation.every),
-                "eval.loss_every": _ranges(evaluation.loss_every),
-            },
-            timeline=timeline,
-        ),
+        values={
+            "optimizer.lr_scale": optimizer.lr_scale,
+            "optimizer.weight_decay": optimizer.weight_decay,
+            "optimizer.betas": optimizer.betas,
+            "optimizer.shrink_paths": optimizer.shrink_paths,
+            "train.grad_clip": train.grad_clip,
+            "train.z_loss": train.z_loss,
+        },
+        intervals={
+            "checkpoint.every": _ranges(checkpoint.every),
+            "eval.every": _ranges(evaluation.every),
+            "eval.loss_every": _ranges(evaluation.loss_every),
+        },
+        timeline=timeline,
         lengths=data.sequence_stages.trained(Skips((span.first, span.stop) for span in data.skip)),
     )
 

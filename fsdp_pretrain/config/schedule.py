@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 from fsdp_pretrain.units import Progress
 
 from .curves import ENDLESS, LearningRateCurve
+from .piecewise import Piecewise
 from .sequence_stages import SequenceStages
-from .steering import Placed, SteeredValues, Steering, StepValues, jumps
+from .steering import Placed, SteeredValues, StepValues, jumps
+from .timeline import TimelineEntry
 
 
 @dataclass(frozen=True)
@@ -59,44 +61,30 @@ class BatchSchedule:
     """
 
     def __init__(self, full: int, ramp: Ramp | None = None) -> None:
-        self.full, self.ramp = full, ramp
-        self._increments = 0
+        self.full, self.ramp, starts, batches = full, ramp, [0], [full]
         if ramp is not None:
-            if ramp.end <= ramp.start:
+            length, increments = ramp.end - ramp.start, (full - ramp.first) // ramp.by
+            if length <= 0:
                 raise ValueError(f"the batch ramp ends at {ramp.end} samples, not after its start at {ramp.start}")
             if ramp.first >= full or (full - ramp.first) % ramp.by:
                 raise ValueError(
                     f"the batch ramp does not reach {full} samples from {ramp.first} in whole increments of {ramp.by}"
                 )
-            self._increments = (full - ramp.first) // ramp.by
-        self.stages = self._build_stages()
+            starts += [ramp.start - (-passed * length // increments) for passed in range(1, increments + 1)]
+            batches = [ramp.first + ramp.by * passed for passed in range(increments + 1)]
+        self._batches = Piecewise.steps(starts, batches)
+        self.stages, step, consumed = list[Stage](), 0, 0
+        for start in starts[1:]:
+            if start > consumed:  # a large batch may overshoot a whole interval
+                batch = self.batch_at(consumed)
+                self.stages.append(Stage(step, consumed, batch))
+                steps = math.ceil((start - consumed) / batch)
+                step, consumed = step + steps, consumed + steps * batch
+        self.stages.append(Stage(step, consumed, full))
 
     def batch_at(self, consumed: int) -> int:
         """Global batch, in samples, of the step that starts at `consumed`."""
-        ramp = self.ramp
-        if ramp is None or consumed >= ramp.end:
-            return self.full
-        passed = max(0, consumed - ramp.start) * self._increments // (ramp.end - ramp.start)
-        return ramp.first + ramp.by * passed
-
-    def _build_stages(self) -> list[Stage]:
-        stages, step, consumed = [], 0, 0
-        for increment in range(self._increments):
-            batch = self.batch_at(consumed)
-            boundary = self._boundary(increment + 1)
-            if boundary <= consumed:  # a large batch overshot a whole interval
-                continue
-            stages.append(Stage(step, consumed, batch))
-            steps = math.ceil((boundary - consumed) / batch)
-            step, consumed = step + steps, consumed + steps * batch
-        stages.append(Stage(step, consumed, self.full))
-        return stages
-
-    def _boundary(self, increment: int) -> int:
-        """The first `consumed` at which `increment` increments have passed."""
-        assert self.ramp is not None
-        length = self.ramp.end - self.ramp.start
-        return self.ramp.start + -(-increment * length // self._increments)
+        return self._batches.at(consumed)
 
     def consumed_at(self, step: int) -> int:
         stage = self.stages[bisect_right(self.stages, step, key=lambda stage: stage.step) - 1]
@@ -122,36 +110,14 @@ class BatchSchedule:
         return stage.step + -(-(consumed - stage.consumed) // stage.batch)
 
 
-class Piecewise:
-    """Linear between points (consumed, value), constant before the first and after the last.
-
-    Two points at one place are a jump, to the second value from there on. Raises ValueError if they are not in order.
-    """
-
-    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        self.places, self._values = [place for place, _ in points], [value for _, value in points]
-        for before, after in pairwise(self.places):
-            if after < before:
-                raise ValueError(f"a point at sample {after:_} follows one at sample {before:_}")
-
-    def at(self, consumed: int) -> float:
-        """The value at `consumed` samples."""
-        after = bisect_right(self.places, consumed)
-        if after in (0, len(self.places)):
-            return self._values[max(0, after - 1)]
-        start, end = self.places[after - 1 : after + 1]
-        first, last = self._values[after - 1 : after + 1]
-        return first + (last - first) * (consumed - start) / (end - start)
-
-
 class Schedule:
     """Everything that changes over a run, as numbers. Raises ValueError, whose `args` are all contradictions found.
 
     The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a `warmup`
     from 0; `curve` (see `curves`) leads to `min_lr` at `decay`, counted from the start of the run (None: at its
     end), within the last `decay_length` of that for `wsd`. `shrink` are points of the embedding-gradient shrink.
-    `lengths` are those of the samples trained, if not all have `sequence_length` tokens. `steering` has all other
-    values of a step, and the timeline.
+    `lengths` are those of the samples trained, if not all have `sequence_length` tokens. `values` are all other
+    values of a step, by key; `intervals` ranges of (until, interval), by key; and `timeline` changes them.
     """
 
     def __init__(
@@ -169,7 +135,9 @@ class Schedule:
         warmup_shape: str = "linear",
         decay_shape: str = "1-sqrt",
         decay_length: Progress | None = None,
-        steering: Steering | None = None,
+        values: Mapping[str, Any] | None = None,
+        intervals: Mapping[str, Sequence[tuple[Progress | None, Progress]]] | None = None,
+        timeline: Sequence[TimelineEntry] = (),
         lengths: SequenceStages | None = None,
     ) -> None:
         self.batch, self.lengths = batch, lengths or SequenceStages.constant(sequence_length)
@@ -178,9 +146,14 @@ class Schedule:
         self.warmup = self.samples(warmup)
         self.decay = self.samples(decay) if decay is not None else self.total
         self.decays = curve not in ENDLESS
-        problems, self.shrink = list[str](), None
+        base: dict[str, Piecewise[Any]] = {"optimizer.lr": Piecewise(lr), "optimizer.min_lr": Piecewise(min_lr)}
+        base |= {key: Piecewise(value) for key, value in (values or {}).items()}
+        problems = list[str]()
         try:
-            self.shrink = Piecewise([(self.samples(at), value) for at, value in shrink]) if shrink else None
+            points = [(self.samples(at), value) for at, value in shrink]
+            base |= {"optimizer.embedding_shrink": Piecewise.through(points)} if points else {}
+            self.shrink = points
+            """Points of the embedding-gradient shrink, in samples."""
         except ValueError as error:
             problems.append(f"optimizer.embedding_shrink: {error}")
         if self.steps < 1:
@@ -197,15 +170,25 @@ class Schedule:
             problems.append(f"optimizer.decay_length = {decay_length} begins within the warm-up of {warmup}")
         if problems:
             raise ValueError(*problems)
+        base |= {key: self._interval(key, ranges) for key, ranges in (intervals or {}).items()}
         self._timeline = SteeredValues(
-            steering or Steering(),
-            lr=lr,
-            min_lr=min_lr,
+            base,
+            timeline,
             curve=LearningRateCurve(curve, self.warmup, self.decay, self.decay_start, warmup_shape, decay_shape),
-            shrink=None if self.shrink is None else self.shrink.at,
             place=self.samples,
             behind=self.behind,
         )
+
+    def _interval(self, key: str, ranges: Sequence[tuple[Progress | None, Progress]]) -> Piecewise[Progress | None]:
+        """Raises ValueError if the ranges are not in order."""
+        found, last = Piecewise(ranges[0][1] if ranges else None), 0
+        for (until, _), (_, following) in pairwise(ranges):
+            assert until is not None
+            if self.samples(until) <= last:
+                raise ValueError(f"{key}: the range until {until} ends before it begins")
+            last = self.samples(until)
+            found.change(last, following)
+        return found
 
     def samples(self, progress: Progress) -> int:
         """Samples consumed after `progress` from the start of the run, rounded up."""
@@ -251,7 +234,8 @@ class Schedule:
 
     def interval_at(self, key: str, consumed: int) -> Progress | None:
         """The interval `key`, such as `checkpoint.every`, in force in the step that ends at `consumed`; None: never."""
-        return self._timeline.interval_at(key, consumed)
+        every: Progress | None = self._timeline.value_at(key, consumed)
+        return every
 
     def thresholds_at(self, consumed: int) -> dict[str, float]:
         """Keys of `[health]` that the timeline has changed by the step that ends at `consumed`, and their values."""
@@ -298,7 +282,6 @@ class Schedule:
         marks = {self.total * i // (points - 1) for i in range(points)}
         marks |= {stage.consumed for stage in self.batch.stages if stage.consumed <= self.total}
         marks |= {mark for mark in (self.warmup, self.decay_start, self.decay) if mark <= self.total}
-        marks |= {mark for mark in (self.shrink.places if self.shrink else []) if mark <= self.total}
         steps = sorted({max(1, self.batch.step_at(mark)) for mark in marks})
         if len(steps) > 2 * points:  # a long ramp: keep its ends and an even choice between
             steps = [steps[i * (len(steps) - 1) // (2 * points - 1)] for i in range(2 * points)]

@@ -15,7 +15,7 @@ from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.checkpoint.store import Checkpoint
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_compatible
-from fsdp_pretrain.config.step_settings import unlike
+from fsdp_pretrain.config.step_settings import rounding_differences, same_values, value_differences
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.record import environment, journal, lineage
 from fsdp_pretrain.record.environment import Environment
@@ -128,16 +128,16 @@ def _settings(run: RunDir, records: list[StepRecord]) -> tuple[Config, list[str]
 
     def goes_on(newest: int) -> bool:
         """Whether no start before has other values."""
-        return not any(unlike(configs[at], configs[newest], parts[at][1]).settings for at in range(newest))
+        return all(same_values(configs[at], configs[newest], parts[at][1]) for at in range(newest))
 
     config, changed = configs[max(filter(goes_on, range(len(parts))))], list[str]()
     others = list[int]()
     for at, (number, steps) in enumerate(parts):
-        found, first = unlike(configs[at], config, steps), steps[0].step
-        texts = [*environment.unlike(run, parts[0][0], number), *found.settings, *found.rounding]
+        settings, first = value_differences(configs[at], config, steps), steps[0].step
+        texts = [*environment.unlike(run, parts[0][0], number), *settings, *rounding_differences(configs[at], config)]
         texts += ["a fresh optimizer"] if at and journal.lost_optimizer(run, number, first - 1) else []
         changed += [f"from step {first} on, {text}" for text in texts]
-        others += [number] if found.settings else []
+        others += [number] if settings else []
     return config, changed, others
 
 
