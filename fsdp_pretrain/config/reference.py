@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -96,6 +96,8 @@ def _is_list(annotation: Any) -> bool:
 
 
 def _type(annotation: Any) -> str:
+    if isinstance(annotation, TypeVar):  # of a change: as the key it changes
+        return "value"
     names = {
         Progress: "amount",
         BatchSize: "samples or tokens",

@@ -21,7 +21,7 @@ from fsdp_pretrain.units import Progress
 from .curves import ENDLESS, LearningRateCurve
 from .piecewise import Piecewise
 from .sequence_stages import SequenceStages
-from .steering import Placed, SteeredValues, StepValues, jumps
+from .steering import SteeredValues, StepValues, jumps
 from .timeline import TimelineEntry
 
 
@@ -110,7 +110,7 @@ class BatchSchedule:
         return stage.step + -(-(consumed - stage.consumed) // stage.batch)
 
 
-class Schedule:
+class Schedule(SteeredValues):
     """Everything that changes over a run, as numbers. Raises ValueError, whose `args` are all contradictions found.
 
     The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a `warmup`
@@ -171,7 +171,7 @@ class Schedule:
         if problems:
             raise ValueError(*problems)
         base |= {key: self._interval(key, ranges) for key, ranges in (intervals or {}).items()}
-        self._timeline = SteeredValues(
+        super().__init__(
             base,
             timeline,
             curve=LearningRateCurve(curve, self.warmup, self.decay, self.decay_start, warmup_shape, decay_shape),
@@ -220,36 +220,18 @@ class Schedule:
             return self.samples(Progress(tokens, "token")) if tokens >= 0 else -1
         return at - length.value
 
-    def values_at(self, consumed: int) -> StepValues:
-        """Everything steered in the step that brings the counter to `consumed`."""
-        return self._timeline.values_at(consumed)
-
     def lr_at(self, consumed: int) -> float:
         """Learning rate of the step that brings the counter to `consumed`."""
         return self.values_at(consumed).lr
 
     def steered(self, values: StepValues) -> dict[str, Any]:
         """Those of a step's values, besides the learning rate, that change in the course of the run."""
-        return {name: getattr(values, name) for name in self._timeline.names}
+        return {name: getattr(values, name) for name in self.names}
 
     def interval_at(self, key: str, consumed: int) -> Progress | None:
         """The interval `key`, such as `checkpoint.every`, in force in the step that ends at `consumed`; None: never."""
-        every: Progress | None = self._timeline.value_at(key, consumed)
+        every: Progress | None = self.value_at(key, consumed)
         return every
-
-    def thresholds_at(self, consumed: int) -> dict[str, float]:
-        """Keys of `[health]` that the timeline has changed by the step that ends at `consumed`, and their values."""
-        return self._timeline.thresholds_at(consumed)
-
-    @property
-    def timeline(self) -> list[Placed]:
-        """The entries of the timeline in order, with their places and what jumps there."""
-        return self._timeline.entries
-
-    @property
-    def marks(self) -> list[int]:
-        """Places of the timeline's entries, and where their ramps end."""
-        return self._timeline.marks
 
     def jumps_to(self, other: Schedule, consumed: int) -> list[str]:
         """What differs at once if the step after `consumed` samples is of another schedule instead of this one."""
@@ -285,7 +267,7 @@ class Schedule:
         steps = sorted({max(1, self.batch.step_at(mark)) for mark in marks})
         if len(steps) > 2 * points:  # a long ramp: keep its ends and an even choice between
             steps = [steps[i * (len(steps) - 1) // (2 * points - 1)] for i in range(2 * points)]
-        for mark in self._timeline.marks:
+        for mark in self.marks:
             at = self.batch.step_at(mark)
             steps += [step for step in (at - 1, at, at + 1) if 1 <= step <= self.steps]
         return [self.at(step) for step in sorted(set(steps))]

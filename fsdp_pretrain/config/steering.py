@@ -118,7 +118,8 @@ class SteeredValues:
         names = {key.partition(".")[2] or key for key in steered}
         self.names = tuple(item.name for item in fields(StepValues) if item.name in names - {"lr"})
         """Fields of `StepValues` that change, besides `lr`."""
-        self.entries = [Placed(at, entry, tuple(self._jumps(at, placed))) for at, entry in placed]
+        self.timeline = [Placed(at, entry, tuple(self._jumps(at, placed))) for at, entry in placed]
+        """The entries in order, with their places and what jumps there."""
 
     def _enter(self, at: int, entry: TimelineEntry) -> None:
         if entry.continuous:
@@ -185,7 +186,7 @@ class SteeredValues:
         """Where something changes, and where ramps end."""
         of_step = [self._values[key] for key in (_LR, _MIN_LR, _LR_SCALE, *_OF_STEP)]
         ends = [mark for along in (*of_step, *self._rewarms) for mark in along.marks]
-        return sorted({*(placed.at for placed in self.entries), *ends})
+        return sorted({*(placed.at for placed in self.timeline), *ends})
 
     # ------------------------------------------------------------------ continuity
 
