@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import ceil, inf
+from math import inf
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -29,40 +28,28 @@ class Piecewise(Generic[T]):
     """
 
     def __init__(self, base: T) -> None:
-        self._behind, self._pieces = [-inf], [_Piece(base, base)]
-
-    @classmethod
-    def through(cls, points: Sequence[tuple[int, T]]) -> Piecewise[T]:
-        """Linear between points (place, value), constant before the first and after the last.
-
-        Two points at one place are a jump, which holds at the place itself. Raises ValueError if they are not in order.
-        """
-        found = cls(points[0][1])
-        for (place, value), (following, to) in pairwise(points):
-            if following < place:
-                raise ValueError(f"a point at sample {following:_} follows one at sample {place:_}")
-            found.change(place if following > place else place - 0.5, to, value, following - place)
-        return found
+        self._behind: list[float] = [-inf]
+        self._pieces = [_Piece(base, base)]
 
     @classmethod
     def steps(cls, starts: Sequence[int], values: Sequence[T]) -> Piecewise[T]:
         """`values[i]` from place `starts[i]` on, itself included, and `values[0]` before."""
         found = cls(values[0])
         for start, value in zip(starts[1:], values[1:], strict=True):
-            found.change(start - 0.5, value)
+            found.change(start - 1, value)
         return found
 
-    def change(self, at: float, to: T, start: T | None = None, length: int = 0) -> None:
+    def change(self, at: int, to: T, start: T | None = None, length: int = 0) -> None:
         """From `at` on, `to`; if `length` is not 0, a ramp from `start` (None: the value there) first.
 
-        Replaces what was to come later. `at` may be half a sample before the first that it concerns.
+        Replaces what was to come later.
         """
         keep = bisect_right(self._behind, at)
         begun = self.at(at, behind=True) if start is None else start
         self._behind[keep:] = [at]
-        self._pieces[keep:] = [_Piece(to, begun, ceil(at), length)]
+        self._pieces[keep:] = [_Piece(to, begun, at, length)]
 
-    def at(self, place: float, *, behind: bool = False, within: int = 0) -> T:
+    def at(self, place: int, *, behind: bool = False, within: int = 0) -> T:
         """The value of the step that ends at `place`.
 
         `behind`: the limit of the steps after it, where ramps of up to `within` samples are over.
@@ -71,7 +58,8 @@ class Piecewise(Generic[T]):
         passed = place - piece.at
         if passed >= piece.length or (behind and piece.length <= within):
             return piece.to
-        return _between(piece.start, piece.to, passed, piece.length)
+        value: T = _between(piece.start, piece.to, passed, piece.length)
+        return value
 
     @property
     def marks(self) -> list[int]:
@@ -83,7 +71,7 @@ class Piecewise(Generic[T]):
         return sorted(found)
 
 
-def _between(start: Any, to: Any, passed: float, length: int) -> Any:
+def _between(start: Any, to: Any, passed: int, length: int) -> Any:
     if isinstance(start, tuple):
         return tuple(_between(one, other, passed, length) for one, other in zip(start, to, strict=True))
     return start + (to - start) * passed / length

@@ -115,9 +115,8 @@ class Schedule(SteeredValues):
 
     The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a `warmup`
     from 0; `curve` (see `curves`) leads to `min_lr` at `decay`, counted from the start of the run (None: at its
-    end), within the last `decay_length` of that for `wsd`. `shrink` are points of the embedding-gradient shrink.
-    `lengths` are those of the samples trained, if not all have `sequence_length` tokens. `values` are all other
-    values of a step, by key; `intervals` ranges of (until, interval), by key; and `timeline` changes them.
+    end), within the last `decay_length` of that for `wsd`. `lengths` are those of the samples trained, if not all have
+    `sequence_length` tokens. `values` are all other values of a step, and intervals, by key; `timeline` changes them.
     """
 
     def __init__(
@@ -131,12 +130,10 @@ class Schedule(SteeredValues):
         min_lr: float,
         warmup: Progress,
         decay: Progress | None,
-        shrink: Sequence[tuple[Progress, float]] = (),
         warmup_shape: str = "linear",
         decay_shape: str = "1-sqrt",
         decay_length: Progress | None = None,
         values: Mapping[str, Any] | None = None,
-        intervals: Mapping[str, Sequence[tuple[Progress | None, Progress]]] | None = None,
         timeline: Sequence[TimelineEntry] = (),
         lengths: SequenceStages | None = None,
     ) -> None:
@@ -146,16 +143,7 @@ class Schedule(SteeredValues):
         self.warmup = self.samples(warmup)
         self.decay = self.samples(decay) if decay is not None else self.total
         self.decays = curve not in ENDLESS
-        base: dict[str, Piecewise[Any]] = {"optimizer.lr": Piecewise(lr), "optimizer.min_lr": Piecewise(min_lr)}
-        base |= {key: Piecewise(value) for key, value in (values or {}).items()}
         problems = list[str]()
-        try:
-            points = [(self.samples(at), value) for at, value in shrink]
-            base |= {"optimizer.embedding_shrink": Piecewise.through(points)} if points else {}
-            self.shrink = points
-            """Points of the embedding-gradient shrink, in samples."""
-        except ValueError as error:
-            problems.append(f"optimizer.embedding_shrink: {error}")
         if self.steps < 1:
             problems.append(f"a duration of {duration} is less than one step")
         if self.warmup > self.decay:
@@ -170,25 +158,13 @@ class Schedule(SteeredValues):
             problems.append(f"optimizer.decay_length = {decay_length} begins within the warm-up of {warmup}")
         if problems:
             raise ValueError(*problems)
-        base |= {key: self._interval(key, ranges) for key, ranges in (intervals or {}).items()}
         super().__init__(
-            base,
+            {"optimizer.lr": lr, "optimizer.min_lr": min_lr, **(values or {})},
             timeline,
             curve=LearningRateCurve(curve, self.warmup, self.decay, self.decay_start, warmup_shape, decay_shape),
             place=self.samples,
             behind=self.behind,
         )
-
-    def _interval(self, key: str, ranges: Sequence[tuple[Progress | None, Progress]]) -> Piecewise[Progress | None]:
-        """Raises ValueError if the ranges are not in order."""
-        found, last = Piecewise(ranges[0][1] if ranges else None), 0
-        for (until, _), (_, following) in pairwise(ranges):
-            assert until is not None
-            if self.samples(until) <= last:
-                raise ValueError(f"{key}: the range until {until} ends before it begins")
-            last = self.samples(until)
-            found.change(last, following)
-        return found
 
     def samples(self, progress: Progress) -> int:
         """Samples consumed after `progress` from the start of the run, rounded up."""

@@ -20,12 +20,13 @@ from .timeline import Change, TimelineEntry
 _LARGEST_JUMP = 0.1
 """Share of a value that an entry may change at once without saying so."""
 _LR, _MIN_LR, _LR_SCALE = "optimizer.lr", "optimizer.min_lr", "optimizer.lr_scale"
+_SHRINK = "optimizer.embedding_shrink"
 _OF_STEP = {
     "optimizer.weight_decay": 0.1,
     "optimizer.betas": (0.9, 0.95),
     "train.grad_clip": 1.0,
     "train.z_loss": 0.0,
-    "optimizer.embedding_shrink": 1.0,
+    _SHRINK: 1.0,
     "optimizer.shrink_paths": "both",
 }
 """Keys whose values are fields of `StepValues`, and what they are by default."""
@@ -81,7 +82,7 @@ class SteeredValues:
     """The steered values as functions of samples consumed.
 
     Args:
-        base: by key, what the sections say; absent: the default.
+        values: by key, what the sections say; absent: the default.
         timeline: what changes them.
         curve: of the learning rate.
         place: samples of a place.
@@ -93,7 +94,7 @@ class SteeredValues:
 
     def __init__(
         self,
-        base: Mapping[str, Piecewise[Any]],
+        values: Mapping[str, Any],
         timeline: Sequence[TimelineEntry],
         *,
         curve: LearningRateCurve,
@@ -102,10 +103,10 @@ class SteeredValues:
     ) -> None:
         self._curve, self._behind = curve, behind
         defaults = {**_OF_STEP, _MIN_LR: 0.0, _LR_SCALE: 1.0}
-        self._values = {key: Piecewise[Any](value) for key, value in defaults.items()} | dict(base)
+        self._values = {key: Piecewise(value) for key, value in {**defaults, **values}.items()}
         self._rewarms = list[Piecewise[float]]()
         placed = sorted(((place(entry.at), entry) for entry in timeline), key=lambda pair: pair[0])
-        problems, steered = [], {"optimizer.embedding_shrink"} & {*base}
+        problems, steered = list[str](), {_SHRINK} if self._values[_SHRINK].at(0) != _OF_STEP[_SHRINK] else set[str]()
         for at, entry in placed:
             try:
                 self._enter(at, entry)

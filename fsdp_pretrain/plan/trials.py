@@ -56,7 +56,7 @@ def _run(config: Config, choice: Choice, ranks: int) -> Trial:
         path = Path(folder) / "trial.toml"
         train = config.train.model_copy(update={"batch_ramp": None})
         # Curves that depend on the number of steps may contradict the smaller batch.
-        optimizer = config.optimizer.model_copy(update={"warmup": Progress(0, "step"), "embedding_shrink": []})
+        optimizer = config.optimizer.model_copy(update={"warmup": Progress(0, "step"), "embedding_shrink": 1.0})
         path.write_text(config.model_copy(update={"train": train, "optimizer": optimizer, "timeline": []}).to_toml())
         launch = ("--standalone", "--nproc-per-node", str(ranks), "-m", "fsdp_pretrain.bench", str(path))
         often = ("--steps", str(_STEPS), "--warmup", str(_WARMUP), "--json")
