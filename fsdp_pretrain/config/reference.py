@@ -82,7 +82,7 @@ def meanings(section: type[Section]) -> dict[str, str]:
     """
     found = {}
     for base in reversed(section.__mro__):
-        if issubclass(base, Section):
+        if issubclass(base, Section) and not base.__pydantic_generic_metadata__["origin"]:  # those have no source
             (definition,) = ast.parse(inspect.getsource(base)).body
             assert isinstance(definition, ast.ClassDef)
             for key, text in pairwise(definition.body):
