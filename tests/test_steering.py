@@ -435,6 +435,12 @@ SCALED = "timeline=[{{at='{}',allow_jump=true,optimizer={{lr_scale=0.5}}}}]"
         ("optimizer.warmup=10 steps", "optimizer.warmup=20 steps", "lr: ", ""),
         ("train.global_batch=256 samples", "train.global_batch=512 samples", "batch: 256 -> 512", ""),
         ("train.global_batch=256 samples", f"train.global_batch={256 * 4096} tokens", "", ""),
+        (  # of step 21 alone, which starts at 5,120
+            "timeline=[]",
+            "train.batch_ramp={first='128 samples',by='128 samples',start='0 samples',end='5200 samples'}",
+            "batch: 256 -> 128",
+            "",
+        ),
         ("data.skip=[]", f"data.skip=['{24 * 256}:{25 * 256} samples']", "", ""),
         ("data.skip=[]", f"data.skip=['{23 * 256}:{24 * 256} samples']", "samples: ", ""),
         ("optimizer.eps=1e-8", "optimizer.eps=1e-7", "optimizer.eps", ""),
