@@ -36,9 +36,10 @@ MESHES = {1: ["parallel.shard=1", "train.micro_batch=4"], 4: ["parallel.shard=2"
 CASES: dict[str, list[str]] = {
     "sequence": [],
     "z": ["train.z_loss=0.01"],
-    "shrink-both": ["optimizer.embedding_shrink=[{at='0 steps',value=0.25}]", "model.tied_head=true"],
+    "shrink-both": ["optimizer.embedding_shrink=0.25", "model.tied_head=true"],
     "shrink-input": [
-        "optimizer.embedding_shrink=[{at='0 steps',value=0.25},{at='4 steps',value=1.0}]",
+        "optimizer.embedding_shrink=0.25",
+        "timeline=[{at='0 steps',optimizer={embedding_shrink={to=1.0,over='4 steps'}}}]",
         "optimizer.shrink_paths='input'",
         "model.tied_head=true",
     ],

@@ -16,6 +16,7 @@ from laboratory import Lab
 from processes import CLI, Run, scripted
 
 from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.config.live_set import ramped
 from fsdp_pretrain.errors import Exit
 from fsdp_pretrain.lineage.fork import fork
 from fsdp_pretrain.lineage.rollback import rollback
@@ -135,7 +136,7 @@ class RandomSequence:
         if rng.random() < 0.5:
             content["at"] = at + rng.randrange(2, 12)
         if key.startswith(("optimizer", "train")) and key != "optimizer.shrink_paths" and rng.random() < 0.4:
-            content["over"] = f"{rng.randrange(1, 9)} steps"
+            content["changes"] = [ramped(content["changes"][0], f"{rng.randrange(1, 9)} steps")]
         return verb, content
 
     def _roll_back(self, step: int) -> None:
@@ -181,12 +182,9 @@ class RandomSequence:
         start = rng.choice(sorted(starts))
         steps = rng.randrange(1, max(trained) - start + 1)
         chosen = ["--segment", head] if head is not None else []
-        out = self.run.path.with_name(f"replay-{self.seed}-{self.figures.replays}")
         what = f"replay --from {start} --steps {steps} {chosen}"
         self.said.append(what)
-        done = self.run_command(
-            CLI, "replay", self.run.path, "--from", start, "--steps", steps, *chosen, "--out", out, "--json"
-        )
+        done = self.run_command(CLI, "replay", self.run.path, "--from", start, "--steps", steps, *chosen, "--json")
         assert done.returncode == 0, f"{what}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         self.figures.replays += 1
         self.figures.replayed += len(json.loads(done.stdout)["steps"])

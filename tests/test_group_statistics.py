@@ -139,13 +139,9 @@ def test_training_is_the_same_to_the_bit_without_them(lab: Any, helpers: Any, mo
 
 
 @pytest.mark.slow
-def test_what_is_skipped_or_frozen_has_no_update(lab: Any, helpers: Any) -> None:
-    """A frozen group's update is 0 while its moments fill; a step that overflows has no norms and updates nothing."""
-    frozen = {"at": "2 steps", "parameters": ["^embedding"], "reset": "none", "freeze": "2 steps"}
+def test_what_is_skipped_has_no_update(lab: Any, helpers: Any) -> None:
+    """A step that overflows has no norms and updates nothing."""
     every = {"statistics_every": "1 step"}
-    run = train(lab, "frozen", 2, optimizer={"surgery": [frozen]}, record=every)
-    ratios = [record["groups"]["embedding"]["update_ratio"] for record in helpers.metrics(run)]
-    assert [ratio == 0 for ratio in ratios] == [False, False, True, True, False, False, False]
     config = lab.config(
         "fp16", train={"precision": "fp16", "loss_scale": {"first": 2.0**40}, "duration": "5 steps"}, record=every
     )

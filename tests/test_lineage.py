@@ -289,7 +289,7 @@ def test_a_flipped_override_is_no_declared_change(lab: Any, copy: tuple[Path, Pa
 # ---------------------------------------------------------------- fork
 
 
-@pytest.mark.shows("A13")
+@pytest.mark.shows("A13", "D11")
 @pytest.mark.promise("rollback")
 def test_a_fork_lives_without_its_parent(
     lab: Any, copy: tuple[Path, Path], trained: Path, helpers: Any, run_command: Run

@@ -116,13 +116,11 @@ def test_a_source_that_was_replaced_is_named(lab: Any, helpers: Any) -> None:
 def test_ramps_that_have_ended_need_no_edit(lab: Any, run_command: Run) -> None:
     """GLM-130B took flags out of its start once their ramps were over."""
     weight = [{"at": "0 samples", "value": 0.0}, {"at": "8192 samples", "value": 3.0}]
-    shrink = [{"at": "2 steps", "value": 0.1}, {"at": "1000 steps", "value": 1.0}]
+    shrink = {"at": "2 steps", "optimizer": {"embedding_shrink": {"from": 0.1, "to": 1.0, "over": "998 steps"}}}
     configs = {}
-    for name, ramp, optimizer in (("ended", weight, {"embedding_shrink": shrink}), ("none", 3.0, {})):
+    for name, ramp, timeline in (("ended", weight, [shrink]), ("none", 3.0, [])):
         sources = [{"name": "a", "path": "/a"}, {"name": "b", "path": "/b", "weight": ramp}]
-        configs[name] = lab.config(
-            name, data={"sources": sources}, train={"duration": "3000 steps"}, optimizer=optimizer
-        )
+        configs[name] = lab.config(name, data={"sources": sources}, train={"duration": "3000 steps"}, timeline=timeline)
     rows = {name: planned(run_command, config, 300) for name, config in configs.items()}
     assert rows["ended"]["shares"] != rows["none"]["shares"] and rows["ended"]["embedding_shrink"] < 1
     for step in (1025, 3000):

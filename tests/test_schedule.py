@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_pretrain.config.schedule import BatchSchedule, Piecewise, Ramp, Schedule
+from fsdp_pretrain.config.piecewise import Piecewise
+from fsdp_pretrain.config.schedule import BatchSchedule, Ramp, Schedule
+from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.units import BatchSize, Progress, Seconds, human_bytes, human_count, human_time
 
 pytestmark = pytest.mark.quick
@@ -167,32 +169,36 @@ def test_impossible_ramps_are_refused(ramp: Ramp, text: str) -> None:
 
 
 @pytest.mark.shows("A3")
-@pytest.mark.parametrize(
-    ("points", "values"),
-    [
-        ([(10, 0.5)], {0: 0.5, 10: 0.5, 99: 0.5}),
-        ([(0, 0.1), (6000, 0.1), (6500, 1.0)], {1: 0.1, 6000: 0.1, 6250: 0.55, 6500: 1.0, 9999: 1.0}),
-        ([(100, 1.0), (100, 0.1)], {99: 1.0, 100: 0.1, 101: 0.1}),
-        # GLM-130B, the mended schedule: 0.2137 at step 23200.
-        ([(22850, 0.165), (28850, 1.0)], {23200: 0.2137, 22850: 0.165, 28850: 1.0}),
-    ],
-)
-def test_piecewise_values(points: list[tuple[int, float]], values: dict[int, float]) -> None:
-    ramp = Piecewise(points)
-    assert {at: pytest.approx(ramp.at(at), abs=5e-5) for at in values} == values
+def test_a_value_along_a_run() -> None:
+    """GLM-130B's shrink: a ramp, one that replaces it before its end, a jump; and tuples ramp by element."""
+    shrink = Piecewise(0.1)
+    shrink.change(6000, 1.0, length=500)
+    shrink.change(22850, 1.0, 0.2, 26850)
+    shrink.change(23200, 1.0, 0.2137, 5650)
+    shrink.change(33600, 0.5)
+    values = {1: 0.1, 6000: 0.1, 6250: 0.55, 6500: 1.0, 22850: 1.0, 23200: 0.2104, 28850: 1.0, 33600: 1.0, 33601: 0.5}
+    assert {at: pytest.approx(shrink.at(at), abs=5e-5) for at in values} == values
+    assert shrink.at(33600, behind=True) == 0.5 and shrink.at(6000, behind=True, within=500) == 1.0
+    assert shrink.marks == [6000, 6500, 22850, 23200, 28850, 33600]
+    shrink.change(23300, 0.0)  # what was to come later goes
+    assert shrink.at(40000) == 0.0 and shrink.marks[-1] == 23300
+    betas = Piecewise((0.5, 1.0))
+    betas.change(10, (1.0, 0.0), length=4)
+    assert [betas.at(at) for at in (10, 11, 14)] == [(0.5, 1.0), (0.625, 0.75), (1.0, 0.0)]
+    steps = Piecewise.steps([0, 8, 8, 20], [4, 6, 8, 12])
+    assert [steps.at(at) for at in (0, 7, 8, 19, 20)] == [4, 4, 8, 8, 12]
 
 
 def test_shrink_is_part_of_the_schedule_in_every_unit() -> None:
-    points = [(Progress(2, "step"), 0.1), (Progress(400, "token"), 1.0)]
     common = {
         "sequence_length": 10, "batch": BatchSchedule(4), "duration": Progress(100, "step"), "curve": "cosine",
         "lr": 1.0, "min_lr": 0.1, "warmup": Progress(0, "step"), "decay": None,
     }  # fmt: skip
-    schedule = Schedule(**common, shrink=points)
-    assert [schedule.at(step)["embedding_shrink"] for step in (1, 2, 6, 10, 50)] == pytest.approx(
-        [0.1, 0.1, 0.55, 1, 1]
-    )
-    assert {row["step"] for row in schedule.preview()} >= {2, 10}
+    for at, over in (("2 steps", "8 steps"), ("80 tokens", "320 tokens"), ("8 samples", "8 steps")):
+        change = {"at": at, "optimizer": {"embedding_shrink": {"to": 1.0, "over": over}}}
+        entry = TimelineEntry.model_validate(change)
+        schedule = Schedule(**common, values={"optimizer.embedding_shrink": 0.1}, timeline=[entry])
+        values = [schedule.at(step)["embedding_shrink"] for step in (1, 2, 6, 10, 50)]
+        assert values == pytest.approx([0.1, 0.1, 0.55, 1, 1])
+        assert {row["step"] for row in schedule.preview()} >= {1, 2, 3, 9, 10, 11}
     assert "embedding_shrink" not in Schedule(**common).at(1)
-    with pytest.raises(ValueError, match=r"embedding_shrink: a point at sample 8 follows one at sample 40"):
-        Schedule(**common, shrink=points[::-1])

@@ -267,21 +267,22 @@ def test_filler_beside_a_shorter_sample_changes_no_loss(lab: Any, data: dict[str
 @quick
 def test_clocks_in_tokens_count_the_tokens_trained(lab: Any) -> None:
     """Duration, warm-up, decay and shrink in tokens, with samples skipped in two of the stages."""
-    at = [{"at": "500 tokens", "value": 1.0}, {"at": "1500 tokens", "value": 0.5}]
+    ramp = {"at": "500 tokens", "optimizer": {"embedding_shrink": {"to": 0.5, "over": "1000 tokens"}}}
     config = load(
         lab.config(
             data={"stages": TABLES, "skip": ["20:31 samples", "78:83 samples"]},
             train={"duration": "4000 tokens"},
-            optimizer={"warmup": "400 tokens", "decay": "3000 tokens", "embedding_shrink": at},
+            optimizer={"warmup": "400 tokens", "decay": "3000 tokens"},
+            timeline=[ramp],
         )
     )
     schedule, kept = config.schedule, open_skips(config).take(0, 400)
     sums = [0, *accumulate(STAGES.length_at(sample) for sample in kept)]
     assert [schedule.tokens(n) for n in range(400)] == sums[:400]
-    marks = {tokens: bisect_left(sums, tokens) for tokens in (400, 500, 1500, 3000, 4000)}
+    marks = {tokens: bisect_left(sums, tokens) for tokens in (400, 500, 3000, 4000)}
     assert (schedule.warmup, schedule.decay) == (marks[400], marks[3000])
     assert schedule.lr_at(marks[400]) == 1e-2 and schedule.lr_at(marks[3000]) == 1e-3 < schedule.lr_at(marks[3000] - 1)
-    assert schedule.shrink is not None and schedule.shrink.places == [marks[500], marks[1500]]
+    assert schedule.marks == [marks[500], bisect_left(sums, sums[marks[500]] + 1000)]
     assert schedule.total == -(-marks[4000] // 8) * 8
     every = Progress(256, "token")
     due = [s for s in range(1, schedule.steps + 1) if schedule.due(every, step=s, before=8 * s - 8, after=8 * s)]

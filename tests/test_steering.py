@@ -20,8 +20,7 @@ from data.packing.position import Position
 from fsdp_pretrain.config.config import Config, load, schema_keys
 from fsdp_pretrain.config.resume_rules import DECLARED, changes, undeclared
 from fsdp_pretrain.config.schedule import BatchSchedule, Ramp, Schedule
-from fsdp_pretrain.config.steering import Steering
-from fsdp_pretrain.config.step_settings import ROUNDING, SCHEDULED, unlike
+from fsdp_pretrain.config.step_settings import ROUNDING, SCHEDULED, rounding_differences, value_differences
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.health.monitor import Health
@@ -38,7 +37,7 @@ def recipe(name: str, *overrides: str) -> Config:
     return load(RECIPES / f"{name}.toml", overrides)
 
 
-def schedule(*entries: dict[str, Any], steps: int = 100, steering: Steering | None = None, **options: Any) -> Schedule:
+def schedule(*entries: dict[str, Any], steps: int = 100, **options: Any) -> Schedule:
     """Steps of 4 samples of 10 tokens."""
     parsed = [TimelineEntry.model_validate({"allow_jump": True, **entry}) for entry in entries]
     values: dict[str, Any] = {"curve": "constant", "lr": 1.0, "min_lr": 0.0, "warmup": "0 steps", "decay": None}
@@ -49,7 +48,7 @@ def schedule(*entries: dict[str, Any], steps: int = 100, steering: Steering | No
         sequence_length=10,
         batch=BatchSchedule(4),
         duration=Progress(steps, "step"),
-        steering=replace(steering or Steering(), timeline=parsed),
+        timeline=parsed,
         **values,
     )
 
@@ -113,12 +112,7 @@ def test_curves_are_their_closed_forms(
         ("timeline=[{at='9 steps',continuous=true,optimizer={lr=1e-4}}]", "`continuous` is for a new optimizer.min_lr"),
         ("timeline=[{at='9 steps',allow_jump=true,optimizer={min_lr=1.0}}]", "min_lr = 1 is above optimizer.lr"),
         ("timeline=[{at='9 steps',checkpoint={every='0 steps'}}]", "is not a positive interval"),
-        ("checkpoint.every=[{every='5 steps',until='10 steps'}]", "every range but the last must have an `until`"),
-        (
-            "checkpoint.every=[{every='5 steps',until='9 steps'},{every='6 steps',until='8 steps'},{every='7 steps'}]",
-            "checkpoint.every: the range until 8 steps ends before it begins",
-        ),
-        ("eval={loss_every=[{every='0 steps'}]}", "eval.loss_every = 0 steps is not a positive interval"),
+        ("eval={loss_every='0 steps'}", "eval.loss_every = 0 steps is not a positive interval"),
     ],
 )
 def test_what_cannot_be_is_refused_before_work_starts(override: str, text: str) -> None:
@@ -351,14 +345,13 @@ def test_three_rounds_of_saves_are_one_run() -> None:
 
 @pytest.mark.shows("A2")
 def test_another_interval_from_a_place_on() -> None:
-    """GLM-130B: 500 until 4,000, then 100; an entry also replaces ranges that were to come."""
+    """GLM-130B: 500 until 4,000, then 100; places and intervals in any unit."""
     assert saves(recipe("glm-130b"), 4250) == [*range(500, 4001, 500), 4100, 4200]
-    ranges = (
-        "checkpoint.every=[{every='10 steps',until='20 steps'},{every='7 steps',until='60 steps'},{every='50 steps'}]"
-    )
-    found = recipe("tr1-13b", ranges, "timeline=[{at='30 steps',checkpoint={every='15 steps'}}]")
+    entries = "{at='20 steps',checkpoint={every='7 steps'}},{at='30 steps',checkpoint={every='15 steps'}}"
+    found = recipe("tr1-13b", f"timeline=[{entries}]")
     assert saves(found, 120) == [10, 20, 21, 28, 45, 60, 75, 90, 105, 120]
-    tokens = recipe("tr1-13b", "checkpoint.every=[{every='100_000 tokens',until='400_000 tokens'},{every='1M tokens'}]")
+    entry = "timeline=[{at='400_000 tokens',checkpoint={every='1M tokens'}}]"
+    tokens = recipe("tr1-13b", "checkpoint.every=100_000 tokens", entry)
     every = [tokens.schedule.batch.consumed_at(step) * 2048 for step in saves(tokens, 100)]
     assert every[:4] == [131_072, 229_376, 327_680, 1_015_808]
 
@@ -444,6 +437,12 @@ SCALED = "timeline=[{{at='{}',allow_jump=true,optimizer={{lr_scale=0.5}}}}]"
         ("optimizer.warmup=10 steps", "optimizer.warmup=20 steps", "lr: ", ""),
         ("train.global_batch=256 samples", "train.global_batch=512 samples", "batch: 256 -> 512", ""),
         ("train.global_batch=256 samples", f"train.global_batch={256 * 4096} tokens", "", ""),
+        (  # of step 21 alone, which starts at 5,120
+            "timeline=[]",
+            "train.batch_ramp={first='128 samples',by='128 samples',start='0 samples',end='5200 samples'}",
+            "batch: 256 -> 128",
+            "",
+        ),
         ("data.skip=[]", f"data.skip=['{24 * 256}:{25 * 256} samples']", "", ""),
         ("data.skip=[]", f"data.skip=['{23 * 256}:{24 * 256} samples']", "samples: ", ""),
         ("optimizer.eps=1e-8", "optimizer.eps=1e-7", "optimizer.eps", ""),
@@ -455,8 +454,8 @@ SCALED = "timeline=[{{at='{}',allow_jump=true,optimizer={{lr_scale=0.5}}}}]"
 )
 def test_settings_differ_where_a_value_of_a_step_does(before: str, after: str, settings: str, rounding: str) -> None:
     steps = [Position(step, 256 * step, 256 * step, 256) for step in range(21, 25)]
-    found = unlike(recipe("llama-7b-hsdp", before), recipe("llama-7b-hsdp", after), steps)
-    for texts, said in ((found.settings, settings), (found.rounding, rounding)):
+    pair = recipe("llama-7b-hsdp", before), recipe("llama-7b-hsdp", after)
+    for texts, said in ((value_differences(*pair, steps), settings), (rounding_differences(*pair), rounding)):
         assert any(said in text for text in texts) if said else not texts
 
 

@@ -41,7 +41,6 @@ def test_an_entry_is_a_restart_with_other_settings(lab: Any, helpers: Any) -> No
     assert "timeline: absent -> at 3 steps: optimizer.weight_decay = 0.3" in refused
     assert "from the next step on:\n    weight_decay 0.1 -> 0.3 (+200.0%)" in refused and "--allow timeline" in refused
     settings = [f"{section}.{key}={value!r}" for section, keys in OTHER.items() for key, value in keys.items()]
-    settings[4] = "optimizer.embedding_shrink=[{at='0 steps',value=0.5}]"
     lab.train(plain, "train.duration=12 steps", *settings, flags=("--allow", "optimizer", "--allow", "train"))
     entry = {"at": "6 steps", "reason": "a restart", "allow_jump": True, **OTHER}
     common["train"]["duration"] = "12 steps"

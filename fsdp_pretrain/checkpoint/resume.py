@@ -12,6 +12,7 @@ from data.packing.opening import open_skips
 from data.packing.position import Position
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import (
+    DECLARED,
     changes,
     differences,
     load_recorded,
@@ -19,8 +20,7 @@ from fsdp_pretrain.config.resume_rules import (
     refuse_unknown,
     undeclared,
 )
-from fsdp_pretrain.config.step_settings import SCHEDULED, unlike_values
-from fsdp_pretrain.config.surgery import refuse_missed
+from fsdp_pretrain.config.step_settings import same_values
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
 from fsdp_pretrain.parallel.fsdp import compute_dtype
 from fsdp_pretrain.record import lineage
@@ -196,12 +196,11 @@ class Resume:
         refuse_unknown(path, unknown)
         here = changes(stands, self._config)
         if undeclared(here, (), content.consumed) and self._same_ahead(stands, content):
-            here = [change for change in here if change.key not in SCHEDULED]
+            here = [change for change in here if change.kind != DECLARED or change.key == "train.duration"]
         missing = undeclared(here, self._terms.changes, content.consumed) if content.consumed else []  # nothing learned
         wrong = forbidden(content.identity, self._identity, content.cursor)
         at_once = stands.schedule.jumps_to(self._config.schedule, content.consumed)
         refuse(str(checkpoint.path), wrong, missing, content.cursor, at_once)
-        refuse_missed(self._config, wrote, consumed=content.consumed, batch=content.batch)
         changed = [change.text for change in changes(wrote, self._config)]
         changed += [f"{change.text} -> not known to this version" for change in unknown]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
@@ -210,7 +209,7 @@ class Resume:
     def _same_ahead(self, stands: Config, content: SavedState) -> bool:
         """Whether there are steps to come, and each has the values that it has in the configuration that stands."""
         ahead = content.consumed < self._config.schedule.total
-        return ahead and not unlike_values(stands, self._config, _steps_from(self._config, TrainState.of(content)))
+        return ahead and same_values(stands, self._config, _steps_from(self._config, TrainState.of(content)))
 
     def _judge_reset(self, step: int) -> bool:
         """Whether the optimiser is reset at this checkpoint. Raises ConfigError if its step was not reached."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +19,12 @@ from fsdp_pretrain.units import Seconds, human_time
 if TYPE_CHECKING:
     from fsdp_pretrain.config.live_set import ShownValue
     from fsdp_pretrain.config.timeline import TimelineEntry
+    from fsdp_pretrain.record.files import RunDir
     from fsdp_pretrain.watchdog.status import StatusReport
 
 _PATIENCE, _STEPS = 60.0, 20
 """How long to wait for an answer: seconds, or this many steps if they take longer."""
+_POLL_SECONDS, _LOOK_SECONDS = 0.1, 2.0
 
 
 def _seconds(text: str) -> float:
@@ -71,7 +75,7 @@ def control(args: argparse.Namespace) -> int:
 
 
 def _set(args: argparse.Namespace, report: StatusReport) -> int:
-    from fsdp_pretrain.config.live_set import lasting, preview, read_entry, steer
+    from fsdp_pretrain.config.live_set import lasting, preview, ramped, read_entry, steer
     from fsdp_pretrain.config.resume_rules import load_recorded
 
     step = report.status.step or 0
@@ -81,7 +85,8 @@ def _set(args: argparse.Namespace, report: StatusReport) -> int:
     consumed = report.status.consumed or 0
     config, _ = load_recorded(args.run.config)
     place = config.schedule.batch.ahead(consumed, at - step)
-    asked = read_entry(args.overrides, at=place, over=args.over, reason=args.reason)
+    changes = [ramped(text, args.over) for text in args.overrides]
+    asked = read_entry(changes, at=place, reason=args.reason)
     entry = lasting(asked, config.schedule)
     after = steer(config, entry)
     rows = preview(config, after, entry, step=step, consumed=consumed)
@@ -96,9 +101,7 @@ def _set(args: argparse.Namespace, report: StatusReport) -> int:
         )
     if not args.yes:
         _confirm()
-    answer = _ask(
-        args, report, reason=args.reason, changes=args.overrides, over=args.over, at=args.at, seen=len(config.timeline)
-    )
+    answer = _ask(args, report, reason=args.reason, changes=changes, at=args.at)
     _show(args, answer=answer, preview=[asdict(each) for each in rows])
     return 0
 
@@ -144,7 +147,7 @@ def _send(args: argparse.Namespace, **content: Any) -> Path:
 
 def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict[str, Any]:
     """Send the request and wait for its answer. Raises UserError: it was refused, or not answered in time."""
-    from fsdp_pretrain.record import answers, overrides
+    from fsdp_pretrain.record import overrides
     from fsdp_pretrain.watchdog.status import inspect
 
     def runs() -> bool:
@@ -152,10 +155,11 @@ def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict
         return now.running and now.status.segment == report.status.segment
 
     patience = args.wait or max(_PATIENCE, _STEPS * (report.status.iteration_seconds or 0.0))
-    before, offset = overrides.read(args.run).timeline, answers.end_of(args.run)
+    before = overrides.read(args.run).timeline
+    offset = args.run.journal.stat().st_size if args.run.journal.exists() else 0
     request = _send(args, segment=report.status.segment, **content)
     try:
-        answer = answers.wait(args.run, request, offset, runs, patience)
+        answer = _wait(args.run, request, offset, runs, patience)
     except KeyboardInterrupt:
         print(_fate(args, request, before, runs=runs()))
         raise
@@ -170,18 +174,38 @@ def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict
     return answer
 
 
+def _wait(run: RunDir, request: Path, offset: int, runs: Callable[[], bool], seconds: float) -> dict[str, Any] | None:
+    """The journal entry, behind `offset`, that answers a request; None if none came in time or before the job ended."""
+    from fsdp_pretrain.record import journal
+
+    begun = looked = time.monotonic()
+    alive = True
+    while True:
+        for entry, behind in journal.entries(run.journal, offset):
+            offset = behind
+            if entry.get("request") == request.stem:
+                return entry
+        now = time.monotonic()
+        if not alive or now - begun > seconds:  # looked once more since the job ended
+            return None
+        if now - looked > _LOOK_SECONDS:
+            looked, alive = now, runs()
+        time.sleep(_POLL_SECONDS)
+
+
 def _fate(args: argparse.Namespace, request: Path, before: tuple[TimelineEntry, ...], *, runs: bool) -> str:
     """What becomes of a request without an answer. `before`: the lasting timeline entries before it was sent."""
-    from fsdp_pretrain.config.live_set import lasting, read_entry
-    from fsdp_pretrain.config.resume_rules import load_recorded
-    from fsdp_pretrain.record import answers, overrides
+    from fsdp_pretrain.record import overrides
 
-    if answers.take_back(request):
+    try:
+        request.unlink()
+    except FileNotFoundError:
+        keys = {text.partition("=")[0].strip() for text in args.overrides}
+        for entry in overrides.read(args.run).timeline if args.action == "set" else ():
+            if entry not in before and keys == set(entry.names()):
+                return f"it lasts, also over restarts, since it is in {args.run.overrides}: {entry}"
+    else:
         return "the request was taken back: nothing was changed"
-    for entry in overrides.read(args.run).timeline if args.action == "set" else ():
-        asked = read_entry(args.overrides, at=entry.at.value, over=args.over, reason=args.reason)
-        if entry not in before and entry == lasting(asked, load_recorded(args.run.config)[0].schedule):
-            return f"it lasts, also over restarts, since it is in {args.run.overrides}: {entry}"
     if not runs:
         return "the job had not acted on the request: nothing was changed, and a restart does not have it"
     return f"the job has taken the request: `fsdp-pretrain journal {args.run.path} --kind control` will have the answer"

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
 from fsdp_pretrain.errors import ConfigError, StorageError
 from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
-
-if TYPE_CHECKING:
-    from fsdp_pretrain.record.files import RunDir
 
 
 def add(command: CommandLine) -> None:
@@ -45,36 +39,23 @@ def _step(text: str) -> int:
     ),
     argument("--steps", type=positive, default=1, metavar="N", help="number of steps (default: 1)"),
     argument("--precision", choices=("bf16", "bf16+fp8", "fp16", "fp32"), help="instead of the run's"),
-    argument(
-        "--attention",
-        choices=("sdpa", "flex", "math"),
-        help="kernels of attention; math: the formula, without a fused one",
-    ),
-    argument(
-        "--batch-of", type=positive, metavar="STEP", help="train the batch of this step (then of the next ones) instead"
-    ),
     SEGMENT,
-    argument("--out", type=Path, metavar="DIR", help="directory to write to (default: a new one in RUN.replays/)"),
     JSON,
 )
 def _replay(args: argparse.Namespace) -> int:
     """Train the samples of recorded steps again, from a checkpoint, beside the run, which is not touched, and compare
-    with the record: were its numbers the data, the state, the numerics or a device? On the same number of ranks and
-    with nothing changed, the replay is equal to the bit. Exit 0 if it is, 1 if it differs. What is not listed here goes
-    to torchrun."""
+    with the record: equal to the bit, as with nothing changed on the same ranks, or does data, settings or numerics
+    differ first? Exit 0 if equal, 1 if not. What is not listed here goes to torchrun."""
     from fsdp_pretrain.launch import torchrun
     from fsdp_pretrain.record import environment
     from fsdp_pretrain.replay.window import ReplayRequest, open_window
 
     request = ReplayRequest(
         run=str(args.run.path),
-        out=str(args.out or _new_folder(args.run)),
         start=args.start,
         steps=args.steps,
         segment=args.segment,
         precision=args.precision,
-        attention=args.attention,
-        batch_of=args.batch_of,
         json_output=args.json,
     )
     window = open_window(request)  # refused here, once, and not on every rank
@@ -90,13 +71,6 @@ def _replay(args: argparse.Namespace) -> int:
     return torchrun.run_once(
         torchrun.command(args, args.passed_on, "fsdp_pretrain.replay", [request.model_dump_json()])
     )
-
-
-def _new_folder(run: RunDir) -> Path:
-    """`RUN.replays/0001`, or the next number."""
-    folder = Path(f"{os.path.abspath(run.path)}.replays")  # noqa: PTH100 (links stay as written)
-    numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
-    return folder / f"{max(numbers, default=0) + 1:04d}"
 
 
 def _ranks(text: str) -> tuple[int, ...]:

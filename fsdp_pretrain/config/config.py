@@ -21,7 +21,6 @@ from fsdp_pretrain.units import Progress
 
 from .base import Section
 from .data_section import DataSection, GLMObjective
-from .intervals import Every
 from .model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
 from .operations import HealthSection, LaunchSection, WatchdogSection
 from .schedule import BatchSchedule, Ramp, Schedule
@@ -36,7 +35,6 @@ from .sections import (
     TrainSection,
 )
 from .skips import Skips
-from .steering import Steering
 from .timeline import TimelineEntry
 from .toml_file import describe, override, read_toml
 
@@ -126,11 +124,6 @@ def _build_ramp(section: BatchRampSection, length: int) -> Ramp:
     return Ramp(samples["first"], samples["by"], samples["start"], end)
 
 
-def _ranges(every: Every | None) -> list[tuple[Progress | None, Progress]]:
-    parts = every if isinstance(every, list) else []
-    return [(None, every)] if isinstance(every, Progress) else [(part.until, part.every) for part in parts]
-
-
 def _build_schedule(
     data: DataSection,
     train: TrainSection,
@@ -153,24 +146,22 @@ def _build_schedule(
         min_lr=optimizer.min_lr,
         warmup=optimizer.warmup,
         decay=optimizer.decay,
-        shrink=[(point.at, point.value) for point in optimizer.embedding_shrink],
         warmup_shape=optimizer.warmup_shape,
         decay_shape=optimizer.decay_shape,
         decay_length=optimizer.decay_length,
-        steering=Steering(
-            lr_scale=optimizer.lr_scale,
-            weight_decay=optimizer.weight_decay,
-            betas=optimizer.betas,
-            grad_clip=train.grad_clip,
-            z_loss=train.z_loss,
-            shrink_paths=optimizer.shrink_paths,
-            intervals={
-                "checkpoint.every": _ranges(checkpoint.every),
-                "eval.every": _ranges(evaluation.every),
-                "eval.loss_every": _ranges(evaluation.loss_every),
-            },
-            timeline=timeline,
-        ),
+        values={
+            "optimizer.lr_scale": optimizer.lr_scale,
+            "optimizer.weight_decay": optimizer.weight_decay,
+            "optimizer.betas": optimizer.betas,
+            "optimizer.embedding_shrink": optimizer.embedding_shrink,
+            "optimizer.shrink_paths": optimizer.shrink_paths,
+            "train.grad_clip": train.grad_clip,
+            "train.z_loss": train.z_loss,
+            "checkpoint.every": checkpoint.every,
+            "eval.every": evaluation.every,
+            "eval.loss_every": evaluation.loss_every,
+        },
+        timeline=timeline,
         lengths=data.sequence_stages.trained(Skips((span.first, span.stop) for span in data.skip)),
     )
 
@@ -216,7 +207,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             )
     asked = [("eval.every", evaluation.every), ("eval.loss_every", evaluation.loss_every)] if evaluation else []
     asked += [("checkpoint.every", checkpoint.every)] if checkpoint else []
-    intervals = [(name, interval) for name, every in asked for _, interval in _ranges(every)]
+    intervals = [(name, interval) for name, interval in asked if interval is not None]
     intervals += [("checkpoint.keep_every", every) for every in checkpoint.kept_intervals] if checkpoint else []
     for name, interval in intervals:
         if interval.value < 1:

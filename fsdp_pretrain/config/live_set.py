@@ -6,7 +6,7 @@ lasts has its place and its lengths in samples, since a run that is resumed with
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from .toml_file import describe, nearest, override
 _INTERVALS = ("checkpoint.every", "eval.every", "eval.loss_every")
 _OF_RATE = ("optimizer.min_lr", "rewarm", "continuous")
 """Keys whose effect is seen in the learning rate alone."""
-_AHEAD = (1, 2, 10, 100, 1000)
-"""Steps after the place of a change that are shown."""
 
 
 def steerable() -> list[str]:
@@ -35,12 +33,17 @@ def steerable() -> list[str]:
     return [*keys, "rewarm", "continuous"]
 
 
-def read_entry(changes: Sequence[str], *, at: int, over: str = "", reason: str = "") -> TimelineEntry:
+def ramped(change: str, over: str) -> str:
+    """A `key=value` change as a ramp of this length; itself without a length."""
+    key, _, value = change.partition("=")
+    return f'{key}={{to={value.strip()}, over="{over}"}}' if over else change
+
+
+def read_entry(changes: Sequence[str], *, at: int, reason: str = "") -> TimelineEntry:
     """The timeline entry of `key=value` changes that count for the steps after `at` samples.
 
     Args:
         changes: as on the command line.
-        over: length of a ramp to the new values; empty: none.
         reason: for the chronicle.
 
     Raises:
@@ -58,8 +61,6 @@ def read_entry(changes: Sequence[str], *, at: int, over: str = "", reason: str =
         else:
             hint = nearest(key, known)
             problems.append(f"{key} cannot be changed on a live run" + (f"; did you mean {hint!r}?" if hint else ""))
-    if over and not problems:
-        problems += _ramp(raw, keys, over)
     if not problems:
         try:
             return TimelineEntry.model_validate(raw)
@@ -72,20 +73,6 @@ def read_entry(changes: Sequence[str], *, at: int, over: str = "", reason: str =
         effect="nothing was changed",
         remedy=f"what a live run can be set: {', '.join(known)}",
     )
-
-
-def _ramp(raw: dict[str, Any], keys: Sequence[str], over: str) -> Iterator[str]:
-    """Make ramps of all values. Yields what cannot be one."""
-    for key in keys:
-        name, _, last = key.partition(".")
-        section = sections_in(TimelineEntry.model_fields[name].annotation)
-        kind = str(section[0].model_fields[last].annotation) if section else ""
-        if "Change" not in kind:
-            yield f"{key} cannot be ramped: leave --over out"
-        elif isinstance(raw[name][last], dict):
-            yield f"{key}: give the length of the ramp once, in the value or as --over"
-        else:
-            raw[name][last] = {"to": raw[name][last], "over": over}
 
 
 def lasting(entry: TimelineEntry, schedule: Schedule) -> TimelineEntry:
@@ -133,12 +120,7 @@ def preview(before: Config, after: Config, entry: TimelineEntry, *, step: int, c
     batch, total = before.schedule.batch, before.schedule.total
     marks = {entry.at.value, *(set(after.schedule.marks) - set(before.schedule.marks))}  # and ends of its ramps
     around = {step + batch.steps_between(consumed, mark) + more for mark in marks for more in (-1, 0, 1)}
-    at = step + batch.steps_between(consumed, entry.at.value)
-    places = {
-        shown: batch.ahead(consumed, shown - step)
-        for shown in sorted({*around, *(at + ahead for ahead in _AHEAD)})
-        if shown >= max(1, step)
-    }
+    places = {shown: batch.ahead(consumed, shown - step) for shown in sorted(around) if shown >= max(1, step)}
     return [
         ShownValue(shown, key, *(text_of(value_at(config, key, place)) for config in (before, after)))
         for key in shown_keys(entry)
@@ -149,7 +131,7 @@ def preview(before: Config, after: Config, entry: TimelineEntry, *, step: int, c
 
 def shown_keys(entry: TimelineEntry) -> list[str]:
     """The keys of an entry under which its effect is seen."""
-    keys = [key for key, _ in entry.changes()] + (["rewarm"] if entry.rewarm is not None else [])
+    keys = entry.names()
     rate = ["optimizer.lr"] if {*_OF_RATE, "optimizer.lr", "optimizer.lr_scale"} & {*keys} else []
     return [*rate, *(key for key in keys if key not in (*_OF_RATE, *rate))]
 

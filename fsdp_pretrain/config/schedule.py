@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 from fsdp_pretrain.units import Progress
 
 from .curves import ENDLESS, LearningRateCurve
+from .piecewise import Piecewise
 from .sequence_stages import SequenceStages
-from .steering import Placed, SteeredValues, Steering, StepValues, jumps
+from .steering import SteeredValues, StepValues, jumps
+from .timeline import TimelineEntry
 
 
 @dataclass(frozen=True)
@@ -59,44 +61,30 @@ class BatchSchedule:
     """
 
     def __init__(self, full: int, ramp: Ramp | None = None) -> None:
-        self.full, self.ramp = full, ramp
-        self._increments = 0
+        self.full, self.ramp, starts, batches = full, ramp, [0], [full]
         if ramp is not None:
-            if ramp.end <= ramp.start:
+            length, increments = ramp.end - ramp.start, (full - ramp.first) // ramp.by
+            if length <= 0:
                 raise ValueError(f"the batch ramp ends at {ramp.end} samples, not after its start at {ramp.start}")
             if ramp.first >= full or (full - ramp.first) % ramp.by:
                 raise ValueError(
                     f"the batch ramp does not reach {full} samples from {ramp.first} in whole increments of {ramp.by}"
                 )
-            self._increments = (full - ramp.first) // ramp.by
-        self.stages = self._build_stages()
+            starts += [ramp.start - (-passed * length // increments) for passed in range(1, increments + 1)]
+            batches = [ramp.first + ramp.by * passed for passed in range(increments + 1)]
+        self._batches = Piecewise.steps(starts, batches)
+        self.stages, step, consumed = list[Stage](), 0, 0
+        for start in starts[1:]:
+            if start > consumed:  # a large batch may overshoot a whole interval
+                batch = self.batch_at(consumed)
+                self.stages.append(Stage(step, consumed, batch))
+                steps = math.ceil((start - consumed) / batch)
+                step, consumed = step + steps, consumed + steps * batch
+        self.stages.append(Stage(step, consumed, full))
 
     def batch_at(self, consumed: int) -> int:
         """Global batch, in samples, of the step that starts at `consumed`."""
-        ramp = self.ramp
-        if ramp is None or consumed >= ramp.end:
-            return self.full
-        passed = max(0, consumed - ramp.start) * self._increments // (ramp.end - ramp.start)
-        return ramp.first + ramp.by * passed
-
-    def _build_stages(self) -> list[Stage]:
-        stages, step, consumed = [], 0, 0
-        for increment in range(self._increments):
-            batch = self.batch_at(consumed)
-            boundary = self._boundary(increment + 1)
-            if boundary <= consumed:  # a large batch overshot a whole interval
-                continue
-            stages.append(Stage(step, consumed, batch))
-            steps = math.ceil((boundary - consumed) / batch)
-            step, consumed = step + steps, consumed + steps * batch
-        stages.append(Stage(step, consumed, self.full))
-        return stages
-
-    def _boundary(self, increment: int) -> int:
-        """The first `consumed` at which `increment` increments have passed."""
-        assert self.ramp is not None
-        length = self.ramp.end - self.ramp.start
-        return self.ramp.start + -(-increment * length // self._increments)
+        return self._batches.at(consumed)
 
     def consumed_at(self, step: int) -> int:
         stage = self.stages[bisect_right(self.stages, step, key=lambda stage: stage.step) - 1]
@@ -122,36 +110,13 @@ class BatchSchedule:
         return stage.step + -(-(consumed - stage.consumed) // stage.batch)
 
 
-class Piecewise:
-    """Linear between points (consumed, value), constant before the first and after the last.
-
-    Two points at one place are a jump, to the second value from there on. Raises ValueError if they are not in order.
-    """
-
-    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
-        self.places, self._values = [place for place, _ in points], [value for _, value in points]
-        for before, after in pairwise(self.places):
-            if after < before:
-                raise ValueError(f"a point at sample {after:_} follows one at sample {before:_}")
-
-    def at(self, consumed: int) -> float:
-        """The value at `consumed` samples."""
-        after = bisect_right(self.places, consumed)
-        if after in (0, len(self.places)):
-            return self._values[max(0, after - 1)]
-        start, end = self.places[after - 1 : after + 1]
-        first, last = self._values[after - 1 : after + 1]
-        return first + (last - first) * (consumed - start) / (end - start)
-
-
-class Schedule:
+class Schedule(SteeredValues):
     """Everything that changes over a run, as numbers. Raises ValueError, whose `args` are all contradictions found.
 
     The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a `warmup`
     from 0; `curve` (see `curves`) leads to `min_lr` at `decay`, counted from the start of the run (None: at its
-    end), within the last `decay_length` of that for `wsd`. `shrink` are points of the embedding-gradient shrink.
-    `lengths` are those of the samples trained, if not all have `sequence_length` tokens. `steering` has all other
-    values of a step, and the timeline.
+    end), within the last `decay_length` of that for `wsd`. `lengths` are those of the samples trained, if not all have
+    `sequence_length` tokens. `values` are all other values of a step, and intervals, by key; `timeline` changes them.
     """
 
     def __init__(
@@ -165,11 +130,11 @@ class Schedule:
         min_lr: float,
         warmup: Progress,
         decay: Progress | None,
-        shrink: Sequence[tuple[Progress, float]] = (),
         warmup_shape: str = "linear",
         decay_shape: str = "1-sqrt",
         decay_length: Progress | None = None,
-        steering: Steering | None = None,
+        values: Mapping[str, Any] | None = None,
+        timeline: Sequence[TimelineEntry] = (),
         lengths: SequenceStages | None = None,
     ) -> None:
         self.batch, self.lengths = batch, lengths or SequenceStages.constant(sequence_length)
@@ -178,11 +143,7 @@ class Schedule:
         self.warmup = self.samples(warmup)
         self.decay = self.samples(decay) if decay is not None else self.total
         self.decays = curve not in ENDLESS
-        problems, self.shrink = list[str](), None
-        try:
-            self.shrink = Piecewise([(self.samples(at), value) for at, value in shrink]) if shrink else None
-        except ValueError as error:
-            problems.append(f"optimizer.embedding_shrink: {error}")
+        problems = list[str]()
         if self.steps < 1:
             problems.append(f"a duration of {duration} is less than one step")
         if self.warmup > self.decay:
@@ -197,12 +158,10 @@ class Schedule:
             problems.append(f"optimizer.decay_length = {decay_length} begins within the warm-up of {warmup}")
         if problems:
             raise ValueError(*problems)
-        self._timeline = SteeredValues(
-            steering or Steering(),
-            lr=lr,
-            min_lr=min_lr,
+        super().__init__(
+            {"optimizer.lr": lr, "optimizer.min_lr": min_lr, **(values or {})},
+            timeline,
             curve=LearningRateCurve(curve, self.warmup, self.decay, self.decay_start, warmup_shape, decay_shape),
-            shrink=None if self.shrink is None else self.shrink.at,
             place=self.samples,
             behind=self.behind,
         )
@@ -237,35 +196,18 @@ class Schedule:
             return self.samples(Progress(tokens, "token")) if tokens >= 0 else -1
         return at - length.value
 
-    def values_at(self, consumed: int) -> StepValues:
-        """Everything steered in the step that brings the counter to `consumed`."""
-        return self._timeline.values_at(consumed)
-
     def lr_at(self, consumed: int) -> float:
         """Learning rate of the step that brings the counter to `consumed`."""
         return self.values_at(consumed).lr
 
     def steered(self, values: StepValues) -> dict[str, Any]:
         """Those of a step's values, besides the learning rate, that change in the course of the run."""
-        return {name: getattr(values, name) for name in self._timeline.names}
+        return {name: getattr(values, name) for name in self.names}
 
     def interval_at(self, key: str, consumed: int) -> Progress | None:
         """The interval `key`, such as `checkpoint.every`, in force in the step that ends at `consumed`; None: never."""
-        return self._timeline.interval_at(key, consumed)
-
-    def thresholds_at(self, consumed: int) -> dict[str, float]:
-        """Keys of `[health]` that the timeline has changed by the step that ends at `consumed`, and their values."""
-        return self._timeline.thresholds_at(consumed)
-
-    @property
-    def timeline(self) -> list[Placed]:
-        """The entries of the timeline in order, with their places and what jumps there."""
-        return self._timeline.entries
-
-    @property
-    def marks(self) -> list[int]:
-        """Places of the timeline's entries, and where their ramps end."""
-        return self._timeline.marks
+        every: Progress | None = self.value_at(key, consumed)
+        return every
 
     def jumps_to(self, other: Schedule, consumed: int) -> list[str]:
         """What differs at once if the step after `consumed` samples is of another schedule instead of this one."""
@@ -298,11 +240,10 @@ class Schedule:
         marks = {self.total * i // (points - 1) for i in range(points)}
         marks |= {stage.consumed for stage in self.batch.stages if stage.consumed <= self.total}
         marks |= {mark for mark in (self.warmup, self.decay_start, self.decay) if mark <= self.total}
-        marks |= {mark for mark in (self.shrink.places if self.shrink else []) if mark <= self.total}
         steps = sorted({max(1, self.batch.step_at(mark)) for mark in marks})
         if len(steps) > 2 * points:  # a long ramp: keep its ends and an even choice between
             steps = [steps[i * (len(steps) - 1) // (2 * points - 1)] for i in range(2 * points)]
-        for mark in self._timeline.marks:
+        for mark in self.marks:
             at = self.batch.step_at(mark)
             steps += [step for step in (at - 1, at, at + 1) if 1 <= step <= self.steps]
         return [self.at(step) for step in sorted(set(steps))]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -25,8 +26,17 @@ from .base import (
     Share,
     unique_names,
 )
-from .intervals import Every
-from .surgery import Pattern, SurgerySection
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_compiles)]
 
 
 class RunSection(Section):
@@ -109,15 +119,6 @@ class TrainSection(Section):
     """Loss scaling, only used with fp16."""
 
 
-class ShrinkPoint(Section):
-    """A point of the embedding-gradient shrink: linear between points; two points at one place are a jump."""
-
-    at: Progress
-    """Place in training: steps, samples or tokens since the beginning of the run."""
-    value: Share
-    """Factor of the embedding's gradient at that place."""
-
-
 class OptimizerSection(Section):
     """AdamW and the learning-rate curve."""
 
@@ -146,14 +147,12 @@ class OptimizerSection(Section):
     """AdamW epsilon."""
     weight_decay: NotNegative = 0.1
     """Decoupled weight decay."""
-    embedding_shrink: list[ShrinkPoint] = []
-    """Factor for the gradient of the embedding table over time, as in GLM-130B; empty: off."""
+    embedding_shrink: Share = 1.0
+    """Factor of the gradient of the embedding table, as in GLM-130B; 1: off. `[[timeline]]` entries change it."""
     shrink_paths: Literal["input", "both"] = "both"
     """Gradients that are shrunk: those through the `input` only, or also those through the logits of a tied table."""
     no_decay: list[Pattern] = ["bias$", "norm.*\\.weight$"]
     """Regular expressions; parameters whose name matches one get no weight decay."""
-    surgery: list[SurgerySection] = []
-    """Resets of moments and frozen parameters at points of the run: one `[[optimizer.surgery]]` table each."""
 
     @model_validator(mode="after")
     def _one_curve(self) -> OptimizerSection:
@@ -199,8 +198,9 @@ def _mirror_url(text: str) -> str:
 class CheckpointSection(Section):
     """When checkpoints are written and which are kept."""
 
-    every: Every
-    """Interval between checkpoints, or a list of ranges with their intervals. The last step is always saved."""
+    every: Progress
+    """Interval between checkpoints, whose multiples are counted from the start of the run. The last step is always
+    saved."""
     keep_last: Annotated[int, Field(ge=2)] = 3
     """Number of newest checkpoints to keep, at least two: one may turn out to be bad."""
     keep_every: Progress | list[Progress] | None = None
@@ -275,9 +275,8 @@ class HeldOutSource(Section):
 class EvalSection(Section):
     """Scheduled evaluation of checkpoints by lm-eval, in separate processes, and the held-out loss during training."""
 
-    every: Every | None = None
-    """Evaluate checkpoints that complete this interval, and the last one; or a list of ranges. Absent: no scheduled
-    evaluation."""
+    every: Progress | None = None
+    """Evaluate checkpoints that complete this interval, and the last one. Absent: no scheduled evaluation."""
     tasks: list[str] = ["heldout_bpb", "heldout_choice", "separator_probe"]
     """lm-eval task names, patterns of such names (`mmlu_*`), and three bundled ones, which are made from
     `eval.heldout`; others need their data in the cache of Hugging Face, or a network."""
@@ -329,10 +328,9 @@ class EvalSection(Section):
     daily."""
     loss_on: Annotated[list[HeldOutSource], AfterValidator(unique_names)] = []
     """Measure the loss of held-out samples during training: one `[[eval.loss_on]]` table per source. Empty: off."""
-    loss_every: Every | None = None
-    """Interval between measurements of the held-out loss, or a list of ranges; also measured after the last step. A
-    measurement of N samples costs what training N / 3 samples does. Default: 500 times the samples of the full global
-    batch."""
+    loss_every: Progress | None = None
+    """Interval between measurements of the held-out loss, which is also measured after the last step. A measurement of
+    N samples costs what training N / 3 samples does. Default: 500 times the samples of the full global batch."""
     loss_samples: Positive | None = None
     """Held-out samples of each source, the same in every measurement. Default: four full global batches, shared among
     the sources (or all that a source has): with the default interval 0.27% of the time of training."""

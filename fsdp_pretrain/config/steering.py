@@ -6,21 +6,30 @@ at `at` itself are the last of before, and a ramp over n reaches its end at `at`
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import inf
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from fsdp_pretrain.units import Progress
 
 from .curves import LearningRateCurve
+from .piecewise import Piecewise
 from .timeline import Change, TimelineEntry
 
-T = TypeVar("T")
 _LARGEST_JUMP = 0.1
 """Share of a value that an entry may change at once without saying so."""
+_LR, _MIN_LR, _LR_SCALE = "optimizer.lr", "optimizer.min_lr", "optimizer.lr_scale"
+_SHRINK = "optimizer.embedding_shrink"
+_OF_STEP = {
+    "optimizer.weight_decay": 0.1,
+    "optimizer.betas": (0.9, 0.95),
+    "train.grad_clip": 1.0,
+    "train.z_loss": 0.0,
+    _SHRINK: 1.0,
+    "optimizer.shrink_paths": "both",
+}
+"""Keys whose values are fields of `StepValues`, and what they are by default."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +50,6 @@ class StepValues:
     def shrink_head(self) -> bool:
         """Whether the gradient through the logits is shrunk too."""
         return self.shrink_paths == "both"
-
-
-@dataclass(frozen=True)
-class Steering:
-    """What the sections say: values before any entry, and the entries. Intervals are (until, interval) each."""
-
-    lr_scale: float = 1.0
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = 1.0
-    z_loss: float = 0.0
-    shrink_paths: Literal["input", "both"] = "both"
-    intervals: dict[str, Sequence[tuple[Progress | None, Progress]]] = field(default_factory=dict)
-    timeline: Sequence[TimelineEntry] = ()
 
 
 @dataclass(frozen=True)
@@ -83,62 +78,13 @@ class Placed:
     jumps: tuple[Jump, ...] = ()
 
 
-class Track:
-    """A number over time: `base` up to the first change, then the ramp and the end of the newest change."""
-
-    def __init__(self, base: float | Callable[[int], float]) -> None:
-        self._base, self._places = base, list[int]()
-        self._changes: list[tuple[float, float, int]] = []  # from, to, length in samples
-
-    def change(self, at: int, to: float, start: float | None = None, length: int = 0) -> None:
-        """From `at` on, `to`; if `length` is not 0, a ramp from `start` (None: the value there) first."""
-        start = self.at(at, behind=True) if start is None else start
-        self._places.append(at)
-        self._changes.append((start, to, length))
-
-    def at(self, consumed: int, *, behind: bool = False, within: int = 0) -> float:
-        """The value of the step that ends at `consumed`; `behind`: the limit of the steps after it, where ramps of
-        up to `within` samples are over."""
-        newest = (bisect_right if behind else bisect_left)(self._places, consumed) - 1
-        if newest < 0:
-            return self._base(consumed) if callable(self._base) else self._base
-        start, to, length = self._changes[newest]
-        passed = consumed - self._places[newest]
-        return to if passed >= length or (behind and length <= within) else start + (to - start) * passed / length
-
-    @property
-    def marks(self) -> list[int]:
-        """Where it changes: the places of changes, and the ends of ramps that no other change cuts short."""
-        found = set(self._places)
-        for number, (_, _, length) in enumerate(self._changes):
-            end = self._places[number] + length
-            found |= {end} if all(end < later for later in self._places[number + 1 :]) else set()
-        return sorted(found)
-
-
-class Switch(Generic[T]):
-    """A choice over time: `base`, or what it was last changed to."""
-
-    def __init__(self, base: T) -> None:
-        self._values, self._places = [base], list[int]()
-
-    def change(self, at: int, to: T) -> None:
-        """From `at` on, `to`; replaces what was to come later."""
-        keep = bisect_right(self._places, at)
-        self._places[keep:], self._values[keep + 1 :] = [at], [to]
-
-    def at(self, consumed: int, *, behind: bool = False) -> T:
-        """The choice for the step that ends at `consumed`; `behind`: for the steps after it."""
-        return self._values[(bisect_right if behind else bisect_left)(self._places, consumed)]
-
-
 class SteeredValues:
     """The steered values as functions of samples consumed.
 
     Args:
-        steering: values and entries.
-        lr, min_lr, curve: the learning rate.
-        shrink: embedding shrink without the timeline; None: off.
+        values: by key, what the sections say; absent: the default.
+        timeline: what changes them.
+        curve: of the learning rate.
         place: samples of a place.
         behind: samples of the place that is a duration behind another, which is in samples.
 
@@ -148,66 +94,54 @@ class SteeredValues:
 
     def __init__(
         self,
-        steering: Steering,
+        values: Mapping[str, Any],
+        timeline: Sequence[TimelineEntry],
         *,
-        lr: float,
-        min_lr: float,
         curve: LearningRateCurve,
-        shrink: Callable[[int], float] | None,
         place: Callable[[Progress], int],
         behind: Callable[[int, Progress], int],
     ) -> None:
         self._curve, self._behind = curve, behind
-        self._tracks = {
-            "lr": Track(lr), "min_lr": Track(min_lr), "lr_scale": Track(steering.lr_scale),
-            "weight_decay": Track(steering.weight_decay), "beta1": Track(steering.betas[0]),
-            "beta2": Track(steering.betas[1]), "grad_clip": Track(steering.grad_clip),
-            "z_loss": Track(steering.z_loss), "embedding_shrink": Track(1.0 if shrink is None else shrink),
-        }  # fmt: skip
-        self._paths = Switch(steering.shrink_paths)
-        self._rewarms: list[tuple[int, int]] = []
-        self._intervals = {key: _ranges(key, ranges, place) for key, ranges in steering.intervals.items()}
-        self._thresholds: dict[str, Switch[float | None]] = {}
-        placed = sorted(((place(entry.at), entry) for entry in steering.timeline), key=lambda pair: pair[0])
-        problems = []
+        defaults = {**_OF_STEP, _MIN_LR: 0.0, _LR_SCALE: 1.0}
+        self._values = {key: Piecewise(value) for key, value in {**defaults, **values}.items()}
+        self._rewarms = list[Piecewise[float]]()
+        placed = sorted(((place(entry.at), entry) for entry in timeline), key=lambda pair: pair[0])
+        problems, steered = list[str](), {_SHRINK} if self._values[_SHRINK].at(0) != _OF_STEP[_SHRINK] else set[str]()
         for at, entry in placed:
             try:
                 self._enter(at, entry)
             except ValueError as error:
                 problems.append(f"timeline, {entry}: {error}")
+            steered |= {key for key, _ in entry.changes()} | ({"rewarm"} if entry.rewarm is not None else set())
         if problems:
             raise ValueError(*problems)
         self._check_floor()
-        steered = {key.partition(".")[2] for _, entry in placed for key, _ in entry.changes()}
-        steered |= {"rewarm"} if self._rewarms else set()
-        steered |= {"embedding_shrink"} if shrink is not None else set()
-        self.names = tuple(item.name for item in fields(StepValues) if item.name in steered - {"lr"})
+        names = {key.partition(".")[2] or key for key in steered}
+        self.names = tuple(item.name for item in fields(StepValues) if item.name in names - {"lr"})
         """Fields of `StepValues` that change, besides `lr`."""
-        self.entries = [Placed(at, entry, tuple(self._jumps(at, placed))) for at, entry in placed]
+        self.timeline = [Placed(at, entry, tuple(self._jumps(at, placed))) for at, entry in placed]
+        """The entries in order, with their places and what jumps there."""
 
     def _enter(self, at: int, entry: TimelineEntry) -> None:
         if entry.continuous:
             assert entry.optimizer.min_lr is not None
             self._re_anchor(at, entry.optimizer.min_lr.to)
         for key, value in entry.changes():
-            section, _, name = key.partition(".")
+            along = self._values.setdefault(key, Piecewise(None))
             if isinstance(value, Change):
-                length = 0 if value.over is None else self._behind(at, value.over) - at
-                names = ("beta1", "beta2") if name == "betas" else (name,)
-                for part, to, start in zip(names, _parts(value.to), _parts(value.from_, len(names)), strict=True):
-                    self._tracks[part].change(at, to, start, length)
-            elif name == "shrink_paths":
-                self._paths.change(at, value)
-            elif section == "health":
-                self._thresholds.setdefault(name, Switch(None)).change(at, value)
+                along.change(at, value.to, value.from_, self._length(at, value.over))
             else:
-                self._intervals.setdefault(key, Switch(None)).change(at, value)
+                along.change(at, value)
         if entry.rewarm is not None:
-            self._rewarms.append((at, self._behind(at, entry.rewarm) - at))
+            self._rewarms.append(Piecewise(1.0))
+            self._rewarms[-1].change(at, 1.0, 0.0, self._length(at, entry.rewarm))
+
+    def _length(self, at: int, over: Progress | None) -> int:
+        return 0 if over is None else self._behind(at, over) - at
 
     def _check_floor(self) -> None:
-        for mark in {*self._tracks["lr"].marks, *self._tracks["min_lr"].marks}:
-            peak, floor = (self._tracks[name].at(mark, behind=True) for name in ("lr", "min_lr"))
+        for mark in {*self._values[_LR].marks, *self._values[_MIN_LR].marks}:
+            peak, floor = (self._values[key].at(mark, behind=True) for key in (_LR, _MIN_LR))
             if floor > peak:
                 raise ValueError(
                     f"timeline: from sample {mark:_} on, optimizer.min_lr = {floor:g} is above optimizer.lr = {peak:g}"
@@ -219,49 +153,41 @@ class SteeredValues:
             return
         if self._curve.shape == "constant":
             raise ValueError("a constant learning rate has no optimizer.min_lr")
-        lr = self._curve.lr(at, *(self._tracks[name].at(at, behind=True) for name in ("lr", "min_lr")))
+        lr = self._curve.lr(at, *(self._values[key].at(at, behind=True) for key in (_LR, _MIN_LR)))
         if floor > lr:
             raise ValueError(f"optimizer.min_lr = {floor:g} is above the learning rate there, {lr:g}")
-        self._tracks["lr"].change(at, self._curve.peak_for(lr, at, floor))
+        self._values[_LR].change(at, self._curve.peak_for(lr, at, floor))
 
     def values_at(self, consumed: int, *, behind: bool = False) -> StepValues:
         """The values of the step that brings the counter to `consumed`; `behind`: the limit of the steps after it, of
         which a ramp that is no longer than a step is no part."""
         step = self._behind(consumed, Progress(1, "step")) - consumed if behind else 0
 
-        def now(name: str) -> float:
-            return self._tracks[name].at(consumed, behind=behind, within=step)
+        def now(along: Piecewise[Any]) -> Any:
+            return along.at(consumed, behind=behind, within=step)
 
-        scale, rewarm = now("lr_scale"), 1.0
-        for at, length in self._rewarms:
-            if at < consumed or (behind and at == consumed):
-                rewarm *= min(1.0, (consumed - at) / length)
-        return StepValues(
-            lr=self._curve.lr(consumed, now("lr"), now("min_lr")) * scale * rewarm,
-            lr_scale=scale,
-            rewarm=rewarm,
-            weight_decay=now("weight_decay"),
-            betas=(now("beta1"), now("beta2")),
-            grad_clip=now("grad_clip"),
-            z_loss=now("z_loss"),
-            embedding_shrink=now("embedding_shrink"),
-            shrink_paths=self._paths.at(consumed, behind=behind),
-        )
+        scale, rewarm = now(self._values[_LR_SCALE]), 1.0
+        for ramp in self._rewarms:
+            rewarm *= ramp.at(consumed, behind=behind)
+        lr = self._curve.lr(consumed, now(self._values[_LR]), now(self._values[_MIN_LR])) * scale * rewarm
+        others = {key.partition(".")[2]: now(self._values[key]) for key in _OF_STEP}
+        return StepValues(lr=lr, lr_scale=scale, rewarm=rewarm, **others)
 
-    def interval_at(self, key: str, consumed: int) -> Progress | None:
-        """The interval `key` (`checkpoint.every`) in force in the step that ends at `consumed`."""
-        return self._intervals[key].at(consumed) if key in self._intervals else None
+    def value_at(self, key: str, consumed: int) -> Any:
+        """The value of a key such as `checkpoint.every` in the step that ends at `consumed`; None: it has none."""
+        return self._values[key].at(consumed) if key in self._values else None
 
     def thresholds_at(self, consumed: int) -> dict[str, float]:
         """Keys of `[health]` that an entry changed, and their values."""
-        found = {name: switch.at(consumed) for name, switch in self._thresholds.items()}
-        return {name: value for name, value in found.items() if value is not None}
+        found = {key: along.at(consumed) for key, along in self._values.items() if key.startswith("health.")}
+        return {key.partition(".")[2]: value for key, value in found.items() if value is not None}
 
     @property
     def marks(self) -> list[int]:
-        """Places of entries, and where their ramps end."""
-        ends = [mark for track in self._tracks.values() for mark in track.marks]
-        return sorted({*(placed.at for placed in self.entries), *ends, *(at + length for at, length in self._rewarms)})
+        """Where something changes, and where ramps end."""
+        of_step = [self._values[key] for key in (_LR, _MIN_LR, _LR_SCALE, *_OF_STEP)]
+        ends = [mark for along in (*of_step, *self._rewarms) for mark in along.marks]
+        return sorted({*(placed.at for placed in self.timeline), *ends})
 
     # ------------------------------------------------------------------ continuity
 
@@ -284,24 +210,6 @@ def jumps(before: StepValues, after: StepValues) -> Iterator[Jump]:
         if was != is_ and item.name != "rewarm":
             share = _share(was, is_)
             yield Jump(item.name, was, is_, share, share is None or abs(share) <= _LARGEST_JUMP)
-
-
-def _ranges(
-    key: str, ranges: Sequence[tuple[Progress | None, Progress]], place: Callable[[Progress], int]
-) -> Switch[Progress | None]:
-    """Raises ValueError if the ranges are not in order."""
-    switch, last = Switch[Progress | None](ranges[0][1] if ranges else None), 0
-    for (until, _), (_, following) in pairwise(ranges):
-        assert until is not None
-        if place(until) <= last:
-            raise ValueError(f"{key}: the range until {until} ends before it begins")
-        last = place(until)
-        switch.change(last, following)
-    return switch
-
-
-def _parts(value: Any, count: int = 1) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,) * count
 
 
 def _begins(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Were steps trained with the same settings? A question about values at these steps, not about keys of a file.
+"""Do two configurations give some steps the same values? A question about values at these steps, not about keys.
 
 A key may be changed without another value in any of the steps: a timeline entry ahead of them, one that was taken away
 again, the same place in another unit. And a value may differ although no key does.
@@ -7,7 +7,7 @@ again, the same place in another unit. And a value may differ although no key do
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from .config import Config
@@ -15,7 +15,7 @@ from .resume_rules import FREE, changes, differences
 from .skips import Skips
 
 SCHEDULED = frozenset(
-    "timeline data.skip train.global_batch train.batch_ramp train.batch_ramp.first train.batch_ramp.by "
+    "timeline data.skip train.duration train.global_batch train.batch_ramp train.batch_ramp.first train.batch_ramp.by "
     "train.batch_ramp.start train.batch_ramp.end train.batch_ramp.duration train.grad_clip train.z_loss "
     "optimizer.lr optimizer.min_lr optimizer.lr_scale optimizer.betas optimizer.weight_decay optimizer.curve "
     "optimizer.warmup optimizer.warmup_shape optimizer.decay optimizer.decay_length optimizer.decay_shape "
@@ -41,34 +41,25 @@ class StepCounters(Protocol):
     def batch(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class Unlike:
-    """What differs between two configurations in some steps, as `key: old -> new`."""
-
-    settings: list[str]
-    """What is learned: these are other steps."""
-    rounding: list[str]
-    """How it is computed: the same steps, but for the last digits."""
+def same_values(old: Config, new: Config, steps: Iterable[StepCounters]) -> bool:
+    """Whether two configurations say the same for what is learned in `steps`."""
+    return not value_differences(old, new, steps)
 
 
-def unlike(old: Config, new: Config, steps: Iterable[StepCounters]) -> Unlike:
-    """What differs between the settings that two configurations have in `steps`; of values, those of the first step in
-    which one differs."""
-    found = [change for change in changes(old, new) if change.key not in {*SCHEDULED, "train.duration"}]
-    return Unlike(
-        settings=unlike_values(old, new, steps) + [change.text for change in found if change.kind != FREE],
-        rounding=[change.text for change in found if change.key in ROUNDING],
-    )
-
-
-def unlike_values(old: Config, new: Config, steps: Iterable[StepCounters]) -> list[str]:
-    """The same for the keys in `SCHEDULED` alone."""
+def value_differences(old: Config, new: Config, steps: Iterable[StepCounters]) -> list[str]:
+    """What differs in `steps`, as `key: old -> new`; of values, those of the first step in which one differs."""
+    found = [change.text for change in changes(old, new) if change.key not in SCHEDULED and change.kind != FREE]
     skips = old.data.skip != new.data.skip
     for step in steps:
         was, is_ = (_values(config, step, skips=skips) for config in (old, new))
         if was != is_:
-            return differences(was, is_)
-    return []
+            return differences(was, is_) + found
+    return found
+
+
+def rounding_differences(old: Config, new: Config) -> list[str]:
+    """What differs in how steps are computed: in their last digits."""
+    return [change.text for change in changes(old, new) if change.key in ROUNDING]
 
 
 def _values(config: Config, step: StepCounters, *, skips: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ What the entries mean as numbers is computed by `steering`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Self, TypeVar
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -14,13 +14,15 @@ from fsdp_pretrain.units import Progress
 
 from .base import AboveZero, Betas, Length, NotNegative, Section, Share
 
+T = TypeVar("T")
 
-class Change(Section):
+
+class Change(Section, Generic[T]):
     """A new value, or a linear ramp to it: `4e-5` is the same as `{ to = 4e-5 }`."""
 
-    from_: NotNegative | None = Field(default=None, alias="from")
+    from_: T | None = Field(default=None, alias="from")
     """Value at the beginning of the ramp; a jump to it is meant. Default: the value there."""
-    to: NotNegative
+    to: T
     """Value from then on, or at the end of the ramp."""
     over: Length | None = None
     """Length of the ramp. Default: none, the value changes at once."""
@@ -31,7 +33,7 @@ class Change(Section):
         return value if isinstance(value, dict | cls) else {"to": value}
 
     @model_validator(mode="after")
-    def _one_meaning(self) -> Change:
+    def _one_meaning(self) -> Self:
         if self.from_ is not None and self.over is None:
             raise ValueError("`from` is the beginning of a ramp; give its length as `over`, or leave it out")
         return self
@@ -42,31 +44,20 @@ class Change(Section):
         return {"from" if name == "from_" else name: value for name, value in said if value is not None}
 
 
-class PositiveChange(Change):
+class AmountChange(Change[NotNegative]):
+    """Of a value that is not negative."""
+
+
+class PositiveChange(Change[AboveZero]):
     """Of a value above 0."""
 
-    from_: AboveZero | None = Field(default=None, alias="from")
-    """See `Change`."""
-    to: AboveZero
-    """See `Change`."""
 
-
-class ShareChange(Change):
+class ShareChange(Change[Share]):
     """Of a value from 0 to 1."""
 
-    from_: Share | None = Field(default=None, alias="from")
-    """See `Change`."""
-    to: Share
-    """See `Change`."""
 
-
-class BetasChange(Change):
+class BetasChange(Change[Betas]):
     """Of both betas."""
-
-    from_: Betas | None = Field(default=None, alias="from")  # type: ignore[assignment]
-    """See `Change`."""
-    to: Betas  # type: ignore[assignment]
-    """See `Change`."""
 
 
 class OptimizerTimeline(Section):
@@ -74,11 +65,11 @@ class OptimizerTimeline(Section):
 
     lr: PositiveChange | None = None
     """Peak of the curve: on a running cosine, the rate moves to the cosine of this peak with the same `min_lr`."""
-    min_lr: Change | None = None
+    min_lr: AmountChange | None = None
     """End of the curve; see also `continuous`."""
-    lr_scale: Change | None = None
+    lr_scale: AmountChange | None = None
     """Factor of the learning rate."""
-    weight_decay: Change | None = None
+    weight_decay: AmountChange | None = None
     """Decoupled weight decay."""
     betas: BetasChange | None = None
     """AdamW betas; the moments are kept."""
@@ -91,9 +82,9 @@ class OptimizerTimeline(Section):
 class TrainTimeline(Section):
     """Keys of `[train]` that an entry can change."""
 
-    grad_clip: Change | None = None
+    grad_clip: AmountChange | None = None
     """Largest global gradient norm; 0: off."""
-    z_loss: Change | None = None
+    z_loss: AmountChange | None = None
     """Weight of the z-loss; 0: off."""
 
 
@@ -186,6 +177,11 @@ class TimelineEntry(Section):
         yield self.at
         yield from (change.over for _, change in self.changes() if isinstance(change, Change) and change.over)
         yield from [] if self.rewarm is None else [self.rewarm]
+
+    def names(self) -> list[str]:
+        """The dotted keys that are set, and `rewarm` and `continuous`."""
+        others = {"rewarm": self.rewarm is not None, "continuous": self.continuous}
+        return [*(key for key, _ in self.changes()), *(name for name, given in others.items() if given)]
 
     def keys(self) -> str:
         """For people: `optimizer.lr = 4e-05, rewarm = 2_000 steps`."""

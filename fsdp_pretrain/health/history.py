@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.step_settings import unlike
+from fsdp_pretrain.config.step_settings import rounding_differences, same_values
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record import environment, journal, lineage
 from fsdp_pretrain.record.files import RunDir
@@ -51,10 +51,10 @@ def _expected(
         if not records or (node.step == step and journal.lost_optimizer(run, node.segment, step)):
             continue
         try:
-            found = unlike(load(run.segment(node.segment) / "config.toml"), config, records.values())
+            old = load(run.segment(node.segment) / "config.toml")
         except UserError:  # written by a version that knew other keys
             continue
-        if not found.settings:
-            same = not found.rounding and not environment.unlike(run, node.segment, segment)
+        if same_values(old, config, records.values()):
+            same = not rounding_differences(old, config) and not environment.unlike(run, node.segment, segment)
             return ExpectedSteps(records, node.segment, exact and same)
     return None

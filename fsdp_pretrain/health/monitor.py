@@ -259,7 +259,7 @@ class Health:
             elif self._digest is not None and self._digest != sums.digest:
                 verdict.findings += self._still.settle(record.step, "the parameters change")
             self._digest, self._updates = sums.digest, 0
-        if not record.skipped and record.lr > 0 and not record.frozen:
+        if not record.skipped and record.lr > 0:
             self._updates += 1
 
     # ------------------------------------------------------------------ what must be equal

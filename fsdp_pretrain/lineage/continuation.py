@@ -17,8 +17,7 @@ from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, verify_files
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.resume_rules import changes, differences, load_compatible, load_recorded, refuse
-from fsdp_pretrain.config.surgery import refuse_missed
+from fsdp_pretrain.config.resume_rules import changes, differences, load_compatible, refuse
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.record import lineage, overrides
@@ -99,8 +98,6 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     packer = open_packer(after)
     changed = forbidden(content.identity, identity(after, packer), state.cursor)
     refuse(str(checkpoint.path), changed, [], state.cursor)
-    wrote, _ = load_recorded(checkpoint.path / CONFIG)
-    refuse_missed(after, wrote, consumed=state.consumed, batch=state.batch)
     check_supply(after, packer, cursor=state.cursor, consumed=state.consumed)
     return Branch(checkpoint, checkpoint.manifest().segment, state, before, after, added, skip)
 

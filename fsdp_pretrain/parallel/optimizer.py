@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from fsdp_pretrain.config.sections import LossScaleSection, OptimizerSection
-from fsdp_pretrain.config.surgery import Frozen
 from fsdp_pretrain.errors import ConfigError
 
 from .mesh import local_part
@@ -55,7 +53,6 @@ class AdamW:
 
     Attributes:
         state: by parameter name, {"step", "exp_avg", "exp_avg_sq"}; the moments are sharded like the parameter.
-        frozen: parameters that steps leave as they are -> what their moments do; see `surgery`.
         applied: how the last step updated which parameters.
 
     Raises:
@@ -67,7 +64,6 @@ class AdamW:
         decaying, spared = parameter_groups(model, config.no_decay)
         self._groups = ((decaying, True), (spared, False))
         self.state: dict[str, dict[str, Tensor]] = {}
-        self.frozen: Mapping[str, Frozen] = {}
         self.applied: list[AppliedUpdate] = []
 
     @torch.no_grad()
@@ -91,9 +87,9 @@ class AdamW:
         self.applied = []
         decay = self._config.weight_decay if weight_decay is None else weight_decay
         betas = self._config.betas if betas is None else betas
-        for update in self._updates(lr, decay, betas):
-            names = update.names
+        for names, decays in self._groups:
             used = [name for name in names if self._parameters[name].grad is not None]
+            update = AppliedUpdate(names, lr, decay if decays else 0.0, betas)
             parameters, states = [self._parameters[name] for name in used], [self._state_of(name) for name in used]
             adamw(
                 [local_part(parameter).detach() for parameter in parameters],
@@ -115,15 +111,6 @@ class AdamW:
             )
             self.applied.append(update)
         self.zero_grad()
-
-    def _updates(self, lr: float, weight_decay: float, betas: tuple[float, float]) -> Iterator[AppliedUpdate]:
-        """What to update together; a rate of 0 changes only the state."""
-        for names, decays in self._groups:
-            decay = weight_decay if decays else 0.0
-            yield AppliedUpdate([name for name in names if name not in self.frozen], lr, decay, betas)
-            filling = [name for name in names if self.frozen.get(name) == "fill"]
-            if filling:
-                yield AppliedUpdate(filling, 0.0, decay, betas)
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():

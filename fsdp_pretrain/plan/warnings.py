@@ -123,7 +123,7 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
         yield "optimizer.decay_shape", curve
     if not optimizer.warmup.value:
         yield "optimizer.warmup_shape", "without optimizer.warmup"
-    if not optimizer.embedding_shrink and all(entry.optimizer.embedding_shrink is None for entry in config.timeline):
+    if optimizer.embedding_shrink == 1.0 and all(entry.optimizer.embedding_shrink is None for entry in config.timeline):
         yield "optimizer.shrink_paths", "without optimizer.embedding_shrink"
     if config.train.precision != "fp16":
         yield "train.loss_scale", f"with train.precision = {config.train.precision}"

@@ -32,8 +32,6 @@ def milestones(config: Config) -> list[Milestone]:
     if schedule.batch.ramp is not None:
         full = schedule.batch.stages[-1].consumed
         found.append((full, f"the batch ramp ends: {schedule.batch.full:_} samples a step from here on"))
-    for place in schedule.shrink.places if schedule.shrink is not None else []:
-        found.append((place, f"embedding shrink is {schedule.values_at(place).embedding_shrink:g}"))
     for placed in schedule.timeline:
         facts = "; ".join([placed.entry.keys(), *map(str, placed.jumps), *filter(None, [placed.entry.reason])])
         found.append((placed.at + 1, f"timeline: {facts}"))

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tomli_w
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, Field
 
+from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config, load, with_timeline
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.config.timeline import TimelineEntry
@@ -34,60 +34,51 @@ _HEADER = (
 )
 
 
-_ENTRIES = TypeAdapter(list[TimelineEntry])
+def _merge(spans: Iterable[SampleRange]) -> tuple[SampleRange, ...]:
+    return tuple(SampleRange(*pair) for pair in Skips((span.first, span.stop) for span in spans).ranges)
 
 
-@dataclass(frozen=True)
-class Overrides:
+def _in_samples(timeline: tuple[TimelineEntry, ...]) -> tuple[TimelineEntry, ...]:
+    if not all(length.unit == "sample" for entry in timeline for length in entry.lengths()):
+        raise ValueError("places and lengths in `timeline` must be in samples: a step is as large as its batch")
+    return timeline
+
+
+class Overrides(Section):
     """Permanent changes of a run's configuration: `section.key=value`, each key once; samples to skip; and timeline
     entries, in the order in which they were given."""
 
-    set: tuple[str, ...] = ()
-    skip: tuple[SampleRange, ...] = ()
-    timeline: tuple[TimelineEntry, ...] = ()
+    set: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    skip: Annotated[tuple[SampleRange, ...], Field(strict=False), AfterValidator(_merge)] = ()
+    timeline: Annotated[tuple[TimelineEntry, ...], Field(strict=False), AfterValidator(_in_samples)] = ()
 
     def add(self, changes: Sequence[str], skip: Sequence[SampleRange]) -> Overrides:
         """These plus further ones; a later value of a key replaces the earlier."""
         values = {text.partition("=")[0].strip(): text for text in (*self.set, *changes)}
-        return replace(self, set=tuple(values.values()), skip=_merge((*self.skip, *skip)))
+        return self.model_copy(update={"set": tuple(values.values()), "skip": _merge((*self.skip, *skip))})
 
     def without(self, gone: Sequence[TimelineEntry]) -> Overrides:
         """These without some timeline entries."""
-        return replace(self, timeline=tuple(entry for entry in self.timeline if entry not in gone))
+        return self.model_copy(update={"timeline": tuple(entry for entry in self.timeline if entry not in gone)})
 
     def to_toml(self) -> str:
         """Contents of the file."""
-        content: dict[str, Any] = {"set": list(self.set), "skip": [str(span) for span in self.skip]}
-        if self.timeline:
-            content["timeline"] = [entry.model_dump(mode="json", exclude_defaults=True) for entry in self.timeline]
-        return _HEADER + tomli_w.dumps(content)
+        return _HEADER + tomli_w.dumps({"set": [], "skip": [], **self.model_dump(mode="json", exclude_defaults=True)})
 
     @classmethod
     def from_toml(cls, text: str, where: Path) -> Overrides:
         """Read the contents of the file. Raises ConfigError."""
         try:
-            content = tomllib.loads(text)
-            changes = content.pop("set", [])
-            skip = _merge([SampleRange.parse(span) for span in content.pop("skip", [])])
-            timeline = _ENTRIES.validate_python(content.pop("timeline", []))
-            if not all(length.unit == "sample" for entry in timeline for length in entry.lengths()):
-                raise ValueError("places and lengths in `timeline` must be in samples: a step is as large as its batch")
-            if content or not all(isinstance(item, str) for item in changes):
-                raise ValueError("it may have only `set` and `skip`, two lists of strings, and `timeline` tables")
-        except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
+            return cls.model_validate(tomllib.loads(text))
+        except ValueError as error:
             raise ConfigError(
                 f"{where} cannot be read: {error}",
                 effect="the run would continue without the changes of a rollback, a fork or `control set`",
                 remedy="restore it; the config.toml of the newest segment has the same values",
             ) from None
-        return cls(tuple(changes), skip, tuple(timeline))
 
     def __str__(self) -> str:
         return "; ".join([*self.set, *(f"skip {span}" for span in self.skip), *map(str, self.timeline)])
-
-
-def _merge(spans: Sequence[SampleRange]) -> tuple[SampleRange, ...]:
-    return tuple(SampleRange(*pair) for pair in Skips((span.first, span.stop) for span in spans).ranges)
 
 
 def read(run: RunDir) -> Overrides:
@@ -146,7 +137,7 @@ def add_entry(run: RunDir, entry: TimelineEntry) -> Overrides:
     Raises OSError; ConfigError if those that stand cannot be read.
     """
     standing = read(run)
-    after = replace(standing, timeline=(*standing.timeline, entry))
+    after = standing.model_copy(update={"timeline": (*standing.timeline, entry)})
     replace_file(run.overrides, after.to_toml())
     return after
 

@@ -147,7 +147,6 @@ class StepRecord(_Part):
     maxima: ActivationMaxima | None = None  # likewise, if configured
     replicas: Replicas | None = None  # of the steps that compare them
     lr: float  # applied
-    frozen: int = 0  # parameter tensors that surgery kept from it
     ramps: Ramps
     batch: int  # samples
     sequence_length: int  # tokens of a sample; of the longest, if they differ

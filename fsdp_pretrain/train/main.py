@@ -37,7 +37,6 @@ from fsdp_pretrain.lineage.rollback import finish
 from fsdp_pretrain.mirror.supervisor import UploaderProcess
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.parallel.surgery import Surgery
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.record import lineage, overrides, run_id
 from fsdp_pretrain.record.arguments import parse_trainer
@@ -183,7 +182,6 @@ def _train(
     if world.is_main:
         start.copy_tokenizer(run_dir, packer)
     model, optimizer = build_model_and_optimizer(config, world)
-    surgery = world.together(lambda: Surgery(model, config))
     subject = TrainingObjects(world, run_dir, model, optimizer, config, identity(config, packer))
     start.record_start(recorder, subject, model.count_parameters())
     resumed = Resume(subject, recorder, terms).run()
@@ -239,7 +237,6 @@ def _train(
         heldout=heldout,
         guard=guard,
         on_set=steered,
-        surgery=surgery,
     )
     if world.is_main:
         start.record_ready(context, state)

@@ -104,7 +104,6 @@ class StepRecords:
             nonfinite_rank=int(sums.bad_ranks) if bad_losses == 1 else None,
             replicas=replicas.compare(counts.checksums, world.shards) if counts.checksums else None,
             lr=issued.values.lr,
-            frozen=issued.data["frozen"],
             ramps=Ramps(shares=issued.data["shares"], **config.schedule.steered(issued.values)),
             batch=state.batch,
             sequence_length=max(tokens),

@@ -28,7 +28,6 @@ from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
-from fsdp_pretrain.parallel.surgery import Surgery
 from fsdp_pretrain.record.inbox import Request
 from fsdp_pretrain.record.requests import Requests
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
@@ -95,7 +94,6 @@ class Trainer:
         heldout: measures the held-out loss.
         guard: raises UserError if this job may not write into the run directory any more.
         on_set: called on every rank with the configuration after `control set`.
-        surgery: on the optimiser.
 
     Attributes:
         context: as given.
@@ -118,7 +116,6 @@ class Trainer:
         heldout: HeldOutLoss | None = None,
         guard: Callable[[], None] = lambda: None,
         on_set: Callable[[Config], None] = lambda config: None,
-        surgery: Surgery | None = None,
     ) -> None:
         config, world = run.config, run.world
         self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
@@ -132,7 +129,6 @@ class Trainer:
         self._profiler = StepProfiler(run)
         self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
         self._control, self._on_set = LiveControl(run, guard), on_set
-        self._surgery = surgery
         self.rollback: RollbackRequest | None = None
         self._first = state.step
         self._issued: deque[IssuedStep] = deque()
@@ -293,7 +289,6 @@ class Trainer:
         norm, divisor = optim.clip(sums.total_norm(self.world), values.grad_clip, too_large)
         skip = sums.not_finite() if self._skips else None
         sums.add_update(norm, scale, skip)
-        self._operate()
         gradients = self._statistics.of_gradients(too_large) if measures else None
         self.optimizer.step(
             lr=values.lr, weight_decay=values.weight_decay, betas=values.betas, divisor=divisor, skip=skip
@@ -307,12 +302,6 @@ class Trainer:
         measured = to_host(self.world.device, counts, sums.packed, heldout, groups, maxima)
         self._issued.append(IssuedStep(state, values, times, self._facts(batch), *measured))
         self.state = state
-
-    def _operate(self) -> None:
-        """See `Surgery.act`."""
-        if self._surgery is not None:
-            for text in self._surgery.act(self.optimizer, consumed=self.state.consumed, batch=self.state.batch):
-                self.recorder.event("surgery", text, step=self.state.step)
 
     def _measure_maxima(self, batch: StepBatch) -> Tensor | None:
         """See `activation_maxima.measure`; None unless configured."""
@@ -429,7 +418,6 @@ class Trainer:
         profiled = self._profiler.beside(batch.position.step)
         beside = [*(["save"] if self.saves.in_flight else []), *profiled, *self.context.beside()]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
-        facts["frozen"] = len(self.optimizer.frozen)
         return {"shares": batch.shares, "epochs": batch.epochs, **facts}
 
     # ------------------------------------------------------------------ what steps measured
