@@ -8,7 +8,7 @@ it, so a killed run has it wholly or not at all. Every request is answered by a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -110,6 +110,7 @@ class LiveControl:
         asked = live_set.read_entry(request.changes, at=place, reason=request.reason)
         entry, shown = live_set.lasting(asked, before.schedule), live_set.shown_keys(asked)
         after = live_set.steer(before, entry)
+        self._refuse_unseen(request, before, shown)
         was, is_ = (
             {key: live_set.value_at(config, key, batch.ahead(place, 1)) for key in shown} for config in (before, after)
         )
@@ -133,6 +134,15 @@ class LiveControl:
         self._answer(request, step, text, did="set", entry=live_set.plain(entry), **facts)
         self._recorder.status(force=True, overrides=str(standing))
         return entry, after
+
+    def _refuse_unseen(self, request: Request, before: Config, shown: Sequence[str]) -> None:
+        """Raise ConfigError if somebody else has changed what the sender of a set had in the preview."""
+        for entry in before.timeline[request.seen :] if request.seen is not None else ():
+            if changed := {*shown} & {*live_set.shown_keys(entry)}:
+                raise ConfigError(
+                    f"{', '.join(sorted(changed))} is no longer as in the preview: {entry} was set meanwhile; look at "
+                    "the new preview"
+                )
 
     # ------------------------------------------------------------------ pause
 
