@@ -14,10 +14,9 @@ from fsdp_pretrain.errors import Exit
 from fsdp_pretrain.record.files import seconds_of
 from fsdp_pretrain.record.goodput import Interruption
 from fsdp_pretrain.record.lineage import LineageNode
+from fsdp_pretrain.record.lines import Lines, Position
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
-
-from .curves import Lines, Position
 
 _MOST, _LONGEST = 3000, 600
 """Events in a page, and characters of a text."""

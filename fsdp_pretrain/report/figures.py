@@ -17,9 +17,10 @@ import numpy as np
 
 from fsdp_pretrain.record.files import stamp
 from fsdp_pretrain.record.goodput import State
+from fsdp_pretrain.record.lines import CLOCKS, Position
 from fsdp_pretrain.record.start_history import Column
 
-from .curves import CLOCKS, Curve, Position
+from .curves import Curve
 from .evaluations import ScorePoint
 from .events import GROUPS, Event, Mark
 from .gather import RunRecord

@@ -13,10 +13,10 @@ from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.goodput import GoodputReport
+from fsdp_pretrain.record.lines import Line
 from fsdp_pretrain.units import human_count, human_time
 from fsdp_pretrain.watchdog.status import StatusReport, Verified
 
-from .curves import Line
 from .gather import RunRecord
 
 _LEVELS = {0: "ok", 1: "warn", 2: "alert"}
