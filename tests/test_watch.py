@@ -119,11 +119,11 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
         "ETA 2m05s",
     ):
         assert part in screen, screen
-    shown.press("Down", "Down")
-    scrolled = shown.shows("alarm").splitlines()
-    until(lambda: shown.screen().splitlines()[:21] == lines[2:23], what=shown.screen)
-    assert len(scrolled) == 24
-    shown.press("Up", "Up", "Up")
+    assert "eval @100" not in screen
+    shown.press("Down", "Down", "Down")
+    scrolled = shown.shows("eval @100").splitlines()  # the journal is below
+    assert len(scrolled) == 24 and "small" not in scrolled[0] and scrolled[-1].startswith("q quit")
+    shown.press("Up", "Up", "Up", "Up")
     shown.shows("small  RUNNING")
     assert contents(run) == before
     shown.resize(200, 50)

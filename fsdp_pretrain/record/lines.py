@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,8 @@ import numpy as np
 from . import lineage
 from .files import RunDir
 from .metrics import METRICS
-from .start_history import Column, Start, StartHistory, StepColumns, read_steps
+from .start_history import Start, StartHistory
+from .step_columns import Column, StepColumns, read_steps
 
 CLOCKS = ("step", "consumed", "trained", "written")
 """Columns of the x axes: steps, samples, tokens, and seconds since 1970."""
@@ -73,22 +74,22 @@ class Lines:
 
 def read_lines(run: RunDir, history: StartHistory, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Lines:
     """The lines of a run whose starts were read; `shown` may wrap metrics lines in a progress bar."""
-    segments = {start.segment: _timed(start) for start in history.attempts}
+    segments = {start.segment: _timed(start) for start in history.starts}
     for path in run.segments:  # of the parent of a fork, and starts whose environment is damaged
         if int(path.name) not in segments and (path / METRICS).exists():
             segments[int(path.name)] = read_steps(path / METRICS, shown)[0]
     parts = lineage.line(history.nodes)
     kept, left, last = list[dict[str, Column]](), list[dict[str, Column]](), 0.0
     for number, steps in sorted(segments.items()):
-        if not len(steps):
+        if not steps.count:
             continue
-        columns = _columns(steps)
+        columns = steps | {"written": _rising(steps["written"])}
         part = next((part for part in parts if part.segment == number), None)
         after, until = (math.inf, math.inf) if part is None else (max(part.after, last), part.until)
-        on_line = (steps.step > after) & (steps.step <= until)
+        on_line = (steps["step"] > after) & (steps["step"] <= until)
         if on_line.any():
             kept.append({name: column[on_line] for name, column in columns.items()})
-            last = float(steps.step[on_line][-1])
+            last = float(steps["step"][on_line][-1])
         edges = np.flatnonzero(np.diff(on_line, prepend=True, append=True))
         for first, stop in zip(edges[::2], edges[1::2], strict=True):
             left.append({name: column[first:stop] for name, column in columns.items()})
@@ -98,17 +99,13 @@ def read_lines(run: RunDir, history: StartHistory, shown: Callable[[Iterable[Any
 def _timed(start: Start) -> StepColumns:
     """The steps of a start, with the times when they ended: their records are written up to two steps later."""
     steps, begun = start.steps, start.connected if start.ready is None else start.ready
-    return replace(steps, written=begun + np.cumsum(steps.seconds))
+    return StepColumns(steps | {"written": begun + np.cumsum(steps.seconds)})
 
 
-def _columns(steps: StepColumns) -> dict[str, Column]:
-    names = [name for name in StepColumns.__dataclass_fields__ if name != "by_source"]
-    found = {**{name: getattr(steps, name) for name in names}, **steps.by_source}
-    written = steps.written
-    if len(written):  # clocks of hosts differ, and an axis must not go back
-        known = np.where(np.isfinite(written), written, -math.inf)
-        found["written"] = np.maximum.accumulate(np.where(np.isfinite(known), known, np.nanmin(written)))
-    return found
+def _rising(times: Column) -> Column:
+    """Times without steps back: clocks of hosts differ."""
+    known = np.where(np.isfinite(times), times, -math.inf)
+    return np.maximum.accumulate(np.where(np.isfinite(known), known, np.nanmin(times)))
 
 
 def _join(parts: list[dict[str, Column]]) -> Line:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdp_pretrain.record.lines import CLOCKS, Line
-from fsdp_pretrain.record.start_history import Column
+from fsdp_pretrain.record.step_columns import Column
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import numpy as np
 from fsdp_pretrain.record.files import stamp
 from fsdp_pretrain.record.goodput import State
 from fsdp_pretrain.record.lines import CLOCKS, Position
-from fsdp_pretrain.record.start_history import Column
+from fsdp_pretrain.record.step_columns import Column
 
 from .curves import Curve
 from .evaluations import ScorePoint

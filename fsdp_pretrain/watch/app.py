@@ -134,10 +134,13 @@ def _keys() -> Iterator[Callable[[], str]]:
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
     def pressed() -> str:
-        if not select.select([] if terminal is None else [terminal], [], [], _SECONDS)[0] or terminal is None:
+        sources = [] if terminal is None else [terminal]
+        if not select.select(sources, [], [], _SECONDS)[0] or terminal is None:
             return ""
-        read = os.read(terminal, 64)
-        return _KEYS.get(read, "") if read else "q"
+        key = os.read(terminal, 1)
+        if key == b"\x1b" and select.select([terminal], [], [], 0.02)[0]:  # an arrow is three bytes
+            key += os.read(terminal, 2)
+        return _KEYS.get(key, "") if key else "q"
 
     before = termios.tcgetattr(terminal) if terminal is not None else None
     if terminal is not None:

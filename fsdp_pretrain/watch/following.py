@@ -132,7 +132,6 @@ def read_view(run: RunDir) -> RunView:
     history = read_history(run)
     entries = journal.read(run)
     evaluations = sorted(journal.of_kind(entries, "eval"), key=lambda entry: -int(entry["step"]))
-    account = goodput.account(run, history)
     return RunView(
         run.path,
         report=inspect(run, brief=True),
@@ -141,7 +140,7 @@ def read_view(run: RunDir) -> RunView:
         alarms=open_alarms(run),
         entries=entries[-_ENTRIES:],
         evaluations=evaluations[:_SHOWN],
-        account=None if account is None else account[0],
+        account=goodput.account(history),
     )
 
 

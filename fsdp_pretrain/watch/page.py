@@ -104,7 +104,7 @@ def _title(view: RunView) -> Table:
     status, level = view.status, ALERT if view.problem else view.report.level
     name = status.run if status.run != "?" else str(view.path)
     words = "no answer" if view.problem else view.report.headline
-    facts = f"  start {status.segment}  on {status.host}" if status.host else ""
+    facts = f" start {status.segment}  on {status.host}" if status.host else ""
     said = _line((one_line(name), "bold"), " ", (f" {words.upper()} ", LEVEL[level]), (facts, "dim"))
     clock = _line((f"{datetime.now(UTC):%d %b %H:%M:%S} UTC", "dim"))
     return _grid([None, clock.cell_len + 1], [[said, clock]])
