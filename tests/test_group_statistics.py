@@ -223,9 +223,9 @@ def grouped(step: int) -> StepRecord:
 
 @pytest.mark.quick
 def test_trackers_get_what_is_known() -> None:
-    from fsdp_pretrain.trackers.points import _values
+    from fsdp_pretrain.trackers.points import step_values
 
-    found = {scalar.path: scalar.value for scalar in _values(grouped(7)).scalars}
+    found = step_values(grouped(7)).values
     assert found["optimizer/group_grad_norm/embedding"] == 0.5
     assert "optimizer/group_grad_norm/mlp/0-7" not in found
     assert found["optimizer/group_update_ratio/mlp/0-7"] == 1e-3

@@ -119,11 +119,12 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
         "ETA 2m05s",
     ):
         assert part in screen, screen
-    assert "eval @100" not in screen
-    shown.press("Down", "Down", "Down")
-    scrolled = shown.shows("eval @100").splitlines()  # the journal is below
-    assert len(scrolled) == 24 and "small" not in scrolled[0] and scrolled[-1].startswith("q quit")
-    shown.press("Up", "Up", "Up", "Up")
+    shown.resize(80, 14)
+    until(lambda: len(shown.screen().splitlines()) == 14 and "eval @100" not in shown.screen(), what=shown.screen)
+    shown.press(*["Down"] * 12)
+    scrolled = shown.shows("eval @100").splitlines()  # the journal is at the bottom
+    assert len(scrolled) == 14 and "small" not in scrolled[0] and scrolled[-1].startswith("q quit")
+    shown.press(*["Up"] * 20)
     shown.shows("small  RUNNING")
     assert contents(run) == before
     shown.resize(200, 50)

@@ -27,7 +27,6 @@ Kind = Literal[
     "launch", "restart", "hosts", "avoid-hosts",
     "eval", "eval-failed", "eval-late", "eval-refused", "eval-retry", "eval-verdict",
     "alarm", "mute", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
-    "aim-stopped",  # of earlier releases
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
 _POLL_SECONDS = 0.5

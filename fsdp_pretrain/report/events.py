@@ -75,7 +75,7 @@ _SEVERITY = {
     **dict.fromkeys("checkpoint-failed checkpoint-missing eval-verdict".split(), Severity.CRIT),
     **dict.fromkeys(
         "rollback health-rollback health-skip health-again checkpoint-fallback checkpoint-late checkpoint-rejected "
-        "on-commit-failed eval-failed eval-late eval-refused aim-stopped".split(),
+        "on-commit-failed eval-failed eval-late eval-refused tracker-stopped".split(),
         Severity.WARN,
     ),
 }
