@@ -176,7 +176,7 @@ def test_followers_share_a_run(tmp_path: Path) -> None:
     finish(first)
     assert second.wait(120) == 0
     check("tensorboard", made)
-    made.evaluated(20, 0.5)
+    made.evaluated(12, 0.5)
     made.alarm(20, "CRIT late")
     assert follow(made.run.path, "tensorboard", "--once").wait(60) == 0
     check("tensorboard", made)

@@ -10,7 +10,7 @@ from typing import Any
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.goodput import GoodputReport, Timeline, account
+from fsdp_pretrain.record.goodput import GoodputReport, account
 from fsdp_pretrain.record.lines import Lines, read_lines
 from fsdp_pretrain.record.start_history import StartHistory, read_history
 from fsdp_pretrain.watchdog.status import StatusReport, inspect
@@ -33,7 +33,6 @@ class RunRecord:
     history: StartHistory
     lines: Lines
     account: GoodputReport
-    timeline: Timeline
     entries: list[dict[str, Any]]
     status: StatusReport
 
@@ -71,7 +70,7 @@ def read(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) ->
         UserError: the lineage is damaged.
     """
     history = read_history(run, shown)
-    found = account(run, history)
+    found = account(history)
     if found is None:
         raise ConfigError(
             f"there is nothing to show: {run.path} was never started",
@@ -79,7 +78,7 @@ def read(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) ->
             remedy=f"start its training, or see why that failed: fsdp-pretrain journal {run.path}",
         )
     lines = read_lines(run, history, shown)
-    return RunRecord(run, history, lines, *found, _entries(run), inspect(run, brief=True))
+    return RunRecord(run, history, lines, found, _entries(run), inspect(run, brief=True))
 
 
 def _entries(run: RunDir) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ class Summary:
 def summarize(record: RunRecord) -> Summary:
     """The header of a run, from what `status` found and the kept line."""
     found, kept, account = record.status, record.lines.kept, record.account
-    segments = {start.segment for start in record.history.attempts if len(start.steps)}
+    segments = {start.segment for start in record.history.starts if start.steps.count}
     starts = [entry for entry in record.entries if entry["kind"] == "start"]
     trained = [entry for entry in starts if entry.get("segment") in segments] or starts
     steps = _last(kept, "step") or 0.0

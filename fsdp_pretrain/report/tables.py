@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterable
 
 from fsdp_pretrain.record.files import stamp
+from fsdp_pretrain.record.goodput import MEANING
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_count, human_time
 
 from .events import Event, Mark
-from .figures import COLORS
 from .gather import RunRecord
 from .summary import Fact, Summary
 
@@ -66,13 +66,12 @@ def account(record: RunRecord, records: list[RunRecord]) -> str:
         if seconds > 0:
             share = seconds / found.wall_seconds
             cells = [("number", human_time(seconds)), ("number", f"{share:.3%}")]
-            square, bar = (_bar(COLORS[state], width) for width in (12, share * 160))
-            rows.append(
-                f"<tr><td>{square} {state}</td>{_cells(cells)}<td>{bar}</td>{_cells([('meaning', state.meaning)])}</tr>"
-            )
+            square, bar = (_bar(f"--s-{state}", width) for width in (12, share * 160))
+            meaning = _cells([("meaning", MEANING[state])])
+            rows.append(f"<tr><td>{square} {state}</td>{_cells(cells)}<td>{bar}</td>{meaning}</tr>")
     wall, count = human_time(found.wall_seconds), len(found.incidents)
     text = (
-        f"{_of(record, records)}goodput {found.goodput:.1%} of {wall} ({found.runtime_goodput:.1%} without the queue); "
+        f"{_of(record, records)}goodput {found.goodput:.1%} of {wall}; "
         f"{human_count(found.tokens)} tokens kept, {human_count(found.tokens_lost)} lost; "
         f"{count} interruption{'s' * (count != 1)}."
     )
