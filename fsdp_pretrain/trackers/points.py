@@ -38,6 +38,7 @@ class PointValues:
     step: int
     time: float
     values: dict[str, float]
+    of_training: bool = True
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _scores(entry: dict[str, Any]) -> PointValues:
         for metric, value in metrics.items():
             kind = "stderr" if metric.endswith("_stderr") else "score"
             values[f"{kind}/{metric.removesuffix('_stderr')}/{task}"] = value
-    return PointValues(entry["step"], seconds_of(entry["time"]) or 0.0, _finite(values))
+    return PointValues(entry["step"], seconds_of(entry["time"]) or 0.0, _finite(values), of_training=False)
 
 
 def _finite(values: dict[str, Any]) -> dict[str, float]:

@@ -25,6 +25,7 @@ class RunFacts:
         tags: model family, `record.tags`, `fork of NAME`, and the state, which is the last one.
         config: the resolved configuration.
         started, ended: seconds since 1970; `ended` is None while it runs.
+        starts: segments, and the steps that they continued from.
         views: ids of its views, 64 hexadecimal digits: one until each rollback, and last that of the line now.
     """
 
@@ -35,6 +36,7 @@ class RunFacts:
     config: dict[str, Any]
     started: float
     ended: float | None
+    starts: dict[int, int]
     views: list[str]
 
 
@@ -66,6 +68,7 @@ def read_facts(run: RunDir) -> RunFacts:
         config=config,
         started=_start(run),
         ended=ended,
+        starts={node.segment: node.step for node in nodes},
         views=[hashlib.sha256(f"{identity} {number}".encode()).hexdigest() for number in range(left + 1)],
     )
 

@@ -17,7 +17,7 @@ from .run_facts import RunFacts, read_config
 
 
 class Sink(ABC):
-    """The view of a run in one tracker, written from the beginning each time. All methods may raise anything.
+    """The view of a run in one tracker, to which all points are given each time. All methods may raise anything.
 
     Attributes:
         name: of the package, the configuration key `record.NAME` and the verb.
@@ -30,8 +30,9 @@ class Sink(ABC):
     opened: Path
 
     @abstractmethod
-    def __init__(self, place: Path, facts: RunFacts) -> None:
-        """Begin the view in a directory, in place of the one that is there."""
+    def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
+        """Begin the view in a directory, in place of the one that is there. Unless `again`, steps that are known to be
+        in it need not be written again."""
 
     @abstractmethod
     def write(self, points: Sequence[Point]) -> None:

@@ -22,7 +22,7 @@ class TensorboardSink(Sink):
 
     name = "tensorboard"
 
-    def __init__(self, place: Path, facts: RunFacts) -> None:
+    def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
         writer: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")

@@ -27,7 +27,7 @@ class WandbSink(Sink):
 
     name = "wandb"
 
-    def __init__(self, place: Path, facts: RunFacts) -> None:
+    def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = importlib.import_module("wandb")
         self._table, known = wandb.Table, facts.views[-1][:12]

@@ -65,11 +65,11 @@
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
       width: printing ? (figure.scores ? 340 : 700) : undefined, height: figure.height, uirevision: "kept", // what a person chose stays
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 68, r: 26, t: 24, b: clock === "date" ? 38 : 24 },
-      font: { family: "system-ui, sans-serif", size: 11, color: css("--ink") }, legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" },
+      font: { family: "system-ui, sans-serif", size: 11, color: css("--ink") }, legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" }, modebar: { bgcolor: "rgba(0,0,0,0)", color: line.color, activecolor: css("--c0") },
       hovermode: figure.unified ? "x unified" : "closest", hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink") }, align: "left", namelength: -1 },
     };
     const traces = [...(figure.unified ? marks : []), ...figure.traces].flatMap(traced);
-    return Plotly.react(plots[at], traces, layout, { displaylogo: false, responsive: true, doubleClick: false, showTips: false });
+    return Plotly.react(plots[at], traces, layout, { displaylogo: false, responsive: true, doubleClick: false, showTips: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] });
   };
   const drawAll = () => Promise.all(figures.map((_, at) => draw(at)));
 
