@@ -287,6 +287,8 @@ def test_it_opens_without_a_complaint(tab: Tab, written: Path, width: int, dark:
         "rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)"
     )
     assert tab.value("document.documentElement.scrollWidth <= window.innerWidth"), "it scrolls sideways"
+    titles = tab.value("[...new Set([...document.querySelectorAll('.modebar-btn')].map((each) => each.dataset.title))]")
+    assert titles == ["Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Autoscale"]  # none that shares
     assert tab.problems == [] and tab.requests == []
 
 

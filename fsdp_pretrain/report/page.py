@@ -31,7 +31,6 @@ from . import tables
 from .events import GROUPS
 from .figures import Drawing, Figure
 from .gather import RunRecord, read
-from .summary import summarize
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
@@ -81,7 +80,7 @@ def render(records: list[RunRecord], library: str, made: float) -> str:
         title=names,
         policy=f"{_POLICY}; script-src {_hash(script)} {_hash(library)}",
         style=_asset("report.css"),
-        headers="".join(tables.header(each, number, summarize(each)) for number, each in enumerate(records)),
+        headers="".join(tables.header(each, number) for number, each in enumerate(records)),
         made=stamp(made)[:19].replace("T", " "),
         several="several" if drawing.several else "",
         panels="".join(_panel(figure) for figure in drawing.figures if not figure.scores),

@@ -17,7 +17,7 @@ from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.status import Status
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, inspect
+from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, Verified, inspect
 
 from .following import RateLimited, open_alarms, signs
 from .page import INK, LEVEL, one_line, short
@@ -26,13 +26,6 @@ _DEPTH = 4
 """Levels below the directory that are searched."""
 _SEARCH_SECONDS = 30.0
 _ORDER = ("running", "saving", "paused", "starting", "incomplete", "stopped", "unknown", "complete")
-
-
-class FleetCheckpoint(BaseModel):
-    """The newest verified checkpoint of a run."""
-
-    step: int
-    age_seconds: float
 
 
 class FleetRow(BaseModel):
@@ -48,7 +41,7 @@ class FleetRow(BaseModel):
     loss: float | None = None
     iteration_seconds: float | None = None
     eta_seconds: float | None = None
-    checkpoint: FleetCheckpoint | None = None
+    checkpoint: Verified | None = None  # the newest
     alarms: list[str] = []
     problem: str = ""  # the worst
 
@@ -88,14 +81,13 @@ def describe(run: RunDir) -> FleetRow:
     except (UserError, OSError) as error:
         text = error.cause if isinstance(error, UserError) else str(error)
         return FleetRow(path=str(run.path), name=run.path.name, state="unreadable", level=ALERT, problem=text)
-    newest = report.verified_checkpoint
     return FleetRow(
         path=str(run.path),
         name=report.status.run if report.status.run != "?" else run.path.name,
         state=report.headline,
         level=report.level,
         running=report.running,
-        checkpoint=None if newest is None else FleetCheckpoint(step=newest.step, age_seconds=newest.age_seconds),
+        checkpoint=report.verified_checkpoint,
         alarms=[alarm.key for alarm in open_alarms(run)],
         problem=max(report.problems, key=lambda each: each[0])[1] if report.problems else "",
         **_progress(report.status, report.running),

@@ -61,7 +61,7 @@ def render(view: RunView, width: int, height: int) -> Group:
         left = width * 55 // 100
         rows = max(4, (height - 22) // 3)
         curves = Group(*(_chart(view, *each, left - 2, rows) for each in _CURVES))
-        body = _grid([left, width - left], [[curves, _facts(view, 6)]])
+        body: RenderableType = _grid([left, width - left], [[curves, _facts(view, 6)]])
     else:
         half, rows = width // 2, max(3, height - 21)
         small = [_chart(view, *each, half - 2, 2) for each in _CURVES[1:]]
@@ -233,7 +233,7 @@ def _heldout(line: Line | None) -> Text:
     """The held-out loss by source: last value, change, course."""
     text, step = _line(), math.nan
     for name, column in {} if line is None else line.columns.items():
-        known = np.flatnonzero(np.isfinite(column)) if name.startswith("heldout/") else []
+        known = np.flatnonzero(np.isfinite(column) & name.startswith("heldout/"))
         if line is None or not len(known):
             continue
         values, step = column[known], float(line.columns["step"][known[-1]])

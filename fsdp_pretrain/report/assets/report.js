@@ -12,6 +12,8 @@
   const root = document.documentElement, all = (selector) => [...document.querySelectorAll(selector)];
   const plots = all(".plot"), kept = places[0], whole = places.filter((place) => place.whole);
 
+  const BUTTONS = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "autoScale2d"]; // none that sends anything
+
   // ---------------------------------------------------------------- clocks
   let clock = "step", printing = false, range; // the range: in steps, ..., hours, or milliseconds since 1970
   const column = (place) => {
@@ -64,12 +66,12 @@
       xaxis: { ...line, ...x, range: [...range], uirevision: clock }, yaxis: { ...line, ...figure.axis },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
       width: printing ? (figure.scores ? 340 : 700) : undefined, height: figure.height, uirevision: "kept", // what a person chose stays
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 68, r: 26, t: 24, b: clock === "date" ? 38 : 24 },
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 68, r: 26, t: 24, b: clock === "date" ? 38 : 24, autoexpand: window.innerWidth < 640 },
       font: { family: "system-ui, sans-serif", size: 11, color: css("--ink") }, legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" }, modebar: { bgcolor: "rgba(0,0,0,0)", color: line.color, activecolor: css("--c0") },
       hovermode: figure.unified ? "x unified" : "closest", hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink") }, align: "left", namelength: -1 },
     };
     const traces = [...(figure.unified ? marks : []), ...figure.traces].flatMap(traced);
-    return Plotly.react(plots[at], traces, layout, { displaylogo: false, responsive: true, doubleClick: false, showTips: false, modeBarButtonsToRemove: ["select2d", "lasso2d"] });
+    return Plotly.react(plots[at], traces, layout, { displaylogo: false, responsive: true, doubleClick: false, showTips: false, modeBarButtons: [BUTTONS] });
   };
   const drawAll = () => Promise.all(figures.map((_, at) => draw(at)));
 
