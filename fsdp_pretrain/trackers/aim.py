@@ -58,6 +58,7 @@ class AimSink(Sink):
                 self._run.add_tag(tag)
 
     def write(self, points: Sequence[Point]) -> None:
+        """As in `Sink`, with the steps that are in it now noted behind them."""
         track = self._run._tracker._track  # as Aim's converters do: `Run.track` has no argument for the time
         for point in points:
             if isinstance(point, PointValues):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class RunFacts:
     config: dict[str, Any]
     started: float
     ended: float | None
-    starts: dict[int, int]
+    starts: dict[int, int] = field(compare=False)  # a start that trained nothing changes nothing else
     views: list[str]
 
 
