@@ -224,7 +224,7 @@ def test_a_run_without_a_step_yet_has_a_page(tmp_path: Path, run_command: Any) -
     done = run_command("fsdp_pretrain.cli", "report", made.run.path)
     assert done.returncode == 0, done.stderr
     shown = Page(made.run.path / "report.html")
-    assert not shown.lines("Loss") and shown.rows("all") and shown.lines("Goodput")
+    assert not shown.lines("Loss") and shown.rows("all") and shown.rows("account")
 
 
 # --------------------------------------------------------------------- in a browser

@@ -248,21 +248,23 @@ class Drawing:
         title = f"Goodput of {record.name}" if self.several else "Goodput"
         figure = Figure(title, f"{record.account.goodput:.1%} in all", 140, _UNITS["share"] | {"range": [0, 1]})
         figure.unified = True
-        rows = np.unique(np.linspace(0, max(0, len(kept["step"]) - 1), _BINS + 1).astype(np.int64))
-        if len(kept["step"]) > 1:
-            place = self._place(run, {clock: kept[clock][rows] for clock in CLOCKS}, whole=True)
-            waits = {"data": "data", "saves": "checkpoint", "held-out loss": "heldout", "paused": "paused"}
-            spent = {name: np.add.reduceat(kept[column][1:], rows[:-1]) for name, column in waits.items()}
-            busy = np.add.reduceat(kept["iteration"][1:], rows[:-1])
-            spent["steps"] = busy - spent["data"] - spent["saves"] - spent["held-out loss"]
-            passed = np.maximum(np.diff(kept["written"][rows]), busy + spent["paused"])
-            spent["lost, stopped and started"] = passed - busy - spent["paused"]
-            for name, color in _LAYERS.items():
-                share = spent[name] / np.maximum(passed, 1e-9)
-                if share.any():
-                    layer = {"name": name, "place": place, "y": np.append(share, share[-1]), "mode": "lines"}
-                    layer |= {"line": {"width": 0, "shape": "hv", "color": color}, "fillcolor": color}
-                    figure.traces.append(layer | {"stackgroup": "s", "hovertemplate": "%{y}", "showlegend": True})
+        last = len(kept["step"]) - 1
+        if last < 1:
+            return
+        rows = np.unique(np.linspace(0, last, _BINS + 1).astype(np.int64))
+        place = self._place(run, {clock: kept[clock][rows] for clock in CLOCKS}, whole=True)
+        waits = {"data": "data", "saves": "checkpoint", "held-out loss": "heldout", "paused": "paused"}
+        spent = {name: np.add.reduceat(kept[column][1:], rows[:-1]) for name, column in waits.items()}
+        busy = np.add.reduceat(kept["iteration"][1:], rows[:-1])
+        spent["steps"] = busy - spent["data"] - spent["saves"] - spent["held-out loss"]
+        passed = np.maximum(np.diff(kept["written"][rows]), busy + spent["paused"])
+        spent["lost, stopped and started"] = passed - busy - spent["paused"]
+        for name, color in _LAYERS.items():
+            share = spent[name] / np.maximum(passed, 1e-9)
+            if share.any():
+                layer = {"name": name, "place": place, "y": np.append(share, share[-1]), "mode": "lines"}
+                layer |= {"line": {"width": 0, "shape": "hv", "color": color}, "fillcolor": color}
+                figure.traces.append(layer | {"stackgroup": "s", "hovertemplate": "%{y}", "showlegend": True})
         self.figures.append(figure)
 
     def _draw_scores(self) -> None:
