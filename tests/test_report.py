@@ -451,7 +451,7 @@ def test_a_trained_run_with_a_rollback_a_fork_and_evaluations_tells_its_story(
     shown = Page(out)
     for name, path in (("run", run), ("cooler", other)):
         records = helpers.metrics(path)
-        steps, losses = shown.curve("Loss", f"{name} training")
+        steps, losses = shown.curve("Loss", name)  # the only line of the run
         assert steps.tolist() == [record["step"] for record in records]
         means = [record["loss"]["sum"] / record["loss"]["count"] for record in records]
         assert losses == pytest.approx(means, rel=1e-5)
