@@ -22,7 +22,7 @@ from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir, make_directory, now
 from fsdp_pretrain.record.journal import Journal, add, of_kind, read
 from fsdp_pretrain.record.lease import Lease, drop_if_dead
-from fsdp_pretrain.trackers.follower import catch_up
+from fsdp_pretrain.trackers.follow import catch_up
 from fsdp_pretrain.units import human_time
 
 from . import sample_files

@@ -17,7 +17,7 @@ from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.files import RunDir, stamp
 from fsdp_pretrain.record.goodput import GoodputReport, Saves, State, goodput, render
 from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.record.start_history import unread_bytes
+from fsdp_pretrain.record.step_columns import unread_bytes
 from fsdp_pretrain.units import human_time
 
 LENGTH, BATCH = 32, 8
@@ -58,7 +58,7 @@ class Script:
         if launcher:
             self.tell(launcher, outside=True)
         launched = self.clock
-        self.spend(launch, State.LAUNCH)
+        self.spend(launch, State.STARTING)
         parent = self.number or None
         self.number += 1
         folder = self.run.segment(self.number)
@@ -70,7 +70,7 @@ class Script:
         }
         self.write(folder / "environment.json", times)
         self.tell("start")
-        self.spend(load, State.LOAD)
+        self.spend(load, State.STARTING)
         self.join(parent, "start")
         self.tell("ready")
 
@@ -101,17 +101,17 @@ class Script:
 
     def stop(self, code: int = 75, *, save: float = 3.0, down: float = 1.0) -> None:
         """A deliberate end: saves, and records it."""
-        self.spend(save, State.CKPT_BLOCK)
+        self.spend(save, State.STOPPING)
         self.save()
         self.tell("stop", code=code, step=self.step)
-        self.spend(down, State.TEARDOWN)
+        self.spend(down, State.STOPPING)
         self.intend(code, "asked to")
 
     def fail(self, code: int, *, detect: float = 4.0, down: float = 1.0) -> None:
         """An end that the trainer noticed itself."""
-        self.spend(detect, State.DETECT)
+        self.spend(detect, State.STOPPING)
         self.tell("stop", code=code)
-        self.spend(down, State.TEARDOWN)
+        self.spend(down, State.STOPPING)
         self.intend(code, "broken")
 
     def intend(self, code: int, reason: str) -> None:
@@ -120,18 +120,18 @@ class Script:
 
     def hang(self, *, detect: float = 30.0, down: float = 5.0) -> None:
         """The watchdog notices a hang, and ends the start."""
-        self.spend(detect, State.DETECT)
+        self.spend(detect, State.STOPPING)
         self.tell("alarm", outside=True, key="hang", state="open")
-        self.spend(down, State.TEARDOWN)
+        self.spend(down, State.STOPPING)
         self.intend(75, "hang")
 
     def vanish(self, *, gap: float) -> None:
         """A power cut: nothing more is written for `gap`."""
-        self.spend(gap, State.IDLE_UNKNOWN)
+        self.spend(gap, State.UNKNOWN)
 
     def kill(self, *, detect: float = 1.0) -> None:
         """A rank dies; the launcher notices. Follow it with `start(told="restart")`."""
-        self.spend(detect, State.DETECT)
+        self.spend(detect, State.STOPPING)
 
     def queue(self, seconds: float) -> None:
         self.spend(seconds, State.QUEUED)
@@ -180,19 +180,19 @@ def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
     script.train(5)
     script.train(25)
     script.stop(0, down=0.0)
-    found = script.check(step_kept=69 * 2.0, step_skipped=2.0, data_wait=70 * 0.1)
-    assert found.states["lost"] == pytest.approx(7 * 2.1 + 10 * 3.1 + 20 * 2.1)
+    lost = 7 * 2.1 + 10 * 3.1 + 20 * 2.1
+    found = script.check(steps=69 * 2.0, lost=lost + 2.0, data=70 * 0.1)  # one step was skipped
     assert found.goodput == pytest.approx(138 / found.wall_seconds, rel=1e-4)
     available = found.wall_seconds - 700
-    assert found.runtime_goodput == found.ettr == pytest.approx(138 / available, rel=1e-4)
+    assert found.ettr == pytest.approx(138 / available, rel=1e-4)
     assert found.tokens_lost == 37 * BATCH * LENGTH
-    assert found.mfu_effective == pytest.approx(0.4 * found.goodput)
+    assert found.mfu == 0.4
     crash, failure, back = found.incidents
     assert [i.kind for i in found.incidents] == ["failure", "failure", "rollback"]
     assert [i.lost_steps for i in found.incidents] == [7, 10, 20]
     assert crash.recovery_seconds == pytest.approx(2 + 20 + 5, rel=1e-4)
-    assert crash.cost_seconds == pytest.approx(27 + 7 * 2.1, rel=1e-4)
-    assert failure.states["queued"] == pytest.approx(600, rel=1e-4)
+    assert [i.lost_seconds for i in found.incidents] == pytest.approx([7 * 2.1, 10 * 3.1, 20 * 2.1])
+    assert found.states["queued"] == pytest.approx(700, rel=1e-4)
     assert failure.recovery_seconds == pytest.approx(4 + 1 + 10 + 5, rel=1e-4)
     assert (back.cause, back.step) == ("spike", 60)
     assert found.mtti_seconds == pytest.approx(available / 3, rel=1e-4)
@@ -205,12 +205,12 @@ def test_a_rollback_without_a_reason_is_not_explained_by_how_the_start_before_en
     script.train(10)
     script.stop(0, down=0.0)
     script.roll_back(5, reason="")
-    (back,) = script.check(step_kept=5 * 2.0, data_wait=5 * 0.1).incidents
+    (back,) = script.check(steps=5 * 2.0, data=5 * 0.1).incidents
     assert back.cause == "no reason was given" and not back.over
 
 
 @pytest.mark.quick
-def test_slow_steps_warming_up_and_gaps_have_their_own_states(tmp_path: Path) -> None:
+def test_slow_steps_and_gaps_have_their_own_states(tmp_path: Path) -> None:
     script = Script(tmp_path)
     script.start()
     script.train(1, seconds=60.0)
@@ -220,7 +220,7 @@ def test_slow_steps_warming_up_and_gaps_have_their_own_states(tmp_path: Path) ->
     script.vanish(gap=3600.0)
     script.start()
     script.train(30)
-    found = script.check(step_kept=730 * 2.0, warmup=58.0, step_slow=50.0, data_wait=73.0)
+    found = script.check(steps=730 * 2.0, slow=58.0 + 50.0, data=73.0)
     assert [incident.cause for incident in found.incidents] == ["ended without reporting a reason"]
 
 
@@ -235,7 +235,7 @@ def test_a_start_that_never_trains_belongs_to_the_incident_before(tmp_path: Path
     script.fail(75)
     script.start(launcher="restart")
     script.train(30)
-    (incident,) = script.check(step_kept=120.0, data_wait=6.0).incidents
+    (incident,) = script.check(steps=120.0, data=6.0).incidents
     assert incident.recovery_seconds == pytest.approx(1 + 15 + 5 + 15, rel=1e-4) and incident.over
 
 
@@ -254,7 +254,7 @@ def test_the_account_of_a_fork_begins_with_it(tmp_path: Path) -> None:
     assert found is not None and found.incidents == []
     assert found.wall_seconds == pytest.approx(15 + 40 * 2.1, abs=0.01)
     assert found.tokens == 40 * BATCH * LENGTH
-    assert found.states["queued"] == 0 and found.states["step_kept"] == pytest.approx(80)
+    assert found.states["queued"] == 0 and found.states["steps"] == pytest.approx(80)
 
 
 @pytest.mark.quick
@@ -267,8 +267,8 @@ def test_a_run_that_trains_is_accounted_for_up_to_its_last_step(tmp_path: Path, 
     assert goodput(script.run) is not None  # no step yet
     script.train(3)
     script.tell("checkpoint-late", step=3)
-    found = script.check(step_kept=6.0, data_wait=0.3)
-    assert found.incidents == [] and found.mtti_seconds is None and found.interval.seconds is None
+    found = script.check(steps=6.0, data=0.3)
+    assert found.incidents == [] and found.mtti_seconds is None and found.interval_seconds is None
     assert "MTTI" not in render(found)
 
 
@@ -282,8 +282,8 @@ def test_lost_lines_of_the_record_are_a_gap_not_an_error(tmp_path: Path) -> None
     path.write_text("".join([*lines[:40], "torn\n", *lines[50:]]))
     found = goodput(RunDir(tmp_path))
     assert found is not None
-    assert found.states["idle_unknown"] == pytest.approx(10 * 2.1, abs=0.01)
-    assert found.states["step_kept"] == pytest.approx(180.0)
+    assert found.states["unknown"] == pytest.approx(10 * 2.1, abs=0.01)
+    assert found.states["steps"] == pytest.approx(180.0)
     assert found.wall_seconds == pytest.approx(script.clock - BEGIN, abs=0.01)
 
 
@@ -324,8 +324,8 @@ def test_the_recommended_interval_is_the_square_root_law(tmp_path: Path) -> None
     assert found is not None
     assert found.saves == Saves(count=8, block_seconds=60.0, seconds=1.0)
     wanted = (2 * found.mtti_seconds * 60.0) ** 0.5
-    assert found.interval.seconds == pytest.approx(wanted)
-    assert found.interval.steps == round(wanted / 88.0) == 34
+    assert found.interval_seconds == pytest.approx(wanted)
+    assert found.interval_steps == round(wanted / 88.0) == 34
 
 
 def rebuild(lines: list[tuple[float, Path, str]], old: Path, new: Path) -> RunDir:
@@ -380,8 +380,7 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
     found = goodput(script.run)
     assert found is not None and found == goodput(script.run)
     states, truth = found.states, {str(state): value for state, value in script.truth.items()}
-    steps = ("step_kept", "step_slow", "warmup", "data_wait", "step_skipped", "ckpt_block")
-    seconds += truth["ckpt_block"]
+    steps = ("steps", "slow", "data", "saves")
     assert sum(states[name] for name in steps) == pytest.approx(seconds, abs=0.05)
     for name in set(states) - set(steps):
         assert states[name] == pytest.approx(truth[name], abs=0.05), name
@@ -426,13 +425,11 @@ def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_comm
     assert incident["lost_steps"] == resumed["lost"]["steps"] == lost > 0
     assert found["tokens_lost"] == resumed["lost"]["tokens"] == lost * 8 * 32
     assert incident["kind"] == "failure" and incident["over"] and "SIGKILL" in incident["cause"]
-    assert states["launch"] > 0 and states["load"] > 0 and states["step_kept"] > 0 and states["detect"] > 0
-    assert states["lost"] == pytest.approx(incident["states"]["lost"])
-    assert states["idle_unknown"] == 0 == states["queued"]
+    assert states["starting"] > 0 and states["steps"] > 0 and states["stopping"] > 0
+    assert states["lost"] == pytest.approx(incident["lost_seconds"])
+    assert states["unknown"] == 0 == states["queued"]
     kept = sum(record["seconds"]["iteration"] for record in metrics)
-    parts = ("step_kept", "step_slow", "warmup", "data_wait", "step_skipped")
-    blocked = sum(record["seconds"]["checkpoint"] for record in metrics)
-    assert sum(states[name] for name in parts) == pytest.approx(kept - blocked, abs=0.01)
+    assert sum(states[name] for name in ("steps", "slow", "data", "saves")) == pytest.approx(kept, abs=0.01)
     (changed,) = helpers.journal(run, "changed")
     assert "optimizer.lr: 0.01 -> 0.002; because: it was too high" in changed["text"]
     (stop,) = helpers.journal(run, "stop")

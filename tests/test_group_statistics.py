@@ -219,9 +219,9 @@ def grouped(step: int) -> StepRecord:
 
 @pytest.mark.quick
 def test_trackers_get_what_is_known() -> None:
-    from fsdp_pretrain.trackers.points import _values
+    from fsdp_pretrain.trackers.points import step_values
 
-    found = {scalar.path: scalar.value for scalar in _values(grouped(7)).scalars}
+    found = step_values(grouped(7)).values
     assert found["optimizer/group_grad_norm/embedding"] == 0.5
     assert "optimizer/group_grad_norm/mlp/0-7" not in found
     assert found["optimizer/group_update_ratio/mlp/0-7"] == 1e-3
@@ -231,14 +231,14 @@ def test_trackers_get_what_is_known() -> None:
 
 @pytest.mark.quick
 def test_the_report_has_panels_of_the_groups(tmp_path: Path) -> None:
-    from fsdp_pretrain.record.start_history import read_steps
+    from fsdp_pretrain.record.step_columns import read_steps
 
     lines = [(grouped(step) if step == 2 else step_record(step)).to_line() + "\n" for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     steps, damaged = read_steps(tmp_path / "metrics.jsonl")
-    assert not damaged and steps.by_source["gradient/embedding"].tolist()[1] == 0.5
-    assert all(math.isnan(steps.by_source["gradient/embedding"][row]) for row in (0, 2))
-    panels = {panel.name: panel for panel in lay_out(steps.by_source)}
+    assert not damaged and steps["gradient/embedding"].tolist()[1] == 0.5
+    assert all(math.isnan(steps["gradient/embedding"][row]) for row in (0, 2))
+    panels = {panel.name: panel for panel in lay_out(steps)}
     assert [trace.label for trace in panels["update"].traces] == ["embedding", "mlp/0-7"]
     assert [trace.column for trace in panels["moment"].traces] == ["second_moment/embedding", "second_moment/mlp/0-7"]
 

@@ -20,7 +20,6 @@ import pytest
 from browser import Tab, browser, needs_chromium
 from laboratory import Lab
 from long_run import LongRun, write_long_run
-from released import ARCHIVES, unpack
 from sight import tree
 
 from fsdp_pretrain.record.files import RunDir
@@ -138,9 +137,16 @@ def test_account_checkpoints_evaluations_and_events_are_those_of_the_record(made
     assert account is not None
     layers = shown.lines("Goodput")
     spent = {line["name"]: float(numbers(line["y"])[:-1] @ np.diff(shown.at(line, "written"))) for line in layers}
-    assert sum(spent.values()) == pytest.approx(account.wall_seconds, rel=1e-3)
-    for name, state in (("useful steps", "step_kept"), ("lost steps", "lost"), ("queue", "queued")):
-        assert spent[name] == pytest.approx(account.states[State(state)], rel=1e-3, abs=0.5)
+    clock = shown.at(layers[0], "written")
+    first, *kept = read_metrics(made.run)
+    assert sum(spent.values()) == pytest.approx(clock[-1] - clock[0], rel=1e-3)
+    assert spent["data"] == pytest.approx(sum(record.seconds.data for record in kept), rel=1e-3)
+    assert spent["saves"] == pytest.approx(sum(record.seconds.checkpoint for record in kept), rel=1e-3)
+    trained = sum(spent[name] for name in ("steps", "data", "saves", "held-out loss"))
+    assert trained == pytest.approx(sum(record.seconds.iteration for record in kept), rel=1e-3)
+    gone = [State.LOST, State.QUEUED, State.STARTING, State.STOPPING, State.UNKNOWN]
+    begun = first.seconds.iteration + account.states[State.STARTING] / (made.starts - len(made.spikes) + 1)
+    assert spent["lost, stopped and started"] == pytest.approx(sum(account.states[s] for s in gone) - begun, rel=0.02)
     rows = [[str(state), human_time(seconds), f"{seconds / account.wall_seconds:.3%}"]
             for state, seconds in account.states.items() if seconds]  # fmt: skip
     assert [row[:3] for row in shown.rows("account")] == rows
@@ -166,7 +172,7 @@ def test_it_writes_nothing_but_the_page_and_works_on_a_disk_that_is_read_only(
     tmp_path: Path, run_command: Any, small_disk: Any
 ) -> None:
     disk = small_disk("20m")
-    run = unpack(ARCHIVES[-1], disk)
+    run = write_long_run(disk / "run", steps=800, starts=5).run.path
     before = tree(run)
     for options in (["--out", tmp_path / "one.html"], ["--out", tmp_path / "two.html"]):
         done = run_command("fsdp_pretrain.cli", "report", run, *options)
@@ -218,7 +224,7 @@ def test_a_run_without_a_step_yet_has_a_page(tmp_path: Path, run_command: Any) -
     done = run_command("fsdp_pretrain.cli", "report", made.run.path)
     assert done.returncode == 0, done.stderr
     shown = Page(made.run.path / "report.html")
-    assert not shown.lines("Loss") and shown.rows("all") and shown.lines("Goodput")
+    assert not shown.lines("Loss") and shown.rows("all") and shown.rows("account")
 
 
 # --------------------------------------------------------------------- in a browser
@@ -281,6 +287,8 @@ def test_it_opens_without_a_complaint(tab: Tab, written: Path, width: int, dark:
         "rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)"
     )
     assert tab.value("document.documentElement.scrollWidth <= window.innerWidth"), "it scrolls sideways"
+    titles = tab.value("[...new Set([...document.querySelectorAll('.modebar-btn')].map((each) => each.dataset.title))]")
+    assert titles == ["Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Autoscale"]  # none that shares
     assert tab.problems == [] and tab.requests == []
 
 
@@ -312,7 +320,7 @@ def test_one_axis_is_shared_by_all_panels_on_every_clock(tab: Tab, made: LongRun
         choose(tab, clock)
     (again,) = {tuple(each) for each in tab.value(RANGES)}
     assert again == pytest.approx(zoomed, abs=100)  # the same part of the run
-    click(tab, "#zoom button:last-child")
+    click(tab, "[aria-label=Loss] [data-val=auto]")  # plotly's button for everything
     wait(tab, f"{RANGES}.every((range) => range[0] === 0)")
     (start,) = (float(step.replace(",", "")) for _, step, kind, _ in Page(written).rows("all") if kind == "▲ rollback")
     tab.move(left + width * start / 12_000 - 9, at)
@@ -327,7 +335,8 @@ def test_one_axis_is_shared_by_all_panels_on_every_clock(tab: Tab, made: LongRun
 
 @needs_chromium
 def test_a_person_can_choose_what_to_see(tab: Tab, written: Path) -> None:
-    """A spike fills the axis until extremes are ignored; a line can be hidden; events and their rows lead to each other."""
+    """An event can be read; a part of the axis fills a panel; a line can be hidden, and stays so on another clock; a
+    row of the table shows its event."""
     look(tab, written)
     mark = "document.querySelectorAll('.plot')[0].querySelectorAll('.trace')"
     box = f"[...{mark}].flatMap((trace) => [...trace.querySelectorAll('.point')]).at(-1).getBoundingClientRect()"
@@ -335,19 +344,25 @@ def test_a_person_can_choose_what_to_see(tab: Tab, written: Path) -> None:
     tab.move(x - 9, y)
     tab.move(x, y)
     wait(tab, "document.querySelector('.hoverlayer').textContent.includes('interruption')")
-    tab.press(x, y)
-    wait(tab, "document.activeElement.closest('tr')")
-    said = "document.activeElement.closest('tr').textContent"
-    assert "interruption" in tab.value(said)
-    tab.value("window.scrollTo(0, 0)")
     top = "10 ** document.querySelectorAll('.plot')[1].layout.yaxis.range[1]"
-    assert tab.value(top) > 9
-    click(tab, "[aria-label=Loss] button[value=fit]")
+    assert tab.value(top) > 9  # the spike
+    box = "document.querySelectorAll('.plot')[1].querySelector('.nsewdrag').getBoundingClientRect()"
+    left, upper, width, height = tab.value(
+        f"(() => {{ const b = {box}; return [b.left, b.top, b.width, b.height]; }})()"
+    )
+    tab.drag((left + width * 0.2, upper + height * 0.4), (left + width * 0.6, upper + height * 0.95))
     wait(tab, f"{top} < 9")
-    lines = "document.querySelectorAll('.plot')[1].data.filter((trace) => trace.name).length"
+    lines = "document.querySelectorAll('.plot')[1].data.filter((trace) => trace.name && trace.visible !== 'legendonly').length"
     before = tab.value(lines)
-    click(tab, "[aria-label=Loss] .key")
+    toggle = "document.querySelector('[aria-label=Loss] .legendtoggle').getBoundingClientRect()"
+    x, y = tab.value(f"(() => {{ const b = {toggle}; return [b.left + b.width / 2, b.top + b.height / 2]; }})()")
+    tab.move(x, y)
+    tab.press(x, y)
     wait(tab, f"{lines} < {before}")
+    hidden = tab.value(lines)
+    choose(tab, "trained")
+    assert tab.value(lines) == hidden
+    choose(tab, "step")
     shown = "[...document.querySelectorAll('#events tbody tr')].filter((row) => !row.hidden)"
     assert "checkpoint" not in tab.value(f"{shown}.map((row) => row.cells[2].textContent)")
     tab.value("document.querySelector('#filter select').value = 'saves'")
@@ -366,7 +381,7 @@ def test_texts_of_the_record_stay_texts_and_runs_are_compared(tab: Tab, compared
     assert count(tab, "img") == 0
     rows = tab.value("[...document.querySelectorAll('#events td')].map((cell) => cell.textContent)")
     assert f"{HOSTILE} ({HOSTILE})" in rows and f"b {HOSTILE}: note" in rows
-    assert count(tab, "[aria-label=Loss] .key") == 4  # training and held-out, of each
+    assert count(tab, "[aria-label=Loss] .legendtoggle") == 4  # training and held-out, of each
     box = "document.querySelectorAll('.plot')[1].querySelector('.nsewdrag').getBoundingClientRect()"
     left, top, width = tab.value(f"(() => {{ const b = {box}; return [b.left, b.top + 30, b.width]; }})()")
     for x in (-9, 0):  # over the hostile note, with the hostile name in every box
@@ -436,7 +451,7 @@ def test_a_trained_run_with_a_rollback_a_fork_and_evaluations_tells_its_story(
     shown = Page(out)
     for name, path in (("run", run), ("cooler", other)):
         records = helpers.metrics(path)
-        steps, losses = shown.curve("Loss", f"{name} training")
+        steps, losses = shown.curve("Loss", name)  # the only line of the run
         assert steps.tolist() == [record["step"] for record in records]
         means = [record["loss"]["sum"] / record["loss"]["count"] for record in records]
         assert losses == pytest.approx(means, rel=1e-5)

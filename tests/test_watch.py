@@ -28,8 +28,8 @@ from fsdp_pretrain.record.files import RunDir, now
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.step_record import LossSum
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watch import charts
-from fsdp_pretrain.watch.following import RunFollower, RunView
+from fsdp_pretrain.watch.charts import draw
+from fsdp_pretrain.watch.following import RateLimited, RunFollower
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 from fsdp_pretrain.watchdog.notify.operator import alarms_file
 
@@ -90,19 +90,12 @@ def contents(run: RunDir) -> dict[str, bytes]:
     return {str(path.relative_to(run.path)): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
 
 
-def polled(follower: RunFollower) -> RunView:
-    while True:
-        view, whole = follower.poll()
-        if whole:
-            return view
-
-
 # ------------------------------------------------------------------ in a terminal
 
 
 @needs_tmux
 def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: F811
-    """Follows it, fits every size, acknowledges with a key, writes nothing else, leaves the terminal as it was."""
+    """Follows it, fits every size, scrolls, writes nothing, leaves the terminal as it was."""
     run, before = written.run, contents(written.run)
     shown = terminal("watch", run.path)
     screen = shown.shows(
@@ -126,22 +119,19 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
         "ETA 2m05s",
     ):
         assert part in screen, screen
+    shown.resize(80, 14)
+    until(lambda: len(shown.screen().splitlines()) == 14 and "eval @100" not in shown.screen(), what=shown.screen)
+    shown.press(*["Down"] * 12)
+    scrolled = shown.shows("eval @100").splitlines()  # the journal is at the bottom
+    assert len(scrolled) == 14 and "small" not in scrolled[0] and scrolled[-1].startswith("q quit")
+    shown.press(*["Up"] * 20)
+    shown.shows("small  RUNNING")
     assert contents(run) == before
     shown.resize(200, 50)
     wide = shown.shows("q quit", "pace", "the summary of disk/run", "\x20" * 100)
     assert len(wide.splitlines()) == 50 and 150 < max(map(len, wide.splitlines())) <= 200
     written.train(10)
-    shown.shows("160 of 400")
-    shown.press("z", "z")
-    shown.shows("zoom: last 1_000 steps")
-    shown.press("a")
-    shown.shows("acknowledge disk/run?")
-    shown.press("n", "a")
-    shown.shows("acknowledge disk/run?")
-    shown.press("y")
-    shown.shows("disk/run is acknowledged", "WARN pace", "CRIT disk/run (")
-    acknowledged = [entry for entry in journal.read(run) if entry["kind"] == "alarm"]
-    assert [(entry["key"], entry["state"]) for entry in acknowledged] == [("disk/run", "acknowledged")]
+    shown.shows("160 of 400", "loss 2.05", "160")
     shutil.move(run.path, run.path.with_name("elsewhere"))
     shown.shows("NO ANSWER", "is gone; waiting for it")
     shutil.move(run.path.with_name("elsewhere"), run.path)
@@ -157,13 +147,15 @@ def test_runs_in_a_terminal(lab: Lab, written: Written, terminal: Any) -> None: 
     other.train(20)
     shown = terminal("watch", lab.path, NO_COLOR="1")
     lines = shown.shows("1 alert", "2 runs", "2 alarms: disk/run, pace").splitlines()
-    assert [line[:8] for line in lines[2:5]] == [" 1 small", "    2 al", " 2 other"]
-    shown.press("2")
+    assert [line.split()[0] for line in lines[2:4]] == ["small", "other"]
+    shown.press("Down")
+    shown.press("Enter")
     shown.shows("other  RUNNING", "20 of 400", "Esc all runs")
     shown.press("Escape")
     shown.shows("2 runs")
-    shown.press("Down", "Enter")
-    shown.shows("other  RUNNING")
+    shown.press("Up")
+    shown.press("Enter")
+    shown.shows("small  RUNNING")
     shown.press("C-c")
     assert "-echo" not in shown.shows("left with 130", "echo") and shown.is_clean()
 
@@ -272,60 +264,61 @@ def test_starts_that_wait_or_died_are_shown_plainly(lab: Lab, run_command: Run) 
 # ------------------------------------------------------------------ what is read, and how it is drawn
 
 
-def test_only_what_is_new_is_read(lab: Lab) -> None:
-    """A poll reads kilobytes of a record of megabytes, and the kept line is that of `read_metrics`."""
+def test_the_kept_line_is_followed(lab: Lab) -> None:
+    """A resume replaces what came after it; what happened is seen at once."""
     made = Written(lab)
-    made.train(3000)
+    made.train(300)
     follower = RunFollower(made.run)
-    assert list(polled(follower).table.kept("step")[0]) == list(range(1, 3001))
-    polled(follower)
 
-    def read() -> int:
-        return int(Path("/proc/thread-self/io").read_text().split()[1])
+    def column(name: str) -> list[float]:
+        line = follower.poll().line
+        assert line is not None
+        return [float(value) for value in line.columns[name]]
 
-    before = read()
-    made.train(5)
-    writing = read() - before
-    view = polled(follower)
-    assert view.table.kept("step")[0][-1] == 3005 and read() - before - writing < 200_000
-    assert (made.run.segment(1) / "metrics.jsonl").stat().st_size > 2_000_000
-    made.step = 1000  # resumes from there
+    assert column("step") == list(range(1, 301))
+    made.step = 100  # resumes from there
     made.start()
     made.train(10, grad_norm=9.0)
-    steps, norms = polled(follower).table.kept("step", "grad_norm")
-    assert list(steps) == list(range(1, 1011)) and set(norms[:1000]) == {0.5} and set(norms[1000:]) == {9.0}
-    assert polled(follower).table.starts() == [1001]
+    made.recorder.event("note", "something happened")
+    assert column("step") == list(range(1, 111))
+    assert set(column("grad_norm")[:100]) == {0.5} and set(column("grad_norm")[100:]) == {9.0}
+    line = follower.poll().line
+    assert line is not None and line.breaks == [100]
+
+
+@pytest.mark.quick
+def test_what_is_costly_is_read_seldom() -> None:
+    """Unless something happened."""
+    reads = []
+    value = RateLimited(lambda: reads.append(1) or len(reads), least=3600.0)
+    assert [value.get("a"), value.get("a"), value.get("b"), value.get("b"), value.get("a")] == [1, 1, 2, 2, 3]
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("columns", [60, 2000])
 def test_a_spike_of_one_step_stays(columns: int) -> None:
-    """And the curve has the extremes of the values, for more and for fewer values than columns."""
-    steps, values = np.arange(1.0, 100_001.0), np.full(100_000, 2.0)
+    values = np.full(100_000, 2.0)
     values[70_123], values[80_321], values[81_000:81_010] = 9.0, 1.0, np.nan
-    low, high = charts.envelope(steps, values, columns, (1.0, 100_000.0))
-    assert high.max() == 9.0 and low.min() == 1.0 and np.isfinite(low).all()
-    assert np.flatnonzero(high > 2.0).tolist() == [int(70_123 / 99_999 * columns)]
-    few = charts.envelope(steps[:3], np.array([1.0, 2.0, 3.0]), columns, (1.0, 3.0))
-    assert (
-        few[0].tolist()
-        == few[1].tolist()
-        == pytest.approx(np.interp(np.arange(columns), [0, columns // 2, columns - 1], [1, 2, 3]).tolist(), abs=0.05)
-    )
+    drawn = draw(values, columns, 4)
+    assert drawn is not None and (drawn.low, drawn.high, len(drawn.rows[0])) == (1.0, 9.0, columns)
+    assert [at for at, char in enumerate(drawn.rows[0]) if char != " "] == [70_123 * columns // 100_000]
+    low = 80_321 * columns // 100_000
+    assert [at for at, char in enumerate(drawn.rows[3]) if char != drawn.rows[3][0]] in ([low], [low, low + 1])
 
 
 @pytest.mark.quick
-def test_dots_are_where_the_values_are() -> None:
-    """A straight line in one cell per column pair: the Unicode names of braille patterns say which dots."""
-    steps = np.arange(4.0)
-    drawn = charts.curve(steps, steps, 2, 1, (0.0, 3.0))
-    assert drawn is not None and (drawn.low, drawn.high, drawn.logarithmic) == (0.0, 3.0, False)
-    assert drawn.rows == ["\N{BRAILLE PATTERN DOTS-67}\N{BRAILLE PATTERN DOTS-24}"]
-    assert charts.curve(steps, np.full(4, np.nan), 2, 1, (0.0, 3.0)) is None
-    flat = charts.curve(steps, np.ones(4), 2, 3, (0.0, 3.0), logarithmic=True)
-    assert flat is not None and flat.rows[0] == flat.rows[2] == "\N{BRAILLE PATTERN BLANK}" * 2
-    assert charts.plain("│⣿▓─✓ ") == "|*=-v "
-    assert charts.cells([1.0, 1.0, 1.0], 10) == [4, 3, 3] and charts.cells([0.0], 5) == [0]
+def test_blocks_are_as_high_as_the_values() -> None:
+    steps = np.arange(8.0)
+    drawn = draw(steps, 8, 1)
+    assert drawn is not None and (drawn.low, drawn.high, drawn.logarithmic) == (0.0, 7.0, False)
+    assert drawn.rows == ["▁▂▃▄▅▆▇█"]
+    twice = draw(steps, 8, 2)
+    assert twice is not None and twice.rows[0] == "    ▂▄▆█" and twice.rows[1] == "▁▃▅▇████"
+    assert draw(np.full(4, np.nan), 2, 1) is None
+    logarithmic = draw(np.array([1.0, 10.0, 100.0]), 3, 1, logarithmic=True)
+    assert logarithmic is not None and logarithmic.logarithmic and logarithmic.rows[0][1] in "▄▅"
+    flat = draw(np.ones(4), 2, 3, logarithmic=True)
+    assert flat is not None and flat.rows[0] == "  "
 
 
 # ------------------------------------------------------------------ the real thing
@@ -333,8 +326,8 @@ def test_dots_are_where_the_values_are() -> None:
 
 @needs_tmux
 @pytest.mark.slow
-def test_a_real_run_is_killed_resumes_and_hangs(lab: Lab, terminal: Any, helpers: Any) -> None:  # noqa: F811
-    """Under torchrun, seen at 80 and 200 columns; its alarm is acknowledged there, through the watchdog."""
+def test_a_real_run_is_killed_resumes_and_hangs(lab: Lab, terminal: Any, helpers: Any, run_command: Run) -> None:  # noqa: F811
+    """Under torchrun, seen at 80 and 200 columns; an alarm that somebody acknowledged is shown so."""
     watchdog = {"enabled": True, "interval": "0.2 s", "pace": CALM, "hang": {"soft": "3 s", "hard": "120 s"}}
     config = lab.config(
         "real",
@@ -383,11 +376,8 @@ def test_a_real_run_is_killed_resumes_and_hangs(lab: Lab, terminal: Any, helpers
         stopped.send_signal(signal.SIGSTOP)
         for shown in (narrow, wide):
             assert max(map(len, shown.shows("CRIT hang").splitlines())) <= (80 if shown is narrow else 200)
-        narrow.press("a")
-        narrow.shows("acknowledge hang?")
-        narrow.press("y")
+        assert run_command("fsdp_pretrain.cli", "ack", lab.path / "real", "hang").returncode == 0
         wide.shows("hang (", "acknowledged)")
-        narrow.shows("hang is acknowledged")
         stopped.send_signal(signal.SIGCONT)
         for shown in (narrow, wide):
             until(lambda: "hang (" not in shown.screen(), what=shown.screen)  # noqa: B023

@@ -29,7 +29,7 @@ class Recorded:
 
     Attributes:
         expected: the curves of the kept line.
-        incidents: texts that must be found among the incidents.
+        texts: that must be found in the journal.
     """
 
     def __init__(self, path: Path, **record: Any) -> None:
@@ -37,7 +37,7 @@ class Recorded:
         run_id.assign(path)
         sections = {"run": {"name": "demo", "dir": str(path)}, "model": {"family": "llama"}, "record": record}
         self.run.config.write_text(tomli_w.dumps(sections))
-        self.incidents: list[str] = []
+        self.texts: list[str] = []
         self._number = 0
 
     def start(self, *, parent: int | None = None, step: int = 0, kind: str = "start") -> None:
@@ -85,7 +85,7 @@ class Recorded:
 
     def alarm(self, step: int, text: str) -> None:
         self.tell("alarm", BEGIN + 10 * step, text, step=step)
-        self.incidents.append(text)
+        self.texts.append(text)
 
     def evaluated(self, step: int, value: float) -> None:
         """An evaluation, whose entry comes 25 seconds later."""
@@ -115,15 +115,13 @@ for run in Repo(sys.argv[1]).iter_runs():
     found = {key: getattr(run, key) for key in "name experiment tags archived active creation_time end_time".split()}
     found["config"], found["curves"], found["times"], found["page"] = run["config"], {}, {}, []
     for metric in run.metrics():
-        context = metric.context.to_dict()
-        found["page"].append(metric.name + "_" + ", ".join(f"{key}={value}" for key, value in context.items()))
-        parts = [context[key] for key in ("subset", "source", "task", "part") if key in context]
-        path = "/".join([metric.name, *(part for part in parts if part != "(mixture)")])
+        path = metric.name
+        found["page"].append(path)
         steps, (values, _, times) = metric.data.items_list()
         found["curves"][path], found["times"][path] = list(zip(steps, values)), list(zip(steps, times))
     found["page"].sort(key=str.upper)  # as the page of a run does
     found["first"] = next(iter(run.iter_metrics_info()))[0]  # on Aim's page of all runs
-    for name in ("incidents", "journal"):
+    for name in ("journal",):
         texts = run.get_text_sequence(name, Context({}))
         found[name] = [] if texts is None else [text.data for row in texts.data.items_list()[1][0] for text in row]
     out[run.hash] = found
@@ -153,12 +151,12 @@ print("RESULT" + json.dumps([curves, texts]))
 
 
 def tensorboard_view(folder: Path) -> tuple[Curves, str]:
-    """What TensorBoard's own reader finds: curves, of which no step may be there twice, and the incidents."""
+    """What TensorBoard's own reader finds: curves, of which no step may be there twice, and the journal."""
     curves, texts = _python(_EVENTS, folder)
     for name, points in curves.items():
         assert len({step for step, _ in points}) == len(points), name
     return {name: {int(at): value for at, value in row} for name, row in curves.items()}, "\n".join(
-        texts.get("incidents", [])
+        texts.get("journal", [])
     )
 
 
@@ -196,7 +194,7 @@ def _log_records(data: bytes) -> Iterator[bytes]:
 
 
 def wandb_view(place: Path) -> tuple[Curves, str, list[dict[str, Any]]]:
-    """What the only offline run holds, read with W&B's messages: curves, incidents, and facts about the run."""
+    """What the only offline run holds, read with W&B's messages: curves, journal, and facts about the run."""
     (folder,) = place.glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
     lines = "\n".join(record.hex() for record in _log_records(file.read_bytes()))
@@ -207,22 +205,22 @@ def wandb_view(place: Path) -> tuple[Curves, str, list[dict[str, Any]]]:
     curves = Curves()
     for row in rows:
         for name, value in row.items():
-            if "/" in name and isinstance(value, int | float) and not name.startswith(("incidents", "journal")):
+            if "/" in name and isinstance(value, int | float) and not name.startswith("journal"):
                 assert row["step"] not in curves.get(name, {}), name
                 curves.setdefault(name, {})[row["step"]] = value
-    tables = (folder / "files/media/table").glob("incidents_*.json")
+    tables = (folder / "files/media/table").glob("journal_*.json")
     return curves, "\n".join(path.read_text() for path in tables), runs
 
 
 def shown(name: str, place: Path) -> tuple[Curves, str]:
-    """Curves and incidents in the one view of a tracker that is not set aside."""
+    """Curves and journal in the one view of a tracker that is not set aside."""
     if name == "tensorboard":
         return tensorboard_view(place / "kept")
     if name == "wandb":
         return wandb_view(place)[:2]
     (run,) = [run for run in aim_runs(place).values() if not run["archived"]]
-    return run["curves"], "\n".join(run["incidents"])
+    return run["curves"], "\n".join(run["journal"])
 
 
-def incidents_in(text: str, wanted: Sequence[str]) -> bool:
+def all_in(text: str, wanted: Sequence[str]) -> bool:
     return all(each in text for each in wanted)

@@ -36,7 +36,7 @@ def _wandb(args: argparse.Namespace) -> int:
 def _rebuild(args: argparse.Namespace, name: str, look: str) -> int:
     from tqdm import tqdm
 
-    from fsdp_pretrain.trackers.mirror import rebuild
+    from fsdp_pretrain.trackers.follow import rebuild
 
     with tqdm(desc="writing", unit=" records", delay=2, leave=False, disable=None) as bar:
         made, count = rebuild(args.run, name, lambda done: bar.update(done - bar.n))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 
 from fsdp_pretrain.console import JSON, argument, verb
 from fsdp_pretrain.errors import ConfigError
+
+_LINES = 40
+"""Of a page that is printed; more where there is more to say."""
 
 
 @verb(
@@ -19,10 +21,10 @@ from fsdp_pretrain.errors import ConfigError
     JSON,
 )
 def watch(args: argparse.Namespace) -> int:
-    """Follow a run in the terminal: progress, curves, checkpoints, evaluations, and alarms, which can be acknowledged
-    there. For a directory: all runs in it, worst first. Printed once, exit 0 ok, 1 warning, 2 alert."""
+    """Follow a run in the terminal: progress, curves, checkpoints, evaluations, alarms, the journal. For a
+    directory: all runs in it, worst first. Printed once, exit 0 ok, 1 warning, 2 alert."""
     from fsdp_pretrain.record.files import RunDir
-    from fsdp_pretrain.watch import app, fleet, terminal
+    from fsdp_pretrain.watch import app, fleet, following, page
 
     run = RunDir(args.path)
     single = run.begun
@@ -30,14 +32,14 @@ def watch(args: argparse.Namespace) -> int:
     if not runs:
         found = "neither it nor a directory in it holds a run" if args.path.is_dir() else "there is no such directory"
         raise ConfigError(f"{args.path} is not a run directory: {found}")
-    if not (args.once or args.json) and terminal.is_live():
+    if not (args.once or args.json) and app.is_live():
         app.show(args.path, fleet_of_runs=not single)
         return 0
     rows = fleet.sort_rows(map(fleet.describe, runs))
     if args.json:
         print(json.dumps([row.model_dump() for row in rows], indent=1))
     else:
-        width = shutil.get_terminal_size((100, 24)).columns
-        lines = app.once(run, width) if single else fleet.render(args.path, rows, width, None)
-        terminal.print_plain(lines, width)
+        out = app.console()
+        view = page.render(following.read_view(run), out.width, _LINES) if single else None
+        out.print(view or fleet.render(args.path, rows, out.width))
     return max(row.level for row in rows)

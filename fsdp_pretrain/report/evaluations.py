@@ -8,8 +8,7 @@ from typing import Any
 from eval.results import Results, Verdict
 from fsdp_pretrain.record import journal, lineage, state_files
 from fsdp_pretrain.record.files import RunDir, seconds_of
-
-from .curves import Lines, Position
+from fsdp_pretrain.record.lines import Lines, Position
 
 
 @dataclass(frozen=True)

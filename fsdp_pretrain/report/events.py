@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
-from fsdp_pretrain.errors import Exit
+from fsdp_pretrain.record.console_line import tone
 from fsdp_pretrain.record.files import seconds_of
 from fsdp_pretrain.record.goodput import Interruption
 from fsdp_pretrain.record.lineage import LineageNode
+from fsdp_pretrain.record.lines import Lines, Position
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
-
-from .curves import Lines, Position
 
 _MOST, _LONGEST = 3000, 600
 """Events in a page, and characters of a text."""
@@ -67,19 +66,8 @@ GROUPS = {
 """The rows above the curves, and the kinds of their entries."""
 _GROUP = {kind: group for group, kinds in GROUPS.items() for kind in kinds.split()}
 _LINES = frozenset("rollback fork skip health-rollback note eval-verdict checkpoint-missing".split())
-_STRIP = frozenset(
-    "start fresh import stop changed control optimizer mute health-skip health-again milestone checkpoint-failed "
-    "checkpoint-fallback checkpoint-late checkpoint-rejected on-commit-failed "
-    "eval-failed eval-late eval-refused".split()
-)
-_SEVERITY = {
-    **dict.fromkeys("checkpoint-failed checkpoint-missing eval-verdict".split(), Severity.CRIT),
-    **dict.fromkeys(
-        "rollback health-rollback health-skip health-again checkpoint-fallback checkpoint-late checkpoint-rejected "
-        "on-commit-failed eval-failed eval-late eval-refused".split(),
-        Severity.WARN,
-    ),
-}
+_STRIP = frozenset("start import stop changed control optimizer mute milestone".split())
+_SEVERITY = {"bad": Severity.CRIT, "warning": Severity.WARN}
 
 
 def read_events(
@@ -104,12 +92,10 @@ def _event(entry: dict[str, Any], begun: dict[int, int], lines: Lines) -> Event:
     group = _GROUP.get(kind, "other")
     if (step is None and group == "starts") or kind in ("changed", "overrides"):
         step = begun.get(entry.get("segment") or 0)
-    severity = _SEVERITY.get(kind, Severity.INFO)
-    if kind == "stop" and entry.get("code") not in (Exit.COMPLETE, Exit.RESUME):
-        severity = Severity.CRIT
+    severity = _SEVERITY.get(tone(kind, entry.get("code")), Severity.INFO)
     if entry.get("by"):
         text += f" ({entry['by']})"
-    mark = Mark.LINE if kind in _LINES else Mark.STRIP if kind in _STRIP else Mark.TABLE
+    mark = Mark.LINE if kind in _LINES else Mark.STRIP if kind in _STRIP or severity else Mark.TABLE
     return Event(lines.locate(step, seconds_of(entry["time"])), group, kind, text[:_LONGEST], severity, mark)
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from fsdp_pretrain.record.files import stamp
-from fsdp_pretrain.record.goodput import State
-from fsdp_pretrain.record.start_history import Column
+from fsdp_pretrain.record.lines import CLOCKS, Position
+from fsdp_pretrain.record.step_columns import Column
 
-from .curves import CLOCKS, Curve, Position
+from .curves import Curve
 from .evaluations import ScorePoint
 from .events import GROUPS, Event, Mark
 from .gather import RunRecord
@@ -47,22 +47,11 @@ _SAVES = {
     "lost": ("lost", "--crit", "x-thin-open"),
     "failed": ("failed", "--crit", "triangle-down"),
 }
-_STATES: dict[str, tuple[str, tuple[State, ...]]] = {
-    "kept": ("useful steps", (State.STEP_KEPT,)),
-    "slow": ("slower than usual", (State.STEP_SLOW, State.WARMUP)),
-    "data": ("waiting for data", (State.DATA_WAIT,)),
-    "save": ("waiting for saves", (State.CKPT_BLOCK,)),
-    "heldout": ("held-out loss", (State.HELDOUT,)),
-    "skipped": ("skipped steps", (State.STEP_SKIPPED,)),
-    "lost": ("lost steps", (State.LOST,)),
-    "restart": ("ending and starting", (State.DETECT, State.TEARDOWN, State.LAUNCH, State.LOAD)),
-    "queue": ("queue", (State.QUEUED,)),
-    "paused": ("paused", (State.PAUSED,)),
-    "unknown": ("unexplained", (State.IDLE_UNKNOWN,)),
-}
-"""Layers of the goodput panel from the bottom up, by colour."""
-COLORS = {state: f"--s-{color}" for color, (_, states) in _STATES.items() for state in states}
-"""Of every state of the account."""
+_LAYERS = {
+    "steps": "--s-steps", "data": "--s-data", "saves": "--s-saves", "held-out loss": "--s-heldout",
+    "paused": "--s-paused", "lost, stopped and started": "--s-lost",
+}  # fmt: skip
+"""Layers of the goodput panel from the bottom up, with their colours."""
 _TEXT = "%{text}<extra></extra>"
 _Trace = dict[str, Any]
 
@@ -73,18 +62,18 @@ class Figure:
 
     Attributes:
         traces: of plotly.js. `place` is the index of its positions, of which `rows`, if given, are the trace's; `low`
-            and `high` are the extremes around its values; `key`: it can be hidden; `hidden`: it is at first.
+            and `high` are the extremes around its values.
         axis: its y axis.
-        fit: its y axis may be logarithmic, and show everything or all but the extremes.
+        unified: the values of all its lines at the cursor are shown, and the events are marked in it.
         scores: it is of an evaluation.
     """
 
     title: str
     about: str = ""
-    height: int = 200
+    height: int = 220
     axis: dict[str, Any] = field(default_factory=dict)
     traces: list[_Trace] = field(default_factory=list)
-    fit: bool = False
+    unified: bool = False
     scores: bool = False
 
 
@@ -95,7 +84,6 @@ class Drawing:
         places: positions on every clock, [points] by clock, and the index of their run; those of kept lines first.
         events: the places of the events of each run.
         marks: traces that are in every panel: lines at events.
-        constants: panels in which nothing changes, in words.
     """
 
     def __init__(self, records: list[RunRecord]) -> None:
@@ -104,7 +92,6 @@ class Drawing:
         self.figures: list[Figure] = []
         self.marks: list[_Trace] = []
         self.events: list[int] = []
-        self.constants: list[str] = []
         panels = lay_out(name for record in records for name in record.lines.kept.columns)
         columns = list(dict.fromkeys(trace.column for panel in panels for trace in panel.traces))
         curves = [record.curves(columns, len(records)) for record in records]
@@ -113,9 +100,7 @@ class Drawing:
                 self._place(number, pair[part].clocks, whole=True)
         self._draw_events()
         for panel in panels:
-            if panel.brief and (text := self._constant(panel)) is not None:
-                self.constants += [text] if text else []
-            else:
+            if not panel.brief or self._changes(panel):
                 self._draw_panel(panel, curves)
             if panel.name == "seconds":
                 for number in range(len(records)):
@@ -142,23 +127,18 @@ class Drawing:
 
     def _draw_panel(self, panel: Panel, curves: list[tuple[Curve, Curve]]) -> None:
         axis = {"type": "log"} if panel.scale == "log" else {"rangemode": "tozero"}
-        figure = Figure(panel.title, panel.about, axis=_UNITS[panel.unit] | axis, fit=True)
-        for run, pair in enumerate(curves):
+        figure = Figure(panel.title, panel.about, axis=_UNITS[panel.unit] | axis, unified=True)
+        for run, (kept, left) in enumerate(curves):
             for number, trace in enumerate(panel.traces):
-                left_too = not (trace.dots or (panel.name == "seconds" and number))
-                for part, curve in enumerate(pair[: 1 + left_too]):
-                    if trace.column in curve.mean:
-                        common = {
-                            "key": f"{run} {number}",
-                            "place": part * len(self.records) + run,
-                            "hidden": self.several and number > 0 and not trace.dots,
-                            "mode": "lines",
-                            "hovertemplate": "%{y}",
-                        }
-                        color = self._color(run, number)
-                        draw = self._left if part else self._curve
-                        more = draw(panel, trace, run, color, curve)
-                        figure.traces.append(common | more)
+                hidden = self.several and number > 0 and not trace.dots
+                common = {"legendgroup": f"{run} {number}", "visible": "legendonly" if hidden else True}
+                common |= {"mode": "lines", "hovertemplate": "%{y}"}
+                if trace.column in kept.mean:
+                    drawn = self._curve(panel, trace, run, self._color(run, number), kept)
+                    figure.traces.append(common | {"place": run, "showlegend": True} | drawn)
+                if trace.column in left.mean and not trace.dots and (panel.name != "seconds" or not number):
+                    drawn = self._left(panel, trace, run, self._color(run, number), left)
+                    figure.traces.append(common | {"place": len(self.records) + run} | drawn)
         if figure.traces:
             self.figures.append(figure)
 
@@ -189,18 +169,14 @@ class Drawing:
         line = {"color": color, "width": 1, "dash": "dash"}
         return {"name": _text(name), "y": _scaled(values, panel), "line": line, "opacity": 0.6}
 
-    def _constant(self, panel: Panel) -> str | None:
-        """A panel in which no value ever changes, in words; None if one does."""
-        texts = []
+    def _changes(self, panel: Panel) -> bool:
+        """Whether a value of a panel ever changes."""
         for record in self.records:
             for trace in panel.traces:
-                lines = [line.columns.get(trace.column) for line in (record.lines.kept, record.lines.left)]
-                values = np.unique(np.concatenate([np.zeros(0), *(line for line in lines if line is not None)]))
-                values = values[np.isfinite(values)]
-                if len(values) > 1:
-                    return None
-                texts += [f"{value:,.6g} {trace.label}" for value in values]
-        return f"{panel.title.lower()} {', '.join(dict.fromkeys(texts))}" if texts else ""
+                values = record.lines.kept.columns.get(trace.column, np.zeros(0))
+                if len(np.unique(values[np.isfinite(values)])) > 1:
+                    return True
+        return False
 
     # ------------------------------------------------------------------ events and checkpoints
 
@@ -256,7 +232,7 @@ class Drawing:
                         "place": self._locate(run, [save.at for save in mine]),
                         "y": [save.seconds for save in mine],
                     }
-                    found |= {"name": _text(f"{name} {len(mine)}"), "key": f"{run} {state}", "mode": "markers"}
+                    found |= {"name": _text(f"{name} {len(mine)}"), "showlegend": True, "mode": "markers"}
                     found |= {"marker": {"color": color, "symbol": symbol, "size": size, "line": {"color": color}}}
                     texts = [_told(name, save.at, save.text) for save in mine]
                     figure.traces.append(found | {"text": texts, "hovertemplate": _TEXT})
@@ -266,27 +242,29 @@ class Drawing:
     # ------------------------------------------------------------------ goodput and evaluations
 
     def _draw_goodput(self, run: int) -> None:
-        """The share of each state in the time from some kept step to a later one."""
+        """The share of what the run did in the time from some kept step to a later one."""
         record = self.records[run]
-        found, kept = record.account, record.lines.kept.columns
+        kept = record.lines.kept.columns
         title = f"Goodput of {record.name}" if self.several else "Goodput"
-        figure = Figure(title, f"{found.goodput:.1%} in all", 140, _UNITS["share"] | {"range": [0, 1]})
-        mine = np.flatnonzero(kept["written"] >= found.begin)
-        if len(mine) > 1:
-            rows = mine[np.unique(np.linspace(0, len(mine) - 1, _BINS + 1).astype(np.int64))]
-            clocks = {clock: kept[clock][rows].copy() for clock in CLOCKS}
-        else:
-            clocks = {clock: np.full(2, math.nan) for clock in CLOCKS}
-        edges = clocks["written"]
-        edges[0], edges[-1] = found.begin, max(found.end, found.begin + 1.0, edges[-2])
-        spent, place = record.timeline.between(edges), self._place(run, clocks, whole=True)
-        total = np.maximum(sum(spent.values(), np.zeros(len(edges) - 1)), 1e-9)
-        for color, (label, states) in _STATES.items():
-            share = sum((spent[state] for state in states), np.zeros(len(edges) - 1)) / total
+        figure = Figure(title, f"{record.account.goodput:.1%} in all", 140, _UNITS["share"] | {"range": [0, 1]})
+        figure.unified = True
+        last = len(kept["step"]) - 1
+        if last < 1:
+            return
+        rows = np.unique(np.linspace(0, last, _BINS + 1).astype(np.int64))
+        place = self._place(run, {clock: kept[clock][rows] for clock in CLOCKS}, whole=True)
+        waits = {"data": "data", "saves": "checkpoint", "held-out loss": "heldout", "paused": "paused"}
+        spent = {name: np.add.reduceat(kept[column][1:], rows[:-1]) for name, column in waits.items()}
+        busy = np.add.reduceat(kept["iteration"][1:], rows[:-1])
+        spent["steps"] = busy - spent["data"] - spent["saves"] - spent["held-out loss"]
+        passed = np.maximum(np.diff(kept["written"][rows]), busy + spent["paused"])
+        spent["lost, stopped and started"] = passed - busy - spent["paused"]
+        for name, color in _LAYERS.items():
+            share = spent[name] / np.maximum(passed, 1e-9)
             if share.any():
-                layer = {"name": label, "key": label, "place": place, "y": np.append(share, share[-1]), "mode": "lines"}
-                layer |= {"line": {"width": 0, "shape": "hv", "color": f"--s-{color}"}, "fillcolor": f"--s-{color}"}
-                figure.traces.append(layer | {"stackgroup": "states", "hovertemplate": "%{y}"})
+                layer = {"name": name, "place": place, "y": np.append(share, share[-1]), "mode": "lines"}
+                layer |= {"line": {"width": 0, "shape": "hv", "color": color}, "fillcolor": color}
+                figure.traces.append(layer | {"stackgroup": "s", "hovertemplate": "%{y}", "showlegend": True})
         self.figures.append(figure)
 
     def _draw_scores(self) -> None:

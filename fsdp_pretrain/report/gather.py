@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.goodput import GoodputReport, Timeline, account
-from fsdp_pretrain.record.metrics import METRICS
-from fsdp_pretrain.record.start_history import Start, StartHistory, StepColumns, read_history, read_steps
+from fsdp_pretrain.record.goodput import GoodputReport, account
+from fsdp_pretrain.record.lines import Lines, read_lines
+from fsdp_pretrain.record.start_history import StartHistory, read_history
 from fsdp_pretrain.watchdog.status import StatusReport, inspect
 
-from .curves import Curve, Lines, read_lines, reduce
+from .curves import Curve, reduce
 from .evaluations import Evaluations, read_evaluations
 from .events import Event, read_events
 
@@ -36,7 +33,6 @@ class RunRecord:
     history: StartHistory
     lines: Lines
     account: GoodputReport
-    timeline: Timeline
     entries: list[dict[str, Any]]
     status: StatusReport
 
@@ -74,19 +70,15 @@ def read(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) ->
         UserError: the lineage is damaged.
     """
     history = read_history(run, shown)
-    found = account(run, history)
+    found = account(history)
     if found is None:
         raise ConfigError(
             f"there is nothing to show: {run.path} was never started",
             effect="no page was written",
             remedy=f"start its training, or see why that failed: fsdp-pretrain journal {run.path}",
         )
-    segments = {start.segment: _timed(start) for start in history.attempts}
-    for path in run.segments:  # of the parent of a fork, and starts whose environment is damaged
-        if int(path.name) not in segments and (path / METRICS).exists():
-            segments[int(path.name)] = read_steps(path / METRICS, shown)[0]
-    lines = read_lines(history.nodes, {number: steps for number, steps in segments.items() if len(steps)})
-    return RunRecord(run, history, lines, *found, _entries(run), inspect(run, brief=True))
+    lines = read_lines(run, history, shown)
+    return RunRecord(run, history, lines, found, _entries(run), inspect(run, brief=True))
 
 
 def _entries(run: RunDir) -> list[dict[str, Any]]:
@@ -96,9 +88,3 @@ def _entries(run: RunDir) -> list[dict[str, Any]]:
     place = forks[-1] if forks else 0
     until = entries[place].get("step") if forks else None
     return [e for number, e in enumerate(entries) if number >= place or (e.get("step") or 0) <= (until or 0)]
-
-
-def _timed(start: Start) -> StepColumns:
-    """The steps of a start, with the times when they ended: their records are written up to two steps later."""
-    steps, begun = start.steps, start.connected if start.ready is None else start.ready
-    return dataclasses.replace(steps, written=begun + np.cumsum(steps.seconds))

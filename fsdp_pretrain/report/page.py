@@ -31,10 +31,8 @@ from . import tables
 from .events import GROUPS
 from .figures import Drawing, Figure
 from .gather import RunRecord, read
-from .summary import summarize
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-_SYMBOLS = {"circle": "●", "circle-open": "○", "x-thin-open": "×", "triangle-up": "▲", "triangle-down": "▼"}
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
@@ -78,16 +76,14 @@ def render(records: list[RunRecord], library: str, made: float) -> str:
     data = _plain({"begins": begins, "places": drawing.places, "marks": drawing.marks, "figures": drawing.figures})
     evaluations = [_panel(figure) for figure in drawing.figures if figure.scores]
     verdicts = tables.verdicts(records)
-    constants = html.escape(f"Constant: {'; '.join(drawing.constants)}.") if drawing.constants else ""
     return Template(_asset("page.html")).substitute(
         title=names,
         policy=f"{_POLICY}; script-src {_hash(script)} {_hash(library)}",
         style=_asset("report.css"),
-        headers="".join(tables.header(each, number, summarize(each)) for number, each in enumerate(records)),
+        headers="".join(tables.header(each, number) for number, each in enumerate(records)),
         made=stamp(made)[:19].replace("T", " "),
         several="several" if drawing.several else "",
         panels="".join(_panel(figure) for figure in drawing.figures if not figure.scores),
-        constants=constants,
         hidden="" if evaluations or verdicts else "hidden",
         evaluations="".join(evaluations),
         verdicts=verdicts,
@@ -101,40 +97,12 @@ def render(records: list[RunRecord], library: str, made: float) -> str:
 
 
 def _panel(figure: Figure) -> str:
-    """Its heading, with a button for every line, and the place of its figure."""
+    """Its heading, and the place of its figure."""
     title, about = html.escape(figure.title), html.escape(figure.about)
-    keyed = {trace["key"]: trace for trace in reversed(figure.traces) if "key" in trace}  # the kept line's
-    keys = [
-        _button(key, _sign(trace) + trace["name"], not trace.get("hidden")) for key, trace in reversed(keyed.items())
-    ]
-    if figure.fit:
-        keys += [
-            '<span class="modes">',
-            _button("log", "log", figure.axis.get("type") == "log"),
-            _button("fit", "fit", False),
-            "</span>",
-        ]
     return (
-        f'<section class="panel" aria-label="{title}"><div class="head"><h3>{title}</h3><p class="about">{about}</p>'
-        f'{"".join(keys)}</div><div class="plot" role="img" aria-label="{title} {about}" '
-        f'style="height:{figure.height}px"></div></section>'
+        f'<section class="panel" aria-label="{title}"><h3>{title}</h3><p class="about">{about}</p>'
+        f'<div class="plot" role="img" aria-label="{title} {about}" style="height:{figure.height}px"></div></section>'
     )
-
-
-def _button(value: str, content: str, pressed: bool) -> str:
-    kind = "mode" if value == content else "key"
-    state = str(pressed).lower()
-    return (
-        f'<button type="button" class="{kind}" value="{html.escape(value)}" aria-pressed="{state}">{content}</button>'
-    )
-
-
-def _sign(trace: dict[str, Any]) -> str:
-    if trace["mode"] == "markers":
-        sign = _SYMBOLS[trace["marker"]["symbol"]]
-        return f'<span style="color:var({trace["marker"]["color"]})">{sign}</span>'
-    style = "solid" if trace["line"].get("dash", "solid") == "solid" else "dashed"
-    return f'<i style="border-top:{9 if "fillcolor" in trace else 3}px {style} var({trace["line"]["color"]})"></i>'
 
 
 def _asset(name: str) -> str:

@@ -11,8 +11,7 @@ from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record import journal, lineage
 from fsdp_pretrain.record.files import RunDir, seconds_of
 from fsdp_pretrain.record.lineage import LineageNode
-
-from .curves import Lines, Position
+from fsdp_pretrain.record.lines import Lines, Position
 
 
 @dataclass(frozen=True)

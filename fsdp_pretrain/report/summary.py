@@ -12,14 +12,13 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.goodput import GoodputReport
+from fsdp_pretrain.record.lines import Line
 from fsdp_pretrain.units import human_count, human_time
-from fsdp_pretrain.watchdog.status import StatusReport, Verified
+from fsdp_pretrain.watchdog.status import Verified
 
-from .curves import Line
 from .gather import RunRecord
 
-_LEVELS = {0: "ok", 1: "warn", 2: "alert"}
+LEVELS = {0: "ok", 1: "warn", 2: "alert"}
 
 
 @dataclass(frozen=True)
@@ -32,66 +31,46 @@ class Fact:
     level: str = "ok"
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The header of a run.
-
-    Attributes:
-        state: running, complete, ...; see `watchdog.status.StatusReport`.
-        level: of the worst problem.
-        about: what is trained on what, as the newest start that trained said.
-        progress: share of the steps that are done; None if the target is not known.
-        problems: (level, text), worst first.
-    """
-
-    state: str
-    level: str
-    about: str
-    progress: float | None
-    facts: list[Fact]
-    problems: list[tuple[str, str]]
-
-
-def summarize(record: RunRecord) -> Summary:
-    """The header of a run, from what `status` found and the kept line."""
-    found, kept, account = record.status, record.lines.kept, record.account
-    segments = {start.segment for start in record.history.attempts if len(start.steps)}
+def about(record: RunRecord) -> str:
+    """What is trained on what, as the newest start that trained said."""
+    segments = {start.segment for start in record.history.starts if start.steps.count}
     starts = [entry for entry in record.entries if entry["kind"] == "start"]
     trained = [entry for entry in starts if entry.get("segment") in segments] or starts
-    steps = _last(kept, "step") or 0.0
+    return trained[-1]["text"] if trained else ""
+
+
+def problems(record: RunRecord) -> list[tuple[str, str]]:
+    """What `status` finds, worst first, and what could not be read: (level, text)."""
+    found, damaged = record.status, record.account.damaged
+    texts = [(LEVELS[level], text) for level, text in sorted(found.problems, key=lambda each: -each[0])]
+    if damaged.lines:
+        texts.append(("warn", f"damaged lines of the record, passed over: {damaged.lines:_}"))
+    return texts + [("warn", f"left out: {text}") for text in damaged.files]
+
+
+def progress(record: RunRecord) -> tuple[float, int | None]:
+    """Steps of the kept line, and those of the whole run, if they are known."""
     config = _config(record.run)
-    total = config.schedule.steps if config is not None else found.status.total_steps
-    problems = [(_LEVELS[level], text) for level, text in sorted(found.problems, key=lambda each: -each[0])]
-    if account.damaged.lines:
-        problems.append(("warn", f"damaged lines of the record, passed over: {account.damaged.lines:_}"))
-    problems += [("warn", f"left out: {text}") for text in account.damaged.files]
-    return Summary(
-        state=found.headline,
-        level=_LEVELS[found.level],
-        about=trained[-1]["text"] if trained else "",
-        progress=min(1.0, steps / total) if total else None,
-        facts=list(_facts(found, kept, account, config, total)),
-        problems=problems,
-    )
+    total = config.schedule.steps if config is not None else record.status.status.total_steps
+    return _last(record.lines.kept, "step") or 0.0, total
 
 
-def _facts(
-    found: StatusReport, kept: Line, account: GoodputReport, config: Config | None, total: int | None
-) -> Iterator[Fact]:
-    step, tokens = _last(kept, "step"), _last(kept, "trained")
-    if step is not None:
-        done = f"{step / total:.1%} of {total:,}" if total else ""
-        yield Fact("Step", f"{step:,.0f}", done)
+def facts(record: RunRecord) -> Iterator[Fact]:
+    """Step, tokens, loss, checkpoint, goodput, alarms."""
+    found, kept, account, config = record.status, record.lines.kept, record.account, _config(record.run)
+    step, total = progress(record)
+    if step:
+        yield Fact("Step", f"{step:,.0f}", f"{step / total:.1%} of {total:,}" if total else "")
         planned = f"of {human_count(config.schedule.tokens(config.schedule.total))}" if config is not None else ""
-        yield Fact("Tokens", human_count(tokens or 0), planned)
+        yield Fact("Tokens", human_count(_last(kept, "trained") or 0), planned)
     if (loss := _last(kept, "loss")) is not None:
         measured = [(name.partition("/")[2], _last(kept, name)) for name in kept.columns if name.startswith("heldout/")]
         more = ", ".join(f"held-out {name} {value:.4f}" for name, value in measured if value is not None)
         yield Fact("Loss", f"{loss:.4f}", more)
     pace = found.status.iteration_seconds
-    if found.running and pace and step is not None and total:
+    if found.running and pace and step and total:
         yield Fact("To go", human_time((total - step) * pace), f"at {pace:.3g}s a step")
-    yield _checkpoint(found.verified_checkpoint, step or 0.0)
+    yield _checkpoint(found.verified_checkpoint, step)
     count = len(account.incidents)
     wall, pace_of_day = human_time(account.wall_seconds), human_count(account.tokens_per_day)
     interrupted = f"{count} interruption{'s' * (count != 1)}"
@@ -113,7 +92,7 @@ def _alarms(found: list[dict[str, Any]]) -> Fact:
     level = 2 if any(alarm["severity"] == "CRIT" for alarm in serious) else min(1, len(serious))
     keys = [*(alarm["key"] for alarm in serious)]
     keys += [f"{alarm['key']} (for information)" for alarm in found if alarm not in serious]
-    return Fact("Open alarms", str(len(serious)), ", ".join(keys), _LEVELS[level])
+    return Fact("Open alarms", str(len(serious)), ", ".join(keys), LEVELS[level])
 
 
 def _config(run: RunDir) -> Config | None:

@@ -7,29 +7,30 @@ import math
 from collections.abc import Iterable
 
 from fsdp_pretrain.record.files import stamp
+from fsdp_pretrain.record.goodput import MEANING
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_count, human_time
 
+from . import summary
 from .events import Event, Mark
-from .figures import COLORS
 from .gather import RunRecord
-from .summary import Fact, Summary
+from .summary import Fact
 
 _SIGNS = {Severity.INFO: "", Severity.WARN: "▲ ", Severity.CRIT: "◆ "}
 _VERDICTS = {True: ("●", "ok", "ok"), False: ("✕", "ALARM", "crit"), None: ("○", "undecided", "")}
 
 
-def header(record: RunRecord, number: int, said: Summary) -> str:
+def header(record: RunRecord, number: int) -> str:
     """What a person looks for first."""
-    bar = ""
-    if said.progress is not None:
-        bar = f'<progress max="1" value="{said.progress:.4f}" aria-label="share of the steps done"></progress>'
-    problems = "".join(f'<li class="{level}">{html.escape(text)}</li>' for level, text in said.problems)
+    steps, total = summary.progress(record)
+    share, level = min(1.0, steps / (total or 1.0)), summary.LEVELS[record.status.level]
+    bar = f'<progress max="1" value="{share:.4f}" aria-label="share of the steps done"></progress>' if total else ""
+    problems = "".join(f'<li class="{level}">{html.escape(text)}</li>' for level, text in summary.problems(record))
     return (
         f'<section class="run"><h2><span class="swatch" style="background:var(--c{number % 8})"></span>'
-        f'{html.escape(record.name)} <span class="state {said.level}">{html.escape(said.state)}</span></h2>'
-        f'<p class="about">{html.escape(said.about)}<br><code>{html.escape(str(record.run.path))}</code></p>{bar}'
-        f'<dl class="facts">{"".join(map(_fact, said.facts))}</dl>'
+        f'{html.escape(record.name)} <span class="state {level}">{html.escape(record.status.headline)}</span></h2>'
+        f'<p class="about">{html.escape(summary.about(record))}<br><code>{html.escape(str(record.run.path))}</code></p>'
+        f'{bar}<dl class="facts">{"".join(map(_fact, summary.facts(record)))}</dl>'
         + (f'<ul class="problems">{problems}</ul>' if problems else "")
         + "</section>"
     )
@@ -66,13 +67,12 @@ def account(record: RunRecord, records: list[RunRecord]) -> str:
         if seconds > 0:
             share = seconds / found.wall_seconds
             cells = [("number", human_time(seconds)), ("number", f"{share:.3%}")]
-            square, bar = (_bar(COLORS[state], width) for width in (12, share * 160))
-            rows.append(
-                f"<tr><td>{square} {state}</td>{_cells(cells)}<td>{bar}</td>{_cells([('meaning', state.meaning)])}</tr>"
-            )
+            square, bar = (_bar(f"--s-{state}", width) for width in (12, share * 160))
+            meaning = _cells([("meaning", MEANING[state])])
+            rows.append(f"<tr><td>{square} {state}</td>{_cells(cells)}<td>{bar}</td>{meaning}</tr>")
     wall, count = human_time(found.wall_seconds), len(found.incidents)
     text = (
-        f"{_of(record, records)}goodput {found.goodput:.1%} of {wall} ({found.runtime_goodput:.1%} without the queue); "
+        f"{_of(record, records)}goodput {found.goodput:.1%} of {wall}; "
         f"{human_count(found.tokens)} tokens kept, {human_count(found.tokens_lost)} lost; "
         f"{count} interruption{'s' * (count != 1)}."
     )

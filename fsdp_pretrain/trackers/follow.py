@@ -1,134 +1,210 @@
-"""The follower of a run, `python -m fsdp_pretrain.trackers.follow RUN [--once]`: one process, and a child per tracker.
+"""Followers: `python -m fsdp_pretrain.trackers.follow RUN NAME [--once]` writes the view of a run in one tracker.
 
-A child may fail, hang or be killed without effect on the others. The follower itself uses no tracker; it reports each
-child that fails in the journal, once. It ends the children when its standard input closes, that is when training ends;
-with `--once` they only catch up with what was added after that.
+Training starts one for each tracker that the configuration asks for, and an evaluation that ends later one with
+`--once`. A follower writes the view from the beginning and then what is added, until its standard input closes, that is
+when training ends. Whatever happens to it is one entry in the journal and leaves training as it is. The functions for
+training import no tracker and never raise.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import itertools
 import os
-import signal
+import select
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
-from multiprocessing import connection
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fsdp_pretrain.record import run_id
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.errors import BusyError, ConfigError, UserError
+from fsdp_pretrain.record import journal, run_id
+from fsdp_pretrain.record.files import RunDir, make_directory
+from fsdp_pretrain.record.lease import Lease, drop_if_dead
 
-from .follower import report
-from .mirror import STUCK_SECONDS, Mirror, failed, hold, is_behind, record_failure
-from .sink import is_installed, wanted
+from .points import PointValues, RecordStream
+from .run_facts import read_facts
+from .sink import check_installed, is_installed, place, sink, wanted
 
-_POLL_SECONDS = 2.0
-_FORK = multiprocessing.get_context("fork")
+Followers = dict[str, "subprocess.Popen[bytes]"]
+"""The followers of a run, by the name of the tracker."""
+STUCK_SECONDS = 120.0
+"""Without a sign of life of a tracker, it hangs."""
+_CHUNK, _POLL_SECONDS, _FINISH_SECONDS, _SILENT_SECONDS, _WAIT_SECONDS = 200, 2.0, 20.0, 90.0, 60.0
 
 
-class _Child:
-    """The process of one tracker, as the follower sees it: it sends an empty message when it has done something, and
-    one with the reason if it fails."""
+# ---------------------------------------------------------------- for training and evaluations
 
-    def __init__(self, run: RunDir, name: str, *, once: bool) -> None:
-        self.name, self._run = name, run
-        self.link, theirs = _FORK.Pipe()
-        self._process = _FORK.Process(target=_mirror, args=(run, name, theirs, os.getpid(), once))
-        self._process.start()
-        theirs.close()
-        self._heard = time.monotonic()
 
-    def end(self) -> None:
-        """Let it catch up and end."""
+def start_followers(run: RunDir) -> Followers:
+    """Start the followers of a live run. What cannot be started is an entry in the journal."""
+    return {name: started for name in wanted(run) if (started := _start(run, name, stdin=subprocess.PIPE))}
+
+
+def finish_followers(run: RunDir, followers: Followers) -> None:
+    """Let the followers catch up and end; leave those running that take too long. Records that one was killed."""
+    for follower in followers.values():
         with contextlib.suppress(OSError):
-            self.link.send("end")
-
-    def check(self) -> bool:
-        """Read its messages; end it if it hangs, and report a failure. Returns whether it has ended."""
-        reason = ""
-        try:
-            while self.link.poll():
-                reason, self._heard = self.link.recv(), time.monotonic()
-                if reason:
-                    return self._ended(reason)
-        except (EOFError, OSError):
-            self._process.join()
-            code = self._process.exitcode or 0
-            return self._ended(f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}" * bool(code))
-        if time.monotonic() - self._heard > STUCK_SECONDS:
-            return self._ended(f"it did not answer for {STUCK_SECONDS:.0f}s")
-        return False
-
-    def _ended(self, reason: str) -> bool:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid or 0, signal.SIGKILL)  # its destructors may wait for what is broken
-        self.link.close()
-        if reason:
-            with contextlib.suppress(OSError):
-                record_failure(self._run, self.name, reason)
-            report(self._run, [self.name], reason)
-        return True
+            if follower.stdin is not None:
+                follower.stdin.close()
+    until = time.monotonic() + _FINISH_SECONDS
+    for name, follower in followers.items():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = follower.wait(max(0.0, until - time.monotonic()))
+            if code < 0:
+                _report(run, name, f"killed by signal {-code}")
 
 
-def _mirror(run: RunDir, name: str, link: Connection, parent: int, once: bool) -> None:
-    """In a child: mirror until asked to end."""
-
-    def beat(count: int = 0) -> None:
-        if os.getppid() != parent:
-            os._exit(1)
-        link.send("")
-
+def catch_up(run: RunDir) -> None:
+    """Bring the wanted views up to date with what was just added to the record, unless a follower does, or it failed
+    since the last start."""
     try:
-        while _mirror_once(run, name, link, beat, once) and is_behind(run, name):
-            once = True  # what was added while it ended, by a process that found the view held
-    except BaseException as error:  # trackers raise anything
-        link.send(f"{type(error).__name__}: {error}".splitlines()[0])
-        time.sleep(STUCK_SECONDS)  # the parent ends this process
-    os._exit(0)  # threads of a tracker could keep it alive
+        entries = journal.read(run)
+    except (UserError, OSError):
+        return
+    starts = [number for number, entry in enumerate(entries) if entry["kind"] == "start"]
+    since = entries[max(starts, default=0) :]
+    stopped = [entry.get("tracker") for entry in since if entry["kind"] == "tracker-stopped"]
+    names = [name for name in wanted(run) if is_installed(name) and name not in stopped]
+    started = {name: _start(run, name, "--once", stdin=subprocess.DEVNULL) for name in names}
+    finish_followers(run, {name: follower for name, follower in started.items() if follower is not None})
 
 
-def _mirror_once(run: RunDir, name: str, link: Connection, beat: Callable[..., None], once: bool) -> bool:
-    """Mirror while holding the view. Returns whether it was held."""
-    while True:
-        with hold(run, name) as mine:
-            if mine:
-                mirror, ended = Mirror(run, name), once
-                while True:
-                    mirror.sync(beat)
-                    beat()
-                    if ended:
-                        mirror.close()
-                        return True
-                    ended = link.poll(_POLL_SECONDS)
-        if once and mine is False:
-            return False
-        beat()
-        once = link.poll(_POLL_SECONDS) or once
+def _start(run: RunDir, name: str, *flags: str, stdin: int) -> subprocess.Popen[bytes] | None:
+    try:
+        make_directory(_folder(run))
+        with (_folder(run) / "log").open("ab") as log:
+            module = "fsdp_pretrain.trackers.follow"
+            return start_module(module, str(run.path), name, *flags, nice=10, stdin=stdin, stdout=log, stderr=log)
+    except OSError as error:
+        _report(run, name, f"could not be started: {error}")
+        return None
+
+
+def _folder(run: RunDir) -> Path:
+    """The directory with the leases and the log of the followers."""
+    return run.path / "trackers"
+
+
+def _report(run: RunDir, name: str, reason: str) -> None:
+    """Add an entry to the journal: a view that is not written any more."""
+    with contextlib.suppress(UserError, OSError):
+        text = f"the view in {name} stopped, training goes on: {reason}; rebuild it with `fsdp-pretrain {name}`"
+        journal.add(run, "tracker-stopped", text, tracker=name)
+
+
+# ---------------------------------------------------------------- writing a view
+
+
+def write_view(
+    run: RunDir, name: str, progress: Callable[[int], object], last: Callable[[], bool], *, again: bool = False
+) -> tuple[Path, int]:
+    """Write a view, then what is added, until nothing was after the `last` round; the caller holds
+    it.
+
+    `progress` is called with the number of steps and evaluations so far, `last` after each round. Returns what to open,
+    and that number. Raises any error of the tracker.
+    """
+    view = sink(name)(place(run, name), read_facts(run), again=again)
+    identity, stream, count = view.watched.stat().st_ino, RecordStream(run), 0
+    more = True
+    while more:
+        more = not last()
+        if view.watched.stat().st_ino != identity:
+            raise OSError(f"{view.watched} was replaced")
+        points = stream.read()
+        while chunk := list(itertools.islice(points, _CHUNK)):
+            view.write(chunk)
+            count, more = count + sum(isinstance(point, PointValues) for point in chunk), True
+            progress(count)
+        progress(count)
+    view.close(read_facts(run))
+    return view.opened, count
+
+
+def rebuild(run: RunDir, name: str, progress: Callable[[int], object]) -> tuple[Path, int]:
+    """Write the view of a run in a tracker from the whole record; see `write_view`.
+
+    Raises:
+        BusyError: another process writes it.
+        ConfigError: the tracker is not installed, the run was never started, or the view cannot be written.
+    """
+    check_installed([name])
+    if not run.config.is_file():
+        raise ConfigError(f"there is nothing to show: {run.path} was never started")
+    try:
+        held = _hold(run, name)
+        if held is None:
+            raise BusyError(
+                f"another process writes the view of {run.path} in {name}",
+                remedy="none is needed: it brings the view up to date, also after the end of the run",
+            )
+        try:
+            return write_view(run, name, progress, lambda: True, again=True)
+        finally:
+            held.release()
+    except (ConfigError, BusyError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"cannot write {place(run, name)}: {type(error).__name__}: {error}",
+            remedy="make it writable; if it is damaged, or another program holds it, move it away and repeat the "
+            "command: the record has everything in it",
+        ) from None
+
+
+def _hold(run: RunDir, name: str) -> Lease | None:
+    """Become the one writer of a view; None if another process is."""
+    path = _folder(run) / f"{name}.lease.json"
+    make_directory(path.parent)
+    while (free := drop_if_dead(path, _SILENT_SECONDS)) is None:  # not known yet, of a process on another host
+        time.sleep(1.0)
+    return Lease.take(path, purpose=f"the writer of the view in {name}") if free else None
+
+
+class _Heart:
+    """Ends this process, with an entry in the journal, if it does not beat for `STUCK_SECONDS`."""
+
+    def __init__(self, run: RunDir, name: str) -> None:
+        self._run, self._name, self._beaten = run, name, time.monotonic()
+        threading.Thread(target=self._check, daemon=True).start()
+
+    def beat(self, count: int = 0) -> None:
+        self._beaten = time.monotonic()
+
+    def _check(self) -> None:
+        while time.monotonic() - self._beaten < STUCK_SECONDS:
+            time.sleep(1.0)
+        _report(self._run, self._name, f"it did not answer for {STUCK_SECONDS:.0f}s")
+        os._exit(1)
 
 
 def main(arguments: list[str]) -> None:
-    """Run the follower."""
-    run, once = RunDir(Path(arguments[0])), "--once" in arguments[1:]
+    """Run a follower."""
+    run, name, once = RunDir(Path(arguments[0])), arguments[1], "--once" in arguments[2:]
     if (known := run_id.read(run.path)) is not None:
         run_id.bind(run.path, known)
-    names = wanted(run)
-    if once:
-        names = [name for name in names if is_installed(name) and not failed(run, name)]
-    children = [_Child(run, name, once=once) for name in names]
-    asked = once
-    while children:
-        stdin = [] if asked else [sys.stdin.fileno()]
-        ready = connection.wait([*(child.link for child in children), *stdin], 1.0)
-        if stdin and stdin[0] in ready:
-            asked = True
-            for child in children:
-                child.end()
-        children = [child for child in children if not child.check()]
+    heart, begun = _Heart(run, name), time.monotonic()
+
+    def last() -> bool:
+        heart.beat()
+        return once or bool(select.select([sys.stdin], [], [], _POLL_SECONDS)[0])
+
+    try:
+        while (held := _hold(run, name)) is None:  # by the follower of the start before, or one that has the rest too
+            if last() and time.monotonic() - begun > _WAIT_SECONDS:
+                return
+            time.sleep(_POLL_SECONDS)
+        write_view(run, name, heart.beat, last)
+        held.release()
+    except BaseException as error:  # trackers raise anything
+        _report(run, name, f"{type(error).__name__}: {error}".splitlines()[0])
+        os._exit(1)
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    os._exit(0)
+    os._exit(0)  # threads of a tracker could keep it alive

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.record import exit_intent, journal, lineage, lock, status
+from fsdp_pretrain.record import exit_intent, journal, lineage, lock, run_id, status
 from fsdp_pretrain.record.files import RunDir, seconds_of
+
+STATES = {"running", "complete", "stopped", "failed", "killed"}
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class RunFacts:
         tags: model family, `record.tags`, `fork of NAME`, and the state, which is the last one.
         config: the resolved configuration.
         started, ended: seconds since 1970; `ended` is None while it runs.
+        starts: segments, and the steps that they continued from.
+        views: ids of its views, 64 hexadecimal digits: one until each rollback, and last that of the line now.
     """
 
     name: str
@@ -31,6 +36,8 @@ class RunFacts:
     config: dict[str, Any]
     started: float
     ended: float | None
+    starts: dict[int, int] = field(compare=False)  # a start that trained nothing changes nothing else
+    views: list[str]
 
 
 def read_config(run: RunDir) -> dict[str, Any]:
@@ -42,7 +49,10 @@ def read_facts(run: RunDir) -> RunFacts:
     """The facts of a run that was started. Raises OSError, UserError."""
     config = read_config(run)
     name = str(config["run"]["name"])
-    forks = [node for node in lineage.nodes(run) if node.kind == "fork" and node.parent is not None]
+    nodes = lineage.nodes(run)
+    forks = [node for node in nodes if node.kind == "fork" and node.parent is not None]
+    identity = run_id.read(run.path) or str(run.path.resolve())
+    left = sum(node.kind in lineage.LEAVING for node in nodes)
     parent = run.segment(forks[-1].parent or 0) / "config.toml" if forks else None
     state, ended = _end(run)
     return RunFacts(
@@ -58,6 +68,8 @@ def read_facts(run: RunDir) -> RunFacts:
         config=config,
         started=_start(run),
         ended=ended,
+        starts={node.segment: node.step for node in nodes},
+        views=[hashlib.sha256(f"{identity} {number}".encode()).hexdigest() for number in range(left + 1)],
     )
 
 

@@ -1,4 +1,4 @@
-"""The interface between the stream of points and a tracker, and the trackers that there are."""
+"""What a tracker must be able to do, and the trackers that there are."""
 
 from __future__ import annotations
 
@@ -17,50 +17,26 @@ from .run_facts import RunFacts, read_config
 
 
 class Sink(ABC):
-    """The view of a run in one tracker. All methods may raise anything.
+    """The view of a run in one tracker, to which all points are given each time. All methods may raise anything.
 
     Attributes:
         name: of the package, the configuration key `record.NAME` and the verb.
-        title: for people.
-        id: of the view among others in its place.
         watched: a file or directory that exists as long as the view does.
         opened: what a person opens to see it.
     """
 
     name: ClassVar[str]
-    title: ClassVar[str]
-    id: str
     watched: Path
     opened: Path
 
     @abstractmethod
-    def __init__(self, place: Path, facts: RunFacts, known: str | None, *, fresh: bool) -> None:
-        """Open the view of id `known`, or make one (None). With `fresh`, all points are written again and replace
-        those in it; otherwise only later ones follow."""
-
-    @classmethod
-    def place(cls, run: RunDir, record: dict[str, Any]) -> Path:
-        """The directory of a run's views, by the section `record` of its configuration."""
-        return run.path / cls.name
-
-    @classmethod
-    @abstractmethod
-    def can_continue(cls, place: Path, known: str, *, in_order: bool) -> bool:
-        """Whether later points can be added to a view. `in_order`: they follow those in it, and none is there yet;
-        otherwise some may be there, or be values that were lost and trained again."""
-
-    @classmethod
-    @abstractmethod
-    def set_aside(cls, place: Path, known: str, why: str) -> None:
-        """Mark a view, if it exists, as one that is no longer the run's, for the reason `why`."""
-
-    @classmethod  # noqa: B027 (not abstract: most have nothing to do)
-    def adopt(cls, run: RunDir) -> None:
-        """Set aside what earlier releases wrote, if anything."""
+    def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
+        """Begin the view in a directory, in place of the one that is there. Unless `again`, steps that are known to be
+        in it need not be written again."""
 
     @abstractmethod
     def write(self, points: Sequence[Point]) -> None:
-        """Add points; a value or text that is already there (same name, context and step) is replaced."""
+        """Add points; a text that is already there (same step) is replaced."""
 
     @abstractmethod
     def close(self, facts: RunFacts) -> None:
@@ -73,9 +49,15 @@ NAMES = ("aim", "tensorboard", "wandb")
 
 def sink(name: str) -> type[Sink]:
     """The sink of a name."""
-    module = importlib.import_module(f".{name}", __package__)
-    found: type[Sink] = module.SINK
+    found: type[Sink] = importlib.import_module(f".{name}", __package__).SINK
     return found
+
+
+def place(run: RunDir, name: str) -> Path:
+    """The directory of a run's views in a tracker: `RUN/NAME`, or `record.aim_repo`. Raises OSError."""
+    record: dict[str, Any] = read_config(run).get("record", {})
+    repo = record.get("aim_repo") if name == "aim" else None
+    return Path(repo or run.path / name).absolute()
 
 
 def wanted(run: RunDir) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
 import shutil
 import time
@@ -11,60 +12,45 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .points import Point, PointValues, StepText
+from .points import Point, PointValues
 from .run_facts import RunFacts
 from .sink import Sink
 
-_KEPT = "kept"
-
 
 class TensorboardSink(Sink):
-    """The directory `kept` holds the kept line. Points in event files cannot be replaced: unless they only follow, it
-    is written again."""
+    """The directory `kept`: the kept line. Points in event files cannot be replaced, so it is always written anew."""
 
-    name, title = "tensorboard", "TensorBoard"
+    name = "tensorboard"
 
-    def __init__(self, place: Path, facts: RunFacts, known: str | None, *, fresh: bool) -> None:
+    def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
         writer: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._tensors: Any = importlib.import_module("tensorboard.compat.proto.tensor_pb2")
-        self.id = _KEPT
-        self.opened, folder = place, place / _KEPT
-        if fresh:
-            with contextlib.suppress(FileNotFoundError):
-                shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        self.opened, folder = place, place / "kept"
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
         self.watched = folder / f"events.out.tfevents.{time.time_ns()}.{os.uname().nodename}"
         self._file = self.watched.open("xb")
         self._records = writer.RecordWriter(self._file)
         self._write(time.time(), file_version="brain.Event:2")
-        if fresh:
-            self._texts(facts.started, 0, "config", [_as_code(facts)])
-
-    @classmethod
-    def can_continue(cls, place: Path, known: str, *, in_order: bool) -> bool:
-        return in_order and (place / known).is_dir()
-
-    @classmethod
-    def set_aside(cls, place: Path, known: str, why: str) -> None:
-        """Rename it to `left-1` and so on."""
-        if (place / known).is_dir():
-            number = 1 + len(list(place.glob("left-*")))
-            (place / known).rename(place / f"left-{number}")
+        config = json.dumps(facts.config, indent=1, default=str).splitlines()
+        head = f"{facts.name}: {', '.join(facts.tags)}"
+        self._add_text(facts.started, 0, "config", [head, "\n".join(f"    {line}" for line in config)])
 
     def write(self, points: Sequence[Point]) -> None:
         for point in points:
             if isinstance(point, PointValues):
                 summary = self._summaries.Summary()
-                for each in point.scalars:
-                    summary.value.add(tag=each.path, simple_value=each.value)
+                for name, value in point.values.items():
+                    summary.value.add(tag=name, simple_value=value)
                 self._write(point.time, step=point.step, summary=summary)
-            elif isinstance(point, StepText):
-                self._texts(point.time, point.step, point.name, point.lines)
+            else:
+                self._add_text(point.time, point.step, "journal", point.lines)
         self._records.flush()
 
-    def _texts(self, at: float, step: int, tag: str, lines: list[str]) -> None:
+    def _add_text(self, at: float, step: int, tag: str, lines: list[str]) -> None:
         metadata = self._summaries.SummaryMetadata(
             plugin_data=self._summaries.SummaryMetadata.PluginData(plugin_name="text")
         )
@@ -80,13 +66,6 @@ class TensorboardSink(Sink):
         self._records.flush()
         os.fsync(self._file.fileno())
         self._records.close()
-
-
-def _as_code(facts: RunFacts) -> str:
-    import json
-
-    text = json.dumps(facts.config, indent=1, default=str)
-    return f"{facts.name}: {', '.join(facts.tags)}\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
 
 
 SINK = TensorboardSink

@@ -5,88 +5,65 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.record.files import stamp
 
-from .points import Point, PointValues, StepText
+from .points import Point, PointValues
 from .run_facts import RunFacts
 from .sink import Sink
 
+_QUIET = {
+    "console": "off", "silent": True, "disable_git": True, "disable_code": True, "x_disable_stats": True,
+    "x_disable_meta": True, "x_disable_machine_info": True, "x_save_requirements": False,
+}  # fmt: skip
+
 
 class WandbSink(Sink):
-    """An offline run, `RUN/wandb/offline-run-TIME-ID`. W&B cannot add to one: each start of the sink writes the whole
-    line again, as the same run, and removes the former directory."""
+    """An offline run, `RUN/wandb/offline-run-TIME-ID`. W&B cannot add to one: the whole line is written again, as the
+    same run, and the former directory is removed. After a rollback it is another run."""
 
-    name, title = "wandb", "Weights & Biases"
+    name = "wandb"
 
-    def __init__(self, place: Path, facts: RunFacts, known: str | None, *, fresh: bool) -> None:
+    def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = importlib.import_module("wandb")
-        self._table = wandb.Table
-        self.id = known or uuid.uuid4().hex[:12]
-        for former in _folders(place, self.id):
+        self._table, known = wandb.Table, facts.views[-1][:12]
+        for former in place.glob(f"offline-run-*-{known}"):
             shutil.rmtree(former)
         place.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            mode="offline",
-            dir=str(place.parent),
-            id=self.id,
-            name=facts.name,
-            group=facts.experiment,
-            tags=[tag[:64] for tag in dict.fromkeys(facts.tags)],
-            config=facts.config,
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                disable_git=True,
-                disable_code=True,
-                x_disable_stats=True,
-                x_disable_meta=True,
-                x_disable_machine_info=True,
-                x_save_requirements=False,
-            ),
-        )
+        names = {"id": known, "name": facts.name, "group": facts.experiment, "tags": _tags(facts)}
+        settings = wandb.Settings(**_QUIET)
+        self._run = wandb.init(mode="offline", dir=str(place.parent), config=facts.config, settings=settings, **names)
         self.watched = self.opened = Path(self._run.settings.sync_dir)
         if self.watched.resolve().parent != place.resolve():
             raise OSError(f"{place} cannot be written; W&B wanted to write to {self.watched.parent}")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._lines: dict[tuple[str, int], list[str]] = {}
-
-    @classmethod
-    def can_continue(cls, place: Path, known: str, *, in_order: bool) -> bool:
-        return False
-
-    @classmethod
-    def set_aside(cls, place: Path, known: str, why: str) -> None:
-        """Its directory stays: its id differs from that of the kept line."""
+        self._texts: dict[int, list[str]] = {}
 
     def write(self, points: Sequence[Point]) -> None:
         for point in points:
-            if isinstance(point, StepText):
-                self._lines[point.name, point.step] = point.lines
-            elif isinstance(point, PointValues):
-                values = {each.path: each.value for each in point.scalars}
-                self._run.log({**values, "step": point.step, "_timestamp": point.time})
+            if isinstance(point, PointValues):
+                self._run.log({**point.values, "step": point.step, "_timestamp": point.time})
+            else:
+                self._texts[point.step] = point.lines
 
     def close(self, facts: RunFacts) -> None:
-        """The journal becomes two tables."""
-        for name in ("incidents", "journal"):
-            rows = [[step, line] for (of, step), lines in self._lines.items() if of == name for line in lines]
-            if rows:
-                self._run.log({name: self._table(columns=["step", "text"], data=rows)})
-        self._run.tags = tuple(tag[:64] for tag in dict.fromkeys(facts.tags))
+        """The journal becomes a table."""
+        rows = [[step, line] for step, lines in self._texts.items() for line in lines]
+        if rows:
+            self._run.log({"journal": self._table(columns=["step", "text"], data=rows)})
+        self._run.tags = _tags(facts)
         self._run.summary["started"] = stamp(facts.started)
         self._run.summary["ended"] = None if facts.ended is None else stamp(facts.ended)
         self._run.finish(exit_code=int(facts.state in ("failed", "killed")))
 
 
-def _folders(place: Path, known: str) -> list[Path]:
-    return [path for path in place.glob(f"offline-run-*-{known}") if path.is_dir()]
+def _tags(facts: RunFacts) -> tuple[str, ...]:
+    return tuple(tag[:64] for tag in dict.fromkeys(facts.tags))
 
 
 SINK = WandbSink

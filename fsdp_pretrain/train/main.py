@@ -45,7 +45,7 @@ from fsdp_pretrain.record.lock import RunLock
 from fsdp_pretrain.record.overrides import Overrides, load_run
 from fsdp_pretrain.record.requests import Inbox, interrupt_on_signal
 from fsdp_pretrain.record.run_id import LauncherMemory
-from fsdp_pretrain.trackers.follower import finish_follower, start_follower
+from fsdp_pretrain.trackers.follow import finish_followers, start_followers
 from fsdp_pretrain.trackers.sink import NAMES, check_installed
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
@@ -203,7 +203,7 @@ def _train(
         start.join_run(context, resumed)
     start.discard_requests(context)
     context.inbox.listen()
-    follower = start_follower(run_dir) if world.is_main else None
+    followers = start_followers(run_dir) if world.is_main else {}
     uploader = start_uploader(config, world, recorder.number)
 
     def saved(made: SaveResult) -> None:
@@ -242,8 +242,7 @@ def _train(
         start.record_ready(context, state)
     outcome = conclude(trainer.run(), trainer)
     flush_mirror(context, uploader, complete=outcome is Exit.COMPLETE)
-    if follower is not None:
-        finish_follower(run_dir, follower)
+    finish_followers(run_dir, followers)
     return outcome
 
 

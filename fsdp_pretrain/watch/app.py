@@ -1,200 +1,152 @@
-"""The live view: pages that follow in the background, drawn about once a second and at every key."""
+"""The live view: what is followed in the background, drawn once a second and at every key."""
 
 from __future__ import annotations
 
-import math
+import contextlib
+import os
+import select
+import signal
+import sys
+import termios
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
+import tty
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.segment import Segment, SegmentLines
 from rich.text import Text
 
-from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarm
-from fsdp_pretrain.watchdog.notify.operator import acknowledge
 
-from . import fleet, run_page
-from .fleet import FleetFollower, FleetRow
-from .following import RunFollower, RunView
-from .run_page import PageChoice
-from .terminal import Terminal
+from . import fleet, page
+from .following import RunFollower
 
 _SECONDS = 1.0
 _SILENT = 5.0
 """Seconds without an answer of the storage until that is shown."""
+_KEYS = {
+    b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"\r": "enter", b"\n": "enter",
+    b"\x1b": "escape", b"q": "q", b"\x04": "q",
+}  # fmt: skip
 
 
-class Background:
-    """Calls `poll` about once a second in a thread, so that storage that hangs does not stop the keys."""
+def console() -> Console:
+    """Standard output; characters that it cannot show become question marks."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    return Console(highlight=False)
 
-    def __init__(self, poll: Callable[[], tuple[Any, bool]], changed: Callable[[], None]) -> None:
-        self._poll, self._changed = poll, changed
-        self._ended = threading.Event()
-        self._answered = time.monotonic()
+
+def is_live() -> bool:
+    """Whether standard output is a terminal that can be drawn on."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+class _Screen:
+    """A run, or all runs under a directory: polled about once a second by a thread, so that storage that hangs does
+    not stop the keys.
+
+    Attributes:
+        at: how far down the person scrolled, or which run is selected.
+    """
+
+    def __init__(self, path: Path, *, of_runs: bool, keys: str) -> None:
+        self._path, self._of_runs, self._keys, self.at = path, of_runs, keys, 0
+        self._poll = fleet.FleetFollower(path).poll if of_runs else RunFollower(RunDir(path)).poll
+        self._ended, self._answered = threading.Event(), time.monotonic()
         self._failure: BaseException | None = None
-        self.found: Any = None
+        self._found: Any = None  # a `RunView`, or rows of runs
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while not self._ended.is_set():
             try:
-                self.found, whole = self._poll()
+                self._found = self._poll()
             except BaseException as error:
                 self._failure = error
-                self._changed()
                 return
             self._answered = time.monotonic()
-            self._changed()
-            self._ended.wait(_SECONDS if whole else 0.01)
-
-    @property
-    def silence(self) -> str:
-        """That the storage does not answer, if so. Raises what the thread raised."""
-        if self._failure is not None:
-            raise self._failure
-        silent = time.monotonic() - self._answered
-        return f"the storage has not answered for {human_time(silent)}" if silent > _SILENT else ""
+            self._ended.wait(_SECONDS)
 
     def end(self) -> None:
         self._ended.set()
 
+    @property
+    def selected(self) -> Path | None:
+        """The run that `Enter` opens."""
+        return Path(self._found[self.at].path) if self._of_runs and self._found else None
 
-class LivePage(ABC):
-    """What is on the screen."""
-
-    background: Background
-
-    @abstractmethod
-    def lines(self, width: int, height: int) -> list[Text]:
-        """The page now."""
-
-    @abstractmethod
-    def press(self, key: str) -> LivePage | None:
-        """React to a key; a page to open on top of this one."""
-
-
-class RunScreen(LivePage):
-    """A run; its alarms can be acknowledged."""
-
-    def __init__(self, run: RunDir, changed: Callable[[], None], *, below: bool = False) -> None:
-        self._run, self._changed = run, changed
-        self._keys = f"{run_page.KEYS}  Esc all runs" if below else run_page.KEYS
-        self._choice = PageChoice(footer=self._keys)
-        self._asked: Alarm | None = None
-        self._said, self._said_at = "", -math.inf
-        self.background = Background(RunFollower(run).poll, changed)
-
-    def lines(self, width: int, height: int) -> list[Text]:
-        """The page now, with what was asked or said at the bottom."""
-        silence, view = self.background.silence, self.background.found
-        if view is None:
-            return _waiting(f"reading {self._run.path}", silence, height)
-        if silence:
-            view = replace(view, problem=silence)
-        said = self._said if time.monotonic() - self._said_at < 10 * _SECONDS else ""
-        asked = f"acknowledge {self._asked.key}? y yes, any other key no" if self._asked is not None else ""
-        place = min(self._choice.selected, max(0, len(view.alarms) - 1))
-        keys = self._keys.replace("z zoom", f"z {_zoomed(self._choice)}")
-        choice = replace(self._choice, selected=place, footer=asked or said or keys)
-        return run_page.render(view, choice, width, height)
-
-    def press(self, key: str) -> LivePage | None:
-        """Zoom, select an alarm, acknowledge it after a question."""
-        view: RunView | None = self.background.found
-        alarms = view.alarms if view is not None else []
-        choice = self._choice
-        if self._asked is not None:
-            alarm, self._asked = self._asked, None
-            if key == "y":
-                self._acknowledge(alarm.key)
-        elif key == "z":
-            self._choice = replace(choice, zoom=choice.zoom + 1)
-        elif key in ("up", "k", "down", "j"):
-            step = 1 if key in ("down", "j") else -1
-            self._choice = replace(choice, selected=max(0, min(len(alarms) - 1, choice.selected + step)))
-        elif key == "a":
-            waiting = [alarm for alarm in alarms[choice.selected :][:1] if alarm.state == "open"]
-            self._asked = waiting[0] if waiting else None
-            if self._asked is None:
-                self._say("no alarm is open and unacknowledged here")
-        return None
-
-    def _acknowledge(self, key: str) -> None:
-        """In a thread: a watchdog that holds the alarms may take seconds to answer."""
-
-        def act() -> None:
-            try:
-                known = acknowledge(self._run, key)
-                self._say(
-                    f"{key} is acknowledged" if known else f"{key}: the watchdog does not answer; it will be done"
-                )
-            except UserError as error:
-                self._say(error.cause)
-
-        self._say(f"acknowledging {key} ...")
-        threading.Thread(target=act, daemon=True).start()
-
-    def _say(self, text: str) -> None:
-        self._said, self._said_at = text, time.monotonic()
-        self._changed()
-
-
-def _zoomed(choice: PageChoice) -> str:
-    return "zoom: all steps" if choice.shown is None else f"zoom: last {choice.shown:_} steps"
-
-
-class FleetScreen(LivePage):
-    """All runs under a directory."""
-
-    def __init__(self, directory: Path, changed: Callable[[], None]) -> None:
-        self._directory, self._changed = directory, changed
-        self._selected = 0
-        self.background = Background(FleetFollower(directory).poll, changed)
-
-    def lines(self, width: int, height: int) -> list[Text]:
-        silence, rows = self.background.silence, self.background.found
-        if rows is None:
-            return _waiting(f"looking for runs in {self._directory}", silence, height)
-        self._selected = max(0, min(self._selected, len(rows) - 1))
-        return fleet.render(self._directory, rows, width, height, self._selected, silence or fleet.KEYS)
-
-    def press(self, key: str) -> LivePage | None:
-        rows: list[FleetRow] = self.background.found or []
-        if key in ("up", "k", "down", "j"):
-            self._selected += 1 if key in ("down", "j") else -1
-        place = self._selected if key == "enter" else int(key) - 1 if key in "123456789" else len(rows)
-        return RunScreen(RunDir(Path(rows[place].path)), self._changed, below=True) if place < len(rows) else None
-
-
-def _waiting(text: str, silence: str, height: int) -> list[Text]:
-    return [Text(f"{text} ..."), Text(silence, "bold red"), *[Text()] * (height - 2)]
-
-
-def once(run: RunDir, width: int) -> list[Text]:
-    """The page of a run as it is now."""
-    follower, whole = RunFollower(run), False
-    while not whole:
-        view, whole = follower.poll()
-    return run_page.render(view, PageChoice(selected=-1), width, None)
+    def draw(self, out: Console) -> RenderableType:
+        """What fits on the terminal, and the keys. Raises what the thread raised."""
+        if self._failure is not None:
+            raise self._failure
+        width, height = out.size
+        silent = time.monotonic() - self._answered
+        parts: list[RenderableType] = []
+        if silent > _SILENT:
+            parts.append(Text(f"the storage has not answered for {human_time(silent)}", "bold red"))
+        if self._found is None:
+            parts.append(Text(f"reading {self._path} ..."))
+        elif self._of_runs:
+            self.at = min(self.at, max(0, len(self._found) - 1))
+            parts.append(fleet.render(self._path, self._found, width, self.at))
+        else:
+            parts.append(page.render(self._found, width, height))
+        lines = out.render_lines(Group(*parts), out.options.update(height=None), pad=False)
+        if not self._of_runs:
+            self.at = min(self.at, max(0, len(lines) - height + 1))
+        first = max(0, self.at + 4 - height) if self._of_runs else self.at
+        shown = [*lines[first:][: height - 1], *[[Segment("")]] * height][: height - 1]
+        return Group(SegmentLines(shown, new_lines=True), Text(self._keys.ljust(width), "reverse", no_wrap=True))
 
 
 def show(path: Path, *, fleet_of_runs: bool) -> None:
     """Show a run, or all runs under a directory, until the person leaves."""
-    with Terminal() as terminal:
-        first: LivePage = FleetScreen(path, terminal.wake) if fleet_of_runs else RunScreen(RunDir(path), terminal.wake)
-        pages = [first]
-        while pages:
-            terminal.paint(pages[-1].lines(*terminal.size))
-            for key in terminal.wait(2 * _SECONDS):  # what follows wakes it earlier
-                if key == "q":
+    keys = "q quit  ↑↓ select  Enter open" if fleet_of_runs else "q quit  ↑↓ scroll"
+    screens, out = [_Screen(path, of_runs=fleet_of_runs, keys=keys)], console()
+    with _keys() as pressed, Live(console=out, screen=True, auto_refresh=False) as live:
+        while True:
+            shown = screens[-1]
+            live.update(shown.draw(out), refresh=True)
+            match pressed():
+                case "q":
                     return
-                if key == "escape" and len(pages) > 1:
-                    pages.pop().background.end()
-                elif (opened := pages[-1].press(key)) is not None:
-                    pages.append(opened)
+                case "escape" if len(screens) > 1:
+                    screens.pop().end()
+                case "enter" if shown.selected is not None:
+                    screens.append(_Screen(shown.selected, of_runs=False, keys="q quit  ↑↓ scroll  Esc all runs"))
+                case "up" | "down" as key:
+                    shown.at = max(0, shown.at + (1 if key == "down" else -1))
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[], str]]:
+    """Keys without Enter: the next one, or nothing after a second. Signals that end the program leave the terminal as
+    it was; Ctrl-Z does nothing."""
+    terminal = sys.stdin.fileno() if sys.stdin is not None and sys.stdin.isatty() else None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+
+    def pressed() -> str:
+        sources = [] if terminal is None else [terminal]
+        if not select.select(sources, [], [], _SECONDS)[0] or terminal is None:
+            return ""
+        key = os.read(terminal, 1)
+        if key == b"\x1b" and select.select([terminal], [], [], 0.02)[0]:  # an arrow is three bytes
+            key += os.read(terminal, 2)
+        return _KEYS.get(key, "") if key else "q"
+
+    before = termios.tcgetattr(terminal) if terminal is not None else None
+    if terminal is not None:
+        tty.setcbreak(terminal)
+    try:
+        yield pressed
+    finally:
+        if terminal is not None and before is not None:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -29,9 +29,9 @@ from fsdp_pretrain.record.files import RunDir, age, now
 from fsdp_pretrain.record.goodput import Damaged
 from fsdp_pretrain.record.lease import LeaseRecord
 from fsdp_pretrain.record.lock import holder_died, is_held
-from fsdp_pretrain.record.start_history import unread_bytes
 from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.record.status import ENDED, Status
+from fsdp_pretrain.record.step_columns import unread_bytes
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_bytes, human_count, human_time
 from fsdp_pretrain.watchdog.notify.alarms import read_alarms
@@ -43,7 +43,7 @@ _SILENT_AT_LEAST = 120.0
 _LAST_LOOK = "status-last-look.json"
 _LARGEST_RECORD = 32 * 2**20
 """Bytes of new metrics that are read for one line: a second or two."""
-_RATIOS = {"goodput", "runtime_goodput", "ettr", "tokens_per_day"}
+_RATIOS = {"goodput", "ettr", "tokens_per_day"}
 
 
 class _LastLook(StateFile):
@@ -86,7 +86,6 @@ class Goodput(BaseModel):
 
     line: str
     goodput: float = 0.0
-    runtime_goodput: float = 0.0
     ettr: float = 0.0
     tokens_per_day: float = 0.0
 

@@ -240,7 +240,7 @@ def account(run: str) -> dict[str, Any]:
     found = goodput.goodput(RunDir(Path(run)))
     if found is None:
         return {}
-    kept = goodput.State.STEP_KEPT
+    kept = goodput.State.STEPS
     lost = {state: seconds for state, seconds in found.states.items() if state != kept and seconds}
     return {"goodput": found.goodput, "ettr": found.ettr, "badput_seconds": lost}
 

@@ -1,0 +1,121 @@
+"""The steps of a run in columns: the kept line, and what was trained and left behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from . import lineage
+from .files import RunDir
+from .metrics import METRICS
+from .start_history import Start, StartHistory
+from .step_columns import Column, StepColumns, read_steps
+
+CLOCKS = ("step", "consumed", "trained", "written")
+"""Columns of the x axes: steps, samples, tokens, and seconds since 1970."""
+Position = dict[str, float]
+"""A place on every x axis, by clock; NaN where that is not known."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Steps in order, of one or more segments: columns by name, float64 [rows].
+
+    Attributes:
+        breaks: rows before which the line was interrupted, sorted.
+    """
+
+    columns: dict[str, Column]
+    breaks: list[int]
+
+    def __len__(self) -> int:
+        return len(self.columns["step"])
+
+
+@dataclass(frozen=True)
+class Lines:
+    """All that a run trained: the kept line, and what resumes, rollbacks and forks left behind, part after part."""
+
+    kept: Line
+    left: Line
+
+    def locate(self, step: float | None, time: float | None) -> Position:
+        """Where an event was: at a step, a time, or both."""
+        every = self._by_time if step is None else self._by_step
+        known = math.nan if time is None else time
+        if not len(every["step"]):
+            return {**dict.fromkeys(CLOCKS, math.nan), "step": math.nan if step is None else step, "written": known}
+        if step is None:
+            row = max(0, int(np.searchsorted(every["written"], known, side="right")) - 1)
+            found = {clock: float(every[clock][row]) for clock in CLOCKS}
+        else:
+            found = {clock: float(np.interp(step, every["step"], every[clock])) for clock in CLOCKS} | {"step": step}
+        return found if time is None else found | {"written": time}
+
+    @cached_property
+    def _clocks(self) -> dict[str, Column]:
+        return {name: np.concatenate([line.columns[name] for line in (self.kept, self.left)]) for name in CLOCKS}
+
+    @cached_property
+    def _by_time(self) -> dict[str, Column]:
+        order = np.argsort(self._clocks["written"], kind="stable")
+        return {name: column[order] for name, column in self._clocks.items()}
+
+    @cached_property
+    def _by_step(self) -> dict[str, Column]:
+        _, first = np.unique(self._clocks["step"], return_index=True)  # the kept line's row, where there are several
+        return {name: column[first] for name, column in self._clocks.items()}
+
+
+def read_lines(run: RunDir, history: StartHistory, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Lines:
+    """The lines of a run whose starts were read; `shown` may wrap metrics lines in a progress bar."""
+    segments = {start.segment: _timed(start) for start in history.starts}
+    for path in run.segments:  # of the parent of a fork, and starts whose environment is damaged
+        if int(path.name) not in segments and (path / METRICS).exists():
+            segments[int(path.name)] = read_steps(path / METRICS, shown)[0]
+    parts = lineage.line(history.nodes)
+    kept, left, last = list[dict[str, Column]](), list[dict[str, Column]](), 0.0
+    for number, steps in sorted(segments.items()):
+        if not steps.count:
+            continue
+        columns = steps | {"written": _rising(steps["written"])}
+        part = next((part for part in parts if part.segment == number), None)
+        after, until = (math.inf, math.inf) if part is None else (max(part.after, last), part.until)
+        on_line = (steps["step"] > after) & (steps["step"] <= until)
+        if on_line.any():
+            kept.append({name: column[on_line] for name, column in columns.items()})
+            last = float(steps["step"][on_line][-1])
+        edges = np.flatnonzero(np.diff(on_line, prepend=True, append=True))
+        for first, stop in zip(edges[::2], edges[1::2], strict=True):
+            left.append({name: column[first:stop] for name, column in columns.items()})
+    return Lines(_join(kept), _join(left))
+
+
+def _timed(start: Start) -> StepColumns:
+    """The steps of a start, with the times when they ended: their records are written up to two steps later."""
+    steps, begun = start.steps, start.connected if start.ready is None else start.ready
+    return StepColumns(steps | {"written": begun + np.cumsum(steps.seconds)})
+
+
+def _rising(times: Column) -> Column:
+    """Times without steps back: clocks of hosts differ."""
+    known = np.where(np.isfinite(times), times, -math.inf)
+    return np.maximum.accumulate(np.where(np.isfinite(known), known, np.nanmin(times)))
+
+
+def _join(parts: list[dict[str, Column]]) -> Line:
+    names = dict.fromkeys(name for part in parts for name in part) or dict.fromkeys(CLOCKS)
+    sizes = [len(part["step"]) for part in parts]
+    columns = {
+        name: np.concatenate(
+            [np.zeros(0), *(part.get(name, np.full(size, math.nan)) for part, size in zip(parts, sizes, strict=True))]
+        )
+        for name in names
+    }
+    columns["written"] = np.maximum.accumulate(columns["written"])
+    return Line(columns, np.cumsum(sizes)[:-1].tolist())

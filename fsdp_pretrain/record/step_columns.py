@@ -1,0 +1,167 @@
+"""The metrics of a segment in columns, cached beside them so that a line is parsed once."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .files import RunDir, replace_file, seconds_of
+from .metrics import METRICS, records
+from .step_record import StepRecord
+
+Column = NDArray[np.float64]
+_COLUMNS: dict[str, Callable[[StepRecord], float | None]] = {
+    "step": lambda record: record.step,
+    "tokens": lambda record: record.trained,  # of the step
+    "iteration": lambda record: record.seconds.iteration,  # seconds, as are the next seven
+    "data": lambda record: record.seconds.data,
+    "checkpoint": lambda record: record.seconds.checkpoint,
+    "heldout": lambda record: record.seconds.heldout,
+    "forward_backward": lambda record: record.seconds.forward_backward,
+    "optimizer": lambda record: record.seconds.optimizer,
+    "other": lambda record: record.seconds.other,
+    "paused": lambda record: record.seconds.paused,
+    "skipped": lambda record: record.skipped,  # 1 where the update was skipped
+    "batch": lambda record: record.batch,
+    "length": lambda record: record.sequence_length,  # tokens of a sample
+    "mfu": lambda record: record.mfu,
+    "written": lambda record: seconds_of(record.time),  # since 1970
+    "consumed": lambda record: record.consumed,  # samples trained after the step
+    "trained": lambda record: record.tokens,  # likewise
+    "loss": lambda record: record.loss.mean,  # natural log
+    "grad_norm": lambda record: record.grad_norm,  # before clipping
+    "loss_scale": lambda record: record.loss_scale,
+    "lr": lambda record: record.lr,
+    "embedding_shrink": lambda record: record.ramps.embedding_shrink,
+    "tokens_per_second": lambda record: record.tokens_per_second,
+    "memory": lambda record: record.memory_bytes,
+}
+"""Columns that every table has."""
+_CACHE, _TAIL, _WORTH_KEEPING, _CHUNK = "steps.npz", 2048, 1000, 10_000
+
+
+class StepColumns(dict[str, Column]):
+    """Columns of a segment's metrics by name, one row per record, float64, NaN where a record has no finite value.
+
+    Beside those in `_COLUMNS`: `loss/NAME`, `heldout/NAME`, `share/NAME` (mean losses and planned share of a source),
+    `gradient/NAME`, `update/NAME`, `second_moment/NAME` (of a group of parameters).
+    """
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return len(self["step"])
+
+    @property
+    def compute(self) -> Column:
+        """Seconds per step without waiting for data and saves, and without the held-out loss."""
+        return self["iteration"] - self["data"] - self["checkpoint"] - self["heldout"]
+
+    @property
+    def missing(self) -> Column:
+        """Seconds before each step whose records were lost, from the timestamps of the others."""
+        lost = np.diff(self["step"], prepend=self["step"][:1] - 1) > 1
+        passed = np.diff(self["written"], prepend=self["written"][:1]) - self["iteration"] - self["paused"]
+        return np.where(lost, np.maximum(passed, 0.0), 0.0)
+
+    @property
+    def seconds(self) -> Column:
+        """From the end of the step recorded before to the end of each: also without records, and paused."""
+        return self["iteration"] + self.missing + self["paused"]
+
+
+def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[StepColumns, int]:
+    """The columns of a metrics file, and the number of damaged lines, which are skipped; the next call reads only new
+    lines. `shown` may wrap them in a progress bar."""
+    known, offset, before = _read_cache(path)
+    tables, rows, damaged, among, read = [known], list[dict[str, float]](), list[bytes](), 0, 0
+    for record, behind in shown(records(path, offset, on_damaged=damaged.append)):
+        rows.append(_row(record))
+        offset, among, read = behind, len(damaged), read + 1
+        if len(rows) >= _CHUNK:
+            tables.append(_table(rows))
+            rows = []
+    steps = _concatenate([*tables, _table(rows)])
+    if read >= _WORTH_KEEPING:
+        _write_cache(path, steps, offset, before + among)
+    return steps, before + len(damaged)
+
+
+def unread_bytes(run: RunDir) -> int:
+    """Bytes of metrics that `read_steps` has not read yet."""
+    files = [path / METRICS for path in run.segments if (path / METRICS).exists()]
+    return sum(path.stat().st_size - _read_cache(path).offset for path in files)
+
+
+class _Cache(NamedTuple):
+    """The result of reading a metrics file up to a byte offset."""
+
+    steps: StepColumns
+    offset: int
+    damaged: int
+
+
+def _read_cache(path: Path) -> _Cache:
+    """The cache of a metrics file; empty if there is none or it belongs to another file."""
+    with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
+        with np.load(path.with_name(_CACHE), allow_pickle=False) as kept:
+            steps = StepColumns(zip(kept["names"].tolist(), np.ascontiguousarray(kept["table"].T), strict=True))
+            found, tail = _Cache(steps, int(kept["offset"]), int(kept["damaged"])), kept["tail"].tobytes()
+        if _COLUMNS.keys() <= steps.keys() and _tail(path, found.offset) == tail:
+            return found
+    return _Cache(_table([]), 0, 0)
+
+
+def _tail(path: Path, offset: int) -> bytes:
+    """The bytes before an offset, to recognize a file: its lines never change."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, offset - _TAIL))
+            return file.read(min(offset, _TAIL))
+    except OSError:
+        return b""
+
+
+def _write_cache(path: Path, steps: StepColumns, offset: int, damaged: int) -> None:
+    content, tail = io.BytesIO(), np.frombuffer(_tail(path, offset), dtype=np.uint8)
+    names, table = np.array(list(steps)), np.stack(list(steps.values()), axis=1)
+    np.savez(content, names=names, table=table, offset=offset, tail=tail, damaged=damaged)
+    with contextlib.suppress(OSError):  # reading must also work on a full or read-only disk
+        replace_file(path.with_name(_CACHE), content.getvalue())
+
+
+def _row(record: StepRecord) -> dict[str, float]:
+    row: dict[str, float | None] = {name: read(record) for name, read in _COLUMNS.items()}
+    row |= {f"loss/{name}": loss.mean for name, loss in record.sources.items()}
+    row |= {f"heldout/{name}": loss.mean for name, loss in (record.heldout or {}).items()}
+    row |= {f"share/{name}": share for name, share in record.ramps.shares.items()}
+    for name, group in (record.groups or {}).items():
+        row[f"gradient/{name}"] = group.grad_norm
+        row[f"update/{name}"] = group.update_ratio
+        row[f"second_moment/{name}"] = group.second_moment_max
+    return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+def _table(rows: list[dict[str, float]]) -> StepColumns:
+    names = dict.fromkeys([*_COLUMNS, *(name for row in rows for name in row)])
+    return StepColumns({name: np.array([row.get(name, math.nan) for row in rows], np.float64) for name in names})
+
+
+def _concatenate(tables: list[StepColumns]) -> StepColumns:
+    """One table of several; NaN where one lacks a column."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    missing = [np.full(table.count, math.nan) for table in tables]
+    return StepColumns(
+        {
+            name: np.concatenate([table.get(name, empty) for table, empty in zip(tables, missing, strict=True)])
+            for name in names
+        }
+    )
