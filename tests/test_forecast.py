@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data.fetch.replacement import BlockTrace, live_bytes, plan, simulate
 
 from data.corpus.corpus import build_blocks, write_corpus
 from data.corpus.shards import Shard, ShardWriter
 from data.fetch import working_set
 from data.fetch.forecast import NEVER, Forecast, NextUse
-from data.fetch.replacement import BlockTrace, live_bytes, plan, simulate
 from data.packing import pieces, source
 from data.packing.loader import Loader
 from data.packing.mixture import MixtureWeight

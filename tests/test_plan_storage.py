@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data.fetch.replacement import simulate
 
 from data.corpus.corpus import write_corpus
 from data.corpus.shards import ShardWriter
 from data.fetch import working_set
 from data.fetch.forecast import Forecast
-from data.fetch.replacement import simulate
 from data.packing.packer import Packer
 from data.packing.position import Position
 from fsdp_pretrain.config.schedule import BatchSchedule

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from data.simulate import check_shares, simulated_corpus
 
 from data.packing.loader import Loader
 from data.packing.packer import Packer
 from data.packing.position import Position
-from data.simulate import check_shares, simulated_corpus
 from fsdp_pretrain.config.schedule import BatchSchedule, share_of
 from fsdp_pretrain.watchdog.hang.peers import PeerNodes
 

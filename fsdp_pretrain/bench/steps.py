@@ -45,7 +45,7 @@ from fsdp_pretrain.train.trainer import LAG, Trainer
 from fsdp_pretrain.units import human_bytes, human_count
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
-from . import checkpoints, features, group_statistics, heldout, kernels, peers, sides, storage, watchdog
+from . import checkpoints, features, group_statistics, heldout, kernels, peers, sides, watchdog
 
 
 class RandomSteps:
@@ -281,7 +281,6 @@ def _parser() -> Parser:
     what.add_argument("--features", type=Path, metavar="DIR", help="time what watchdog, record and saves cost instead")
     what.add_argument("--heldout", action="store_true", help="time what the held-out loss costs instead")
     what.add_argument("--statistics", action="store_true", help="time what statistics of parameters cost instead")
-    what.add_argument("--storage", action="store_true", help="compare caches of remote storage, and time them, instead")
     what.add_argument("--kernels", action="store_true", help="time attention and loss alone, by kernel, instead")
     what.add_argument("--peers", action="store_true", help="compare with other implementations of the model instead")
     what.add_argument("--side", choices=peers.SIDES, help=argparse.SUPPRESS)  # a round of --peers starts itself so
@@ -332,9 +331,6 @@ def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[di
     if args.statistics:
         result = group_statistics.measure(build, config, world, rounds=args.rounds, **often)
         return result, group_statistics.render(result)
-    if args.storage:
-        result = storage.measure(config, rounds=args.rounds, steps=args.steps)
-        return result, storage.render(result)
     if args.kernels:
         result = kernels.measure(config, world.device, rounds=args.rounds, steps=args.steps)
         return result, kernels.render(result)
