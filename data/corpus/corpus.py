@@ -33,7 +33,7 @@ from .files import File
 from .manifest import CorpusManifest, Separators, ShardEntry, parse_manifest, read_manifest, write_manifest
 from .reading import READ_TIMEOUT, MirroredPlaces
 from .shards import Shard
-from .stored import ChangedError, Piece, StoredBlock, Stretches, local_block, stretches_of
+from .stored import ChangedError, Piece, StoredBlock, local_block
 
 BLOCK_TOKENS = 4_000_000
 BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "tokens")
@@ -217,6 +217,7 @@ class Corpus:
             raise DataError(f"{directory} holds no tokens")
         self._blocks: OrderedDict[int, StoredBlock] = OrderedDict()
         self._files: OrderedDict[Path, File] = OrderedDict()
+        self._buffer = memoryview(b"")
 
     def _open_copy(self, place: Location) -> tuple[Location, CorpusManifest, CachedCopy | None]:
         if not isinstance(place, Url):
@@ -290,31 +291,42 @@ class Corpus:
         Raises:
             DataError: they cannot be read, or are damaged.
         """
-        wanted = stretches_of(pieces)
 
         def take(block: StoredBlock) -> tuple[File, list[memoryview]]:
             file = self._files.get(block.path) or block.file()
-            return file, block.read(wanted, file)
+            return file, block.read(pieces, file)
 
         for _ in range(_TRIES):
             try:
-                block = self._blocks.get(number)
-                read = None if block is None else self._at_once(block, wanted)
-                if block is None or read is None:
-                    block, (file, read) = self._read(number, take)
-                    if block.keeps_file:
-                        _keep(self._files, block.path, file, _OPEN_FILES)
-                block.copy(pieces, wanted, read, row)
+                if self._copied_at_once(number, pieces, row):
+                    return
+                block, (file, read) = self._read(number, take)
+                if block.keeps_file:
+                    _keep(self._files, block.path, file, _OPEN_FILES)
+                block.copy(pieces, row, read)
                 return
             except ChangedError as error:
                 changed = error
                 self._close(number)
         raise self._restless(number, changed)
 
+    def _copied_at_once(self, number: int, pieces: Sequence[Piece], row: npt.NDArray[Any]) -> bool:
+        """Copy pieces if they are in memory, without another thread; whether they were. Raises ChangedError."""
+        if (block := self._blocks.get(number)) is None:
+            return False
+        file = self._files.get(block.path)
+        if file is None:
+            if block.keeps_file:  # opening it may wait for storage
+                return False
+            file = block.file()
+        if len(self._buffer) < (needed := block.bytes_for(len(row))):
+            self._buffer = memoryview(bytearray(needed))
+        return block.copy_at_once(pieces, row, file, self._buffer)
+
     def tokens(self, number: int, first: int, stop: int) -> npt.NDArray[Any]:
         """A copy of tokens [first, stop) of block `number`, see `copy`. Raises DataError."""
         tokens = np.empty(stop - first, dtype=self.manifest.dtype)
-        self.copy(number, [(0, first, stop)], tokens)
+        self.copy(number, [(0, first, stop)] if first < stop else [], tokens)
         return tokens
 
     def block(self, number: int) -> StoredBlock:
@@ -359,15 +371,6 @@ class Corpus:
             effect="it cannot be said which tokens are those that were prepared",
             remedy="find what writes to it; if nothing does, the machine's memory or the storage is faulty",
         )
-
-    def _at_once(self, block: StoredBlock, wanted: Sequence[Stretches]) -> list[memoryview] | None:
-        """Stretches that are in memory, without another thread; None if they are not. Raises ChangedError."""
-        file = self._files.get(block.path)
-        if file is None:
-            if block.keeps_file:
-                return None
-            file = block.file()
-        return block.read_at_once(wanted, file)
 
     def _open_block(self, place: Location, number: int) -> StoredBlock:
         if isinstance(place, Url):

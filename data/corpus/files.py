@@ -19,8 +19,8 @@ from fsdp_pretrain.remote import Location
 Bytes = npt.NDArray[np.uint8]
 reading: dict[int, Location] = {}
 """The file that each thread reads just now, by thread identity; see `data.corpus.reading`."""
-_CANNOT_TELL = (errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of file systems that do not know whether a page is in memory."""
+NOT_AT_ONCE = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)
+"""Errors of `RWF_NOWAIT`: storage must be asked, or the file system does not know."""
 
 
 def now_reading(path: Location) -> None:
@@ -32,49 +32,37 @@ def now_reading(path: Location) -> None:
 class File:
     """A file open for reading, until nobody refers to it.
 
+    Attributes:
+        descriptor: for system calls.
+
     Raises:
         OSError: it cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         now_reading(path)
-        self.path, self._descriptor = path, -1
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.path, self.descriptor = path, -1
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self.descriptor).st_size
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes [start, stop), fewer where the file ends. Raises OSError."""
         now_reading(self.path)
         found, done = np.empty(stop - start, np.uint8).data, 0
         while done < len(found):
-            count = os.preadv(self._descriptor, [found[done:]], start + done)
+            count = os.preadv(self.descriptor, [found[done:]], start + done)
             if not count:
                 break
             done += count
         return found[:done]
-
-    def read_at_once(self, start: int, stop: int) -> memoryview | None:
-        """Bytes [start, stop) if they are in memory, so that no storage is asked for them; else None. Raises OSError.
-
-        Also None on file systems that cannot tell.
-        """
-        found = np.empty(stop - start, np.uint8).data
-        try:
-            return found if os.preadv(self._descriptor, [found], start, os.RWF_NOWAIT) == len(found) else None
-        except (BlockingIOError, NotImplementedError):
-            return None
-        except OSError as error:
-            if error.errno in _CANNOT_TELL:
-                return None
-            raise
 
 
 def map_file(path: Path) -> Bytes:

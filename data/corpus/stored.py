@@ -8,7 +8,8 @@ that moment, and what is read is compared with it. Positions count from the firs
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from os import RWF_NOWAIT, preadv
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,17 +21,15 @@ from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location, Url
 
 from .cache import LENGTH_BYTES
-from .files import File
+from .files import NOT_AT_ONCE, File
 from .shards import Shard
 
-STRETCH_BITS = 12
-"""Tokens are hashed in stretches of 2 ** 12: of a document that is copied, little else is read and hashed."""
+STRETCH_BITS = 11
+"""Tokens are hashed in stretches of 2 ** 11: of a document that is copied, little else is read and hashed."""
 _AT_ONCE = 64
 """Stretches that are read at once while a block is opened."""
 Piece = tuple[int, int, int]
-"""(position in a row, start, stop in a block)."""
-Stretches = tuple[int, int]
-"""The first stretch, and that after the last one."""
+"""(position in a row, start, stop in a block), of one token at least."""
 Checksums = Sequence[int]
 """xxh3-64 of the bytes of a block's lengths and of its tokens, see `ShardBlocks`."""
 
@@ -117,55 +116,74 @@ class StoredBlock:
         except OSError as error:
             raise ChangedError(f"it cannot be opened: {error.strerror}") from None
 
-    def read(self, wanted: Sequence[Stretches], file: File) -> list[memoryview]:
-        """The bytes of stretches of tokens, as its file has them. May wait for storage. Raises ChangedError."""
-        return [FilePart(self.path, *self._place(each)).read(file) for each in wanted]
+    def bytes_for(self, tokens: int) -> int:
+        """The most bytes that the stretches of a piece of so many tokens have."""
+        return tokens * self._dtype.itemsize + 2 * self._stretch
 
-    def read_at_once(self, wanted: Sequence[Stretches], file: File) -> list[memoryview] | None:
-        """The same without waiting; None if they are not in memory. Raises ChangedError."""
-        found = list[memoryview]()
-        try:
-            for each in wanted:
-                start, size = self._place(each)
-                if (content := file.read_at_once(start, start + size)) is None:
-                    return None
-                found.append(content)
-        except OSError as error:
-            raise ChangedError(f"it cannot be read: {error.strerror}") from None
-        return found
+    def read(self, pieces: Sequence[Piece], file: File) -> list[memoryview]:
+        """The bytes of the stretches of each piece, as its file has them. May wait for storage. Raises ChangedError."""
+        places = [self._stretches(start, stop) for _, start, stop in pieces]
+        return [FilePart(self.path, start, stop - start).read(file) for start, stop in places]
 
-    def _place(self, wanted: Stretches) -> tuple[int, int]:
-        """(first byte in the file, bytes)."""
-        start = wanted[0] * self._stretch
-        return self._tokens.start + start, min(wanted[1] * self._stretch, self._tokens.size) - start
+    def _stretches(self, start: int, stop: int) -> tuple[int, int]:
+        """Where the stretches of tokens [start, stop) begin and end in the file."""
+        size, tokens = self._stretch, self._tokens
+        end = ((stop - 1 >> STRETCH_BITS) + 1) * size
+        return tokens.start + (start >> STRETCH_BITS) * size, tokens.start + min(end, tokens.size)
 
-    def copy(
-        self, pieces: Sequence[Piece], wanted: Sequence[Stretches], read: Sequence[memoryview], row: npt.NDArray[Any]
-    ) -> None:
-        """Copy tokens [start, stop) to a position in `row`, for each (position, start, stop).
+    def copy(self, pieces: Sequence[Piece], row: npt.NDArray[Any], read: Iterable[memoryview]) -> None:
+        """Copy pieces to their places in `row`.
 
         Args:
-            wanted: the stretches of each piece, see `stretches_of`.
-            read: their bytes.
+            read: the bytes of the stretches of each piece; each is used before the next is asked for.
 
         Raises:
-            ChangedError: they, or tokens near them, changed since the block was opened.
+            ChangedError: a piece, or tokens near it, changed since the block was opened.
         """
-        hashes, dtype = self._hashes, self._dtype
-        for (position, start, stop), (first, last), content in zip(pieces, wanted, read, strict=True):
-            if last - first == 1:
+        hashes, size, dtype, item = self._hashes, self._stretch, self._dtype, self._dtype.itemsize
+        for (position, start, stop), content in zip(pieces, read, strict=False):
+            first = start >> STRETCH_BITS
+            if len(content) <= size:
                 same = xxh3_64_intdigest(content) == hashes[first]
             else:
-                same = self._hashes_of(content) == hashes[first:last].tolist()
+                found = self._hashes_of(content)
+                same = found == hashes[first : first + len(found)].tolist()
             if not same:
                 raise ChangedError("its tokens changed since it was opened")
-            begin = start - (first << STRETCH_BITS)
-            row[position : position + stop - start] = np.frombuffer(content, dtype)[begin : begin + stop - start]
+            begin = (start - (first << STRETCH_BITS)) * item
+            row[position : position + stop - start] = np.frombuffer(content, dtype, stop - start, begin)
 
+    def copy_at_once(self, pieces: Sequence[Piece], row: npt.NDArray[Any], file: File, buffer: memoryview) -> bool:
+        """The same if all is in memory, without waiting; whether it is. Raises ChangedError.
 
-def stretches_of(pieces: Sequence[Piece]) -> list[Stretches]:
-    """The stretches that each piece lies in."""
-    return [(start >> STRETCH_BITS, (max(start, stop - 1) >> STRETCH_BITS) + 1) for _, start, stop in pieces]
+        One loop for both: this is done for every document of every sample.
+
+        Args:
+            buffer: of `bytes_for` the longest piece.
+        """
+        size, end, origin = self._stretch, self._tokens.size, self._tokens.start
+        hashes, dtype, descriptor = self._hashes, self._dtype, file.descriptor
+        tokens = np.frombuffer(buffer, dtype, len(buffer) // dtype.itemsize)
+        try:
+            for position, start, stop in pieces:
+                first, last = start >> STRETCH_BITS, (stop - 1 >> STRETCH_BITS) + 1
+                count = min(last * size, end) - first * size
+                content = buffer[:count]
+                if preadv(descriptor, (content,), origin + first * size, RWF_NOWAIT) < count:
+                    return False
+                if last - first == 1:
+                    same = xxh3_64_intdigest(content) == hashes[first]
+                else:
+                    same = self._hashes_of(content) == hashes[first:last].tolist()
+                if not same:
+                    raise ChangedError("its tokens changed since it was opened")
+                begin = start - (first << STRETCH_BITS)
+                row[position : position + stop - start] = tokens[begin : begin + stop - start]
+        except OSError as error:
+            if error.errno in NOT_AT_ONCE:
+                return False
+            raise ChangedError(f"it cannot be read: {error.strerror}") from None
+        return True
 
 
 def local_block(place: Path, shard: Shard, first: int, count: int, expected: Checksums | None) -> StoredBlock:

@@ -263,7 +263,8 @@ class SourceStream:
                 if take > need - filled:
                     take = need - filled
                     text = min(take, text)
-                pieces.append((filled, start, start + text))
+                if text:
+                    pieces.append((filled, start, start + text))
                 if spans is not None:
                     spans.append(Span(block, at, filled, start, start + text))
                 filled += take
