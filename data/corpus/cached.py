@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import numpy.typing as npt
 import xxhash
 
 from data.text.tokenizer import fingerprint_of
+from fsdp_pretrain import fetcher_status
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError, Exit
 from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
@@ -59,11 +59,8 @@ class CacheUse:
 
     def problem(self) -> str:
         """What the fetcher last said is wrong; empty if it said nothing."""
-        try:
-            found = json.loads(self.fetcher.read_text()) if self.fetcher is not None else {}
-            return str(found.get("problem") or "")
-        except (OSError, ValueError, AttributeError):
-            return ""
+        found = None if self.fetcher is None else fetcher_status.read(self.fetcher)
+        return "" if found is None else found.problem
 
 
 class FetchError(DataError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -216,7 +217,7 @@ class Corpus:
         if not len(self.blocks):
             raise DataError(f"{directory} holds no tokens")
         self._blocks: OrderedDict[int, StoredBlock] = OrderedDict()
-        self._files: OrderedDict[Path, File] = OrderedDict()
+        self._files: OrderedDict[str, File] = OrderedDict()
         self._buffer = memoryview(b"")
 
     def _open_copy(self, place: Location) -> tuple[Location, CorpusManifest, CachedCopy | None]:
@@ -314,14 +315,19 @@ class Corpus:
         """Copy pieces if they are in memory, without another thread; whether they were. Raises ChangedError."""
         if (block := self._blocks.get(number)) is None:
             return False
-        file = self._files.get(block.path)
-        if file is None:
-            if block.keeps_file:  # opening it may wait for storage
-                return False
-            file = block.file()
         if len(self._buffer) < (needed := block.bytes_for(len(row))):
             self._buffer = memoryview(bytearray(needed))
-        return block.copy_at_once(pieces, row, file, self._buffer)
+        if block.keeps_file:  # opening it may wait for storage
+            file = self._files.get(block.path)
+            return file is not None and block.copy_at_once(pieces, row, file.descriptor, self._buffer)
+        try:
+            descriptor = os.open(block.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # what is wrong is said where it is opened again
+            return False
+        try:
+            return block.copy_at_once(pieces, row, descriptor, self._buffer)
+        finally:
+            os.close(descriptor)
 
     def tokens(self, number: int, first: int, stop: int) -> npt.NDArray[Any]:
         """A copy of tokens [first, stop) of block `number`, see `copy`. Raises DataError."""

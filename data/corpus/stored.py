@@ -68,6 +68,7 @@ class StoredBlock:
         expected: None if the corpus has no checksums.
 
     Attributes:
+        path: of the file of its tokens.
         keeps_file: its file may stay open between reads. That of a cache may not: it would take up room after it was
             dropped.
 
@@ -84,7 +85,7 @@ class StoredBlock:
         tokens: FilePart,
         expected: Checksums | None,
     ) -> None:
-        self.place, self.name, self.path, self.keeps_file = place, name, tokens.path, isinstance(place, Path)
+        self.place, self.name, self.path, self.keeps_file = place, name, str(tokens.path), isinstance(place, Path)
         self._dtype, self._lengths, self._tokens = dtype, lengths, tokens
         self._stretch = dtype.itemsize << STRETCH_BITS
         self._sum = xxh3_64_intdigest(lengths.read())
@@ -112,7 +113,7 @@ class StoredBlock:
     def file(self) -> File:
         """The file of its tokens, opened. Raises ChangedError."""
         try:
-            return File(self.path)
+            return File(self._tokens.path)
         except OSError as error:
             raise ChangedError(f"it cannot be opened: {error.strerror}") from None
 
@@ -123,7 +124,7 @@ class StoredBlock:
     def read(self, pieces: Sequence[Piece], file: File) -> list[memoryview]:
         """The bytes of the stretches of each piece, as its file has them. May wait for storage. Raises ChangedError."""
         places = [self._stretches(start, stop) for _, start, stop in pieces]
-        return [FilePart(self.path, start, stop - start).read(file) for start, stop in places]
+        return [FilePart(self._tokens.path, start, stop - start).read(file) for start, stop in places]
 
     def _stretches(self, start: int, stop: int) -> tuple[int, int]:
         """Where the stretches of tokens [start, stop) begin and end in the file."""
@@ -153,16 +154,17 @@ class StoredBlock:
             begin = (start - (first << STRETCH_BITS)) * item
             row[position : position + stop - start] = np.frombuffer(content, dtype, stop - start, begin)
 
-    def copy_at_once(self, pieces: Sequence[Piece], row: npt.NDArray[Any], file: File, buffer: memoryview) -> bool:
+    def copy_at_once(self, pieces: Sequence[Piece], row: npt.NDArray[Any], descriptor: int, buffer: memoryview) -> bool:
         """The same if all is in memory, without waiting; whether it is. Raises ChangedError.
 
         One loop for both: this is done for every document of every sample.
 
         Args:
+            descriptor: of its open file.
             buffer: of `bytes_for` the longest piece.
         """
         size, end, origin = self._stretch, self._tokens.size, self._tokens.start
-        hashes, dtype, descriptor = self._hashes, self._dtype, file.descriptor
+        hashes, dtype = self._hashes, self._dtype
         tokens = np.frombuffer(buffer, dtype, len(buffer) // dtype.itemsize)
         try:
             for position, start, stop in pieces:

@@ -167,6 +167,7 @@ class NodeFetching:
         if self._process is not None:
             self._process.close()
             os.close(self._lock)
+            self._process = None
         self._page.unlink(missing_ok=True)
 
 

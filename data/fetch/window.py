@@ -8,6 +8,7 @@ such as a block at the border of two lanes; without it, such a block would come 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -75,8 +76,8 @@ def window_of(
 def bytes_in_use(packer: Packer, sizes: Mapping[str, Ints], batch: int) -> int:
     """About how many bytes of blocks a node uses at a time: the least that a cache must hold.
 
-    While a stretch of a lane is read, all blocks that it touches are in use: 1 + stretch / block on average. All lanes
-    of a source reach their next stretch together.
+    While a stretch of a lane is read, all blocks that it touches are in use: 1 + stretch / block on average, and more
+    by chance if the lanes are few. All lanes of a source reach their next stretch together.
 
     Args:
         sizes: bytes of the blocks of each source by URL, int64 [blocks], by its name.
@@ -87,6 +88,6 @@ def bytes_in_use(packer: Packer, sizes: Mapping[str, Ints], batch: int) -> int:
         if name in sizes:
             own, lane = sizes[name], stream.epoch_length / stream.lanes
             stretch = min(lane, (STRETCH + batch / stream.lanes) * stream.length)
-            touched = stream.lanes * (1 + stretch / float(stream.block_lengths.mean()))
+            touched = stream.lanes * (1 + stretch / float(stream.block_lengths.mean())) + 2 * math.sqrt(stream.lanes)
             found += min(float(own.sum()), max(touched * float(own.mean()), 2.0 * float(np.max(own))))
     return int(found)
