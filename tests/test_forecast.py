@@ -218,7 +218,7 @@ def test_the_window_is_what_is_used_soonest_and_the_rest_goes_by_its_next_use() 
     sizes, first = {"a": np.full(8, 10)}, {keys[block]: step for block, step in enumerate((1, 1, 2, 3, 9, 7))}
     order = sorted(first, key=first.__getitem__)
     window = window_of(order, first, [keys[7], keys[5], keys[4], keys[6], keys[0]], sizes, next_step=1, limit=70)
-    assert (window.wanted, window.urgent) == (keys[:3], 2)  # half of the cache
+    assert (window.wanted, window.urgent, window.until) == (keys[:3], 2, 2)  # half of the cache
     assert window.droppable == [keys[7], keys[6], keys[4], keys[5]]
     window = window_of(order, first, [], sizes, next_step=3, limit=10)
     assert (window.wanted, window.urgent) == (keys[:4], 4)  # whatever its size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -188,6 +189,24 @@ def test_a_shard_cut_while_it_is_open_is_an_error_and_no_signal(corpus: Path, mi
         alone.tokens(0, 0, 2000)
     with pytest.raises(DataError, match=r"shard-0\.bin"):
         Corpus(corpus).shard(0)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP])
+def test_storage_that_must_be_asked_gives_the_same_samples(
+    corpus: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not in memory, or on a file system that cannot tell, is read in the thread with the timeout."""
+    packer = open_packer(corpus)
+    expected = packed(packer), packed(packer)
+
+    def refuse(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("data.corpus.stored.preadv", refuse)
+    packer = open_packer(corpus)
+    assert (packed(packer), packed(packer)) == expected
+    assert packer.corpora["a"].places.take_times().reads > 320
 
 
 @pytest.mark.quick

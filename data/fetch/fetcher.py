@@ -90,7 +90,7 @@ class Fetcher:
         self._sizes = {fingerprint: found[0].corpus.sizes for fingerprint, found in copies.items()}
         self._present: dict[Key, int] = {}  # bytes; what came first is first
         self._window, self._window_until = Window([], [], 0), 0.0
-        self._ready_until: int | None = None
+        self._ready_until = 0
         self._evictions = 0
         self._status = FetcherStatus(host=socket.gethostname(), node=node, pid=os.getpid())
         self._list, self._say = Every(_LIST_SECONDS), Every(_STATUS_SECONDS)
@@ -147,10 +147,11 @@ class Fetcher:
         self._forget_removed()
         self._plan()
         wanted, droppable = self._window.wanted, list(reversed(self._window.droppable))
-        missing = [key for key in wanted if key not in self._present]
+        uses = self._upcoming.uses
+        missing = [key for key in wanted if key not in self._present and key in uses]
         self._transfers.forget(missing)
-        uses = [self._upcoming.uses[key][0] for key in missing if key in self._upcoming.uses]
-        self._ready_until = min(uses) - 1 if uses else None
+        last = self._upcoming.last_step if self._window.until is None else self._window.until
+        self._ready_until = min([last, *(uses[key][0] - 1 for key in missing)])
         limit = self._limit()
         while self._used > limit and droppable:
             self._drop(droppable.pop())
@@ -161,7 +162,7 @@ class Fetcher:
             while self._used + size > limit and droppable:
                 self._drop(droppable.pop())
             # The next step must come, even if it does not fit.
-            if self._used + size > limit and self._upcoming.uses.get(key, (0,))[0] > self._done.step + 1:
+            if self._used + size > limit and uses[key][0] > self._done.step + 1:
                 return
             self._transfers.start(key, size)
 
@@ -198,7 +199,7 @@ class Fetcher:
             free = shutil.disk_usage(self._cache).free - max(int(sizes.max()) for sizes in self._sizes.values())
         except OSError:
             return self._size
-        return min(self._size, max(0, self._used + free))
+        return min(self._size, max(0, sum(self._present.values()) + free))
 
     def _drop(self, key: Key) -> None:
         if key in self._present:
@@ -211,14 +212,13 @@ class Fetcher:
 
     def _write_status(self) -> None:
         traffic, problem = self._transfers.traffic, self._transfers.problem()
-        until = self._upcoming.last_step if self._ready_until is None else self._ready_until
         self._status = replace(
             self._status,
             time=time.time(),
             problem="" if problem is None else problem.text,
             since=0.0 if problem is None else problem.since,
             lasting=problem is not None and problem.lasting,
-            ready=max(0, until - self._done.step),
+            ready=max(0, self._ready_until - self._done.step),
             step=self._done.step,
             cached=sum(self._present.values()),
             size=self._limit(),

@@ -33,11 +33,13 @@ class Window:
         wanted: blocks of the window in the order of use, present or not.
         droppable: present blocks outside the window, the first to be dropped first.
         urgent: how many of `wanted` the next step reads.
+        until: the last step whose blocks all belong to it; None: the last that is forecast.
     """
 
     wanted: list[Key]
     droppable: list[Key]
     urgent: int
+    until: int | None = None
 
 
 def window_of(
@@ -58,19 +60,20 @@ def window_of(
         sizes: bytes of the blocks of each corpus by fingerprint.
         next_step: its blocks belong to the window whatever their size.
     """
-    wanted, total, urgent = list[Key](), 0, 0
+    wanted, total, urgent, until = list[Key](), 0, 0, None
     for key in order:
         total += int(sizes[key[0]][key[1]])
         if first_use[key] <= next_step:
             urgent += 1
         elif total > _SHARE * limit:
+            until = first_use[key] - 1
             break
         wanted.append(key)
     held = set(wanted)
     outside = [key for key in present if key not in held]
     unused = [key for key in outside if key not in first_use]
     later = sorted((key for key in outside if key in first_use), key=first_use.__getitem__, reverse=True)
-    return Window(wanted, unused + later, urgent)
+    return Window(wanted, unused + later, urgent, until)
 
 
 def bytes_in_use(packer: Packer, sizes: Mapping[str, Ints], batch: int) -> int:
