@@ -196,7 +196,8 @@ def test_a_cache_is_of_one_run_at_a_time(
         second.start()
     first.end()
     second.start()
-    second.end()
+    assert second.train(5) == local(corpus, 5)
+    second.fetching.close()
 
 
 def test_a_damaged_block_is_fetched_again_while_the_node_trains(nodes: Any, corpus: Path, tmp_path: Path) -> None:
