@@ -8,7 +8,7 @@ that moment, and what is read is compared with it. Positions count from the firs
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from os import RWF_NOWAIT, preadv
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,17 +132,17 @@ class StoredBlock:
         end = ((stop - 1 >> STRETCH_BITS) + 1) * size
         return tokens.start + (start >> STRETCH_BITS) * size, tokens.start + min(end, tokens.size)
 
-    def copy(self, pieces: Sequence[Piece], row: npt.NDArray[Any], read: Iterable[memoryview]) -> None:
+    def copy(self, pieces: Sequence[Piece], row: npt.NDArray[Any], read: Sequence[memoryview]) -> None:
         """Copy pieces to their places in `row`.
 
         Args:
-            read: the bytes of the stretches of each piece; each is used before the next is asked for.
+            read: the bytes of the stretches of each piece.
 
         Raises:
             ChangedError: a piece, or tokens near it, changed since the block was opened.
         """
         hashes, size, dtype, item = self._hashes, self._stretch, self._dtype, self._dtype.itemsize
-        for (position, start, stop), content in zip(pieces, read, strict=False):
+        for (position, start, stop), content in zip(pieces, read, strict=True):
             first = start >> STRETCH_BITS
             if len(content) <= size:
                 same = xxh3_64_intdigest(content) == hashes[first]
@@ -157,7 +157,7 @@ class StoredBlock:
     def copy_at_once(self, pieces: Sequence[Piece], row: npt.NDArray[Any], descriptor: int, buffer: memoryview) -> bool:
         """The same if all is in memory, without waiting; whether it is. Raises ChangedError.
 
-        One loop for both: this is done for every document of every sample.
+        Written for speed: this happens for every document of every sample.
 
         Args:
             descriptor: of its open file.
