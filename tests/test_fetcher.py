@@ -194,7 +194,8 @@ def test_a_cache_is_of_one_run_at_a_time(
     second = Node(tmp_path, corpus, tmp_path / "cache", "170KB", name="second")
     with pytest.raises(ConfigError, match=r"data\.cache\.dir = .*/cache is in use by the run .*/first"):
         second.start()
-    first.end()
+    assert first.train(5) == local(corpus, 5)
+    first.fetching.close()
     second.start()
     assert second.train(5) == local(corpus, 5)
     second.fetching.close()
