@@ -457,24 +457,12 @@ def _checksums(args: argparse.Namespace) -> int:
     argument("--batch", type=positive, default=8, help="samples per call (default: 8)"),
     argument("--seconds", type=float, default=1.5, help="length of each of three rounds (default: 1.5)"),
     argument("--cold", action="store_true", help="do not read the corpus into memory first"),
-    argument(
-        "--simulate",
-        type=_tokens,
-        metavar="TOKENS",
-        help="instead, simulate a corpus of this size (2T) and measure what a training process needs",
-    ),
-    argument("--shards", type=positive, default=20_000, help="shards of the simulated corpus (default: 20000)"),
-    argument("--world", type=positive, default=1024, help="ranks that share the simulated corpus (default: 1024)"),
     JSON,
 )
 def _bench(args: argparse.Namespace) -> int:
     """Time the packer on a corpus, or on a synthetic one."""
-    from . import bench, simulate
+    from . import bench
 
-    if args.simulate:
-        figures = simulate.simulate(args.simulate, args.shards, sequence_length=args.sequence_length, world=args.world)
-        print(json.dumps(figures, indent=1) if args.json else bench.render(figures))
-        return 0
     figures = bench.bench(
         args.directory,
         tokens=args.tokens,

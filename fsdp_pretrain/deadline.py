@@ -41,18 +41,18 @@ class Worker:
         self.identity = thread.ident or 0
         weakref.finalize(self, self._calls.put, None).atexit = False
 
-    def call(self, act: Callable[[], T], seconds: float, meanwhile: Callable[[], None] = lambda: None) -> T:
-        """Run `act` in the thread. Returns its result, or raises its exception. `meanwhile` runs here, once a second.
+    def call(self, act: Callable[[], T], seconds: float) -> T:
+        """Run `act` in the thread. Returns its result, or raises its exception.
 
         Raises:
             NoAnswerError: it took too long, or the previous call is still running. Time is counted in short turns, so
                 a suspended process does not use it up.
         """
         if self._late:
-            self._take(0.0, meanwhile)
+            self._take(0.0)
         self._late = True
         self._calls.put(act)
-        result, error = self._take(seconds, meanwhile)
+        result, error = self._take(seconds)
         try:
             if error is not None:
                 raise error
@@ -60,7 +60,7 @@ class Worker:
         finally:
             del error  # it references this frame, and would keep the thread alive
 
-    def _take(self, seconds: float, meanwhile: Callable[[], None]) -> tuple[Any, BaseException | None]:
+    def _take(self, seconds: float) -> tuple[Any, BaseException | None]:
         while True:
             try:
                 outcome = self._outcomes.get(timeout=max(0.0, min(seconds, _TURN)))
@@ -68,7 +68,6 @@ class Worker:
                 seconds -= _TURN
                 if seconds <= 0:
                     raise NoAnswerError from None
-                meanwhile()
             else:
                 self._late = False
                 return outcome

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from .atomic import replace_file
-from .units import human_bytes, human_time
+from .units import human_bytes
 
 _LAST_BYTES = 4096
 """At the end of a record; a line is shorter."""
@@ -36,13 +36,12 @@ class FetcherStatus:
         problem: what fails now, with object and cause; empty if nothing does.
         since: when that began, seconds since 1970; 0 without a problem.
         lasting: it does not end without a person: no access, a damaged or replaced object.
-        lasts: seconds of training, at the present pace, until a block is missing; None if the pace is not known.
+        ready: steps ahead of the ranks whose blocks are all in the cache.
         step: that all ranks of the node have built.
         cached, size: bytes of blocks in the cache, and its limit at present.
         requests, retries, bytes: of the storage, since the fetcher was started.
         blocks: fetched.
-        hits: needed blocks that were there already.
-        evictions: blocks.
+        evictions: blocks that were dropped.
         corrupted: answers with a wrong checksum, which were not used.
     """
 
@@ -53,7 +52,7 @@ class FetcherStatus:
     problem: str = ""
     since: float = 0.0
     lasting: bool = False
-    lasts: float | None = None
+    ready: int = 0
     step: int = 0
     cached: int = 0
     size: int = 0
@@ -61,7 +60,6 @@ class FetcherStatus:
     retries: int = 0
     bytes: int = 0
     blocks: int = 0
-    hits: int = 0
     evictions: int = 0
     corrupted: int = 0
 
@@ -74,10 +72,9 @@ class FetcherStatus:
 
     def __str__(self) -> str:
         cached = f"{human_bytes(self.cached)} of {human_bytes(self.size)} cached"
-        lasts = "" if self.lasts is None else f", enough for {human_time(self.lasts)}"
         read = f"{human_bytes(self.bytes)} fetched in {self.requests:_} requests ({self.retries:_} retries)"
-        counts = f"{self.hits:_} hits, {self.evictions:_} evictions"
-        return f"{self.host}: {cached}{lasts}; {read}, {counts}" + (f"; {self.problem}" if self.problem else "")
+        problem = f"; {self.problem}" if self.problem else ""
+        return f"{self.host}: {cached}, all of the next {self.ready:_} steps; {read}{problem}"
 
 
 def parse(text: str) -> FetcherStatus | None:

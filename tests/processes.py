@@ -97,7 +97,6 @@ IMPORTS = {
         "data.prepare.import_corpus",
         "data.prepare.quickstart",
         "data.prepare.train_tokenizer",
-        "data.simulate",
         "data.validate.validate",
         "sentencepiece",
         "tokenizers",

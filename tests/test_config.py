@@ -263,7 +263,7 @@ def test_a_corpus_by_url_needs_a_cache(good: Path, place: str, tmp_path: Path) -
     for wrong in ("s4://bucket/web", "s3://key:secret@bucket/web"):
         with pytest.raises(ConfigError, match=r"data\.sources\.0"):
             load(good, [f'{place}="{wrong}"'])
-    cache = [f'data.cache.dir="{tmp_path}"', 'data.cache.size="1.5 TiB"', 'data.cache.ahead="20min"']
+    cache = [f'data.cache.dir="{tmp_path}"', 'data.cache.size="1.5 TiB"']
     config = load(good, [url, *cache])
     assert config.data.cache is not None and config.data.cache.size.value == 1536 * 2**30
     again = tmp_path / "again.toml"

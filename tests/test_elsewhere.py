@@ -74,7 +74,7 @@ class Elsewhere:
                 "sequence_length": LENGTH,
                 "lanes": LANES,
                 "sources": [{"name": "text", "path": str(place or self.url)}],
-                "cache": {"dir": str(self.disk / "cache"), "size": f"{size}B", "ahead": "10 s"},
+                "cache": {"dir": str(self.disk / "cache"), "size": f"{size}B"},
                 **data,
             },
             "train": {"duration": f"{steps} steps", "global_batch": f"{batch} samples", "micro_batch": batch // 4},

@@ -164,7 +164,7 @@ def test_a_verdict_is_as_good_as_what_is_known(
 
 
 POSITION = """
-import sys, threading
+import sys
 sys.path.append(sys.argv[2])
 import reading
 from fsdp_pretrain.config.config import load
@@ -173,7 +173,7 @@ from fsdp_pretrain.watchdog.heartbeat.page import Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import PageHeartbeat, folder
 config = load(sys.argv[1])
 ranks = dict(rank=0, local_rank=1, local_ranks=2, node=0, nodes=1)  # local rank 1 starts no agent
-heartbeat = PageHeartbeat(config, **ranks, reading={threading.main_thread().ident: "a shard"})
+heartbeat = PageHeartbeat(config, **ranks, reading={1: sys.argv[4]} if sys.argv[4:] else {})
 heartbeat.beat(Phase.LOAD)
 print(folder(config.run.dir), flush=True)
 class Number(float):
@@ -185,21 +185,21 @@ human_count(Number()) if sys.argv[3] == "ours" else reading._read()
 
 
 @pytest.mark.parametrize(
-    ("caller", "group", "place"),
+    ("caller", "group", "place", "shard"),
     [
-        ("ours", ("", "units.py:_scaled"), r"reading\.py:3 _read \(from units\.py:\d+ _scaled\)"),
-        ("another's", ("", ""), r"reading\.py:3 _read"),
+        ("ours", ("", "units.py:_scaled"), r"reading\.py:3 _read \(from units\.py:\d+ _scaled\)", []),
+        ("another's", ("", ""), r"reading\.py:3 _read", ["a shard"]),
     ],
 )
 def test_files_of_others_are_not_taken_for_ours(
-    lab: Any, tmp_path: Path, caller: str, group: tuple[str, str], place: str
+    lab: Any, tmp_path: Path, caller: str, group: tuple[str, str], place: str, shard: list[str]
 ) -> None:
     """A library below a folder `data`, with a function named as our reader's: ranks that wait in it are told apart only
-    by where this project called it, and it reads no shard."""
+    by where this project called it, and a shard is read only if the rank says so."""
     library = tmp_path / "data/corpus"
     library.mkdir(parents=True)
     (library / "reading.py").write_text("import signal\ndef _read():\n    signal.pause()\n")
-    line = [sys.executable, "-c", POSITION, lab.config("run"), library, caller]
+    line = [sys.executable, "-c", POSITION, lab.config("run"), library, caller, *shard]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -217,7 +217,7 @@ def test_files_of_others_are_not_taken_for_ours(
             found = until(position)
         finally:
             process.kill()
-    assert (found.group, found.reading) == (group, "") and re.fullmatch(place, found.place), found
+    assert (found.group, found.reading) == (group, "".join(shard)) and re.fullmatch(place, found.place), found
 
 
 @pytest.mark.shows("F27")

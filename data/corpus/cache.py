@@ -4,11 +4,9 @@
     CACHE/<corpus fingerprint>/blocks.npy, checksums.npy, tokenizer.*
     CACHE/<corpus fingerprint>/blocks/00001234     int32 lengths of the documents of a block, then its tokens, as stored
     CACHE/<corpus fingerprint>/blocks/.00001234.*.partial
-    CACHE/users/<run>-<host>-<node>.*              what each live fetcher needs, and how soon, and what it is fetching
+    CACHE/lock                                     held by the one live run that uses the cache
 
-A block is written beside its name, made durable and renamed: whoever sees the name may read it. It is evicted by
-removing the name, which does not hurt a reader that has it mapped. Nothing else is needed for correctness, so any
-number of processes may share a cache.
+A block is written beside its name, made durable and renamed: whoever sees the name may read it.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import os
 import posixpath
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +28,7 @@ import numpy.typing as npt
 import xxhash
 
 from fsdp_pretrain.errors import DataError, naming
-from fsdp_pretrain.remote import ObjectInfo, Remote, RemoteError, Url, is_url
+from fsdp_pretrain.remote import Remote, Url, is_url
 
 from .shards import LENGTHS_AT
 
@@ -37,19 +36,22 @@ if TYPE_CHECKING:
     from .manifest import CorpusManifest, ShardEntry
 
 LENGTH_BYTES = 4
+_TRIES = 4
+"""Of a part of a block whose checksum is wrong."""
 _LOCKED_SECONDS = 1.0
 """Within which a file that was created is locked."""
 
 
 class WrongChecksumError(DataError):
-    """What came from `object_url` is not what was stored: a corrupted response, or a damaged or replaced object."""
+    """What comes from `object_url`, however often, is not what was stored: a damaged or replaced object."""
 
     def __init__(self, object_url: str, start: int, stop: int) -> None:
         self.object_url = object_url
         super().__init__(
             f"bytes {start} to {stop} of {object_url} do not have the checksum of checksums.npy",
             effect="the tokens are not those of the corpus; nothing was trained on them",
-            remedy="if this does not end by itself, the object is damaged: copy it to the storage again",
+            remedy="the object is damaged, or the corpus was replaced while it was in use: copy to the storage again "
+            "what was there at the start, or give the new corpus a URL of its own",
         )
 
 
@@ -87,14 +89,12 @@ class RemoteCorpus:
         url: of the corpus.
         blocks: int64 [blocks, 5], see `BLOCK_COLUMNS`.
         checksums: uint64 [blocks, 2], xxh3-64 of the bytes of each block's lengths and tokens.
-        version: of the manifest's object.
     """
 
     url: Url
     manifest: CorpusManifest
     blocks: npt.NDArray[np.int64]
     checksums: npt.NDArray[np.uint64]
-    version: ObjectInfo
 
     @cached_property
     def sizes(self) -> npt.NDArray[np.int64]:
@@ -154,7 +154,7 @@ class BlockCache:
     """The blocks of one corpus in a cache directory. Any number of processes may use it at once.
 
     Args:
-        cache: the cache directory, shared by all corpora.
+        cache: the cache directory.
         fingerprint: of the corpus.
 
     Attributes:
@@ -172,21 +172,15 @@ class BlockCache:
     def has(self, block: int) -> bool:
         return self.path(block).exists()
 
-    def present(self) -> dict[int, int]:
-        """Bytes of the file of each block that is there, by number."""
+    def present(self) -> dict[int, tuple[float, int]]:
+        """(when it was written, bytes) of each block that is there, by number."""
         found = {}
         with suppress(FileNotFoundError), os.scandir(self._blocks) as entries:
             for entry in entries:
                 if entry.name.isdecimal():
-                    with suppress(FileNotFoundError):  # evicted meanwhile
-                        found[int(entry.name)] = entry.stat().st_size
+                    with suppress(FileNotFoundError):  # dropped meanwhile
+                        found[int(entry.name)] = entry.stat().st_mtime, entry.stat().st_size
         return found
-
-    def stamp(self) -> int:
-        """A number that changes when blocks come or go; 0 if there never was one."""
-        with suppress(FileNotFoundError):
-            return self._blocks.stat().st_mtime_ns
-        return 0
 
     def put(self, block: int, lengths: bytes, tokens: bytes) -> None:
         """Store a block that was checked; it is seen whole or not at all, also after a crash. Raises OSError."""
@@ -206,7 +200,7 @@ class BlockCache:
             partial.unlink(missing_ok=True)
 
     def drop(self, block: int) -> None:
-        """Evict a block; readers that have it mapped keep it until they let go. Raises OSError."""
+        """Remove a block. Raises OSError."""
         self.path(block).unlink(missing_ok=True)
 
     def clean(self) -> None:
@@ -218,24 +212,24 @@ class BlockCache:
                     partial.unlink()
 
 
-def fetch_block(remote: Remote, corpus: RemoteCorpus, block: int) -> tuple[bytes, bytes]:
+def fetch_block(
+    remote: Remote, corpus: RemoteCorpus, block: int, corrupted: Callable[[], None] = lambda: None
+) -> tuple[bytes, bytes]:
     """The bytes of the lengths and of the tokens of a block, as stored and checked; two requests.
 
     Args:
         remote: of the corpus.
+        corrupted: called for each answer with a wrong checksum; it is asked for again, a few times.
 
     Raises:
         RemoteError: the storage failed for as long as `remote` is patient.
-        WrongChecksumError: other bytes came than were stored. Try again; see `damage` if it remains so.
+        WrongChecksumError: other bytes come than were stored.
         DataError: the corpus contradicts itself.
     """
-    ranges, found = corpus.ranges(block), []
-    for part, expected in zip((ranges.lengths, ranges.tokens), corpus.checksums[block].tolist(), strict=True):
-        content = remote.read(part.name, part.start, part.stop)
-        if xxhash.xxh3_64_intdigest(content) != expected:
-            raise WrongChecksumError(_whole(corpus.url, part.name), part.start, part.stop)
-        found.append(content)
-    lengths = np.frombuffer(found[0], "<i4") - corpus.manifest.carried
+    ranges, expected = corpus.ranges(block), corpus.checksums[block].tolist()
+    lengths_raw = _checked(remote, corpus, ranges.lengths, expected[0], corrupted)
+    tokens_raw = _checked(remote, corpus, ranges.tokens, expected[1], corrupted)
+    lengths = np.frombuffer(lengths_raw, "<i4") - corpus.manifest.carried
     _, _, _, nonempty, tokens = corpus.blocks[block].tolist()
     if (lengths < 0).any() or (int((lengths > 0).sum()), int(lengths.sum(dtype=np.int64))) != (nonempty, tokens):
         raise DataError(
@@ -244,24 +238,18 @@ def fetch_block(remote: Remote, corpus: RemoteCorpus, block: int) -> tuple[bytes
             effect="samples would begin and end at other tokens than the run expects",
             remedy="upload the corpus again, whole",
         )
-    return found[0], found[1]
+    return lengths_raw, tokens_raw
 
 
-def damage(remote: Remote, corpus: RemoteCorpus, error: DataError) -> DataError:
-    """What a checksum that stays wrong or a missing object means: `error`, or that the corpus was replaced since it
-    was opened."""
-    try:
-        replaced = remote.info("manifest.json") != corpus.version
-    except RemoteError:
-        replaced = False
-    if not replaced:
-        return error
-    return DataError(
-        f"{corpus.url} was replaced while it was in use: its manifest.json is another one than at the start, and "
-        f"{error.cause}",
-        effect="the run cannot go on with other data",
-        remedy="restore the corpus, or copy it to a URL of its own; a corpus in use must not be written to",
-    )
+def _checked(
+    remote: Remote, corpus: RemoteCorpus, part: ByteRange, expected: int, corrupted: Callable[[], None]
+) -> bytes:
+    for _ in range(_TRIES):
+        content = remote.read(part.name, part.start, part.stop)
+        if xxhash.xxh3_64_intdigest(content) == expected:
+            return content
+        corrupted()
+    raise WrongChecksumError(_whole(corpus.url, part.name), part.start, part.stop)
 
 
 def _whole(url: Url, name: str) -> str:

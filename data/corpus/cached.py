@@ -9,14 +9,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import json
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,13 +21,14 @@ import numpy.typing as npt
 import xxhash
 
 from data.text.tokenizer import fingerprint_of
+from fsdp_pretrain import fetcher_status
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError, Exit
-from fsdp_pretrain.remote import PATIENCE, ObjectInfo, Problem, Remote, RemoteError, Url
+from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
 
-from .cache import BlockCache, RemoteCorpus, WrongChecksumError, damage, fetch_block
-from .mapping import now_reading
-from .stored import CachedBlock, ChangedError
+from .cache import BlockCache, RemoteCorpus, fetch_block
+from .files import now_reading
+from .stored import ChangedError, StoredBlock, cached_block
 
 if TYPE_CHECKING:
     from .manifest import CorpusManifest
@@ -38,8 +36,8 @@ if TYPE_CHECKING:
 _TRIES = 4
 """Of an object whose checksum is wrong."""
 _LOCK_SECONDS = 30.0
-_FEW = 16
-"""Blocks; a fetcher fetches half as many at once."""
+_SEAL = 32
+"""Bytes of a checksum before a manifest that is kept."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 Parse = Callable[[bytes, str], "CorpusManifest"]
 
@@ -61,11 +59,8 @@ class CacheUse:
 
     def problem(self) -> str:
         """What the fetcher last said is wrong; empty if it said nothing."""
-        try:
-            found = json.loads(self.fetcher.read_text()) if self.fetcher is not None else {}
-            return str(found.get("problem") or "")
-        except (OSError, ValueError, AttributeError):
-            return ""
+        found = None if self.fetcher is None else fetcher_status.read(self.fetcher)
+        return "" if found is None else found.problem
 
 
 class FetchError(DataError):
@@ -74,28 +69,6 @@ class FetchError(DataError):
     def __init__(self, error: RemoteError) -> None:
         super().__init__(error.cause, error.effect, error.remedy)
         self.exit = Exit.RESUME if error.is_temporary else Exit.REFUSED
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The manifest that a URL had when it last answered: a line of JSON about it, then its text."""
-
-    version: ObjectInfo
-    text: bytes
-
-    @classmethod
-    def read(cls, path: Path) -> _Known | None:
-        try:
-            about, _, text = path.read_bytes().partition(b"\n")
-            found = json.loads(about)
-            whole = found["xxh3"] == xxhash.xxh3_128_hexdigest(text)
-            return cls(ObjectInfo(found["size"], found["version"]), text) if whole else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-
-    def write(self, path: Path, url: Url) -> None:
-        about = {"url": url, **asdict(self.version), "xxh3": xxhash.xxh3_128_hexdigest(self.text)}
-        replace_file(path, json.dumps(about).encode() + b"\n" + self.text)
 
 
 class CachedCopy:
@@ -124,42 +97,43 @@ class CachedCopy:
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.place, self._use, self.remote, self._tell = url, use, Remote(url, patience=patience), tell
-        known_at = use.directory / "manifests" / xxhash.xxh3_128_hexdigest(url.encode())
         try:
-            known_at.parent.mkdir(parents=True, exist_ok=True)
-            before = _Known.read(known_at)
-            known = self._manifest(before)
-            manifest = parse(known.text, str(url))
+            manifest = parse(self._manifest(), str(url))
             self.blocks = BlockCache(use.directory, manifest.fingerprint)
             self.directory = self.blocks.directory
             self.directory.mkdir(exist_ok=True)
             with _locked(self.directory / ".lock"):
-                self.corpus = RemoteCorpus(url, manifest, *self._tables(manifest), known.version)
+                self.corpus = RemoteCorpus(url, manifest, *self._tables(manifest))
                 self._keep_tokenizer(manifest)
-            if known != before:
-                known.write(known_at, url)
         except RemoteError as error:
             raise FetchError(error) from None
         except OSError as error:
             raise DataError(f"cannot write to the cache {use.directory}: {error.strerror}") from None
 
-    def _manifest(self, before: _Known | None) -> _Known:
-        """The manifest, from the cache if that is current or the storage does not answer."""
+    def _manifest(self) -> bytes:
+        """The manifest; if the storage does not answer, the one that it had when it last did, kept with its checksum.
+
+        Raises:
+            DataError: there is none; RemoteError; OSError.
+        """
+        path = self._use.directory / "manifests" / xxhash.xxh3_128_hexdigest(self.place.encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = path.read_bytes() if path.exists() else b""
         try:
-            version = self.remote.info("manifest.json")
-            if before is not None and version == before.version and version.version:
-                return before
-            return _Known(version, self.remote.read("manifest.json"))
+            text = self.remote.read("manifest.json")
         except RemoteError as error:
             if error.problem is Problem.MISSING:
                 raise DataError(
                     f"{self.place} is not a corpus: it has no manifest.json",
                     remedy="make one with `fsdp-data prepare` or `fsdp-data import`",
                 ) from None
-            if before is None or not error.is_temporary:
+            if not error.is_temporary or kept != _sealed(kept[_SEAL:]):
                 raise
             print(f"warning: {error.cause}; going on with its manifest of before", file=sys.stderr, flush=True)
-            return before
+            return kept[_SEAL:]
+        if kept != _sealed(text):
+            replace_file(path, _sealed(text))
+        return text
 
     def _tables(self, manifest: CorpusManifest) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         if manifest.checksums_xxh3 is None:
@@ -179,7 +153,7 @@ class CachedCopy:
             if sound(content := path.read_bytes()):
                 return content
             self._tell(f"{path} is damaged; it is fetched again")
-        now_reading[get_ident()] = self.place / name
+        now_reading(self.place / name)
         for _ in range(_TRIES):
             if sound(content := self.remote.read(name)):
                 replace_file(path, content)
@@ -194,12 +168,7 @@ class CachedCopy:
         entry = manifest.tokenizer
         self._object(entry.file, lambda raw: fingerprint_of(raw, entry.eod) == entry.fingerprint)
 
-    @property
-    def is_disk_full(self) -> bool:
-        """Whether there is hardly room for further blocks on the disk of the cache."""
-        return shutil.disk_usage(self._use.directory).free < _FEW * int(self.corpus.sizes.max())
-
-    def open(self, block: int) -> CachedBlock:
+    def open(self, block: int) -> StoredBlock:
         """Open a block, as soon as the cache has it; fetch it unless a fetcher does.
 
         Raises:
@@ -208,7 +177,7 @@ class CachedCopy:
         damaged = 0
         while damaged < _TRIES:
             try:
-                return self._map(block)
+                return self._open(block)
             except FileNotFoundError:
                 if self._use.fetcher is not None:
                     self._wait(block)
@@ -224,10 +193,10 @@ class CachedCopy:
             "this host",
         )
 
-    def _map(self, block: int) -> CachedBlock:
+    def _open(self, block: int) -> StoredBlock:
         corpus, path = self.corpus, self.blocks.path(block)
         documents, dtype, size = int(corpus.blocks[block, 2]), np.dtype(corpus.manifest.dtype), int(corpus.sizes[block])
-        return CachedBlock(self.place, path, documents, dtype, size, corpus.checksums[block].tolist())
+        return cached_block(self.place, path, documents, dtype, size, corpus.checksums[block].tolist())
 
     def _drop(self, block: int, why: str) -> None:
         """Remove a damaged block from the cache; it is told by the process that removes it."""
@@ -242,7 +211,7 @@ class CachedCopy:
 
     def _wait(self, block: int) -> None:
         """Until the fetcher has brought a block. Whoever asked for it gives up before, see `MirroredPlaces`."""
-        now_reading[get_ident()] = self.blocks.path(block)
+        now_reading(self.blocks.path(block))
         pause = _FIRST_PAUSE
         while not self.blocks.has(block):
             time.sleep(pause)
@@ -250,43 +219,32 @@ class CachedCopy:
 
     def _fetch(self, block: int) -> None:
         """Fetch a block into the cache, in place of the oldest ones of this corpus if it is full."""
-        now_reading[get_ident()] = self.blocks.path(block)
+        now_reading(self.blocks.path(block))
         with _locked(self.directory / ".fetching"):  # the ranks of a node often want the same one
             if self.blocks.has(block):
                 return
             try:
-                lengths, tokens = self._checked(block)
+                lengths, tokens = fetch_block(self.remote, self.corpus, block)
                 self._make_room(len(lengths) + len(tokens))
                 self.blocks.put(block, lengths, tokens)
             except RemoteError as error:
-                failure = FetchError(error)
-                missing = error.problem is Problem.MISSING
-                raise damage(self.remote, self.corpus, failure) if missing else failure from None
+                raise FetchError(error) from None
             except OSError as error:
                 raise DataError(f"cannot write to the cache {self._use.directory}: {error.strerror}") from None
 
-    def _checked(self, block: int) -> tuple[bytes, bytes]:
-        for _ in range(_TRIES - 1):
-            with contextlib.suppress(WrongChecksumError):
-                return fetch_block(self.remote, self.corpus, block)
-        try:
-            return fetch_block(self.remote, self.corpus, block)
-        except WrongChecksumError as error:
-            raise damage(self.remote, self.corpus, error) from None
-
     def _make_room(self, size: int) -> None:
+        """Drop the oldest blocks of this corpus as far as is needed for one of `size` bytes."""
         caches = (BlockCache(self._use.directory, found.parent.name) for found in self._use.directory.glob("*/blocks"))
-        excess = sum(sum(cache.present().values()) for cache in caches) + size - self._use.size
-        own = self.blocks.present() if excess > 0 else {}
-        ages = {}
-        for block in own:
-            with contextlib.suppress(FileNotFoundError):
-                ages[block] = self.blocks.path(block).stat().st_mtime
-        for block in sorted(ages, key=ages.__getitem__):
+        excess = sum(own for cache in caches for _, own in cache.present().values()) + size - self._use.size
+        for block, (_, own) in sorted(self.blocks.present().items(), key=lambda item: item[1]):
             if excess <= 0:
                 return
             self.blocks.drop(block)
-            excess -= own[block]
+            excess -= own
+
+
+def _sealed(text: bytes) -> bytes:
+    return xxhash.xxh3_128_hexdigest(text).encode() + text
 
 
 def _array(raw: bytes) -> npt.NDArray[Any]:

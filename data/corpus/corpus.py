@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,17 +30,20 @@ from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import PATIENCE, Location, Url
 
 from .cached import CachedCopy, CacheUse
+from .files import File
 from .manifest import CorpusManifest, Separators, ShardEntry, parse_manifest, read_manifest, write_manifest
 from .reading import READ_TIMEOUT, MirroredPlaces
-from .shards import Part, Shard
-from .stored import STRETCH_BITS, ChangedError, LocalBlock, Piece, StoredBlock, stretches_of
+from .shards import Shard
+from .stored import ChangedError, Piece, StoredBlock, local_block
 
 BLOCK_TOKENS = 4_000_000
 BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "tokens")
 CHECKSUMS = "checksums.npy"
-_OPEN_SHARDS, _OPEN_BLOCKS = 512, 4096
+_OPEN_FILES, _OPEN_BLOCKS = 128, 4096
+"""A file takes a descriptor, a block 10 kB of memory for the hashes of 4M tokens."""
 _TRIES = 4
 """Of a block that changes whenever it is open."""
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -174,7 +177,7 @@ def write_table(path: Path, table: npt.NDArray[Any]) -> str:
 
 
 class Corpus:
-    """A corpus opened for reading; shards and blocks are mapped when first needed, and a bounded number stays open.
+    """A corpus opened for reading; shards and blocks are opened when first needed, and a bounded number stays open.
 
     What cannot be read from `directory` is read from its copy `mirror`.
 
@@ -213,9 +216,9 @@ class Corpus:
         self.blocks, self.checksums = self.places.read("blocks.npy", self._read_blocks), self._read_checksums()
         if not len(self.blocks):
             raise DataError(f"{directory} holds no tokens")
-        self._open: OrderedDict[int, Shard] = OrderedDict()
         self._blocks: OrderedDict[int, StoredBlock] = OrderedDict()
-        self._seen: dict[Url, int] = {}
+        self._files: OrderedDict[str, File] = OrderedDict()
+        self._buffer = memoryview(b"")
 
     def _open_copy(self, place: Location) -> tuple[Location, CorpusManifest, CachedCopy | None]:
         if not isinstance(place, Url):
@@ -279,7 +282,7 @@ class Corpus:
         Raises:
             DataError: they cannot be read, or are damaged.
         """
-        return self._taken(number, (0, 0), lambda block: block.lengths())
+        return self._taken(number, lambda block: block.lengths())
 
     def copy(self, number: int, pieces: Sequence[Piece], row: npt.NDArray[Any]) -> None:
         """Copy tokens of block `number` to a row, see `StoredBlock.copy`.
@@ -289,110 +292,116 @@ class Corpus:
         Raises:
             DataError: they cannot be read, or are damaged.
         """
-        found = stretches_of(pieces)
-        span = (min(found) << STRETCH_BITS, max(found) + 1 << STRETCH_BITS) if found else (0, 0)
-        self._taken(number, span, lambda block: block.copy(pieces, row, found))
+
+        def take(block: StoredBlock) -> tuple[File, list[memoryview]]:
+            file = self._files.get(block.path) or block.file()
+            return file, block.read(pieces, file)
+
+        for _ in range(_TRIES):
+            try:
+                if self._copied_at_once(number, pieces, row):
+                    return
+                block, (file, read) = self._read(number, take)
+                if block.keeps_file:
+                    _keep(self._files, block.path, file, _OPEN_FILES)
+                block.copy(pieces, row, read)
+                return
+            except ChangedError as error:
+                changed = error
+                self._close(number)
+        raise self._restless(number, changed)
+
+    def _copied_at_once(self, number: int, pieces: Sequence[Piece], row: npt.NDArray[Any]) -> bool:
+        """Copy pieces if they are in memory, without another thread; whether they were. Raises ChangedError."""
+        if (block := self._blocks.get(number)) is None:
+            return False
+        if len(self._buffer) < (needed := block.bytes_for(len(row))):
+            self._buffer = memoryview(bytearray(needed))
+        if block.keeps_file:  # opening it may wait for storage
+            file = self._files.get(block.path)
+            return file is not None and block.copy_at_once(pieces, row, file.descriptor, self._buffer)
+        try:
+            descriptor = os.open(block.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # what is wrong is said where it is opened again
+            return False
+        try:
+            return block.copy_at_once(pieces, row, descriptor, self._buffer)
+        finally:
+            os.close(descriptor)
 
     def tokens(self, number: int, first: int, stop: int) -> npt.NDArray[Any]:
         """A copy of tokens [first, stop) of block `number`, see `copy`. Raises DataError."""
         tokens = np.empty(stop - first, dtype=self.manifest.dtype)
-        self.copy(number, [(0, first, stop)], tokens)
+        self.copy(number, [(0, first, stop)] if first < stop else [], tokens)
         return tokens
 
-    def _taken(self, number: int, span: tuple[int, int], take: Callable[[StoredBlock], T]) -> T:
-        """What is taken out of a block, with the tokens of `span` in memory. If it changed, it is opened again."""
+    def block(self, number: int) -> StoredBlock:
+        """Block `number`, opened and compared with its checksums. Raises DataError."""
+        return self._blocks.get(number) or self._taken(number, lambda block: block)
+
+    def _taken(self, number: int, take: Callable[[StoredBlock], T]) -> T:
+        """What is taken out of a block. If that changed, it is opened again."""
         for _ in range(_TRIES):
             try:
-                return take(self.block(number, *span))
+                return self._read(number, take)[1]
             except ChangedError as error:
-                changed, block = error, self._blocks.pop(number)
-        raise DataError(
-            f"{block.name} changes while it is read: {changed}",
+                changed = error
+                self._close(number)
+        raise self._restless(number, changed)
+
+    def _read(self, number: int, take: Callable[[StoredBlock], T]) -> tuple[StoredBlock, T]:
+        """A block, opened if need be, and what is taken out of it, in the thread that may wait for storage.
+
+        Raises:
+            ChangedError: what was to be taken changed, or cannot be read.
+            DataError: the block cannot be opened.
+        """
+        held, shard = self._blocks.get(number), self.manifest.shards[int(self.blocks[number, 0])]
+
+        def read(place: Location) -> tuple[StoredBlock, T]:
+            block = held if held is not None and held.place == place else self._open_block(place, number)
+            return block, take(block)
+
+        block, found = self.places.read(f"shards/{shard.name}", read)
+        _keep(self._blocks, number, block, _OPEN_BLOCKS)
+        return block, found
+
+    def _close(self, number: int) -> None:
+        if (block := self._blocks.pop(number, None)) is not None:
+            self._files.pop(block.path, None)
+
+    def _restless(self, number: int, changed: ChangedError) -> DataError:
+        shard = self.manifest.shards[int(self.blocks[number, 0])]
+        return DataError(
+            f"shard {shard.name} of {self.directory} changes while it is read: {changed}",
             effect="it cannot be said which tokens are those that were prepared",
             remedy="find what writes to it; if nothing does, the machine's memory or the storage is faulty",
         )
-
-    def block(self, number: int, first: int = 0, stop: int = 0) -> StoredBlock:
-        """Block `number`, opened and compared with its checksums. Its tokens [first, stop), or its lengths if there are
-        none, are in memory.
-
-        Raises:
-            DataError: it cannot be read, or is damaged.
-        """
-        shard, held = int(self.blocks[number, 0]), self._blocks.get(number)
-        if held is not None and held.resident(first, stop):
-            return held
-
-        def read(place: Location) -> StoredBlock:
-            if held is not None and held.place == place:
-                with suppress(ChangedError):  # its file was cut: what opening it again says is told
-                    held.load(first, stop)
-                    return held
-            return self._open_block(place, number)
-
-        block = self._blocks[number] = self.places.read(f"shards/{self.manifest.shards[shard].name}", read)
-        self._blocks.move_to_end(number)
-        if isinstance(block, LocalBlock):
-            self._keep_open(shard, block.shard)
-        if len(self._blocks) > _OPEN_BLOCKS:
-            self._blocks.popitem(last=False)
-        return block
 
     def _open_block(self, place: Location, number: int) -> StoredBlock:
         if isinstance(place, Url):
             return self._copy(place).open(number)
         shard, first, documents = self.blocks[number, :3].tolist()
         expected = self.checksums[number].tolist() if self.checksums is not None else None
-        return LocalBlock(place, self._shard_at(place, shard), first, documents, expected)
+        return local_block(place, self._shard_at(place, shard), first, documents, expected)
 
-    def let_go(self) -> None:
-        """Close the blocks that were evicted from the cache, so that their space becomes free.
-
-        Costs a system call while nothing changes in the cache.
-        """
-        changed = {url for url, copy in self.copies.items() if self._seen.get(url) != copy.blocks.stamp()}
-        if not changed:
-            return
-        self._seen |= {url: self.copies[url].blocks.stamp() for url in changed}
-        for number, block in list(self._blocks.items()):
-            if block.place in changed and block.is_gone:
-                del self._blocks[number]
-
-    def shard(self, number: int, part: Part = ("tokens", 0, 0)) -> Shard:
-        """Shard `number` in manifest order of a corpus in files, opened and with `part` in memory. Raises DataError."""
-        kept = self._open.get(number)
-        if kept is not None and kept.resident(part):
-            return kept
-
-        def read(place: Location) -> Shard:
-            shard = self._shard_at(place, number)
-            shard.load(part)
-            return shard
-
-        shard = self.places.read(f"shards/{self.manifest.shards[number].name}", read)
-        self._keep_open(number, shard)
-        return shard
+    def shard(self, number: int) -> Shard:
+        """Shard `number` in manifest order of a corpus in files, opened. Raises DataError."""
+        return self.places.read(
+            f"shards/{self.manifest.shards[number].name}", lambda place: self._shard_at(place, number)
+        )
 
     def _shard_at(self, place: Location, number: int) -> Shard:
-        """A shard, opened unless it is; keeps nothing: the read may have been given up. Raises DataError."""
+        """A shard, checked against the manifest. Raises DataError."""
         if isinstance(place, Url):
             raise DataError(f"{place} is a URL: it has blocks, but no shards in files")
-        prefix, kept = self._entries[place][number].prefix(place), self._open.get(number)
-        if kept is not None and kept.prefix == prefix:
-            return kept
-        return self._open_shard(prefix, self.manifest.shards[number])
-
-    def _keep_open(self, number: int, shard: Shard) -> None:
-        self._open[number] = shard
-        self._open.move_to_end(number)
-        if len(self._open) > _OPEN_SHARDS:
-            self._open.popitem(last=False)
+        return self._open_shard(self._entries[place][number].prefix(place), self.manifest.shards[number])
 
     def _open_shard(self, prefix: Path, entry: ShardEntry) -> Shard:
         """Open a shard and check its index and sizes against the manifest."""
         shard = Shard(prefix)
         text = "{} documents of {} in {} bytes"
-        found = text.format(shard.documents, shard.dtype.name, shard.tokens.nbytes)
+        found = text.format(shard.documents, shard.dtype.name, shard.bytes)
         said = text.format(entry.documents, self.manifest.dtype, entry.bytes)
         if found != said:
             raise DataError(
@@ -420,6 +429,13 @@ class Corpus:
             return Tokenizer.load(path, eod=entry.eod)
 
         return self.places.read(entry.file, load)
+
+
+def _keep(kept: OrderedDict[K, T], key: K, value: T, most: int) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > most:
+        kept.popitem(last=False)
 
 
 def _read_table(path: Path, xxh3: str, *, effect: str, remedy: str) -> npt.NDArray[Any]:

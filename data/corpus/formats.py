@@ -25,7 +25,7 @@ from data.text.remote_files import objects_below, parse_url
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location, Url
 
-from .shards import Shard, map_file
+from .shards import Shard, mapped_file
 
 Format = Literal["megatron", "arrow", "npy", "bin"]
 Ints = npt.NDArray[np.int64]
@@ -347,7 +347,7 @@ def _read_bin(path: Path, dtype: str) -> Tokens:
         kind = np.dtype(bool)
     if kind.kind not in "iu":
         raise DataError(f"{dtype!r} is not an integer type such as uint16, uint32, int32 or int64")
-    raw = map_file(path).bytes
+    raw = mapped_file(path)
     if len(raw) % kind.itemsize:
         raise DataError(
             f"{path} has {len(raw)} bytes, not a whole number of {dtype}: truncated, or of another type",

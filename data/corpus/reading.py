@@ -8,18 +8,18 @@ costs about 20 microseconds; the packer does it once per block and per 64k token
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import TypeVar
 
 from fsdp_pretrain.deadline import NoAnswerError, Worker
 from fsdp_pretrain.errors import DataError, ReadTimeoutError
 from fsdp_pretrain.remote import Location, Url
 
-from .mapping import now_reading
+from .files import reading
 
 T = TypeVar("T")
 READ_TIMEOUT = 300.0
@@ -47,9 +47,12 @@ class ReadTimes:
 
 
 def _read(path: Location, act: Callable[[], T]) -> T:
-    """Runs in the reading thread; the watchdog recognises a read by the name of this function."""
-    now_reading[threading.get_ident()] = path
-    return act()
+    """Runs in the reading thread, and says what it reads: a rank that hangs is told with that name."""
+    reading[get_ident()] = path
+    try:
+        return act()
+    finally:
+        del reading[get_ident()]
 
 
 class MirroredPlaces:
@@ -59,12 +62,10 @@ class MirroredPlaces:
     from then on. A place where a read hangs is not used again at all: every further file could cost the timeout once
     more. Time in which the process is suspended does not count: waiting is done in short turns. Changes of place and
     slow reads are reported on standard error, and kept for the journal. `problem` says why blocks of URLs do not come.
-    `meanwhile` is called once a second by a caller that waits.
     """
 
     def __init__(self, places: Sequence[Location], timeout: float, problem: Callable[[], str] = str) -> None:
         self._places, self._timeout, self._problem = list(places), timeout, problem
-        self.meanwhile: Callable[[], None] = lambda: None
         self._failed: set[tuple[str, Location]] = set()
         self._worker: Worker | None = None
         self._times, self._slowest_reported = ReadTimes(), timeout * _SLOW
@@ -112,28 +113,28 @@ class MirroredPlaces:
         worker = self._worker = self._worker or Worker("data-read")
         started = time.perf_counter()
         try:
-            return worker.call(partial(_read, path, act), self._timeout, self.meanwhile)
+            return worker.call(partial(_read, path, act), self._timeout)
         except NoAnswerError:
             self._worker = None  # abandoned with its thread
-            reading = now_reading.get(worker.identity, path)
+            file = reading.get(worker.identity, path)
             if isinstance(path, Url):
                 problem = self._problem()
                 raise ReadTimeoutError(
-                    f"{reading if isinstance(reading, Url) else path} did not come within {self._timeout:g} s"
+                    f"{file if isinstance(file, Url) else path} did not come within {self._timeout:g} s"
                     + (f": {problem}" if problem else ""),
                     effect="training cannot go on without it; it can be resumed from the last checkpoint",
                     remedy="check the storage, the network and the credentials, or name a copy of the corpus as the "
                     "source's mirror; data.read_timeout is how long a read may take",
                 ) from None
             raise ReadTimeoutError(
-                f"{reading} did not answer for {self._timeout:g} s: the read hangs",
+                f"{file} did not answer for {self._timeout:g} s: the read hangs",
                 effect="training cannot go on without it; it can be resumed from the last checkpoint",
                 remedy="check the file system or mount (does `head` read the file?), or name a copy of the corpus as "
                 "the source's mirror; data.read_timeout is how long a read may take",
             ) from None
         finally:
             if self._worker is worker:
-                self._count(now_reading.get(worker.identity, path), time.perf_counter() - started)
+                self._count(path, time.perf_counter() - started)
 
     def _count(self, file: Location, took: float) -> None:
         self._times.add(ReadTimes(1, took, took, str(file)))

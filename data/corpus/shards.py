@@ -11,8 +11,9 @@ import os
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ import xxhash
 
 from fsdp_pretrain.errors import DataError, naming
 
-from .mapping import Mapping
+from .files import Bytes, File, map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -34,8 +35,6 @@ DTYPES: dict[int, np.dtype[Any]] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-Part = tuple[Literal["index", "tokens"], int, int]
-"""Lengths and pointers of documents [first, stop), or tokens [first, stop) of the flat array, clipped to its size."""
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _ADVICE = "restore the file from where the corpus came from, or prepare this shard again"
 
@@ -129,13 +128,20 @@ def _close_durably(file: Any) -> None:
     file.close()
 
 
+class IndexRows(NamedTuple):
+    """A part of an index: lengths in tokens, and where each document starts in the `.bin`, in bytes."""
+
+    lengths: npt.NDArray[np.int32]
+    pointers: npt.NDArray[np.int64]
+
+
 class Shard:
-    """A shard opened for reading, memory-mapped; data is read on demand.
+    """A shard opened for reading. Training reads parts (`rows`, and `stored`); tools map whole arrays.
 
     Attributes:
-        tokens: [tokens], the whole `.bin` as a flat array.
-        lengths: int32 [documents], tokens per document.
-        pointers: int64 [documents], start of each in `.bin`, in bytes.
+        index_path, path: of the `.idx` and the `.bin`.
+        documents: how many, or how many sequences.
+        bytes: size of the `.bin`.
 
     Raises:
         DataError: a file is missing, not an index, or its sizes do not fit.
@@ -143,71 +149,109 @@ class Shard:
 
     def __init__(self, prefix: Path) -> None:
         self.prefix = prefix
-        bin_path, idx_path = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
-        self._index = map_file(idx_path)
-        index = self._index.bytes
-        if len(index) < _HEADER.size or index[: len(MAGIC)].tobytes() != MAGIC:
-            raise DataError(f"{idx_path} is not a Megatron-Core index (wrong first bytes)", remedy=_ADVICE)
-        _, version, code, sequences, document_indices = _HEADER.unpack(index[: _HEADER.size].tobytes())
+        self.path, self.index_path = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+        size, header = _begin_of(self.index_path)
+        if len(header) < _HEADER.size or header[: len(MAGIC)] != MAGIC:
+            raise DataError(f"{self.index_path} is not a Megatron-Core index (wrong first bytes)", remedy=_ADVICE)
+        _, version, code, self.documents, self._starts = _HEADER.unpack(header)
         if version != 1 or code not in DTYPES:
             raise DataError(
-                f"{idx_path} has version {version} and dtype code {code}; this program reads version 1, integers"
+                f"{self.index_path} has version {version} and dtype code {code}; this program reads version 1, integers"
             )
-        expected = _HEADER.size + sequences * 12 + document_indices * 8
-        if len(index) != expected:
+        expected = _HEADER.size + self.documents * 12 + self._starts * 8
+        if size != expected:
             raise DataError(
-                f"{idx_path} has {len(index)} bytes, its header promises {expected}: "
-                + ("truncated" if len(index) < expected else "the rest belongs to no document"),
+                f"{self.index_path} has {size} bytes, its header promises {expected}: "
+                + ("truncated" if size < expected else "the rest belongs to no document"),
                 remedy=_ADVICE,
             )
         self.dtype = DTYPES[code]
-        self.lengths = np.frombuffer(index, "<i4", sequences, _HEADER.size)
-        self.pointers = np.frombuffer(index, "<i8", sequences, _HEADER.size + sequences * 4)
-        self.document_indices = np.frombuffer(index, "<i8", document_indices, _HEADER.size + sequences * 12)
-        self._data = map_file(bin_path)
-        raw = self._data.bytes
-        self.tokens = np.frombuffer(raw, self.dtype, len(raw) // self.dtype.itemsize)
+        self.bytes, _ = _begin_of(self.path)
         last = 0
-        if sequences:
-            self.load(("index", sequences - 1, sequences))
-            last = int(self.pointers[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        if last > self.tokens.nbytes:
+        if self.documents:
+            row = self._rows(self.documents - 1, self.documents)
+            last = int(row.pointers[0]) + int(row.lengths[0]) * self.dtype.itemsize
+        if last > self._token_bytes:
             raise DataError(
-                f"{bin_path} has {self.tokens.nbytes} bytes, its index needs {last}: truncated",
+                f"{self.path} has {self._token_bytes} bytes, its index needs {last}: truncated",
                 remedy=_ADVICE,
             )
 
-    def load(self, part: Part) -> None:
-        """Load a part into memory, see `Mapping.load`. Raises DataError."""
-        for file, start, stop in self._ranges(part):
-            try:
-                file.load(start, stop)
-            except OSError as error:
-                raise DataError(f"cannot read {file.path}: {error.strerror}", remedy=_ADVICE) from None
-
-    def resident(self, part: Part) -> bool:
-        """Whether a part is known to be in memory."""
-        return all(file.resident(start, stop) for file, start, stop in self._ranges(part))
-
-    def _ranges(self, part: Part) -> list[tuple[Mapping, int, int]]:
-        """(file, first byte, last byte + 1) of a part."""
-        what, first, stop = part
-        if what == "tokens":
-            return [(self._data, first * self.dtype.itemsize, stop * self.dtype.itemsize)]
-        lengths, pointers = _HEADER.size, _HEADER.size + 4 * len(self.lengths)
-        return [
-            (self._index, lengths + 4 * first, lengths + 4 * stop),
-            (self._index, pointers + 8 * first, pointers + 8 * stop),
-        ]
-
     @property
-    def documents(self) -> int:
-        return len(self.lengths)
+    def _token_bytes(self) -> int:
+        return self.bytes - self.bytes % self.dtype.itemsize
 
-    @property
-    def bytes(self) -> int:
-        """Size of the `.bin`."""
-        return len(self._data.bytes)
+    def lengths_at(self, document: int) -> int:
+        """The byte of the index at which the length of a document is."""
+        return LENGTHS_AT + 4 * document
+
+    def _rows(self, first: int, stop: int) -> IndexRows:
+        """The rows of documents [first, stop), unchecked. Raises DataError."""
+        at = LENGTHS_AT + 4 * self.documents
+        try:
+            index = File(self.index_path)
+            lengths = index.read(self.lengths_at(first), self.lengths_at(stop))
+            pointers = index.read(at + 8 * first, at + 8 * stop)
+        except OSError as error:
+            raise _unreadable(self.index_path, error) from None
+        if len(lengths) < 4 * (stop - first) or len(pointers) < 8 * (stop - first):
+            raise DataError(f"{self.index_path} is shorter than when it was opened", remedy=_ADVICE)
+        return IndexRows(np.frombuffer(lengths, "<i4"), np.frombuffer(pointers, "<i8"))
+
+    def rows(self, first: int, stop: int) -> IndexRows:
+        """The rows of documents [first, stop).
+
+        Raises:
+            DataError: they cannot be read, or do not end where the next ones start, the last where the file ends. Each
+                length must be the distance of two pointers, so no single change of the index goes unnoticed.
+        """
+        found = self._rows(first, min(stop + 1, self.documents))
+        begins = found.pointers
+        if stop == self.documents:
+            begins = np.append(begins, self._token_bytes)
+        found = IndexRows(found.lengths[: stop - first], found.pointers[: stop - first])
+        wrong = np.diff(begins) != found.lengths.astype(np.int64) * self.dtype.itemsize
+        wrong |= (begins[:-1] < 0) | (begins[1:] < begins[:-1]) | (begins[1:] > self._token_bytes)
+        wrong |= begins[:-1] % self.dtype.itemsize != 0
+        if wrong.any():
+            raise DataError(
+                f"the index of {self.prefix} is damaged: document {first + int(wrong.argmax())} does not fit "
+                "between its neighbours",
+                effect="the tokens read would not be those that were prepared",
+                remedy=_ADVICE,
+            )
+        return found
+
+    def require_sound(self, first: int, stop: int) -> None:
+        """Raise DataError as `rows` does."""
+        self.rows(first, stop)
+
+    # ------------------------------------------------------------------ for tools: memory-mapped
+
+    @cached_property
+    def _index(self) -> Bytes:
+        return mapped_file(self.index_path)
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """[documents], tokens per document."""
+        return np.frombuffer(self._index, "<i4", self.documents, LENGTHS_AT)
+
+    @cached_property
+    def pointers(self) -> npt.NDArray[np.int64]:
+        """[documents], start of each in `.bin`, in bytes."""
+        return np.frombuffer(self._index, "<i8", self.documents, LENGTHS_AT + self.documents * 4)
+
+    @cached_property
+    def document_indices(self) -> npt.NDArray[np.int64]:
+        """[documents + 1], the first sequence of each."""
+        return np.frombuffer(self._index, "<i8", self._starts, LENGTHS_AT + self.documents * 12)
+
+    @cached_property
+    def tokens(self) -> npt.NDArray[Any]:
+        """[tokens], the whole `.bin` as a flat array."""
+        raw = mapped_file(self.path)
+        return np.frombuffer(raw, self.dtype, len(raw) // self.dtype.itemsize)
 
     @property
     def listed_bytes(self) -> int:
@@ -240,40 +284,32 @@ class Shard:
         wrong = np.flatnonzero(self.pointers != begin + (np.cumsum(lengths) - lengths) * size)
         return f"document {wrong[0]} does not begin where the one before it ends" if len(wrong) else ""
 
-    def require_sound(self, first: int, stop: int) -> None:
-        """Raise DataError unless documents [first, stop) end where the next ones start, the last where the file ends.
-
-        Each length must be the distance of two pointers, so no single change of the index goes unnoticed.
-        """
-        begins = self.pointers[first : stop + 1]
-        if stop == len(self.lengths):
-            begins = np.append(begins, self.tokens.nbytes)
-        wrong = np.diff(begins) != self.lengths[first:stop].astype(np.int64) * self.dtype.itemsize
-        wrong |= (begins[:-1] < 0) | (begins[1:] < begins[:-1]) | (begins[1:] > self.tokens.nbytes)
-        wrong |= begins[:-1] % self.dtype.itemsize != 0
-        if wrong.any():
-            raise DataError(
-                f"the index of {self.prefix} is damaged: document {first + int(wrong.argmax())} does not fit "
-                "between its neighbours",
-                effect="the tokens read would not be those that were prepared",
-                remedy=_ADVICE,
-            )
-
     def document(self, number: int) -> npt.NDArray[Any]:
         """Tokens of document `number`, a view into the file. Raises DataError."""
-        self.require_sound(number, number + 1)
-        start = int(self.pointers[number]) // self.dtype.itemsize
-        return self.tokens[start : start + int(self.lengths[number])]
+        row = self.rows(number, number + 1)
+        start = int(row.pointers[0]) // self.dtype.itemsize
+        return self.tokens[start : start + int(row.lengths[0])]
 
 
-def map_file(path: Path) -> Mapping:
-    """A file's bytes, memory-mapped. Raises DataError."""
+def _begin_of(path: Path) -> tuple[int, bytes]:
+    """(bytes of a file, as many of its first as a header has). Raises DataError."""
     try:
-        file = Mapping(path)
-        file.load(0, _HEADER.size)
-        return file
+        file = File(path)
+        return file.size, file.read(0, _HEADER.size).tobytes()
     except OSError as error:
-        raise DataError(f"cannot open {path}: {error.strerror}", remedy=_ADVICE) from None
+        raise _unreadable(path, error) from None
+
+
+def mapped_file(path: Path) -> Bytes:
+    """See `map_file`. Raises DataError."""
+    try:
+        return map_file(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"cannot open {path}: {error.strerror}", remedy=_ADVICE)
 
 
 def file_checksum(path: Path) -> str:

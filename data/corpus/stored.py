@@ -1,115 +1,194 @@
-"""A block of a corpus as it is stored, opened for reading: a part of a local shard, or a file of a cache.
+"""A block of a corpus as it is stored: a part of a local shard, or a file of a cache.
 
-Positions count from the first token of the block, so that both look alike to the packer.
-
-A block is compared with its checksums when it is opened. It then stays open for hours, mapped into memory: a changed
-file, or pages that the kernel drops and reads again, would change it unseen. So the hash of each stretch of tokens is
-kept from that moment, and what is taken out is compared with it.
+A block is compared with its checksums when it is opened, and is then read from for hours: a file that is changed, or a
+page that the kernel drops and reads again, would change it unseen. So the hash of each stretch of tokens is kept from
+that moment, and what is read is compared with it. Positions count from the first token of the block.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from os import RWF_NOWAIT, preadv
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location, Url
 
 from .cache import LENGTH_BYTES
-from .mapping import Mapping
-from .shards import Part, Shard
+from .files import NOT_AT_ONCE, File
+from .shards import Shard
 
-STRETCH_BITS = 12
-"""Tokens are hashed in stretches of 2 ** 11: of a document that is copied, little else is hashed."""
+STRETCH_BITS = 11
+"""Tokens are hashed in stretches of 2 ** 11: of a document that is copied, little else is read and hashed."""
+_AT_ONCE = 64
+"""Stretches that are read at once while a block is opened."""
 Piece = tuple[int, int, int]
-"""(position in a row, start, stop in a block)."""
+"""(position in a row, start, stop in a block), of one token at least."""
 Checksums = Sequence[int]
 """xxh3-64 of the bytes of a block's lengths and of its tokens, see `ShardBlocks`."""
 
 
 class ChangedError(Exception):
-    """The bytes of a block are not, or no longer, those of its checksums; says which."""
+    """The bytes of a block are not, or no longer, those of its checksums, or cannot be read; says which."""
 
 
-class StoredBlock(ABC):
-    """A block of one copy of a corpus.
+class FilePart(NamedTuple):
+    """`size` bytes of a file."""
 
-    Attributes:
+    path: Path
+    start: int
+    size: int
+
+    def read(self, file: File | None = None) -> memoryview:
+        """Raises ChangedError."""
+        try:
+            found = (file or File(self.path)).read(self.start, self.start + self.size)
+        except OSError as error:
+            raise ChangedError(f"it cannot be read: {error.strerror}") from None
+        if len(found) < self.size:
+            raise ChangedError(f"it ends {self.size - len(found)} bytes too early")
+        return found
+
+
+class StoredBlock:
+    """A block of one copy of a corpus, compared with its checksums.
+
+    Args:
         place: of the copy.
         name: of its shard, without suffix, for messages.
-        tokens: [tokens], all documents as stored, one after the other. Mapped: compared only by `copy`.
+        dtype: of a token.
+        lengths: of the documents, int32.
+        tokens: of all documents as stored, one after the other.
+        expected: None if the corpus has no checksums.
+
+    Attributes:
+        path: of the file of its tokens.
+        keeps_file: its file may stay open between reads. That of a cache may not: it would take up room after it was
+            dropped.
+
+    Raises:
+        ChangedError: it is not what was stored, or cannot be read.
     """
 
-    def __init__(self, place: Location, name: str, lengths: npt.NDArray[np.int32], tokens: npt.NDArray[Any]) -> None:
-        self.place, self.name, self._lengths, self.tokens = place, name, lengths, tokens
-        self._raw = tokens.data.cast("B")
-        self._stretch = tokens.itemsize << STRETCH_BITS
-
-    def check(self, expected: Checksums | None) -> None:
-        """Compare a block that was just opened, and is in memory, with its checksums. Raises ChangedError."""
-        self._sum = xxh3_64_intdigest(self._lengths.tobytes())
+    def __init__(
+        self,
+        place: Location,
+        name: str,
+        dtype: np.dtype[Any],
+        lengths: FilePart,
+        tokens: FilePart,
+        expected: Checksums | None,
+    ) -> None:
+        self.place, self.name, self.path, self.keeps_file = place, name, str(tokens.path), isinstance(place, Path)
+        self._dtype, self._lengths, self._tokens = dtype, lengths, tokens
+        self._stretch = dtype.itemsize << STRETCH_BITS
+        self._sum = xxh3_64_intdigest(lengths.read())
         if expected is not None and self._sum != expected[0]:
             raise ChangedError("the lengths of its documents have another checksum than checksums.npy says")
-        size, found = self._stretch, range(0, len(self._raw), self._stretch)
-        self._stretches = array("Q", (xxh3_64_intdigest(self._raw[at : at + size]) for at in found))
-        if expected is not None and xxh3_64_intdigest(self._raw) != expected[1]:  # last: no change goes unseen
+        self._hashes, whole = array("Q"), xxh3_64()
+        file, path, step = self.file(), tokens.path, _AT_ONCE * self._stretch
+        for start in range(0, tokens.size, step):
+            content = FilePart(path, tokens.start + start, min(step, tokens.size - start)).read(file)
+            whole.update(content)
+            self._hashes.extend(self._hashes_of(content))
+        if expected is not None and whole.intdigest() != expected[1]:
             raise ChangedError("its tokens have another checksum than checksums.npy says")
 
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """[documents], tokens of each as stored; a copy. They are in memory. Raises ChangedError."""
-        lengths = self._lengths.copy()
-        if xxh3_64_intdigest(lengths.data) != self._sum:
-            raise ChangedError("the lengths of its documents changed since it was opened")
-        return lengths
+    def _hashes_of(self, content: memoryview) -> list[int]:
+        return [xxh3_64_intdigest(content[at : at + self._stretch]) for at in range(0, len(content), self._stretch)]
 
-    def copy(self, pieces: Sequence[Piece], row: npt.NDArray[Any], stretches: Collection[int]) -> None:
-        """Copy tokens [start, stop), which are in memory, to a position in `row`, for each (position, start, stop).
+    def lengths(self) -> npt.NDArray[np.int32]:
+        """[documents], tokens of each as stored. May wait for storage. Raises ChangedError."""
+        content = self._lengths.read()
+        if xxh3_64_intdigest(content) != self._sum:
+            raise ChangedError("the lengths of its documents changed since it was opened")
+        return np.frombuffer(content, "<i4")
+
+    def file(self) -> File:
+        """The file of its tokens, opened. Raises ChangedError."""
+        try:
+            return File(self._tokens.path)
+        except OSError as error:
+            raise ChangedError(f"it cannot be opened: {error.strerror}") from None
+
+    def bytes_for(self, tokens: int) -> int:
+        """The most bytes that the stretches of a piece of so many tokens have."""
+        return tokens * self._dtype.itemsize + 2 * self._stretch
+
+    def read(self, pieces: Sequence[Piece], file: File) -> list[memoryview]:
+        """The bytes of the stretches of each piece, as its file has them. May wait for storage. Raises ChangedError."""
+        places = [self._stretches(start, stop) for _, start, stop in pieces]
+        return [FilePart(self._tokens.path, start, stop - start).read(file) for start, stop in places]
+
+    def _stretches(self, start: int, stop: int) -> tuple[int, int]:
+        """Where the stretches of tokens [start, stop) begin and end in the file."""
+        size, tokens = self._stretch, self._tokens
+        end = ((stop - 1 >> STRETCH_BITS) + 1) * size
+        return tokens.start + (start >> STRETCH_BITS) * size, tokens.start + min(end, tokens.size)
+
+    def copy(self, pieces: Sequence[Piece], row: npt.NDArray[Any], read: Sequence[memoryview]) -> None:
+        """Copy pieces to their places in `row`.
 
         Args:
-            stretches: of `pieces`; in memory.
+            read: the bytes of the stretches of each piece.
 
         Raises:
-            ChangedError: they, or tokens near them, changed since the block was opened.
+            ChangedError: a piece, or tokens near it, changed since the block was opened.
         """
-        for position, start, stop in pieces:
-            row[position : position + stop - start] = self.tokens[start:stop]
-        raw, size, expected = self._raw, self._stretch, self._stretches
-        for number in stretches:  # after they were copied: no change between the two goes unseen
-            if xxh3_64_intdigest(raw[number * size : (number + 1) * size]) != expected[number]:
+        hashes, size, dtype, item = self._hashes, self._stretch, self._dtype, self._dtype.itemsize
+        for (position, start, stop), content in zip(pieces, read, strict=True):
+            first = start >> STRETCH_BITS
+            if len(content) <= size:
+                same = xxh3_64_intdigest(content) == hashes[first]
+            else:
+                found = self._hashes_of(content)
+                same = found == hashes[first : first + len(found)].tolist()
+            if not same:
                 raise ChangedError("its tokens changed since it was opened")
+            begin = (start - (first << STRETCH_BITS)) * item
+            row[position : position + stop - start] = np.frombuffer(content, dtype, stop - start, begin)
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether its file was removed or replaced, so that its space on disk is free once it is let go."""
-        return False
+    def copy_at_once(self, pieces: Sequence[Piece], row: npt.NDArray[Any], descriptor: int, buffer: memoryview) -> bool:
+        """The same if all is in memory, without waiting; whether it is. Raises ChangedError.
 
-    @abstractmethod
-    def load(self, first: int, stop: int) -> None:
-        """Load tokens [first, stop), clipped to the block, or if there are none the lengths; see `Mapping.load`.
+        Written for speed: this happens for every document of every sample.
 
-        Raises:
-            ChangedError: they cannot be read.
+        Args:
+            descriptor: of its open file.
+            buffer: of `bytes_for` the longest piece.
         """
+        size, end, origin = self._stretch, self._tokens.size, self._tokens.start
+        hashes, dtype = self._hashes, self._dtype
+        tokens = np.frombuffer(buffer, dtype, len(buffer) // dtype.itemsize)
+        try:
+            for position, start, stop in pieces:
+                first, last = start >> STRETCH_BITS, (stop - 1 >> STRETCH_BITS) + 1
+                count = min(last * size, end) - first * size
+                content = buffer[:count]
+                if preadv(descriptor, (content,), origin + first * size, RWF_NOWAIT) < count:
+                    return False
+                if last - first == 1:
+                    same = xxh3_64_intdigest(content) == hashes[first]
+                else:
+                    same = self._hashes_of(content) == hashes[first:last].tolist()
+                if not same:
+                    raise ChangedError("its tokens changed since it was opened")
+                begin = start - (first << STRETCH_BITS)
+                row[position : position + stop - start] = tokens[begin : begin + stop - start]
+        except OSError as error:
+            if error.errno in NOT_AT_ONCE:
+                return False
+            raise ChangedError(f"it cannot be read: {error.strerror}") from None
+        return True
 
-    @abstractmethod
-    def resident(self, first: int, stop: int) -> bool:
-        """Whether these tokens, or the lengths if there are none, are known to be in memory."""
 
-
-def stretches_of(pieces: Sequence[Piece]) -> set[int]:
-    """The stretches that pieces lie in."""
-    bits = STRETCH_BITS
-    return {number for _, start, stop in pieces for number in range(start >> bits, (stop - 1 >> bits) + 1)}
-
-
-class LocalBlock(StoredBlock):
+def local_block(place: Path, shard: Shard, first: int, count: int, expected: Checksums | None) -> StoredBlock:
     """Documents [first, first + count) of a shard in files.
 
     Args:
@@ -118,84 +197,38 @@ class LocalBlock(StoredBlock):
     Raises:
         DataError: it cannot be read, its index is damaged, or it is not what was prepared.
     """
-
-    def __init__(self, place: Path, shard: Shard, first: int, count: int, expected: Checksums | None) -> None:
-        shard.load(("index", first, first + count + 1))
-        shard.require_sound(first, first + count)
-        self.shard, self._index, lengths = shard, (first, first + count), shard.lengths[first : first + count]
-        self._begin = int(shard.pointers[first]) // shard.dtype.itemsize
-        stop = int(shard.pointers[first + count - 1]) // shard.dtype.itemsize + int(lengths[-1])
-        super().__init__(place, str(shard.prefix), lengths, shard.tokens[self._begin : stop])
-        shard.load(("tokens", self._begin, stop))
-        try:
-            self.check(expected)
-        except ChangedError as error:
-            raise DataError(
-                f"{shard.prefix}.bin or .idx is damaged in the block of documents {first} to {first + count - 1} "
-                f"(tokens {self._begin} to {stop - 1}): {error}",
-                effect="its tokens are not those that were prepared; nothing was trained on them",
-                remedy="restore both files from where the corpus came from, or name a copy of the corpus as the "
-                "source's mirror; `fsdp-data validate` finds all that is damaged",
-            ) from None
-
-    def load(self, first: int, stop: int) -> None:
-        try:
-            self.shard.load(self._part(first, stop))
-        except DataError as error:
-            raise ChangedError(error.cause) from None
-
-    def resident(self, first: int, stop: int) -> bool:
-        return self.shard.resident(self._part(first, stop))
-
-    def _part(self, first: int, stop: int) -> Part:
-        if first >= stop:
-            return "index", *self._index
-        return "tokens", self._begin + first, self._begin + min(stop, len(self.tokens))
+    index = shard.rows(first, first + count)
+    item = shard.dtype.itemsize
+    begin, stop = int(index.pointers[0]), int(index.pointers[-1]) + int(index.lengths[-1]) * item
+    try:
+        return StoredBlock(
+            place,
+            str(shard.prefix),
+            shard.dtype,
+            FilePart(shard.index_path, shard.lengths_at(first), count * LENGTH_BYTES),
+            FilePart(shard.path, begin, stop - begin),
+            expected,
+        )
+    except ChangedError as error:
+        raise DataError(
+            f"{shard.prefix}.bin or .idx is damaged in the block of documents {first} to {first + count - 1} "
+            f"(tokens {begin // item} to {stop // item - 1}): {error}",
+            effect="its tokens are not those that were prepared; nothing was trained on them",
+            remedy="restore both files from where the corpus came from, or name a copy of the corpus as the "
+            "source's mirror; `fsdp-data validate` finds all that is damaged",
+        ) from None
 
 
-class CachedBlock(StoredBlock):
+def cached_block(
+    place: Url, path: Path, documents: int, dtype: np.dtype[Any], size: int, sums: Checksums
+) -> StoredBlock:
     """A block's file in a cache.
 
     Raises:
         FileNotFoundError: the cache does not hold it.
         ChangedError: it cannot be read, or is not what was fetched.
     """
-
-    def __init__(
-        self, place: Url, path: Path, documents: int, dtype: np.dtype[Any], size: int, expected: Checksums
-    ) -> None:
-        self._begin, self._item = documents * LENGTH_BYTES, dtype.itemsize
-        try:
-            self._file = Mapping(path)
-            self._file.load(0, size)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise ChangedError(f"it cannot be read: {error.strerror}") from None
-        raw = self._file.bytes
-        if len(raw) != size:
-            raise ChangedError(f"it has {len(raw)} bytes instead of {size}")
-        lengths = np.frombuffer(raw, "<i4", documents)
-        super().__init__(place, str(path), lengths, np.frombuffer(raw, dtype, -1, self._begin))
-        self.check(expected)
-
-    @property
-    def is_gone(self) -> bool:
-        try:
-            return self._file.path.stat().st_ino != self._file.inode
-        except FileNotFoundError:
-            return True
-
-    def load(self, first: int, stop: int) -> None:
-        try:
-            self._file.load(*self._bytes(first, stop))
-        except OSError as error:
-            raise ChangedError(f"it cannot be read: {error.strerror}") from None
-
-    def resident(self, first: int, stop: int) -> bool:
-        return self._file.resident(*self._bytes(first, stop))
-
-    def _bytes(self, first: int, stop: int) -> tuple[int, int]:
-        if first >= stop:
-            return 0, self._begin
-        return self._begin + first * self._item, self._begin + stop * self._item
+    if (found := path.stat().st_size) != size:
+        raise ChangedError(f"it has {found} bytes instead of {size}")
+    split = documents * LENGTH_BYTES
+    return StoredBlock(place, str(path), dtype, FilePart(path, 0, split), FilePart(path, split, size - split), sums)

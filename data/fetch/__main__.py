@@ -22,8 +22,7 @@ from fsdp_pretrain.fetcher_status import FetcherStatus
 from fsdp_pretrain.remote import Url
 
 from .fetcher import Fetcher, FetcherPlaces, slowest
-from .forecast import Forecast
-from .needs import Needs
+from .forecast import Forecast, Upcoming
 from .process import FetcherSettings
 from .transfers import Copy
 
@@ -92,14 +91,12 @@ def _build(config: Config, packer: Packer, settings: FetcherSettings, ended: thr
     )
     assert cache is not None
     return Fetcher(
-        Needs(packer, forecast, cached),
+        Upcoming(forecast, cached),
         copies,
         FetcherPlaces(settings.pages, settings.status, settings.record),
         cache=cache.dir,
         size=cache.size.value,
-        ahead=cache.ahead.value,
         ranks=settings.ranks,
-        name=settings.name,
         node=settings.node,
         stop=ended,
     )

@@ -1,28 +1,21 @@
-"""Which blocks a node will read, and when: arithmetic on the configuration and a position. Reads nothing, no torch.
-
-`Forecast` names the blocks of every step exactly, step after step. `NextUse` answers for any block and any distance, in
-closed form: to the stretch of a lane, see `data.packing.packer`, in which windows are permuted.
-"""
+"""Which blocks a node will read, step after step: arithmetic on the configuration and a position. Reads nothing."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections import deque
+from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-
-from data.packing.mixture import LONGEST
 from data.packing.packer import Packer
 from data.packing.position import Position
-from data.packing.source import ROUNDS, STRETCH, Ints, SourceStream
 from fsdp_pretrain.config.schedule import BatchSchedule, share_of
 from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.errors import DataError
 
-NEVER = LONGEST
-"""A sample index that no run reaches: a block that is not used again."""
-_GRID = 8
-"""A reshuffled order is looked up at every eighth place of a lane."""
+Key = tuple[str, int]
+"""A block: (corpus fingerprint, row of the block table)."""
+_MOST_USES = 300_000
+"""Forecast at a time: about 50 MB, minutes to hours of training."""
 
 
 class Use(NamedTuple):
@@ -30,8 +23,6 @@ class Use(NamedTuple):
 
     step: int
     """Number of the step."""
-    cursor: int
-    """Samples read before it."""
     source: int
     """Numbered as in the packer."""
     block: int
@@ -91,93 +82,55 @@ class Forecast:
             return None
         self.position = after
         order = sorted(found, key=lambda use: found[use])
-        return [Use(after.step, before.cursor, source, block) for source, block in order]
+        return [Use(after.step, source, block) for source, block in order]
 
 
-class LaneRuns(NamedTuple):
-    """Where the blocks of a source lie in the lanes of an epoch: a row for each lane that a block is in.
+class Upcoming:
+    """The uses of cached blocks that are ahead of the ranks, as far as they are forecast.
 
-    int64 [rows] each; `first` and `last` are places in the lane.
+    Args:
+        forecast: of the node's ranks.
+        cached: fingerprint of the corpus of each source by URL; the blocks of others do not count.
+
+    Attributes:
+        uses: by block the steps that read it, ascending; in the order of the first use when it was forecast.
+        ended: the run or the data ends with the last step forecast.
     """
 
-    blocks: Ints
-    first: Ints
-    last: Ints
+    def __init__(self, forecast: Forecast, cached: Mapping[int, str]) -> None:
+        self._forecast, self._cached = forecast, cached
+        self._order = deque[tuple[int, Key]]()
+        self.uses: dict[Key, deque[int]] = {}
+        self.ended = False
 
+    @property
+    def last_step(self) -> int:
+        """The last step that is forecast."""
+        return self._forecast.position.step
 
-def lane_runs(stream: SourceStream, epoch: int) -> LaneRuns:
-    """The lanes of an epoch's blocks, all at once. Reads nothing."""
-    order, ends = stream.block_order(epoch)
-    first, count = stream.epoch_windows(epoch)
-    stops = epoch * stream.epoch_length + ends
-    # A window reads the first token of the next one too.
-    low = np.clip(-(-(stops - stream.block_lengths[order]) // stream.length) - 1 - first, 0, count - 1)
-    high = np.clip((stops - 1) // stream.length - first, 0, count - 1)
-    run, longer = divmod(count, stream.lanes)
+    @property
+    def is_full(self) -> bool:
+        """Whether no more is forecast at present."""
+        return self.ended or len(self._order) >= _MOST_USES
 
-    def lane_of(windows: Ints) -> Ints:
-        beyond = windows - longer * (run + 1)
-        return np.where(beyond < 0, windows // (run + 1), longer + beyond // max(run, 1))
+    def extend(self) -> None:
+        """Forecast one more step."""
+        uses = self._forecast.advance()
+        self.ended = uses is None
+        for use in uses or ():
+            if use.source in self._cached:
+                key = self._cached[use.source], use.block
+                self.uses.setdefault(key, deque()).append(use.step)
+                self._order.append((use.step, key))
 
-    lane = lane_of(low)
-    lanes = lane_of(high) - lane + 1
-    row = np.repeat(np.arange(len(order)), lanes)
-    lane = lane[row] + np.arange(len(row)) - np.repeat(np.cumsum(lanes) - lanes, lanes)
-    begin = lane * run + np.minimum(lane, longer)
-    size = run + (lane < longer)
-    first_place, last_place = np.maximum(low[row] - begin, 0), np.minimum(high[row] - begin, size - 1)
-    following = stream.block_order(epoch + 1)[0][:1]  # the last window reads into the next epoch
-    end = last_place[-1:]
-    return LaneRuns(*map(np.concatenate, ((order[row], following), (first_place, end), (last_place, end))))
+    def drop(self, step: int) -> None:
+        """All ranks have built their batches up to a step."""
+        while self._order and self._order[0][0] <= step:
+            _, key = self._order.popleft()
+            self.uses[key].popleft()
+            if not self.uses[key]:
+                del self.uses[key]
 
-
-class NextUse:
-    """When the blocks of one source are used next by the whole job, to the stretch of a lane."""
-
-    def __init__(self, packer: Packer, source: int) -> None:
-        self._packer, self._source = packer, source
-        self._stream = packer.streams[source]
-        self._runs = lru_cache(maxsize=2)(lane_runs)
-
-    def after(self, cursor: int) -> Ints:
-        """For every block the index of a sample, from `cursor` on, that uses it next: int64 [blocks]; `NEVER` if none.
-
-        Early rather than late: while a stretch is being read, every block of it counts as used at once, and a mixture's
-        place is known to a few samples.
-        """
-        group, stream = self._packer.pieces.group(cursor), self._stream
-        begin = self._packer.mixture.counts(group.window)[self._source]
-        epoch = begin * stream.length // stream.epoch_length
-        found = self._in_epoch(epoch, begin)
-        if (found == NEVER).any():
-            following = self._in_epoch(epoch + 1, stream.epoch_windows(epoch + 1)[0])
-            found = np.where(found == NEVER, following, found)
-        indices, where = np.unique(found, return_inverse=True)
-        windows = self._packer.mixture.places_of(self._source, indices)
-        samples = [
-            NEVER if window >= NEVER else self._packer.pieces.first_sample(window) for window in windows.tolist()
-        ]
-        return np.maximum(np.array(samples, np.int64)[where], cursor)
-
-    def _in_epoch(self, epoch: int, begin: int) -> Ints:
-        """The first source index from `begin` on at which each block is used in an epoch; `NEVER` if none."""
-        stretches, runs = self._next_of_stretches(epoch, begin), self._runs(self._stream, epoch)
-        bounds = np.stack((runs.first // STRETCH, runs.last // STRETCH + 1), axis=1).reshape(-1)
-        least = np.minimum.reduceat(np.append(stretches, NEVER), bounds)[::2]
-        found = np.full(len(self._stream.block_lengths), NEVER)
-        np.minimum.at(found, runs.blocks, least)
-        return found
-
-    def _next_of_stretches(self, epoch: int, begin: int) -> Ints:
-        """For each stretch of the lanes of an epoch the first source index from `begin` on that belongs to it."""
-        stream = self._stream
-        first, count = stream.epoch_windows(epoch)
-        size = stream.lanes * STRETCH
-        starts = np.arange(first, first + count, size, dtype=np.int64)
-        if all(at >= first + count for at in stream.reshuffles):
-            return np.where(np.minimum(starts + size, first + count) > begin, np.maximum(starts, begin), NEVER)
-        grid = np.arange(max(begin, first), first + count, stream.lanes * _GRID, dtype=np.int64)
-        found = np.full(len(starts), NEVER)
-        np.minimum.at(found, (stream.neighbourhoods(grid, first, count) - first) // size, grid)
-        chunk = stream.lanes * ROUNDS  # inside it the order is another
-        return np.where(found < NEVER, np.maximum(found - chunk, begin), NEVER)
+    def in_order(self) -> list[Key]:
+        """The blocks that are used, the one that is used next first."""
+        return sorted(self.uses, key=lambda key: self.uses[key][0])

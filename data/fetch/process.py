@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import fcntl
 import json
+import os
 import shutil
-import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from data.packing import progress
 from data.packing.packer import Packer
 from data.packing.position import Position
+from data.packing.source import Ints
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.fetcher_status import record_folder, status_file
 from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import human_bytes
 
-from . import working_set
+from .window import RECOMMENDED, bytes_in_use
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _STEADY_SECONDS, _END_SECONDS = 0.1, 30.0, 60.0, 5.0
+_LOCK_SECONDS, _LOCK_PAUSE = 20.0, 0.1
+"""For a rank of an earlier start to end."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,6 @@ class FetcherSettings:
     @property
     def record(self) -> Path:
         return record_folder(self.run) / f"node-{self.node}.jsonl"
-
-    @property
-    def name(self) -> str:
-        """Among the users of a cache."""
-        run = hashlib.sha256(str(self.run.absolute()).encode()).hexdigest()[:12]
-        return f"{run}-{socket.gethostname()}-{self.node}"
 
     def to_json(self) -> str:
         paths = {"run": str(self.run), "pages": str(self.pages)}
@@ -138,16 +135,21 @@ class NodeFetching:
 
     Attributes:
         status: the file in which the fetcher says what is wrong.
+
+    Raises:
+        ConfigError: another run uses the cache; DataError: it cannot be written.
     """
 
     def __init__(
         self, config: Config, pages: Path, *, rank: int, world: int, local_rank: int, local_world: int, node: int
     ) -> None:
-        self._config, self._page, self._world = config, progress.page_of(pages, rank), world
-        self._ranks = ranks = range(rank - local_rank, rank - local_rank + local_world)
+        self._config, self._page = config, progress.page_of(pages, rank)
+        ranks = range(rank - local_rank, rank - local_rank + local_world)
         settings = FetcherSettings(config.to_toml(), config.run.dir, pages, node, world, ranks)
-        self.status, self._process = settings.status, None
+        self.status, self._process, self._lock = settings.status, None, -1
         if local_rank == 0:
+            assert config.data.cache is not None
+            self._lock = lock_cache(config.data.cache.dir, config.run.dir)
             for other in ranks:  # of an earlier start in the same process group
                 progress.page_of(pages, other).unlink(missing_ok=True)
             self._process = FetcherProcess(settings)
@@ -155,7 +157,7 @@ class NodeFetching:
     def check(self, packer: Packer) -> None:
         """Raise ConfigError if the cache is too small. `packer`: of the run's corpora."""
         if self._process is not None:
-            check_size(self._config, packer, world=self._world, ranks=self._ranks)
+            check_size(self._config, packer)
 
     def begin(self, start: Position) -> Callable[[Position], None]:
         """Tell the fetcher where training begins; returns what is to be called with the position after each batch."""
@@ -164,38 +166,74 @@ class NodeFetching:
     def close(self) -> None:
         if self._process is not None:
             self._process.close()
+            os.close(self._lock)
+            self._process = None
         self._page.unlink(missing_ok=True)
 
 
-def check_size(config: Config, packer: Packer, *, world: int, ranks: range) -> None:
-    """Raise ConfigError if the cache is smaller than what a node uses at a time, or than its disk.
+def lock_cache(cache: Path, run: Path) -> int:
+    """Hold a cache directory for a run, until the descriptor that is returned is closed, at the latest by the end of
+    this process. Two fetchers would drop what the other needs.
+
+    Raises:
+        ConfigError: another run uses it; DataError: it cannot be written.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise DataError(f"cannot write to the cache {cache}: {error.strerror}") from None
+    until = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > until:
+                holder = os.pread(lock, 4096, 0).decode(errors="replace")
+                os.close(lock)
+                raise ConfigError(
+                    f"data.cache.dir = {cache} is in use by the run {holder}",
+                    effect="each run would drop the blocks that the other needs",
+                    remedy="name another directory on a local disk of this node, or wait for the end of that run",
+                ) from None
+            time.sleep(_LOCK_PAUSE)
+        except OSError:  # a file system without locks
+            return lock
+    os.truncate(lock, 0)
+    os.pwrite(lock, str(run).encode(), 0)
+    return lock
+
+
+def block_sizes(packer: Packer) -> Mapping[str, Ints]:
+    """Bytes of the blocks of each source by URL, int64 [blocks], by name."""
+    opened = {name: (corpus.directory, corpus.copies) for name, corpus in packer.corpora.items()}
+    return {
+        name: copies[place].corpus.sizes
+        for name, (place, copies) in opened.items()
+        if isinstance(place, Url) and place in copies
+    }
+
+
+def check_size(config: Config, packer: Packer) -> None:
+    """Raise ConfigError if the cache, or the room on its disk, is smaller than what a node uses at a time.
 
     Args:
         config: of the run.
         packer: of its corpora.
-        world: number of ranks that split a batch.
-        ranks: those of the node.
     """
-    cache = config.data.cache
-    sizes = {
-        name: next(iter(corpus.copies.values())).corpus.sizes
-        for name, corpus in packer.corpora.items()
-        if isinstance(corpus.directory, Url)
-    }
+    cache, sizes = config.data.cache, block_sizes(packer)
     if not sizes or cache is None:
         return
-    batch, samples = config.schedule.batch.full, config.schedule.total
-    needed = working_set.predict(packer, sizes, world=world, ranks=ranks, batch=batch, samples=samples)
-    least = max(needed, *(2 * int(size.max()) for size in sizes.values()))
+    least = bytes_in_use(packer, sizes, config.schedule.batch.full)
     if cache.size.value < least:
         raise ConfigError(
             f"data.cache.size is {cache.size}, but a node uses {human_bytes(least)} of blocks at a time",
             effect="blocks would be fetched again and again, and training would wait for them",
-            remedy=f"set data.cache.size to {human_bytes(1.5 * least)} or more",
+            remedy=f"set data.cache.size to {human_bytes(RECOMMENDED * least)} or more",
         )
-    held = sum(
-        sum(copy.blocks.present().values()) for corpus in packer.corpora.values() for copy in corpus.copies.values()
-    )
+    copies = [copy for corpus in packer.corpora.values() for copy in corpus.copies.values()]
+    held = sum(size for copy in copies for _, size in copy.blocks.present().values())
     room = shutil.disk_usage(cache.dir).free + held
     if room < least:
         raise ConfigError(

@@ -186,7 +186,6 @@ class Loader(Iterator[StepBatch]):
             step.digest += packed.digest
             tokens += [packed.tokens] if packed.lasts is None else packed.rows
         step.digest = (step.digest + 2**63) % 2**64 - 2**63
-        self._packer.let_go()
         for corpus in self._packer.corpora.values():
             step.reads.add(corpus.places.take_times())
             step.notices += corpus.places.take_notices()

@@ -194,8 +194,6 @@ class Packer:
         self._special[[self.eod, *self.tokenizer.specials]] = True
         self._filler = int(self._special.argmin())  # an ordinary token: a separator could be next to another
         self._signed = any(np.dtype(manifest.dtype).kind == "i" for manifest in manifests)
-        for corpus in self.corpora.values():
-            corpus.places.meanwhile = self._make_room
 
     @property
     def corpora(self) -> dict[str, Corpus]:
@@ -211,16 +209,6 @@ class Packer:
             for name, corpus in self.corpora.items()
             if corpus.checksums is None
         ]
-
-    def let_go(self) -> None:
-        """Close the blocks that were evicted from a cache; cheap, and needed once per step."""
-        for source in self._sources:
-            source.corpus.let_go()
-
-    def _make_room(self) -> None:
-        """While a block is waited for: a disk may be full of blocks that were evicted and are kept here."""
-        if any(copy.is_disk_full for corpus in self.corpora.values() for copy in corpus.copies.values()):
-            self.let_go()
 
     @property
     def streams(self) -> Sequence[SourceStream]:

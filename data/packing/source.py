@@ -190,13 +190,13 @@ class SourceStream:
         starts: Ints = np.cumsum(sizes) - sizes
         if not manifest.carried:
             return starts
-        stored = self.corpus.block(block, 0, int(sizes.sum()))
+        tokens = self.corpus.tokens(block, 0, int(sizes.sum()))
         at = starts + (lengths if manifest.separators == "trailing" else 0)
-        wrong = np.flatnonzero((lengths < 0) | (stored.tokens.take(at, mode="clip") != manifest.tokenizer.eod))
+        wrong = np.flatnonzero((lengths < 0) | (tokens.take(at, mode="clip") != manifest.tokenizer.eod))
         if len(wrong):
-            first = int(self.corpus.blocks[block, 1])
+            first, name = int(self.corpus.blocks[block, 1]), self.corpus.block(block).name
             raise DataError(
-                f"{stored.name}.bin, document {first + int(wrong[0])}: no {manifest.separators} separator where the "
+                f"{name}.bin, document {first + int(wrong[0])}: no {manifest.separators} separator where the "
                 f"manifest declares one ({len(wrong)} of the {len(lengths)} documents around it)",
                 effect="the shard changed since it was imported: the run would train on tokens that were not checked",
                 remedy="restore the shard, or import the corpus again",
@@ -263,7 +263,8 @@ class SourceStream:
                 if take > need - filled:
                     take = need - filled
                     text = min(take, text)
-                pieces.append((filled, start, start + text))
+                if text:
+                    pieces.append((filled, start, start + text))
                 if spans is not None:
                     spans.append(Span(block, at, filled, start, start + text))
                 filled += take

@@ -61,14 +61,12 @@ class SourceSection(Section):
 
 
 class CacheSection(Section):
-    """Local disk for blocks of corpora by URL, shared by the ranks of a node and by other runs there."""
+    """Local disk for blocks of corpora by URL, shared by the ranks of a node."""
 
     dir: FilePath
-    """Directory on a local disk of every node. It may be lost at any time."""
+    """Directory on a local disk of every node, for one run at a time. It may be lost between two starts."""
     size: Bytes
     """How much it may hold, such as `"200GB"`."""
-    ahead: Seconds = Seconds(1800)
-    """How long before its use a block is fetched at most."""
 
 
 class CausalObjective(Section):

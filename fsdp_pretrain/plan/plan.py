@@ -194,8 +194,7 @@ def plan(
     warnings += epochs.warnings(sources or {})
     warnings += packer.warnings if packer is not None else []
     time = None if world is None or mfu is None else _time(config, parameters, world, device, mfu)
-    nodes = -(-(world or 1) // gpus_per_node)
-    fetched = None if packer is None else storage.need(config, packer, nodes, None if time is None else time.days)
+    fetched = None if packer is None else storage.need(config, packer)
     warnings += storage.warnings(fetched)
     layout = None if world is None else _layout(config, world, gpus_per_node, device, available)
     if layout is not None:

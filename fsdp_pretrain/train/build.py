@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from data.corpus.mapping import now_reading
+from data.corpus.files import reading
 from data.fetch.process import NodeFetching
 from data.packing.loader import Loader
 from data.packing.opening import open_infilling, open_skips
@@ -132,7 +132,7 @@ def build_heartbeat(config: Config) -> Heartbeat:
             local_ranks=ranks.local_world,
             node=_node(ranks),
             nodes=ranks.world // ranks.local_world,
-            reading=now_reading,
+            reading=reading,
         )
     except OSError as error:
         print(f"warning: training without a watchdog on this rank: {error}", file=sys.stderr, flush=True)

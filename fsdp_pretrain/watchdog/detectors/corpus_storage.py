@@ -16,8 +16,6 @@ from .base import Detector
 _TOLD_AFTER = 15.0
 """Seconds for which a failure that may end by itself is not told."""
 _SILENT = 30.0
-_URGENT = 600.0
-"""Seconds of training in the cache below which a person should look at once."""
 
 
 class CorpusStorageDetector(Detector):
@@ -53,13 +51,13 @@ class CorpusStorageDetector(Detector):
         if not found.problem:
             self.resolve(self._key, f"{self._host}: blocks are fetched again")
         elif found.lasting or failing > _TOLD_AFTER:
-            urgent = found.lasting or (found.lasts is not None and found.lasts < _URGENT)
-            reach = "an unknown time" if found.lasts is None else human_time(found.lasts)
+            urgent = found.lasting or not found.ready
+            reach = f"the cache has the next {found.ready:_} steps" if found.ready else "training waits"
             self.open(
                 self._key,
                 Severity.CRIT if urgent else Severity.WARN,
-                f"{self._host}: {found.problem} (for {human_time(failing)}); the cache lasts for {reach}",
+                f"{self._host}: {found.problem} (for {human_time(failing)}); {reach}",
                 "training goes on as long as the cache reaches, then ends with exit 75 after data.read_timeout",
                 "check the storage, the network and the credentials: fetching goes on by itself once they work",
-                facts={"host": self._host, "lasts": found.lasts},
+                facts={"host": self._host, "ready": found.ready},
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import select
@@ -33,7 +32,7 @@ class RankSnapshot:
         collective: name of the collective it waits in, if any.
         place: innermost frame, as text.
         group: equal for ranks that wait for the same thing.
-        reading: the data file that it is reading, if any.
+        reading: the data file whose read has lasted longest, if any, as of its last sign of life.
     """
 
     rank: int
@@ -102,13 +101,6 @@ class Rank:
         self.dumps.skip()
         self.signal(signal.SIGUSR2)
 
-    def _reading(self, stack: Stack) -> str:
-        try:
-            files = json.loads(self._reader.note()) if self._reader is not None else {}
-        except ValueError:
-            files = {}
-        return next((files[f"{thread:x}"] for thread in stack.readers if f"{thread:x}" in files), "")
-
     def snapshot(self) -> RankSnapshot | None:
         """Its position, with the latest stack; None if it never wrote its page."""
         beat, stack = self.beat, self.stack
@@ -128,7 +120,7 @@ class Rank:
             collective=None if stack is None else stack.collective,
             place="" if stack is None else stack.place,
             group=() if stack is None else stack.group,
-            reading="" if stack is None else self._reading(stack),
+            reading="" if stack is None or self._reader is None else self._reader.note().decode(errors="replace"),
         )
 
 

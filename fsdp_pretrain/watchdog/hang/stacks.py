@@ -31,12 +31,10 @@ class Stack:
 
     Attributes:
         root: the directory that the rank imported this project from, with a slash at its end.
-        readers: identities of threads that are reading data.
     """
 
     frames: tuple[Frame, ...]
     root: str
-    readers: tuple[int, ...] = ()
 
     @property
     def collective(self) -> str | None:
@@ -98,22 +96,13 @@ class Dumps:
         if text == self.text or not self._main:
             return None
         self.text = text
-        threads = _threads(text)
-        main = threads.get(int(self._main, 16))
-        readers = [
-            thread for thread, frames in threads.items() if any(_reads_data(each, self._root) for each in frames)
-        ]
-        return None if main is None else Stack(tuple(main), self._root, tuple(readers))
+        main = _threads(text).get(int(self._main, 16))
+        return None if main is None else Stack(tuple(main), self._root)
 
 
 def _inside(frame: Frame, root: str) -> str:
     """The frame's file relative to `root`; empty if it is elsewhere."""
     return frame.file.removeprefix(root) if frame.file.startswith(root) else ""
-
-
-def _reads_data(frame: Frame, root: str) -> bool:
-    """Whether the thread is reading: between two reads it is not in this function."""
-    return _inside(frame, root) == "data/corpus/reading.py" and frame.name == "_read"
 
 
 def _threads(text: str) -> dict[int, list[Frame]]:

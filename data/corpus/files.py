@@ -1,0 +1,71 @@
+"""Files read by system calls: storage that fails is an OSError, and one that hangs stops only the thread that reads.
+
+A mapped file would do neither: a page fault cannot return an error, so failing storage is a signal (SIGBUS) and hanging
+storage freezes the thread with the interpreter lock. Training reads only so; tools may map what they work on.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from threading import get_ident
+
+import numpy as np
+import numpy.typing as npt
+
+from fsdp_pretrain.remote import Location
+
+Bytes = npt.NDArray[np.uint8]
+reading: dict[int, Location] = {}
+"""The file that each thread reads just now, by thread identity; see `data.corpus.reading`."""
+NOT_AT_ONCE = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)
+"""Errors of `RWF_NOWAIT`: storage must be asked, or the file system does not know."""
+
+
+def now_reading(path: Location) -> None:
+    """Name the file more exactly, if this thread said that it reads."""
+    if (thread := get_ident()) in reading:
+        reading[thread] = path
+
+
+class File:
+    """A file open for reading, until nobody refers to it.
+
+    Attributes:
+        descriptor: for system calls.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        now_reading(path)
+        self.path, self.descriptor = path, -1
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return os.fstat(self.descriptor).st_size
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop), fewer where the file ends. Raises OSError."""
+        now_reading(self.path)
+        found, done = np.empty(stop - start, np.uint8).data, 0
+        while done < len(found):
+            count = os.preadv(self.descriptor, [found[done:]], start + done)
+            if not count:
+                break
+            done += count
+        return found[:done]
+
+
+def map_file(path: Path) -> Bytes:
+    """A file's bytes, memory-mapped, for tools. Raises OSError."""
+    size = path.stat().st_size
+    return np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)

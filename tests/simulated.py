@@ -1,0 +1,85 @@
+"""A simulated corpus of any size, real but for its tokens.
+
+Everything but the content is real: the manifest with all shards, the full block table, and for every shard an index of
+document lengths and a token file of full size. The token files are sparse (they read as token 0) and the shards are
+hard links to a few distinct ones, so 2T tokens need 150 MB of disk.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from data.bench import word_tokenizer
+from data.corpus.corpus import build_blocks, write_corpus
+from data.corpus.shards import Shard, encode_index
+from data.packing.packer import Packer
+from data.text.tokenizer import EOD
+from fsdp_pretrain.config.schedule import share_of
+
+_DTYPE = np.dtype("<u2")
+_VARIANTS = 64
+_MEDIAN, _SPREAD = 450, 1.26
+"""Of the log-normal document lengths; the mean is about 1,000 tokens."""
+
+
+def simulated_corpus(directory: Path, tokens: int, shards: int) -> None:
+    """Write a corpus of about `tokens` tokens in `shards` shards, sparse."""
+    (directory / "shards").mkdir(parents=True)
+    variants = [
+        _variant(directory / f"shards/variant-{number}", number, tokens // shards)
+        for number in range(min(_VARIANTS, shards))
+    ]
+    entries, blocks = [], []
+    for number in range(shards):
+        entry, rows = variants[number % len(variants)]
+        for suffix in (".bin", ".idx"):
+            os.link(directory / f"shards/{entry['name']}{suffix}", directory / f"shards/shard-{number:05d}{suffix}")
+        entries.append({**entry, "name": f"shard-{number:05d}"})
+        blocks.append(rows + np.array([number, 0, 0, 0, 0]))
+    tokenizer = word_tokenizer(directory / "tokenizer.json", {"w0": 0, EOD: 1})  # sparse files hold token 0
+    write_corpus(directory, tokenizer, entries, _DTYPE, {}, blocks=np.concatenate(blocks))
+
+
+def check_shares(packer: Packer, samples: int, world: int, rng: np.random.Generator, steps: int = 20) -> int:
+    """Check that the ranks' shares of global batches, at random places and across the end of the epoch, are exact.
+
+    The shares must be the batch, in order, without overlap, and the batch's samples must start at different places of
+    the epoch's stream, a whole number of windows apart. Returns the number of steps checked.
+    """
+    source, size = packer._sources[0], 4 * world
+    total, length = source.epoch_length, packer.length
+    starts = [0, max(0, samples - size // 2), *rng.integers(0, max(1, samples - size), steps - 2).tolist()]
+    for cursor in starts:
+        shares = [share_of(cursor, size, rank, world) for rank in range(world)]
+        dealt = [sample_index for share in shares for sample_index in share]
+        assert dealt == list(range(cursor, cursor + size)), "the shares are not the global batch"
+        places = [epoch * total + offset for epoch, offset in map(source.start_of, dealt)]
+        assert len(set(places)) == size, "two samples lie at the same place"
+        assert not any(place % length for place in places), "a sample does not start at a window"
+    return len(starts)
+
+
+def _variant(prefix: Path, seed: int, tokens: int) -> tuple[dict[str, Any], npt.NDArray[np.int64]]:
+    """One shard: (its manifest entry, its rows of the block table as shard 0)."""
+    rng = np.random.default_rng(seed)
+    lengths = np.maximum(1, rng.lognormal(np.log(_MEDIAN), _SPREAD, 2 * tokens // _MEDIAN)).astype(np.int64)
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
+    total, index = int(lengths.sum()), encode_index(lengths.astype("<i4"), _DTYPE)
+    with prefix.with_suffix(".bin").open("wb") as file:
+        file.truncate(total * _DTYPE.itemsize)
+    prefix.with_suffix(".idx").write_bytes(index)
+    entry = {
+        "name": prefix.name,
+        "documents": len(lengths),
+        "tokens": total,
+        "bytes": total * _DTYPE.itemsize,
+        "bin_xxh3": "0" * 32,  # zeros, never compared
+        "idx_xxh3": xxhash.xxh3_128(index).hexdigest(),
+    }
+    return entry, build_blocks([Shard(prefix)])
