@@ -126,14 +126,12 @@ class RunScreen(LivePage):
         return None
 
     def _acknowledge(self, key: str) -> None:
-        """In a thread: a watchdog that holds the alarms may take seconds to answer."""
+        """In a thread: the run directory may hang."""
 
         def act() -> None:
             try:
-                known = acknowledge(self._run, key)
-                self._say(
-                    f"{key} is acknowledged" if known else f"{key}: the watchdog does not answer; it will be done"
-                )
+                acknowledge(self._run, key)
+                self._say(f"the watchdog acknowledges {key} within seconds, or when the run starts again")
             except UserError as error:
                 self._say(error.cause)
 

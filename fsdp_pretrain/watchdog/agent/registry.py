@@ -25,7 +25,7 @@ from fsdp_pretrain.watchdog.detectors.host import HostDetector
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.detectors.nvml import resolve
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes.client import ProbeServer
 
 from .goodput_job import GoodputJob
@@ -35,7 +35,7 @@ _SHM = Path("/dev/shm")
 
 def build_detectors(
     config: Config,
-    alarms: Alarms,
+    alarms: AlarmSink,
     *,
     segment: int,
     leads: bool = True,
@@ -99,7 +99,7 @@ def build_detectors(
     return found
 
 
-def _data_invariants(config: Config, run: RunDir, alarms: Alarms, mounts: MountDetector) -> DataInvariantDetector:
+def _data_invariants(config: Config, run: RunDir, alarms: AlarmSink, mounts: MountDetector) -> DataInvariantDetector:
     def before(step: int) -> StepRecord | None:
         kept = [record for record, left_by in find_step(run, step) if left_by is None] if step else []
         return kept[-1] if kept else None
@@ -115,7 +115,7 @@ def _data_invariants(config: Config, run: RunDir, alarms: Alarms, mounts: MountD
     )
 
 
-def _devices(config: Config, run: RunDir, alarms: Alarms, host: str, expected: int) -> GpuDetector | None:
+def _devices(config: Config, run: RunDir, alarms: AlarmSink, host: str, expected: int) -> GpuDetector | None:
     section = config.watchdog.hardware
     try:
         provider = resolve(section.provider)

@@ -25,7 +25,7 @@ from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import Progress, human_bytes, human_count, human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 from .base import Detector
@@ -86,7 +86,7 @@ class CheckpointDetector(Detector):
 
     def __init__(
         self,
-        alarms: Alarms,
+        alarms: AlarmSink,
         section: StorageSection,
         probes: ProbeServer,
         *,
@@ -156,6 +156,16 @@ class CheckpointDetector(Detector):
         self._judge_damage(found)
         self._judge_writers(found["writing"], now)
         self._probe.every = self._section.interval.value / (4 if found["writing"] else 1)
+
+    def figures(self) -> dict[str, Any]:
+        """The newest verified checkpoint, and what saves are like."""
+        return {
+            "verified_step": self.protected,
+            "verified_age": self.age,
+            "checkpoint_failures": self.failures,
+            "checkpoint_bytes_per_second": self.speed,
+            "unprotected_tokens": None if (risk := self.unprotected) is None else risk.tokens,
+        }
 
     # ------------------------------------------------------------------ age of the newest checkpoint
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from fsdp_pretrain.config.operations import SentinelSection
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
 
@@ -47,7 +47,7 @@ class DataInvariantDetector(Detector):
 
     def __init__(
         self,
-        alarms: Alarms,
+        alarms: AlarmSink,
         section: SentinelSection,
         *,
         rates: Mapping[str, float],

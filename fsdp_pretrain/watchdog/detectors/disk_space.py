@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fsdp_pretrain.checkpoint.disk_space import Room
 from fsdp_pretrain.checkpoint.upcoming import FEW, fit
@@ -15,7 +16,7 @@ from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import slope
 from fsdp_pretrain.units import human_bytes, human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 from .base import Detector
@@ -65,7 +66,7 @@ class DiskSpaceDetector(Detector):
 
     def __init__(
         self,
-        alarms: Alarms,
+        alarms: AlarmSink,
         section: StorageSection,
         probes: ProbeServer,
         places: list[tuple[str, Path, bool]],
@@ -98,6 +99,11 @@ class DiskSpaceDetector(Detector):
                 self._forecast(place, room, writing, self._checkpoints, now)
             else:
                 self._judge_rest(place, room)
+
+    def figures(self) -> dict[str, Any]:
+        """What is left for checkpoints."""
+        name = "checkpoints"
+        return {"next_checkpoint_fits": self.fit.get(name), "disk_full_in": self.seconds_to_full.get(name)}
 
     def _judge_fit(self, place: WatchedDirectory, room: Room, writing: int, checkpoints: CheckpointDetector) -> None:
         if checkpoints.need is None or checkpoints.need.bytes == 0:

@@ -16,7 +16,7 @@ from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 from .base import Detector
@@ -34,7 +34,7 @@ class EvaluationDetector(Detector):
     it; `evaluation/STEP` reports it even when the worker is stopped.
     """
 
-    def __init__(self, alarms: Alarms, section: StorageSection, probes: ProbeServer, run: Path) -> None:
+    def __init__(self, alarms: AlarmSink, section: StorageSection, probes: ProbeServer, run: Path) -> None:
         super().__init__(alarms)
         every, deadline = section.interval.value, section.deadline.value
         self._probe = PeriodicProbe(probes, "evaluations", every=every, deadline=deadline, evals=str(run / "evals"))

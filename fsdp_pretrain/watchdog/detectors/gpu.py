@@ -13,7 +13,7 @@ from statistics import median
 from fsdp_pretrain.config.operations import HardwareSection
 from fsdp_pretrain.deadline import Helper
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
 from .host_history import remember
@@ -40,7 +40,7 @@ class GpuDetector(Detector):
     """
 
     def __init__(
-        self, alarms: Alarms, section: HardwareSection, *, host: str, memory: Path, expected: int, provider: str
+        self, alarms: AlarmSink, section: HardwareSection, *, host: str, memory: Path, expected: int, provider: str
     ) -> None:
         super().__init__(alarms)
         self._section, self._host, self._memory, self._expected = section, host, memory, expected

@@ -15,7 +15,7 @@ from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeAnswer, ProbeServer
 
 from .base import Detector
@@ -51,7 +51,12 @@ class MountDetector(Detector):
     """
 
     def __init__(
-        self, alarms: Alarms, section: StorageSection, probes: ProbeServer, probed: list[Path], corpora: dict[str, Path]
+        self,
+        alarms: AlarmSink,
+        section: StorageSection,
+        probes: ProbeServer,
+        probed: list[Path],
+        corpora: dict[str, Path],
     ) -> None:
         super().__init__(alarms)
         self._probes, self._every, self._deadline = probes, section.interval.value, section.deadline.value
@@ -153,7 +158,7 @@ class MountDetector(Detector):
 class DataWaitDetector(Detector):
     """Alarm `data-wait`: steps wait for data."""
 
-    def __init__(self, alarms: Alarms) -> None:
+    def __init__(self, alarms: AlarmSink) -> None:
         super().__init__(alarms)
         self._known: deque[float] = deque(maxlen=512)
         self._long: deque[bool] = deque(maxlen=_WAIT_STEPS)

@@ -22,7 +22,7 @@ from fsdp_pretrain.record.files import replace_file
 from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import spread
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
 from .cusum import PaceChange, PaceCusum
@@ -54,7 +54,7 @@ class SlowdownDetector(Detector):
         hosts: of this start.
     """
 
-    def __init__(self, alarms: Alarms, section: PaceSection, path: Path, hosts: Sequence[str]) -> None:
+    def __init__(self, alarms: AlarmSink, section: PaceSection, path: Path, hosts: Sequence[str]) -> None:
         super().__init__(alarms)
         self._section, self._path, self._hosts = section, path, sorted(set(hosts))
         self._pace = PaceCusum()
@@ -65,10 +65,9 @@ class SlowdownDetector(Detector):
         self._best = state_files.view(path, dict[str, BestPace]) or {}
         self._slow_since: float | None = None
 
-    @property
-    def ratio(self) -> float | None:
+    def figures(self) -> dict[str, Any]:
         """Present step time over the baseline; None while that is being learned."""
-        return self._pace.ratio
+        return {"step_drift": self._pace.ratio}
 
     def step(self, record: StepRecord) -> None:
         """Judge a step if it is clean."""
@@ -175,7 +174,7 @@ class StragglerDetector(Detector):
     does not make it as fast as the others.
     """
 
-    def __init__(self, alarms: Alarms, section: PaceSection) -> None:
+    def __init__(self, alarms: AlarmSink, section: PaceSection) -> None:
         super().__init__(alarms)
         self._section = section
         self._ratios: dict[int, list[float]] = {}
