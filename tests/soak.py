@@ -254,11 +254,10 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
         "train": {"duration": "1_000_000 steps", "global_batch": "8 samples", "micro_batch": 2},
         "optimizer": {"curve": "constant", "min_lr": 3e-3},
         "checkpoint": {"every": "40 steps", "keep_last": 3, "retry": "1 s", "max_failures": 1000},
-        "launch": {"restarts": 10_000, "attempts": 20, "pauses": ["0.2 s"], "end_timeout": "20 s"},
+        "launch": {"restarts": 10_000, "attempts": 20},
         "watchdog": {
             "interval": "0.5 s",
             "hang": {"soft": "4 s", "hard": "8 s"},
-            "storage": {"interval": "2 s"},
             "notify": {"webhook": {}},
         },
         "eval": {"launch": False},

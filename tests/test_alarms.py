@@ -96,7 +96,7 @@ def test_a_maintenance_window(run: Path, verb: Verb, helpers: Any) -> None:
 
 def full() -> Snapshot:
     """A snapshot with every value known."""
-    snapshot = Snapshot(
+    return Snapshot(
         'a "run"', segment=3, step=1200, total_steps=2000, segment_steps=200, tokens=10**9, step_drift=1.03, world=16,
         verified_step=1000, verified_age=640.5, unprotected_tokens=10**6, checkpoint_failures=2,
         checkpoint_bytes_per_second=1e9, next_checkpoint_fits=7.0, disk_full_in=float("inf"),
@@ -105,7 +105,6 @@ def full() -> Snapshot:
         step_seconds=0.4, skipped_steps=1, goodput=0.93, ettr=0.95, badput_seconds={"lost": 100.0, "eval": 20.0},
         open={"INFO": 0, "WARN": 2, "CRIT": 0},
     )  # fmt: skip
-    return snapshot
 
 
 def get(port: int | None, path: str) -> tuple[int, str]:

@@ -22,7 +22,14 @@ from fsdp_pretrain.launch import outcome
 from fsdp_pretrain.launch.policy import EndedStart, decide
 from fsdp_pretrain.record.files import RunDir, json_object, read_lines
 
-HASTE = {"pauses": ["0.1 s"], "end_timeout": "30 s", "stop_timeout": "120 s"}
+HASTE = {"stop_timeout": "120 s"}
+
+
+@pytest.fixture(autouse=True)
+def haste(constants: Any) -> None:
+    """Short pauses between starts, short waits for their ends."""
+    constants("fsdp_pretrain.launch.policy", PAUSES=[0.1])
+    constants("fsdp_pretrain.launch.watch", END_SECONDS=30.0)
 
 
 class Launched:
@@ -224,9 +231,10 @@ def test_no_process_outlives_its_parent(launch: Launch, lab: Any, helpers: Any, 
 
 
 @pytest.mark.slow
-def test_a_torchrun_that_does_not_end_is_killed(launch: Launch, lab: Any, helpers: Any) -> None:
-    """torchrun is frozen and a rank dead: both are killed after `end_timeout`, and the next start continues."""
-    job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch={**HASTE, "end_timeout": "3 s"}))
+def test_a_torchrun_that_does_not_end_is_killed(launch: Launch, lab: Any, helpers: Any, constants: Any) -> None:
+    """torchrun is frozen and a rank dead: both are killed soon, and the next start continues."""
+    constants("fsdp_pretrain.launch.watch", END_SECONDS=3.0)
+    job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch=HASTE))
     job.reaches(7)
     ranks = job.ranks()
     (torchrun,) = [one for one in psutil.Process(job.process.pid).children() if one not in ranks]
@@ -437,11 +445,12 @@ def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(lab: Any,
 
 @pytest.mark.shows("D4", "F45")
 @pytest.mark.slow
-def test_a_broken_gpu_keeps_its_host_away(launch: Launch, lab: Any, helpers: Any) -> None:
+def test_a_broken_gpu_keeps_its_host_away(launch: Launch, lab: Any, helpers: Any, constants: Any) -> None:
     """Saved, 76, the host is in `avoid_hosts`, and the launcher does not start there again."""
+    constants("fsdp_pretrain.watchdog.detectors.gpu", _CHECK_SECONDS=0.2)
     gpus, host = lab.path / "gpus.json", os.uname().nodename
     gpus.write_text(json.dumps({"devices": [{"index": 0}, {"index": 1}]}))
-    hardware = {"provider": f"file:{gpus}", "interval": "0.2 s"}
+    hardware = {"provider": f"file:{gpus}"}
     watchdog = {"enabled": True, "interval": "0.2 s", "hardware": hardware}
     config = lab.config(train=LONG, checkpoint={"every": "1000 steps"}, launch=HASTE, watchdog=watchdog)
     job = launch(config)

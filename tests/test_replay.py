@@ -5,24 +5,31 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import CLI, Run, as_rank, free_port
+from processes import CLI, Run, as_rank, constants, free_port
 from records import step_record
 
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.operations import HealthSection
 from fsdp_pretrain.config.steering import StepValues
+from fsdp_pretrain.health import limits as health_limits
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.replay.comparison import StepComparison, UsualSteps, compare
 from fsdp_pretrain.replay.verdict import ReplayReport, judge, render
 
-HEALTH = {"window": "8 steps", "compare_every": "4 steps"}
 NOISE, BAD = 291, 28
 """A document of random tokens, and the step that trains on it."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limits() -> Iterator[None]:
+    """Those of short runs."""
+    with constants("fsdp_pretrain.health.limits", WINDOW=8, COMPARE_EVERY=4):
+        yield
 
 
 def files(run: Path) -> dict[str, tuple[int, bytes]]:
@@ -56,7 +63,6 @@ def trained(module_lab: Any, helpers: Any) -> Path:
         "trained",
         data={"sources": [{"name": "text", "path": str(corpus)}]},
         train={"duration": "32 steps", "precision": "bf16"},
-        health=HEALTH,
         checkpoint={"every": "8 steps", "keep_last": 9},
     )
     module_lab.train(config)
@@ -151,7 +157,7 @@ def test_a_bad_document_stays_bad_and_is_named(trained: Path, replay: Any) -> No
 def test_a_bad_kernel_is_gone_without_it(lab: Any, replay: Any, fault: Any) -> None:
     """Fused attention gives NaN in step 7, in training and whenever it is used."""
     fault("kernel", rank="all", steps=[7])
-    lab.train(lab.config(health=HEALTH, train={"duration": "8 steps"}, checkpoint={"every": "4 steps"}))
+    lab.train(lab.config(train={"duration": "8 steps"}, checkpoint={"every": "4 steps"}))
     run = lab.path / "run"
     same = replay(run, "--from", 4, "--steps", 4)
     assert same["finding"] == "reproducible" and "Step 7 is bad again (loss not finite)" in same["verdict"]
@@ -163,7 +169,7 @@ def test_a_bad_kernel_is_gone_without_it(lab: Any, replay: Any, fault: Any) -> N
 @pytest.mark.slow
 def test_a_device_that_was_wrong_once_is_told(lab: Any, replay: Any, fault: Any) -> None:
     fault("gradient", rank="all", steps=[7])
-    lab.train(lab.config(health=HEALTH, train={"duration": "8 steps"}, checkpoint={"every": "4 steps"}))
+    lab.train(lab.config(train={"duration": "8 steps"}, checkpoint={"every": "4 steps"}))
     fault()
     report = replay(lab.path / "run", "--from", 4, "--steps", 4)
     assert report["finding"] == "device" and "step 7 is not bad now" in report["verdict"]
@@ -261,7 +267,9 @@ def test_what_stands_out() -> None:
     assert usual.stands_out(calm) == "" and "spreads above" in usual.stands_out(high)
     assert "gradient norm 5" in usual.stands_out(step_record(129, grad_norm=5.0))
     assert "not finite" in usual.stands_out(step_record(129, grad_norm=None, not_finite="gradients"))
-    less = step_record(129, loss={"sum": 513.0 + 256 * 0.75 * config.outlier * config.floor, "count": 256})
+    less = step_record(
+        129, loss={"sum": 513.0 + 256 * 0.75 * health_limits.OUTLIER * health_limits.FLOOR, "count": 256}
+    )
     assert beside(less, high, usual, usual, []).bad and not beside(less, calm, usual, usual, []).bad
     assert not UsualSteps(before[:4], config).stands_out(high)  # too few to say
     elsewhere = step_record(17, loss={"sum": 900.0, "count": 256})  # of a state at which so much is usual

@@ -23,7 +23,6 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.metrics import records as metric_records
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog.agent.registry import build_detectors
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import TrainedCounts
 
@@ -207,7 +206,7 @@ def test_a_checkpoint_that_decays(watch: Watch, tmp_path: Path, fault: str) -> N
     store = Store(run / "checkpoints")
     commit(store, 1)
     path = commit(store, 2, {"data": bytes(200_000)}).path
-    watch.detectors = [saves(watch, run, audit=Seconds(100))]
+    watch.detectors = [saves(watch, run)]
     watch.advance()
     assert watch.transitions() == []
     content = bytearray((path / "data").read_bytes())
@@ -266,7 +265,6 @@ def test_a_sound_run_is_left_in_peace(watch: Watch, lab: Any, helpers: Any) -> N
     config = lab.config(
         train={"duration": "120 steps"},
         checkpoint={"every": "25 steps"},
-        watchdog={"storage": {"interval": "0.2 s"}, "sentinels": {"learn": 20}},
     )
     job, run = lab.start(config), RunDir(lab.path / "run")
     helpers.wait_for(run.config.exists)
@@ -281,7 +279,6 @@ def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any,
     config = lab.config(
         train={"duration": "100000 steps"},
         checkpoint={"every": "10 steps", "max_failures": 100, "retry": "0.01 s", "ballast": False},
-        watchdog={"storage": {"interval": "0.2 s"}},
     )
     disk = small_disk("4m")
     job, run, hog = lab.start(config, f"run.dir={disk / 'run'}"), RunDir(disk / "run"), disk / "hog"

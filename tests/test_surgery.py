@@ -225,12 +225,12 @@ def test_a_start_refuses_what_would_not_act(
 
 @pytest.mark.shows("D8")
 @pytest.mark.slow
-def test_everything_may_be_frozen_while_moments_fill(lab: Any, helpers: Any) -> None:
+def test_everything_may_be_frozen_while_moments_fill(lab: Any, helpers: Any, constants: Any) -> None:
     """An optimiser's reset as runs did it with a rate of 0: no weight moves meanwhile, and no detector complains."""
+    constants("fsdp_pretrain.health.limits", COMPARE_EVERY=2)
     frozen = [{"at": "6 steps", "freeze": "6 steps"}]
     config = lab.config(
         optimizer={"surgery": frozen},
-        health={"compare_every": "2 steps"},
         checkpoint={"every": "1 step", "keep_last": 99},
     )
     lab.train(config)

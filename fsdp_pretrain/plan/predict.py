@@ -10,6 +10,7 @@ from typing import Any
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import human_count, human_time
+from fsdp_pretrain.watchdog.hang.deadlines import LONGEST
 
 from . import devices, published
 from .devices import Device
@@ -207,7 +208,7 @@ def _predict(config: Config, cluster: Cluster, operations: Operations, ranks: in
     batch = work.micro_batches * work.micro_batch * ranks
     every = config.save_every(config.schedule.total)
     steps = every.value if every.unit == "step" else schedule.lengths.interval(every) / batch
-    longest = config.watchdog.hang.longest.value
+    longest = LONGEST
     operations = replace(operations, detect=max(operations.detect, min(30 * parts.seconds, longest)))
     costs = overheads(work, cluster, operations, interval=steps * parts.seconds)
     tokens = parts.tokens(work)

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from fsdp_pretrain.config.operations import HealthSection
 from fsdp_pretrain.config.steering import StepValues
+from fsdp_pretrain.health import limits
 from fsdp_pretrain.health.rules import RecentValues
 from fsdp_pretrain.record.step_record import StepRecord
 
@@ -60,16 +61,16 @@ class UsualSteps:
     out."""
 
     def __init__(self, records: Sequence[StepRecord], config: HealthSection) -> None:
-        size = config.window.value
-        self._limit_loss, self._limit_norm = config.outlier, config.norm
-        self._losses, self._norms = RecentValues(size, config.floor), RecentValues(size, _NORM_FLOOR)
+        self._limit_loss, self._limit_norm = config.tolerance * limits.OUTLIER, config.tolerance * limits.NORM
+        self._losses = RecentValues(limits.WINDOW, limits.FLOOR)
+        self._norms = RecentValues(limits.WINDOW, _NORM_FLOOR)
         for record in records:
             if record.is_finite and record.grad_norm:
                 self._losses.add(record.loss.mean)
                 self._norms.add(math.log(record.grad_norm))
 
     def stands_out(self, record: StepRecord, *, share: float = 1.0) -> str:
-        """Why a step stands out, by `health.outlier` and `health.norm` times `share`; empty if it does not."""
+        """Why a step stands out, by the limits of `health` times `share`; empty if it does not."""
         if record.not_finite or not record.is_finite:
             return f"{record.not_finite or 'gradients'} not finite"
         loss = self._losses.deviation(record.loss.mean)

@@ -27,6 +27,7 @@ from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
 from fsdp_pretrain.config.resume_rules import differences, refuse
 from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
+from fsdp_pretrain.health import limits
 from fsdp_pretrain.health.monitor import Health, HealthOutcome
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.lineage import provenance
@@ -255,7 +256,7 @@ def _report(
         changed=window.changed,
         batch_of=request.batch_of,
         unlike=_unlike(window, world),
-        tolerance=health.replay_tolerance,
+        tolerance=limits.REPLAY_TOLERANCE,
         steps=steps,
         due_bad=here.stands_out(window.due) if others and window.due is not None else "",
     )

@@ -23,7 +23,7 @@ Finding = Literal[
     "reproducible", "device", "rounding", "unlike", "numerics", "data or state", "data", "state", "undecided",
     "other samples", "other settings",
 ]  # fmt: skip
-"""`rounding`: differences within `health.replay_tolerance`, expected. `unlike`: larger ones, other circumstances."""
+"""`rounding`: differences within `health.limits.REPLAY_TOLERANCE`. `unlike`: larger ones, other circumstances."""
 _SHOWN_STEPS = 40
 
 

@@ -20,6 +20,7 @@ from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.config.step_settings import unlike
 from fsdp_pretrain.errors import CheckpointError, ConfigError
+from fsdp_pretrain.health import limits
 from fsdp_pretrain.record import environment, journal, lineage
 from fsdp_pretrain.record.environment import Environment
 from fsdp_pretrain.record.files import RunDir
@@ -108,7 +109,7 @@ def open_window(request: ReplayRequest) -> ReplayWindow:
             f"it was trained after {before.consumed:_} samples, not {state.consumed:_}",
             remedy="name the start that continued it with --segment, or another step with --from",
         )
-    around = last_metrics(run, request.start + 1, config.health.window.value + 1, head)
+    around = last_metrics(run, request.start + 1, limits.WINDOW + 1, head)
     begun = environment.view(run, records[0].segment)
     changed, texts = _change(config, request, begun)
     return ReplayWindow(
@@ -148,7 +149,7 @@ def _recorded(
             else f"`fsdp-pretrain status {run.path}` shows the last step",
         )
     config = _settings(run, records)
-    return records, [record for record in known if record.step < first][-config.health.window.value :], config
+    return records, [record for record in known if record.step < first][-limits.WINDOW :], config
 
 
 def _settings(run: RunDir, records: list[StepRecord]) -> Config:

@@ -101,9 +101,9 @@ class Leader:
             if alarm.detector in _PER_START and alarm.opened < (begun.time or "9"):
                 self.alarms.resolve(alarm.key, "the ranks were started again")
         hosts = list(begun.hosts or [socket.gethostname()])
-        self._drift = SlowdownDetector(self.alarms, config.watchdog.pace, self._run.path / "watchdog/pace.json", hosts)
-        self._stragglers = StragglerDetector(self.alarms, config.watchdog.pace)
-        self._detectors = [self._health, *([self._drift] if config.watchdog.pace.enabled else [])]
+        self._drift = SlowdownDetector(self.alarms, self._run.path / "watchdog/pace.json", hosts)
+        self._stragglers = StragglerDetector(self.alarms)
+        self._detectors = [self._health, *([self._drift] if config.watchdog.pace else [])]
         self._detectors += build_detectors(
             config,
             self.alarms,
@@ -162,7 +162,8 @@ class Leader:
         for key in self._peer_alarms - found:
             self.alarms.resolve(key)
         self._peer_alarms = found
-        self._stragglers.check(windows)
+        if self._config.watchdog.pace:
+            self._stragglers.check(windows)
         self._own = {rank: own for rank, (_, _, own) in windows.items()}
 
     def open_silence(self, host: str, seconds: float, effect: str) -> None:

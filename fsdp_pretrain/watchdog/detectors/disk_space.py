@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.checkpoint.disk_space import Room
-from fsdp_pretrain.checkpoint.upcoming import FEW, fit
-from fsdp_pretrain.config.operations import StorageSection
+from fsdp_pretrain.checkpoint.upcoming import FEW, RESERVE, fit
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import slope
 from fsdp_pretrain.units import human_bytes, human_time
@@ -67,18 +66,14 @@ class DiskSpaceDetector(Detector):
     def __init__(
         self,
         alarms: AlarmSink,
-        section: StorageSection,
         probes: ProbeServer,
         places: list[tuple[str, Path, bool]],
         checkpoints: CheckpointDetector | None = None,
     ) -> None:
         super().__init__(alarms)
-        self._reserve, self._checkpoints = section.reserve, checkpoints
-        every, deadline = section.interval.value, section.deadline.value
+        self._checkpoints = checkpoints
         self.places = [
-            WatchedDirectory(
-                name, path, holds, PeriodicProbe(probes, "space", every=every, deadline=deadline, path=str(path))
-            )
+            WatchedDirectory(name, path, holds, PeriodicProbe(probes, "space", path=str(path)))
             for name, path, holds in places
         ]
         self.fit: dict[str, int] = {}
@@ -110,7 +105,7 @@ class DiskSpaceDetector(Detector):
             return
         main = place.name == "checkpoints"
         old = checkpoints.prunable if main else None
-        found = fit(checkpoints.need, room, reserve=self._reserve, writing=writing, old=old)
+        found = fit(checkpoints.need, room, writing=writing, old=old)
         self.fit[place.name] = found.count
         fails = found.severity is Severity.CRIT
         if found.severity is not None:
@@ -160,7 +155,7 @@ class DiskSpaceDetector(Detector):
     def _judge_rest(self, place: WatchedDirectory, room: Room) -> None:
         """For the record and temporary files: a share of the bytes and of the inodes should stay free."""
         shares = [room.free / max(1, room.total)] + ([room.files_free / room.files] if room.files else [])
-        share, least = min(shares), room.reserved(self._reserve) / max(1, room.total)
+        share, least = min(shares), room.reserved(RESERVE) / max(1, room.total)
         full, free = share < least / 10, human_bytes(room.free)
         if share < least:
             self.open(

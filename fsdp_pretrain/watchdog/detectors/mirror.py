@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
@@ -23,12 +22,9 @@ _LONG = 3600.0
 class MirrorDetector(Detector):
     """Alarms `mirror` (nothing can be copied) and `mirror-uploader/HOST` (the process that copies does not work)."""
 
-    def __init__(
-        self, alarms: AlarmSink, section: StorageSection, probes: ProbeServer, run: Path, segment: int
-    ) -> None:
+    def __init__(self, alarms: AlarmSink, probes: ProbeServer, run: Path, segment: int) -> None:
         super().__init__(alarms)
-        every, deadline = section.interval.value, section.deadline.value
-        self._probe = PeriodicProbe(probes, "mirror", every=every, deadline=deadline, run=str(run))
+        self._probe = PeriodicProbe(probes, "mirror", run=str(run))
         self._run, self._segment = run, segment
         self._heard: dict[str, tuple[int, float]] = {}
 

@@ -69,7 +69,7 @@ class Alarm:
 
 
 class AlarmSink(Protocol):
-    """What takes the findings of detectors: the alarms of the run, or, on other nodes than the first, a report to it."""
+    """What takes the findings of detectors: the alarms of the run, or, on other nodes than node 0, a report to it."""
 
     def open_keys(self) -> list[str]:
         """The keys of the open alarms."""

@@ -24,8 +24,8 @@ _TEXTFILE_SECONDS = 15.0
 
 
 class Exporter:
-    """Exports snapshots, as a collector of prometheus_client: its Gauge and Counter would keep series that are no longer
-    known. A port in use or an unwritable file does no harm, see `problem`.
+    """Exports snapshots, as a collector of prometheus_client: its Gauge and Counter would keep series that are no
+    longer known. A port in use or an unwritable file does no harm, see `problem`.
 
     Attributes:
         port: of the HTTP server; None if there is none.
