@@ -167,7 +167,7 @@ def test_a_helper_that_hangs_is_told_and_left(machine: Any) -> None:
     os.mkfifo(machine.path)
     machine.look(6, answers=False)
     assert machine.transitions() == [("gpu-blind/node-7", "WARN", "open")]
-    assert "no answer within 10 s" in machine.changes[0].summary
+    assert "no answer within 10s" in machine.changes[0].summary
     machine.path.unlink()
     machine.path.touch()
     machine.look(answers=False)

@@ -19,7 +19,7 @@ from typing import Any
 
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded
-from fsdp_pretrain.checkpoint.upcoming import CHECK_SECONDS, Late, UnsavedTraining
+from fsdp_pretrain.checkpoint.upcoming import Late, UnsavedTraining
 from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
@@ -156,7 +156,7 @@ class CheckpointDetector(Detector):
             self._judge_place(Path(newest["path"]), newest["step"])
         self._judge_damage(found)
         self._judge_writers(found["writing"], now)
-        self._probe.every = CHECK_SECONDS / (4 if found["writing"] else 1)
+        self._probe.every = upcoming.CHECK_SECONDS / (4 if found["writing"] else 1)
 
     def figures(self) -> dict[str, Any]:
         """The newest verified checkpoint, and what saves are like."""

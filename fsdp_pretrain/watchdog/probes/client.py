@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdp_pretrain.checkpoint.upcoming import CHECK_SECONDS
+from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.deadline import Helper
 
 DEADLINE_SECONDS = 15.0
@@ -109,7 +109,7 @@ class PeriodicProbe:
         self, server: ProbeServer, name: str, every: float = 0.0, deadline: float = 0.0, **arguments: Any
     ) -> None:
         self._server, self._name, self.arguments = server, name, arguments
-        self.every, self._deadline = every or CHECK_SECONDS, deadline or DEADLINE_SECONDS
+        self.every, self._deadline = every or upcoming.CHECK_SECONDS, deadline or DEADLINE_SECONDS
         self._ticket: int | None = None
         self._asked = self.due = 0.0
         self._late, self._is_late = 0, False
