@@ -139,9 +139,9 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
     shown.press("n", "a")
     shown.shows("acknowledge disk/run?")
     shown.press("y")
-    shown.shows("disk/run is acknowledged", "WARN pace", "CRIT disk/run (")
-    acknowledged = [entry for entry in journal.read(run) if entry["kind"] == "alarm"]
-    assert [(entry["key"], entry["state"]) for entry in acknowledged] == [("disk/run", "acknowledged")]
+    shown.shows("the watchdog acknowledges disk/run", "WARN pace", "CRIT disk/run (")
+    requests = [json.loads(path.read_text()) for path in (run.path / "watchdog/inbox").iterdir()]
+    assert [(request["verb"], request["key"]) for request in requests] == [("ack", "disk/run")]
     shutil.move(run.path, run.path.with_name("elsewhere"))
     shown.shows("NO ANSWER", "is gone; waiting for it")
     shutil.move(run.path.with_name("elsewhere"), run.path)
@@ -387,7 +387,7 @@ def test_a_real_run_is_killed_resumes_and_hangs(lab: Lab, terminal: Any, helpers
         narrow.shows("acknowledge hang?")
         narrow.press("y")
         wide.shows("hang (", "acknowledged)")
-        narrow.shows("hang is acknowledged")
+        narrow.shows("the watchdog acknowledges hang")
         stopped.send_signal(signal.SIGCONT)
         for shown in (narrow, wide):
             until(lambda: "hang (" not in shown.screen(), what=shown.screen)  # noqa: B023

@@ -258,7 +258,7 @@ class Agent:
         if self._nodes.leader is not None and self._nodes.leader.silent != self._leader_missed:
             self._leader_missed = not self._leader_missed
             name = f"the watchdog of {self._nodes.leader.name}, which sends the alarms of this run,"
-            self._log(f"{name} is silent: only its ping tells" if self._leader_missed else f"{name} is there again")
+            self._log(f"{name} is silent: none is sent" if self._leader_missed else f"{name} is there again")
 
     def _end_if_superseded(self) -> None:
         segments = self._run.segments
