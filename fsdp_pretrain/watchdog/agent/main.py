@@ -36,7 +36,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
-from fsdp_pretrain.watchdog.hang.peers import BEAT_SECONDS, Findings, PeerNodes
+from fsdp_pretrain.watchdog.hang.peers import BEAT_SECONDS, NodeFindings, PeerNodes
 from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnapshot, killed_for_memory
 from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import root, sweep
@@ -112,7 +112,7 @@ class Agent:
         self._ranks = RankMonitor(range(*map(int, args.ranks.split(":"))), args.pages, args.launcher)
         self._nodes = PeerNodes(self._directory, args.node, args.nodes, args.attempt)
         self._leader: Leader | None = None
-        self._findings = Findings()
+        self._findings = NodeFindings()
         self._detectors: list[Detector] = []
         self._hang = HangMonitor(
             config.watchdog.hang, self._ranks, self._nodes, keep=self._keep_stack, end=self._end_ranks

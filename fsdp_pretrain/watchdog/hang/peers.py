@@ -34,7 +34,7 @@ _QUIET = 3
 """Beats without a report after which a node is no longer waited for."""
 
 
-class Finding(BaseModel):
+class NodeFinding(BaseModel):
     """An open alarm of a node that does not lead: the arguments of `AlarmSink.open` that were given."""
 
     model_config = ConfigDict(frozen=True)
@@ -53,18 +53,18 @@ class Finding(BaseModel):
         alarms.open(key, self.severity, self.summary, **more)
 
 
-class Findings(AlarmSink):
+class NodeFindings(AlarmSink):
     """Takes the findings of a node that does not lead: its open alarms, reported with the next beat."""
 
     def __init__(self) -> None:
-        self.by_key: dict[str, Finding] = {}
+        self.by_key: dict[str, NodeFinding] = {}
 
     def open_keys(self) -> list[str]:
         return list(self.by_key)
 
     def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> None:
         del revised  # every report replaces the last
-        self.by_key[key] = Finding(severity=severity, summary=summary, **more)
+        self.by_key[key] = NodeFinding(severity=severity, summary=summary, **more)
 
     def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
         del summary, step
@@ -91,7 +91,7 @@ class NodeReport(BaseModel):
     pid: int
     segment: int
     stalled: list[RankSnapshot]
-    findings: dict[str, Finding]
+    findings: dict[str, NodeFinding]
     windows: dict[int, tuple[int, float]]
     ended: bool
 
@@ -152,7 +152,7 @@ class PeerNodes:
         self,
         segment: int,
         stalled: list[RankSnapshot],
-        findings: dict[str, Finding],
+        findings: dict[str, NodeFinding],
         windows: dict[int, tuple[int, float]],
         *,
         ended: bool = False,

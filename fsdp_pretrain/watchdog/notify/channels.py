@@ -103,6 +103,7 @@ def _slack(section: SlackSection, environment: Mapping[str, str]) -> Send:
     url = _url("SLACK_WEBHOOK_URL", section.url_file, environment)
 
     def send(message: Message) -> None:
+        """With a bold title."""
         text = "\n".join([f"*{message.title}*", *message.lines])
         _post(url, {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")})
 
@@ -119,6 +120,7 @@ def _pagerduty(section: PagerDutySection, environment: Mapping[str, str]) -> Sen
     routing_key = _secret("PAGERDUTY_ROUTING_KEY", section.key_file, environment)
 
     def send(message: Message) -> None:
+        """Trigger, acknowledge or resolve."""
         action = {"resolved": "resolve", "acknowledged": "acknowledge"}.get(message.kind, "trigger")
         sender, alarm = message.sender, message.alarm
         event: dict[str, object] = {
@@ -148,6 +150,7 @@ def _email(section: EmailSection, environment: Mapping[str, str]) -> Send:
     password = _secret("SMTP_PASSWORD", section.password_file, environment) if user else ""
 
     def connect() -> smtplib.SMTP:
+        """Connected and logged in. A password goes to a verified server only."""
         if where.scheme == "smtps":
             secure = ssl.create_default_context()
             server: smtplib.SMTP = smtplib.SMTP_SSL(host, port, timeout=_ANSWER_SECONDS, context=secure)
@@ -160,6 +163,7 @@ def _email(section: EmailSection, environment: Mapping[str, str]) -> Send:
         return server
 
     def send(message: Message) -> None:
+        """One mail."""
         mail = EmailMessage()
         mail["Subject"], mail["From"], mail["To"] = message.title, section.sender, ", ".join(section.to)
         mail["Message-ID"] = f"<{message.id}@fsdp-pretrain>"
@@ -184,6 +188,7 @@ def _command(section: CommandSection, environment: Mapping[str, str]) -> Send:
         raise ValueError(f"there is no program {program}")
 
     def send(message: Message) -> None:
+        """Run the command, at most for some seconds."""
         content = message.to_json()
         facts = {f"WD_{name.upper()}": str(content[name]) for name in names if content[name] is not None}
         text, variables = json.dumps(content).encode(), {**os.environ, **facts}

@@ -19,7 +19,7 @@ from fsdp_pretrain.severity import Severity
 
 from .alarms import Alarm, Alarms, read_alarms
 from .channels import Channel, DeliveryError, fetch, make_channels, ping_url
-from .delivery import Delivery
+from .dispatcher import Dispatcher
 from .message import MessageSender, make_message
 from .operator import alarms_file, muted_until
 from .snapshot import Snapshot
@@ -101,7 +101,7 @@ class _ChannelThread(threading.Thread):
         self.tries = 0
         self._channel, self._sender = channel, sender
         others = [alarm for alarm in known if alarm.key != self.key]
-        self._delivery = Delivery(channel.least, run.path / f"watchdog/told/{channel.name}.json", others)
+        self._dispatcher = Dispatcher(channel.least, run.path / f"watchdog/told/{channel.name}.json", others)
         self._events: queue.SimpleQueue[Alarm | None] = queue.SimpleQueue()
         self._next_try, self._closing = 0.0, False
         self.start()
@@ -126,7 +126,7 @@ class _ChannelThread(threading.Thread):
         with contextlib.suppress(queue.Empty):
             event = self._events.get(timeout=pause) if pause and not self._closing else self._events.get_nowait()
             while event is not None:
-                self._delivery.changed(event)
+                self._dispatcher.changed(event)
                 event = self._events.get_nowait()
             self._closing, self._next_try = True, 0.0
 
@@ -135,7 +135,7 @@ class _ChannelThread(threading.Thread):
         at = time.time()
         if time.monotonic() < self._next_try:
             return False
-        due = self._delivery.due(at, muted=at < self.muted_until, closing=self._closing)
+        due = self._dispatcher.due(at, muted=at < self.muted_until, closing=self._closing)
         if due is None:
             return False
         message = make_message(due.kind, due.alarms, self._sender, self.snapshot)
@@ -149,7 +149,7 @@ class _ChannelThread(threading.Thread):
             self.problem = f"{error}, for good, to: {message.title}"  # so that it does not block the others
         else:
             self.tries, self.problem = 0, None
-        self._delivery.was_told(due, at)
+        self._dispatcher.was_told(due, at)
         return True
 
 

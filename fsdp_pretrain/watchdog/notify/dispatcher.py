@@ -72,7 +72,7 @@ class Due:
     free: bool = False
 
 
-class Delivery:
+class Dispatcher:
     """Decides for one channel.
 
     Args:

@@ -12,7 +12,7 @@ import pytest
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify import alarms as alarms_module
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms, read_alarms
-from fsdp_pretrain.watchdog.notify.delivery import PER_HOUR, Delivery, Due
+from fsdp_pretrain.watchdog.notify.dispatcher import PER_HOUR, Dispatcher, Due
 
 pytestmark = pytest.mark.quick
 HOUR = 3600.0
@@ -31,17 +31,17 @@ class Life:
     def begin(self) -> None:
         """Another watchdog continues from what is on disk."""
         self.alarms = Alarms(self._path / "alarms.jsonl", self._changed)
-        self.delivery = Delivery(self._least, self._path / "told.json", read_alarms(self._path / "alarms.jsonl"))
+        self.dispatcher = Dispatcher(self._least, self._path / "told.json", read_alarms(self._path / "alarms.jsonl"))
 
     def _changed(self, alarm: Alarm) -> None:
-        self.delivery.changed(alarm)
+        self.dispatcher.changed(alarm)
         self.deliver()
 
     def deliver(self) -> None:
         """Send what is due now, unless the endpoint is down."""
-        while not self.down and (due := self.delivery.due(self.time, muted=self.muted)) is not None:
+        while not self.down and (due := self.dispatcher.due(self.time, muted=self.muted)) is not None:
             self.sent.append((self.time, due))
-            self.delivery.was_told(due, self.time)
+            self.dispatcher.was_told(due, self.time)
 
     def wait(self, seconds: float) -> None:
         """Passes of a watchdog, every ten seconds or more."""
