@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_pretrain import models
+from fsdp_pretrain.checkpoint.delivery import Delivery
 from fsdp_pretrain.checkpoint.layout import SaveLayout, TensorRows, TensorSpec, file_name, lay_out, places
 from fsdp_pretrain.checkpoint.manifest import FileEntry
 from fsdp_pretrain.checkpoint.metadata import METADATA, read_metadata
