@@ -42,6 +42,10 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return {**environment, **extra}
 
 
+SET_CONSTANTS = f"import runpy; runpy.run_path({str(ROOT / 'tests/constants/sitecustomize.py')!r})\n"
+"""First line of another `sitecustomize`, which hides that of `constants/`."""
+
+
 @contextlib.contextmanager
 def constants(module: str, **values: Any) -> Iterator[None]:
     """Other values of constants of a module in all processes that are started meanwhile, see `constants/`."""

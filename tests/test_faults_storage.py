@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from machines import Disk
+from processes import SET_CONSTANTS
 from traps import take_space
 from watch import CRIT_AND_RESOLVED, Watched
 
@@ -308,7 +309,7 @@ def test_a_clock_that_jumps(watched: Watched, monkeypatch: pytest.MonkeyPatch, w
     """The wall clock of ranks and watchdog jumps an hour ahead, then two back: reported, no effect."""
     jump, first = watched.lab.path / "jump", watched.lab.path / "clock/sitecustomize.py"
     first.parent.mkdir()
-    first.write_text(CLOCK.format(jump=str(jump)))
+    first.write_text(SET_CONSTANTS + CLOCK.format(jump=str(jump)))
     watched.configure(checkpoint={"max_age": "30 s"}, watchdog={"hang": {"soft": "20 s", "hard": "40 s"}})
     monkeypatch.setenv("EXECUTE_FIRST", str(first))
     job = watched.start()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, TORCHRUN
+from processes import ROOT, SET_CONSTANTS, TORCHRUN
 
 LIMITS = {"WINDOW": 32, "PATIENCE": 5, "PATIENCE_WITH_NORM": 3, "DISTANCE": 4, "MARGIN": 3, "COMPARE_EVERY": 4}
 
@@ -98,7 +98,7 @@ def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
     is set in a file that Python executes at start."""
     config = lab.config(checkpoint={"every": "5 steps"})
     (lab.path / "sitecustomize.py").write_text(
-        "import os, sys\n"
+        SET_CONSTANTS + "import os, sys\n"
         "if 'RANK' in os.environ and 'fsdp_pretrain.train' in ' '.join(sys.orig_argv):\n"
         f"    import runpy; runpy.run_path({str(ROOT / 'tests/numeric_faults.py')!r})\n"
     )

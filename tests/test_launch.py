@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import LAUNCH, TORCHRUN, spawn
+from processes import LAUNCH, SET_CONSTANTS, TORCHRUN, spawn
 from sight import PATIENCE, PATIENT, rank_of, until
 
 from fsdp_pretrain.config.operations import LaunchSection
@@ -110,7 +110,7 @@ def dies_at(folder: Path, cursor: int) -> Path:
     """A folder for PYTHONPATH: rank 1 crashes when it has read the batch that ends at a cursor."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
-        "import os\n"
+        SET_CONSTANTS + "import os\n"
         "if os.environ.get('RANK') == '1':\n"
         "    from data.packing import loader\n"
         "    real = loader.Loader.__next__\n"
@@ -191,7 +191,7 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Launch, lab: Any, helper
     folder = lab.path / "hook"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
-        "import os, pathlib, time\n"
+        SET_CONSTANTS + "import os, pathlib, time\n"
         "if 'RANK' in os.environ:\n"
         "    from fsdp_pretrain.checkpoint.resume import Resume\n"
         "    def call(self):\n"
