@@ -40,7 +40,7 @@ def pair(lab: Any, monkeypatch: pytest.MonkeyPatch, constants: Any) -> Callable[
     def start(
         beat: float = 0.5,
         silent: float = 3.0,
-        before: Callable[[], object] = lambda: None,
+        before: Callable[[], object] | None = None,
         **deadlines: Any,
     ) -> Any:
         constants(PEERS, BEAT_SECONDS=beat, SILENT_SECONDS=silent)
@@ -48,8 +48,12 @@ def pair(lab: Any, monkeypatch: pytest.MonkeyPatch, constants: Any) -> Callable[
         sections = {"train": {"duration": "9000 steps"}, "checkpoint": {"every": "50 steps"}, "parallel": SLOW}
         config = lab.config(watchdog=watchdog, **sections)
         job = lab.start(config, ranks=2, nodes=2)
-        before()
-        until(lambda: steps(lab.path / "run") > 10)
+        if before is None:  # both watchdogs have seen steps
+            until(lambda: all((lab.path / f"run/watchdog/nodes/{node}.json").exists() for node in (0, 1)))
+        else:
+            before()
+        seen = steps(lab.path / "run")
+        until(lambda: steps(lab.path / "run") > seen + 20)
         return job
 
     return start
