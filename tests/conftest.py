@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import sight
 from endpoint import SECRET, Endpoint
@@ -106,9 +107,21 @@ def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zy
 
 
 @pytest.fixture
-def watched(lab: Lab, helpers: Any, run_command: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A run under a fast watchdog."""
+def constants() -> Iterator[Callable[..., None]]:
+    """`constants("module", NAME=value)`: other values in all processes that the test starts from now on."""
+    with contextlib.ExitStack() as changed:
+        yield lambda module, **values: changed.enter_context(processes.constants(module, **values))
+
+
+@pytest.fixture
+def watched(
+    lab: Lab, helpers: Any, run_command: Any, monkeypatch: pytest.MonkeyPatch, constants: Callable[..., None]
+) -> Any:
+    """A run under a fast watchdog, which checks storage five times a second."""
     from watch import Watched
+
+    constants("fsdp_pretrain.checkpoint.upcoming", CHECK_SECONDS=0.2)
+    constants("fsdp_pretrain.watchdog.probes.client", AUDIT_SECONDS=1.0)
 
     return Watched(lab, helpers, run_command, monkeypatch)
 

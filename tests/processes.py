@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def python_path(*folders: object) -> str:
-    """PYTHONPATH with these folders and this checkout first; existing entries stay."""
-    return os.pathsep.join(map(str, filter(None, (*folders, ROOT, os.environ.get("PYTHONPATH")))))
+    """PYTHONPATH with these folders and this checkout first, then what sets constants; existing entries stay."""
+    known = (*folders, ROOT, ROOT / "tests/constants", os.environ.get("PYTHONPATH"))
+    return os.pathsep.join(map(str, filter(None, known)))
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
@@ -39,6 +40,24 @@ def clean_environment(**extra: str) -> dict[str, str]:
         HF_HUB_OFFLINE="1",
     )
     return {**environment, **extra}
+
+
+SET_CONSTANTS = f"import runpy; runpy.run_path({str(ROOT / 'tests/constants/sitecustomize.py')!r})\n"
+"""First line of another `sitecustomize`, which hides that of `constants/`."""
+
+
+@contextlib.contextmanager
+def constants(module: str, **values: Any) -> Iterator[None]:
+    """Other values of constants of a module in all processes that are started meanwhile, see `constants/`."""
+    before = os.environ.get("CONSTANTS")
+    known = json.loads(before or "{}")
+    known[module] = {**known.get(module, {}), **values}
+    os.environ["CONSTANTS"] = json.dumps(known)
+    try:
+        yield
+    finally:
+        del os.environ["CONSTANTS"]
+        os.environ.update({} if before is None else {"CONSTANTS": before})
 
 
 def as_rank(rank: int, ranks: int, local: int, port: int) -> dict[str, str]:

@@ -35,7 +35,7 @@ CHOICES: dict[str, list[Any]] = {
     "train.grad_clip": [0.1, 0.5, 2.0],
     "train.z_loss": [1e-4, 1e-3],
     "checkpoint.every": ["3 steps", "5 steps"],
-    "health.spike": [8.0],
+    "health.tolerance": [2.0],
     "rewarm": ["5 steps"],
 }
 KILLED = -9
@@ -76,7 +76,7 @@ class RandomSequence:
             train={"duration": f"{self.last} steps", "global_batch": "4 samples", "micro_batch": 4},
             optimizer=schedule,
             checkpoint={"every": f"{self.rng.randrange(3, 7)} steps", "keep_last": 50},
-            health={"rollback": False, "window": "8 steps"},
+            health={"rollback": False},
         )
         self.run = RunDir(self.lab.path / f"run-{self.seed}")
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import psutil
 
-WATCHED = {"enabled": True, "interval": "0.2 s", "hang": {"soft": "2 s", "hard": "5 s", "save_soft": "4 s"}}
+WATCHED = {"enabled": True, "interval": "0.2 s", "hang": {"soft": "2 s", "hard": "5 s"}}
 """A fast watchdog."""
 PATIENT = {**WATCHED, "hang": {"soft": "60 s", "hard": "120 s"}}
 """For runs without hangs: a busy machine may stop all ranks for some seconds."""
-CALM = {"enabled": False, "window": 10**6}
+CALM = False
 """`watchdog.pace` for runs without slowdowns: a busy machine slows steps now and then."""
 PATIENCE = 180.0
 """Timeout in seconds for what takes a few: the machine may be busy."""

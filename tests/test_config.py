@@ -154,8 +154,8 @@ optimizer.betas optimizer.min_lr optimizer.lr_scale optimizer.warmup optimizer.w
 data.prefetch data.reshuffle data.sources.start data.sources.weight.at data.max_quarantined data.sources.weight data.sources.weight.value
 data.objective.mask_share data.objective.mask_budget data.objective.single_span data.objective.short
 data.objective.ending_min data.objective.first_special
-checkpoint.mirror_flush record.statistics_every launch.pauses
-watchdog.pace.settle watchdog.storage.reserve watchdog.notify.prometheus.port
+checkpoint.mirror_flush record.statistics_every
+watchdog.notify.prometheus.port
 timeline.at timeline.optimizer.min_lr.from timeline.optimizer.min_lr.to timeline.optimizer.lr_scale.from
 timeline.optimizer.lr_scale.to timeline.optimizer.weight_decay.from timeline.optimizer.weight_decay.to
 timeline.optimizer.betas.from timeline.optimizer.betas.to timeline.optimizer.embedding_shrink.from

@@ -16,11 +16,9 @@ from watch import Watch
 from fsdp_pretrain.checkpoint.evaluations import given_up_jobs
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lease import this_process
-from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
 from fsdp_pretrain.watchdog.detectors.regression import Point, regression
 
@@ -79,9 +77,8 @@ class Evaluated:
         (self.path / "watchdog").mkdir()
         tasks = {"every": "10 steps", "heldout": str(lab.heldout), "tasks": TASKS.split("+"), "overdue": "1 h"}
         lab.config(eval={**tasks, "attempts": 2}).rename(self.path / "config.toml")
-        section = StorageSection(interval=Seconds(60))
         self.watch = watch
-        watch.detectors = [EvaluationDetector(watch.alarms, section, watch.probes, self.path)]
+        watch.detectors = [EvaluationDetector(watch.alarms, watch.probes, self.path)]
 
     def result(self, step: int, bpb: float | None = 2.0, ok: bool | None = True, limit: int | None = None) -> None:
         folder = self.path / f"evals/step-{step:08d}" / TASKS

@@ -96,6 +96,9 @@ def test_a_shard_that_is_deleted(watched: Watched) -> None:
 GPUS = [{"index": index, "clock": 1900, "busy": 0.99} for index in range(8)]
 
 
+GPU = "fsdp_pretrain.watchdog.detectors.gpu"
+
+
 def show(path: Path, devices: list[dict[str, Any]]) -> None:
     """Write the file as a provider does: by replacing it."""
     path.with_suffix(".new").write_text(json.dumps({"devices": devices}))
@@ -103,12 +106,12 @@ def show(path: Path, devices: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.shows("A32", "F45")
-def test_a_gpu_that_breaks(watched: Watched) -> None:
+def test_a_gpu_that_breaks(watched: Watched, constants: Any) -> None:
     """As the file provider reports it: saves, stops, exit 76, and names the host to avoid."""
     gpus = watched.lab.path / "gpus.json"
     show(gpus, GPUS)
-    hardware = {"provider": f"file:{gpus}", "interval": "0.2 s"}
-    watched.configure(checkpoint={"every": "10000 steps"}, watchdog={"hardware": hardware})
+    constants(GPU, _CHECK_SECONDS=0.2)
+    watched.configure(checkpoint={"every": "10000 steps"}, watchdog={"hardware": {"provider": f"file:{gpus}"}})
     job = watched.start()
     watched.reaches(10)
     assert not watched.warnings()
@@ -123,12 +126,12 @@ def test_a_gpu_that_breaks(watched: Watched) -> None:
 
 @pytest.mark.shows("F45")
 @pytest.mark.slow
-def test_a_gpu_helper_that_hangs(watched: Watched) -> None:
+def test_a_gpu_helper_that_hangs(watched: Watched, constants: Any) -> None:
     """Only a warning, resolved when it answers."""
     gpus, host = watched.lab.path / "gpus.json", os.uname().nodename
     show(gpus, GPUS)
-    hardware = {"provider": f"file:{gpus}", "interval": "0.2 s", "deadline": "0.5 s"}
-    watched.configure(watchdog={"hardware": hardware})
+    constants(GPU, _CHECK_SECONDS=0.2, _DEADLINE_SECONDS=0.5)
+    watched.configure(watchdog={"hardware": {"provider": f"file:{gpus}"}})
     job = watched.start()
     watched.reaches(10)
     gpus.unlink()

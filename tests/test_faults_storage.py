@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 from machines import Disk
+from processes import SET_CONSTANTS
 from traps import take_space
-from watch import CRIT_AND_RESOLVED, STORAGE, Watched
+from watch import CRIT_AND_RESOLVED, Watched
 
 Whole = Callable[[int], list[Any]]
 
@@ -144,7 +145,7 @@ def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Di
     line = ["sh", "-c", f'echo "$WD_KEY $WD_STATE" >> {told}']
     watched.configure(watchdog={"notify": {"command": {"argv": line}}})
     job = watched.start()
-    watched.helpers.wait_for((watched.run / "watchdog/agent.json").exists, what="a watchdog that leads")
+    watched.helpers.wait_for((watched.run / "watchdog/snapshot.json").exists, what="a watchdog that leads")
     watched.helpers.wait_for(watched.saved, what="a checkpoint")
     hog = take(record, leave=0)
     begin = watched.saved()[-1]
@@ -196,13 +197,10 @@ def test_other_storage_takes_over(watched: Watched, small_disk: Disk, whole: Who
 @pytest.mark.shows("F15")
 @pytest.mark.slow
 @pytest.mark.promise("failed-saves")
-def test_a_writer_that_hangs(watched: Watched, whole: Whole) -> None:
+def test_a_writer_that_hangs(watched: Watched, whole: Whole, constants: Any) -> None:
     """Reported as the writer's, never as a hang of training; another writer makes the next save."""
-    watched.configure(
-        checkpoint={"every": "100 steps"},
-        parallel={"timeout": "10 s"},
-        watchdog={"storage": {**STORAGE, "still": "0.3 s"}},
-    )
+    constants("fsdp_pretrain.watchdog.detectors.checkpoint_age", _STILL_SECONDS=0.3)
+    watched.configure(checkpoint={"every": "100 steps"}, parallel={"timeout": "10 s"})
     job = watched.start(trap=at("__0_0.distcp", "wait", skip=1, seconds=600))
     writer = watched.until("checkpoint-writer")
     assert writer["severity"] == "CRIT" and "step-00000200.writing" in writer["summary"]
@@ -235,9 +233,10 @@ def test_writers_that_die(watched: Watched, whole: Whole) -> None:
 
 @pytest.mark.shows("F37")
 @pytest.mark.slow
-def test_a_writer_that_is_slow(watched: Watched) -> None:
+def test_a_writer_that_is_slow(watched: Watched, constants: Any) -> None:
     """Reported as slow; at most one save in flight; the newest checkpoint is not late yet."""
-    watched.configure(watchdog={"storage": {"interval": "10 s"}})
+    constants("fsdp_pretrain.checkpoint.upcoming", CHECK_SECONDS=10.0)
+    watched.configure()
     job = watched.start(trap=at("__0_0.distcp", "wait", skip=8, seconds=7))
     flying = 0
 
@@ -312,7 +311,7 @@ def test_a_clock_that_jumps(watched: Watched, monkeypatch: pytest.MonkeyPatch, w
     """The wall clock of ranks and watchdog jumps an hour ahead, then two back: reported, no effect."""
     jump, first = watched.lab.path / "jump", watched.lab.path / "clock/sitecustomize.py"
     first.parent.mkdir()
-    first.write_text(CLOCK.format(jump=str(jump)))
+    first.write_text(SET_CONSTANTS + CLOCK.format(jump=str(jump)))
     watched.configure(checkpoint={"max_age": "30 s"}, watchdog={"hang": {"soft": "20 s", "hard": "40 s"}})
     monkeypatch.setenv("EXECUTE_FIRST", str(first))
     job = watched.start()

@@ -244,13 +244,15 @@ def test_the_report_has_panels_of_the_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_prometheus_keeps_the_last_measurement(lab: Any) -> None:
-    from fsdp_pretrain.watchdog.notify.prometheus import render
+def test_prometheus_keeps_the_last_measurement(tmp_path: Path) -> None:
+    from fsdp_pretrain.config.notify import PrometheusSection
+    from fsdp_pretrain.watchdog.notify.prometheus import Exporter
     from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 
     seen = Snapshot("x")
     seen.see_groups(grouped(7))
     seen.see_groups(step_record(8))
-    text = render(seen)
+    Exporter(PrometheusSection(textfile=tmp_path / "x.prom")).update(seen)
+    text = (tmp_path / "x.prom").read_text()
     assert 'group_grad_norm{group="embedding",run="x"} 0.5' in text
     assert 'group_update_ratio{group="mlp/0-7",run="x"} 0.001' in text and text.count("group_grad_norm{") == 1

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from sight import until
 
-from fsdp_pretrain.config.operations import HardwareSection
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.watchdog.detectors import nvml
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
@@ -40,17 +39,15 @@ HEALTHY = {
 class Machine:
     """Eight GPUs in a file, watched by a helper process; the test controls the clock."""
 
-    def __init__(self, path: Path, **section: Any) -> None:
+    def __init__(self, path: Path) -> None:
         self.path, self.changes = path / "gpus.json", list[Alarm]()
-        self.alarms = Alarms(path / "alarms.jsonl", lambda alarm, before: self.changes.append(alarm))
+        self.alarms = Alarms(path / "alarms.jsonl", lambda alarm: self.changes.append(alarm))
         self.memory = path / "hosts.json"
-        values = HardwareSection(provider=f"file:{self.path}", **section)
         self.devices: list[dict[str, Any]] = [{"index": n, **HEALTHY} for n in range(8)]
         self.content: str | None = None
         self.now = 1000.0
-        self.watch = GpuDetector(
-            self.alarms, values, host="node-7", memory=self.memory, expected=0, provider=values.provider
-        )
+        provider = f"file:{self.path}"
+        self.watch = GpuDetector(self.alarms, host="node-7", memory=self.memory, expected=0, provider=provider)
 
     def look(self, count: int = 1, *, answers: bool = True) -> None:
         """Write the file, and let the detector check it `count` times."""
@@ -172,7 +169,7 @@ def test_a_helper_that_hangs_is_told_and_left(machine: Any) -> None:
     os.mkfifo(machine.path)
     machine.look(6, answers=False)
     assert machine.transitions() == [("gpu-blind/node-7", "WARN", "open")]
-    assert "no answer within 10 s" in machine.changes[0].summary
+    assert "no answer within 10s" in machine.changes[0].summary
     machine.path.unlink()
     machine.path.touch()
     machine.look(answers=False)
@@ -234,7 +231,7 @@ def watch_host(tmp_path: Path, states: list[HostState], clock: Callable[[float],
     time_is = [0.0]
     alarms = Alarms(
         tmp_path / "alarms.jsonl",
-        lambda alarm, before: changes.append((alarm.key, alarm.severity.name, alarm.state, int(time_is[0] // 60))),
+        lambda alarm: changes.append((alarm.key, alarm.severity.name, alarm.state, int(time_is[0] // 60))),
     )
     left = iter(states)
     host = HostDetector(alarms, host="h", sample=lambda pids: next(left), clock=lambda: clock(time_is[0]))

@@ -19,7 +19,6 @@ from data.packing.packer import Packer
 from eval.checkpoints import read_checkpoint
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.operations import PaceSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.masks import Slots
@@ -179,14 +178,14 @@ def test_the_samples_of_a_source_do_not_depend_on_the_run(trained: Callable[...,
 # ------------------------------------------------------------------------ what it leaves as it was
 
 
-def test_training_is_the_same_to_the_bit(lab: Any, helpers: Any, sources: list[dict[str, str]]) -> None:
+def test_training_is_the_same_to_the_bit(lab: Any, helpers: Any, sources: list[dict[str, str]], constants: Any) -> None:
     """Measured after every step: with dropout (of training alone), accumulation, gathered parameters, and saves."""
+    constants("fsdp_pretrain.health.limits", COMPARE_EVERY=1)
     config = lab.config(
         model={"family": "gpt", "dropout": 0.1, "positions": 32, "kv_heads": None, "ffn": None},
         train={"duration": "8 steps", "micro_batch": 2},
         parallel={"shard": 2, "reshard_after_forward": False, "recompute": 1},
         checkpoint={"every": "3 steps"},
-        health={"compare_every": "1 step"},
         eval={"loss_every": "1 step", "loss_samples": 2},
     )
     runs = {name: lab.path / name for name in ("without", "with")}
@@ -281,8 +280,8 @@ def test_status_console_and_goodput_show_it(trained: Callable[..., Path], helper
 @pytest.mark.parametrize("part", ["heldout", "forward_backward"])
 def test_its_time_is_no_slowdown(tmp_path: Path, part: str) -> None:
     """From step 1,000 on, every step takes 30% longer: an alarm, unless the held-out loss does it."""
-    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: None)
-    detector = SlowdownDetector(alarms, PaceSection(), tmp_path / "pace.json", ["node"])
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm: None)
+    detector = SlowdownDetector(alarms, tmp_path / "pace.json", ["node"])
     for step in range(1, 1500):
         seconds = {"iteration": 1.0, "data": 0.0, "checkpoint": 0.0, "forward_backward": 1.0}
         if step >= 1000:

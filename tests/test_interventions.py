@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, TORCHRUN
+from processes import ROOT, SET_CONSTANTS, TORCHRUN
 
-HEALTH = {
-    "window": "32 steps",
-    "patience": "5 steps",
-    "patience_with_norm": "3 steps",
-    "distance": "4 steps",
-    "margin": "3 steps",
-    "compare_every": "4 steps",
-}
+LIMITS = {"WINDOW": 32, "PATIENCE": 5, "PATIENCE_WITH_NORM": 3, "DISTANCE": 4, "MARGIN": 3, "COMPARE_EVERY": 4}
+
+
+@pytest.fixture(autouse=True)
+def limits(constants: Any) -> None:
+    """Those of short runs."""
+    constants("fsdp_pretrain.health.limits", **LIMITS)
 
 
 def found(records: list[dict[str, Any]], **wanted: Any) -> list[tuple[int, str]]:
@@ -57,7 +56,7 @@ def intent(run: Path) -> dict[str, Any]:
 def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind: str, shard: int) -> None:
     """A NaN on one rank, once. The others skip too, and the run ends as one configured to skip that batch: the same
     weights to the bit, on every replica."""
-    config = lab.config(health=HEALTH, parallel={"shard": shard}, train={"duration": "14 steps"})
+    config = lab.config(parallel={"shard": shard}, train={"duration": "14 steps"})
     fault(kind, rank=1, steps=[7])
     lab.train(config, ranks=2)
     run = lab.path / "run"
@@ -76,7 +75,7 @@ def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind
     assert found(records, key="loss/nonfinite", resolved=False) == [(7, "loss/nonfinite")]
 
     (end,) = (run / "checkpoints").glob("step-00000014/manifest.json")
-    twin = lab.config("twin", health=HEALTH, parallel={"shard": shard}, train={"duration": "14 steps"})
+    twin = lab.config("twin", parallel={"shard": shard}, train={"duration": "14 steps"})
     fault("gradient", rank=0, steps=[7])  # another fault in the same step has the same result
     lab.train(twin, ranks=2)
     (other,) = (lab.path / "twin/checkpoints").glob("step-00000014/manifest.json")
@@ -98,9 +97,9 @@ def test_without_skipping_a_bad_step_ends_the_run(lab: Any, helpers: Any, fault:
 def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
     """The same under plain torchrun, which may restart: it does so after the rollback, but not after the end. The fault
     is set in a file that Python executes at start."""
-    config = lab.config(health=HEALTH, checkpoint={"every": "5 steps"})
+    config = lab.config(checkpoint={"every": "5 steps"})
     (lab.path / "sitecustomize.py").write_text(
-        "import os, sys\n"
+        SET_CONSTANTS + "import os, sys\n"
         "if 'RANK' in os.environ and 'fsdp_pretrain.train' in ' '.join(sys.orig_argv):\n"
         f"    import runpy; runpy.run_path({str(ROOT / 'tests/numeric_faults.py')!r})\n"
     )
@@ -120,7 +119,7 @@ def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
 @pytest.mark.promise("spikes")
 def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault: Any) -> None:
     """NaN in every step from 14 on. One rollback that skips the samples, then exit 93."""
-    config = lab.config(health=HEALTH, checkpoint={"every": "5 steps"})
+    config = lab.config(checkpoint={"every": "5 steps"})
     fault("gradient", rank=1, **{"from": 14})
     output = lab.train(config, ranks=2, expect=75)
     run = lab.path / "run"
@@ -146,7 +145,7 @@ def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault
 @pytest.mark.slow
 def test_what_comes_back_is_no_fault_of_a_device(lab: Any, helpers: Any, fault: Any) -> None:
     """The same steps are bad again after the next start has trained up to them: they are skipped after all."""
-    config = lab.config(health=HEALTH, checkpoint={"every": "12 steps"})
+    config = lab.config(checkpoint={"every": "12 steps"})
     fault("loss", rank=1, steps=[14, 15])
     lab.train(config, ranks=2, expect=75)
     run = lab.path / "run"
@@ -161,7 +160,7 @@ def test_what_comes_back_is_no_fault_of_a_device(lab: Any, helpers: Any, fault: 
 def test_a_device_that_computes_nonsense_costs_its_host(lab: Any, helpers: Any, fault: Any) -> None:
     """As below, with a host for every rank: the next start must avoid that one."""
     fault("loss", rank=1, steps=[14, 15], hosts=["sound-1", "odd-2"])
-    lab.train(lab.config(health=HEALTH), ranks=2, expect=76)
+    lab.train(lab.config(), ranks=2, expect=76)
     assert intent(lab.path / "run")["code"] == 76
     end = json.loads((lab.path / "run/segments/0001/exit_intent.json").read_text())
     assert end["avoid_hosts"] == ["odd-2"] and "suspect a device of rank 1 on odd-2" in end["reason"]
@@ -172,7 +171,7 @@ def test_what_a_device_does_wrong_is_no_reason_to_leave_samples(lab: Any, helper
     """Steps 14 and 15 are not finite on one rank; repeated from the same batch, 15 is. No rollback: the next start
     resumes from the last checkpoint, trains these samples, and expects that steps now differ. Also if that is found
     when step 16 is to be saved, together with what step 16 measured: it is not saved."""
-    config = lab.config(health=HEALTH, checkpoint={"every": f"{every} steps"})
+    config = lab.config(checkpoint={"every": f"{every} steps"})
     fault("loss", rank=1, steps=[14, 15])
     output = lab.train(config, ranks=2, expect=75)
     run = lab.path / "run"
@@ -215,7 +214,6 @@ def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_
     """Warned, marked, rolled back to a clean checkpoint, and the samples are skipped for good. If more is poisoned than
     the first one skips, a second one skips twice as much."""
     config = lab.config(
-        health=HEALTH,
         data=poison(lab, helpers, until),
         train={"duration": "58 steps"},
         checkpoint={"every": "4 steps", "keep_last": 2},
@@ -259,7 +257,7 @@ def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_
 def test_only_telling(lab: Any, helpers: Any) -> None:
     """With `health.rollback` off the same run only reports, and trains to its end; the clean checkpoint is kept."""
     config = lab.config(
-        health={**HEALTH, "rollback": False, "quiet": "200 steps"},
+        health={"rollback": False},
         data=poison(lab, helpers, 440),
         train={"duration": "60 steps"},
         checkpoint={"every": "3 steps", "keep_last": 2},
@@ -278,7 +276,7 @@ def test_only_telling(lab: Any, helpers: Any) -> None:
 def test_replicas_that_differ_stop_the_run(lab: Any, helpers: Any, fault: Any) -> None:
     """One parameter of one replica changes, which nothing else would detect."""
     fault("nudge", rank=3, steps=[7])
-    config = lab.config(health=HEALTH, parallel={"shard": 2}, train={"micro_batch": 1})
+    config = lab.config(parallel={"shard": 2}, train={"micro_batch": 1})
     output = lab.train(config, ranks=4, expect=93)
     assert "before step 7 the replicas hold different parameters: ranks 1, 3 do not agree" in output
     run = lab.path / "run"
@@ -292,7 +290,7 @@ def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) 
     """Killed after its checkpoint, the run repeats steps to the bit and reports nothing; with a batch repeated it is
     stopped."""
     saves = {"every": "10 steps", "background": False}  # that of step 10 is there when the run is killed
-    config = lab.config(health=HEALTH, checkpoint=saves)
+    config = lab.config(checkpoint=saves)
     fault("kill", rank=1, steps=[15])
     job = lab.start(config, ranks=2)
     helpers.wait_for(lambda: job.ranks[1].poll() is not None, what="the kill")
@@ -333,7 +331,7 @@ def test_a_loss_scale_that_collapses_is_told_before_the_loss_moves(lab: Any, hel
     fault("gradient", rank=1, steps=bad)
     scale = {"first": 1024.0, "window": 1000, "hysteresis": 1, "min": 1e-6}
     train = {"precision": "fp16", "duration": "64 steps", "loss_scale": scale}
-    lab.train(lab.config(train=train, health=HEALTH, watchdog=WATCHED), ranks=2)
+    lab.train(lab.config(train=train, watchdog=WATCHED), ranks=2)
     records = helpers.metrics(lab.path / "run")
     assert [record["step"] for record in records if record["overflow"]] == bad
     ((key, severity, step),) = [each for each in open_alarms(lab, helpers) if each[0].startswith("scale")]
@@ -353,7 +351,7 @@ def test_single_steps_of_large_gradients_are_noted_and_no_more(lab: Any, helpers
     fault("grow", rank="all", times=100.0, steps=steps)
     calm = {"lr": 1e-3, "min_lr": None, "curve": "constant"}
     train = {"duration": "310 steps", "global_batch": "32 samples", "micro_batch": 16}
-    config = lab.config(optimizer=calm, train=train, health={"quiet": "40 steps"}, watchdog=WATCHED)
+    config = lab.config(optimizer=calm, train=train, watchdog=WATCHED)
     lab.train(config, ranks=2)
     records = helpers.metrics(lab.path / "run")
     assert not any(record["skipped"] for record in records)

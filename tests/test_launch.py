@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import LAUNCH, TORCHRUN, spawn
+from processes import LAUNCH, SET_CONSTANTS, TORCHRUN, spawn
 from sight import PATIENCE, PATIENT, rank_of, until
 
 from fsdp_pretrain.config.operations import LaunchSection
@@ -22,7 +22,14 @@ from fsdp_pretrain.launch import outcome
 from fsdp_pretrain.launch.policy import EndedStart, decide
 from fsdp_pretrain.record.files import RunDir, json_object, read_lines
 
-HASTE = {"pauses": ["0.1 s"], "end_timeout": "30 s", "stop_timeout": "120 s"}
+HASTE = {"stop_timeout": "120 s"}
+
+
+@pytest.fixture(autouse=True)
+def haste(constants: Any) -> None:
+    """Short pauses between starts, short waits for their ends."""
+    constants("fsdp_pretrain.launch.policy", PAUSES=[0.1])
+    constants("fsdp_pretrain.launch.watch", END_SECONDS=30.0)
 
 
 class Launched:
@@ -103,7 +110,7 @@ def dies_at(folder: Path, cursor: int) -> Path:
     """A folder for PYTHONPATH: rank 1 crashes when it has read the batch that ends at a cursor."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
-        "import os\n"
+        SET_CONSTANTS + "import os\n"
         "if os.environ.get('RANK') == '1':\n"
         "    from data.packing import loader\n"
         "    real = loader.Loader.__next__\n"
@@ -185,7 +192,7 @@ def test_a_start_that_is_stopped_while_it_loads(launch: Launch, lab: Any, helper
     folder = lab.path / "hook"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
-        "import os, pathlib, time\n"
+        SET_CONSTANTS + "import os, pathlib, time\n"
         "if 'RANK' in os.environ:\n"
         "    from fsdp_pretrain.checkpoint.resume import Resume\n"
         "    def call(self):\n"
@@ -226,9 +233,10 @@ def test_no_process_outlives_its_parent(launch: Launch, lab: Any, helpers: Any, 
 
 
 @pytest.mark.slow
-def test_a_torchrun_that_does_not_end_is_killed(launch: Launch, lab: Any, helpers: Any) -> None:
-    """torchrun is frozen and a rank dead: both are killed after `end_timeout`, and the next start continues."""
-    job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch={**HASTE, "end_timeout": "3 s"}))
+def test_a_torchrun_that_does_not_end_is_killed(launch: Launch, lab: Any, helpers: Any, constants: Any) -> None:
+    """torchrun is frozen and a rank dead: both are killed soon, and the next start continues."""
+    constants("fsdp_pretrain.launch.watch", END_SECONDS=3.0)
+    job = launch(lab.config(train=LONG, checkpoint={"every": "5 steps"}, launch=HASTE))
     job.reaches(7)
     ranks = job.ranks()
     (torchrun,) = [one for one in psutil.Process(job.process.pid).children() if one not in ranks]
@@ -443,11 +451,12 @@ def test_torchrun_does_not_begin_again_in_the_place_of_a_run_directory(lab: Any,
 @pytest.mark.shows("D4", "F45")
 @pytest.mark.slow
 @pytest.mark.promise("bad-hosts")
-def test_a_broken_gpu_keeps_its_host_away(launch: Launch, lab: Any, helpers: Any) -> None:
+def test_a_broken_gpu_keeps_its_host_away(launch: Launch, lab: Any, helpers: Any, constants: Any) -> None:
     """Saved, 76, the host is in `avoid_hosts`, and the launcher does not start there again."""
+    constants("fsdp_pretrain.watchdog.detectors.gpu", _CHECK_SECONDS=0.2)
     gpus, host = lab.path / "gpus.json", os.uname().nodename
     gpus.write_text(json.dumps({"devices": [{"index": 0}, {"index": 1}]}))
-    hardware = {"provider": f"file:{gpus}", "interval": "0.2 s"}
+    hardware = {"provider": f"file:{gpus}"}
     watchdog = {"enabled": True, "interval": "0.2 s", "hardware": hardware}
     config = lab.config(train=LONG, checkpoint={"every": "1000 steps"}, launch=HASTE, watchdog=watchdog)
     job = launch(config)

@@ -215,13 +215,13 @@ def test_lasting_changes_have_their_places_in_samples(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_every_problem_of_a_set_is_said_at_once() -> None:
-    changes = ["optimizer.lr=0", "data.seed=2", "optimizer.lr_scale=2", "optimizer.lr_scale=3", "health.spike"]
+    changes = ["optimizer.lr=0", "data.seed=2", "optimizer.lr_scale=2", "optimizer.lr_scale=3", "health.tolerance"]
     with pytest.raises(ConfigError) as caught:
         read_entry(changes, at=3)
     for words in (
         "data.seed cannot be changed",
         "optimizer.lr_scale is given twice",
-        "'health.spike' is not of the form",
+        "'health.tolerance' is not of the form",
     ):
         assert words in caught.value.cause
     assert caught.value.exit == 78 and "optimizer.betas" in caught.value.remedy
@@ -234,7 +234,7 @@ def test_every_problem_of_a_set_is_said_at_once() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             read_entry([ramped(change, over)], at=3)
-    assert {"optimizer.lr_scale", "optimizer.betas", "train.z_loss", "checkpoint.every", "health.spike"} <= {
+    assert {"optimizer.lr_scale", "optimizer.betas", "train.z_loss", "checkpoint.every", "health.tolerance"} <= {
         *steerable()
     }
 
@@ -320,7 +320,7 @@ CHOICES = {
     "train.grad_clip": [0.1, 0.5, 2.0],
     "train.z_loss": [1e-4, 1e-3],
     "checkpoint.every": ["5 steps", "11 steps"],
-    "health.spike": [8.0],
+    "health.tolerance": [2.0],
 }
 
 

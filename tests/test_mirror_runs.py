@@ -25,14 +25,12 @@ from watch import Watch
 from fsdp_pretrain.checkpoint.store import step_of
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.mirror import start
 from fsdp_pretrain.mirror.layout import RunMirror
 from fsdp_pretrain.record import mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.requests import send
 from fsdp_pretrain.remote import RemoteError
-from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.notify.operator import snapshot_file
 
@@ -149,8 +147,7 @@ def test_storage_that_fails_is_told_and_heals(
     process.saved()
 
     until(lambda: report().problem, what=lambda: str(report()))
-    section = StorageSection(interval=Seconds(60))
-    watch.detectors = [MirrorDetector(watch.alarms, section, watch.probes, stored.run.path, 1)]
+    watch.detectors = [MirrorDetector(watch.alarms, watch.probes, stored.run.path, 1)]
     watch.advance(1)
     assert watch.transitions() == [("mirror", severity, "open")], watch.changes
     assert re.search(cause, watch.changes[0].summary) and "step 10" in watch.changes[0].summary, watch.changes[

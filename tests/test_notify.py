@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import os
 import signal
 import socketserver
-import stat
 import subprocess
 import sys
 import threading
@@ -27,13 +24,11 @@ from fsdp_pretrain.deadline import Worker
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import Seconds
-from fsdp_pretrain.watchdog.notify import channels, notifier, operator, outbox
+from fsdp_pretrain.watchdog.notify import channels, notifier, operator
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.notify.formatting import MessageSender, make_note
+from fsdp_pretrain.watchdog.notify.message import MessageSender, make_message
 from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
 from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
-from fsdp_pretrain.watchdog.notify.throttle import Message
 
 pytestmark = pytest.mark.quick
 INFO, WARN, CRIT = Severity
@@ -44,7 +39,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of a tenth and less where something that does not come is waited for."""
     monkeypatch.setattr(notifier, "RETRIES", (0.05, 0.05, 0.05, 0.1))
     monkeypatch.setattr(notifier, "_POLL_SECONDS", 0.05)
-    monkeypatch.setattr(channels, "CONNECT_SECONDS", 0.3)
 
 
 class Watch:
@@ -69,8 +63,10 @@ class Watch:
         return next((alarm.severity.name for alarm in self.alarms if alarm.key == key), None)
 
 
-def waiting(run: Path, channel: str) -> list[Path]:
-    return sorted((run / "watchdog/spool" / channel).glob("[0-9]*.json"))
+def told(run: Path, channel: str) -> dict[str, str]:
+    """The state of every alarm that people know of through a channel."""
+    path = run / f"watchdog/told/{channel}.json"
+    return {key: each["state"] for key, each in json.loads(path.read_text())["told"].items()} if path.exists() else {}
 
 
 @pytest.mark.shows("F33")
@@ -79,7 +75,7 @@ def waiting(run: Path, channel: str) -> list[Path]:
 def test_an_endpoint_that_fails_delays_and_loses_nothing(
     endpoint: Endpoint, quick: None, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Spooled, visible as an alarm of the channel, other channels continue, delivered once later."""
+    """Visible as an alarm of the channel, other channels continue, delivered once later."""
     endpoint.answers = {"500": 500, "redirect": 302}.get(fault, 200)
     if fault != "down":
         endpoint.up()
@@ -95,12 +91,12 @@ def test_an_endpoint_that_fails_delays_and_loses_nothing(
     url = f"http://127.0.0.1:{endpoint.port}/{SECRET}"
     watch = Watch(tmp_path, {"ALARM_WEBHOOK_URL": url}, webhook={}, command={"argv": [str(hook)]})
     for n in range(3):
-        alarm = watch.alarms.open(f"disk/{n}", CRIT, f"disk {n} is full")
-    for _ in range(100):
-        watch.notifier.on_change(alarm, alarm)  # the same again: nothing to send, and no channel is waited for
+        watch.alarms.open(f"disk/{n}", CRIT, f"disk {n} is full")
+    for alarm in list(watch.alarms) * 30:
+        watch.notifier.on_change(alarm)  # the same again: nothing to send, and no channel is waited for
     (tmp_path / "go").touch()
     watch.until(lambda: watch.open("notify/webhook") == "WARN")
-    assert len(waiting(tmp_path, "webhook")) == 3
+    assert told(tmp_path, "webhook") == {}
     watch.until(lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_text().count("\n") >= 4)
     heard = (tmp_path / "heard").read_text().splitlines()  # reported by another channel, not by itself
     assert heard == ["disk/0 open", "disk/1 open", "disk/2 open", "notify/webhook open"]
@@ -108,7 +104,7 @@ def test_an_endpoint_that_fails_delays_and_loses_nothing(
         endpoint.up()
     endpoint.answers, endpoint.delay = 200, 0.0
     monkeypatch.setattr(channels, "_ANSWER_SECONDS", 30)
-    watch.until(lambda: watch.open("notify/webhook") is None and not waiting(tmp_path, "webhook"))
+    watch.until(lambda: watch.open("notify/webhook") is None and len(told(tmp_path, "webhook")) == 3)
     watch.notifier.close()
     assert [body["key"] for body in endpoint.bodies()] == ["disk/0", "disk/1", "disk/2"]
     assert SECRET not in "".join(path.read_text() for path in tmp_path.rglob("*.json*"))
@@ -116,12 +112,12 @@ def test_an_endpoint_that_fails_delays_and_loses_nothing(
 
 @pytest.mark.shows("F33")
 def test_an_endpoint_that_is_slow_hears_once(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
-    """Slow: longer than the connect timeout, yet it got the message and is not sent it again."""
+    """It got the message, and is not sent it again."""
     endpoint.up()
     endpoint.delay = 0.6
     watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack={})
     watch.alarms.open("hang", CRIT, "no progress")
-    watch.until(lambda: endpoint.requests and not waiting(tmp_path, "slack"))
+    watch.until(lambda: endpoint.requests and told(tmp_path, "slack"))
     watch.notifier.close()
     assert endpoint.seen == 1
 
@@ -132,11 +128,11 @@ def test_a_message_that_is_refused_does_not_block_the_others(endpoint: Endpoint,
     endpoint.answers = 400
     watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack={})
     watch.alarms.open("hang", CRIT, "no progress")
-    watch.until(lambda: watch.open("notify/slack-refused"))
+    watch.until(lambda: any("for good, to: [CRIT] llama-7b" in alarm.summary for alarm in watch.alarms))
     endpoint.answers = 200
     watch.alarms.open("disk/run", CRIT, "full")
     watch.until(lambda: any("disk/run" in body["text"] for body in endpoint.bodies()))
-    assert len(list((tmp_path / "watchdog/spool/slack/refused").iterdir())) == 1
+    assert not any("hang" in body["text"] for body in endpoint.bodies())
 
 
 KILLED = """
@@ -145,7 +141,7 @@ from pathlib import Path
 from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.watchdog.notify.alarms import Alarms, Severity
-from fsdp_pretrain.watchdog.notify.formatting import MessageSender
+from fsdp_pretrain.watchdog.notify.message import MessageSender
 from fsdp_pretrain.watchdog.notify.notifier import Notifier
 run = Path(sys.argv[1])
 section = NotifySection.model_validate({"webhook": {}})
@@ -155,7 +151,7 @@ for n in range(3):
     alarms.open(f"disk/{n}", Severity.CRIT, "full")
 time.sleep(float(sys.argv[2]))
 if sys.argv[2] != "0":
-    Alarms(run / "watchdog/alarms.jsonl", on_change=lambda *_: None).open("hang", Severity.CRIT, "in the last moment")
+    Alarms(run / "watchdog/alarms.jsonl", on_change=lambda _: None).open("hang", Severity.CRIT, "in the last moment")
 os.kill(os.getpid(), 9)
 """
 
@@ -178,29 +174,21 @@ def test_a_killed_watchdog_leaves_its_messages_to_the_next(
         watch.until(lambda: len(endpoint.requests) >= len(keys))
         watch.notifier.close()
     assert sorted(body["key"] for body in endpoint.bodies()) == sorted(keys)
-    assert not waiting(tmp_path, "webhook")
+    assert sorted(told(tmp_path, "webhook")) == sorted(keys)
 
 
-def test_a_run_directory_that_cannot_be_written(
-    endpoint: Endpoint, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Messages wait on the node, in a private folder of the user, for the next watchdog there."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
+def test_a_run_directory_that_cannot_be_written(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
+    """It may be what there is to tell."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/watchdog").write_text("in the way")
-    url = {"ALARM_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}
-    watch = Watch(tmp_path / "run", url, webhook={})
-    watch.alarms.open("disk/run", CRIT, "full")
-    local = outbox.local_folder(tmp_path / "run")
-    watch.until(lambda: list((local / "webhook").glob("[0-9]*.json")))
-    assert stat.S_IMODE(local.stat().st_mode) == 0o700
-    watch.notifier.close(1)
     endpoint.up()
-    again = Watch(tmp_path / "run", url, webhook={})
-    again.until(lambda: endpoint.requests)
-    again.notifier.close()
-    assert len(endpoint.requests) == 1 and not list((local / "webhook").glob("[0-9]*.json"))
+    watch = Watch(tmp_path / "run", {"ALARM_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, webhook={})
+    watch.alarms.open("disk/run", CRIT, "full")
+    watch.until(lambda: endpoint.requests)
+    watch.alarms.resolve("disk/run")
+    watch.until(lambda: len(endpoint.requests) == 2)
+    watch.notifier.close()
+    assert [body["state"] for body in endpoint.bodies()] == ["open", "resolved"]
 
 
 def test_a_file_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
@@ -247,9 +235,9 @@ def test_a_proxy_of_the_environment_is_used(
 
 
 def test_a_digest_of_a_flood_fits_a_message() -> None:
-    held = tuple((Alarm(f"gpu/{n:03}", WARN, "open", "hot", changed="t"), 2) for n in range(300))
-    digest = make_note(Message("digest", held=held), MessageSender("llama-7b", "/runs/7b"))
-    assert digest.title.startswith("[digest] llama-7b · 600 messages held back, about 300 alarms")
+    news = [Alarm(f"gpu/{n:03}", WARN, "open", "hot", changed="t") for n in range(300)]
+    digest = make_message("digest", news, MessageSender("llama-7b", "/runs/7b"))
+    assert digest.title == "[digest] llama-7b · news of 300 alarms, in one message"
     assert len(digest.lines) == 51 and digest.lines[-1] == "and 250 more: fsdp-pretrain alarms /runs/7b --all"
 
 
@@ -276,14 +264,12 @@ def test_what_a_message_says(endpoint: Endpoint, quick: None, tmp_path: Path) ->
     assert lines[6] == f"acknowledge: fsdp-pretrain ack {tmp_path} checkpoint-age"
 
 
-def test_a_webhook_gets_facts_that_it_can_trust(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
+def test_a_webhook_gets_facts(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
     endpoint.up()
-    environment = {"ALARM_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x", "KEY": SECRET}
-    watch = Watch(tmp_path, environment, webhook={"hmac_env": "KEY"})
+    watch = Watch(tmp_path, {"ALARM_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, webhook={})
     watch.alarms.open("straggler/rank-3", WARN, "slow", step=7, facts={"ratio": 1.1})
     watch.until(lambda: endpoint.requests)
     _, headers, body = endpoint.requests[0]
-    assert headers["X-Signature-256"] == f"sha256={hmac.new(SECRET.encode(), body, hashlib.sha256).hexdigest()}"
     content = json.loads(body)
     expected = {
         "schema": 1,
@@ -307,7 +293,9 @@ def test_pagerduty_opens_and_closes_one_incident(endpoint: Endpoint, quick: None
     watch = Watch(tmp_path, {"PAGERDUTY_ROUTING_KEY": SECRET}, pagerduty=table)
     watch.alarms.open("pace", WARN, "5% slower")
     watch.alarms.open("hang", CRIT, "no progress")
+    watch.until(lambda: len(endpoint.requests) == 1)
     watch.alarms.acknowledge("hang", "ada")
+    watch.until(lambda: len(endpoint.requests) == 2)
     watch.alarms.resolve("hang")
     watch.until(lambda: len(endpoint.requests) == 3)
     bodies = endpoint.bodies()
@@ -363,29 +351,28 @@ class MailSink(socketserver.StreamRequestHandler):
             self.wfile.write(f"{answer}\r\n".encode())
 
 
-@pytest.mark.parametrize("way", ["smtp", "sendmail"])
-def test_mail(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_mail(quick: None, tmp_path: Path) -> None:
     MailSink.mails, MailSink.refusing = [], "451 later"
     server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), MailSink)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    (tmp_path / "sendmail").write_text(f"#!/bin/sh\ntest -e {tmp_path}/ready && cat >{tmp_path}/mail\n")
-    (tmp_path / "sendmail").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    table: dict[str, Any] = {"to": ["a@example.org", "b@example.org"], "sender": "run@example.org"}
-    if way == "smtp":
-        table |= {"host": "127.0.0.1", "port": server.server_address[1], "tls": "none"}
-    watch = Watch(tmp_path, {}, email=table)
+    table = {"to": ["a@example.org", "b@example.org"], "sender": "run@example.org"}
+    watch = Watch(tmp_path, {}, email={**table, "server": f"smtp://127.0.0.1:{server.server_address[1]}"})
     watch.alarms.open("hang", CRIT, "no progress\nin two lines", remedy="look")
     watch.until(lambda: watch.open("notify/email"))
     MailSink.refusing = ""
-    (tmp_path / "ready").touch()
     watch.until(lambda: watch.open("notify/email") is None)
-    mail = MailSink.mails[0] if way == "smtp" else (tmp_path / "mail").read_text()
+    (mail,) = MailSink.mails
     assert "[CRIT] llama-7b =?utf-8?" in mail or "Subject: =?utf-8?" in mail
     assert "To: a@example.org, b@example.org" in mail and "to do: look" in mail
     assert "Auto-Submitted: auto-generated" in mail
-    assert len(MailSink.mails) == (way == "smtp")
+    secret = Watch(
+        tmp_path / "2", {"SMTP_PASSWORD": SECRET},
+        email={**table, "server": f"smtp://ada@127.0.0.1:{server.server_address[1]}"},
+    )  # fmt: skip
+    secret.alarms.open("hang", CRIT, "no progress")
+    secret.until(lambda: secret.open("notify/email"))  # no STARTTLS, so no password goes out
+    assert len(MailSink.mails) == 1
     server.shutdown()
     server.server_close()
 
@@ -394,11 +381,11 @@ def test_mail(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way:
     ("tables", "environment", "says"),
     [
         ({"slack": {}}, {}, "SLACK_WEBHOOK_URL is not set"),
-        ({"slack": {"url_env": "OPS"}}, {"OPS": SECRET}, "OPS does not hold a URL"),
+        ({"slack": {}}, {"SLACK_WEBHOOK_URL": SECRET}, "SLACK_WEBHOOK_URL does not hold a URL"),
         ({"webhook": {}}, {"ALARM_WEBHOOK_URL": f"ftp://x/{SECRET}"}, "does not hold a URL"),
         ({"pagerduty": {}}, {}, "PAGERDUTY_ROUTING_KEY is not set"),
         ({"command": {"argv": ["no-such-program"]}}, {}, "no program no-such-program"),
-        ({"email": {"to": ["a@b"], "sender": "c@d", "host": "h", "user": "u"}}, {}, "SMTP_PASSWORD is not set"),
+        ({"email": {"to": ["a@b"], "sender": "c@d", "server": "smtp://u@h"}}, {}, "SMTP_PASSWORD is not set"),
         ({"ping": {}}, {}, "WATCHDOG_PING_URL is not set"),
         ({"slack": {"url_file": "open"}}, {}, "chmod 600"),
         ({"slack": {"url_file": "missing"}}, {}, "cannot read"),
@@ -417,12 +404,18 @@ def test_what_cannot_work_is_refused_at_start(
 
 @pytest.mark.shows("F48")
 @pytest.mark.parametrize(
-    "given", [f'slack="https://x/{SECRET}"', f'slack.url_env="https://x/{SECRET}"', f"slack.url={SECRET}"]
+    "given",
+    [
+        f'slack="https://x/{SECRET}"',
+        f'slack.url_file="https://x/{SECRET}"',
+        f"slack.url={SECRET}",
+        f'email={{to=["a@b"],sender="c@d",server="smtps://u:{SECRET}@h"}}',
+    ],
 )
 def test_a_secret_in_the_configuration_is_refused_and_not_shown(run_command: Any, helpers: Any, given: str) -> None:
     config = helpers.root / "configs/runs/quickstart.toml"
     done = run_command("fsdp_pretrain.cli", "plan", config, f"watchdog.notify.{given}")
-    assert done.returncode == 78 and "watchdog.notify.slack" in done.stderr
+    assert done.returncode == 78 and f"watchdog.notify.{given.partition('=')[0].partition('.')[0]}" in done.stderr
     assert SECRET not in done.stdout + done.stderr
 
 
@@ -470,12 +463,12 @@ def make_run(path: Path, *tables: str) -> Path:
 
 def test_the_dead_mans_switch_is_held_only_while_it_sees(endpoint: Endpoint, quick: None) -> None:
     endpoint.up()
-    section = NotifySection.model_validate({"ping": {"interval": Seconds(30)}}).ping
+    section = NotifySection.model_validate({"ping": {}}).ping
     assert section is not None
     ping = Ping(section, {"WATCHDOG_PING_URL": f"http://127.0.0.1:{endpoint.port}/ping"})
     for now in range(500):
         ping.on_pass(observed=False, now=now)
-    for now, seen in ((1000, 1), (1029, 1), (1030, 2), (1059, 2), (1061, 3)):
+    for now, seen in ((1000, 1), (1059, 1), (1060, 2), (1119, 2), (1121, 3)):
         ping.on_pass(observed=True, now=now)
         until(lambda seen=seen: endpoint.seen >= seen, what=f"a ping at {now}")
         assert endpoint.seen == seen

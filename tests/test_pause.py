@@ -101,7 +101,7 @@ def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, 
 @pytest.mark.slow
 def test_a_pause_raises_no_alarm_and_a_hang_in_it_does(live: Any, helpers: Any) -> None:
     """Several times longer than the deadlines of a hang."""
-    hang = {**PATIENT["hang"], "soft": "5 s", "hard": "60 s", "unknown_soft": "60 s"}
+    hang = {**PATIENT["hang"], "soft": "5 s", "hard": "60 s"}
     run = live(watchdog={**PATIENT, "hang": hang})
     run.start()
     run.reach(40)

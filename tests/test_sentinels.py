@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processes import constants
 from records import parsed
 
 from data.corpus.corpus import Corpus
+from data.packing import unigrams
 from data.packing.unigrams import Unigrams
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.config.operations import SentinelSection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.watchdog.agent.registry import build_detectors
@@ -34,9 +35,10 @@ def records(module_lab: Any, helpers: Any) -> Records:
         data={"sources": [{"name": "a", "weight": 3, **source}, {"name": "b", "weight": 1, **source}]},
         train={"duration": "80 steps"},
         checkpoint={"every": "1000 steps"},
-        watchdog={"enabled": True, "sentinels": {"learn": _LEARN}},
+        watchdog={"enabled": True},
     )
-    module_lab.train(config)
+    with constants("data.packing.unigrams", LEARN=_LEARN):
+        module_lab.train(config)
     found: Records = helpers.metrics(module_lab.path / "run")
     return found
 
@@ -45,10 +47,10 @@ def judge(records: Records, tmp_path: Path, **changes: Any) -> list[tuple[str, s
     """Alarms as (key, severity, step), in order."""
     reported: list[tuple[str, str, int | None]] = []
     alarms = Alarms(
-        tmp_path / "alarms.jsonl", lambda alarm, before: reported.append((alarm.key, alarm.severity.name, alarm.step))
+        tmp_path / "alarms.jsonl", lambda alarm: reported.append((alarm.key, alarm.severity.name, alarm.step))
     )
     values = {"rates": {}, "row": 32, "causal": True, "max_quarantined": 1e-4, **changes}
-    detector = DataInvariantDetector(alarms, SentinelSection(), **values)
+    detector = DataInvariantDetector(alarms, **values)
     for record in records:
         detector.step(parsed(record))
     return reported
@@ -121,8 +123,8 @@ def test_what_is_wrong_is_told(
 
 def test_what_was_left_out_is_a_share_of_what_there_was(records: Records, tmp_path: Path) -> None:
     """Also of a document that spans many samples and ends in none of them."""
-    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm, before: None)
-    detector = DataInvariantDetector(alarms, SentinelSection(), rates={}, row=32, causal=True, max_quarantined=1e-4)
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm: None)
+    detector = DataInvariantDetector(alarms, rates={}, row=32, causal=True, max_quarantined=1e-4)
     for record in records[:3]:
         detector.step(parsed({**record, "documents": 0, "separators": 0, "quarantined": record["batch"]}))
     (alarm,) = [alarm for alarm in alarms if alarm.key == "data-quarantined"]
@@ -162,8 +164,9 @@ def test_a_restart_goes_on_where_the_run_was(records: Records, tmp_path: Path, a
 
 
 @pytest.mark.shows("C5", "F42")
-def test_shifted_ids_are_noticed_and_mixtures_are_learned_anew(tmp_path: Path) -> None:
+def test_shifted_ids_are_noticed_and_mixtures_are_learned_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an idealised vocabulary: Zipf's law, each document on one topic."""
+    monkeypatch.setattr(unigrams, "LEARN", 30)
     rng = np.random.default_rng(1)
     zipf = 1 / np.arange(1, 20_001) ** 1.05
 
@@ -173,12 +176,12 @@ def test_shifted_ids_are_noticed_and_mixtures_are_learned_anew(tmp_path: Path) -
         return [np.concatenate([common, *(rng.choice(topic, 1500) for topic in topics)]) + shift]
 
     shares = {"a": 0.75, "b": 0.25}
-    counted = Unigrams(tmp_path / "u.json", 30)
+    counted = Unigrams(tmp_path / "u.json")
     scores = [counted.score(step(), shares) for _ in range(160)]
     assert scores[:60] == [None] * 60
     sound = np.array(scores[60:], dtype=float)
     assert abs(np.median(sound)) < 1 and np.sum(sound > 5) == 0
-    again = Unigrams(tmp_path / "u.json", 30)
+    again = Unigrams(tmp_path / "u.json")
     shifted = again.score(step(1), shares)
     assert shifted is not None and shifted > 20
     assert again.score(step(1), {"a": 0.5, "b": 0.5}) is None
@@ -195,16 +198,17 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
         train={"duration": "70 steps", "global_batch": "32 samples", "micro_batch": 8},
         checkpoint={"every": "60 steps"},
         optimizer={"decay": "70 steps"},
-        watchdog={"enabled": True, "sentinels": {"learn": 20}},
+        watchdog={"enabled": True},
         health={"rollback": False},  # or the run would skip these samples before the detector reads them
     )
-    lab.train(config, "train.duration=60 steps")
+    with constants("data.packing.unigrams", LEARN=20):
+        lab.train(config, "train.duration=60 steps")
     for path in (corpus / "shards").glob("*.bin"):
         ids = np.fromfile(path, dtype="<u2")
         np.where((ids > 10) & (ids < 500), ids + 1, ids).astype("<u2").tofile(path)
     lab.train(config)
     run, reported = RunDir(lab.path / "run"), []
-    alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm, before: reported.append((alarm.key, alarm.step)))
+    alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm: reported.append((alarm.key, alarm.step)))
     found = build_detectors(load(run.config), alarms, segment=2)
     for record in helpers.metrics(run.path)[60:]:
         for detector in found:

@@ -357,7 +357,7 @@ def test_another_interval_from_a_place_on() -> None:
 
 
 def test_thresholds_change_at_their_place() -> None:
-    config = recipe("llama-7b-hsdp", "timeline=[{at='300 steps',health={spike=50.0,outlier=50.0}}]")
+    config = recipe("llama-7b-hsdp", "timeline=[{at='300 steps',health={tolerance=20.0}}]")
     for first, reported in ((201, True), (301, False)):
         health, found = Health(config), []
         for step in range(1, first + 4):

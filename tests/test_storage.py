@@ -15,9 +15,7 @@ from records import commit
 from watch import Watch, record, saves
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
@@ -86,10 +84,9 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
     run = small_disk("8m") / "run"
     store = Store(run / "checkpoints")
     commit(store, 1, {"data": bytes(1_000_000)})
-    section = StorageSection(interval=Seconds(60))
     checkpoints = saves(watch, run)
     places = [("checkpoints", store.directory, True), ("run", run, False)]
-    space = DiskSpaceDetector(watch.alarms, section, watch.probes, places, checkpoints)
+    space = DiskSpaceDetector(watch.alarms, watch.probes, places, checkpoints)
     watch.detectors = [checkpoints, space]
     watch.advance()
     watch.advance(61)
@@ -114,7 +111,7 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
 def test_a_full_record_is_told_once(watch: Watch, small_disk: Disk) -> None:
     """The file system of the record, which holds no checkpoint."""
     run = small_disk("4m")
-    watch.detectors = [DiskSpaceDetector(watch.alarms, StorageSection(), watch.probes, [("run", run, False)])]
+    watch.detectors = [DiskSpaceDetector(watch.alarms, watch.probes, [("run", run, False)])]
     watch.advance()
     assert watch.transitions() == []
     for size in (4_170_000, 4_194_304):
@@ -150,9 +147,7 @@ def test_time_to_full_is_foreseen(watch: Watch, tmp_path: Path, per_hour: float,
     hours = np.arange(0, 12, 0.5)
     noise = np.where(rng.random(len(hours)) < 0.1, 30e9, 0) + rng.normal(0, 2e9, len(hours))
     checkpoints = saves(watch, tmp_path)
-    space = DiskSpaceDetector(
-        watch.alarms, StorageSection(), watch.probes, [("checkpoints", tmp_path, True)], checkpoints
-    )
+    space = DiskSpaceDetector(watch.alarms, watch.probes, [("checkpoints", tmp_path, True)], checkpoints)
     space.places[0].probe = Scripted(list(3e12 - per_hour * hours + noise))  # type: ignore[assignment]
     for hour in hours:
         checkpoints.completed += 1
@@ -170,9 +165,7 @@ def test_what_seconds_show_says_nothing_of_tomorrow(
 ) -> None:
     """A checkpoint every second and 40 GB free: full in half a minute is reported, a trend to half a day is not."""
     checkpoints = saves(watch, tmp_path)
-    space = DiskSpaceDetector(
-        watch.alarms, StorageSection(), watch.probes, [("checkpoints", tmp_path, True)], checkpoints
-    )
+    space = DiskSpaceDetector(watch.alarms, watch.probes, [("checkpoints", tmp_path, True)], checkpoints)
     space.places[0].probe = Scripted([40e9 - per_second * second for second in range(12)])  # type: ignore[assignment]
     for second in range(12):
         checkpoints.completed += 1
@@ -189,7 +182,7 @@ def test_shards_that_go_and_mounts_that_hang(watch: Watch, tmp_path: Path, share
     copy = tmp_path / "corpus"
     shutil.copytree(shared_corpus / "corpus", copy)
     shard = next((copy / "shards").glob("*.bin"))
-    mounts = MountDetector(watch.alarms, StorageSection(audit=Seconds(600)), watch.probes, [tmp_path], {"text": copy})
+    mounts = MountDetector(watch.alarms, watch.probes, [tmp_path], {"text": copy})
     watch.detectors = [mounts]
     watch.advance()
     manifest = json.loads((copy / "manifest.json").read_text())

@@ -23,8 +23,8 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.metrics import records as metric_records
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import Seconds
 from fsdp_pretrain.watchdog.agent.registry import build_detectors
+from fsdp_pretrain.watchdog.detectors import checkpoint_age
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import TrainedCounts
 
 pytestmark = pytest.mark.quick
@@ -202,13 +202,14 @@ def test_a_writer_that_does_not_write(watch: Watch, tmp_path: Path) -> None:
 
 @pytest.mark.shows("F4")
 @pytest.mark.parametrize("fault", ["cut", "flip", "missing"])
-def test_a_checkpoint_that_decays(watch: Watch, tmp_path: Path, fault: str) -> None:
+def test_a_checkpoint_that_decays(watch: Watch, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that was verified and is damaged afterwards."""
+    monkeypatch.setattr(checkpoint_age, "AUDIT_SECONDS", 100.0)
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
     commit(store, 1)
     path = commit(store, 2, {"data": bytes(200_000)}).path
-    watch.detectors = [saves(watch, run, audit=Seconds(100))]
+    watch.detectors = [saves(watch, run)]
     watch.advance()
     assert watch.transitions() == []
     content = bytearray((path / "data").read_bytes())
@@ -240,6 +241,12 @@ def test_a_checkpoint_in_the_fallback(watch: Watch, tmp_path: Path) -> None:
     assert watch.transitions()[1:] == [("checkpoint-fallback", "WARN", "resolved")]
 
 
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks of storage five times a second."""
+    monkeypatch.setattr(checkpoint_age.upcoming, "CHECK_SECONDS", 0.2)
+
+
 def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = lambda: None) -> list[int | None]:
     """What the watchdog's process does beside a real run, to its end; the exit codes."""
     found = build_detectors(load(run.config), watch.alarms, segment=1, pids=lambda: [job.ranks[0].pid])
@@ -262,12 +269,11 @@ def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = 
 
 
 @pytest.mark.slow
-def test_a_sound_run_is_left_in_peace(watch: Watch, lab: Any, helpers: Any) -> None:
+def test_a_sound_run_is_left_in_peace(watch: Watch, lab: Any, helpers: Any, often: None) -> None:
     """Every detector beside a run that saves every few steps: no alarm. Requests would be in the journal."""
     config = lab.config(
         train={"duration": "120 steps"},
         checkpoint={"every": "25 steps"},
-        watchdog={"storage": {"interval": "0.2 s"}, "sentinels": {"learn": 20}},
     )
     job, run = lab.start(config), RunDir(lab.path / "run")
     helpers.wait_for(run.config.exists)
@@ -277,12 +283,11 @@ def test_a_sound_run_is_left_in_peace(watch: Watch, lab: Any, helpers: Any) -> N
 
 @pytest.mark.shows("F1", "F2")
 @pytest.mark.slow
-def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any, small_disk: Disk) -> None:
+def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any, small_disk: Disk, often: None) -> None:
     """On a real run: its storage fills, it trains on, and ends with 93 without intervention."""
     config = lab.config(
         train={"duration": "100000 steps"},
         checkpoint={"every": "10 steps", "max_failures": 100, "retry": "0.01 s", "ballast": False},
-        watchdog={"storage": {"interval": "0.2 s"}},
     )
     disk = small_disk("4m")
     job, run, hog = lab.start(config, f"run.dir={disk / 'run'}"), RunDir(disk / "run"), disk / "hog"

@@ -263,12 +263,20 @@ def test_two_nodes_form_one_mesh(
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
 def test_two_nodes_over_a_network(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: Any, killed: bool
+    module_lab: Any,
+    long_config: Path,
+    uninterrupted: list[Any],
+    helpers: Any,
+    two_nodes: Any,
+    killed: bool,
+    constants: Any,
 ) -> None:
     """A launcher on each of two nodes that share only a cable and the file system. kill -9 of a rank of the second:
     both end their part of the start, start the next together, and the curve is the same."""
     run = module_lab.path / f"namespaces-{killed}"
-    changes = ["parallel.shard='node'", 'launch.pauses=["0.5 s"]', "launch.end_timeout=10 s"]
+    constants("fsdp_pretrain.launch.policy", PAUSES=[0.5])
+    constants("fsdp_pretrain.launch.watch", END_SECONDS=10.0)
+    changes = ["parallel.shard='node'"]
     nodes = two_nodes()
     logs = [module_lab.path / f"namespaces-{killed}-{node.name}.log" for node in nodes]
     agents = [

@@ -16,7 +16,6 @@ from watch import Watch, saves, write_journal
 
 from fsdp_pretrain.checkpoint.store import MANIFEST, Store
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch.preflight import preflight
 from fsdp_pretrain.plan import plan
@@ -89,7 +88,7 @@ def test_whether_it_fits(
     places = [("checkpoints", run.checkpoints, True)]
     watch.detectors = [
         checkpoints,
-        DiskSpaceDetector(watch.alarms, StorageSection(), watch.probes, places, checkpoints),
+        DiskSpaceDetector(watch.alarms, watch.probes, places, checkpoints),
     ]
     watch.advance()
     watch.advance(61)

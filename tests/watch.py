@@ -18,7 +18,7 @@ from sight import until
 from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.record.files import now
 from fsdp_pretrain.record.step_record import StepRecord
-from fsdp_pretrain.units import Progress, Seconds
+from fsdp_pretrain.units import Progress
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
@@ -30,7 +30,7 @@ class Watch:
     get time to answer."""
 
     def __init__(self, path: Path) -> None:
-        self.alarms = Alarms(path / "alarms.jsonl", lambda alarm, before: self.changes.append(alarm))
+        self.alarms = Alarms(path / "alarms.jsonl", lambda alarm: self.changes.append(alarm))
         self.changes: list[Alarm] = []
         self.probes, self.now = ProbeServer(), 1000.0
         self.detectors: list[Detector] = []
@@ -69,7 +69,7 @@ def saves(
         (run / name).mkdir(parents=True, exist_ok=True)
     return CheckpointDetector(
         watch.alarms,
-        StorageSection(**{"interval": Seconds(60), **section}),
+        StorageSection(**section),
         watch.probes,
         run=run,
         segment=2,
@@ -85,7 +85,6 @@ def write_journal(run: Path, *entries: dict[str, Any]) -> None:
         file.writelines(json.dumps({"time": now(), "text": "", "segment": 2, **entry}) + "\n" for entry in entries)
 
 
-STORAGE = {"interval": "0.2 s", "audit": "1 s"}
 NOISE = {"gradient", "loss", "pace", "straggler", "stolen-time", "memory", "mount-slow", "data-wait", "blind"}
 Transitions = list[tuple[str, str]]
 CRIT_AND_RESOLVED: Transitions = [("CRIT", "open"), ("CRIT", "resolved")]
@@ -101,7 +100,7 @@ class Watched:
 
     def configure(self, *, ranks: int = 1, watchdog: dict[str, Any] | None = None, **sections: dict[str, Any]) -> None:
         """Settings that every start of the run shares."""
-        changes = {"enabled": True, "interval": "0.1 s", "storage": STORAGE, **(watchdog or {})}
+        changes = {"enabled": True, "interval": "0.1 s", **(watchdog or {})}
         checkpoint = {"every": "20 steps", "retry": "0.1 s", "max_failures": 1000, **sections.pop("checkpoint", {})}
         train = {"duration": "100000 steps", "micro_batch": 8 // ranks}
         self.ranks = ranks

@@ -33,6 +33,7 @@ def become(request: dict) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    runpy.run_path(str(Path(__file__).parent / "constants/sitecustomize.py"))
     if "EXECUTE_FIRST" in os.environ:  # set by a test, such as a trap
         runpy.run_path(os.environ["EXECUTE_FIRST"])
     sys.argv = ["-m", *request["arguments"]]

@@ -24,6 +24,8 @@ from fsdp_pretrain.statistics import spread
 BUCKETS = 1024
 TOKENS = 16_384
 """Counted per step."""
+LEARN = 50
+"""Steps from which the usual tokens of a run are learned; as many again show their variation."""
 _LEAST_SPREAD = 0.05
 """Minimum for the spread of log distances: that of counts drawn from the reference itself."""
 
@@ -31,12 +33,12 @@ _LEAST_SPREAD = 0.05
 class Unigrams:
     """Compares steps with the first ones of a run.
 
-    The first `learn` steps are the reference, and the next `learn` give the spread of distances. The JSON file `path`
+    The first `LEARN` steps are the reference, and as many again give the spread of distances. The JSON file `path`
     keeps both.
     """
 
-    def __init__(self, path: Path, learn: int) -> None:
-        self._path, self._learn = path, learn
+    def __init__(self, path: Path) -> None:
+        self._path, self._learn = path, LEARN
         self._begin({})
         self._read()
 

@@ -25,6 +25,10 @@ BYTES_PER_PARAMETER = 12
 """fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""
 FEW = 3
 """A warning if fewer checkpoints than this fit."""
+RESERVE = 0.01
+"""Share of a file system, at most 20 GiB, that is not counted as room for checkpoints."""
+CHECK_SECONDS = 60.0
+"""Between two checks of a file system by the watchdog."""
 SAVES = 20
 """Number of recent saves used to estimate the duration of one."""
 _MARGIN, _SPARE_FILES = 1.05, 100
@@ -60,17 +64,16 @@ class Fit:
     room: Room
 
 
-def fit(need: SpaceNeeded, room: Room, *, reserve: float, writing: int = 0, old: SpaceNeeded | None = None) -> Fit:
+def fit(need: SpaceNeeded, room: Room, *, writing: int = 0, old: SpaceNeeded | None = None) -> Fit:
     """How many more checkpoints fit.
 
     Args:
-        reserve: share of the file system that does not count as free.
         writing: bytes written by saves in flight; counted as free, since they are part of the next checkpoint.
         old: what may be deleted to make room.
     """
 
     def count(more: SpaceNeeded) -> int:
-        found = (room.free + writing + more.bytes - room.reserved(reserve)) // (_MARGIN * need.bytes)
+        found = (room.free + writing + more.bytes - room.reserved(RESERVE)) // (_MARGIN * need.bytes)
         if room.files:
             found = min(found, (room.files_free + more.files - _SPARE_FILES) // need.files)
         return max(0, int(found))
@@ -108,7 +111,7 @@ def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fi
         return None
     old = prunable(found.main.scan()) if config.checkpoint.prune else None
     writing = sum(attempts(run.checkpoints).values())
-    return fit(need, Room.of(run.checkpoints), reserve=config.watchdog.storage.reserve, writing=writing, old=old)
+    return fit(need, Room.of(run.checkpoints), writing=writing, old=old)
 
 
 class Late(IntEnum):
@@ -154,7 +157,7 @@ class UnsavedTraining:
 
     def late(self, section: StorageSection) -> Late:
         """How late the next checkpoint is. Ages below the watchdog's check interval are not late."""
-        allowed = max(_LATE * self._interval + self.save_seconds, section.interval.value)
+        allowed = max(_LATE * self._interval + self.save_seconds, CHECK_SECONDS)
         if self.age <= allowed or self.intervals <= _LATE:
             return Late.NO
         if self.age > max(section.max_unprotected.value, allowed) or self.intervals > _TOO_LATE:

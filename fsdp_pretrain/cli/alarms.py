@@ -7,16 +7,16 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import CommandLine
+from fsdp_pretrain.console import JSON, CommandLine, argument, verb
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.record.arguments import add_run, seconds
+from fsdp_pretrain.record.arguments import RUN, seconds
 from fsdp_pretrain.record.files import age
 from fsdp_pretrain.units import Pause, human_time
 
 if TYPE_CHECKING:
     from fsdp_pretrain.watchdog.notify.alarms import Alarm
     from fsdp_pretrain.watchdog.notify.channels import Channel
-    from fsdp_pretrain.watchdog.notify.formatting import MessageSender
+    from fsdp_pretrain.watchdog.notify.message import MessageSender
 
 _LONGEST_WINDOW = 366 * 86_400.0
 _EXAMPLE = "runs/quickstart/run"
@@ -24,44 +24,7 @@ _EXAMPLE = "runs/quickstart/run"
 
 def add(command: CommandLine) -> None:
     """Add the verbs."""
-    parser = command.verb(
-        "alarms",
-        _alarms,
-        "The alarms of a run that are open. Exit 0 none, 1 warnings, 2 critical ones.",
-        f"fsdp-pretrain alarms {_EXAMPLE}",
-    )
-    add_run(parser)
-    parser.add_argument("--all", action="store_true", help="also those that are over")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
-
-    parser = command.verb(
-        "ack",
-        _ack,
-        "Acknowledge an alarm: you take it, and no reminders are sent. It is sent again if it gets worse.",
-        f"fsdp-pretrain ack {_EXAMPLE} disk/run",
-    )
-    add_run(parser)
-    parser.add_argument("key", help="of the alarm, as `fsdp-pretrain alarms` shows it")
-
-    parser = command.verb(
-        "mute",
-        _mute,
-        "A maintenance window: alarms are written down and not sent. What is open at its end is sent then.",
-        f'fsdp-pretrain mute {_EXAMPLE} 2h "new firmware on the switches"',
-    )
-    add_run(parser)
-    parser.add_argument("duration", type=_window, help="such as 30min or 2h; 0h ends the window")
-    parser.add_argument("reason", nargs="?", default="", help="for the chronicle; required to begin")
-
-    parser = command.verb(
-        "notify",
-        _notify,
-        "Check the channels of a run; with --test send a test message through each. Exit 1 if one fails.",
-        f"fsdp-pretrain notify {_EXAMPLE} --test",
-    )
-    add_run(parser)
-    parser.add_argument("--test", action="store_true", help="really send; secrets come from your environment")
-    parser.add_argument("--json", action="store_true")
+    command.add(_alarms, _ack, _mute, _notify)
 
 
 def _window(text: str) -> float:
@@ -70,7 +33,9 @@ def _window(text: str) -> float:
     return found
 
 
+@verb("alarms", _EXAMPLE, RUN, argument("--all", action="store_true", help="also those that are over"), JSON)
 def _alarms(args: argparse.Namespace) -> int:
+    """The alarms of a run that are open. Exit 0 none, 1 warnings, 2 critical ones."""
     from fsdp_pretrain.severity import Severity
     from fsdp_pretrain.watchdog.notify.alarms import read_alarms
     from fsdp_pretrain.watchdog.notify.operator import alarms_file, muted_until
@@ -100,17 +65,25 @@ def _render(alarm: Alarm) -> str:
     return "\n".join(lines)
 
 
+@verb("ack", f"{_EXAMPLE} disk/run", RUN, argument("key", help="of the alarm, as `fsdp-pretrain alarms` shows it"))
 def _ack(args: argparse.Namespace) -> int:
+    """Acknowledge an alarm: you take it, and no reminders are sent. It is sent again if it gets worse."""
     from fsdp_pretrain.watchdog.notify.operator import acknowledge
 
-    if acknowledge(args.run, args.key):
-        print(f"{args.key} is acknowledged")
-    else:
-        print(f"the watchdog does not answer; {args.key} is acknowledged when it does")
+    acknowledge(args.run, args.key)
+    print(f"the watchdog acknowledges {args.key} within seconds, or when the run starts again")
     return 0
 
 
+@verb(
+    "mute",
+    f'{_EXAMPLE} 2h "new firmware on the switches"',
+    RUN,
+    argument("duration", type=_window, help="such as 30min or 2h; 0h ends the window"),
+    argument("reason", nargs="?", default="", help="for the chronicle; required to begin"),
+)
 def _mute(args: argparse.Namespace) -> int:
+    """A maintenance window: alarms are written down and not sent. What is open at its end is sent then."""
     from fsdp_pretrain.watchdog.notify.operator import mute
 
     if args.duration and not args.reason:
@@ -120,12 +93,20 @@ def _mute(args: argparse.Namespace) -> int:
     return 0
 
 
+@verb(
+    "notify",
+    f"{_EXAMPLE} --test",
+    RUN,
+    argument("--test", action="store_true", help="really send; secrets come from your environment"),
+    JSON,
+)
 def _notify(args: argparse.Namespace) -> int:
+    """Check the channels of a run; with --test send a test message through each. Exit 1 if one fails."""
     from tqdm import tqdm
 
     from fsdp_pretrain.config.resume_rules import load_recorded
     from fsdp_pretrain.watchdog.notify.channels import make_channels
-    from fsdp_pretrain.watchdog.notify.formatting import MessageSender
+    from fsdp_pretrain.watchdog.notify.message import MessageSender
 
     config, _ = load_recorded(args.run.config)
     channels = make_channels(config.watchdog.notify)
@@ -133,8 +114,8 @@ def _notify(args: argparse.Namespace) -> int:
         raise ConfigError("no channel is configured", remedy="add a [watchdog.notify.slack] table, see docs/alarms.md")
     problems: list[str | None] = [None] * len(channels)
     if args.test:
-        identity = MessageSender(config.run.name, str(args.run.path))
-        problems = [_try(channel, identity) for channel in tqdm(channels, desc="sending", delay=2, disable=None)]
+        sender = MessageSender(config.run.name, str(args.run.path))
+        problems = [_try(channel, sender) for channel in tqdm(channels, desc="sending", delay=2, disable=None)]
     for channel, problem in zip(channels, problems, strict=True):
         row = {"channel": channel.name, "least": channel.least.name, "problem": problem}
         result = (f"failed: {problem}" if problem else "delivered") if args.test else "ready"
@@ -142,13 +123,13 @@ def _notify(args: argparse.Namespace) -> int:
     return int(any(problems))
 
 
-def _try(channel: Channel, identity: MessageSender) -> str | None:
+def _try(channel: Channel, sender: MessageSender) -> str | None:
     from fsdp_pretrain.watchdog.notify.channels import DeliveryError
-    from fsdp_pretrain.watchdog.notify.formatting import test_note
+    from fsdp_pretrain.watchdog.notify.message import test_message
 
     try:
-        channel.send(test_note(identity, "open"))
-        channel.send(test_note(identity, "resolved"))
+        channel.send(test_message(sender, "open"))
+        channel.send(test_message(sender, "resolved"))
     except DeliveryError as error:
         return str(error)
     return None

@@ -105,18 +105,10 @@ class EvalTimeline(Section):
 
 
 class HealthTimeline(Section):
-    """Thresholds of `[health]` that an entry can change."""
+    """Keys of `[health]` that an entry can change."""
 
-    outlier: AboveZero | None = None
-    """Spreads above the median that are reported."""
-    spike: AboveZero | None = None
-    """Spreads above the median that are a spike, if three of five."""
-    rise: AboveZero | None = None
-    """Rise in nats that is not recovered."""
-    level: AboveZero | None = None
-    """Rise of the level in nats that is a warning."""
-    norm: AboveZero | None = None
-    """Spreads of the gradient norm that are reported."""
+    tolerance: AboveZero | None = None
+    """Factor of the thresholds for losses and gradient norms."""
 
 
 class TimelineEntry(Section):

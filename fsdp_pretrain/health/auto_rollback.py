@@ -20,6 +20,7 @@ from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.status import Status
 from fsdp_pretrain.units import SampleRange
 
+from . import limits
 from .monitor import RollbackRequest
 
 _SAME, _NEARBY = 500, 1000
@@ -82,8 +83,8 @@ def _check_budget(config: Config, asked: RollbackRequest, before: list[dict[str,
     limit = 1 if asked.key == "loss/nonfinite" else 2
     if repeats >= limit:
         raise _needs_person(asked, f"the same incident was answered by {repeats} rollback{'s' * (repeats > 1)} already")
-    if nearby >= health.rollbacks_nearby:
-        raise _needs_person(asked, f"{nearby} rollbacks within {_NEARBY} steps (health.rollbacks_nearby)")
+    if nearby >= limits.ROLLBACKS_NEARBY:
+        raise _needs_person(asked, f"{nearby} rollbacks within {_NEARBY} steps")
     if today >= health.rollbacks_a_day:
         raise _needs_person(asked, f"{today} rollbacks within 24 hours (health.rollbacks_a_day)")
 

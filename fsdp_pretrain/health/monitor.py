@@ -23,6 +23,7 @@ from fsdp_pretrain.errors import NumericError, UserError
 from fsdp_pretrain.record.step_record import HealthFinding, LossSum, StepRecord
 from fsdp_pretrain.severity import Severity
 
+from . import limits
 from .rules import GradientNormRule, HealthIncident, LossLevelRule, LossScaleRule, LossSpikeRule
 
 HISTORY = 640
@@ -94,7 +95,7 @@ class Health:
             LossLevelRule(config.health),
             GradientNormRule(config.health),
         )
-        self._scale = LossScaleRule(config.health, config.train.loss_scale.min)
+        self._scale = LossScaleRule(config.train.loss_scale.min)
         self._nonfinite, self._zero = HealthIncident("loss/nonfinite"), HealthIncident("learning/gradient")
         self._stuck, self._still = HealthIncident("learning/loss"), HealthIncident("learning/parameters")
         self._rate = HealthIncident("learning/rate")
@@ -133,14 +134,14 @@ class Health:
         """Upper bounds on the step to roll back to now, best first: the newest clean checkpoint up to one of them."""
         if self._spike.incident.severity is None:
             return (math.inf,)
-        return self._spike.start - self._config.distance.value, self._spike.start - 1
+        return self._spike.start - limits.DISTANCE, self._spike.start - 1
 
     def step(self, record: StepRecord) -> HealthOutcome:
         """Judge a step by its record. Call once per step, in order."""
         self._cursors.append((record.step, record.cursor))
         if changed := self._schedule.thresholds_at(record.consumed):
-            limits = self._config.model_copy(update=changed)
-            self._spike.limits = self._level.limits = self._norm.limits = limits
+            config = self._config.model_copy(update=changed)
+            self._spike.limits = self._level.limits = self._norm.limits = config
         verdict, self._carried = HealthOutcome(self._carried), []
         self._judge_finite(record, verdict)
         if record.loss_scale is not None:
@@ -169,7 +170,7 @@ class Health:
     def _request_rollback(self, key: str, cause: str, start: int) -> RollbackRequest:
         """Covers the incident from step `start` until now."""
         step, cursor = self._cursors[-1]
-        margin, earlier = self._config.margin.value, dict(self._cursors)
+        margin, earlier = limits.MARGIN, dict(self._cursors)
         batch = cursor - earlier.get(step - 1, cursor)
         first = max(min(earlier), start - margin - 1)
         return RollbackRequest(
@@ -179,7 +180,7 @@ class Health:
             end=step,
             first=earlier[first],
             stop=cursor + margin * batch,
-            target=start - self._config.distance.value,
+            target=start - limits.DISTANCE,
         )
 
     # ------------------------------------------------------------------ numbers that are not finite
@@ -203,7 +204,7 @@ class Health:
         self._skipped.append(step)
         near = [old for old in self._skipped if step - old < _NEAR]
         row = next((n for n in range(1, len(near)) if near[-1 - n] != step - n), len(near))
-        if row < self._config.nonfinite_in_a_row and len(near) < self._config.nonfinite_in_20:
+        if row < limits.NONFINITE_IN_A_ROW and len(near) < limits.NONFINITE_IN_20:
             verdict.findings += self._nonfinite.seen(Severity.WARN, step, f"{what}; it was skipped")
             return
         cause = f"{len(near)} of the last {_NEAR} steps were not finite, the last {row} in a row; {what}"
@@ -301,13 +302,13 @@ class Health:
             return
         text = f"step {step} has the loss {is_!r}; {before} {was!r}"
         difference = abs(is_ - was) / max(abs(was), 1e-12)
-        if not difference <= self._config.replay_tolerance and math.isfinite(was):
+        if not difference <= limits.REPLAY_TOLERANCE and math.isfinite(was):
             self._mismatch(
                 self._replay,
                 step,
                 f"{text}: a relative difference of {difference:.2g}",
                 effect="the state is not the one that was saved, or the machines compute differently",
-                remedy="`fsdp-pretrain doctor` on the hosts; health.replay_tolerance is the limit",
+                remedy="`fsdp-pretrain doctor` on the hosts; if it is expected, set health.stop_on_mismatch = false",
                 verdict=verdict,
             )
         elif self._expected.exact:

@@ -18,6 +18,8 @@ from fsdp_pretrain.config.operations import HealthSection
 from fsdp_pretrain.record.step_record import HealthFinding
 from fsdp_pretrain.severity import Severity
 
+from . import limits
+
 _LAST, _ENOUGH = 5, 3
 """A spike is at least `_ENOUGH` high losses among the last `_LAST`."""
 _BLOCK = 16  # steps
@@ -116,7 +118,7 @@ class LossLevelRule:
         block = statistics.spread(self._changes)[1] / math.sqrt(2)
         self.noise = _OF_MEDIAN * block / math.sqrt(_JOINED)
         levels = [median(known[at : at + _JOINED]) for at in range(len(known) - _JOINED + 1)]
-        rise, limit = levels[-1] - min(levels), max(self.limits.level, _LEVEL_NOISE * self.noise)
+        rise, limit = levels[-1] - min(levels), self.limits.tolerance * max(limits.LEVEL, _LEVEL_NOISE * self.noise)
         if rise > limit:
             best = step - _BLOCK * (len(levels) - 1 - levels.index(min(levels)) + _JOINED)
             text = f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best, around step {best}"
@@ -131,9 +133,9 @@ class GradientNormRule:
 
     def __init__(self, config: HealthSection) -> None:
         self.limits = config
-        self._past = RecentValues(config.window.value, _NORM_FLOOR)
-        self._recent: deque[tuple[float, bool]] = deque(maxlen=config.patience.value)
-        self.incident = HealthIncident("gradient/norm", config.quiet.value)
+        self._past = RecentValues(limits.WINDOW, _NORM_FLOOR)
+        self._recent: deque[tuple[float, bool]] = deque(maxlen=limits.PATIENCE)
+        self.incident = HealthIncident("gradient/norm", limits.QUIET)
         self.ratio = 1.0  # of the last norm to the typical one
 
     def step(self, step: int, norm: float) -> list[HealthFinding]:
@@ -143,7 +145,7 @@ class GradientNormRule:
         if deviation is None:
             self._past.add(value)
             return []
-        high = deviation > self.limits.norm
+        high = deviation > self.limits.tolerance * limits.NORM
         self._recent.append((value, high))
         self.ratio = math.exp(value - self._past.median)
         if not high:
@@ -172,10 +174,10 @@ class LossSpikeRule:
 
     def __init__(self, config: HealthSection) -> None:
         self.limits = config
-        self._past = RecentValues(config.window.value, config.floor)
+        self._past = RecentValues(limits.WINDOW, limits.FLOOR)
         self._last: deque[_Recent] = deque(maxlen=_LAST)
         self._since: deque[float] = deque(maxlen=_BLOCK)
-        self.incident = HealthIncident("loss/spike", config.quiet.value)
+        self.incident = HealthIncident("loss/spike", limits.QUIET)
         self.start = 0  # the step at which it started
         self._warned: int | None = None
         self._before = math.nan
@@ -189,20 +191,24 @@ class LossSpikeRule:
         self._last.append(_Recent(step, loss, deviation, norm.ratio))
         self._since.append(loss)
         found = []
-        if deviation > self.limits.spike:
+        if deviation > self._spike:
             self.incident.last = step
             found = self._high(step, loss, deviation)
         else:
             self._past.add(loss)
         if self._warned is not None:
             found += self._judge(step, level, norm)
-        ended = self.incident.settle(step, f"the loss is {loss:.4f} again, quiet for {self.limits.quiet}")
+        ended = self.incident.settle(step, f"the loss is {loss:.4f} again, quiet for {limits.QUIET} steps")
         if ended:
             self._warned = None
         return found + ended
 
+    @property
+    def _spike(self) -> float:
+        return self.limits.tolerance * limits.SPIKE
+
     def _high(self, step: int, loss: float, deviation: float) -> list[HealthFinding]:
-        high = [recent for recent in self._last if recent.deviation > self.limits.spike]
+        high = [recent for recent in self._last if recent.deviation > self._spike]
         text = f"loss {loss:.4f}, {deviation:.1f} spreads above the median {self._past.median:.4f}"
         if len(high) >= _ENOUGH and self._warned is None:
             if not self.incident.serious:
@@ -212,16 +218,18 @@ class LossSpikeRule:
             return self.incident.seen(Severity.WARN, step, f"{text}, since step {self.start}")
         if self.incident.severity is None:
             self.start = step
-        return self.incident.seen(Severity.INFO, step, text) if deviation > self.limits.outlier else []
+        return (
+            self.incident.seen(Severity.INFO, step, text) if deviation > self.limits.tolerance * limits.OUTLIER else []
+        )
 
     def _judge(self, step: int, level: LossLevelRule, norm: GradientNormRule) -> list[HealthFinding]:
         """After the warning: whether the loss has recovered within its time."""
         assert self._warned is not None
         waited, now = step - self._warned, median(self._since)
         blown = [recent.deviation > _BLOWN_UP and recent.norm_ratio > _BLOWN_NORM for recent in self._last]
-        over = waited >= self.limits.patience.value
-        due = over or (norm.incident.serious and waited >= self.limits.patience_with_norm.value)
-        high = now > self._before + max(self.limits.rise, 5 * level.noise)
+        over = waited >= limits.PATIENCE
+        due = over or (norm.incident.serious and waited >= limits.PATIENCE_WITH_NORM)
+        high = now > self._before + self.limits.tolerance * max(limits.RISE, 5 * level.noise)
         found = []
         if sum(blown) >= _ENOUGH or (due and high):
             text = f"the loss has not come back since step {self.start}: {now:.4f}, before {self._before:.4f}"
@@ -236,12 +244,12 @@ class LossSpikeRule:
 class LossScaleRule:
     """The fp16 loss scale: `scale/collapse`. Decreasing from an initial value that is too high is not a collapse."""
 
-    def __init__(self, config: HealthSection, smallest: float) -> None:
-        self._halvings, self._smallest = config.halvings, smallest
+    def __init__(self, smallest: float) -> None:
+        self._smallest = smallest
         self._scales: deque[float] = deque(maxlen=_BLOCKS * _BLOCK)
         self._good, self._settled = 0, False
         self.at_min = 0  # steps in a row that overflowed at the smallest scale
-        self.incident = HealthIncident("scale/collapse", config.quiet.value)
+        self.incident = HealthIncident("scale/collapse", limits.QUIET)
 
     def step(self, step: int, scale: float, overflow: bool) -> list[HealthFinding]:
         """Add the loss scale of a step, and whether it overflowed."""
@@ -253,7 +261,7 @@ class LossScaleRule:
         self._scales.append(scale)
         last, best = list(self._scales)[-21:], max(self._scales)
         halvings = sum(after < before for before, after in pairwise(last))
-        if halvings >= self._halvings or scale <= best / 64:
+        if halvings >= limits.HALVINGS or scale <= best / 64:
             text = f"loss scale {scale:g}, halved {halvings} times in 20 steps, {best:g} before"
             return self.incident.seen(Severity.CRIT, step, text)
         return self.incident.settle(step, f"loss scale {scale:g}")

@@ -30,7 +30,7 @@ from .outcome import StartOutcome
 from .policy import EndedStart, RestartDecision, decide, same_place
 from .preflight import preflight
 from .torchrun import Torchrun
-from .watch import TorchrunWatch
+from .watch import END_SECONDS, TorchrunWatch
 
 _POLL, _READ_EVERY = 0.1, 1.0  # seconds
 
@@ -131,7 +131,7 @@ class Launcher:
         """Wait until every node's part of a segment has ended or timed out; leftovers would join the next start."""
         _try_to_write(lambda: outcome.mark_ended(self._run, segment))
         hosts = outcome.hosts_of(self._run, segment)
-        patience = 2 * self._settings.end_timeout.value
+        patience = 2 * END_SECONDS
         self._wait_for(lambda: hosts <= outcome.gone_hosts(self._run, segment), patience, _READ_EVERY)
 
     def _wait_for(self, condition: Callable[[], bool], seconds: float, poll: float) -> None:

@@ -12,6 +12,10 @@ from fsdp_pretrain.units import human_time
 
 from .outcome import StartOutcome
 
+PAUSES = (10.0, 60.0, 300.0)
+"""Seconds before the first, second, ... restart after starts without progress; the last one is repeated."""
+_WINDOW_SECONDS = 1800.0
+"""Time within which `launch.restarts` are allowed."""
 _SAME_STEP = 2
 """Deaths at most this many recorded steps apart are at the same place: metrics arrive two steps late."""
 
@@ -64,15 +68,15 @@ def decide(
         return _retry_rendezvous(history, config)
     history = [ended for ended in history if ended.outcome.joined]
     fruitless = len(list(takewhile(lambda ended: not ended.progressed, reversed(history))))
-    recent = sum(ended.at >= history[-1].at - config.restart_window.value for ended in history)
+    recent = sum(ended.at >= history[-1].at - _WINDOW_SECONDS for ended in history)
     reason, cause = last.reason + same_place(history), ""
     if fruitless >= config.attempts:
         cause = f"{fruitless} starts in a row ended without a newer verified checkpoint"
     elif recent > config.restarts:
-        cause = f"{config.restarts} restarts within {human_time(config.restart_window.value)}"
+        cause = f"{config.restarts} restarts within {human_time(_WINDOW_SECONDS)}"
     if cause:
         return RestartDecision(int(Exit.NEEDS_PERSON), f"{cause}, the last: {reason}", overruled=True)
-    return RestartDecision(None, reason, config.pauses[min(max(0, fruitless - 1), len(config.pauses) - 1)].value)
+    return RestartDecision(None, reason, PAUSES[min(max(0, fruitless - 1), len(PAUSES) - 1)])
 
 
 def _retry_rendezvous(history: Sequence[EndedStart], config: LaunchSection) -> RestartDecision:
@@ -82,7 +86,7 @@ def _retry_rendezvous(history: Sequence[EndedStart], config: LaunchSection) -> R
     if waited >= config.join_timeout.value:
         reason = f"the nodes did not find each other within {human_time(waited)}: {reason}"
         return RestartDecision(int(Exit.RESUME), reason)
-    return RestartDecision(None, f"the nodes did not find each other: {reason}", config.pauses[0].value)
+    return RestartDecision(None, f"the nodes did not find each other: {reason}", PAUSES[0])
 
 
 def same_place(history: Sequence[EndedStart]) -> str:

@@ -15,6 +15,8 @@ from .outcome import ended_hosts, hosts_of, segment_of
 from .torchrun import Torchrun
 
 _POLL, _READ_EVERY = 0.1, 1.0  # seconds
+END_SECONDS = 60.0
+"""For processes to end after SIGTERM before they are killed; also how long a node continues after another has ended."""
 
 
 class TorchrunWatch:
@@ -63,7 +65,7 @@ class TorchrunWatch:
             raise
         finally:
             done.set()
-        if not child.wait_for_ranks(self._settings.end_timeout.value):
+        if not child.wait_for_ranks(END_SECONDS):
             child.kill()
         reader.join(_READ_EVERY)
         return code
@@ -86,8 +88,8 @@ class TorchrunWatch:
 
     def _overdue(self) -> bool:
         """Whether torchrun's time is up. A run that ends in order gets longer, to finish writing."""
-        patience = self._settings.stop_timeout if self._ends_well else self._settings.end_timeout
-        limits = [since + patience.value for since in self._since.values()]
+        patience = self._settings.stop_timeout.value if self._ends_well else END_SECONDS
+        limits = [since + patience for since in self._since.values()]
         limits += [] if self._kill_at is None else [self._kill_at]
         return any(time.monotonic() >= limit for limit in limits)
 

@@ -75,7 +75,7 @@ def build_data(
         across_documents=config.data.loss_across_documents,
         infilling=open_infilling(config, packer),
         pin=world.device.type == "cuda",
-        unigrams=None if unigrams is None else Unigrams(unigrams, config.watchdog.sentinels.learn),
+        unigrams=None if unigrams is None else Unigrams(unigrams),
         built=built,
     )
 

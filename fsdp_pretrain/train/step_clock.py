@@ -64,16 +64,13 @@ class StepClock:
     Args:
         model: sharded; see `OwnTime`.
         device: where it computes.
-        window: steps of a window of `OwnTime`.
         heartbeat: receives the phases.
         compiled: whether the blocks are.
     """
 
-    def __init__(
-        self, model: Decoder, device: torch.device, window: int, heartbeat: Heartbeat, *, compiled: bool
-    ) -> None:
+    def __init__(self, model: Decoder, device: torch.device, heartbeat: Heartbeat, *, compiled: bool) -> None:
         self._device, self._heartbeat = device, heartbeat
-        self._own = OwnTime(model, device, window, heartbeat, compiled=compiled)
+        self._own = OwnTime(model, device, heartbeat, compiled=compiled)
         self._data, self._paused, self._marks = 0.0, 0.0, [mark(device)]
         self._own_marks: list[Any] | None = None
 

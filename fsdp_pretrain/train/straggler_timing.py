@@ -20,20 +20,20 @@ from .device_timing import between, mark
 
 _EVERY = 10
 """On a GPU, every tenth step is measured."""
+WINDOW = 50
+"""Steps over which the own times of ranks are compared."""
 
 
 class OwnTime:
-    """Measures the steps of one rank, and gives its heartbeat the median of every `window` of steps.
+    """Measures the steps of one rank, and gives its heartbeat the median of every `WINDOW` steps.
 
     Adds hooks to the blocks of the model, which must be sharded. `compiled`: the blocks are, and their graphs must not
     contain the hooks.
     """
 
-    def __init__(
-        self, model: Decoder, device: torch.device, window: int, heartbeat: Heartbeat, *, compiled: bool
-    ) -> None:
+    def __init__(self, model: Decoder, device: torch.device, heartbeat: Heartbeat, *, compiled: bool) -> None:
         self._device, self._every = device, _EVERY if device.type == "cuda" else 1
-        self._window, self._heartbeat = max(1, window // self._every), heartbeat
+        self._window, self._heartbeat = max(1, WINDOW // self._every), heartbeat
         self._marks: list[tuple[Any, Any]] | None = None
         self._begun: Any = None
         self._steps = self._number = 0

@@ -22,6 +22,7 @@ from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.steering import StepValues
 from fsdp_pretrain.errors import DataError, Exit, UserError
+from fsdp_pretrain.health import limits
 from fsdp_pretrain.health.journal import Provenance, record_findings
 from fsdp_pretrain.health.monitor import Health, RollbackRequest
 from fsdp_pretrain.models import Decoder, forward
@@ -124,8 +125,8 @@ class Trainer:
         self._statistics = GroupStatistics(model, optimizer, config, world)
         parameters, scaled = model.count_parameters(), scaler is not None
         self._records = StepRecords(config, world, parameters, self._statistics, scaled=scaled)
-        window, compiled = config.watchdog.pace.window, fsdp.compiles(config, world.device)
-        self._clock = StepClock(model, world.device, window, run.heartbeat, compiled=compiled)
+        compiled = fsdp.compiles(config, world.device)
+        self._clock = StepClock(model, world.device, run.heartbeat, compiled=compiled)
         self._profiler = StepProfiler(run)
         self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
         self._control, self._on_set = LiveControl(run, guard), on_set
@@ -361,7 +362,7 @@ class Trainer:
         for piece in batch.quarantined:
             self.recorder.say(f"quarantined: {piece}")
         # Two steps apart, so that parameters that do not change are noticed too.
-        due = (self.state.step - self._first) % self.config.health.compare_every.value in (0, 2)
+        due = (self.state.step - self._first) % limits.COMPARE_EVERY in (0, 2)
         return counts.sum_over(self.world, replica_check.checksums(self.model, self.world) if due else None)
 
     def _accumulate(self, batch: StepBatch, counts: Tensor, values: StepValues) -> StepSums:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 _FIRST, _EVERY = 300.0, 3600.0
@@ -15,15 +15,19 @@ _FIRST, _EVERY = 300.0, 3600.0
 
 
 class GoodputJob(Detector):
-    """The result of `fsdp-pretrain goodput RUN`, as fields of a `Snapshot`: `goodput`, `ettr`, `badput_seconds`."""
+    """The result of `fsdp-pretrain goodput RUN`: `goodput`, `ettr`, `badput_seconds`."""
 
-    def __init__(self, alarms: Alarms, probes: ProbeServer, run: Path) -> None:
+    def __init__(self, alarms: AlarmSink, probes: ProbeServer, run: Path) -> None:
         super().__init__(alarms)
         self._probe = PeriodicProbe(probes, "account", every=_EVERY, deadline=_EVERY, run=str(run))
         self._probe.due = time.monotonic() + _FIRST
-        self.known: dict[str, Any] = {}
+        self._known: dict[str, Any] = {}
 
     def tick(self, now: float) -> None:
         answer = self._probe.tick(now)
         if answer is not None and answer.error is None:
-            self.known = answer.value
+            self._known = answer.value
+
+    def figures(self) -> dict[str, Any]:
+        """The result, once it is known."""
+        return self._known

@@ -1,5 +1,4 @@
-"""The leader, one node's agent, which runs the job-wide detectors, keeps the alarms, and notifies people; and the
-follower, which the agents of all other nodes run. No torch."""
+"""What the agent of node 0 does besides: run the job-wide detectors, keep the alarms, and notify people. No torch."""
 
 from __future__ import annotations
 
@@ -12,15 +11,13 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
 from statistics import median
-from typing import cast
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.fetcher_status import status_file
-from fsdp_pretrain.record import environment, exit_intent, run_id, status
+from fsdp_pretrain.record import environment, exit_intent, status
 from fsdp_pretrain.record.files import RunDir, now, replace_file
 from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.record.lease import BEAT_SECONDS, Lease, LeaseWatch
 from fsdp_pretrain.record.metrics import METRICS, records
 from fsdp_pretrain.record.requests import send
 from fsdp_pretrain.record.step_record import StepRecord
@@ -28,19 +25,16 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
-from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector
-from fsdp_pretrain.watchdog.hang.peers import PeerNodes, RemoteAlarms
+from fsdp_pretrain.watchdog.hang.peers import PeerNodes
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.notify.formatting import MessageSender
+from fsdp_pretrain.watchdog.notify.message import MessageSender
 from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
-from fsdp_pretrain.watchdog.notify.operator import alarms_file, journal_alarm, serve, snapshot_file, take_alarm_lease
+from fsdp_pretrain.watchdog.notify.operator import alarms_file, journal_alarm, serve, snapshot_file
 from fsdp_pretrain.watchdog.notify.prometheus import Exporter
 from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 
-from .goodput_job import GoodputJob
 from .registry import build_detectors
 
 _PER_START = frozenset("hang rank-died ended pace straggler node gpu run-directory corpus-storage mirror".split())
@@ -76,23 +70,18 @@ class HealthAlarms(Detector):
 
 
 class Leader:
-    """Leads a job. Create it once the segment is known, with a claim from `take_leadership`.
+    """Leads a job. Create it on node 0, once the segment is known."""
 
-    Attributes:
-        holds_lease: at the last check, no other node's agent had taken over the claim.
-    """
-
-    def __init__(self, config: Config, claim: Lease, ranks: RankMonitor, nodes: PeerNodes, segment: int) -> None:
-        self._config, self._run, self._claim = config, RunDir(config.run.dir), claim
+    def __init__(self, config: Config, ranks: RankMonitor, nodes: PeerNodes, segment: int) -> None:
+        self._config, self._run = config, RunDir(config.run.dir)
         self._ranks, self._nodes = ranks, nodes
         self._metrics, self._offset = self._run.segment(segment) / METRICS, 0
         self._losses = deque[float](maxlen=128)
-        due, steps = 10 * config.watchdog.interval.value, config.schedule.steps
-        self._snapshot = Snapshot(config.run.name, segment, pass_due=due, total_steps=steps)
+        self._snapshot = Snapshot(config.run.name, segment, total_steps=config.schedule.steps)
         self._own: dict[int, float] = {}
         self._peer_alarms, self._avoided = set[str](), set[str]()
         self._written = self._served = -math.inf
-        self.holds_lease, self._changed = True, False
+        self._changed = False
         self._journal = Journal(self._run)  # kept open: it buffers what a full disk does not take
         self._notifier: Notifier | None = None
         self._ping: Ping | None = None
@@ -106,13 +95,13 @@ class Leader:
             self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent")
         self._exporter = Exporter(section.prometheus)
         begun = environment.view(self._run, segment)
-        for alarm in list(self.alarms):  # another agent may have opened some in this start
+        for alarm in list(self.alarms):  # an earlier agent may have opened some in this start
             if alarm.detector in _PER_START and alarm.opened < (begun.time or "9"):
                 self.alarms.resolve(alarm.key, "the ranks were started again")
         hosts = list(begun.hosts or [socket.gethostname()])
-        self._drift = SlowdownDetector(self.alarms, config.watchdog.pace, self._run.path / "watchdog/pace.json", hosts)
-        self._stragglers = StragglerDetector(self.alarms, config.watchdog.pace)
-        self._detectors = [self._health, *([self._drift] if config.watchdog.pace.enabled else [])]
+        self._drift = SlowdownDetector(self.alarms, self._run.path / "watchdog/pace.json", hosts)
+        self._stragglers = StragglerDetector(self.alarms)
+        self._detectors = [self._health, *([self._drift] if config.watchdog.pace else [])]
         self._detectors += build_detectors(
             config,
             self.alarms,
@@ -138,14 +127,13 @@ class Leader:
             detector.tick(now)
         if now - self._served >= _SERVE_EVERY * self._config.watchdog.interval.value or self._changed:
             self._served, self._changed = now, False
-            self.holds_lease = self._claim.still_mine() or run_id.lost() is not None  # lost: nobody else can hold it
             serve(self._run, self.alarms)
             self._avoid_hosts()
             self._publish()
 
     def _update_snapshot(self, record: StepRecord) -> None:
         seen = self._snapshot
-        seen.step_seconds.observe(record.seconds.iteration)
+        seen.step_seconds = record.seconds.iteration
         seen.step, seen.tokens, seen.world = record.step, record.tokens, record.world
         seen.segment_steps = (seen.segment_steps or 0) + 1
         seen.skipped_steps = (seen.skipped_steps or 0) + record.skipped
@@ -159,13 +147,12 @@ class Leader:
         }
         found = set[str]()
         for other in self._nodes.others:
-            for key, finding in other.report.findings.items() if other.report is not None else ():
-                finding.enter(self.alarms, key)
-                found.add(key)
-            for rank, (number, own) in other.report.windows.items() if other.report is not None else ():
-                if number:
-                    windows[rank] = (other.name, number, own)
-            if self._nodes.is_silent(other) and not other.ended:
+            if other.report is not None:
+                for key, finding in other.report.findings.items():
+                    finding.enter(self.alarms, key)
+                    found.add(key)
+                windows |= {rank: (other.name, *window) for rank, window in other.report.windows.items() if window[0]}
+            if other.silent:
                 effect = "its node or agent failed, or it cannot reach the run directory"
                 self.open_silence(other.name, other.silence, effect)
             elif not other.ended:
@@ -173,7 +160,8 @@ class Leader:
         for key in self._peer_alarms - found:
             self.alarms.resolve(key)
         self._peer_alarms = found
-        self._stragglers.check(windows)
+        if self._config.watchdog.pace:
+            self._stragglers.check(windows)
         self._own = {rank: own for rank, (_, _, own) in windows.items()}
 
     def open_silence(self, host: str, seconds: float, effect: str) -> None:
@@ -232,35 +220,25 @@ class Leader:
         severities = Counter(alarm.severity for alarm in self.alarms)
         shown = replace(
             self._snapshot,
-            step_drift=self._drift.ratio,
             heartbeat_ages={beat.rank: (at - beat.phase_at) / 1e9 for beat in self._ranks.beats},
             own_ratios=_ratios(self._own),
             open={severity.name: severities[severity] for severity in Severity},
             loss_z=score(self._losses[-1], self._losses, _LOSS_NOISE) if len(self._losses) >= 16 else None,
         )
         for detector in self._detectors:
-            if isinstance(detector, CheckpointDetector):
-                shown.verified_step, shown.verified_age = detector.protected, detector.age
-                shown.checkpoint_failures, shown.checkpoint_bytes_per_second = detector.failures, detector.speed
-                risk = detector.unprotected
-                shown.unprotected_tokens = None if risk is None else risk.tokens
-            elif isinstance(detector, DiskSpaceDetector):
-                shown.next_checkpoint_fits = detector.fit.get("checkpoints")
-                shown.disk_full_in = detector.seconds_to_full.get("checkpoints")
-            elif isinstance(detector, GoodputJob):
-                shown = replace(shown, **detector.known)
+            shown = replace(shown, **detector.figures())
         return shown
 
-    def _on_change(self, alarm: Alarm, before: Alarm | None) -> None:
+    def _on_change(self, alarm: Alarm) -> None:
         self._changed = True
-        self.send(alarm, before)
+        self.send(alarm)
         if not self._health.is_written_by_trainer(alarm):
             journal_alarm(self._journal, alarm)
 
-    def send(self, alarm: Alarm, before: Alarm | None = None) -> None:
+    def send(self, alarm: Alarm) -> None:
         """Send an alarm to people without recording it: the run directory may not answer."""
         if self._notifier is not None:
-            self._notifier.on_change(alarm, before)
+            self._notifier.on_change(alarm)
 
     def report_end(self) -> None:
         """All ranks are gone: open an alarm unless they ended in order, or the run was complete before they started."""
@@ -281,46 +259,12 @@ class Leader:
         )
 
     def close(self) -> None:
-        """The watch ends, or another agent took over: unsent messages stay in the spool."""
+        """The watch ends."""
         self._exporter.close()
         if self._notifier is not None:
             self._notifier.close()
         self.alarms.close()
         self._journal.close()
-        self._claim.release()
-
-
-class Follower:
-    """What a node's agent does if it does not lead: run its own detectors, whose findings go to the leader."""
-
-    def __init__(self, config: Config, ranks: RankMonitor) -> None:
-        self._config, self._ranks = config, ranks
-        self.relay = RemoteAlarms()
-        self.alarms = cast(Alarms, self.relay)
-        self._detectors: list[Detector] = []
-
-    def run_pass(self, segment: int) -> None:
-        """Run the detectors of this node, which are built at the first pass."""
-        if not self._detectors:
-            self._detectors = build_detectors(
-                self._config,
-                self.alarms,
-                segment=segment,
-                leads=False,
-                pids=self._ranks.pids,
-                fetcher=status_file(self._ranks.pages, self._ranks.numbers.start),
-            )
-        for detector in self._detectors:
-            detector.tick(time.monotonic())
-
-
-def take_leadership(config: Config, watch: LeaseWatch) -> Lease | None:
-    """Take the claim to write the alarms of a run; None while another process, watched by `watch`, has it."""
-    try:
-        run, beat = RunDir(config.run.dir), min(config.watchdog.beat.value, BEAT_SECONDS)
-        return take_alarm_lease(run, "watchdog", beat=beat, watch=watch)
-    except OSError:
-        return None
 
 
 def _avoided(alarm: Alarm) -> Iterable[str]:

@@ -4,7 +4,7 @@
 
 A rank of the node starts it (`rank_client`). It outlives the rank, and ends with the process that started the ranks.
 Once a second it checks pages, processes and the record. It acts through the control inbox, by stack dumps and, as the
-last resort, by ending its own node's ranks. The agent of the first node leads; another takes over if it goes silent.
+last resort, by ending its own node's ranks. The agent of node 0 leads: it keeps the alarms, the others report to it.
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ from typing import Any
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import Exit, StorageError
-from fsdp_pretrain.record import exit_intent, lease, run_id
+from fsdp_pretrain.fetcher_status import status_file
+from fsdp_pretrain.record import exit_intent, run_id
 from fsdp_pretrain.record.exit_intent import ExitIntent
 from fsdp_pretrain.record.files import RunDir, make_directory
 from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.record.lease import LeaseWatch
 from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_time
+from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
-from fsdp_pretrain.watchdog.hang.peers import PeerNodes
+from fsdp_pretrain.watchdog.hang.peers import BEAT_SECONDS, NodeFindings, PeerNodes
 from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnapshot, killed_for_memory
 from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import root, sweep
-from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.notify.operator import watch_alarm_lease
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, AlarmSink
 
-from .leader import Follower, Leader, take_leadership
+from .leader import Leader
 from .pass_runner import PassRunner
+from .registry import build_detectors
 
 _STALLED = 0.5
 """Seconds between two passes while the ranks are stalled."""
 _ABSENT = 10.0
 """Seconds for which a run directory may be gone, e.g. during a remount, before the ranks are asked to stop."""
 _GIVE_UP = 60.0
-"""Seconds to wait for a first rank, or after a takeover for the earlier agent to end."""
+"""Seconds to wait for a first rank, or for the agent of an earlier attempt to end."""
 
 
 class AgentArguments(argparse.Namespace):
@@ -108,17 +110,16 @@ class Agent:
         self._config, self._run, self._args = config, RunDir(config.run.dir), args
         self._directory, self._segment = self._run.path / "watchdog", 0
         self._ranks = RankMonitor(range(*map(int, args.ranks.split(":"))), args.pages, args.launcher)
-        beat, silent = config.watchdog.beat.value, config.watchdog.silent.value
-        self._nodes = PeerNodes(self._directory, args.node, args.nodes, args.attempt, beat=beat, silent=silent)
-        self._lease_watch = watch_alarm_lease(self._run, silent if args.nodes > 1 else 0.0)
-        self._follower = Follower(config, self._ranks)
+        self._nodes = PeerNodes(self._directory, args.node, args.nodes, args.attempt)
         self._leader: Leader | None = None
+        self._findings = NodeFindings()
+        self._detectors: list[Detector] = []
         self._hang = HangMonitor(
             config.watchdog.hang, self._ranks, self._nodes, keep=self._keep_stack, end=self._end_ranks
         )
         self._died: list[Rank] = []
         self._stalled: list[RankSnapshot] = []
-        self._ended = self._asked_to_end = self._stop_asked = False
+        self._ended = self._asked_to_end = self._stop_asked = self._leader_missed = False
         self._absent_since: float | None = None
 
     def run(self) -> None:
@@ -158,9 +159,23 @@ class Agent:
             self._leader.run_pass()
             if (seconds := self._leader.step_seconds) is not None:
                 self._hang.history.assume(seconds)
-        elif self._segment:
-            self._follower.run_pass(self._segment)
+        elif self._segment and self._nodes.leader is not None:
+            self._run_own_detectors()
         self._check_run_directory()
+
+    def _run_own_detectors(self) -> None:
+        """Run the detectors of a node that does not lead, which are built at the first pass."""
+        if not self._detectors:
+            self._detectors = build_detectors(
+                self._config,
+                self._findings,
+                segment=self._segment,
+                leads=False,
+                pids=self._ranks.pids,
+                fetcher=status_file(self._ranks.pages, self._ranks.numbers.start),
+            )
+        for detector in self._detectors:
+            detector.tick(time.monotonic())
 
     def _finished(self, begun: float) -> bool:
         seen = bool(self._ranks.beats)
@@ -228,22 +243,22 @@ class Agent:
             for rank in self._ranks.alive[:1]:
                 rank.signal(signal.SIGUSR1)
 
-    # ------------------------------------------------------------------ other nodes, leadership
+    # ------------------------------------------------------------------ other nodes
 
     def _check_nodes(self) -> None:
-        """Read the other nodes' reports, find who leads, and whether a later start left this (frozen) node behind."""
-        leader, stalled = self._leader, bool(self._hang.stalled)
-        if self._nodes.read(all_=leader is not None or stalled, at_once=leader is not None and stalled):
+        """Read the other nodes' reports, and find out whether a later start left this (frozen) node behind."""
+        leads, stalled = self._nodes.leader is None, bool(self._hang.stalled)
+        if self._nodes.read(all_=leads or stalled, at_once=leads and stalled):
             self._end_if_superseded()
-        if leader is not None and not leader.holds_lease:
-            self._log("another node's watchdog leads now: this one was frozen, or cut off from the run directory")
-            leader.close()
-            self._leader = self._hang.alarms = None
-        if self._leader is None and self._segment and not self._ended:
-            if self._nodes.leads:
-                self._try_to_lead()
-            else:
-                self._observe_leader()
+        if leads and self._leader is None and self._segment and not self._ended:
+            self._leader = Leader(self._config, self._ranks, self._nodes, self._segment)
+            for key, finding in self._findings.by_key.items():  # from before the segment was known
+                finding.enter(self._leader.alarms, key)
+            self._hang.alarms = self._leader.alarms
+        if self._nodes.leader is not None and self._nodes.leader.silent != self._leader_missed:
+            self._leader_missed = not self._leader_missed
+            name = f"the watchdog of {self._nodes.leader.name}, which sends the alarms of this run,"
+            self._log(f"{name} is silent: none is sent" if self._leader_missed else f"{name} is there again")
 
     def _end_if_superseded(self) -> None:
         segments = self._run.segments
@@ -253,29 +268,15 @@ class Agent:
         self._ended = True
         self._log(f"start {newest} went on without these ranks of start {self._segment}: they were ended")
         self._ranks.kill()
-
-    def _observe_leader(self) -> None:
-        """Observe the beats of its claim, so that a takeover need not wait once it is silent."""
-        with contextlib.suppress(OSError):
-            self._lease_watch.holder_is_alive(lease.read(self._lease_watch.path))
-
-    def _try_to_lead(self) -> None:
-        claim = take_leadership(self._config, self._lease_watch)
-        if claim is None:
-            return  # an earlier agent has it, or briefly a command
-        self._leader = Leader(self._config, claim, self._ranks, self._nodes, self._segment)
-        for key, finding in self._follower.relay.findings.items():
-            finding.enter(self._leader.alarms, key)
-        self._hang.alarms = self._leader.alarms
-        if self._nodes.before:
-            silent = ", ".join(other.name for other in self._nodes.before)
-            self._log(f"the watchdog of this node leads now: no heartbeat from {silent}")
+        if self._leader is not None:  # another one has the alarms now
+            self._leader.close()
+            self._leader = self._hang.alarms = None
 
     def _report(self, *, ended: bool = False) -> None:
         windows = {beat.rank: (beat.window, beat.own) for beat in self._ranks.beats}
         if not (ended or self._ended):  # for ended ranks, keep their last positions: the others may still need them
             self._stalled = self._hang.stalled
-        self._nodes.write(self._segment, self._stalled, self._follower.relay.findings, windows, ended=ended)
+        self._nodes.write(self._segment, self._stalled, self._findings.by_key, windows, ended=ended)
 
     def _wait_for_other_nodes(self) -> None:
         """Wait for the last reports of the other nodes. A node without one is the cause if ranks failed unexplained."""
@@ -283,23 +284,23 @@ class Agent:
         if intent is not None and intent.code == Exit.COMPLETE:
             return
         patience, begun = self._nodes.patience, time.monotonic()
-        self._lease_watch = LeaseWatch(self._lease_watch.path, patience - self._nodes.beat)
         while not self._nodes.all_ended and time.monotonic() - begun < patience:
-            self._observe_leader()
-            time.sleep(self._nodes.beat / (4 if self._leader is not None else 1))
+            time.sleep(BEAT_SECONDS / (4 if self._leader is not None else 1))
             self._nodes.read(all_=True, at_once=True)
         lost = self._nodes.quiet()
-        if self._leader is None and all(other.name in lost for other in self._nodes.before):
-            self._try_to_lead()
-        if self._leader is None:
-            return
-        self._leader.run_pass()
+        if self._leader is not None:
+            self._leader.run_pass()
         intent = self._intent()
-        if lost and (intent is None or intent.code == Exit.UNEXPECTED):
-            for host, seconds in lost.items():
+        explained = intent is not None and intent.code != Exit.UNEXPECTED
+        if not lost or explained or any(other.number < self._nodes.node for other in self._nodes.left(lost)):
+            return  # the first node that is left speaks for all
+        for host, seconds in lost.items():
+            if self._leader is not None:
                 self._leader.open_silence(host, seconds, "the ranks of the other nodes lost their connection to it")
-            text = f"{', '.join(lost)} is lost: no heartbeat from it since the ranks failed"
-            self._write_intent(Exit.RESUME, text, {"suspects": [], "hosts": list(lost), "lost": list(lost)})
+            else:
+                self._log(f"no heartbeat from {host} for {human_time(seconds)}: it is lost, and the ranks failed")
+        text = f"{', '.join(lost)} is lost: no heartbeat from it since the ranks failed"
+        self._write_intent(Exit.RESUME, text, {"suspects": [], "hosts": list(lost), "lost": list(lost)})
 
     # ------------------------------------------------------------------ ranks that end
 
@@ -369,9 +370,9 @@ class Agent:
     # ------------------------------------------------------------------ records, alarms
 
     @property
-    def _alarms(self) -> Alarms:
-        """The alarms that take this node's findings."""
-        return (self._leader or self._follower).alarms
+    def _alarms(self) -> AlarmSink:
+        """What takes this node's findings."""
+        return self._findings if self._leader is None else self._leader.alarms
 
     def _log(self, text: str) -> None:
         Journal(self._run, self._segment or None).write("watchdog", f"{socket.gethostname()}: {text}")

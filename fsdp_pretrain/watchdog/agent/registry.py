@@ -25,7 +25,7 @@ from fsdp_pretrain.watchdog.detectors.host import HostDetector
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.detectors.nvml import resolve
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes.client import ProbeServer
 
 from .goodput_job import GoodputJob
@@ -35,7 +35,7 @@ _SHM = Path("/dev/shm")
 
 def build_detectors(
     config: Config,
-    alarms: Alarms,
+    alarms: AlarmSink,
     *,
     segment: int,
     leads: bool = True,
@@ -53,15 +53,15 @@ def build_detectors(
         reached: returns the newest step that a rank of this node has started.
         fetcher: where the fetcher of this node says how it is.
     """
-    run, host, section, probes = RunDir(config.run.dir), socket.gethostname(), config.watchdog.storage, ProbeServer()
+    run, host, probes = RunDir(config.run.dir), socket.gethostname(), ProbeServer()
     corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
-    mounts = MountDetector(alarms, section, probes, [run.checkpoints] if leads else [], corpora)
+    mounts = MountDetector(alarms, probes, [run.checkpoints] if leads else [], corpora)
     found: list[Detector] = [mounts, HostDetector(alarms, host=host, pids=pids)]
     if fetcher is not None and len(corpora) < len(config.data.sources):
         found.append(CorpusStorageDetector(alarms, fetcher, host))
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
     if not leads:
-        found.append(DiskSpaceDetector(alarms, section, probes, local))
+        found.append(DiskSpaceDetector(alarms, probes, local))
     else:
         directories = [store.directory for store in stores(run).all]
         places = [("checkpoints", run.checkpoints, True), ("run", run.path, False)]
@@ -70,7 +70,7 @@ def build_detectors(
             directories += [] if other.directory in directories else [other.directory]
         checkpoints = CheckpointDetector(
             alarms,
-            section,
+            config.watchdog.storage,
             probes,
             run=run.path,
             segment=segment,
@@ -83,14 +83,14 @@ def build_detectors(
         )
         found += [
             checkpoints,
-            DiskSpaceDetector(alarms, section, probes, [*places, *local], checkpoints),
+            DiskSpaceDetector(alarms, probes, [*places, *local], checkpoints),
             DataWaitDetector(alarms),
             _data_invariants(config, run, alarms, mounts),
         ]
         if config.eval.every is not None or config.eval.loss_on:
-            found.append(EvaluationDetector(alarms, section, probes, run.path))
+            found.append(EvaluationDetector(alarms, probes, run.path))
         if config.checkpoint.mirror is not None:
-            found.append(MirrorDetector(alarms, section, probes, run.path, segment))
+            found.append(MirrorDetector(alarms, probes, run.path, segment))
         shown = config.watchdog.notify.prometheus
         if shown.port is not None or shown.textfile is not None:
             found.append(GoodputJob(alarms, probes, run.path))
@@ -99,14 +99,13 @@ def build_detectors(
     return found
 
 
-def _data_invariants(config: Config, run: RunDir, alarms: Alarms, mounts: MountDetector) -> DataInvariantDetector:
+def _data_invariants(config: Config, run: RunDir, alarms: AlarmSink, mounts: MountDetector) -> DataInvariantDetector:
     def before(step: int) -> StepRecord | None:
         kept = [record for record, left_by in find_step(run, step) if left_by is None] if step else []
         return kept[-1] if kept else None
 
     return DataInvariantDetector(
         alarms,
-        config.watchdog.sentinels,
         rates=mounts.rates,
         row=config.data.row,
         causal=config.data.objective.kind == "causal",
@@ -115,7 +114,7 @@ def _data_invariants(config: Config, run: RunDir, alarms: Alarms, mounts: MountD
     )
 
 
-def _devices(config: Config, run: RunDir, alarms: Alarms, host: str, expected: int) -> GpuDetector | None:
+def _devices(config: Config, run: RunDir, alarms: AlarmSink, host: str, expected: int) -> GpuDetector | None:
     section = config.watchdog.hardware
     try:
         provider = resolve(section.provider)
@@ -127,4 +126,4 @@ def _devices(config: Config, run: RunDir, alarms: Alarms, host: str, expected: i
     if provider is None:
         return None
     memory = section.hosts or run.path / "watchdog/hosts.json"
-    return GpuDetector(alarms, section, host=host, memory=memory, expected=expected, provider=provider)
+    return GpuDetector(alarms, host=host, memory=memory, expected=expected, provider=provider)

@@ -1,7 +1,7 @@
 """The base of all detectors: each watches one thing, and opens, updates and resolves the alarms about it. No torch.
 
 Detectors only observe. They receive the metrics records in order and one `tick` per pass, and report only through
-`open` and `resolve`, so a detector can be replayed over an old record. Only `Alarms` knows which alarms are open: a
+`open` and `resolve`, so a detector can be replayed over an old record. Only `AlarmSink` knows which alarms are open: a
 list kept by the detector would be lost in a restart.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 
 class Detector:
@@ -23,7 +23,7 @@ class Detector:
         last: the last record of this start; None before the first.
     """
 
-    def __init__(self, alarms: Alarms) -> None:
+    def __init__(self, alarms: AlarmSink) -> None:
         self.alarms = alarms
         self.last: StepRecord | None = None
 
@@ -38,6 +38,10 @@ class Detector:
 
     def tick(self, now: float) -> None:
         """A pass of the watchdog. `now`: `time.monotonic()`, seconds. Must never block."""
+
+    def figures(self) -> dict[str, Any]:
+        """What it knows of the run, as fields of a `Snapshot`."""
+        return {}
 
     def open(
         self,

@@ -25,8 +25,8 @@ from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import Progress, human_bytes, human_count, human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
-from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
+from fsdp_pretrain.watchdog.probes.client import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe, ProbeServer
 
 from .base import Detector
 
@@ -36,7 +36,9 @@ _NO_MATTER = 1.0
 """Seconds: shorter saves are never reported as slow."""
 _STILL_FIRST = 5
 """Before any save was timed, a writer may stall this many times longer."""
-_AUDIT_DEADLINE = 3600.0
+_STILL_SECONDS = 60.0
+"""A save that has not grown for so long, and for as long as saves usually take, has a writer that hangs. Longer before
+the first save was timed."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class CheckpointDetector(Detector):
 
     def __init__(
         self,
-        alarms: Alarms,
+        alarms: AlarmSink,
         section: StorageSection,
         probes: ProbeServer,
         *,
@@ -104,11 +106,10 @@ class CheckpointDetector(Detector):
         self._section, self._probes, self._run, self._segment = section, probes, run, segment
         self._main, self._every, self._prune = stores[0], every, prune
         self._which = "verified" if verify else "newest"
-        deadline, interval, audit = section.deadline.value, section.interval.value, section.audit.value
-        places: dict[str, Any] = {"directories": [str(path) for path in stores]}
-        journal = {"chronicle": str(run / "journal.jsonl"), "offset": 0}
-        self._probe = PeriodicProbe(probes, "checkpoints", every=interval, deadline=deadline, **places, **journal)
-        self._audit = PeriodicProbe(probes, "checksum", every=audit, deadline=max(_AUDIT_DEADLINE, deadline), **places)
+        directories = [str(path) for path in stores]
+        journal: dict[str, Any] = {"chronicle": str(run / "journal.jsonl"), "offset": 0}
+        self._probe = PeriodicProbe(probes, "checkpoints", directories=directories, **journal)
+        self._audit = PeriodicProbe(probes, "checksum", AUDIT_SECONDS, AUDIT_DEADLINE, directories=directories)
         self.need: SpaceNeeded | None = None
         self.prunable: SpaceNeeded | None = None
         self.completed = self.failures = 0
@@ -155,7 +156,17 @@ class CheckpointDetector(Detector):
             self._judge_place(Path(newest["path"]), newest["step"])
         self._judge_damage(found)
         self._judge_writers(found["writing"], now)
-        self._probe.every = self._section.interval.value / (4 if found["writing"] else 1)
+        self._probe.every = upcoming.CHECK_SECONDS / (4 if found["writing"] else 1)
+
+    def figures(self) -> dict[str, Any]:
+        """The newest verified checkpoint, and what saves are like."""
+        return {
+            "verified_step": self.protected,
+            "verified_age": self.age,
+            "checkpoint_failures": self.failures,
+            "checkpoint_bytes_per_second": self.speed,
+            "unprotected_tokens": None if (risk := self.unprotected) is None else risk.tokens,
+        }
 
     # ------------------------------------------------------------------ age of the newest checkpoint
 
@@ -339,7 +350,7 @@ class CheckpointDetector(Detector):
             attempt = self._attempts.get(name, SaveInFlight(now, size, now))
             seen[name] = attempt if size == attempt.bytes else replace(attempt, bytes=size, grown=now)
         self._attempts = seen
-        typical, least = self._typical_save(), self._section.still.value
+        typical, least = self._typical_save(), _STILL_SECONDS
         allowed = _STILL_FIRST * least if typical is None else max(least, typical)
         still = [(now - attempt.grown, name) for name, attempt in seen.items() if now - attempt.grown > allowed]
         if still:

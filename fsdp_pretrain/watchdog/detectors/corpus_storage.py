@@ -9,7 +9,7 @@ from fsdp_pretrain import fetcher_status
 from fsdp_pretrain.fetcher_status import FetcherStatus
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
 
@@ -25,7 +25,7 @@ class CorpusStorageDetector(Detector):
         path: where the fetcher of this node says how it is, in local memory.
     """
 
-    def __init__(self, alarms: Alarms, path: Path, host: str) -> None:
+    def __init__(self, alarms: AlarmSink, path: Path, host: str) -> None:
         super().__init__(alarms)
         self._path, self._host, self._key = path, host, f"corpus-storage/{host}"
         self._seen: float | None = None

@@ -9,17 +9,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from fsdp_pretrain.config.operations import SentinelSection
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
 
 _TOLERATED = 0.01
 """Share of the documents that may break an invariant in one step."""
-_RATE_TOKENS = 1_000_000
-_SHARE_STEPS, _SHARE_SCORE = 100, 6.0
+_RATE_TOKENS, _SEPARATOR_RATE = 1_000_000, 0.2
+"""A warning if the rate of separators over so many tokens differs by more than this share from the manifests'."""
+_SHARE_STEPS, _SHARE_SCORE, _LEAST_SHARE = 100, 6.0, 0.02
+"""A warning if over so many steps a source's share differs from the plan by so many deviations, and by this share."""
 _REMEMBERED = 100_000
 _FAR, _FAR_STEPS, _FAR_LEAST = 5.0, 3, 2
 _EFFECTS = {
@@ -47,8 +48,7 @@ class DataInvariantDetector(Detector):
 
     def __init__(
         self,
-        alarms: Alarms,
-        section: SentinelSection,
+        alarms: AlarmSink,
         *,
         rates: Mapping[str, float],
         row: int,
@@ -57,7 +57,7 @@ class DataInvariantDetector(Detector):
         before: Callable[[int], StepRecord | None] = lambda step: None,
     ) -> None:
         super().__init__(alarms)
-        self._section, self._rates, self._row, self._causal = section, rates, row, causal
+        self._rates, self._row, self._causal = rates, row, causal
         self._max_quarantined, self._before = max_quarantined, before
         self._digests: dict[str, int] = {}
         self._tokens = self._separators = 0
@@ -129,7 +129,7 @@ class DataInvariantDetector(Detector):
         ratio = self._separators / self._expected
         self._tokens, self._separators, self._expected = 0, 0, 0.0
         text = f"{ratio:.2f} times as many separators as the manifests state"
-        if abs(ratio - 1) > self._section.separator_rate:
+        if abs(ratio - 1) > _SEPARATOR_RATE:
             self._wrong(Severity.WARN, "data-separator-rate", text)
         else:
             self.resolve("data-separator-rate", text)
@@ -143,7 +143,7 @@ class DataInvariantDetector(Detector):
         for name in record.ramps.shares:
             planned = sum(batch * plan.get(name, 0.0) for batch, _, plan in self._shares) / samples
             found = sum(batch * share.get(name, 0.0) for batch, share, _ in self._shares) / samples
-            allowed = max(self._section.share, _SHARE_SCORE * math.sqrt(planned * (1 - planned) / samples))
+            allowed = max(_LEAST_SHARE, _SHARE_SCORE * math.sqrt(planned * (1 - planned) / samples))
             text = f"{found:.1%} of the last {len(self._shares)} steps came from {name}, planned are {planned:.1%}"
             if abs(found - planned) > allowed + record.batch / samples:  # a plan may change within a batch
                 self._wrong(Severity.WARN, f"data-share/{name}", text)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fsdp_pretrain.checkpoint.disk_space import Room
-from fsdp_pretrain.checkpoint.upcoming import FEW, fit
-from fsdp_pretrain.config.operations import StorageSection
+from fsdp_pretrain.checkpoint.upcoming import FEW, RESERVE, fit
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import slope
 from fsdp_pretrain.units import human_bytes, human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 from .base import Detector
@@ -65,19 +65,15 @@ class DiskSpaceDetector(Detector):
 
     def __init__(
         self,
-        alarms: Alarms,
-        section: StorageSection,
+        alarms: AlarmSink,
         probes: ProbeServer,
         places: list[tuple[str, Path, bool]],
         checkpoints: CheckpointDetector | None = None,
     ) -> None:
         super().__init__(alarms)
-        self._reserve, self._checkpoints = section.reserve, checkpoints
-        every, deadline = section.interval.value, section.deadline.value
+        self._checkpoints = checkpoints
         self.places = [
-            WatchedDirectory(
-                name, path, holds, PeriodicProbe(probes, "space", every=every, deadline=deadline, path=str(path))
-            )
+            WatchedDirectory(name, path, holds, PeriodicProbe(probes, "space", path=str(path)))
             for name, path, holds in places
         ]
         self.fit: dict[str, int] = {}
@@ -99,12 +95,17 @@ class DiskSpaceDetector(Detector):
             else:
                 self._judge_rest(place, room)
 
+    def figures(self) -> dict[str, Any]:
+        """What is left for checkpoints."""
+        name = "checkpoints"
+        return {"next_checkpoint_fits": self.fit.get(name), "disk_full_in": self.seconds_to_full.get(name)}
+
     def _judge_fit(self, place: WatchedDirectory, room: Room, writing: int, checkpoints: CheckpointDetector) -> None:
         if checkpoints.need is None or checkpoints.need.bytes == 0:
             return
         main = place.name == "checkpoints"
         old = checkpoints.prunable if main else None
-        found = fit(checkpoints.need, room, reserve=self._reserve, writing=writing, old=old)
+        found = fit(checkpoints.need, room, writing=writing, old=old)
         self.fit[place.name] = found.count
         fails = found.severity is Severity.CRIT
         if found.severity is not None:
@@ -154,7 +155,7 @@ class DiskSpaceDetector(Detector):
     def _judge_rest(self, place: WatchedDirectory, room: Room) -> None:
         """For the record and temporary files: a share of the bytes and of the inodes should stay free."""
         shares = [room.free / max(1, room.total)] + ([room.files_free / room.files] if room.files else [])
-        share, least = min(shares), room.reserved(self._reserve) / max(1, room.total)
+        share, least = min(shares), room.reserved(RESERVE) / max(1, room.total)
         full, free = share < least / 10, human_bytes(room.free)
         if share < least:
             self.open(

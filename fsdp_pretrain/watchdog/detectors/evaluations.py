@@ -12,11 +12,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 from .base import Detector
@@ -34,11 +33,10 @@ class EvaluationDetector(Detector):
     it; `evaluation/STEP` reports it even when the worker is stopped.
     """
 
-    def __init__(self, alarms: Alarms, section: StorageSection, probes: ProbeServer, run: Path) -> None:
+    def __init__(self, alarms: AlarmSink, probes: ProbeServer, run: Path) -> None:
         super().__init__(alarms)
-        every, deadline = section.interval.value, section.deadline.value
-        self._probe = PeriodicProbe(probes, "evaluations", every=every, deadline=deadline, evals=str(run / "evals"))
-        self._results = PeriodicProbe(probes, "results", every=every, deadline=deadline, run=str(run), newest=_RESULTS)
+        self._probe = PeriodicProbe(probes, "evaluations", evals=str(run / "evals"))
+        self._results = PeriodicProbe(probes, "results", run=str(run), newest=_RESULTS)
         self._run = run
         self._seen: dict[str, float] = {}
         self._heldout: dict[str, deque[Point]] = {}

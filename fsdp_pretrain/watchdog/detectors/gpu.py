@@ -10,22 +10,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from fsdp_pretrain.config.operations import HardwareSection
 from fsdp_pretrain.deadline import Helper
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.units import human_time
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
 from .host_history import remember
 from .nvml import DeviceState
 
+_CHECK_SECONDS, _DEADLINE_SECONDS = 15.0, 10.0
+"""Between two checks of the GPUs, and how long one may take; two longer ones in a row are a warning."""
+_LEMON = 3
+"""A host is proposed for exclusion after so many incidents in 14 days."""
 _FATAL_XIDS = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120})
 """Uncorrectable memory, remapping, NVLink, fallen off the bus, contained errors, GSP errors."""
 _REMAP_XID = 63
 """A row was remapped: fatal only if the remapping failed."""
 _BRAKES = {0x8: "hardware slowdown", 0x20: "thermal limit", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
 _WINDOW, _OFTEN = 20, 15
-"""Samples, five minutes by default, and in how many of them an oddity must occur to be a warning."""
+"""Samples, five minutes, and in how many of them an oddity must occur to be a warning."""
 _SLOW_CLOCK, _LOW_POWER, _BUSY = 0.9, 0.6, 0.5
 _NEAR = 3.0
 _WEDGED = 2
@@ -39,11 +43,9 @@ class GpuDetector(Detector):
     provider: `nvml` or `file:PATH`; from `nvml.resolve`.
     """
 
-    def __init__(
-        self, alarms: Alarms, section: HardwareSection, *, host: str, memory: Path, expected: int, provider: str
-    ) -> None:
+    def __init__(self, alarms: AlarmSink, *, host: str, memory: Path, expected: int, provider: str) -> None:
         super().__init__(alarms)
-        self._section, self._host, self._memory, self._expected = section, host, memory, expected
+        self._host, self._memory, self._expected = host, memory, expected
         self.helper = Helper("fsdp_pretrain.watchdog.detectors.nvml", provider)
         self.asked: float | None = None
         self._due, self._missed = 0.0, 0
@@ -57,7 +59,7 @@ class GpuDetector(Detector):
         """Request the state of the GPUs when due, and judge it when it arrives."""
         if self.asked is None:
             if now >= self._due:
-                self.asked, self._due = now, now + self._section.interval.value
+                self.asked, self._due = now, now + _CHECK_SECONDS
                 self.helper.send({})
             return
         for answer in self.helper.receive():
@@ -68,10 +70,10 @@ class GpuDetector(Detector):
                 self._missed = 0
                 self.resolve(f"gpu-blind/{self._host}", "the state of the GPUs is known again")
                 self._judge([DeviceState(**device) for device in answer["devices"]])
-        if self.asked is not None and now - self.asked > self._section.deadline.value:
+        if self.asked is not None and now - self.asked > _DEADLINE_SECONDS:
             self.helper.replace()  # it may hang in the driver; the next request starts another
             self.asked = None
-            self._miss(f"no answer within {self._section.deadline}")
+            self._miss(f"no answer within {human_time(_DEADLINE_SECONDS)}")
 
     def _miss(self, why: str) -> None:
         self._missed += 1
@@ -114,14 +116,14 @@ class GpuDetector(Detector):
 
     def _remember(self) -> None:
         incidents = remember(self._memory, self._host, "gpu")
-        if incidents[self._host] >= self._section.lemon:
+        if incidents[self._host] >= _LEMON:
             self.open(
                 f"host-record/{self._host}",
                 Severity.WARN,
                 f"{self._host} had {incidents[self._host]} incidents in 14 days",
                 "a few hosts cause most of the interruptions",
                 "exclude it until it has been tested",
-                facts={"proposed": sorted(host for host, n in incidents.items() if n >= self._section.lemon)},
+                facts={"proposed": sorted(host for host, n in incidents.items() if n >= _LEMON)},
             )
 
     def _judge_odd(self, devices: list[DeviceState]) -> None:

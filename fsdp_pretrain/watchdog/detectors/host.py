@@ -15,7 +15,7 @@ import psutil
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import slope
 from fsdp_pretrain.units import human_bytes, human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
 
@@ -90,7 +90,7 @@ class HostDetector(Detector):
 
     def __init__(
         self,
-        alarms: Alarms,
+        alarms: AlarmSink,
         *,
         host: str,
         pids: Callable[[], list[int]] = list,

@@ -6,10 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
 
 from .base import Detector
@@ -23,10 +22,9 @@ _LONG = 3600.0
 class MirrorDetector(Detector):
     """Alarm `mirror`: nothing can be copied, or the process that copies does not work."""
 
-    def __init__(self, alarms: Alarms, section: StorageSection, probes: ProbeServer, run: Path, segment: int) -> None:
+    def __init__(self, alarms: AlarmSink, probes: ProbeServer, run: Path, segment: int) -> None:
         super().__init__(alarms)
-        every, deadline = section.interval.value, section.deadline.value
-        self._probe = PeriodicProbe(probes, "mirror", every=every, deadline=deadline, run=str(run), segment=segment)
+        self._probe = PeriodicProbe(probes, "mirror", run=str(run), segment=segment)
         self._run, self._heard = run, dict[str, tuple[int, float]]()
 
     def tick(self, now: float) -> None:

@@ -10,17 +10,15 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
-from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeAnswer, ProbeServer
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
+from fsdp_pretrain.watchdog.probes.client import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe, ProbeAnswer, ProbeServer
 
 from .base import Detector
 
-_AUDIT_DEADLINE = 600.0
 _TWICE = 2
 _SLOW_SCORE, _SLOW_FLOOR, _SLOW_IN_A_ROW, _NO_MATTER = 8.0, 0.25, 5, 1.0
 _HISTORY, _LEAST_HISTORY = 200, 20
@@ -51,13 +49,19 @@ class MountDetector(Detector):
     """
 
     def __init__(
-        self, alarms: Alarms, section: StorageSection, probes: ProbeServer, probed: list[Path], corpora: dict[str, Path]
+        self,
+        alarms: AlarmSink,
+        probes: ProbeServer,
+        probed: list[Path],
+        corpora: dict[str, Path],
     ) -> None:
         super().__init__(alarms)
-        self._probes, self._every, self._deadline = probes, section.interval.value, section.deadline.value
+        self._probes = probes
         self._mounts = {str(path): _Mount(str(path), self._probe("write", path=str(path))) for path in probed}
-        pace = {"every": section.audit.value, "deadline": max(_AUDIT_DEADLINE, self._deadline)}
-        self._audits = {name: PeriodicProbe(probes, "corpus", path=str(path), **pace) for name, path in corpora.items()}
+        self._audits = {
+            name: PeriodicProbe(probes, "corpus", AUDIT_SECONDS, AUDIT_DEADLINE, path=str(path))
+            for name, path in corpora.items()
+        }
         self._corpora, self._shards = corpora, dict[str, tuple[int, list[str]]]()
         self.rates: dict[str, float] = {}
 
@@ -73,7 +77,7 @@ class MountDetector(Detector):
                 self._judge_mount(mount, answer)
 
     def _probe(self, name: str, **arguments: Any) -> PeriodicProbe:
-        return PeriodicProbe(self._probes, name, every=self._every, deadline=self._deadline, **arguments)
+        return PeriodicProbe(self._probes, name, **arguments)
 
     def _judge_corpus(self, name: str, answer: ProbeAnswer) -> None:
         path = self._corpora[name]
@@ -153,7 +157,7 @@ class MountDetector(Detector):
 class DataWaitDetector(Detector):
     """Alarm `data-wait`: steps wait for data."""
 
-    def __init__(self, alarms: Alarms) -> None:
+    def __init__(self, alarms: AlarmSink) -> None:
         super().__init__(alarms)
         self._known: deque[float] = deque(maxlen=512)
         self._long: deque[bool] = deque(maxlen=_WAIT_STEPS)

@@ -14,17 +14,25 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from fsdp_pretrain.config.operations import PaceSection
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import spread
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
 from .cusum import PaceChange, PaceCusum
 
+_SETTLE = 20
+"""First steps of a start that are not judged."""
+_WORSE, _WORSE_SECONDS = 0.10, 1800.0
+"""A slowdown of this share that lasts for so long is critical."""
+_RESTART = 0.03
+"""A slowdown of this share against the best earlier start on as many ranks is reported after a restart."""
+_STRAGGLER = 0.02
+"""Share by which the own time of a straggler is above the median of all ranks."""
 _AFTER = 3
 """Steps after a disturbed one that are not judged either."""
 _AMONG, _OVER_TIME, _KNOWN, _KEPT = 6, 3, 7, 16
@@ -52,9 +60,9 @@ class SlowdownDetector(Detector):
         hosts: of this start.
     """
 
-    def __init__(self, alarms: Alarms, section: PaceSection, path: Path, hosts: Sequence[str]) -> None:
+    def __init__(self, alarms: AlarmSink, path: Path, hosts: Sequence[str]) -> None:
         super().__init__(alarms)
-        self._section, self._path, self._hosts = section, path, sorted(set(hosts))
+        self._path, self._hosts = path, sorted(set(hosts))
         self._pace = PaceCusum()
         self._steps = self._wait = 0
         self._clean = deque[float](maxlen=_BEST)
@@ -63,10 +71,9 @@ class SlowdownDetector(Detector):
         self._best = state_files.view(path, dict[str, BestPace]) or {}
         self._slow_since: float | None = None
 
-    @property
-    def ratio(self) -> float | None:
+    def figures(self) -> dict[str, Any]:
         """Present step time over the baseline; None while that is being learned."""
-        return self._pace.ratio
+        return {"step_drift": self._pace.ratio}
 
     def step(self, record: StepRecord) -> None:
         """Judge a step if it is clean."""
@@ -74,7 +81,7 @@ class SlowdownDetector(Detector):
         self._steps += 1
         disturbed = record.seconds.checkpoint > 0 or record.beside or record.skipped
         self._wait = _AFTER if disturbed else max(0, self._wait - 1)
-        if self._steps <= self._section.settle or disturbed or self._wait:
+        if self._steps <= _SETTLE or disturbed or self._wait:
             return
         shape = f"{record.world or 0} ranks, {record.batch} x {record.sequence_length}"
         if shape != self._shape:
@@ -98,7 +105,7 @@ class SlowdownDetector(Detector):
             return
         self._slow_since = self._slow_since or now
         ratio = self._pace.ratio or 1.0
-        if ratio - 1 >= self._section.worse and now - self._slow_since > self._section.worse_after.value:
+        if ratio - 1 >= _WORSE and now - self._slow_since > _WORSE_SECONDS:
             self.open("pace", Severity.CRIT, f"steps still take {ratio - 1:.1%} longer")
 
     def _report(self, change: PaceChange) -> None:
@@ -137,7 +144,7 @@ class SlowdownDetector(Detector):
                 state_files.write(self._path, known)
 
     def _compare(self, ratio: float, best: BestPace) -> None:
-        if ratio - 1 < self._section.restart:
+        if ratio - 1 < _RESTART:
             self.resolve("pace/restart", "as fast as before the restart")
             return
         new = sorted(set(self._hosts) - set(best.hosts))
@@ -169,13 +176,12 @@ class StragglerDetector(Detector):
     All ranks wait for the slowest, so wall time says nothing; own time does. A straggler exceeds the median of all by
     more than the noise among ranks and between windows, in three of the last four windows. With few ranks only the
     latter noise is available; it is taken from changes, so that a rank that stays slow does not hide itself. One that
-    was reported stays a straggler until it is no more than `pace.straggler` above the median: noise that comes later
+    was reported stays a straggler until it is no more than `_STRAGGLER` above the median: noise that comes later
     does not make it as fast as the others.
     """
 
-    def __init__(self, alarms: Alarms, section: PaceSection) -> None:
+    def __init__(self, alarms: AlarmSink) -> None:
         super().__init__(alarms)
-        self._section = section
         self._ratios: dict[int, list[float]] = {}
         self._reported = set[int]()
         self._window = 0
@@ -193,7 +199,7 @@ class StragglerDetector(Detector):
         ratios = {rank: value / typical - 1 for rank, value in own.items()}
         self._ratios = {rank: [*self._ratios.get(rank, []), ratio][-_KEPT:] for rank, ratio in ratios.items()}
         among = spread(list(ratios.values()))[1] if len(own) > 2 else 0.0
-        slow = self._slow(max(self._section.straggler, _AMONG * among))
+        slow = self._slow(max(_STRAGGLER, _AMONG * among))
         if slow is not None:
             self._reported = slow
             self._report(slow, {rank: host for rank, (host, _, _) in windows.items()}, ratios)
@@ -207,9 +213,7 @@ class StragglerDetector(Detector):
             return None
         noise = {rank: max(spread(pooled)[1], spread(each)[1] if each else 0.0) for rank, each in changes.items()}
         bounds = {
-            rank: self._section.straggler
-            if rank in self._reported
-            else max(bound, _OVER_TIME * noise[rank] / math.sqrt(2))
+            rank: _STRAGGLER if rank in self._reported else max(bound, _OVER_TIME * noise[rank] / math.sqrt(2))
             for rank in self._ratios
         }
         return {rank for rank, known in self._ratios.items() if sum(ratio > bounds[rank] for ratio in known[-4:]) >= 3}

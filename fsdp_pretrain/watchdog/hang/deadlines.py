@@ -14,6 +14,14 @@ from statistics import median
 from fsdp_pretrain.config.operations import HangSection
 from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase
 
+LONGEST = 1800.0
+"""Seconds to which slow steps extend the hard deadline."""
+UNKNOWN_SOFT, UNKNOWN_HARD = 1800.0, 3600.0
+"""Seconds for saves, loads and first steps (which compile) as long as their usual duration is not known."""
+CONNECT = 900.0
+"""Seconds until all ranks have connected."""
+_SAVES = 4
+"""Saves and loads, once known, may take so many times as long as steps."""
 _HISTORY = 512
 _FEW = 3
 _LONG_PHASES = (Phase.LOAD, Phase.SAVE)
@@ -72,18 +80,20 @@ class PhaseHistory:
 
     def _deadlines(self, phase: Phase) -> Deadlines:
         section = self._section
-        unknown = Deadlines(section.unknown_soft.value, section.unknown_hard.value)
+        unknown = Deadlines(max(UNKNOWN_SOFT, section.soft.value), max(UNKNOWN_HARD, section.hard.value))
         if phase in _LONG_PHASES:
             known = self._long[phase]
             if len(known) < _FEW:
                 return unknown
             typical = median(known)
-            return Deadlines(max(section.save_soft.value, 3 * typical), max(section.save_hard.value, 6 * typical))
+            return Deadlines(
+                max(_SAVES * section.soft.value, 3 * typical), max(_SAVES * section.hard.value, 6 * typical)
+            )
         if phase is Phase.START:
-            return Deadlines(section.connect.value / 2, section.connect.value)
+            return Deadlines(CONNECT / 2, CONNECT)
         if phase is Phase.END or not self._steps:
             return unknown
         typical = median(self._steps)
         soft = max(section.soft.value, 8 * typical, 2 * max(self._steps))
-        hard = min(max(section.hard.value, 30 * typical), section.longest.value)
+        hard = max(section.hard.value, min(30 * typical, LONGEST))
         return Deadlines(soft, max(hard, soft + section.soft.value))

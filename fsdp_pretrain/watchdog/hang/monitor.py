@@ -19,7 +19,7 @@ from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
-from .deadlines import PhaseHistory
+from .deadlines import LONGEST, PhaseHistory
 from .diagnosis import HangDiagnosis, diagnose
 from .peers import PeerNodes
 from .rank_monitor import RankMonitor, RankSnapshot
@@ -145,7 +145,7 @@ class HangMonitor:
         now, verdict = self._signatures(), self._diagnose(stall)
         guilty = [rank for rank in stall.seen if rank in verdict.suspects] or list(stall.seen)
         moved = stall.dumps >= 2 and any(now.get(rank) != stall.seen[rank] for rank in guilty)
-        if moved and seconds < self._section.longest.value:
+        if moved and seconds < LONGEST:
             stall.seen = now  # something moves although no beat comes: extend the deadline
             stall.patience += hard
             stall.dumps, stall.dumped = 1, seconds

@@ -1,4 +1,5 @@
-"""What the agents of a job's nodes report to each other, through one file each in the run directory. No torch.
+"""What the agents of a job's nodes report to that of node 0, which leads, through one file each in the run directory.
+No torch.
 
 The run directory is all that nodes share. A file that stops changing means that its agent, its node or its mount is
 gone. Silence is measured on the reader's own clock, so clocks need not agree.
@@ -12,6 +13,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,20 @@ from pydantic import BaseModel, ConfigDict
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import now, replace_file
 from fsdp_pretrain.severity import Severity, SeverityName
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .rank_monitor import RankSnapshot
 
+BEAT_SECONDS = 5.0
+"""Between two reports of a node."""
+SILENT_SECONDS = 60.0
+"""Without a report, until an agent counts as gone, and an alarm is raised."""
 _QUIET = 3
-"""Beats without a sign after which a node is no longer waited for."""
+"""Beats without a report after which a node is no longer waited for."""
 
 
-class PeerFinding(BaseModel):
-    """An open alarm of a node that does not lead: the arguments of `Alarms.open` that were given."""
+class NodeFinding(BaseModel):
+    """An open alarm of a node that does not lead: the arguments of `AlarmSink.open` that were given."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -40,28 +46,29 @@ class PeerFinding(BaseModel):
     action: str = ""
     step: int | None = None
     facts: dict[str, Any] = {}
-    revised: bool = False
 
-    def enter(self, alarms: Alarms, key: str) -> None:
+    def enter(self, alarms: AlarmSink, key: str) -> None:
+        """Open it among the alarms of the run."""
         more = self.model_dump(exclude_unset=True, exclude={"severity", "summary"})
         alarms.open(key, self.severity, self.summary, **more)
 
 
-class RemoteAlarms:
-    """Replaces `Alarms` on nodes that do not lead: open alarms travel to the leader with the next beat."""
+class NodeFindings(AlarmSink):
+    """Takes the findings of a node that does not lead: its open alarms, reported with the next beat."""
 
     def __init__(self) -> None:
-        self.findings: dict[str, PeerFinding] = {}
+        self.by_key: dict[str, NodeFinding] = {}
 
     def open_keys(self) -> list[str]:
-        return list(self.findings)
+        return list(self.by_key)
 
-    def open(self, key: str, severity: Severity, summary: str, **more: Any) -> None:
-        self.findings[key] = PeerFinding(severity=severity, summary=summary, **more)
+    def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> None:
+        del revised  # every report replaces the last
+        self.by_key[key] = NodeFinding(severity=severity, summary=summary, **more)
 
     def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
         del summary, step
-        self.findings.pop(key, None)
+        self.by_key.pop(key, None)
 
 
 class NodeReport(BaseModel):
@@ -84,7 +91,7 @@ class NodeReport(BaseModel):
     pid: int
     segment: int
     stalled: list[RankSnapshot]
-    findings: dict[str, PeerFinding]
+    findings: dict[str, NodeFinding]
     windows: dict[int, tuple[int, float]]
     ended: bool
 
@@ -112,6 +119,11 @@ class PeerNode:
         return time.monotonic() - self._heard
 
     @property
+    def silent(self) -> bool:
+        """Whether its agent counts as gone."""
+        return self.silence > SILENT_SECONDS and not self.ended
+
+    @property
     def name(self) -> str:
         """Its host, or its number if it never reported."""
         return self.report.host if self.report is not None else f"node-{self.number}"
@@ -126,33 +138,28 @@ class PeerNode:
 
 
 class PeerNodes:
-    """All nodes of a job as seen by the agent of node `node` of `count`.
+    """All nodes of a job as seen by the agent of node `node` of `count`."""
 
-    Args:
-        beat, silent: seconds between two signs of life, and without one until an agent counts as gone.
-    """
-
-    def __init__(self, directory: Path, node: int, count: int, attempt: str, *, beat: float, silent: float) -> None:
+    def __init__(self, directory: Path, node: int, count: int, attempt: str) -> None:
         self._directory, self.node, self._attempt = directory / "nodes", node, attempt
-        self.beat, self._silent = beat, silent
         self._written = self._read = -math.inf
         self._news: Any = None
         self.others = [PeerNode(number, self._directory) for number in range(count) if number != node]
-        self.before = self.others[:node]
-        """Nodes with a lower number: the first of a job that is not silent leads it."""
+        self.leader = self.others[0] if node else None
+        """The first node; None if this is it."""
 
     def write(
         self,
         segment: int,
         stalled: list[RankSnapshot],
-        findings: dict[str, PeerFinding],
+        findings: dict[str, NodeFinding],
         windows: dict[int, tuple[int, float]],
         *,
         ended: bool = False,
     ) -> None:
         """Write this node's report (see `NodeReport`) when a beat is due or something changed."""
         news = (segment, bool(stalled), set(findings), ended)
-        if not self.others or (news == self._news and time.monotonic() - self._written < self.beat):
+        if not self.others or (news == self._news and time.monotonic() - self._written < BEAT_SECONDS):
             return
         self._written, self._news = time.monotonic(), news
         report = NodeReport(
@@ -171,37 +178,25 @@ class PeerNodes:
             replace_file(self._directory / f"{self.node}.json", text)
 
     def read(self, *, all_: bool, at_once: bool = False) -> bool:
-        """Read the other nodes' files, once per beat; returns whether they were read.
+        """Read other nodes' reports, once per beat; returns whether a beat was due.
 
         Args:
-            all_: read all; else only those with a lower number, up to one that is not silent, which keeps the load low
-                with many nodes.
+            all_: of all; else only that of the leader, which keeps the load low with many nodes.
             at_once: even if they were read a moment ago.
         """
-        if not self.others or (not at_once and time.monotonic() - self._read < self.beat):
+        if not at_once and time.monotonic() - self._read < BEAT_SECONDS:
             return False
         self._read = time.monotonic()
-        for other in self.others if all_ else self.before:
+        for other in self.others if all_ else self.others[:1]:
             other.read(self._attempt)
-            if not all_ and not self.is_silent(other):
-                break
         return True
-
-    def is_silent(self, other: PeerNode) -> bool:
-        return other.silence > self._silent
-
-    @property
-    def leads(self) -> bool:
-        """Whether this node leads the job: the first whose agent is not silent."""
-        return all(map(self.is_silent, self.before))
 
     # ------------------------------------------------------------------ a stall, an end
 
     @property
     def leader_stalls(self) -> bool:
         """Whether the leading node reports that its ranks make no progress."""
-        leader = next((other for other in self.before if not self.is_silent(other)), None)
-        return leader is not None and bool(leader.snapshots())
+        return self.leader is not None and not self.leader.silent and bool(self.leader.snapshots())
 
     def snapshots(self, since: float) -> list[RankSnapshot]:
         """Positions of the other nodes' stalled ranks, as reported since then."""
@@ -209,18 +204,22 @@ class PeerNodes:
 
     def unreported(self, since: float) -> list[str]:
         """Hosts that are alive but have reported neither positions since then nor their end."""
-        heard = [other for other in self.others if other.silence <= _QUIET * self.beat and not other.ended]
+        heard = [other for other in self.others if other.silence <= _QUIET * BEAT_SECONDS and not other.ended]
         return [other.name for other in heard if not other.snapshots(since)]
 
     @property
     def patience(self) -> float:
         """Seconds after which every other node is known to be alive or silent."""
-        return (_QUIET + 1) * self.beat
+        return (_QUIET + 1) * BEAT_SECONDS
 
     def quiet(self) -> dict[str, float]:
         """Hosts that have not ended but are silent for some beats, with the seconds of silence."""
         silences = {other.name: other.silence for other in self.others if not other.ended}
-        return {name: silence for name, silence in silences.items() if silence > _QUIET * self.beat}
+        return {name: silence for name, silence in silences.items() if silence > _QUIET * BEAT_SECONDS}
+
+    def left(self, lost: Mapping[str, float]) -> list[PeerNode]:
+        """The other nodes but these."""
+        return [other for other in self.others if other.name not in lost]
 
     @property
     def all_ended(self) -> bool:

@@ -1,8 +1,7 @@
 """Alarms: one key per incident; opened, raised in severity, acknowledged, resolved. No torch.
 
 Every transition is a line of `RUN/watchdog/alarms.jsonl`, from which the open alarms are restored after a restart. What
-is *sent* is decided elsewhere (see `throttle`): an incident that comes and goes, or that follows from a worse one, is
-recorded each time and sent once.
+is *sent* is decided elsewhere, see `delivery`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import TypeAdapter
 
@@ -69,16 +68,29 @@ class Alarm:
         return found
 
 
-class Alarms:
-    """All alarms of a run. One process writes them.
+class AlarmSink(Protocol):
+    """What takes the findings of detectors: the alarms of the run, or, on other nodes than node 0, a report to it."""
+
+    def open_keys(self) -> list[str]:
+        """The keys of the open alarms."""
+
+    def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> None:
+        """Open or update an incident; `more` are further fields of `Alarm`."""
+
+    def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
+        """Resolve an incident, if it is open."""
+
+
+class Alarms(AlarmSink):
+    """All alarms of a run. Only the watchdog of node 0 writes them.
 
     Args:
         path: `alarms.jsonl`; read if it exists. What a full disk does not take is written once there is space.
-        on_change: called with every transition: the alarm, and its previous state (None: new). Called before the write,
-            since the file may be on a mount that hangs, which must be reported too.
+        on_change: called with the alarm at every transition. Called before the write, since the file may be on a mount
+            that hangs, which must be reported too.
     """
 
-    def __init__(self, path: Path, on_change: Callable[[Alarm, Alarm | None], None]) -> None:
+    def __init__(self, path: Path, on_change: Callable[[Alarm], None]) -> None:
         self._file, self._on_change = AppendFile(path, durable=True), on_change
         self._known = {alarm.key: alarm for alarm in read_alarms(path)}
 
@@ -88,9 +100,9 @@ class Alarms:
     def open_keys(self) -> list[str]:
         return [alarm.key for alarm in self]
 
-    def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> Alarm:
+    def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> None:
         """Open or update an incident. A change is reported if it is new, its severity rises, or it is `revised`: more
-        is known than was reported."""
+        is known than was reported. `more` are further fields of `Alarm`."""
         before, time = self._known.get(key), now()
         if before is None or before.state == "resolved":
             count = 1 if before is None else before.count + 1
@@ -101,17 +113,16 @@ class Alarms:
             alarm = replace(before, severity=worst, state=state, summary=summary, **more)
             if worst == before.severity and not revised:
                 self._known[key] = alarm  # only newer numbers: nothing to write or report
-                return alarm
+                return
             alarm = replace(alarm, changed=time)
-        self._enter(alarm, before)
-        return alarm
+        self._enter(alarm)
 
     def resolve(self, key: str, summary: str = "", *, step: int | None = None) -> None:
         """Resolve an incident, if it is open."""
         before = self._known.get(key)
         if before is not None and before.state != "resolved":
             summary = summary or before.summary
-            self._enter(replace(before, state="resolved", summary=summary, changed=now(), step=step), before)
+            self._enter(replace(before, state="resolved", summary=summary, changed=now(), step=step))
 
     def acknowledge(self, key: str, by: str = "") -> bool:
         """A person (`by`) takes it: no more reminders. Returns whether there is such an open alarm."""
@@ -119,12 +130,12 @@ class Alarms:
         if before is None or before.state == "resolved":
             return False
         facts = {**before.facts, "acknowledged_by": by} if by else before.facts
-        self._enter(replace(before, state="acknowledged", changed=now(), facts=facts), before)
+        self._enter(replace(before, state="acknowledged", changed=now(), facts=facts))
         return True
 
-    def _enter(self, alarm: Alarm, before: Alarm | None) -> None:
+    def _enter(self, alarm: Alarm) -> None:
         self._known[alarm.key] = alarm
-        self._on_change(alarm, before)
+        self._on_change(alarm)
         self._file.write(json.dumps(alarm.to_json()))
 
     def close(self) -> bool:

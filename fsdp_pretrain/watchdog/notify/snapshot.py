@@ -3,38 +3,13 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, fields
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.severity import Severity
 
 if TYPE_CHECKING:
     from fsdp_pretrain.record.step_record import StepRecord
-
-_BOUNDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
-
-
-@dataclass
-class Histogram:
-    """A histogram of durations in seconds.
-
-    Attributes:
-        counts: per bucket: at most each of `_BOUNDS` and above the one before; the last: above all.
-        total: sum of all, seconds.
-    """
-
-    counts: list[int] = field(default_factory=lambda: [0] * (len(_BOUNDS) + 1))
-    total: float = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(_BOUNDS, seconds)] += 1
-        self.total += seconds
-
-    def cumulative(self) -> list[tuple[str, int]]:
-        """(upper bound as Prometheus writes it, cumulative count)."""
-        return list(zip((*map(str, _BOUNDS), "+Inf"), accumulate(self.counts), strict=True))
 
 
 @dataclass(frozen=True)
@@ -61,7 +36,6 @@ class Snapshot:
 
     Attributes:
         segment, segment_steps: number of the present start, and its steps.
-        pass_due: age from which a pass of the watchdog is overdue.
         world: ranks.
     """
 
@@ -70,13 +44,11 @@ class Snapshot:
     pass_age: float = field(
         default=0.0, metadata=_metric("watchdog_pass_age_seconds", "Since the watchdog's last full pass.")
     )
-    pass_due: float = 60.0
     step: int | None = _scalar("train_step", "Optimiser steps of the run.")
     total_steps: int | None = _scalar("train_steps_planned", "Optimiser steps that the run will have.")
     segment_steps: int | None = None
     tokens: int | None = _scalar("train_tokens_total", "Tokens trained.")
-    step_seconds: Histogram = field(default_factory=Histogram)
-    """`train_step_seconds`: Time of a step of the present start."""
+    step_seconds: float | None = _scalar("train_step_seconds", "Time of the last step.")
     step_drift: float | None = _scalar("train_step_drift_ratio", "Step time over its baseline.")
     world: int | None = None
     verified_step: int | None = _scalar("ckpt_last_verified_step", "Step of the newest verified checkpoint.")

@@ -10,8 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.deadline import Helper
 
+DEADLINE_SECONDS = 15.0
+"""How long a probe may take; if a mount misses it twice in a row, an alarm is raised."""
+AUDIT_SECONDS, AUDIT_DEADLINE = 3600.0, 3600.0
+"""Between two audits: every shard of every corpus exists with the right size, one file of the newest verified
+checkpoint still has the bytes that were written; and how long one may take."""
 _PATIENCE = 5.0
 """Seconds for the helper to confirm that it kills a probe; then it is replaced."""
 _COSTLY, _COST_FACTOR = 0.2, 100.0
@@ -94,13 +100,16 @@ class PeriodicProbe:
     """One probe, repeated.
 
     Attributes:
-        every: seconds from one to the next; it must answer within `deadline`.
+        every: seconds from one to the next; it must answer within `deadline`. 0: those of most probes.
         arguments: of the function of this name in `worker.PROBES`; may be changed between two probes.
         due: when to probe next, of `time.monotonic()`; at once at first.
     """
 
-    def __init__(self, server: ProbeServer, name: str, *, every: float, deadline: float, **arguments: Any) -> None:
-        self._server, self._name, self.every, self._deadline, self.arguments = server, name, every, deadline, arguments
+    def __init__(
+        self, server: ProbeServer, name: str, every: float = 0.0, deadline: float = 0.0, **arguments: Any
+    ) -> None:
+        self._server, self._name, self.arguments = server, name, arguments
+        self.every, self._deadline = every or upcoming.CHECK_SECONDS, deadline or DEADLINE_SECONDS
         self._ticket: int | None = None
         self._asked = self.due = 0.0
         self._late, self._is_late = 0, False

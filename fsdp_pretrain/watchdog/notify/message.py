@@ -1,0 +1,136 @@
+"""The text of messages: a title that suffices on a phone, then meaning, risk, actions and advice. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fsdp_pretrain.record.files import age, now
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_count, human_time
+
+from .alarms import Alarm
+from .snapshot import Snapshot
+
+Kind = Literal["open", "worse", "revised", "acknowledged", "resolved", "reminder", "digest"]
+_HEADS = {"open": "", "reminder": " still open"}
+_DIGEST_LINES = 50
+"""Slack cuts a text at 40,000 characters."""
+
+
+@dataclass(frozen=True)
+class MessageSender:
+    """The sender: name of the run, its directory for proposed commands, number of the start, host of the watchdog."""
+
+    run: str
+    path: str
+    segment: int | None = None
+    host: str = field(default_factory=socket.gethostname)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message about an alarm, or about several in a digest.
+
+    Attributes:
+        id: the same whenever the same message is made again.
+        step, tokens: of the run.
+    """
+
+    id: str
+    kind: Kind
+    alarm: Alarm
+    sender: MessageSender
+    step: int | None
+    tokens: int | None
+    title: str
+    lines: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """What a webhook and a command get."""
+        sender, alarm = self.sender, self.alarm
+        about = {"schema": 1, "id": self.id, "kind": self.kind, "time": now()}
+        about |= {"run": sender.run, "segment": sender.segment, "host": sender.host, "detector": alarm.detector}
+        about |= alarm.to_json()
+        return {**about, "step": self.step, "tokens": self.tokens, "title": self.title, "lines": self.lines}
+
+
+def make_message(kind: Kind, alarms: list[Alarm], sender: MessageSender, snapshot: Snapshot | None = None) -> Message:
+    """A message about an alarm, or a digest of several, with what is known of the run."""
+    (alarm, *_), head = alarms, "digest"
+    if kind == "digest":
+        alarm, lines = _digest(alarms), _digest_lines(alarms, sender)
+        subject = alarm.summary
+    else:
+        head = alarm.severity.name + _HEADS.get(kind, f" {kind}")
+        subject, lines = f"{alarm.key}: {alarm.summary}", _lines(kind, alarm, sender, snapshot)
+    step = alarm.step if alarm.step is not None else snapshot.step if snapshot else None
+    tokens = snapshot.tokens if snapshot else None
+    place = f" · step {step:,}" if step is not None else ""
+    place += f" · {human_count(tokens)} tokens" if tokens else ""
+    made = [sender.path, alarm.key, kind, alarm.opened, alarm.changed, alarm.state, *([now()] * (kind == "reminder"))]
+    return Message(
+        id=hashlib.sha256(" ".join(made).encode()).hexdigest()[:32],
+        kind=kind,
+        alarm=alarm,
+        sender=sender,
+        step=step,
+        tokens=tokens,
+        title=" ".join(f"[{head}] {sender.run} · {subject}{place}".split()),
+        lines=lines,
+    )
+
+
+def test_message(sender: MessageSender, kind: Literal["open", "resolved"]) -> Message:
+    """A message that tests delivery; opened and resolved, so that no incident stays open."""
+    alarm = Alarm("test", Severity.INFO, kind, "this is a test, nothing is wrong", opened=now(), changed=now())
+    return make_message(kind, [alarm], sender)
+
+
+def _lines(kind: Kind, alarm: Alarm, sender: MessageSender, snapshot: Snapshot | None) -> list[str]:
+    since = f"{alarm.opened[:16].replace('T', ' ')} UTC"
+    if (seconds := age(alarm.opened)) >= 1:
+        since += f" ({human_time(seconds)})"
+    if alarm.count > 1:
+        since += f", opened {alarm.count} times so far"
+    over = kind == "resolved"
+    lines = [f"it was open since {since}" if over else f"since: {since}"]
+    if not over:
+        lines += [f"meaning: {alarm.effect}"] if alarm.effect else []
+        lines += [f"at risk: {risk}"] if (risk := _at_risk(snapshot)) else []
+    lines += [f"the watchdog: {alarm.action}"] if alarm.action else []
+    if kind == "acknowledged":
+        lines += [f"acknowledged by: {alarm.facts.get('acknowledged_by', '?')}"]
+    elif not over:
+        lines += [f"to do: {alarm.remedy}"] if alarm.remedy else []
+        lines += [f"acknowledge: fsdp-pretrain ack {sender.path} {alarm.key}"]
+    segment = f", start {sender.segment}" if sender.segment is not None else ""
+    return [*lines, f"where: {sender.path} on {sender.host}{segment}"]
+
+
+def _at_risk(snapshot: Snapshot | None) -> str:
+    if snapshot is None or snapshot.verified_step is None:
+        return ""
+    parts = []
+    if snapshot.unprotected_tokens is not None:
+        parts.append(f"{human_count(snapshot.unprotected_tokens)} tokens")
+    if snapshot.world is not None and snapshot.verified_age is not None:
+        parts.append(f"{snapshot.world * snapshot.verified_age / 3600:,.1f} GPU hours")
+    since = f" since the verified checkpoint of step {snapshot.verified_step:,}"
+    return ", ".join(parts) + since if parts else ""
+
+
+def _digest(alarms: list[Alarm]) -> Alarm:
+    worst, text = max(alarm.severity for alarm in alarms), f"news of {len(alarms)} alarms, in one message"
+    return Alarm("digest", worst, "open", text, opened=now(), changed=now())
+
+
+def _digest_lines(alarms: list[Alarm], sender: MessageSender) -> list[str]:
+    lines = [
+        f"{alarm.severity.name} {alarm.key}, {alarm.state}: {alarm.summary}"
+        for alarm in sorted(alarms, key=lambda alarm: (-alarm.severity, alarm.key))
+    ]
+    more = len(lines) - _DIGEST_LINES
+    return [*lines[:_DIGEST_LINES], f"and {more} more: fsdp-pretrain alarms {sender.path} --all"] if more > 0 else lines
