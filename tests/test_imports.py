@@ -35,7 +35,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("eval.cli --help", set()),
         ("fsdp_pretrain.cli journal RUN", set()),
         ("fsdp_pretrain.cli note RUN text", set()),
-        ("fsdp_pretrain.cli alarms RUN", STATE | {"psutil"}),
+        ("fsdp_pretrain.cli alarms RUN", STATE),
         ("fsdp_pretrain.cli checkpoints RUN list", STATE | {"tomli_w"}),
         ("fsdp_pretrain.cli status RUN", STATE | {"tomli_w", "psutil", "numpy"}),
         ("fsdp_pretrain.cli report RUN", STATE | {"tomli_w", "psutil", "numpy", "plotly", "tqdm"}),

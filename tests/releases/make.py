@@ -20,6 +20,8 @@ import tarfile
 import time
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(os.environ.get("FSDP_PRETRAIN_ROOT", Path(__file__).resolve().parent.parent.parent))
 HOME = Path("/tmp/fsdp-pretrain-release")
 """Where it is made: paths in the record are the same on every machine, and replaced when it is unpacked."""
@@ -83,7 +85,7 @@ def make_run(run: Path) -> None:
     )
     assert train("watchdog.enabled=false", "train.duration=16 steps").wait() == 0
     command("eval.cli", "watch", run, "--once")
-    job = train("train.duration=100000 steps")
+    job = train("train.duration=100000 steps", "checkpoint.every=24 steps")
     newest = run / "segments/0004/metrics.jsonl"
     while not (newest.exists() and len(newest.read_bytes().splitlines()) > 12):
         time.sleep(0.01)
@@ -93,7 +95,8 @@ def make_run(run: Path) -> None:
         not (run / "watchdog/alarms.jsonl").exists() or b"rank-died" not in (run / "watchdog/alarms.jsonl").read_bytes()
     ):
         time.sleep(0.1)
-    while (run / "watchdog/agent.json").exists():  # the watchdog is still running
+    watchdog = {"fsdp_pretrain.watchdog.agent", str(run)}
+    while any(watchdog <= {*(process.info["cmdline"] or ())} for process in psutil.process_iter(["cmdline"])):
         time.sleep(0.1)
     command("fsdp_pretrain.cli", "mute", run, "1h", "new firmware")
 
