@@ -30,7 +30,7 @@ class Views:
         self.before: dict[str, Any] = {}
         self.lab, self._command, self.run = lab, run_command, lab.path / name / "run"
         train = {"duration": f"{TOTAL} steps", "micro_batch": 4, **sections.pop("train", {})}
-        watchdog = {**PATIENT, "pace": {"enabled": False}, **sections.pop("watchdog", {})}
+        watchdog = {**PATIENT, "pace": False, **sections.pop("watchdog", {})}
         (lab.path / name).mkdir()
         self.config = lab.config(
             name,

@@ -200,9 +200,12 @@ def test_a_checkpoint_that_nobody_evaluates_is_told(evaluated: Evaluated) -> Non
 def test_a_checkpoint_that_was_given_up_is_told_until_somebody_decides(evaluated: Evaluated) -> None:
     """At once, and though later ones are evaluated."""
     key, folder = "evaluation-given-up", evaluated.checkpoint(10, hours=0)
+    committed = Store(evaluated.path / "checkpoints").find(10).manifest().committed
     for attempt in range(2):
         assert evaluated.changes() == []
-        state_files.write(folder / f"failed-{attempt}.json", {"time": f"{attempt}", "reason": "no partition"})
+        state_files.write(
+            folder / f"failed-{attempt}.json", {"time": f"{attempt}", "reason": "no partition", "committed": committed}
+        )
     assert evaluated.changes() == [(key, "WARN", "open")]
     (alarm,) = evaluated.watch.alarms
     assert alarm.summary == "no scores of step 10: all eval.attempts failed: no partition" and alarm.remedy

@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import CLI, Run, as_rank, free_port
+from processes import CLI, Run, as_rank, constants, free_port
 from records import step_record
 
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.steering import StepValues
 from fsdp_pretrain.replay.comparison import ReplayReport, compare, render
 
-HEALTH = {"window": "8 steps", "compare_every": "4 steps"}
 NOISE, BAD = 291, 28
 """A document of random tokens, and the step that trains on it."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limits() -> Iterator[None]:
+    """Those of short runs."""
+    with constants("fsdp_pretrain.health.limits", WINDOW=8, COMPARE_EVERY=4):
+        yield
 
 
 def files(run: Path) -> dict[str, tuple[int, bytes]]:
@@ -53,7 +59,6 @@ def trained(module_lab: Any, helpers: Any) -> Path:
         "trained",
         data={"sources": [{"name": "text", "path": str(corpus)}]},
         train={"duration": "32 steps", "precision": "bf16"},
-        health=HEALTH,
         checkpoint={"every": "8 steps", "keep_last": 9},
     )
     module_lab.train(config)
@@ -156,7 +161,7 @@ def test_other_tokens_are_named_first(trained: Path, tmp_path: Path, replay: Any
 @pytest.mark.slow
 def test_a_device_that_was_wrong_once_is_told(lab: Any, replay: Any, fault: Any) -> None:
     fault("gradient", rank="all", steps=[7])
-    lab.train(lab.config(health=HEALTH, train={"duration": "8 steps"}, checkpoint={"every": "4 steps"}))
+    lab.train(lab.config(train={"duration": "8 steps"}, checkpoint={"every": "4 steps"}))
     fault()
     report = replay(lab.path / "run", "--from", 4, "--steps", 4)
     assert [step["differs"] for step in report["steps"]] == [None, None, "numerics", "numerics"]

@@ -231,11 +231,12 @@ def writer(run: Path, name: str) -> psutil.Process:
 
 
 def delete(run: Path, name: str) -> None:
-    shutil.rmtree(run / name)
+    """Whatever its process writes there meanwhile."""
+    until(lambda: shutil.rmtree(run / name, ignore_errors=True) or not (run / name).exists(), what="its end")
 
 
 def replace_by_a_file(run: Path, name: str) -> None:
-    shutil.rmtree(run / name)
+    delete(run, name)
     (run / name).write_text("not a directory")
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import TypeVar
 
 from fsdp_pretrain.deadline import NoAnswerError, Worker
@@ -68,6 +68,7 @@ class MirroredPlaces:
         self._places, self._timeout, self._problem = list(places), timeout, problem
         self._failed: set[tuple[str, Location]] = set()
         self._worker: Worker | None = None
+        self._turn = Lock()  # a loader that ends may still read when the next one begins
         self._times, self._slowest_reported = ReadTimes(), timeout * _SLOW
         self._notices: list[str] = []
 
@@ -82,7 +83,8 @@ class MirroredPlaces:
         while True:
             left = [place for place in self._places if (name, place) not in self._failed] or self._places[-1:]
             try:
-                return self._watched(left[0] / name, partial(act, left[0]))
+                with self._turn:
+                    return self._watched(left[0] / name, partial(act, left[0]))
             except DataError as error:
                 if len(left) == 1:
                     raise

@@ -29,6 +29,8 @@ from .following import RunFollower
 _SECONDS = 1.0
 _SILENT = 5.0
 """Seconds without an answer of the storage until that is shown."""
+_SPLIT_SECONDS = 0.1
+"""Within which the bytes of one key come, if they do not come together: an arrow is Escape and two more."""
 _KEYS = {
     b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"\r": "enter", b"\n": "enter",
     b"\x1b": "escape", b"q": "q", b"\x04": "q",
@@ -133,14 +135,23 @@ def _keys() -> Iterator[Callable[[], str]]:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
+    unread = bytearray()
+
+    def arrives(seconds: float) -> bool:
+        """Wait for more bytes. An end of the input is the key to leave."""
+        if not select.select([] if terminal is None else [terminal], [], [], seconds)[0] or terminal is None:
+            return False
+        unread.extend(os.read(terminal, 1024) or b"q")
+        return True
+
     def pressed() -> str:
-        sources = [] if terminal is None else [terminal]
-        if not select.select(sources, [], [], _SECONDS)[0] or terminal is None:
+        if not unread and not arrives(_SECONDS):
             return ""
-        key = os.read(terminal, 1)
-        if key == b"\x1b" and select.select([terminal], [], [], 0.02)[0]:  # an arrow is three bytes
-            key += os.read(terminal, 2)
-        return _KEYS.get(key, "") if key else "q"
+        while bytes(unread) in (b"\x1b", b"\x1b[", b"\x1bO") and arrives(_SPLIT_SECONDS):
+            pass
+        key = next((key for key in _KEYS if unread.startswith(key)), bytes(unread[:1]))
+        del unread[: len(key)]
+        return _KEYS.get(key, "")
 
     before = termios.tcgetattr(terminal) if terminal is not None else None
     if terminal is not None:
