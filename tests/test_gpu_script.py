@@ -20,7 +20,7 @@ import os, signal, subprocess, sys, time
 text = " ".join(sys.argv)
 if sys.argv[1] == "-c":
     print("cpu torch 2.13.0")
-elif "pytest" in text:
+elif "pytest" in sys.argv:
     print("====== 21 passed in 93.1s ======")
 elif "--peers" in text:
     print("the last word", file=sys.stderr)

@@ -110,6 +110,8 @@ class _Screen:
 def show(path: Path, *, fleet_of_runs: bool) -> None:
     """Show a run, or all runs under a directory, until the person leaves."""
     keys = "q quit  ↑↓ select  Enter open" if fleet_of_runs else "q quit  ↑↓ scroll"
+    for name in ("LINES", "COLUMNS"):  # exported by some shells; the size of the terminal changes
+        os.environ.pop(name, None)
     screens, out = [_Screen(path, of_runs=fleet_of_runs, keys=keys)], console()
     with _keys() as pressed, Live(console=out, screen=True, auto_refresh=False) as live:
         while True:
