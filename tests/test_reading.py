@@ -214,7 +214,7 @@ def test_storage_that_must_be_asked_gives_the_same_samples(
 def test_what_is_read_is_said_only_while_it_is_read(corpus: Path) -> None:
     """For the watchdog: the file in which a rank hangs."""
     packer = open_packer(corpus)
-    assert packer.pack(0, 8).digest and not reading
+    assert packer.pack(0, 8).digest and not any(str(path).startswith(str(corpus)) for path in list(reading.values()))
     pipe = hang(corpus / "shards/shard-0.bin")
 
     def read() -> None:
