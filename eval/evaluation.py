@@ -93,7 +93,7 @@ def evaluate(
         versions=found["versions"],
         lm_eval=lm_eval.__version__,
         limit=section.limit,
-        seconds=round(time.perf_counter() - start, 1),
+        seconds=round(time.perf_counter() - start, 3),
         time=now(),
     )
 

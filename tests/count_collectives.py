@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from random_heldout import random_samples
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
@@ -24,6 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_pretrain.bench.steps import RandomSteps, build
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, RankInfo, World
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from random_heldout import random_samples
 
 
 class Collectives(TorchDispatchMode):

@@ -14,6 +14,7 @@ that is whole again, the rest comes. Exit 0 if no case fails; the last line is a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import mmap
 import os
@@ -139,9 +140,10 @@ def damage_cache(cache: Path, kind: str, live: bool, rng: random.Random) -> None
         for one, other in zip(chosen[::2], chosen[1::2], strict=False):
             if live:
                 content = one.read_bytes(), other.read_bytes()
-                for path, new in zip((other, one), content, strict=True):
-                    write(path, 0, new)
-                    os.truncate(path, len(new))
+                with contextlib.suppress(FileNotFoundError):  # a reader has found the first, and dropped the second
+                    for path, new in zip((other, one), content, strict=True):
+                        write(path, 0, new)
+                        os.truncate(path, len(new))
             else:
                 one.rename(cache / "aside")
                 other.rename(one)
@@ -231,21 +233,32 @@ def run_apart(number: int, seed: int, made: Path, expected: list[int]) -> Case:
     out, into = os.pipe()
     child = os.fork()
     if not child:
-        with tempfile.TemporaryDirectory(prefix="damage-") as folder, Path(folder, "stderr").open("w+") as stderr:
-            with redirect_stderr(stderr):
-                case = run(number, seed, made, expected, Path(folder))
-            stderr.seek(0)
-            said = stderr.read()
-            case.seen |= "warning:" in said
-            if "Traceback" in said:
-                case.problem += said
-            os.write(into, json.dumps(asdict(case)).encode())
-        os._exit(0)
+        status = 1
+        try:
+            os.write(into, json.dumps(asdict(_in_folder_of_its_own(number, seed, made, expected))).encode())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)  # what `main` cleans up is not this process's
     os.close(into)
     with os.fdopen(out) as answer:
         text = answer.read()
     _, status = os.waitpid(child, 0)
     return Case(**json.loads(text)) if text else Case(number, "", "", False, problem=f"ended with status {status}")
+
+
+def _in_folder_of_its_own(number: int, seed: int, made: Path, expected: list[int]) -> Case:
+    folder_of_case = tempfile.TemporaryDirectory(prefix="damage-", ignore_cleanup_errors=True)  # a loader reads ahead
+    with folder_of_case as folder, Path(folder, "stderr").open("w+") as stderr:
+        with redirect_stderr(stderr):
+            case = run(number, seed, made, expected, Path(folder))
+        stderr.seek(0)
+        said = stderr.read()
+        case.seen |= "warning:" in said
+        if "Traceback" in said:
+            case.problem += said
+    return case
 
 
 def main() -> int:

@@ -241,8 +241,9 @@ import json, os, resource, sys
 from pathlib import Path
 from data.packing.packer import Packer
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
-packer = Packer([("a", Path(sys.argv[1]), 1.0)], 16, seed=1, lanes=8)
-samples = int(packer.epoch_samples["a"])
+names = "abcd"
+packer = Packer([(name, Path(sys.argv[1]), 1.0) for name in names], 16, seed=1, lanes=8)
+samples = len(names) * int(packer.epoch_samples["a"])
 seen = {piece.shard for i in range(samples) for piece in packer.provenance(i)}
 print(json.dumps({"shards": len(seen), "descriptors": len(os.listdir("/proc/self/fd"))}))
 """

@@ -40,6 +40,8 @@ _TRIES = 4
 """Of a part of a block whose checksum is wrong."""
 _LOCKED_SECONDS = 1.0
 """Within which a file that was created is locked."""
+_LOCK_PAUSE = 0.05
+"""Between two attempts at a lock, seconds."""
 
 
 class WrongChecksumError(DataError):
@@ -254,3 +256,16 @@ def _checked(
 
 def _whole(url: Url, name: str) -> str:
     return name if is_url(name) else f"{url}/{name}"
+
+
+def take_lock(descriptor: int, seconds: float) -> bool:
+    """Lock an open file of a cache for this process; whether nobody else held it for so long. Raises OSError."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LOCK_PAUSE)

@@ -7,7 +7,6 @@ order of their use, it is waited for.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import sys
 import time
@@ -26,7 +25,7 @@ from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError, Exit
 from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
 
-from .cache import BlockCache, RemoteCorpus, fetch_block
+from .cache import BlockCache, RemoteCorpus, fetch_block, take_lock
 from .files import now_reading
 from .stored import ChangedError, StoredBlock, cached_block
 
@@ -256,13 +255,5 @@ def _array(raw: bytes) -> npt.NDArray[Any]:
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock that only saves requests: after a while, go on without it. Raises OSError."""
     with path.open("wb") as file:
-        until = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    break
-                time.sleep(_LONGEST_PAUSE)
+        take_lock(file.fileno(), _LOCK_SECONDS)
         yield

@@ -30,7 +30,7 @@ from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import PATIENCE, Location, Url
 
 from .cached import CachedCopy, CacheUse
-from .files import File
+from .files import File, KeptFiles
 from .manifest import CorpusManifest, Separators, ShardEntry, parse_manifest, read_manifest, write_manifest
 from .reading import READ_TIMEOUT, MirroredPlaces
 from .shards import Shard
@@ -39,8 +39,10 @@ from .stored import ChangedError, Piece, StoredBlock, local_block
 BLOCK_TOKENS = 4_000_000
 BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "tokens")
 CHECKSUMS = "checksums.npy"
-_OPEN_FILES, _OPEN_BLOCKS = 128, 4096
-"""A file takes a descriptor, a block 10 kB of memory for the hashes of 4M tokens."""
+_FILES = KeptFiles(128)
+"""A file takes a descriptor, of which a rank counts few for its data (`fsdp_pretrain.open_files`)."""
+_OPEN_BLOCKS = 4096
+"""A block takes 10 kB of memory for the hashes of 4M tokens."""
 _TRIES = 4
 """Of a block that changes whenever it is open."""
 K = TypeVar("K")
@@ -217,7 +219,7 @@ class Corpus:
         if not len(self.blocks):
             raise DataError(f"{directory} holds no tokens")
         self._blocks: OrderedDict[int, StoredBlock] = OrderedDict()
-        self._files: OrderedDict[str, File] = OrderedDict()
+        self._opened = object()  # owns the files that stay open, and outlives them
         self._buffer = memoryview(b"")
 
     def _open_copy(self, place: Location) -> tuple[Location, CorpusManifest, CachedCopy | None]:
@@ -294,7 +296,7 @@ class Corpus:
         """
 
         def take(block: StoredBlock) -> tuple[File, list[memoryview]]:
-            file = self._files.get(block.path) or block.file()
+            file = _FILES.get(self._opened, block.path) or block.file()
             return file, block.read(pieces, file)
 
         for _ in range(_TRIES):
@@ -303,7 +305,7 @@ class Corpus:
                     return
                 block, (file, read) = self._read(number, take)
                 if block.keeps_file:
-                    _keep(self._files, block.path, file, _OPEN_FILES)
+                    _FILES.keep(self._opened, block.path, file)
                 block.copy(pieces, row, read)
                 return
             except ChangedError as error:
@@ -318,7 +320,7 @@ class Corpus:
         if len(self._buffer) < (needed := block.bytes_for(len(row))):
             self._buffer = memoryview(bytearray(needed))
         if block.keeps_file:  # opening it may wait for storage
-            file = self._files.get(block.path)
+            file = _FILES.get(self._opened, block.path)
             return file is not None and block.copy_at_once(pieces, row, file.descriptor, self._buffer)
         try:
             descriptor = os.open(block.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -368,7 +370,7 @@ class Corpus:
 
     def _close(self, number: int) -> None:
         if (block := self._blocks.pop(number, None)) is not None:
-            self._files.pop(block.path, None)
+            _FILES.drop(self._opened, block.path)
 
     def _restless(self, number: int, changed: ChangedError) -> DataError:
         shard = self.manifest.shards[int(self.blocks[number, 0])]

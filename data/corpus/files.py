@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import OrderedDict
 from pathlib import Path
-from threading import get_ident
+from threading import Lock, get_ident
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,35 @@ class File:
                 break
             done += count
         return found[:done]
+
+
+class KeptFiles:
+    """The files that stay open for the next read, those of all corpora of a process: the `most` that were used last.
+
+    Several threads may use it: the loader's, and that of the held-out loss.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._lock = most, Lock()
+        self._files: OrderedDict[tuple[object, str], File] = OrderedDict()
+
+    def get(self, owner: object, path: str) -> File | None:
+        """The file that `owner` opened under this path, if it is still open."""
+        with self._lock:
+            return self._files.get((owner, path))
+
+    def keep(self, owner: object, path: str, file: File) -> None:
+        """Keep a file; the one that was used longest ago is closed if there are too many."""
+        with self._lock:
+            self._files[owner, path] = file
+            self._files.move_to_end((owner, path))
+            if len(self._files) > self._most:
+                self._files.popitem(last=False)
+
+    def drop(self, owner: object, path: str) -> None:
+        """Close a file, if it is open."""
+        with self._lock:
+            self._files.pop((owner, path), None)
 
 
 def map_file(path: Path) -> Bytes:

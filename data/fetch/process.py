@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.corpus.cache import take_lock
 from data.packing import progress
 from data.packing.packer import Packer
 from data.packing.position import Position
@@ -28,7 +28,7 @@ from fsdp_pretrain.units import human_bytes
 from .window import RECOMMENDED, bytes_in_use
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _STEADY_SECONDS, _END_SECONDS = 0.1, 30.0, 60.0, 5.0
-_LOCK_SECONDS, _LOCK_PAUSE = 20.0, 0.1
+_LOCK_SECONDS = 20.0
 """For a rank of an earlier start to end."""
 
 
@@ -183,23 +183,18 @@ def lock_cache(cache: Path, run: Path) -> int:
         lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise DataError(f"cannot write to the cache {cache}: {error.strerror}") from None
-    until = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > until:
-                holder = os.pread(lock, 4096, 0).decode(errors="replace")
-                os.close(lock)
-                raise ConfigError(
-                    f"data.cache.dir = {cache} is in use by the run {holder}",
-                    effect="each run would drop the blocks that the other needs",
-                    remedy="name another directory on a local disk of this node, or wait for the end of that run",
-                ) from None
-            time.sleep(_LOCK_PAUSE)
-        except OSError:  # a file system without locks
-            return lock
+    try:
+        taken = take_lock(lock, _LOCK_SECONDS)
+    except OSError:  # a file system without locks
+        return lock
+    if not taken:
+        holder = os.pread(lock, 4096, 0).decode(errors="replace")
+        os.close(lock)
+        raise ConfigError(
+            f"data.cache.dir = {cache} is in use by the run {holder}",
+            effect="each run would drop the blocks that the other needs",
+            remedy="name another directory on a local disk of this node, or wait for the end of that run",
+        )
     os.truncate(lock, 0)
     os.pwrite(lock, str(run).encode(), 0)
     return lock

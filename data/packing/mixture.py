@@ -158,18 +158,6 @@ class Mixture:
         inside = self._open(sample_index)
         return int(self._sources[inside]), int(self._source_indices[inside])
 
-    def places_of(self, source: int, source_indices: Ints) -> Ints:
-        """About which samples of the run these samples of a source are: at most the number of sources too low.
-
-        `LONGEST` for samples that the source never gives. Inverse of `source_of`.
-        """
-        column, found = self._order.index(source), np.full(len(source_indices), LONGEST)
-        given = source_indices < LONGEST
-        if not self._rates[-1, column]:
-            given = source_indices < -(-int(self._sums[-1, column]) // SCALE)
-        found[given] = np.minimum(self._due(column, source_indices[given])[0], LONGEST)
-        return found
-
     def counts(self, sample_index: int) -> list[int]:
         """Samples of each source among [0, sample_index)."""
         if len(self.names) == 1:

@@ -119,30 +119,10 @@ class SourceStream:
         key = key_of(self.seed, self.name, "chunk", generation, first, chunk)
         return begin + chunk * size + int(_cached_permutation(key, min(size, left - chunk * size))[inside])
 
-    def neighbourhoods(self, source_indices: Ints, first: int, count: int) -> Ints:
-        """Where samples of the epoch [first, first + count) lay before all reshuffles, up to the order inside chunks.
-
-        int64 [n] as `source_indices`. Reads nothing.
-        """
-        for generation in reversed(range(len(self.reshuffles))):
-            begin, size = max(first, self.reshuffles[generation]), self.lanes * ROUNDS
-            whole = (first + count - begin) // size
-            if whole <= 0:
-                continue
-            chunks, inside = np.divmod(source_indices - begin, size)
-            order = _cached_permutation(key_of(self.seed, self.name, "chunks", generation, first), whole)
-            moved = begin + order[np.clip(chunks, 0, whole - 1)] * size + inside
-            source_indices = np.where((chunks >= 0) & (chunks < whole), moved, source_indices)
-        return source_indices
-
     def epoch_windows(self, epoch: int) -> tuple[int, int]:
         """(first, number) of the windows that start in an epoch: also its samples, by source index."""
         first = -(-epoch * self.epoch_length // self.length)
         return first, -(-(epoch + 1) * self.epoch_length // self.length) - first
-
-    def block_order(self, epoch: int) -> tuple[Ints, Ints]:
-        """(blocks in the order of an epoch, their ends in its stream): both int64 [blocks]. Reads nothing."""
-        return self._epoch(epoch)
 
     def _order_lanes(self, epoch: int, position: int, size: int) -> Ints:
         """The order of the lanes in one round."""

@@ -29,11 +29,6 @@ RUN = argument("run", type=run_directory, metavar="RUN", help="run directory")
 SEGMENT = argument("--segment", type=int, help="the start that trained it, to see a step that a resume replaced")
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the argument RUN to a verb: an existing run directory."""
-    RUN(parser)
-
-
 def check_begun(run: RunDir) -> None:
     """Raise ConfigError if a directory holds no run."""
     if not run.begun:

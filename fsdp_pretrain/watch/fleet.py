@@ -120,10 +120,12 @@ _WIDE = 110
 
 def render(directory: Path, rows: list[FleetRow], width: int, selected: int | None = None) -> Group:
     """The list; the `selected` run is marked."""
-    title = Text.assemble((str(directory), "bold"), f"  {len(rows)} run{'s' * (len(rows) != 1)}")
+    title = Text(f"  {len(rows)} run{'s' * (len(rows) != 1)}")
     for level, name in ((ALERT, "alert"), (WARN, "warning"), (OK, "ok")):
         if count := sum(row.level == level for row in rows):
             title.append("  ").append(f" {count} {name} ", LEVEL[level])
+    place, room = str(directory), width - title.cell_len
+    title = Text.assemble((place if len(place) <= room else "…" + place[1 - room :], "bold"), title)
     wide = width >= _WIDE
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("run", no_wrap=True, max_width=width // 3)
