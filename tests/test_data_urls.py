@@ -337,9 +337,18 @@ def test_inspect_fetches_only_what_it_shows(local: Path, object_store: ObjectSto
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(objects="corpus/", failing=0.1, corrupt=0.05),
+        Faults(objects="corpus/(blocks|shards/.*json)", corrupt=0.3),
+    ],
+    ids=["any", "tables"],
+)
 def test_checksums_are_added_to_an_older_corpus_in_a_bucket(
-    local: Path, object_store: ObjectStore, run_command: Run
+    local: Path, object_store: ObjectStore, run_command: Run, faults: Faults
 ) -> None:
+    """An answer that is wrong once is asked for again, also that with the checksums of one shard."""
     url = object_store.put_folder(local, "corpus")
     manifest = json.loads(object_store.get("corpus/manifest.json"))
     del manifest["checksums_xxh3"]
@@ -347,7 +356,7 @@ def test_checksums_are_added_to_an_older_corpus_in_a_bucket(
     object_store.delete("corpus/checksums.npy")
     refused = run_command("data.cli", "inspect", url, "--doc", 1)
     assert refused.returncode == 78 and "fsdp-data checksums" in refused.stderr
-    object_store.faults = Faults(objects="corpus/", failing=0.1, corrupt=0.05)
+    object_store.faults = faults
     done = run_command("data.cli", "checksums", url, "--quiet")
     assert done.returncode == 0, done.stderr
     object_store.faults = Faults()

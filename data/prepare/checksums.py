@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from data.corpus.corpus import CHECKSUMS, block_checksums, write_table
 from data.corpus.fetched import PAIR, fetched, remote_manifest, scratch_directory
 from data.corpus.manifest import read_manifest, write_manifest
 from data.corpus.shards import Shard, file_checksum
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location, Url
 
-from .jobs import Task, make_all
+from .jobs import READINGS, Task, make_all, records, write_record
 from .outputs import open_output
 
 _MADE = ".checksums"
@@ -41,18 +39,22 @@ def add_checksums(out: Location, *, workers: int, scratch: Path | None = None, q
         there = place.read([CHECKSUMS]) if manifest.checksums_xxh3 is not None and CHECKSUMS in names else []
         if [xxhash.xxh3_128_hexdigest(table) for table in there] == [manifest.checksums_xxh3]:
             return 0
-        table = place.read(["blocks.npy"])[0]
-        if xxhash.xxh3_128_hexdigest(table) != manifest.blocks_xxh3:
+        for _ in range(READINGS):
+            table = place.read(["blocks.npy"])[0]
+            if xxhash.xxh3_128_hexdigest(table) == manifest.blocks_xxh3:
+                break
+        else:
             raise DataError(f"{out}/blocks.npy is not the block table that manifest.json names", remedy="restore it")
         blocks, tasks = np.load(io.BytesIO(table), allow_pickle=False), []
         for number, entry in enumerate(manifest.shards):
-            rows = blocks[blocks[:, 0] == number, 1:].tolist()
-            arguments = (entry.location(out), entry.bin_xxh3, entry.idx_xxh3, rows, room)
+            table_rows = blocks[blocks[:, 0] == number, 1:].tolist()
+            arguments = (entry.location(out), entry.bin_xxh3, entry.idx_xxh3, table_rows, room)
             tasks.append(Task(f"shards/{entry.name}{_MADE}", arguments, entry.bytes))
         todo = [task for task in tasks if not task.is_done(names, (".json",))]
         make_all(_sum_shard, place, tasks, todo, None, workers, desc="checksums", disable=quiet or None)
         made = [f"{task.name}.json" for task in tasks]
-        checksums = np.asarray([row for text in place.read(made) for row in json.loads(text)], dtype=np.uint64)
+        rows = [row for record in records(place, tasks) for row in record["checksums"]]
+        checksums = np.asarray(rows, dtype=np.uint64)
         with place.making() as directory:
             manifest.checksums_xxh3 = write_table(directory / CHECKSUMS, checksums.reshape(-1, 2))
             write_manifest(directory, manifest)
@@ -74,5 +76,5 @@ def _sum_shard(
                 )
         opened = Shard(prefix)
         checksums = block_checksums(opened, np.asarray(table, dtype=np.int64).reshape(-1, 4))
-        replace_file(part.with_name(part.name + ".json"), json.dumps(checksums.tolist()))
+        write_record(part, {"checksums": checksums.tolist()})
         report(opened.bytes)

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import as_completed
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from fsdp_pretrain.remote import Problem, RemoteError
 from .outputs import Output
 
 PLAN = "plan.json"
+READINGS = 3
+"""Of an object in remote storage, before it counts as damaged: an answer may be wrong once."""
+
 Make = Callable[..., None]
 """`make(prefix, *arguments, tokenizer, report)` makes a shard; `report(bytes)` shows progress. Importable by name."""
 
@@ -115,15 +119,23 @@ def gather(out: Output, tasks: Sequence[Task]) -> list[dict[str, Any]]:
 
 
 def records(out: Output, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """What `write_record` wrote of each shard. Raises DataError."""
-    names = [f"{task.name}.json" for task in tasks]
-    found = []
-    for name, content in zip(names, out.read(names), strict=True):
-        record = _parsed(f"{out}/{name}", content)
-        if record.pop("xxh3", None) not in (None, _seal(record)):
-            raise DataError(f"{out}/{name} is damaged", remedy="delete it and repeat the command")
-        found.append(record)
-    return found
+    """What `write_record` wrote of each shard.
+
+    Raises:
+        DataError: a record matches its seal in none of several readings (remote storage may answer wrongly once).
+    """
+    found = dict[str, dict[str, Any]]()
+    names = missing = [f"{task.name}.json" for task in tasks]
+    for _ in range(READINGS):
+        for name, content in zip(missing, out.read(missing), strict=True):
+            with suppress(ValueError, RecursionError, AttributeError):
+                record = json.loads(content)
+                if record.pop("xxh3", None) == _seal(record):
+                    found[name] = record
+        missing = [name for name in names if name not in found]
+    if missing:
+        raise DataError(f"{out}/{missing[0]} is damaged", remedy="delete it and repeat the command")
+    return [found[name] for name in names]
 
 
 def _parsed(name: str, content: bytes) -> Any:
