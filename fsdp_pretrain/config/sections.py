@@ -208,11 +208,6 @@ class CheckpointSection(Section):
     prune: bool = True
     """When the next checkpoint does not fit, delete all but the two newest verified ones and those that are pinned, due
     for evaluation or kept by `keep_every`. Off: `keep_last` checkpoints stay even then."""
-    ballast: bool = True
-    """Reserve a little space (a tenth of a checkpoint, at most 2% of the file system), which is freed when a save would
-    not fit otherwise."""
-    fallback_dir: FilePath | None = None
-    """Directory on other storage, used for checkpoints while the run directory cannot be written."""
     mirror: Annotated[str, AfterValidator(_mirror_url)] | None = None
     """URL of a directory in object storage, such as `"s3://bucket/runs"`. Checkpoints and the record are copied there
     beside training, below the run's name; `--from-mirror` restores them, see storage.md. Credentials come from where
@@ -224,10 +219,6 @@ class CheckpointSection(Section):
     mirror_flush: Pause = Pause(600)
     """How long a complete run waits for the mirror to have its last checkpoint and record. A run that is asked to stop
     waits at most 20 s: its next start continues the copy."""
-    on_commit: str | None = None
-    """Shell command that is run for every new checkpoint, for copies elsewhere: `'rsync -a "$1" backup:ckpt/'`. `$1` is
-    the checkpoint's path and `$2` its step, also in `CHECKPOINT_PATH` and `CHECKPOINT_STEP`. Training does not wait for
-    it and does not fail with it; the checkpoint is not deleted while it runs."""
     background: bool = True
     """Write while training continues, from a copy in host memory (as large as a rank's share of the checkpoint).
     Training waits for the last save of a start, and for the one after a failure."""

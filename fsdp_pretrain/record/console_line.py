@@ -22,7 +22,7 @@ _TONES: dict[str, Tone] = {
     **dict.fromkeys(("alarm", "checkpoint-late", "eval-late", "fresh", "health", "health-again"), "warning"),
     **dict.fromkeys(("health-rollback", "health-skip", "restart", "rollback", "avoid-hosts"), "warning"),
     **dict.fromkeys(("checkpoint-failed", "checkpoint-missing", "checkpoint-rejected", "checkpoint-room"), "bad"),
-    **dict.fromkeys(("eval-failed", "eval-refused", "eval-verdict", "on-commit-failed"), "bad"),
+    **dict.fromkeys(("eval-failed", "eval-refused", "eval-verdict"), "bad"),
 }
 _INKS = {"good": "32", "warning": "33", "bad": "1;31", "": "36"}
 _FIELD = re.compile(r"(\S+?=)(\S+)")

@@ -241,8 +241,6 @@ def _check_checkpoints(report: StatusReport, run: RunDir, status: Status) -> Non
         bytes=sum(entry.bytes for entry in manifest.files),
         path=str(good[-1].path),
     )
-    if found.is_in_fallback(good[-1]):
-        report.problems.append((WARN, f"the newest verified checkpoint is in the fallback, {good[-1].path.parent}"))
 
 
 def _check_next_checkpoint(report: StatusReport, run: RunDir, status: Status) -> None:

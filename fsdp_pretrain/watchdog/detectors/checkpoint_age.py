@@ -66,8 +66,8 @@ class SaveInFlight:
 
 
 class CheckpointDetector(Detector):
-    """Alarms `checkpoint-age`, `checkpoint-failed`, `checkpoint-missing`, `checkpoint-writer`, `checkpoint-speed`,
-    `checkpoint-fallback` and `checkpoint-damaged/NAME`.
+    """Alarms `checkpoint-age`, `checkpoint-failed`, `checkpoint-missing`, `checkpoint-writer`, `checkpoint-speed`
+    and `checkpoint-damaged/NAME`.
 
     Args:
         stores: directories with checkpoints, the run's own first.
@@ -153,7 +153,6 @@ class CheckpointDetector(Detector):
         if newest is not None and self.last and (self.protected is None or newest["step"] > self.protected):
             self._saved = TrainedCounts(newest["step"], newest["consumed"], newest["tokens"])
             self.completed, self._since = self.completed + 1, now
-            self._judge_place(Path(newest["path"]), newest["step"])
         self._judge_damage(found)
         self._judge_writers(found["writing"], now)
         self._probe.every = upcoming.CHECK_SECONDS / (4 if found["writing"] else 1)
@@ -221,7 +220,7 @@ class CheckpointDetector(Detector):
             f"{made}" + (f" (see {', '.join(sorted(causes))})" if causes else ""),
             f"{risk.step} steps, {human_count(risk.tokens)} tokens and "
             f"{self.age * self._world / 3600:.3g} GPU-hours would be lost now",
-            "repair the storage, or name another (checkpoint.fallback_dir)",
+            "repair the storage",
             action=self._ask(verb) if verb else "",
             facts={"age_seconds": self.age, "verified_step": saved.step, "tokens": risk.tokens},
         )
@@ -271,7 +270,7 @@ class CheckpointDetector(Detector):
                 Severity.CRIT,
                 entry["text"],
                 "steps after the older one are trained again",
-                "check whether a mount is missing (checkpoint.fallback_dir?), or checkpoints were deleted",
+                "check whether a mount is missing, or checkpoints were deleted",
                 step=step,
             )
         elif kind == "control" and mine and (every := entry.get("entry", {}).get("checkpoint", {}).get("every")):
@@ -316,19 +315,6 @@ class CheckpointDetector(Detector):
         )
 
     # ------------------------------------------------------------------ what is on storage
-
-    def _judge_place(self, path: Path, step: int) -> None:
-        if path.parent == self._main:
-            self.resolve("checkpoint-fallback", f"{path} is in the run directory", step=step)
-            return
-        self.open(
-            "checkpoint-fallback",
-            Severity.WARN,
-            f"{path} was written to the fallback: writing to the run directory failed",
-            "a restart continues from there",
-            "repair the storage of the run directory",
-            step=step,
-        )
 
     def _judge_damage(self, found: dict[str, Any]) -> None:
         self._bad = {name: why for name, why in self._bad.items() if name in found["names"]}
