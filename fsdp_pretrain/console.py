@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from . import __version__
 from .errors import Exit, StorageError, UserError
@@ -214,15 +214,6 @@ def _flush_output() -> None:
 def _drop_output() -> None:
     """Discard buffered standard output, or Python would fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def has_colours(stream: TextIO) -> bool:
-    """Whether to write colours: to terminals only, unless NO_COLOR or FORCE_COLOR says otherwise."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR", "0") != "0":
-        return True
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def row(name: str, text: str) -> str:

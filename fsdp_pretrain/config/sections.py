@@ -335,8 +335,6 @@ class RecordSection(Section):
     statistics_every: Progress = Progress(100, "step")
     """Interval between statistics of groups of parameters in the record: gradient norms, Adam's second moments, updates
     relative to weights. `"0 steps"`: never."""
-    activation_maxima: bool = False
-    """Also record the largest logit and attention scores then, from an additional forward pass of one micro-batch."""
     aim: bool = False
     """Mirror the record into Aim during training (needs the extra `aim`). Never affects training."""
     aim_repo: FilePath | None = None

@@ -98,11 +98,6 @@ class World:
         dist.all_reduce(values, op=dist.ReduceOp.SUM)
         return values
 
-    def max_(self, values: Tensor) -> Tensor:
-        """Maximum over all ranks, in place, on the device; no host synchronisation on CUDA."""
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return values
-
     def gather_shards(self, values: Tensor) -> Tensor:
         """`values` of every rank that holds a part of this replica: [shards, ...] on the device, without waiting."""
         found = [torch.empty_like(values) for _ in range(self.shards)]

@@ -33,7 +33,6 @@ from fsdp_pretrain.record.inbox import Request
 from fsdp_pretrain.record.requests import Requests
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
-from . import activation_maxima
 from .checkpointing import Checkpointing
 from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
@@ -278,7 +277,6 @@ class Trainer:
         values = self._enter(state.consumed)
         counts = self._sum_counts(batch)
         measures = self._statistics.due(state)
-        maxima = self._measure_maxima(batch) if measures else None
         self._clock.begin_forward()
         sums = self._accumulate(batch, counts, values)
         self._clock.begin_update()
@@ -300,16 +298,9 @@ class Trainer:
         self._clock.end_update()
         heldout = self._measure_heldout(state)
         times = self._clock.end_step(self.saves.take_stalled(), measured=heldout is not None)
-        measured = to_host(self.world.device, counts, sums.packed, heldout, groups, maxima)
+        measured = to_host(self.world.device, counts, sums.packed, heldout, groups)
         self._issued.append(IssuedStep(state, values, times, self._facts(batch), *measured))
         self.state = state
-
-    def _measure_maxima(self, batch: StepBatch) -> Tensor | None:
-        """See `activation_maxima.measure`; None unless configured."""
-        if not self.config.record.activation_maxima:
-            return None
-        self._heartbeat.beat(Phase.COMPUTE)
-        return activation_maxima.measure(self.model, batch.micro[0], self.config, self.world)
 
     def _enter(self, consumed: int) -> StepValues:
         """The steered values of the step that brings the counter to `consumed`; the model gets its own."""
