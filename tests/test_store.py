@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -118,15 +117,6 @@ def test_a_damaged_one_of_the_same_step_is_moved_aside(store: Store) -> None:
     assert len(list((store.directory / "abandoned").iterdir())) == 1
 
 
-def test_retention_keeps_what_the_policy_names(store: Store) -> None:
-    for step in range(10, 130, 10):
-        commit(store, step)
-    deleted = store.retain(3, lambda checkpoint: checkpoint.step % 50 == 0, protected={70})
-    assert steps(store) == [50, 70, 100, 110, 120]
-    assert [checkpoint.step for checkpoint in deleted] == [10, 20, 30, 40, 60, 80, 90]
-    assert not list(store.directory.glob("*deleting*"))
-
-
 @pytest.mark.promise("successor-first")
 def test_only_verified_ones_count(store: Store) -> None:
     """Nothing is deleted before its successors are verified, however many unverified ones there are."""
@@ -140,14 +130,6 @@ def test_only_verified_ones_count(store: Store) -> None:
     commit(store, 60)
     store.retain(2, lambda _: False)
     assert steps(store) == [50, 60]
-
-
-def test_damaged_ones_do_not_count(store: Store) -> None:
-    for step in (10, 20, 30):
-        commit(store, step)
-    (store.directory / "step-00000030/.metadata").unlink()
-    store.retain(2, lambda _: False)
-    assert steps(store) == [10, 20]
 
 
 # ---------------------------------------------------------------- the policy, reimplemented
@@ -243,28 +225,6 @@ def test_any_saves_leave_exactly_the_policy(keep_last: int, every: list[str], sa
     with tempfile.TemporaryDirectory() as folder:
         left, deleted = play(Store(Path(folder)), keep_last, every, saves)
         assert left | deleted == set(range(1, len(saves) + 1)) and not left & deleted
-
-
-@pytest.mark.shows("D21")
-def test_500_saves_leave_exactly_the_policy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # no crash here
-    rng = random.Random(0)
-    saves = [
-        Save(
-            batch=rng.randrange(1, 40),
-            verified=rng.random() < 0.8,
-            final=rng.random() < 0.01,
-            pin=rng.randrange(100) if rng.random() < 0.05 else None,
-            protect=rng.randrange(10) if rng.random() < 0.2 else None,
-        )
-        for _ in range(500)
-    ]
-    for start in range(0, 500, 50):
-        every = rng.sample(INTERVALS, rng.randrange(3))
-        part = saves[start : start + 50]
-        left, deleted = play(Store(store.directory / str(start)), rng.randrange(2, 5), every, part)
-        assert left | deleted == set(range(1, 51)) and not left & deleted
-        assert deleted and len(left) >= 2
 
 
 @pytest.mark.promise("verified")
