@@ -282,7 +282,7 @@ def test_a_clock_that_jumps(watched: Watched, monkeypatch: pytest.MonkeyPatch, w
     jump, first = watched.lab.path / "jump", watched.lab.path / "clock/sitecustomize.py"
     first.parent.mkdir()
     first.write_text(SET_CONSTANTS + CLOCK.format(jump=str(jump)))
-    watched.configure(checkpoint={"max_age": "30 s"}, watchdog={"hang": {"soft": "20 s", "hard": "40 s"}})
+    watched.configure(watchdog={"hang": {"soft": "20 s", "hard": "40 s"}})
     monkeypatch.setenv("EXECUTE_FIRST", str(first))
     job = watched.start()
     for seconds in (3600, -3600):

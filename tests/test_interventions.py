@@ -281,7 +281,3 @@ def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) 
 
 
 # ---------------------------------------------------------------- only reported
-
-
-HEALTH_KEYS = ("gradient/", "learning/", "loss/", "scale/")
-WATCHED = {"enabled": True, "interval": "0.2 s"}

@@ -132,6 +132,14 @@ def test_only_verified_ones_count(store: Store) -> None:
     assert steps(store) == [50, 60]
 
 
+def test_damaged_ones_do_not_count(store: Store) -> None:
+    for step in (10, 20, 30):
+        commit(store, step)
+    (store.directory / "step-00000030/.metadata").unlink()
+    store.retain(2, lambda _: False)
+    assert steps(store) == [10, 20]
+
+
 # ---------------------------------------------------------------- the policy, reimplemented
 
 INTERVALS = ["7 steps", "90 samples", "2K tokens"]

@@ -93,7 +93,7 @@ def save(
     state: dict[str, Any],
     train_state: str,
     config: str,
-    read_back: bool,
+    read_back: bool = True,
     prune: Prune | None = None,
     guard: Callable[[], None] = lambda: None,
     fetch: Fetch | None = None,

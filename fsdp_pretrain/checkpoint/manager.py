@@ -108,7 +108,6 @@ class CheckpointManager:
             state=tensors,
             train_state=state.to_json(identity=self._subject.identity, tokens=facts.tokens, world=facts.world),
             config=config.to_toml(),
-            read_back=config.checkpoint.verify,
             prune=(lambda: self._retain(2)) if config.checkpoint.prune else None,
             guard=self._guard,
         )

@@ -222,16 +222,10 @@ class CheckpointSection(Section):
     background: bool = True
     """Write while training continues, from a copy in host memory (as large as a rank's share of the checkpoint).
     Training waits for the last save of a start, and for the one after a failure."""
-    verify: bool = True
-    """Read a checkpoint back and compare checksums before it counts as verified and older ones may be deleted. Off: no
-    checkpoint counts as verified, so none is deleted."""
     max_failures: Annotated[int, Field(ge=1)] = 3
     """Consecutive failed saves after which the run stops with exit 93."""
     retry: Seconds = Seconds(10)
     """Pause before a failed save is retried; doubles with every further failure, up to 5 minutes."""
-    max_age: Seconds | None = None
-    """How long training may continue without a new verified checkpoint before the run stops with exit 93. Default: no
-    limit."""
 
     @property
     def kept_intervals(self) -> list[Progress]:

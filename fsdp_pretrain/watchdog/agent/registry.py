@@ -71,7 +71,6 @@ def build_detectors(
             segment=segment,
             stores=[run.checkpoints],
             every=config.save_every,
-            verify=config.checkpoint.verify,
             prune=config.checkpoint.prune,
             pids=pids,
             reached=reached,
