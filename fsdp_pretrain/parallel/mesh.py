@@ -40,6 +40,11 @@ class RankInfo:
     local_rank: int
     local_world: int
 
+    @property
+    def node(self) -> int:
+        """Number of this node among those of the job."""
+        return int(os.environ.get("GROUP_RANK", self.rank // self.local_world))
+
     @classmethod
     def from_environment(cls) -> RankInfo:
         """Raises ConfigError if only some of the variables are set."""

@@ -45,7 +45,7 @@ class Checkpointing:
     Args:
         config: the run's configuration.
         world: all ranks.
-        saver: makes them.
+        saver: makes them; None: it is never asked to.
         after_save: called on every rank after a checkpoint was committed.
         recorder: writes the record.
         step: of the checkpoint that this start continues from.
@@ -55,12 +55,12 @@ class Checkpointing:
         self,
         config: Config,
         world: World,
-        saver: Saver,
+        saver: Saver | None,
         after_save: Callable[[SaveResult], None],
         recorder: Recorder,
         step: int,
     ) -> None:
-        self._config, self._world, self._saver = config.checkpoint, world, saver
+        self._config, self._world, self._maker = config.checkpoint, world, saver
         self._patience = config.parallel.timeout.value
         self._after_save, self._recorder = after_save, recorder
         self.saved_step = step
@@ -68,6 +68,11 @@ class Checkpointing:
         self._pending_step, self._number, self._reported = step, 0, False
         self._failures, self._retry_at = 0, math.inf
         self._stalled = 0.0
+
+    @property
+    def _saver(self) -> Saver:
+        assert self._maker is not None, "a trainer without a saver saves nothing"
+        return self._maker
 
     def take_stalled(self) -> float:
         """Seconds for which training waited since the last call."""
