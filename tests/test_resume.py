@@ -20,7 +20,7 @@ from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.hf import export_checkpoint
 from fsdp_pretrain.checkpoint.loading import Weights
 from fsdp_pretrain.checkpoint.locations import stores
-from fsdp_pretrain.checkpoint.state import identity
+from fsdp_pretrain.checkpoint.state import forbidden, identity
 from fsdp_pretrain.checkpoint.store import describe_file
 from fsdp_pretrain.checkpoint.weights_import import import_checkpoint
 from fsdp_pretrain.config.config import load, schema_keys
@@ -132,6 +132,27 @@ optimizer = {{ lr = 1e-2 }}
 checkpoint = {{ every = "10 steps" }}
 """)
     return path
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.hidden=48", "model.hidden: 32 -> 48"),
+        ("data.seed=9", "data.seed: 1234 -> 9"),
+        ("data.lanes=9", "data.lanes: "),
+        ("data.attention=document", 'data.attention: "causal" -> "document"'),
+        ("data.loss_across_documents=false", "data.loss_across_documents: true -> false"),
+        ("data.sources.0.name=other", "data.sources.other"),
+    ],
+)
+def test_what_no_resume_may_change(trained_config: Path, override: str, expected: str) -> None:
+    """Found when a start compares itself with the checkpoint after ten steps of eight samples."""
+    saved, now = (
+        identity(config, open_packer(config)) for config in (load(trained_config), load(trained_config, [override]))
+    )
+    assert not forbidden(saved, saved, 80)
+    assert any(text.startswith(expected) for text in forbidden(saved, now, 80))
 
 
 @pytest.mark.shows("A33")
