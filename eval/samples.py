@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from data.packing.loader import micro_batch
 from data.packing.opening import open_infilling
-from fsdp_pretrain.checkpoint.locations import Stores, stores
-from fsdp_pretrain.checkpoint.store import Checkpoint
+from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.lineage.provenance import ShownSample, TrainedStep, describe_sample, trained_step
 from fsdp_pretrain.models import forward
@@ -92,7 +92,7 @@ def sample_losses(
     )
 
 
-def _choose(store: Stores, number: int, checkpoint: int | None) -> Checkpoint:
+def _choose(store: Store, number: int, checkpoint: int | None) -> Checkpoint:
     if checkpoint is not None:
         return store.find(checkpoint)
     before = [found for found in store.scan() if found.step < number and found.problem is None]

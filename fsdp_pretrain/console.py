@@ -18,10 +18,11 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from . import __version__
 from .errors import Exit, StorageError, UserError
+from .units import Bytes
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -216,15 +217,6 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def has_colours(stream: TextIO) -> bool:
-    """Whether to write colours: to terminals only, unless NO_COLOR or FORCE_COLOR says otherwise."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR", "0") != "0":
-        return True
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
 def row(name: str, text: str) -> str:
     """A line of a command's output: name and text."""
     return f"  {name:11} {text}"
@@ -232,12 +224,10 @@ def row(name: str, text: str) -> str:
 
 def byte_count(text: str) -> int:
     """Argument type of a size such as `512MB` or `80GiB`. Raises ArgumentTypeError."""
-    bits = re.search(r"[KMGT]i?b$", text.strip())  # as the rates of networks are given
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(I?)B?", "" if bits else text.strip().upper())
-    size = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
-    if not size:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512MB or 80GiB")
-    return size
+    try:
+        return Bytes.parse(text).value
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
 
 
 def positive(text: str) -> int:

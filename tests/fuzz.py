@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import json
 import os
+import pickle
 import random
 import re
 import shlex
@@ -23,10 +23,8 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,13 +173,6 @@ def run_case(kinds: dict[str, Kind], name: str, number: int, seed: int, inputs: 
 # ------------------------------------------------------------------- all cases
 
 
-def plan(kinds: dict[str, Kind], cases: int, only: list[str]) -> list[tuple[str, int]]:
-    """(kind, number) of every case."""
-    chosen = {name: kind for name, kind in kinds.items() if not only or name in only}
-    total = sum(kind.share for kind in chosen.values())
-    return [(name, number) for name, kind in chosen.items() for number in range(-(-cases * kind.share // total))]
-
-
 def main() -> int:
     """Run the cases; 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -190,7 +181,6 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="KIND", help="only these kinds of files")
     parser.add_argument("--case", type=int, help="only this case of the kind named by --only; its files are kept")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
-    parser.add_argument("--show", type=int, default=40, help="kinds of failures to show at most (default: 40)")
     args = parser.parse_args()
     if any(os.environ.get(key) != value for key, value in ENVIRONMENT.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
@@ -199,64 +189,55 @@ def main() -> int:
     for name, kind in kinds.items():
         (folder / "inputs" / name).mkdir(parents=True)
         kind.make(folder / "inputs" / name)
-    for module in (
-        *IMPORTS["data"],
-        *IMPORTS["fsdp_pretrain"],
-        "eval.cli",
-        "eval.jobs",
-        "eval.tasks",
-        "pyarrow.parquet",
-    ):
+    imports = (*IMPORTS["data"], *IMPORTS["fsdp_pretrain"])
+    for module in (*imports, "eval.cli", "eval.jobs", "eval.tasks", "pyarrow.parquet"):
         importlib.import_module(module)
     if args.case is not None:
         case = run_case(kinds, args.only[0], args.case, args.seed, folder / "inputs", folder / "kept")
         print(f"{case.command}\n{case.file}: exit {case.code}, {case.problem or 'as it should be'}\n{case.output}")
         print(f"its files: {folder / 'kept/case'}")
         return int(bool(case.problem))
-    failed = run_all(kinds, plan(kinds, args.cases, args.only), args, folder)
+    chosen = {name: kind for name, kind in kinds.items() if not args.only or name in args.only}
+    total = sum(kind.share for kind in chosen.values())
+    cases = [(name, n) for name, kind in chosen.items() for n in range(-(-args.cases * kind.share // total))]
+
+    def work(worker: int) -> list[Case]:
+        scratch = folder / str(worker)
+        mine = tqdm(cases[worker :: args.workers], unit=" files", disable=worker > 0 or not sys.stderr.isatty())
+        return [run_case(kinds, *case, args.seed, folder / "inputs", scratch) for case in mine]
+
+    found = [case for done in forked(work, args.workers) for case in done]
     shutil.rmtree(folder)
-    return int(failed)
+    return int(tell(found))
 
 
-def run_all(kinds: dict[str, Kind], cases: list[tuple[str, int]], args: argparse.Namespace, folder: Path) -> bool:
-    """Distribute the cases over forked workers, and report failures."""
-    begun, found = time.monotonic(), []
-    readers = []
-    for worker in range(args.workers):
+def forked(work: Callable[[int], list[Case]], workers: int) -> list[list[Case]]:
+    """What `work` makes of each worker's number, each in a process of its own."""
+    begun = []
+    for number in range(workers):
         ours, theirs = os.pipe()
         if os.fork() == 0:
-            os.close(ours)
-            with os.fdopen(theirs, "w") as out:
-                for name, number in cases[worker :: args.workers]:
-                    case = run_case(kinds, name, number, args.seed, folder / "inputs", folder / str(worker))
-                    out.write(json.dumps(vars(case)) + "\n")
-                    out.flush()
+            with os.fdopen(theirs, "wb") as out:
+                pickle.dump(work(number), out)
             os._exit(0)
         os.close(theirs)
-        readers.append(os.fdopen(ours))
-    bar = tqdm(total=len(cases), unit=" files", disable=not sys.stderr.isatty())
+        begun.append(os.fdopen(ours, "rb"))
+    return [pickle.load(reader) for reader in begun]
 
-    def collect(reader: io.TextIOBase) -> None:
-        for line in reader:
-            found.append(Case(**json.loads(line)))
-            bar.update()
 
-    with ThreadPoolExecutor(args.workers) as pool:
-        list(pool.map(collect, readers))
-    failures = [case for case in found if case.problem]
+def tell(found: list[Case]) -> bool:
+    """Print one failure of each sort, and the exit codes by kind; whether any failed."""
     alike: dict[tuple[str, str, str], list[Case]] = {}
-    for case in failures:
+    for case in (case for case in found if case.problem):
         last = (case.output.strip().splitlines() or [""])[-1][:300]
         alike.setdefault((case.name, case.problem, re.sub(r"\d+", "N", last)), []).append(case)
-    for (name, problem, last), cases_alike in list(alike.items())[: args.show]:
-        case = cases_alike[0]
-        print(f"{len(cases_alike)} x {name}, case {case.number} ({case.file}): {problem}; {case.command}\n    {last}")
-    for name in dict(cases):
-        mine = [case for case in found if case.name == name]
-        codes = ", ".join(f"{count} x {code}" for code, count in sorted(Counter(case.code for case in mine).items()))
-        print(f"{name:15} {len(mine):6} files: exit {codes}; {sum(bool(case.problem) for case in mine)} failed")
-    print(f"{len(found)} files in {time.monotonic() - begun:.0f} s with seed {args.seed}, {len(failures)} failed")
-    return bool(failures) or len(found) < len(cases)
+    for (name, problem, last), (case, *others) in alike.items():
+        print(f"{1 + len(others)} x {name}, case {case.number} ({case.file}): {problem}; {case.command}\n    {last}")
+    for name, count in Counter(case.name for case in found).items():
+        codes = dict(sorted(Counter(case.code for case in found if case.name == name).items()))
+        print(f"{name:15} {count:6} files, by exit code {codes}")
+    print(f"{len(found)} files, {sum(map(len, alike.values()))} failed")
+    return bool(alike) or not found
 
 
 if __name__ == "__main__":

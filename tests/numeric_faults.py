@@ -1,9 +1,9 @@
 """Numeric faults in a training rank, executed before it starts (`EXECUTE_FIRST` names this file, see `zygote.py`).
 
 `FAULT` is JSON: `{"kind": "gradient", "rank": 1, "steps": [7, 8]}`; `from` instead of `steps` means every step from
-there on, rank `"all"` every rank. A gradient or a loss becomes NaN; `grow` multiplies all gradients by `times`; `nudge`
-changes one parameter of the rank before the step; `repeat` returns the previous batch again; `kernel` makes the output of
-fused attention NaN, as a defect of that kernel would; `kill` kills the rank before the step, as a machine failure would. `hosts` are the host names of the ranks.
+there on, rank `"all"` every rank. A gradient or a loss becomes NaN; `nudge` changes one parameter of the rank before the
+step; `repeat` returns the previous batch again; `kill` kills the rank before the step, as a machine failure would.
+`hosts` are the host names of the ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from fsdp_pretrain.models import forward
 from fsdp_pretrain.parallel import optimizer
@@ -56,9 +55,6 @@ def local_norm(model: Any) -> Any:
             if gradient.numel():
                 gradient.view(-1)[0] = float("nan")
                 break
-    if FAULT["kind"] == "grow" and here():
-        for parameter in model.parameters():
-            parameter.grad.mul_(FAULT["times"])
     return norm_really(model)
 
 
@@ -69,15 +65,8 @@ def losses(*args: Any, **kwargs: Any) -> Any:
     return measured
 
 
-def attention(*args: Any, **kwargs: Any) -> Any:
-    out = attention_really(*args, **kwargs)
-    fused = torch.backends.cuda.flash_sdp_enabled()  # also of the CPU's kernel
-    return out * float("nan") if FAULT["kind"] == "kernel" and here() and fused else out
-
-
 if "hosts" in FAULT:
     socket.gethostname = lambda: FAULT["hosts"][int(os.environ["RANK"])]
 whole_step, trainer.Trainer.step = trainer.Trainer.step, step  # type: ignore[method-assign]
 norm_really, optimizer.local_norm = optimizer.local_norm, local_norm
 losses_really, forward.losses = forward.losses, losses
-attention_really, functional.scaled_dot_product_attention = functional.scaled_dot_product_attention, attention

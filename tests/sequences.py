@@ -170,7 +170,7 @@ class RandomSequence:
             for record, _ in records(self.run.segment(part.segment) / METRICS)
             if part.after < record.step <= part.until
         }
-        every = [*(each for store in stores(self.run).all for each in store.abandoned()), *stores(self.run).scan()]
+        every = [*stores(self.run).abandoned(), *stores(self.run).scan()]
         starts = {
             item.step
             for item in every

@@ -1,16 +1,14 @@
 """What saves and resumes of many ranks cost before a byte moves; prints it as JSON. Times are one process's.
 
-    python tests/simulate_ranks.py CONFIG REPLICAS SHARDS [--dcp]
+    python tests/simulate_ranks.py CONFIG REPLICAS SHARDS
 
-With `--dcp` also what DCP does for the same state: rank 0 plans every save for all ranks, and every replica reads the
-whole checkpoint. The process group has all ranks and sends nothing; tensors have no memory.
+The process group has all ranks and sends nothing; tensors have no memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import sys
 import tempfile
 import time
@@ -23,17 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
-from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.delivery import Delivery
-from fsdp_pretrain.checkpoint.layout import SaveLayout, TensorRows, TensorSpec, file_name, lay_out, places
+from fsdp_pretrain.checkpoint.layout import SaveLayout, TensorSpec, file_name, lay_out, places
 from fsdp_pretrain.checkpoint.manifest import FileEntry
 from fsdp_pretrain.checkpoint.tensors import TENSORS, read_tensors
 from fsdp_pretrain.config.model import Model
@@ -45,7 +39,6 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("replicas", type=int)
     parser.add_argument("shards", type=int)
-    parser.add_argument("--dcp", action="store_true")
     args = parser.parse_args()
     specs = tuple(specs_of(args.config))
     seconds: dict[str, float] = {}
@@ -76,9 +69,6 @@ def main() -> None:
         "read_in_all": sum(read),
         "seconds": seconds,
     }
-    if args.dcp:
-        timed(seconds, "DCP plans a save", lambda: dcp_plans(layout, args.replicas, args.shards))
-        result["dcp_reads_in_all"] = sum(written) * args.replicas
     json.dump(result, sys.stdout)
 
 
@@ -124,31 +114,6 @@ def files(lengths: list[int]) -> Iterator[tuple[int, int]]:
     for number, _, length in places(lengths):
         sizes[number] = sizes.get(number, 0) + length
     yield from sizes.items()
-
-
-def dcp_plans(layout: SaveLayout, replicas: int, shards: int) -> None:
-    """What rank 0 does in a save with DCP's default planner: take every rank's plan, remove duplicates, number all."""
-    plans = []
-    for shard in range(shards):
-        items = [item for spec in layout.tensors for item in write_items(spec, shard, shards)]
-        plans += [pickle.dumps(SavePlan(items))] * replicas
-    everywhere = [pickle.loads(plan) for plan in plans]
-    create_default_global_save_plan(dedup_save_plans(everywhere))
-
-
-def write_items(spec: TensorSpec, shard: int, shards: int) -> Iterator[WriteItem]:
-    rows = shard_rows(spec.shape[0], shards, shard) if spec.sharded else range(spec.shape[0] if spec.shape else 1)
-    if not rows:
-        return
-    piece = TensorRows(spec, rows.start, (len(rows), *spec.shape[1:]) if spec.shape else ())
-    data = TensorWriteData(
-        ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)),
-        TensorProperties(dtype=spec.dtype),
-        torch.Size(spec.shape),
-    )
-    kind = WriteItemType.SHARD if spec.sharded else WriteItemType.TENSOR
-    offset = torch.Size(piece.offsets) if spec.sharded else None
-    yield WriteItem(MetadataIndex(spec.name, offset), kind, tensor_data=data)
 
 
 if __name__ == "__main__":

@@ -92,19 +92,6 @@ def test_blocks_are_those_with_something_to_see(data: st.DataObject) -> None:
     assert bool((tiles | ~rows).all(3).all(1)[full].all())
 
 
-def test_mask_of_a_blank_written_out() -> None:
-    """Part A (3 tokens) sees all of A; part B sees A and the earlier B; the other slot nothing of either."""
-    assert dense_mask(slots([[5, 2]], [[3, 0]]), 7, CPU)[0, 0].int().tolist() == [
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 1, 0, 0],
-        [0, 0, 0, 0, 0, 1, 0],
-        [0, 0, 0, 0, 0, 1, 1],
-    ]
-
-
 def test_both_kernels_give_the_same() -> None:
     torch.manual_seed(0)
     packed = slots([[5, 9, 18], [32, 0, 0]], [[2, 0, 7], [30, 0, 0]])
@@ -392,41 +379,6 @@ def test_what_may_change_what(positions: str) -> None:
     assert changed(10) == [10 <= i < 12 for i in range(20)]  # part B: itself and later in its slot
     assert changed(6) == [i < 12 for i in range(20)]  # part A: the whole slot, and no other
     assert changed(14) == [i >= 12 for i in range(20)]
-
-
-def test_permuting_slots_permutes_outputs() -> None:
-    model, x = make(GLM), tokens(1)
-    places = Slots(torch.tensor([[12, 8]])).positions(20)
-    straight = model(x, None, slots([[12, 8]], [[7, 3]]), places)
-    swapped = model(
-        torch.cat((x[:, 12:], x[:, :12]), 1),
-        None,
-        slots([[8, 12]], [[3, 7]]),
-        torch.cat((places[:, 12:], places[:, :12]), 1),
-    )
-    torch.testing.assert_close(torch.cat((swapped[:, 8:], swapped[:, :8]), 1), straight, rtol=1e-4, atol=1e-5)
-
-
-def test_one_dimensional_positions_leave_the_order_in_a_blank_to_the_mask() -> None:
-    """All tokens of a blank share a position: swapping two affects only those and what lies between them."""
-    model, x = make(GLM, layers=1), tokens(1, 12)
-    x[0, 9], x[0, 10] = 5, 6
-    y = x.clone()
-    y[0, 9], y[0, 10] = 6, 5
-    places = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 2, 2, 2, 2, 2]])
-    a, b = (model(each, None, slots([[12]], [[7]]), places) for each in (x, y))
-    assert torch.equal(a[0, :9], b[0, :9]) and not torch.allclose(a[0, 9:11], b[0, 9:11])
-    torch.testing.assert_close(a[0, 11], b[0, 11], rtol=1e-4, atol=1e-5)  # sees both, in no order
-
-
-def test_a_prefix_of_one_is_a_causal_model() -> None:
-    """[gMASK] with nothing before it and positions in sequence: the same as no slots at all."""
-    model, x = make(GLM), tokens()
-    assert torch.equal(
-        model(x, None, slots([[20], [20]], [[1], [1]]), torch.arange(20).expand(2, -1)),
-        model(x, None, slots([[20], [20]])),
-    )
-    torch.testing.assert_close(model(x, None, slots([[20], [20]], [[1], [1]])), model(x), rtol=1e-4, atol=1e-5)
 
 
 def test_positions_of_two_dimensions_need_a_model_that_has_them() -> None:

@@ -6,7 +6,6 @@ The reference is a model called slot by slot with masks and positions written ou
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import Run
-from sight import seeded
 from torch import Tensor
 
 from data.packing.objectives import IGNORE
@@ -114,30 +112,6 @@ def test_every_mesh_gives_the_curve_of_one_process(trained: Callable[[str], Path
             assert ours[key]["sum"] == pytest.approx(one[key]["sum"], rel=1e-5)
     mean = [record["loss"]["sum"] / record["loss"]["count"] for record in records]
     assert mean[-1] < 0.95 * mean[0]  # and it learns
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["one-accumulating", "fsdp2-accumulating", "hsdp2x2"])
-def test_kill_and_restart_is_bitwise(
-    trained: Callable[[str], Path], module_lab: Any, config: Path, helpers: Any, mesh: str, gates: Any
-) -> None:
-    run, (ranks, overrides) = module_lab.path / f"killed-{mesh}", RUNS[mesh]
-    (gate,) = gates(9)
-    job = module_lab.start(config, f"run.dir={run}", *overrides, ranks=ranks)
-
-    def beyond_a_checkpoint() -> bool:
-        return (helpers.metrics(run) or [{"step": 0}])[-1]["step"] > 5 and (run / "checkpoints/step-00000005").exists()
-
-    helpers.wait_for(beyond_a_checkpoint, what="step 6")
-    job.kill(seeded().randrange(ranks), signal.SIGKILL)
-    gate.touch()
-    assert -signal.SIGKILL in job.wait(), job.output()
-    module_lab.train(config, f"run.dir={run}", *overrides, ranks=ranks)
-    kept = ("step", "loss", "loss_sequence", "sources", "grad_norm", "data_digest", "lr", "cursor")
-    killed, whole = ([[r[key] for key in kept] for r in helpers.metrics(path)] for path in (run, trained(mesh)))
-    assert killed == whole
-    (resume,) = helpers.journal(run, "resume")
-    assert resume["step"] == 5
 
 
 # ------------------------------------------------------------------------ a model independent of the trainer

@@ -16,18 +16,14 @@ import torch.distributed.checkpoint as dcp
 from records import step_record
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from data.packing.opening import open_packer
-from eval.checkpoints import read_checkpoint
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.models.masks import dense_mask
 from fsdp_pretrain.record.step_record import StepRecord, parse
 from fsdp_pretrain.report.panels import lay_out
-from fsdp_pretrain.train.activation_maxima import highest_logit, highest_score
 from fsdp_pretrain.train.group_statistics import group_of
 
 COUNTER = Path(__file__).with_name("count_collectives.py")
 GROUPS = ["embedding", "norms", "attention/0", "mlp/0", "attention/1", "mlp/1", "head"]
-MEASURED = {"record": {"statistics_every": "3 steps", "activation_maxima": True, "console_every": 100}}
+MEASURED = {"record": {"statistics_every": "3 steps", "console_every": 100}}
 DROPS = {"family": "gpt", "kv_heads": None, "ffn": None, "positions": 64, "dropout": 0.1}
 
 
@@ -83,31 +79,9 @@ def expected(
     }
 
 
-def maxima(run: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Largest logit and scores of the batch of a step, from the weights before it, with scores that are materialised."""
-    model, config = read_checkpoint(Store(run / "checkpoints").find(step - 1), "cpu")
-    tokens = torch.from_numpy(open_packer(config).pack(8 * (step - 1), 8).tokens)
-    scores = list[float]()
-
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-        assert options["is_causal"] and options["attn_mask"] is None
-        key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
-        ahead = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
-        found = (query @ key.transpose(2, 3) / math.sqrt(query.shape[3])).masked_fill(ahead, -math.inf)
-        scores.append(float(found.max()))
-        return found.softmax(-1) @ value
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
-    with torch.inference_mode():
-        logits = model.eval()(tokens[:, :-1])
-    return [float(logits.max()), *scores]
-
-
 @pytest.mark.shows("B6")
 @pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
-def test_they_are_those_of_an_unsharded_computation(
-    lab: Any, helpers: Any, monkeypatch: pytest.MonkeyPatch, ranks: int
-) -> None:
+def test_they_are_those_of_an_unsharded_computation(lab: Any, helpers: Any, ranks: int) -> None:
     """On one rank, on two shards, and on two replicas of two; with clipping, decay and bias correction."""
     run = train(lab, "run", ranks, **MEASURED)
     records = helpers.metrics(run)
@@ -121,9 +95,6 @@ def test_they_are_those_of_an_unsharded_computation(
         squares = sum(group["grad_norm"] ** 2 for group in record["groups"].values())
         assert squares**0.5 == pytest.approx(record["grad_norm"], rel=1e-5)
         assert sum(group["grad_share"] for group in record["groups"].values()) == pytest.approx(1)
-        whole = maxima(run, step, monkeypatch)
-        assert [record["maxima"]["logit"], *record["maxima"]["attention_scores"]] == pytest.approx(whole, rel=1e-5)
-        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(
@@ -134,8 +105,8 @@ def test_training_is_the_same_to_the_bit_without_them(lab: Any, helpers: Any, mo
     blind = train(lab, "blind", ranks, model=model, record={"statistics_every": "0 steps"})
     digests = [[each.manifest().state_digest for each in Store(run / "checkpoints").scan()] for run in (seen, blind)]
     assert digests[0] == digests[1] and len(digests[0]) == 7
-    assert all(record["groups"] and record["maxima"] for record in helpers.metrics(seen))
-    assert not any(record["groups"] or record["maxima"] for record in helpers.metrics(blind))
+    assert all(record["groups"] for record in helpers.metrics(seen))
+    assert not any(record["groups"] for record in helpers.metrics(blind))
 
 
 @pytest.mark.slow
@@ -180,29 +151,6 @@ def test_every_parameter_is_in_the_group_of_its_kind_and_depth() -> None:
         assert found == sorted(found) and len(set(found)) <= 4
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("chunk", [1, 40, 2**25])
-@pytest.mark.parametrize("mask", ["causal", "bool", "added"])
-def test_maxima_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int, mask: str) -> None:
-    """Scores that no query sees do not count, however large."""
-    from fsdp_pretrain.train import activation_maxima
-
-    monkeypatch.setattr(activation_maxima, "_VALUES", chunk)
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 4, 9, 8, generator=generator)
-    key = torch.randn(2, 2, 9, 8, generator=generator)
-    key[:, :, -1] *= 50  # only the last query sees it
-    query[:, :, -1] *= 0.01
-    visible = dense_mask(None, 9, query.device)
-    bias = torch.where(visible, torch.randn(1, 4, 9, 9, generator=generator), -math.inf)
-    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) / math.sqrt(8)
-    scores = scores + bias if mask == "added" else scores.masked_fill(~visible, -math.inf)
-    given = {"causal": None, "bool": visible, "added": bias}[mask]
-    assert highest_score(query, key, given) == pytest.approx(float(scores.max()), rel=1e-6)
-    hidden, weight = torch.randn(2, 9, 8, generator=generator), torch.randn(11, 8, generator=generator)
-    assert highest_logit(hidden, weight) == pytest.approx(float((hidden @ weight.T).max()), rel=1e-6)
-
-
 def grouped(step: int) -> StepRecord:
     """A record with statistics of two groups."""
     group = {
@@ -211,7 +159,6 @@ def grouped(step: int) -> StepRecord:
     }  # fmt: skip
     line = json.loads(step_record(step).to_line())
     line["groups"] = {"embedding": group, "mlp/0-7": {**group, "grad_norm": None}}
-    line["maxima"] = {"logit": 12.5, "attention_scores": [3.0, None]}
     record = parse(json.dumps(line))
     assert record is not None and parse(record.to_line()) == record
     return record
@@ -225,8 +172,6 @@ def test_trackers_get_what_is_known() -> None:
     assert found["optimizer/group_grad_norm/embedding"] == 0.5
     assert "optimizer/group_grad_norm/mlp/0-7" not in found
     assert found["optimizer/group_update_ratio/mlp/0-7"] == 1e-3
-    assert found["training/logit_max"] == 12.5 and found["training/attention_score_max/0"] == 3.0
-    assert "training/attention_score_max/1" not in found
 
 
 @pytest.mark.quick

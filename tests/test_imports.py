@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from released import ARCHIVES, unpack
+from released import unpack
 
 SLOW = set(
     "aim datasets lm_eval numpy prometheus_client psutil pyarrow pydantic rich safetensors sentencepiece smtplib ssl "
@@ -21,7 +21,7 @@ STATE = {"pydantic", "xxhash"}  # any small file of a run
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with starts, checkpoints, alarms and evaluations."""
-    return unpack(ARCHIVES[-1], tmp_path_factory.mktemp("release"))
+    return unpack(tmp_path_factory.mktemp("release"))
 
 
 @pytest.mark.quick

@@ -83,17 +83,6 @@ def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind
 
 
 @pytest.mark.slow
-def test_without_skipping_a_bad_step_ends_the_run(lab: Any, helpers: Any, fault: Any) -> None:
-    """Nothing damaged is saved."""
-    fault("gradient", rank=1, steps=[12])
-    output = lab.train(lab.config(health={"skip_nonfinite": False}), ranks=2, expect=93)
-    assert "not finite" in output and output.count("error:") == 1
-    run = lab.path / "run"
-    assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000010"]
-    assert helpers.metrics(run)[-1]["skipped"] is False
-
-
-@pytest.mark.slow
 def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
     """The same under plain torchrun, which may restart: it does so after the rollback, but not after the end. The fault
     is set in a file that Python executes at start."""
@@ -253,24 +242,6 @@ def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_
     assert not found(records, severity="CRIT")
 
 
-@pytest.mark.slow
-def test_only_telling(lab: Any, helpers: Any) -> None:
-    """With `health.rollback` off the same run only reports, and trains to its end; the clean checkpoint is kept."""
-    config = lab.config(
-        health={"rollback": False},
-        data=poison(lab, helpers, 440),
-        train={"duration": "60 steps"},
-        checkpoint={"every": "3 steps", "keep_last": 2},
-        optimizer={"lr": 2e-2, "min_lr": 2e-2, "warmup": "4 steps"},
-    )
-    lab.train(config)
-    run = lab.path / "run"
-    assert len(found(helpers.metrics(run), key="loss/spike", severity="CRIT")) == 1
-    assert any(entry["kind"] == "health" and entry["severity"] == "CRIT" for entry in helpers.journal(run))
-    steps = [int(path.parent.name[5:]) for path in sorted((run / "checkpoints").glob("step-*/manifest.json"))]
-    assert steps == [36, 39, 57, 60]  # the two newest, and the newest up to 41 - 4 and up to 40
-
-
 @pytest.mark.shows("D12", "F43")
 @pytest.mark.promise("equal-replicas")
 def test_replicas_that_differ_stop_the_run(lab: Any, helpers: Any, fault: Any) -> None:
@@ -310,54 +281,3 @@ def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) 
 
 
 # ---------------------------------------------------------------- only reported
-
-
-def open_alarms(lab: Any, helpers: Any) -> list[tuple[str, str, int]]:
-    """(key, severity, step) of the watchdog's alarms, once it has read all of a run that ended."""
-    run = lab.path / "run"
-    helpers.wait_for(lambda: not helpers.agents(run), what="the end of the agent")
-    return [(each["key"], each["severity"], each["step"]) for each in helpers.alarms(run) if each["state"] == "open"]
-
-
-HEALTH_KEYS = ("gradient/", "learning/", "loss/", "scale/")
-WATCHED = {"enabled": True, "interval": "0.2 s"}
-
-
-@pytest.mark.shows("A26", "F44")
-@pytest.mark.slow  # test_told_runs has both without ranks
-def test_a_loss_scale_that_collapses_is_told_before_the_loss_moves(lab: Any, helpers: Any, fault: Any) -> None:
-    """Every other step of an fp16 run overflows on one rank; steps are lost, not weights."""
-    bad = list(range(41, 60, 2))
-    fault("gradient", rank=1, steps=bad)
-    scale = {"first": 1024.0, "window": 1000, "hysteresis": 1, "min": 1e-6}
-    train = {"precision": "fp16", "duration": "64 steps", "loss_scale": scale}
-    lab.train(lab.config(train=train, watchdog=WATCHED), ranks=2)
-    records = helpers.metrics(lab.path / "run")
-    assert [record["step"] for record in records if record["overflow"]] == bad
-    ((key, severity, step),) = [each for each in open_alarms(lab, helpers) if each[0].startswith("scale")]
-    assert (key, severity) == ("scale/collapse", "CRIT") and 41 < step < 59
-    lines = [entry for entry in helpers.journal(lab.path / "run") if entry.get("key") == key]
-    assert [(entry["kind"], entry["step"]) for entry in lines] == [("health", step)]  # and not once more as an alarm
-    losses = [record["loss"]["sum"] / record["loss"]["count"] for record in records]
-    assert max(losses[40:]) < max(losses[:40])
-    assert not helpers.journal(lab.path / "run", "health-rollback")
-
-
-@pytest.mark.shows("F49")
-@pytest.mark.slow
-def test_single_steps_of_large_gradients_are_noted_and_no_more(lab: Any, helpers: Any, fault: Any) -> None:
-    """The norm stands out in four single steps; clipping handles them."""
-    steps = [150, 200, 250, 300]
-    fault("grow", rank="all", times=100.0, steps=steps)
-    calm = {"lr": 1e-3, "min_lr": None, "curve": "constant"}
-    train = {"duration": "310 steps", "global_batch": "32 samples", "micro_batch": 16}
-    config = lab.config(optimizer=calm, train=train, watchdog=WATCHED)
-    lab.train(config, ranks=2)
-    records = helpers.metrics(lab.path / "run")
-    assert not any(record["skipped"] for record in records)
-    assert set(steps) <= {step for step, key in found(records, key="gradient/norm", resolved=False)}
-    heard = open_alarms(lab, helpers)
-    assert {("gradient/norm", "INFO", step) for step in steps} <= set(heard)
-    judged = {(key, severity) for key, severity, _ in heard if key.startswith(HEALTH_KEYS)}  # others are of the machine
-    assert {severity for _, severity in judged} == {"INFO"}, judged
-    assert not helpers.journal(lab.path / "run", "health-rollback")

@@ -42,7 +42,6 @@ POINTS: dict[str, tuple[int, str, str]] = {
     "commit-durable": (0, "fsync", "/checkpoints$"),
     "verified": (0, "open", r"\.verified"),
     "verified-named": (0, "rename", r"/verified\.json$"),
-    "ballast": (0, "open", r"/\.ballast$"),
     "retention": (0, "rename", r"\.deleting-"),
     "deletion": (0, "remove", r"\.deleting-.*/"),
     "deletion-end": (0, "rmdir", r"\.deleting-"),
@@ -146,7 +145,6 @@ def test_killed_at_every_point_of_a_save(
     for point in points:
         rank, verb, path = POINTS[point]
         before = committed(killed.run)
-        (killed.run / "checkpoints/.ballast").unlink(missing_ok=True)
         after = WRITING if rank == 0 and point != "begin" else ""  # not what the resume does
         trap: dict[str, Any] = {"rank": rank, "verb": verb, "path": path, "after": after}
         if everybody:
@@ -232,7 +230,7 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing(
     trap = {"rank": rank, "verb": verb, "path": path, "act": "fail", "skip": 1, "times": 99}
     monkeypatch.setenv("EXECUTE_FIRST", str(TRAPS))
     monkeypatch.setenv("TRAP", json.dumps(trap))
-    config = lab.config(checkpoint={"every": "5 steps", "max_failures": 1, "background": background, "ballast": False})
+    config = lab.config(checkpoint={"every": "5 steps", "max_failures": 1, "background": background})
     output = lab.train(config, ranks=2, expect=93)
     (failed,) = helpers.journal(lab.path / "run", "checkpoint-failed")
     assert failed["step"] == 10 and re.search(text, failed["text"]) and len(re.findall("^error:", output, re.M)) == 1

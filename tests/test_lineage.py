@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from machines import Disk
 from processes import CLI, Run
 from sight import tree
-from skips import needs_aim
 from traps import killed_at
 
 from fsdp_pretrain.checkpoint.store import Store
@@ -330,27 +327,3 @@ def test_a_fork_to_another_file_system_is_a_verified_copy(
     (disk / "hog").unlink()
     lab.train(disk / "new/config.toml")
     assert helpers.metrics(disk / "new")[12]["cursor"] == 120  # samples 96 to 111 of steps 13 and 14 are skipped
-
-
-@pytest.mark.slow
-@needs_aim
-def test_aim_shows_the_kept_line(lab: Any, copy: tuple[Path, Path], helpers: Any, run_command: Run) -> None:
-    config, run = copy
-    assert run_command(CLI, "aim", run).returncode == 0
-    assert run_command(CLI, "rollback", run, "--to", 12, "--skip-steps", "13:14").returncode == 0
-    done = run_command(CLI, "aim", run)
-    assert done.returncode == 0 and "12 records" in done.stdout, done.stderr
-    lab.train(config, f"run.dir={run}")
-    assert run_command(CLI, "aim", run).returncode == 0
-    code = f"""
-import json
-from aim.sdk.repo import Repo
-out = {{}}
-for run in Repo({str(run / "aim")!r}).iter_runs():
-    out[run.hash] = [run.archived, [list(map(int, m.data.items_list()[0])) for m in run.metrics() if m.name == "training/consumed"]]
-print("RESULT" + json.dumps(out))
-"""
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
-    assert "RESULT" in shown.stdout, shown.stderr
-    found = json.loads(shown.stdout.partition("RESULT")[2])
-    assert sorted(found.values()) == [[False, [list(range(1, 25))]], [True, []]]  # Aim hides what is archived

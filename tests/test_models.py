@@ -17,7 +17,7 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.models import loss
 from fsdp_pretrain.models.decoder import Decoder
 from fsdp_pretrain.models.layers import rotary_frequencies, rotary_tables, rotate
-from fsdp_pretrain.models.masks import Slots, dense_mask
+from fsdp_pretrain.models.masks import Slots
 from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.plan.plan import check_declared, count_parameters
@@ -92,21 +92,6 @@ def test_the_future_does_not_change_the_past(values: dict[str, Any]) -> None:
     assert not torch.allclose(a[:, 12:], b[:, 12:])
 
 
-@pytest.mark.parametrize("values", [LLAMA, GPT])
-def test_masked_documents_equal_separate_documents(values: dict[str, Any]) -> None:
-    """Packed with the document mask, the first document of a sample is what it would be alone."""
-    model, x = make(values), tokens()
-    lengths = torch.tensor([[7, 13, 0], [20, 0, 0], [1, 4, 15]], dtype=torch.int32)
-    packed = model(x, None, Slots(lengths))
-    for row, first in enumerate((7, 20, 1)):
-        alone = model(x[row : row + 1, :first])
-        torch.testing.assert_close(packed[row, :first], alone[0], rtol=1e-4, atol=1e-5)
-    changed = x.clone()
-    changed[0, :7] = 0
-    again = model(changed, None, Slots(lengths))
-    assert torch.equal(packed[0, 7:], again[0, 7:])  # other documents are invisible
-
-
 @pytest.mark.parametrize("positions", ["sample", "document"])
 @pytest.mark.parametrize("values", [LLAMA, GPT])
 def test_every_document_of_a_sample_is_what_it_would_be_alone(values: dict[str, Any], positions: str) -> None:
@@ -125,26 +110,6 @@ def test_every_document_of_a_sample_is_what_it_would_be_alone(values: dict[str, 
     assert alike == (
         [True] * 6 if positions == "document" or values is LLAMA else [True, False, True, True, False, False]
     )
-
-
-def test_positions_start_again_at_each_document() -> None:
-    lengths = torch.tensor([[2, 3, 0], [5, 0, 0], [1, 1, 3]], dtype=torch.int32)
-    assert Slots(lengths).positions(5).tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 3, 4], [0, 0, 0, 1, 2]]
-
-
-def test_document_ids_and_mask() -> None:
-    lengths = torch.tensor([[2, 3], [5, 0]], dtype=torch.int32)
-    assert Slots(lengths).ids(5).tolist() == [[0, 0, 1, 1, 1], [0] * 5]
-    mask = dense_mask(Slots(lengths), 5, torch.device("cpu"))
-    assert mask.shape == (2, 1, 5, 5) and mask.dtype == torch.bool
-    assert mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [0, 0, 1, 0, 0],
-        [0, 0, 1, 1, 0],
-        [0, 0, 1, 1, 1],
-    ]
-    assert torch.equal(mask[1, 0], torch.ones(5, 5, dtype=torch.bool).tril())
 
 
 def test_llama_against_plain_formulas() -> None:

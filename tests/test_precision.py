@@ -265,35 +265,3 @@ def test_an_overflow_of_one_rank_is_skipped_by_all(exact: dict[Any, Any], world:
 
 
 # ---------------------------------------------------------------------- memory of the loss
-
-_MEASURE = """
-import sys, torch, psutil
-from fsdp_pretrain.models import loss
-rows, vocab, width, loss._LOGITS_PER_CHUNK = map(int, sys.argv[1:])
-loss._KEPT_BYTES = min(loss._KEPT_BYTES, 2**20)
-hidden, weight = torch.randn(1, rows, width, requires_grad=True), torch.zeros(vocab, width, requires_grad=True)
-labels = torch.zeros(1, rows, dtype=torch.int64)
-loss.token_losses(hidden[:, :8], weight[:8], labels[:, :8])[0].sum().backward()  # libraries are loaded
-hidden.grad = weight.grad = None
-before = psutil.Process().memory_info().rss
-open("/proc/self/clear_refs", "w").write("5")  # resets the peak
-loss.token_losses(hidden, weight, labels)[0].sum().backward()
-peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
-print(peak - before)
-"""
-
-
-@pytest.mark.parametrize(
-    ("rows", "vocab", "width", "chunk"),
-    [(2048, 30_000, 32, 2**22), pytest.param(8192, 150_000, 512, 2**25, marks=pytest.mark.timeout(900))],
-)
-def test_the_loss_never_holds_more_logits_than_it_may(
-    helpers: Any, rows: int, vocab: int, width: int, chunk: int
-) -> None:
-    """Forward and backward, the gradient of the matrix included, take a quarter of fp32 logits and their gradient."""
-    arguments = [str(value) for value in (rows, vocab, width, chunk)]
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURE, *arguments], capture_output=True, text=True, cwd="/", env=helpers.environment()
-    )
-    assert done.returncode == 0, done.stderr
-    assert 4 * vocab * width < int(done.stdout) < rows * vocab * 4 * 2 / 4

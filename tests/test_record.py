@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from machines import tmpfs
 from records import step_record
-from released import ARCHIVES, unpack
+from released import unpack
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.errors import RunGoneError, StorageError
@@ -210,7 +210,7 @@ def test_what_was_seen_of_a_run_is_known_to_the_next_start(tmp_path: Path) -> No
         LauncherMemory(note)
 
 
-@pytest.mark.shows("A34")
+@pytest.mark.shows("A34", "D20")
 def test_restarts_make_one_curve(tmp_path: Path) -> None:
     """A segment resumed from step r replaces the steps after r; one without a state replaces nothing."""
     run = RunDir(tmp_path)
@@ -375,7 +375,7 @@ def test_control_is_refused_when_nobody_listens(tmp_path: Path, run_command: Any
 def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run of the first release with a live job, according to its status, on a read-only file system."""
     with tmpfs(tmp_path_factory.mktemp("mounted")) as place:
-        run = RunDir(unpack(ARCHIVES[0], place))
+        run = RunDir(unpack(place))
         run.lock.unlink()
         alive = {"state": "running", "host": socket.gethostname(), "pid": os.getpid(), "heartbeat": now()}
         state_files.write(run.status, {"step": 28, "total_steps": 100, "tokens": 1792, **alive})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from processes import CLI, Run
 from records import CHECKPOINT, commit, metric
-from released import ARCHIVES, unpack
+from released import unpack
 
 from fsdp_pretrain.atomic import create_file
 from fsdp_pretrain.checkpoint.state import TrainState
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.quick
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run of the first release whose newest checkpoint, head and decided rollback were written by this version."""
-    run = RunDir(unpack(ARCHIVES[0], tmp_path_factory.mktemp("flips")))
+    run = RunDir(unpack(tmp_path_factory.mktemp("flips")))
     run.lock.unlink()
     store = Store(run.checkpoints)
     old = store.find(24)
@@ -196,7 +196,7 @@ def test_an_id_that_is_no_text_is_named(tmp_path: Path) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """A run of the first release, for changes."""
-    found = RunDir(unpack(ARCHIVES[0], tmp_path))
+    found = RunDir(unpack(tmp_path))
     found.lock.unlink()
     return found
 
@@ -204,7 +204,7 @@ def run(tmp_path: Path) -> RunDir:
 @pytest.fixture(scope="module")
 def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with files left by people, crashes and other versions that no reader expects."""
-    run = unpack(ARCHIVES[0], tmp_path_factory.mktemp("strays"))
+    run = unpack(tmp_path_factory.mktemp("strays"))
     (run / "lock.json").write_text("{")
     os.utime(run / "lock.json", (1, 1))
     for name in ("0003x", "0003 (copy)", "00003", "old"):

@@ -228,19 +228,6 @@ def test_a_checkpoint_that_decays(watch: Watch, tmp_path: Path, fault: str, monk
     assert watch.transitions()[1:] == [(key, "CRIT", "resolved")]
 
 
-def test_a_checkpoint_in_the_fallback(watch: Watch, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    checkpoints = saves(watch, run)
-    watch.detectors = [checkpoints]
-    checkpoints.step(record(1))
-    commit(Store(run / "elsewhere"), 5)
-    watch.advance()
-    assert watch.transitions() == [("checkpoint-fallback", "WARN", "open")] and checkpoints.protected == 5
-    commit(Store(run / "checkpoints"), 6)
-    watch.advance(61)
-    assert watch.transitions()[1:] == [("checkpoint-fallback", "WARN", "resolved")]
-
-
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks of storage five times a second."""
@@ -287,7 +274,7 @@ def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any,
     """On a real run: its storage fills, it trains on, and ends with 93 without intervention."""
     config = lab.config(
         train={"duration": "100000 steps"},
-        checkpoint={"every": "10 steps", "max_failures": 100, "retry": "0.01 s", "ballast": False},
+        checkpoint={"every": "10 steps", "max_failures": 100, "retry": "0.01 s"},
     )
     disk = small_disk("4m")
     job, run, hog = lab.start(config, f"run.dir={disk / 'run'}"), RunDir(disk / "run"), disk / "hog"

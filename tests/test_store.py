@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -116,15 +115,6 @@ def test_a_damaged_one_of_the_same_step_is_moved_aside(store: Store) -> None:
     commit(store, 5, {**CHECKPOINT, WEIGHTS: b"new"})
     assert (store.find(5).path / "__0_0.distcp").read_bytes() == b"new"
     assert len(list((store.directory / "abandoned").iterdir())) == 1
-
-
-def test_retention_keeps_what_the_policy_names(store: Store) -> None:
-    for step in range(10, 130, 10):
-        commit(store, step)
-    deleted = store.retain(3, lambda checkpoint: checkpoint.step % 50 == 0, protected={70})
-    assert steps(store) == [50, 70, 100, 110, 120]
-    assert [checkpoint.step for checkpoint in deleted] == [10, 20, 30, 40, 60, 80, 90]
-    assert not list(store.directory.glob("*deleting*"))
 
 
 @pytest.mark.promise("successor-first")
@@ -243,28 +233,6 @@ def test_any_saves_leave_exactly_the_policy(keep_last: int, every: list[str], sa
     with tempfile.TemporaryDirectory() as folder:
         left, deleted = play(Store(Path(folder)), keep_last, every, saves)
         assert left | deleted == set(range(1, len(saves) + 1)) and not left & deleted
-
-
-@pytest.mark.shows("D21")
-def test_500_saves_leave_exactly_the_policy(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # no crash here
-    rng = random.Random(0)
-    saves = [
-        Save(
-            batch=rng.randrange(1, 40),
-            verified=rng.random() < 0.8,
-            final=rng.random() < 0.01,
-            pin=rng.randrange(100) if rng.random() < 0.05 else None,
-            protect=rng.randrange(10) if rng.random() < 0.2 else None,
-        )
-        for _ in range(500)
-    ]
-    for start in range(0, 500, 50):
-        every = rng.sample(INTERVALS, rng.randrange(3))
-        part = saves[start : start + 50]
-        left, deleted = play(Store(store.directory / str(start)), rng.randrange(2, 5), every, part)
-        assert left | deleted == set(range(1, 51)) and not left & deleted
-        assert deleted and len(left) >= 2
 
 
 @pytest.mark.promise("verified")

@@ -26,7 +26,7 @@ from fsdp_pretrain.units import human_bytes
 
 from .delivery import root_cause
 from .digest import StateDigest, state_digest
-from .disk_space import Reclaimable, SpaceNeeded, make_room
+from .disk_space import Prune, SpaceNeeded, make_room
 from .layout import FILE_BYTES, SaveLayout, TensorRows, file_name, layout_of
 from .loading import flatten, verify
 from .manifest import CheckpointManifest, Facts, FileEntry
@@ -93,8 +93,8 @@ def save(
     state: dict[str, Any],
     train_state: str,
     config: str,
-    read_back: bool,
-    reclaimable: Reclaimable = (),
+    read_back: bool = True,
+    prune: Prune | None = None,
     guard: Callable[[], None] = lambda: None,
     fetch: Fetch | None = None,
 ) -> SaveResult:
@@ -106,7 +106,7 @@ def save(
             weights are saved (recorded in the manifest).
         train_state, config: contents of `train_state.json` and `config.toml`.
         read_back: verify every byte afterwards.
-        reclaimable: what may be deleted if the checkpoint does not fit, see `disk_space.make_room`; used on rank 0.
+        prune: called on rank 0 if the checkpoint does not fit, see `disk_space.make_room`.
         guard: called on rank 0 before the commit; its exception ends the save on every rank.
         fetch: returns a tensor of `state` (then on the meta device) by flat name (`model.NAME`); called one tensor at
             a time, so the model is never in memory as a whole.
@@ -117,7 +117,7 @@ def save(
     start = time.perf_counter()
     layout = layout_of(state, world)
     need = SpaceNeeded(layout.size, layout.files + _FILES_BESIDE)
-    attempt, reclaimed = world.decide(lambda: _begin(store, facts.step, need, reclaimable))
+    attempt, pruned = world.decide(lambda: _begin(store, facts.step, need, prune))
     promised: CheckpointManifest | None = None
     try:
         files, descriptions, digest = _write(world, attempt, layout, flatten(state), fetch)
@@ -142,18 +142,20 @@ def save(
         raise
     if read_back:
         checkpoint = _read_back(world, store, checkpoint)
-    notes: tuple[Note, ...] = tuple(("checkpoint-room", f"to make room: {name}") for name in reclaimed)
+    room: Note = ("checkpoint-room", "to make room: all but the two newest verified checkpoints")
+    notes = (room,) if pruned else ()
     return SaveResult(checkpoint, promised, written, time.perf_counter() - start, notes=notes)
 
 
-def _begin(store: Store, step: int, need: SpaceNeeded, reclaimable: Reclaimable) -> tuple[Path, list[str]]:
-    """Ensure that the checkpoint fits before writing. Returns the attempt's directory, and what was deleted for it."""
+def _begin(store: Store, step: int, need: SpaceNeeded, prune: Prune | None) -> tuple[Path, bool]:
+    """Ensure that the checkpoint fits before writing. Returns the attempt's directory, and whether others were deleted
+    for it."""
     try:
         make_directory(store.directory)
     except OSError as error:
         raise StorageError(f"cannot create {store.directory}: {error.strerror}") from None
-    reclaimed = list(make_room(store.directory, need, reclaimable))
-    return store.begin(step), reclaimed
+    pruned = make_room(store.directory, need, prune)
+    return store.begin(step), pruned
 
 
 def _write(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +12,9 @@ from fsdp_pretrain.units import human_bytes
 
 from .store import Checkpoint
 
-Reclaimable = Sequence[tuple[str, Callable[[], object]]]
-"""Pairs (name, action), the most valuable last; an action returns a falsy value if there was nothing to delete."""
+Prune = Callable[[], object]
+"""Deletes old checkpoints; returns a falsy value if there was nothing to delete."""
 
-_BALLAST = ".ballast"
-_LARGEST_SHARE = 0.02
 _LARGEST_RESERVE = 20 << 30
 
 
@@ -90,18 +88,14 @@ def prunable(checkpoints: Iterable[Checkpoint]) -> SpaceNeeded:
     return SpaceNeeded(sum(entry.bytes for entry in files), len(files))
 
 
-def make_room(directory: Path, need: SpaceNeeded, reclaimable: Reclaimable) -> Iterator[str]:
-    """Run the actions in order until a checkpoint fits; yields the names of those that freed something.
+def make_room(directory: Path, need: SpaceNeeded, prune: Prune | None) -> bool:
+    """Delete old checkpoints if a new one does not fit; whether there were any.
 
     Raises:
-        StorageError: it still does not fit.
+        StorageError: it does not fit, even so.
     """
     try:
-        for name, act in reclaimable:
-            if need.fits(Room.of(directory)):
-                return
-            if act():
-                yield name
+        pruned = prune is not None and not need.fits(Room.of(directory)) and bool(prune())
         room = Room.of(directory)
     except OSError as error:
         raise StorageError(f"cannot read {directory}: {error}") from None
@@ -111,32 +105,4 @@ def make_room(directory: Path, need: SpaceNeeded, reclaimable: Reclaimable) -> I
             effect="nothing was written; steps from here on are in no checkpoint",
             remedy="free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)",
         )
-
-
-class Ballast:
-    """A file in `RUN/checkpoints` that reserves space; deleted when a save would not fit otherwise."""
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / _BALLAST
-
-    def take(self, checkpoint_bytes: int) -> None:
-        """Reserve a tenth of a checkpoint or 2% of the file system, whichever is less, if there is enough space."""
-        if self.path.exists():
-            return
-        try:
-            room = Room.of(self.path.parent)
-            size = min(checkpoint_bytes // 10, int(room.total * _LARGEST_SHARE))
-            if size <= 0 or room.free < checkpoint_bytes + 2 * size:
-                return
-            with self.path.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)
-        except OSError:  # not worth failing for
-            self.release()
-
-    def release(self) -> bool:
-        """Delete the file. Returns whether there was one."""
-        try:
-            self.path.unlink()
-        except OSError:
-            return False
-        return True
+    return pruned

@@ -60,7 +60,7 @@ def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | Non
     if any(item.step == expected or (item.step > expected and item.problem is None) for item in there):
         return None
     aside = f"abandoned/{directory_name(expected)}-*"
-    if there and any(any(store.directory.glob(aside)) for store in found.all):
+    if there and any(found.directory.glob(aside)):
         return None
     newest = max((item.step for item in there), default=None)
     return MissingCheckpoint(expected, newest, known > (-1 if newest is None else newest))

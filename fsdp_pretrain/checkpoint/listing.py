@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -11,7 +10,6 @@ from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.units import human_bytes
 
-from .locations import Stores
 from .manifest import CheckpointManifest
 from .store import Checkpoint, verify_files
 from .tensors import wrong_tensors
@@ -26,7 +24,6 @@ class Row(BaseModel):
 
     step: int
     path: str
-    fallback: bool
     state: str
     bytes: int | None = None
     committed: str | None = None
@@ -49,17 +46,15 @@ class Row(BaseModel):
         line += "pinned " * self.pinned
         line += f"suspect: {self.suspect} " if self.suspect else ""
         line += self.problem or ("" if self.optimizer else "weights alone ")
-        line += f" in the fallback {Path(self.path).parent}" * self.fallback
         line += f" mirror: {self.mirror}" if self.mirror is not None else ""
         return line.rstrip()
 
 
-def listed(found: Stores, checkpoint: Checkpoint) -> Row:
+def listed(checkpoint: Checkpoint) -> Row:
     """A checkpoint by its names, sizes and manifest, without reading its files."""
     row = Row(
         step=checkpoint.step,
         path=str(checkpoint.path),
-        fallback=found.is_in_fallback(checkpoint),
         state="damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed",
         pinned=checkpoint.pinned,
         problem=checkpoint.problem,
@@ -69,9 +64,9 @@ def listed(found: Stores, checkpoint: Checkpoint) -> Row:
     return row
 
 
-def read_back(found: Stores, checkpoint: Checkpoint) -> Row:
+def read_back(checkpoint: Checkpoint) -> Row:
     """The same after reading all its files and comparing their checksums."""
-    row = listed(found, checkpoint)
+    row = listed(checkpoint)
     if checkpoint.problem is None:
         wrong = verify_files(checkpoint.path, checkpoint.files()) or wrong_tensors(checkpoint.path)
         row.state, row.problem = ("damaged", wrong[0]) if wrong else ("verified", None)

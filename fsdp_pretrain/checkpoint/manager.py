@@ -10,14 +10,13 @@ import torch
 
 from fsdp_pretrain import __version__
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.errors import StorageError, UserError
+from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
 
 from . import dcp
 from .async_save import Pending, Stager
-from .disk_space import Ballast, Reclaimable
 from .loading import state_dict
-from .locations import fallback, newest_clean, stores
+from .locations import newest_clean
 from .manifest import Facts, is_permanent
 from .state import TrainState
 from .store import Checkpoint, Store
@@ -50,8 +49,7 @@ class CheckpointManager:
         spared: Callable[[], Collection[int]] = list,
     ) -> None:
         self._subject, self._world, self._config, self._segment = subject, subject.world, subject.config, segment
-        self._stores, self._fallback = self._world.decide(lambda: stores(subject.run)), fallback(subject.config)
-        self._store = self._stores.main
+        self._store = Store(subject.run.checkpoints)
         self._guard, self._protected, self._spared = guard, protected, spared
         self._suspicion, self._clean_until = suspicion, clean_until
         if self._config.checkpoint.background:
@@ -102,47 +100,26 @@ class CheckpointManager:
     ) -> dcp.SaveResult:
         """`config`: that of the step, also if training goes on with another."""
 
-        def save(store: Store, reclaimable: Reclaimable) -> dcp.SaveResult:
-            world.decide(store.sweep)  # ranks of an earlier attempt may have ended at different times
-            return dcp.save(
-                world,
-                store,
-                facts,
-                state=tensors,
-                train_state=state.to_json(identity=self._subject.identity, tokens=facts.tokens, world=facts.world),
-                config=config.to_toml(),
-                read_back=config.checkpoint.verify,
-                reclaimable=reclaimable,
-                guard=self._guard,
-            )
-
-        try:
-            saved = save(self._store, self._reclaimable())
-        except StorageError as error:
-            if self._fallback is None:
-                raise
-            saved = save(self._fallback, [])
-            text = f"{saved.checkpoint.path} instead of the run directory: {error.cause}"
-            saved = replace(saved, notes=(("checkpoint-fallback", text), *saved.notes))
+        world.decide(self._store.sweep)  # ranks of an earlier attempt may have ended at different times
+        saved = dcp.save(
+            world,
+            self._store,
+            facts,
+            state=tensors,
+            train_state=state.to_json(identity=self._subject.identity, tokens=facts.tokens, world=facts.world),
+            config=config.to_toml(),
+            prune=(lambda: self._retain(2)) if config.checkpoint.prune else None,
+            guard=self._guard,
+        )
         return self._tidy(saved) if world.is_main else saved
 
     def _tidy(self, saved: dcp.SaveResult) -> dcp.SaveResult:
-        """Renew the ballast and apply retention, on rank 0. The checkpoint exists, so a failure is only a note."""
-        policy = self._config.checkpoint
+        """Apply retention, on rank 0. The checkpoint exists, so a failure is only a note."""
         try:
-            if policy.ballast:
-                Ballast(self._store.directory).take(saved.bytes)
-            return replace(saved, deleted=self._retain(policy.keep_last, self._spared()))
+            return replace(saved, deleted=self._retain(self._config.checkpoint.keep_last, self._spared()))
         except (OSError, UserError) as error:
             text = f"old checkpoints could not be deleted: {error}"
             return replace(saved, notes=(*saved.notes, ("checkpoint-room", text)))
-
-    def _reclaimable(self) -> Reclaimable:
-        policy, ballast = self._config.checkpoint, Ballast(self._store.directory)
-        found: list[tuple[str, Callable[[], object]]] = []
-        if policy.prune:
-            found.append(("all but the two newest verified checkpoints", lambda: self._retain(2)))
-        return [*found, ("the ballast", ballast.release)]
 
     def _retain(self, keep_last: int, spared: Collection[int] = ()) -> tuple[int, ...]:
         """Apply the retention policy; the steps deleted."""
@@ -151,12 +128,9 @@ class CheckpointManager:
             return is_permanent(self._config, checkpoint.manifest(), self._config.checkpoint.kept_intervals)
 
         # Rollback targets stay, however many checkpoints follow.
-        clean = [newest_clean(self._stores, bound) for bound in self._clean_until()]
+        clean = [newest_clean(self._store, bound) for bound in self._clean_until()]
         protected = {*self._protected(), *spared, *(item.step for item in clean if item is not None)}
-        deleted = list(self._store.retain(keep_last, keep, protected))
-        for stopgap in self._stores.fallbacks:
-            deleted += stopgap.retain(2, lambda _: False, protected)
-        return tuple(item.step for item in deleted)
+        return tuple(item.step for item in self._store.retain(keep_last, keep, protected))
 
 
 def make_facts(config: Config, world: World, state: TrainState, *, final: bool = False, **marks: Any) -> Facts:

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -111,14 +110,16 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-class CheckpointReader(ABC):
-    """Finds checkpoints in one or several places; `directory` is the main one."""
+class Store:
+    """The checkpoints of a run, in `RUN/checkpoints`."""
 
-    directory: Path
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
 
-    @abstractmethod
     def scan(self) -> list[Checkpoint]:
-        """All directories with a checkpoint's name, oldest step first; of one step, the preferred one last."""
+        """All directories with a checkpoint's name, oldest step first. Raises StorageError if they cannot be read."""
+        found = [(step, path) for path in self._entries() if (step := step_of(path.name)) is not None]
+        return [_inspect(step, path) for step, path in sorted(found)]
 
     def find(self, step: int) -> Checkpoint:
         """The checkpoint of a step. Raises CheckpointError if there is none or it does not look whole."""
@@ -135,18 +136,6 @@ class CheckpointReader(ABC):
     def newest(self) -> Checkpoint | None:
         """The newest that looks whole, or None."""
         return next((checkpoint for checkpoint in reversed(self.scan()) if checkpoint.problem is None), None)
-
-
-class Store(CheckpointReader):
-    """The checkpoints of a run in one directory: `RUN/checkpoints`, or the run's directory in a fallback."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-
-    def scan(self) -> list[Checkpoint]:
-        """Raises StorageError if the directory cannot be read."""
-        found = [(step, path) for path in self._entries() if (step := step_of(path.name)) is not None]
-        return [_inspect(step, path) for step, path in sorted(found)]
 
     def _entries(self) -> list[Path]:
         if not self.directory.is_dir():

@@ -38,8 +38,8 @@ def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = 
         DataError: there is none.
     """
     recorded = checkpoint.train_state().identity.tokenizer
-    copies = (run / "tokenizer" for run in (checkpoint.path.parent.parent, config.run.dir))  # second: in a fallback
-    path = named or next((copy for copy in copies if copy.exists()), config.data.sources[0].path)
+    copy = checkpoint.path.parent.parent / "tokenizer"
+    path = named or (copy if copy.exists() else config.data.sources[0].path)
     tokenizer = Tokenizer.load(path, eod=recorded.eod)
     if tokenizer.fingerprint != recorded.fingerprint:
         raise CheckpointError(

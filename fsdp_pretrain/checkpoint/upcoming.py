@@ -109,7 +109,7 @@ def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fi
         need = first_need(starts[-1]["parameters"], starts[-1].get("world") or 1) if starts else need
     if need is None or not need.bytes:
         return None
-    old = prunable(found.main.scan()) if config.checkpoint.prune else None
+    old = prunable(found.scan()) if config.checkpoint.prune else None
     writing = sum(attempts(run.checkpoints).values())
     return fit(need, Room.of(run.checkpoints), writing=writing, old=old)
 

@@ -120,7 +120,6 @@ def begin(run: RunDir, config: Config, packer: Packer, source: WeightsSource, wh
             fetch=fetch,
             train_state=state.to_json(identity=identity(config, packer), tokens=0, world=world.shape),
             config=config.to_toml(),
-            read_back=True,
         )
     text = f"weights of {where.resolve()}; {said}"
     if source.padded:

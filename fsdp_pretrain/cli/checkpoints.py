@@ -18,7 +18,7 @@ from fsdp_pretrain.units import human_bytes, human_count
 
 if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.listing import Row
-    from fsdp_pretrain.checkpoint.locations import Stores
+    from fsdp_pretrain.checkpoint.store import Store
 
 _CONVERTED = "weights are converted"
 _STEP = argument("step", type=int, help="step of the checkpoint")
@@ -45,11 +45,11 @@ def _checkpoints(args: argparse.Namespace) -> int:
 
 @verb("list", "", JSON)
 def _list(args: argparse.Namespace) -> int:
-    """List them by names and sizes, without reading them: in the run directory, its fallback and its mirror."""
+    """List them by names and sizes, without reading them: in the run directory and its mirror."""
     from fsdp_pretrain.checkpoint.listing import listed
 
     found = _stores(args.run)
-    rows = [listed(found, item) for item in found.scan()]
+    rows = [listed(item) for item in found.scan()]
     if _has_mirror(args.run):
         from fsdp_pretrain.mirror.listing import open_mirror, with_mirror
 
@@ -85,7 +85,7 @@ def _verify(args: argparse.Namespace) -> int:
     if args.step is not None and not chosen:
         found.find(args.step)
     bar = tqdm(chosen, desc="reading back", delay=2, disable=None)
-    return _print([read_back(found, item) for item in bar], as_json=args.json)
+    return _print([read_back(item) for item in bar], as_json=args.json)
 
 
 @verb("pin", "300", _STEP, JSON)
@@ -105,10 +105,10 @@ def _set_pinned(args: argparse.Namespace, pinned: bool) -> int:
 
     found = _stores(args.run)
     found.find(args.step).pin(pinned)
-    return _print([listed(found, found.find(args.step))], as_json=args.json)
+    return _print([listed(found.find(args.step))], as_json=args.json)
 
 
-def _stores(run: RunDir) -> Stores:
+def _stores(run: RunDir) -> Store:
     from fsdp_pretrain.checkpoint.locations import stores
 
     check_begun(run)

@@ -208,11 +208,6 @@ class CheckpointSection(Section):
     prune: bool = True
     """When the next checkpoint does not fit, delete all but the two newest verified ones and those that are pinned, due
     for evaluation or kept by `keep_every`. Off: `keep_last` checkpoints stay even then."""
-    ballast: bool = True
-    """Reserve a little space (a tenth of a checkpoint, at most 2% of the file system), which is freed when a save would
-    not fit otherwise."""
-    fallback_dir: FilePath | None = None
-    """Directory on other storage, used for checkpoints while the run directory cannot be written."""
     mirror: Annotated[str, AfterValidator(_mirror_url)] | None = None
     """URL of a directory in object storage, such as `"s3://bucket/runs"`. Checkpoints and the record are copied there
     beside training, below the run's name; `--from-mirror` restores them, see storage.md. Credentials come from where
@@ -224,23 +219,13 @@ class CheckpointSection(Section):
     mirror_flush: Pause = Pause(600)
     """How long a complete run waits for the mirror to have its last checkpoint and record. A run that is asked to stop
     waits at most 20 s: its next start continues the copy."""
-    on_commit: str | None = None
-    """Shell command that is run for every new checkpoint, for copies elsewhere: `'rsync -a "$1" backup:ckpt/'`. `$1` is
-    the checkpoint's path and `$2` its step, also in `CHECKPOINT_PATH` and `CHECKPOINT_STEP`. Training does not wait for
-    it and does not fail with it; the checkpoint is not deleted while it runs."""
     background: bool = True
     """Write while training continues, from a copy in host memory (as large as a rank's share of the checkpoint).
     Training waits for the last save of a start, and for the one after a failure."""
-    verify: bool = True
-    """Read a checkpoint back and compare checksums before it counts as verified and older ones may be deleted. Off: no
-    checkpoint counts as verified, so none is deleted."""
     max_failures: Annotated[int, Field(ge=1)] = 3
     """Consecutive failed saves after which the run stops with exit 93."""
     retry: Seconds = Seconds(10)
     """Pause before a failed save is retried; doubles with every further failure, up to 5 minutes."""
-    max_age: Seconds | None = None
-    """How long training may continue without a new verified checkpoint before the run stops with exit 93. Default: no
-    limit."""
 
     @property
     def kept_intervals(self) -> list[Progress]:
@@ -344,8 +329,6 @@ class RecordSection(Section):
     statistics_every: Progress = Progress(100, "step")
     """Interval between statistics of groups of parameters in the record: gradient norms, Adam's second moments, updates
     relative to weights. `"0 steps"`: never."""
-    activation_maxima: bool = False
-    """Also record the largest logit and attention scores then, from an additional forward pass of one micro-batch."""
     aim: bool = False
     """Mirror the record into Aim during training (needs the extra `aim`). Never affects training."""
     aim_repo: FilePath | None = None

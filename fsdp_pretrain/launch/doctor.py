@@ -100,7 +100,7 @@ class Checker:
         if self._cuda:
             memory = human_bytes(torch.cuda.get_device_properties(device).total_memory)
             hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)} with {memory}"
-        node = int(os.environ.get("GROUP_RANK", info.rank // info.local_world))
+        node = info.node
         self._ranks: list[RankFacts] = self._gather(RankFacts(info.rank, node, socket.gethostname(), hardware))
 
     def products(self, slow: float) -> list[RankFacts]:

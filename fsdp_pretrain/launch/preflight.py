@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from fsdp_pretrain import open_files
-from fsdp_pretrain.checkpoint.locations import fallback, stores
+from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.upcoming import next_fit
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
@@ -107,15 +107,15 @@ def _check_open_files(config: Config, ranks: int, nodes: int) -> None:
 
 
 def _check_space(config: Config, run: RunDir) -> Iterator[str]:
-    """Raises ConfigError if the next checkpoint fits nowhere, whatever is pruned for it."""
+    """Raises ConfigError if the next checkpoint does not fit, whatever is pruned for it."""
     fit = next_fit(run, config)
     if fit is None or fit.severity is None:
         return
-    if fit.severity is Severity.CRIT and fallback(config) is None:
+    if fit.severity is Severity.CRIT:
         raise ConfigError(
             fit.text,
             effect="training would run without new checkpoints, and end with exit 93",
-            remedy="free space, or name other storage with checkpoint.fallback_dir",
+            remedy="free space",
         )
     yield fit.text
 

@@ -27,9 +27,9 @@ from fsdp_pretrain.record.metrics import find_step, last_records
 from fsdp_pretrain.record.overrides import Overrides
 from fsdp_pretrain.units import SampleRange
 
+from .provenance import IN_FLIGHT
+
 _AHEAD = (1, 10, 100, 1000)
-_IN_FLIGHT = 3
-"""Steps that a run may have begun after the last one in its record."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _left_behind(run: RunDir, standing: Overrides, state: TrainState) -> list[Ti
     """What `control set` changed in steps after the checkpoint: it goes with them. What is ahead of the run stays."""
     segments = reversed([run.segment(node.segment) for node in lineage.nodes(run)])
     newest = next((found[-1] for path in segments if (found := last_records(path, 1 << 16))), None)
-    reached = state.consumed if newest is None else newest.consumed + _IN_FLIGHT * newest.batch
+    reached = state.consumed if newest is None else newest.consumed + IN_FLIGHT * newest.batch
     return [entry for entry in standing.timeline if state.consumed <= entry.at.value < reached]
 
 

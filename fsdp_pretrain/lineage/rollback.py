@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.store import directory_name, step_of, sync_directory
 from fsdp_pretrain.errors import Exit, StorageError
 from fsdp_pretrain.record import journal, lineage, state_files, status
@@ -76,15 +75,15 @@ def go_back(run: RunDir, request: BranchRequest, reason: str, *, dry_run: bool =
 
 
 def _report(run: RunDir, branch: Branch) -> BranchReport:
-    return branch.report().model_copy(update={"abandoned": _later_checkpoints(run, branch.state.step)})
+    return branch.report().model_copy(update={"abandoned": _later(run.checkpoints, branch.state.step)})
 
 
 def abandon_all(run: RunDir) -> list[str]:
     """Move all checkpoints and evaluations aside, for a run that restarts at step 0 in its directory.
 
-    Returns the names of the checkpoints, or paths of those in a fallback. Raises StorageError.
+    Returns the names of the checkpoints. Raises StorageError.
     """
-    checkpoints, evals = _later_checkpoints(run, -1), _later(run.evals, -1)
+    checkpoints, evals = _later(run.checkpoints, -1), _later(run.evals, -1)
     try:
         _move_aside([run.checkpoints / name for name in checkpoints], mark := uuid.uuid4().hex[:8])
         _move_aside([run.evals / name for name in evals], mark)
@@ -101,13 +100,6 @@ def _later(folder: Path, step: int) -> list[str]:
     return sorted(name for name, found in steps.items() if found is not None and found > step)
 
 
-def _later_checkpoints(run: RunDir, step: int) -> list[str]:
-    """Names of the checkpoints after `step`, or paths of those in a fallback."""
-    main, *fallbacks = stores(run).all
-    elsewhere = [str(store.directory / name) for store in fallbacks for name in _later(store.directory, step)]
-    return [*_later(main.directory, step), *elsewhere]
-
-
 def _decide(run: RunDir, branch: Branch, report: BranchReport, request: BranchRequest, reason: str) -> DecidedRollback:
     """Everything that `finish` needs."""
     step, segments = branch.state.step, run.segments
@@ -115,7 +107,7 @@ def _decide(run: RunDir, branch: Branch, report: BranchReport, request: BranchRe
     lost = left_behind(run, step, branch.after.schedule.tokens(branch.state.consumed))
     text = f"back to step {step:_}" + (f"; {said}" if said else "")
     text += f"; {lost.steps:_} steps ({human_count(lost.tokens)} tokens) are left behind" if lost.steps else ""
-    moved = ", ".join(Path(name).name.removeprefix("step-").lstrip("0") for name in report.abandoned)
+    moved = ", ".join(name.removeprefix("step-").lstrip("0") for name in report.abandoned)
     return DecidedRollback(
         id=uuid.uuid4().hex[:8],
         time=now(),
@@ -193,7 +185,7 @@ def _move_aside(paths: list[Path], mark: str) -> None:
             aside.mkdir(exist_ok=True)
             path.rename(aside / f"{path.name}-{mark}")
     for folder in {path.parent for path in paths}:
-        if (folder / "abandoned").exists():  # a fallback may be gone by now; the lineage records what was abandoned
+        if (folder / "abandoned").exists():
             sync_directory(folder / "abandoned")
             sync_directory(folder)
 

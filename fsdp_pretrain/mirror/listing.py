@@ -41,7 +41,6 @@ def _row(mirror: RunMirror, item: MirroredCheckpoint) -> Row:
     row = Row(
         step=item.step,
         path=str(mirror.url / item.name),
-        fallback=False,
         state="mirrored" if item.problem is None else "incomplete" if item.raw is None else "damaged",
         pinned=item.pinned,
         mirror=_state(item),

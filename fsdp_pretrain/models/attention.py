@@ -37,7 +37,6 @@ class Attention(nn.Module):
 
     Attributes:
         cache: keys and values of earlier passes, see `Decoder.caching`; None in training.
-        observe: called with query [B, heads, S, d], key [B, kv_heads, T, d] and mask of every pass; mostly None.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class Attention(nn.Module):
         super().__init__()
         self._score_mod = alibi_score_mod(heads) if alibi else None
         self.cache: LayerCache | None = None
-        self.observe: Callable[[Tensor, Tensor, Mask], None] | None = None
         self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, head_dim, dropout
         self.scores, self.layer = scores, layer
         self.query = nn.Linear(hidden, heads * head_dim, bias=bias)
@@ -81,8 +79,6 @@ class Attention(nn.Module):
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if self.cache is not None:
             key, value = self.cache.extend(key, value)
-        if self.observe is not None:
-            self.observe(query, key, mask)
         mixed = self._attend(query, key, value, mask)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsdp_pretrain.config.data_section import DataSection
 
-from .decoder import Decoder, Reader
+from .decoder import Decoder
 from .loss import IGNORE
 from .masks import Slots
 
@@ -47,13 +47,6 @@ def losses(
     labels = tokens[:, 1:] if micro.labels is None else micro.labels.to(device, non_blocking=True)
     out = model(tokens[:, :-1], labels, slots, positions, with_normalisers=with_penalties)
     return Losses(out[0], labels, out[1].square()) if with_penalties else Losses(out, labels, None)
-
-
-def read(model: Decoder, micro: PackedBatch, data: DataSection, device: torch.device, reader: Reader) -> Tensor:
-    """What `reader` makes of the last hidden states."""
-    tokens, slots, positions = _inputs(micro, data, device)
-    out: Tensor = model(tokens[:, :-1], None, slots, positions, read=reader)
-    return out
 
 
 def _inputs(micro: PackedBatch, data: DataSection, device: torch.device) -> tuple[Tensor, Slots | None, Tensor | None]:

@@ -40,6 +40,11 @@ class RankInfo:
     local_rank: int
     local_world: int
 
+    @property
+    def node(self) -> int:
+        """Number of this node among those of the job."""
+        return int(os.environ.get("GROUP_RANK", self.rank // self.local_world))
+
     @classmethod
     def from_environment(cls) -> RankInfo:
         """Raises ConfigError if only some of the variables are set."""
@@ -96,11 +101,6 @@ class World:
     def sum_(self, values: Tensor) -> Tensor:
         """Sum over all ranks, in place, on the device; no host synchronisation on CUDA."""
         dist.all_reduce(values, op=dist.ReduceOp.SUM)
-        return values
-
-    def max_(self, values: Tensor) -> Tensor:
-        """Maximum over all ranks, in place, on the device; no host synchronisation on CUDA."""
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
     def gather_shards(self, values: Tensor) -> Tensor:

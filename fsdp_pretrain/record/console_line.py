@@ -1,11 +1,7 @@
-"""The line of a step on the console, and its colours. No torch.
-
-Colours are for terminals: never in a file or a pipe, unless FORCE_COLOR asks for them; NO_COLOR turns them off.
-"""
+"""The line of a step on the console, and which journal entries are good or bad news. No torch."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -22,11 +18,8 @@ _TONES: dict[str, Tone] = {
     **dict.fromkeys(("alarm", "checkpoint-late", "eval-late", "fresh", "health", "health-again"), "warning"),
     **dict.fromkeys(("health-rollback", "health-skip", "restart", "rollback", "avoid-hosts"), "warning"),
     **dict.fromkeys(("checkpoint-failed", "checkpoint-missing", "checkpoint-rejected", "checkpoint-room"), "bad"),
-    **dict.fromkeys(("eval-failed", "eval-refused", "eval-verdict", "on-commit-failed"), "bad"),
+    **dict.fromkeys(("eval-failed", "eval-refused", "eval-verdict"), "bad"),
 }
-_INKS = {"good": "32", "warning": "33", "bad": "1;31", "": "36"}
-_FIELD = re.compile(r"(\S+?=)(\S+)")
-_WRONG = ("nan", "inf", "overflow")
 
 
 def tone(kind: str, code: int | None = None) -> Tone:
@@ -80,19 +73,3 @@ def _heldout_lines(record: StepRecord, step: str) -> Iterator[str]:
         line += field
     if line != step:
         yield line
-
-
-def paint_step(line: str) -> str:
-    """The line with colours: names faint, the losses bold, what is not finite red."""
-
-    def paint(field: re.Match[str]) -> str:
-        name, value = field[1], field[2]
-        ink = "1;31" if value.startswith(_WRONG) else "1" if name == "loss=" or name.startswith("heldout/") else ""
-        return f"\x1b[2m{name}\x1b[0m" + (f"\x1b[{ink}m{value}\x1b[0m" if ink else value)
-
-    return _FIELD.sub(paint, line)
-
-
-def paint_event(kind: str, text: str, code: int | None = None) -> str:
-    """The line of a journal entry with colours."""
-    return f"\x1b[{_INKS[tone(kind, code)]}m[{kind}]\x1b[0m {text}"

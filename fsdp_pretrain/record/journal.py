@@ -21,8 +21,8 @@ from .files import AppendFile, RunDir, json_object, now, read_lines, seconds_of
 Kind = Literal[
     "start", "fresh", "ready", "resume", "changed", "overrides", "skip", "optimizer", "loss-scale", "control",
     "heldout", "milestone", "profile", "profile-failed", "stop",
-    "checkpoint", "checkpoint-deleted", "checkpoint-failed", "checkpoint-fallback", "checkpoint-late",
-    "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "on-commit-failed", "import", "rollback", "fork",
+    "checkpoint", "checkpoint-deleted", "checkpoint-failed", "checkpoint-late",
+    "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "import", "rollback", "fork",
     "health", "health-again", "health-rollback", "health-skip", "data-read",
     "launch", "restart", "hosts", "avoid-hosts",
     "eval", "eval-failed", "eval-late", "eval-refused", "eval-retry", "eval-verdict",

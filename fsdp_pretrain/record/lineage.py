@@ -59,7 +59,7 @@ class BranchReport(StateFile):
     since_checkpoint: list[str]
     jumps: list[str] = Field(default_factory=list)  # values that the changes change at once
     schedule: dict[str, list[ScheduleRow]]  # `before` and `after`
-    abandoned: list[str] = Field(default_factory=list)  # checkpoints moved aside; those in a fallback as paths
+    abandoned: list[str] = Field(default_factory=list)  # checkpoints moved aside
     config: str = ""  # of a fork: the configuration to start with
     linked: bool = False  # the fork's checkpoint shares its bytes with the parent's
     done: Literal["now", "already", "dry run"] = "now"

@@ -9,8 +9,6 @@ from .files import RunDir
 
 MOST_STEPS, MOST_RANKS = 20, 16
 """Of one request: a trace holds every kernel of its steps, megabytes each."""
-MOST_BYTES = 4 << 30
-"""That all traces of a run may take."""
 LARGEST_SHARE = 0.1
 """Of the free space that one trace may take: the next checkpoint matters more."""
 
@@ -35,9 +33,3 @@ class ProfileRequest:
 def trace_file(run: RunDir, step: int, rank: int) -> Path:
     """The trace of a rank whose first step is `step`."""
     return run.path / "profiles" / f"step-{step:08d}-rank-{rank}.json.gz"
-
-
-def taken(run: RunDir) -> int:
-    """Bytes of a run's traces. Raises OSError."""
-    folder = run.path / "profiles"
-    return sum(path.stat().st_size for path in folder.iterdir()) if folder.is_dir() else 0

@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.console import has_colours
 from fsdp_pretrain.units import human_count
 
 from . import state_files, status
-from .console_line import console_lines, paint_event, paint_step
+from .console_line import console_lines
 from .files import AppendFile, RunDir, now
 from .journal import Journal, Kind
 from .metrics import METRICS
@@ -46,16 +45,15 @@ class Recorder:
         self._status_written, self._status_fails = -math.inf, False
         self._steps_shown = 0
         self._ahead: list[Milestone] = []
-        self._colours = has_colours(sys.stdout)
 
-    def say(self, text: str, painted: str | None = None) -> None:
-        """Print a line and add it to the log; on a terminal it may be `painted`."""
-        print(text if painted is None or not self._colours else painted, flush=True)
+    def say(self, text: str) -> None:
+        """Print a line and add it to the log."""
+        print(text, flush=True)
         self._log.write(f"{now()} {text}")
 
     def event(self, kind: Kind, text: str, **data: Any) -> None:
         self._journal.write(kind, text, **data)
-        self.say(f"[{kind}] {text}", paint_event(kind, text, data.get("code")))
+        self.say(f"[{kind}] {text}")
 
     def note(self, kind: Kind, text: str, **data: Any) -> None:
         """A journal entry without console output, on any rank: for events of a single rank that it printed itself."""
@@ -69,7 +67,7 @@ class Recorder:
         self._status.pop("before", None)  # from here on the run is what this start makes of it
         if step % self._console_every == 0 or self._steps_shown == 0 or step == target or record.heldout:
             for line in console_lines(record, target):
-                self.say(line, paint_step(line))
+                self.say(line)
             self._steps_shown += 1
         means = {name: number(loss.mean) for name, loss in (record.heldout or {}).items()}
         measured: dict[str, Any] = {"heldout": {"step": step, "loss": means}} if means else {}
@@ -141,3 +139,17 @@ class NotesOnlyRecorder(Recorder):
         pass
 
     say = event = step = status = watch_for = ended = close = _nothing
+
+
+class StepKeeper(NotesOnlyRecorder):
+    """Keeps the records of steps in memory and drops everything else: for a trainer beside a run, or without one."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def step(self, record: StepRecord, *, target: int) -> None:
+        del target
+        self.records.append(record)
+
+    def note(self, *args: Any, **kwargs: Any) -> None:
+        pass

@@ -117,13 +117,6 @@ class ParameterGroup(_Part):
     second_moment_root_max: float | None
 
 
-class ActivationMaxima(_Part):
-    """Largest values in the first micro-batches of all ranks, before the step's update; None: not finite."""
-
-    logit: float | None
-    attention_scores: list[float | None]  # of every block, before the softmax
-
-
 class StepRecord(_Part):
     """One optimiser step. `step`, `consumed`, `cursor` and `tokens` are counted after it."""
 
@@ -144,7 +137,6 @@ class StepRecord(_Part):
     not_finite: Literal["loss", "gradients"] | None
     nonfinite_rank: int | None = None  # the rank whose loss was not finite, if it was a single one
     groups: dict[str, ParameterGroup] | None = None  # of the steps that measure them, by group of parameters
-    maxima: ActivationMaxima | None = None  # likewise, if configured
     replicas: Replicas | None = None  # of the steps that compare them
     lr: float  # applied
     ramps: Ramps

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,7 +25,7 @@ from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.environment import Environment
-from fsdp_pretrain.record.recorder import NotesOnlyRecorder
+from fsdp_pretrain.record.recorder import StepKeeper
 from fsdp_pretrain.record.requests import Inbox
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.train import environment
@@ -91,35 +90,12 @@ def _asked(config: Config, request: ReplayRequest, begun: Environment) -> Config
     )
 
 
-class _Records(NotesOnlyRecorder):
-    """Keeps the step records, and drops everything else."""
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def step(self, record: StepRecord, *, target: int) -> None:
-        del target
-        self.records.append(record)
-
-    def note(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
 class _NoVerdicts(Health):
     """Judges nothing: a replay goes on through bad steps."""
 
     def step(self, record: StepRecord) -> HealthOutcome:
         del record
         return HealthOutcome()
-
-
-class _NoSaver:
-    """For a trainer that is never asked to save."""
-
-    def save(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a replay saves nothing")
-
-    begin = renew = save
 
 
 def _train(window: ReplayWindow, world: World) -> list[StepRecord]:
@@ -137,14 +113,14 @@ def _train(window: ReplayWindow, world: World) -> list[StepRecord]:
         loading.load(world, checkpoint, model, optimizer)
         if window.reset:
             optimizer.state.clear()
-    records = _Records()
+    records = StepKeeper()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None)),
         model=model,
         optimizer=optimizer,
         scaler=build_loss_scaler(config, world, window.state.loss_scale),
         data=build_data(config, packer, world, window.state),
-        saves=Checkpointing(config, world, _NoSaver(), lambda saved: None, records, window.state.step),
+        saves=Checkpointing(config, world, None, lambda saved: None, records, window.state.step),
         state=window.state,
         health=_NoVerdicts(config),
     )

@@ -144,7 +144,7 @@ def _settings(run: RunDir, records: list[StepRecord]) -> tuple[Config, list[str]
 def _checkpoint(run: RunDir, step: int, head: int | None) -> Checkpoint | None:
     """The checkpoint of a step on the line of a segment (None: the kept line), also one that was moved aside."""
     found, line = stores(run), lineage.line(lineage.nodes(run), head)
-    every = [*(item for store in found.all for item in store.abandoned()), *found.scan()]
+    every = [*found.abandoned(), *found.scan()]
     problems = [f"{item.path.name}: {item.problem}" for item in every if item.step == step and item.problem]
     for item in reversed([item for item in every if item.step == step and item.problem is None]):
         segment = item.manifest().segment

@@ -57,7 +57,7 @@ GROUPS = {
     "changes": "rollback skip changed overrides control optimizer loss-scale mute "
     "health-rollback health-skip health-again",
     "alarms": "alarm health",
-    "saves": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-fallback checkpoint-late checkpoint-missing "
+    "saves": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-late checkpoint-missing "
     "checkpoint-rejected checkpoint-room on-commit-failed",
     "evaluations": "eval eval-failed eval-late eval-refused eval-retry eval-verdict",
     "notes": "note",

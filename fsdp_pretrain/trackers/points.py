@@ -102,10 +102,6 @@ def step_values(record: StepRecord) -> PointValues:
     values |= {f"speed/seconds/{part}": seconds for part, seconds in record.seconds}
     for name, group in (record.groups or {}).items():
         values |= {f"optimizer/group_{statistic}/{name}": value for statistic, value in group}
-    if record.maxima is not None:
-        scores = enumerate(record.maxima.attention_scores)
-        values |= {f"training/attention_score_max/{block}": score for block, score in scores}
-        values["training/logit_max"] = record.maxima.logit
     return PointValues(record.step, seconds_of(record.time) or 0.0, _finite(values))
 
 

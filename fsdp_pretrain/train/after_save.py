@@ -1,4 +1,4 @@
-"""What follows a checkpoint: evaluation and the user's command. Training does not wait for them or fail with them."""
+"""What follows a checkpoint: its evaluation. Training does not wait for it or fail with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import subprocess
 from eval import jobs
 from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, evaluation_due
-from fsdp_pretrain.checkpoint.on_commit import CommitHook
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import Recorder
@@ -22,25 +21,17 @@ class AfterSave:
 
     def __init__(self, config: Config, recorder: Recorder) -> None:
         self.config, self._run, self._recorder = config, RunDir(config.run.dir), recorder
-        command = config.checkpoint.on_commit
-        self._hook = None if command is None else CommitHook(command, self._run.path / "on_commit.log", recorder)
         self._worker: subprocess.Popen[bytes] | None = None
 
     def start(self, saved: SaveResult) -> None:
         """Start what is due; on rank 0."""
         assert saved.manifest is not None
-        if self._hook is not None:
-            self._hook.start(saved.checkpoint.path, saved.checkpoint.step)
         if self.config.eval.launch and evaluation_due(self.config, saved.manifest):
             self._evaluate(saved.manifest)
 
     def running(self) -> list[str]:
         """Names of what runs beside training now."""
-        return [*(["evaluation"] if self._evaluating else []), *(["on_commit"] if self.steps_in_use() else [])]
-
-    def steps_in_use(self) -> list[int]:
-        """Steps whose checkpoints must not be deleted yet."""
-        return self._hook.busy() if self._hook is not None else []
+        return ["evaluation"] if self._evaluating else []
 
     @property
     def _evaluating(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -96,12 +95,8 @@ def build_fetching(config: Config) -> NodeFetching | None:
         world=ranks.world,
         local_rank=ranks.local_rank,
         local_world=ranks.local_world,
-        node=_node(ranks),
+        node=ranks.node,
     )
-
-
-def _node(ranks: mesh.RankInfo) -> int:
-    return int(os.environ.get("GROUP_RANK", ranks.rank // ranks.local_world))
 
 
 def build_recorder(config: Config, world: World, run: RunDir, segment: Path) -> Recorder:
@@ -130,7 +125,7 @@ def build_heartbeat(config: Config) -> Heartbeat:
             rank=ranks.rank,
             local_rank=ranks.local_rank,
             local_ranks=ranks.local_world,
-            node=_node(ranks),
+            node=ranks.node,
             nodes=ranks.world // ranks.local_world,
             reading=reading,
         )

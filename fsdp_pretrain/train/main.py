@@ -258,7 +258,7 @@ def _manager(
         subject,
         segment=segment,
         guard=guard,
-        protected=lambda: {*jobs.protected_steps(subject.run, after_save.config), *after_save.steps_in_use()},
+        protected=lambda: jobs.protected_steps(subject.run, after_save.config),
         suspicion=lambda: health.suspicion,
         clean_until=lambda: health.clean_until,
         spared=uploader.steps_in_use if uploader is not None else list,

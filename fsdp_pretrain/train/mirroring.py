@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
@@ -65,7 +64,7 @@ def start_uploader(config: Config, world: World, segment: int) -> UploaderProces
     ranks = RankInfo.from_environment()
     if config.checkpoint.mirror is None or ranks.local_rank:
         return None
-    node = int(os.environ.get("GROUP_RANK", ranks.rank // ranks.local_world))
+    node = ranks.node
     nodes = world.size // ranks.local_world
     return UploaderProcess(
         RunDir(config.run.dir), segment=segment, node=node, nodes=nodes, local_ranks=ranks.local_world

@@ -8,27 +8,22 @@ trace, and nothing else. Tracing observes: no number of the run changes.
 
 from __future__ import annotations
 
-import gzip
-import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from fsdp_pretrain.record.files import make_directory
 from fsdp_pretrain.record.journal import Kind
-from fsdp_pretrain.record.profiles import LARGEST_SHARE, MOST_BYTES, ProfileRequest, taken, trace_file
-from fsdp_pretrain.units import human_bytes
+from fsdp_pretrain.record.profiles import LARGEST_SHARE, ProfileRequest, trace_file
 
 from .run_context import RunContext
 
 _LAST_SECONDS = 30.0
 """For which the end of a run waits for a trace to be written."""
-_CHUNK = 1 << 20
 
 
 class StepProfiler:
@@ -132,15 +127,17 @@ class StepProfiler:
         self._writer.start()
 
     def _export(self, made: profile, path: Path, text: str) -> None:
-        """In the thread: make the file here, then copy it into the run directory if there is room."""
+        """In the thread: make the file here, then copy it into the run directory."""
         try:
             with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as folder:
-                packed = _pack(made, Path(folder))
-                size = packed.stat().st_size
+                packed, partial = Path(folder) / path.name, path.with_name(f".{path.name}.partial")
+                made.export_chrome_trace(str(packed))
                 make_directory(path.parent)
-                _check_room(size, taken(self._recorder.run), shutil.disk_usage(path.parent).free)
-                _deliver(packed, path)
-            self._outcome = "profile", f"{text}: {path.name}, {human_bytes(size)}; open it at https://ui.perfetto.dev"
+                if packed.stat().st_size > LARGEST_SHARE * shutil.disk_usage(path.parent).free:
+                    raise OSError("the free space is for the next checkpoint")
+                shutil.copyfile(packed, partial)
+                partial.rename(path)
+            self._outcome = "profile", f"{text}: {path.name}; open it at https://ui.perfetto.dev"
         except Exception as error:
             self._outcome = "profile-failed", f"{text}: no trace was written: {error}"
 
@@ -156,44 +153,3 @@ class StepProfiler:
             self._recorder.event(kind, text)
         elif not main_only:
             self._recorder.note(kind, text)
-
-
-def _pack(made: profile, folder: Path) -> Path:
-    """The trace as a compressed file in a local directory. Raises OSError."""
-    raw, packed = folder / "trace.json", folder / "trace.json.gz"
-    made.export_chrome_trace(str(raw))
-    with raw.open("rb") as file:  # a full disk is not reported
-        file.seek(max(0, raw.stat().st_size - 64))
-        if not file.read().rstrip().endswith(b"}"):
-            raise OSError(f"{folder.parent} is full")
-        file.seek(0)
-        with gzip.open(packed, "wb", compresslevel=6) as out:
-            shutil.copyfileobj(file, out, _CHUNK)
-    return packed
-
-
-def _check_room(size: int, before: int, free: int) -> None:
-    """Raise OSError if a trace would take more of the run's storage than it may."""
-    if before + size > MOST_BYTES:
-        raise OSError(
-            f"it has {human_bytes(size)}, and the traces of the run may take {human_bytes(MOST_BYTES)} "
-            f"({human_bytes(before)} are taken): delete old ones"
-        )
-    if size > LARGEST_SHARE * free:
-        raise OSError(
-            f"it has {human_bytes(size)}, and only {human_bytes(free)} are free: a checkpoint needs them more"
-        )
-
-
-def _deliver(packed: Path, path: Path) -> None:
-    """Copy a file to its place, atomically and durably. Raises OSError."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with packed.open("rb") as file, partial.open("wb") as out:
-            shutil.copyfileobj(file, out, _CHUNK)
-            out.flush()
-            os.fsync(out.fileno())
-        partial.rename(path)
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)

@@ -158,7 +158,7 @@ def look_for_checkpoints(run: RunDir, terms: ResumeOptions, memory: LauncherMemo
         f"{directory} has lost checkpoints: {found.text}",
         effect="nothing was done: training would begin again "
         + ("at step 0" if found.newest is None else f"after step {found.newest}"),
-        remedy="check that its file system, and that of checkpoint.fallback_dir, is mounted, or restore them; "
+        remedy="check that its file system is mounted, or restore them; "
         + (
             "start manually with --allow-fresh to begin again at step 0 in this directory"
             if found.newest is None

@@ -15,7 +15,7 @@ from fsdp_pretrain.config.steering import StepValues
 from fsdp_pretrain.parallel import replica_check as replicas
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan.flops import device_name, flops_per_token, memory_in_use, peak_flops
-from fsdp_pretrain.record.step_record import ActivationMaxima, LossSum, Ramps, ReadSeconds, StepRecord, number
+from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadSeconds, StepRecord, number
 
 from .group_statistics import GroupStatistics
 from .step_clock import StepTimes
@@ -34,7 +34,6 @@ class IssuedStep:
         counts, sums: packed `StepCounts` and `StepSums` of all ranks.
         heldout: of the held-out loss, see `HeldOutLoss.measure`; None: not measured.
         groups: of groups of parameters, see `GroupStatistics.after_update`; None: not measured.
-        maxima: see `activation_maxima.measure`; None: not measured.
         ready: event after which the tensors are in host memory; None: they are.
     """
 
@@ -46,7 +45,6 @@ class IssuedStep:
     sums: Tensor
     heldout: Tensor | None
     groups: Tensor | None
-    maxima: Tensor | None
     ready: torch.cuda.Event | None
 
 
@@ -95,7 +93,6 @@ class StepRecords:
             sources=_by_source(self._sources, losses, targets),
             heldout=None if issued.heldout is None else _by_source(self._heldout, *issued.heldout.tolist()),
             groups=None if issued.groups is None else self._statistics.read(issued.groups, skipped=bool(sums.skipped)),
-            maxima=None if issued.maxima is None else _maxima(issued.maxima.tolist()),
             grad_norm=None if bad_norms else number(norm),
             clip=min(1.0, clip / (norm + 1e-6)) if clip and not bad_norms else 1.0,
             loss_scale=sums.loss_scale.item() if self._scaled else None,
@@ -127,11 +124,6 @@ class StepRecords:
             mfu=flops / (self._peak * world.size) if self._peak else None,
             memory_bytes=memory_in_use(world.device),
         )
-
-
-def _maxima(values: list[float]) -> ActivationMaxima:
-    logit, *scores = map(number, values)
-    return ActivationMaxima(logit=logit, attention_scores=scores)
 
 
 def _by_source(names: list[str], losses: list[float], targets: list[float]) -> dict[str, LossSum]:

@@ -33,7 +33,6 @@ from fsdp_pretrain.record.inbox import Request
 from fsdp_pretrain.record.requests import Requests
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
-from . import activation_maxima
 from .checkpointing import Checkpointing
 from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
@@ -75,7 +74,6 @@ class AgreedActions:
     profile: bool = False
     steer: bool = False
     saved: int = 0
-    overdue: bool = False
     rollback: RollbackRequest | None = None
 
 
@@ -174,8 +172,6 @@ class Trainer:
                 return self._end_for(agreed.rollback)
             if agreed.profile:
                 self._profiler.agree(self.state.step)
-            if agreed.overdue:
-                self.saves.refuse_to_go_on()
             if self.saves.all_ended(agreed.saved):
                 self._heartbeat.beat(Phase.SAVE)
                 self.saves.finish()
@@ -213,7 +209,7 @@ class Trainer:
         self.saves.finish()
         stop = self._control.hold(pause, self.state.step, self._look_while_held, self._act_while_held)
         seconds = time.perf_counter() - start
-        self.saves.pass_over(seconds)
+        self.saves.take_stalled()
         self._clock.go_on(seconds)
         return stop
 
@@ -231,7 +227,7 @@ class Trainer:
         return decided
 
     def _look_while_held(self) -> Requests:
-        asked, (_, retry, _) = self.context.inbox.take(), self.saves.signals()
+        asked, (_, retry) = self.context.inbox.take(), self.saves.signals()
         self._profiler.ask(asked.profile)
         return replace(asked, save=asked.save or retry)
 
@@ -278,7 +274,6 @@ class Trainer:
         values = self._enter(state.consumed)
         counts = self._sum_counts(batch)
         measures = self._statistics.due(state)
-        maxima = self._measure_maxima(batch) if measures else None
         self._clock.begin_forward()
         sums = self._accumulate(batch, counts, values)
         self._clock.begin_update()
@@ -300,16 +295,9 @@ class Trainer:
         self._clock.end_update()
         heldout = self._measure_heldout(state)
         times = self._clock.end_step(self.saves.take_stalled(), measured=heldout is not None)
-        measured = to_host(self.world.device, counts, sums.packed, heldout, groups, maxima)
+        measured = to_host(self.world.device, counts, sums.packed, heldout, groups)
         self._issued.append(IssuedStep(state, values, times, self._facts(batch), *measured))
         self.state = state
-
-    def _measure_maxima(self, batch: StepBatch) -> Tensor | None:
-        """See `activation_maxima.measure`; None unless configured."""
-        if not self.config.record.activation_maxima:
-            return None
-        self._heartbeat.beat(Phase.COMPUTE)
-        return activation_maxima.measure(self.model, batch.micro[0], self.config, self.world)
 
     def _enter(self, consumed: int) -> StepValues:
         """The steered values of the step that brings the counter to `consumed`; the model gets its own."""
@@ -346,7 +334,7 @@ class Trainer:
     def _sum_counts(self, batch: StepBatch) -> Tensor:
         """Packed `StepCounts` of all ranks, on the device; periodically with checksums of the parameters."""
         asked = self.context.inbox.take()
-        saved, retry, overdue = self.saves.signals()
+        saved, retry = self.saves.signals()
         counts = replace(
             StepCounts.of(batch),
             stop=asked.stop,
@@ -355,7 +343,6 @@ class Trainer:
             steer=asked.steer,
             without_data=self._data_error is not None,
             saved=saved,
-            overdue=overdue,
         )
         for text in batch.notices:
             self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
@@ -442,7 +429,6 @@ class Trainer:
             self._agreed.profile |= counts.profile > 0
             self._agreed.steer |= counts.steer > 0
             self._agreed.saved = max(self._agreed.saved, counts.saved)
-            self._agreed.overdue |= counts.overdue > 0
             self._clock.finish(issued.times)
             record = self._records.of(issued)
             self._stretches += record.documents + record.batch  # a document may span several samples

@@ -18,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-MEASURED = ["record.statistics_every=1 step", "record.activation_maxima=true"]
+MEASURED = ["record.statistics_every=1 step"]
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -127,13 +127,6 @@ def test_save_and_resume(module_lab: Any, config: Path, helpers: Any) -> None:
     assert resume["step"] == 10
 
 
-def test_document_attention_on_the_gpu(module_lab: Any, config: Path, helpers: Any) -> None:
-    run = module_lab.path / "documents"
-    train(helpers, config, f"run.dir={run}", "data.attention=document")
-    records = helpers.metrics(run)
-    assert records[-1]["loss"]["sum"] < 0.8 * records[0]["loss"]["sum"]
-
-
 @pytest.fixture(scope="module")
 def world() -> Iterator[Any]:
     from fsdp_pretrain.config.sections import ParallelSection
@@ -238,19 +231,6 @@ def test_the_compiled_loss_is_the_eager_one() -> None:
         found.append((losses, *torch.autograd.grad(losses.mean(), (hidden, weight))))
     for ours, other in zip(*found, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-7)
-
-
-def test_loss_of_a_large_vocabulary_stays_small() -> None:
-    """8k tokens x 128k vocabulary: far below the logits and their gradient in fp32 (8 GiB)."""
-    from fsdp_pretrain.models.loss import token_losses
-
-    hidden = torch.randn(2, 4096, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(131072, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    labels = torch.randint(131072, (2, 4096), device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    token_losses(hidden, weight, labels)[0].mean().backward()
-    assert torch.cuda.max_memory_allocated() - before < 2 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Makes the reference run of a release for `test_releases.py`: the run, its corpus and its configuration.
+"""Makes the recorded run of `released.py`: the run, its corpus and its configuration.
 
     python tests/releases/make.py tests/releases/0.1.0.tar.xz
 
-Run once for every release, from its checkout, and commit. The run was rolled back, evaluated, muted, pinned, and
+The run was rolled back, evaluated, muted, pinned, and
 finally killed; `rollback.json` is a second rollback of it that was decided and not carried out.
 """
 

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_pretrain.checkpoint.locations import fallback, stores
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.files import RunDir
@@ -63,20 +62,15 @@ def build_detectors(
     if not leads:
         found.append(DiskSpaceDetector(alarms, probes, local))
     else:
-        directories = [store.directory for store in stores(run).all]
         places = [("checkpoints", run.checkpoints, True), ("run", run.path, False)]
-        if (other := fallback(config)) is not None:
-            places.append(("fallback", other.directory, True))
-            directories += [] if other.directory in directories else [other.directory]
         checkpoints = CheckpointDetector(
             alarms,
             config.watchdog.storage,
             probes,
             run=run.path,
             segment=segment,
-            stores=directories,
+            stores=[run.checkpoints],
             every=config.save_every,
-            verify=config.checkpoint.verify,
             prune=config.checkpoint.prune,
             pids=pids,
             reached=reached,

@@ -66,13 +66,12 @@ class SaveInFlight:
 
 
 class CheckpointDetector(Detector):
-    """Alarms `checkpoint-age`, `checkpoint-failed`, `checkpoint-missing`, `checkpoint-writer`, `checkpoint-speed`,
-    `checkpoint-fallback` and `checkpoint-damaged/NAME`.
+    """Alarms `checkpoint-age`, `checkpoint-failed`, `checkpoint-missing`, `checkpoint-writer`, `checkpoint-speed`
+    and `checkpoint-damaged/NAME`.
 
     Args:
         stores: directories with checkpoints, the run's own first.
         every: gives `checkpoint.every` at a number of samples consumed.
-        verify: checkpoints are verified after they were written (`checkpoint.verify`); else whole ones count.
         prune: old ones may be deleted to make room (`checkpoint.prune`).
         pids: returns the process ids of the ranks on this node.
         reached: returns the newest step that a rank of this node has started, even if the record cannot be written.
@@ -96,7 +95,6 @@ class CheckpointDetector(Detector):
         segment: int,
         stores: list[Path],
         every: Callable[[int], Progress],
-        verify: bool = True,
         prune: bool = True,
         pids: Callable[[], list[int]] = list,
         reached: Callable[[], int] = int,
@@ -105,7 +103,6 @@ class CheckpointDetector(Detector):
         self._pids, self._reached = pids, reached
         self._section, self._probes, self._run, self._segment = section, probes, run, segment
         self._main, self._every, self._prune = stores[0], every, prune
-        self._which = "verified" if verify else "newest"
         directories = [str(path) for path in stores]
         journal: dict[str, Any] = {"chronicle": str(run / "journal.jsonl"), "offset": 0}
         self._probe = PeriodicProbe(probes, "checkpoints", directories=directories, **journal)
@@ -149,11 +146,10 @@ class CheckpointDetector(Detector):
         if found["newest"] is not None:
             self.need = upcoming.need_after(found["newest"]["bytes"], found["newest"]["files"])
         self.prunable = SpaceNeeded(**found["prunable"]) if self._prune else None
-        newest = found[self._which]
+        newest = found["verified"]
         if newest is not None and self.last and (self.protected is None or newest["step"] > self.protected):
             self._saved = TrainedCounts(newest["step"], newest["consumed"], newest["tokens"])
             self.completed, self._since = self.completed + 1, now
-            self._judge_place(Path(newest["path"]), newest["step"])
         self._judge_damage(found)
         self._judge_writers(found["writing"], now)
         self._probe.every = upcoming.CHECK_SECONDS / (4 if found["writing"] else 1)
@@ -221,7 +217,7 @@ class CheckpointDetector(Detector):
             f"{made}" + (f" (see {', '.join(sorted(causes))})" if causes else ""),
             f"{risk.step} steps, {human_count(risk.tokens)} tokens and "
             f"{self.age * self._world / 3600:.3g} GPU-hours would be lost now",
-            "repair the storage, or name another (checkpoint.fallback_dir)",
+            "repair the storage",
             action=self._ask(verb) if verb else "",
             facts={"age_seconds": self.age, "verified_step": saved.step, "tokens": risk.tokens},
         )
@@ -271,7 +267,7 @@ class CheckpointDetector(Detector):
                 Severity.CRIT,
                 entry["text"],
                 "steps after the older one are trained again",
-                "check whether a mount is missing (checkpoint.fallback_dir?), or checkpoints were deleted",
+                "check whether a mount is missing, or checkpoints were deleted",
                 step=step,
             )
         elif kind == "control" and mine and (every := entry.get("entry", {}).get("checkpoint", {}).get("every")):
@@ -316,19 +312,6 @@ class CheckpointDetector(Detector):
         )
 
     # ------------------------------------------------------------------ what is on storage
-
-    def _judge_place(self, path: Path, step: int) -> None:
-        if path.parent == self._main:
-            self.resolve("checkpoint-fallback", f"{path} is in the run directory", step=step)
-            return
-        self.open(
-            "checkpoint-fallback",
-            Severity.WARN,
-            f"{path} was written to the fallback: writing to the run directory failed",
-            "a restart continues from there",
-            "repair the storage of the run directory",
-            step=step,
-        )
 
     def _judge_damage(self, found: dict[str, Any]) -> None:
         self._bad = {name: why for name, why in self._bad.items() if name in found["names"]}
