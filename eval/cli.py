@@ -37,7 +37,6 @@ _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.dev
 def main() -> int:
     command = CommandLine("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
     command.add(_run, _watch, _retry, _samples, _report, _compare)
-    command.add(_lm_eval).set_defaults(passed_on=[])
     return command.run()
 
 
@@ -164,7 +163,7 @@ def _watch(args: argparse.Namespace) -> int:
                 f"{run.config} evaluates with eval.command: --device {args.device} would change nothing",
                 remedy="leave it out; name the device in the command",
             )
-        evaluated, failed = watch_once(run, config, partial(evaluate_job, run, config, device=args.device))
+        evaluated, failed = watch_once(run, config, partial(evaluate_job, run, device=args.device or ""))
         failed_in_all += failed
         for item in stores(run).scan():
             if item.problem is not None:
@@ -303,22 +302,6 @@ def _compare(args: argparse.Namespace) -> int:
 
     found = compare.compare(*compare.sides(args.results), tasks=args.tasks)
     print(json.dumps(found.model_dump(), indent=1) if args.json else compare.render(found))
-    return 0
-
-
-@verb(
-    "lm-eval",
-    "run --model fsdp_pretrain --model_args checkpoint=runs/quickstart/run --tasks hellaswag",
-)
-def _lm_eval(args: argparse.Namespace) -> int:
-    """lm-eval's own command line, which knows the model `fsdp_pretrain` here; all arguments are passed to it. The
-    model's arguments: checkpoint=RUN or a step-N directory in it, step=N, tokenizer=PATH."""
-    registered = import_extra("eval.registered", "lm-eval's command line runs")
-    del registered
-    from lm_eval.__main__ import cli_evaluate
-
-    sys.argv = ["lm-eval", *args.passed_on]
-    cli_evaluate()
     return 0
 
 

@@ -125,7 +125,6 @@ def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | No
             length=judged.length,
             batch=section.batch,
             objective=judged.objective,
-            bidirectional=section.glm_context == "bidirectional",
             world=world,
         )
 

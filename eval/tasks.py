@@ -95,8 +95,6 @@ def load_tasks(
             task.set_config("num_fewshot", num_fewshot or 0)  # a task that sets 0 itself is never given any
         task.set_fewshot_seed(seed)
     _check_generation(single, length)
-    if num_fewshot:
-        _check_examples(single)
     return tasks
 
 
@@ -151,30 +149,6 @@ def _check_generation(tasks: Sequence[Any], length: int) -> None:
             remedy="leave it out of eval.tasks, or put a copy of it with other generation_kwargs into a directory of "
             "eval.include, under another name",
         )
-
-
-def _check_examples(tasks: Sequence[Any]) -> None:
-    """Raise RefusedError if lm-eval would show a task's questions, with their answers, as examples for themselves."""
-    leaking = [task.get_config("task") for task in tasks if task.get_config("num_fewshot") and _shows_questions(task)]
-    if leaking:
-        raise RefusedError(
-            f"no examples can be shown to {', '.join(leaking)}: lm-eval would take them from the questions themselves",
-            effect="some prompts would hold the answer",
-            remedy="set the task's fewshot_split to other documents, or make the evaluated ones its test_split and its "
-            "fewshot_split: then lm-eval leaves the question itself out",
-        )
-
-
-def _shows_questions(task: Any) -> bool:
-    """Whether a question may be its own example; lm-eval leaves it out only if `fewshot_split` is `test_split`."""
-    config = task.get_config("fewshot_config")
-    test, validation = task.get_config("test_split"), task.get_config("validation_split")
-    split = getattr(config, "split", None) or task.get_config("fewshot_split")
-    if split is not None:
-        return bool(split != test and split == (test or validation))
-    if getattr(config, "samples", None) is not None:
-        return False
-    return bool((task.get_config("training_split") or validation or test) == (test or validation))
 
 
 def _task(name: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -450,7 +450,7 @@ def test_an_evaluation_that_is_stopped_is_ended(hanging: Path, helpers: Any, sta
     """SIGSTOP: there is no stack, but it is killed at the same time."""
     worker = start_command("eval.cli", "watch", hanging, "--once")
     (child,) = helpers.wait_for(lambda: psutil.Process(worker.pid).children(), what="an evaluation")
-    helpers.wait_for(lambda: list(hanging.glob("evals/step-*/*/attempt-*/started.json")), what="its mark")
+    helpers.wait_for(lambda: list(hanging.glob("evals/step-*/*/attempt-*/stack")), what="its mark")
     child.suspend()
     helpers.wait_for(lambda: helpers.journal(hanging, "eval-failed"), what="its end")
     assert not child.is_running()
@@ -474,7 +474,7 @@ def test_an_evaluation_that_is_killed_is_one_try_and_ends_with_its_worker(
     worker = start_command("eval.cli", "watch", hanging, "--once", "--wait")
     evaluation(worker).kill()
     failed = helpers.wait_for(lambda: helpers.journal(hanging, "eval-failed"), what="the failure")
-    assert "its process was killed" in failed[0]["text"] and failed[0]["failures"] == 1
+    assert "its process was ended by signal 9" in failed[0]["text"] and failed[0]["failures"] == 1
     child = evaluation(worker)
     worker.signal(signal.SIGKILL)
     helpers.wait_for(lambda: not child.is_running(), what="its end")

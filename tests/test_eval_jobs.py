@@ -19,7 +19,7 @@ import tomli_w
 from processes import Run
 
 from eval import jobs
-from eval.attempt import Evaluated, EvaluationLimits, Work, limits
+from eval.attempt import Evaluated, Work
 from eval.cli import table
 from eval.results import EvaluationError, Results
 from eval.tasks import choice_questions, read_heldout
@@ -140,19 +140,6 @@ def test_a_frozen_worker_that_wakes_up_does_not_publish(run: Path) -> None:
 
 
 @pytest.mark.quick
-def test_deadlines_grow_with_what_evaluations_take(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    assert limits(run, "a", 100.0) == EvaluationLimits(100.0, 300.0)
-    for step, seconds in enumerate((10, 50, 2000)):
-        folder = run.evals / f"step-{step:08d}/a"
-        folder.mkdir(parents=True)
-        (folder / "results.json").write_text(json.dumps(records.results(seconds=float(seconds))))
-    assert limits(run, "a", 100.0) == EvaluationLimits(150.0, 450.0)  # three times the median
-    assert limits(run, "a", 200.0) == EvaluationLimits(200.0, 600.0)  # but never less than the configured one
-    assert limits(run, "b", 100.0) == EvaluationLimits(100.0, 300.0)
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("failing", [1, 9, 10])
 def test_finished_results_are_published_though_reads_of_the_claim_fail(
     run: Path, monkeypatch: pytest.MonkeyPatch, failing: int
@@ -177,7 +164,7 @@ def test_finished_results_are_published_though_reads_of_the_claim_fail(
 # ---------------------------------------------------------------- attempts that fail
 
 
-def fails(work: Work, limit: EvaluationLimits, late: Any) -> Evaluated:
+def fails(work: Work, late: Any) -> Evaluated:
     raise EvaluationError("no such partition")
 
 
@@ -186,7 +173,7 @@ def evaluated(work: Work, **values: Any) -> Evaluated:
     return Evaluated(Results(**records.results(step=step, **values)), work.job.folder)
 
 
-def works(work: Work, limit: EvaluationLimits, late: Any) -> Evaluated:
+def works(work: Work, late: Any) -> Evaluated:
     return evaluated(work)
 
 
@@ -245,7 +232,7 @@ def test_a_failure_that_a_wrong_clock_has_dated_holds_nobody_up(run: Path) -> No
 def test_a_score_that_is_no_number_is_a_result(run: Path, helpers: Any, value: float) -> None:
     """Published, in the journal and told, in JSON that any program reads."""
 
-    def broken(work: Work, limit: EvaluationLimits, late: Any) -> Evaluated:
+    def broken(work: Work, late: Any) -> Evaluated:
         return evaluated(work, scores={"heldout_bpb": {"bits_per_byte": value, "byte_perplexity": 2.0}})
 
     assert watch(run, broken) == (3, 0) and due(run) == []
