@@ -142,16 +142,15 @@ def _wait(process: subprocess.Popen[bytes], work: Work, place: Path, late: Calla
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process and what it has started, as far as that is in its process group."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGTERM)
         until = time.monotonic() + _END_SECONDS
-        try:
-            os.killpg(process.pid, number)
-            while time.monotonic() < until:
-                process.poll()  # a zombie is of the group, too
-                os.killpg(process.pid, 0)
-                time.sleep(0.05)
-        except ProcessLookupError:
-            return
+        while time.monotonic() < until:
+            process.poll()  # a zombie is of the group, too
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(_END_SECONDS)
 
 
 def _results(code: int | None, job: Job, place: Path) -> Results:

@@ -223,7 +223,7 @@ def test_a_failed_attempt_says_why_and_is_followed_by_a_new_one(
 
 def test_a_given_up_attempt_is_ended_and_its_late_results_are_not_used(elsewhere: Elsewhere, helpers: Any) -> None:
     """The first hangs, with a process of its own; both are ended. Results of its id change nothing afterwards."""
-    hang = f'[ "$(wc -l < {elsewhere.folder}/counted)" -gt 1 ] || {{ sleep 1000 & echo $! > {elsewhere.folder}/pid; wait; }}'
+    hang = f'[ "$(wc -l < {elsewhere.folder}/counted)" -gt 1 ] || {{ echo hangs; sleep 1000 & echo $! > {elsewhere.folder}/pid; wait; }}'
     elsewhere.says(hang, deadline="0.5 s", attempts=2)
     assert elsewhere.worker().wait() == 1
     (late,) = helpers.journal(elsewhere.path, "eval-late")

@@ -68,7 +68,8 @@ def test_scores_are_named_after_metric_and_filter() -> None:
         ({"until": ["x", "", "y"], "max_new_tokens": "7"}, (("x", "y"), 7)),
         ({"max_tokens": 5, "max_gen_toks": 4}, ((), 4)),
         ({"max_completion_tokens": 299}, ((), 299)),
-        ({"do_sample": False, "temperature": 0.5, "num_beams": 1}, ((), 256)),
+        ({"do_sample": False, "temperature": 0.5, "num_beams": 1, "repetition_penalty": 1.0}, ((), 256)),
+        ({"do_sample": None, "seed": 7}, ((), 256)),
     ],
 )
 def test_options_of_answers(options: dict[str, Any], expected: tuple[tuple[str, ...], int]) -> None:
@@ -85,7 +86,10 @@ def test_options_of_answers(options: dict[str, Any], expected: tuple[tuple[str, 
         ({"temperature": 1, "top_p": 0.5}, "temperature=1: not supported"),
         ({"temperature": "hot"}, "hot"),
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1: not supported"),
-        ({"unheard_of": 0}, "unheard_of=0: not supported"),
+        (
+            {"do_sample": False, "num_beams": 4, "unheard_of": 0, "top_k": 9},
+            "^num_beams=4, unheard_of=0: not supported$",
+        ),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], named: str) -> None:
