@@ -43,7 +43,7 @@ _END_SECONDS = 10.0
 _TAIL_LINES, _TAIL_CHARACTERS = 5, 600
 
 
-class Failure(StateFile):
+class AttemptFailure(StateFile):
     """`failure.json` of an attempt that evaluated by itself.
 
     Attributes:
@@ -175,7 +175,7 @@ def _results(code: int | None, job: Job, place: Path) -> Results:
 
 def _failure(code: int | None, job: Job, place: Path) -> EvaluationError | RefusedError:
     """Why an attempt has no results."""
-    failure = state_files.view(place / "failure.json", Failure)
+    failure = state_files.view(place / "failure.json", AttemptFailure)
     if failure is not None and failure.refused is not None:
         return RefusedError(*failure.refused)
     if failure is not None:
@@ -227,7 +227,7 @@ def _evaluate(path: Path, section: EvalSection, place: Path) -> Results:
     )
 
 
-def guarded(work: Callable[[], Results], place: Path, deadline: float) -> Failure | None:
+def guarded(work: Callable[[], Results], place: Path, deadline: float) -> AttemptFailure | None:
     """Write the results of `work` into a folder, or say why there are none. Its stack is saved at each deadline."""
     with (place / "stack").open("w") as stack:
         faulthandler.dump_traceback_later(deadline, repeat=True, file=stack)
@@ -235,12 +235,12 @@ def guarded(work: Callable[[], Results], place: Path, deadline: float) -> Failur
             replace_file(place / "results.json", work().to_json() + "\n")
             return None
         except RefusedError as error:
-            return Failure(refused=[error.cause, error.effect, error.remedy])
+            return AttemptFailure(refused=[error.cause, error.effect, error.remedy])
         except UserError as error:
-            return Failure(reason=error.cause)
+            return AttemptFailure(reason=error.cause)
         except BaseException as error:  # whatever a task or model can raise
             traceback.print_exc()
-            return Failure(reason=f"{type(error).__name__}: {error}")
+            return AttemptFailure(reason=f"{type(error).__name__}: {error}")
         finally:
             faulthandler.cancel_dump_traceback_later()
 

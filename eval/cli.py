@@ -139,7 +139,7 @@ def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[Evaluat
     return judged, section
 
 
-def find_checkpoint(path: Path, step: int | None, damaged: dict[Path, str] | None = None) -> Checkpoint:
+def find_checkpoint(path: Path, step: int | None, damaged: dict[Path, str]) -> Checkpoint:
     """The checkpoint at a `step-N` directory; or of a run directory: that of a step, or the newest.
 
     Damaged ones that are newer are passed over, each with a line on standard error.
@@ -164,7 +164,6 @@ def find_checkpoint(path: Path, step: int | None, damaged: dict[Path, str] | Non
     found = stores(run)
     if step is not None:
         return found.find(step)
-    damaged = {} if damaged is None else damaged
     for checkpoint in reversed(found.scan()):
         if checkpoint.problem is not None:
             pass_over(checkpoint.path, checkpoint.problem, damaged)
