@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 import time
@@ -15,14 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
-from fsdp_pretrain.errors import ConfigError, Exit, UserError
+from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, UserError
 from fsdp_pretrain.record import run_id
-from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
+from fsdp_pretrain.record.arguments import RUN, SEGMENT, check_begun, import_extra
 from fsdp_pretrain.record.files import RunDir, make_directory, now, replace_file
 
-from .finding import find_checkpoint, names, pass_over
-
 if TYPE_CHECKING:
+    from fsdp_pretrain.checkpoint.store import Checkpoint
     from fsdp_pretrain.config.config import Config
     from fsdp_pretrain.config.sections import EvalSection
 
@@ -34,10 +34,17 @@ _ASK_SECONDS = 5.0
 _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
 
 
+def names(text: str) -> list[str]:
+    """Argument type of comma-separated names. Raises ArgumentTypeError."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing")
+    return found
+
+
 def main() -> int:
     command = CommandLine("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
     command.add(_run, _watch, _retry, _samples, _report, _compare)
-    command.add(_lm_eval).set_defaults(passed_on=[])
     return command.run()
 
 
@@ -132,6 +139,46 @@ def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[Evaluat
     return judged, section
 
 
+def find_checkpoint(path: Path, step: int | None, damaged: dict[Path, str]) -> Checkpoint:
+    """The checkpoint at a `step-N` directory; or of a run directory: that of a step, or the newest.
+
+    Damaged ones that are newer are passed over, each with a line on standard error.
+
+    Args:
+        damaged: what is known to be wrong, by path of the checkpoint; what is found is added.
+
+    Raises:
+        ConfigError: the path is neither.
+        CheckpointError: there is no such checkpoint.
+    """
+    from fsdp_pretrain.checkpoint.locations import stores
+    from fsdp_pretrain.checkpoint.store import Store, step_of
+
+    named = step_of(path.name)
+    if named is not None:
+        if step is not None:
+            raise ConfigError(f"{path} is one checkpoint already: --step {step} chooses one of a run directory")
+        return Store(path.parent).find(named)
+    run = RunDir(path)
+    check_begun(run)
+    found = stores(run)
+    if step is not None:
+        return found.find(step)
+    for checkpoint in reversed(found.scan()):
+        if checkpoint.problem is not None:
+            pass_over(checkpoint.path, checkpoint.problem, damaged)
+        elif checkpoint.path not in damaged:
+            return checkpoint
+    raise CheckpointError(f"{found.directory} holds no complete checkpoint")
+
+
+def pass_over(path: Path, problem: str, damaged: dict[Path, str]) -> None:
+    """Add to what is known to be damaged, and say so once."""
+    if path not in damaged and os.environ.get("RANK", "0") == "0":
+        print(f"passed over {path}: {problem}", file=sys.stderr, flush=True)
+    damaged[path] = problem
+
+
 @verb(
     "watch",
     "runs/quickstart/run --once",
@@ -164,7 +211,7 @@ def _watch(args: argparse.Namespace) -> int:
                 f"{run.config} evaluates with eval.command: --device {args.device} would change nothing",
                 remedy="leave it out; name the device in the command",
             )
-        evaluated, failed = watch_once(run, config, partial(evaluate_job, run, config, device=args.device))
+        evaluated, failed = watch_once(run, config, partial(evaluate_job, run, device=args.device or ""))
         failed_in_all += failed
         for item in stores(run).scan():
             if item.problem is not None:
@@ -303,22 +350,6 @@ def _compare(args: argparse.Namespace) -> int:
 
     found = compare.compare(*compare.sides(args.results), tasks=args.tasks)
     print(json.dumps(found.model_dump(), indent=1) if args.json else compare.render(found))
-    return 0
-
-
-@verb(
-    "lm-eval",
-    "run --model fsdp_pretrain --model_args checkpoint=runs/quickstart/run --tasks hellaswag",
-)
-def _lm_eval(args: argparse.Namespace) -> int:
-    """lm-eval's own command line, which knows the model `fsdp_pretrain` here; all arguments are passed to it. The
-    model's arguments: checkpoint=RUN or a step-N directory in it, step=N, tokenizer=PATH."""
-    registered = import_extra("eval.registered", "lm-eval's command line runs")
-    del registered
-    from lm_eval.__main__ import cli_evaluate
-
-    sys.argv = ["lm-eval", *args.passed_on]
-    cli_evaluate()
     return 0
 
 

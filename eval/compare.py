@@ -1,13 +1,12 @@
 """Two evaluations compared document by document. No torch here.
 
 The difference of two scores over the same documents is far more certain than each score: what makes a document hard
-makes it hard for both (see `eval.intervals.paired`). Evaluations that cannot be paired are compared by their own
-intervals, and the reason is given.
+makes it hard for both (see `eval.intervals.paired`). Of evaluations that cannot be paired, the scores are shown and the
+reason.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from fsdp_pretrain.record.arguments import check_begun
 from fsdp_pretrain.record.files import RunDir
 
 from . import sample_files
-from .intervals import Array, Form, as_array, form_of, paired, unpaired
+from .intervals import Array, Form, as_array, form_of, paired
 from .results import ConfidenceInterval, Results
 from .sample_files import Document, Value
 
@@ -39,7 +38,7 @@ class ScoreDifference(BaseModel):
         documents: that both have; better, worse, equal: how many of them are so in B (if nobody says which is good,
             better is higher).
         verdict: `better` or `worse` (`higher` or `lower` if nobody says which is good) where the 95% interval excludes
-            0; else `no difference`. `unknown` without a standard error.
+            0; else `no difference`. `unknown` without an interval.
     """
 
     task: str
@@ -75,9 +74,9 @@ class TaskResults:
     folder: Path
 
     @property
-    def metrics(self) -> dict[str, tuple[float, float | None, ConfidenceInterval | None]]:
-        """Score, standard error and interval by metric."""
-        return {row[1]: row[2:] for row in self.results.metrics() if row[0] == self.task}
+    def scores(self) -> dict[str, float]:
+        """By metric."""
+        return {name: value for name, value in self.results.scores[self.task].items() if not name.endswith("_stderr")}
 
     def samples(self) -> dict[str, Values]:
         """Values of every document by metric. Raises UserError."""
@@ -159,36 +158,24 @@ def _differences(a: TaskResults, b: TaskResults) -> Iterator[ScoreDifference]:
         except UserError as problem:
             reason = problem.cause
     up = b.results.higher_is_better.get(a.task, {})
-    for metric in (name for name in a.metrics if name in b.metrics):
+    for metric in (name for name in a.scores if name in b.scores):
         higher = up.get(metric, up.get(metric.partition("/")[0]))
         found: ScoreDifference | str = reason
         if not reason:
             found = _paired(a, b, metric, before.get(metric, {}), after.get(metric, {}), higher is not False)
-        row = _unpaired(a, b, metric, found) if isinstance(found, str) else found
-        yield row.model_copy(update={"verdict": _verdict(row.interval, higher)})
-
-
-def _unpaired(a: TaskResults, b: TaskResults, metric: str, reason: str) -> ScoreDifference:
-    """The difference of two scores by their own intervals."""
-    (one, its, interval), (other, error, its_interval) = a.metrics[metric], b.metrics[metric]
-    return ScoreDifference(
-        task=a.task,
-        metric=metric,
-        a=one,
-        b=other,
-        difference=other - one,
-        stderr=None if its is None or error is None else math.hypot(its, error),
-        interval=unpaired(one, interval, other, its_interval) if interval and its_interval else None,
-        unpaired=reason,
-    )
+        if isinstance(found, str):
+            one, other = a.scores[metric], b.scores[metric]
+            yield ScoreDifference(task=a.task, metric=metric, a=one, b=other, difference=other - one, unpaired=found)
+        else:
+            yield found.model_copy(update={"verdict": _verdict(found.interval, higher)})
 
 
 def _paired(
     a: TaskResults, b: TaskResults, metric: str, before: Values, after: Values, up: bool
 ) -> ScoreDifference | str:
     """The difference over the documents that both have; the reason if there is none. `up`: higher is better."""
-    form = form_of([*before.values()], a.metrics[metric][0])
-    if form is None or form != form_of([*after.values()], b.metrics[metric][0]):
+    form = form_of([*before.values()], a.scores[metric])
+    if form is None or form != form_of([*after.values()], b.scores[metric]):
         return "the score is no mean or ratio of its documents' values"
     common = [document for document in before if document in after]
     x, y = as_array([before[document] for document in common]), as_array([after[document] for document in common])
@@ -250,7 +237,7 @@ def render(found: EvaluationComparison) -> str:
             f"  {row.task:24} {row.metric:16} {row.a:.4f} -> {row.b:.4f}  {row.difference:+.4f}{error}  {row.verdict}"
         )
         if row.unpaired:
-            lines.append(f"    unpaired, so a rough comparison: {row.unpaired}")
+            lines.append(f"    not comparable document by document: {row.unpaired}")
         else:
             lines.append(
                 f"    paired over {row.documents} documents: {row.better} better, {row.worse} worse, {row.equal} equal"

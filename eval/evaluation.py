@@ -57,7 +57,8 @@ def evaluate(
     except ImportError:
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
     start = time.perf_counter()
-    tasks = lead(world, lambda: _load_tasks(judged, section, offline))
+    length = judged.length - (2 if judged.objective.kind == "glm" else 0)
+    tasks = lead(world, lambda: load_tasks(section, length=length, offline=offline))
     adapter = open_adapter(judged, section, world)
     try:
         found: dict[str, Any] = {part: {} for part in _PARTS}
@@ -125,28 +126,10 @@ def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | No
             length=judged.length,
             batch=section.batch,
             objective=judged.objective,
-            bidirectional=section.glm_context == "bidirectional",
             world=world,
         )
 
     return together(world, build)
-
-
-def _load_tasks(judged: EvaluatedModel, section: EvalSection, offline: str) -> dict[str, Any]:
-    """The tasks that are lm-eval's; none if there is only the probe. `offline`: why nothing is downloaded, or ""."""
-    names = [name for name in section.tasks if name != NAME]
-    if not names:
-        return {}
-    return load_tasks(
-        names,
-        section.heldout,
-        section.include,
-        length=judged.length - (2 if judged.objective.kind == "glm" else 0),
-        num_fewshot=section.num_fewshot,
-        gen_kwargs=section.gen_kwargs,
-        seed=section.seed,
-        offline=offline,
-    )
 
 
 def _uncertainty(

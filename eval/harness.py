@@ -34,9 +34,8 @@ class CheckpointLM(TemplateLM):
     Args:
         length: longest input, in tokens.
         batch: sequences per forward pass at most.
-        objective: what the model was trained with.
-        bidirectional: a GLM model reads a context as a whole, and what follows is the filling of a `[gMASK]` behind it;
-            else it reads everything from left to right, as the filling of a `[gMASK]` in front.
+        objective: what the model was trained with. A GLM model reads a context as a whole, and what follows
+            as the filling of a `[gMASK]` behind it.
         world: the ranks that `model` is sharded over, see `Scorer`.
 
     Attributes:
@@ -51,11 +50,10 @@ class CheckpointLM(TemplateLM):
         length: int,
         batch: int,
         objective: AnyObjective | None = None,
-        bidirectional: bool = True,
         world: World | None = None,
     ) -> None:
         super().__init__()
-        self.tokenizer, self._bidirectional = tokenizer, bidirectional
+        self.tokenizer = tokenizer
         self._marks: list[int] = []
         ends, two_dimensions = {tokenizer.eod}, False
         if isinstance(objective, GLMObjective):
@@ -91,20 +89,18 @@ class CheckpointLM(TemplateLM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Log-likelihood of continuations given contexts, and whether greedy decoding gives them.
 
-        Pairs are encoded as by `TemplateLM`, all at once. A context without tokens is a separator.
-
         Raises:
             RefusedError: a continuation has no token of its own.
         """
-        pairs = [_without_trailing_spaces(*request.args) for request in requests]
-        contexts = list(dict.fromkeys(context for context, _ in pairs))
-        ids = dict(zip(contexts, self.tokenizer.encode(contexts), strict=True))
-        wholes = self.tokenizer.encode([context + continuation for context, continuation in pairs])
-        encoded = []
-        for request, (context, _), whole in zip(requests, pairs, wholes, strict=True):
-            start = ids[context] if request.args[0] else []
-            encoded.append((request.args, start or [self.eot_token_id], whole[len(start) :]))
-        return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
+        pairs = [request.args for request in requests]
+        encoded = [self._encode_pair(*pair) if pair[0] else ([], self.tok_encode(pair[1])) for pair in pairs]
+        return self._loglikelihood_tokens(
+            [
+                (pair, context or [self.eot_token_id], targets)
+                for pair, (context, targets) in zip(pairs, encoded, strict=True)
+            ],
+            disable_tqdm=disable_tqdm,
+        )
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -158,11 +154,7 @@ class CheckpointLM(TemplateLM):
 
     def _inputs(self, context: list[int]) -> tuple[list[int], int]:
         """What the model reads before a continuation, and how much of it all tokens attend to."""
-        if not self._marks:
-            return context, 0
-        if self._bidirectional:
-            return [*context, *self._marks], len(context) + 1
-        return [*self._marks, *context], 1
+        return [*context, *self._marks], len(context) + 1 if self._marks else 0
 
     # ------------------------------------------------------------------ answers
 
@@ -207,9 +199,3 @@ def answer_limits(options: Mapping[str, Any], length: int) -> tuple[tuple[str, .
     if problems:
         raise ValueError("; ".join(problems))
     return tuple(stop for stop in stops if stop), tokens
-
-
-def _without_trailing_spaces(context: str, continuation: str) -> tuple[str, str]:
-    """A context whose trailing white space is part of the continuation, as lm-eval does it."""
-    kept = context.rstrip()
-    return kept, context[len(kept) :] + continuation

@@ -147,10 +147,3 @@ def agresti_min(better: int, worse: int, n: int) -> ConfidenceInterval:
     difference = (b - c) / total
     half = Z95 * math.sqrt((b + c) - (b - c) ** 2 / total) / total
     return ConfidenceInterval(low=max(-1.0, difference - half), high=min(1.0, difference + half), method="agresti-min")
-
-
-def unpaired(a: float, of_a: ConfidenceInterval, b: float, of_b: ConfidenceInterval) -> ConfidenceInterval:
-    """95% interval of b - a of independent scores from their own: Zou and Donner, Stat. in Medicine 27 (2008) 1693."""
-    low = b - a - math.hypot(b - of_b.low, of_a.high - a)
-    high = b - a + math.hypot(of_b.high - b, a - of_a.low)
-    return ConfidenceInterval(low=low, high=high, method="normal")

@@ -26,12 +26,12 @@ from fsdp_pretrain.trackers.follow import catch_up
 from fsdp_pretrain.units import human_time
 
 from . import sample_files
-from .attempt import Evaluated, EvaluationLimits, Work, conclude, is_submitted, limits
+from .attempt import Evaluated, Work, drop_attempts
 from .results import EvaluationError, RefusedError, Results
 
 _SILENT_SECONDS = 120.0
-Evaluate = Callable[[Work, EvaluationLimits, Callable[[str], None]], Evaluated | None]
-"""Evaluates a claimed job within limits; called with a text when it is late. See `attempt.evaluate_job`."""
+Evaluate = Callable[[Work, Callable[[str], None]], Evaluated | None]
+"""Evaluates a claimed job; calls with a text when it is late. See `attempt.evaluate_job`."""
 
 
 def protected_steps(run: RunDir, config: Config) -> set[int]:
@@ -40,14 +40,14 @@ def protected_steps(run: RunDir, config: Config) -> set[int]:
     Only the oldest few that wait, and that were given up: evaluations that never run would fill the disk.
     """
     waiting, most = due_jobs(run, config), config.checkpoint.keep_last
-    claimed = [job for job in waiting if (job.folder / "claim.json").exists() or is_submitted(job.folder)]
+    claimed = [job for job in waiting if (job.folder / "claim.json").exists()]
     return {job.checkpoint.step for job in (*claimed, *waiting[:most], *given_up_jobs(run, config)[:most])}
 
 
 @contextmanager
-def claim(job: Job, limit: EvaluationLimits | None = None) -> Iterator[Work | None]:
+def claim(job: Job) -> Iterator[Work | None]:
     """Hold a job for the block, with its deadline in the claim; None: another worker holds it, or it is not due now."""
-    with _hold(job.folder, **({} if limit is None else {"deadline": limit.deadline})) as mine:
+    with _hold(job.folder, deadline=job.section.deadline.value) as mine:
         gone = not job.checkpoint.path.exists()  # deleted by retention before it was claimed
         over = job.done or job.given_up or job.dropped or job.pause > 0  # by another worker, or by a person
         yield None if mine is None or gone or over else Work(job, mine)
@@ -92,14 +92,14 @@ def _is_announced(folder: Path, results: Results, entries: list[dict[str, Any]])
 
 
 def _announce(run: RunDir, folder: Path) -> None:
-    """End what the published results conclude, and add them to the journal, once. The caller holds the claim.
+    """Drop what is left of attempts, and add the published results to the journal, once. The caller holds the claim.
 
     Raises StorageError if the journal cannot be written; then another worker does it.
     """
     results = state_files.view(folder / "results.json", Results)
     if results is None:
         return
-    conclude(folder, results.committed)
+    drop_attempts(folder)
     if _is_announced(folder, results, of_kind(read(run), "eval")):
         return
     for subject, text in results.alarms():
@@ -144,9 +144,8 @@ def watch_once(run: RunDir, config: Config, evaluate: Evaluate) -> tuple[int, in
     try:
         while jobs := [job for job in due_jobs(run, config) if job.folder not in tried and not job.pause]:
             tried.add(jobs[0].folder)
-            limit = limits(run, jobs[0].folder.name, config.eval.deadline.value)
-            with claim(jobs[0], limit) as held:
-                ok = None if held is None else _evaluate(run, config, held, evaluate, journal, limit)
+            with claim(jobs[0]) as held:
+                ok = None if held is None else _evaluate(run, held, evaluate, journal)
                 evaluated, failed = evaluated + (ok is True), failed + (ok is False)
                 if ok is False:
                     tried.discard(jobs[0].folder)  # tried again after a pause, until `attempts` are used up
@@ -155,17 +154,15 @@ def watch_once(run: RunDir, config: Config, evaluate: Evaluate) -> tuple[int, in
     return evaluated, failed
 
 
-def _evaluate(
-    run: RunDir, config: Config, held: Work, evaluate: Evaluate, journal: Journal, limit: EvaluationLimits
-) -> bool | None:
+def _evaluate(run: RunDir, held: Work, evaluate: Evaluate, journal: Journal) -> bool | None:
     """Whether results of a claimed job were published; None if the claim was lost."""
-    job, step = held.job, held.job.checkpoint.step
+    job, step, section = held.job, held.job.checkpoint.step, held.job.section
 
     def late(text: str) -> None:
         journal.write("eval-late", f"the evaluation {text}", step=step)
 
     try:
-        found = evaluate(held, limit, late)
+        found = evaluate(held, late)
     except RefusedError as refused:
         if all(entry["text"] != refused.cause for entry in read(run) if entry["kind"] == "eval-refused"):
             journal.write("eval-refused", refused.cause, step=step)  # every later worker would report the same
@@ -173,9 +170,10 @@ def _evaluate(
     except EvaluationError as failed:
         note = FailedAttempt(time=now(), reason=str(failed), committed=job.committed)
         state_files.write(job.folder / f"failed-{uuid.uuid4().hex[:8]}.json", note)
-        count, attempts = len(job.failures), config.eval.attempts
-        ending = "given up" if count >= attempts else f"tried again in {human_time(pause_after(config.eval, count))}"
-        journal.write("eval-failed", f"attempt {count} of {attempts} ({ending}): {failed}", step=step, failures=count)
+        count = len(job.failures)
+        then = f"tried again in {human_time(pause_after(section, count))}" if count < section.attempts else "given up"
+        text = f"attempt {count} of {section.attempts} ({then}): {failed}"
+        journal.write("eval-failed", text, step=step, failures=count)
         return False
     if found is None or not publish(held, found):
         return None

@@ -208,8 +208,8 @@ class Scorer:
         width = max(len(prompt.inputs) for prompt in prompts)
         steps = max(prompt.tokens for prompt in prompts)
         answers = [_Answer(prompt, self._tokenizer, self._ends) for prompt in prompts]
-        alive = list(answers)
         pad = torch.tensor([[width - len(prompt.inputs)] for prompt in prompts], device=self._device)
+        last = torch.tensor([[len(prompt.inputs) + prompt.tokens - 1] for prompt in prompts], device=self._device)
         prefix = torch.tensor([[prompt.prefix] for prompt in prompts], device=self._device)
         tokens = torch.tensor([[0] * (width - len(p.inputs)) + p.inputs for p in prompts], device=self._device)
         places = torch.arange(width + steps, device=self._device)
@@ -217,24 +217,18 @@ class Scorer:
         row = places[:width]
         keys = (row.unsqueeze(1) >= row) | (row < pad + prefix).unsqueeze(1)
         keys = keys & seen[:, :width].unsqueeze(1) | torch.eye(width, dtype=torch.bool, device=self._device)
-        with self._model.caching(width + steps) as caches:
+        with self._model.caching(width + steps):
             for step in range(steps):
                 total = width + step
-                depths = (places[:total] - pad).clamp(min=0)
+                depths = (places[:total] - pad).clamp(min=0).minimum(last)  # those of answers that are done stay there
                 visible = Visible(keys, depths[:, -tokens.shape[1] :], depths)
                 positions = self._positions(visible.query_positions, prefix)
                 logits = self._forward(tokens, visible, positions, _last)
                 self._silence(logits)
                 drawn = logits.argmax(1).tolist()
-                still = [at for at, (answer, token) in enumerate(zip(alive, drawn, strict=True)) if answer.add(token)]
-                if not still:
+                going_on = [answer.add(token) for answer, token in zip(answers, drawn, strict=True)]
+                if not any(going_on):
                     break
-                if 2 * len(still) <= len(alive):
-                    kept = torch.tensor(still, device=self._device)
-                    for cache in caches:
-                        cache.keep(kept)
-                    alive, drawn = [alive[at] for at in still], [drawn[at] for at in still]
-                    pad, prefix, seen = pad[kept], prefix[kept], seen[kept]
                 tokens = torch.tensor(drawn, device=self._device).unsqueeze(1)
                 keys = seen[:, : total + 1].unsqueeze(1)
         return [answer.text() for answer in answers]

@@ -8,7 +8,7 @@ Both are deterministic functions of the file.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 import xxhash
 
 from data.text.inputs import plan_shards, read_documents
+from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.errors import DataError
 
 from .results import RefusedError
+from .separators import NAME
 
 BUNDLED = ("heldout_bpb", "heldout_choice")
 _CHOICES, _QUESTIONS_PER_DOCUMENT = 4, 6
@@ -38,23 +40,13 @@ def read_heldout(path: Path) -> list[str]:
     return texts
 
 
-def load_tasks(
-    names: Sequence[str],
-    heldout: Path | None,
-    include: Sequence[Path],
-    *,
-    length: int,
-    num_fewshot: int | None = None,
-    gen_kwargs: Mapping[str, Any] | None = None,
-    seed: int = 1234,
-    offline: str = "",
-) -> dict[str, Any]:
-    """lm-eval's task objects for task names, groups nested, as its `evaluate` takes them.
+def load_tasks(section: EvalSection, *, length: int, offline: str = "") -> dict[str, Any]:
+    """lm-eval's task objects for the configured tasks but the probe, groups nested, as its `evaluate` takes them.
+
+    Few-shot examples and options of generating answers are applied as by lm-eval's own command line.
 
     Args:
-        names: of tasks, groups and tags, and patterns of such names with `*` and `?`.
         length: tokens that the model reads.
-        num_fewshot, gen_kwargs, seed: of `EvalSection`, applied as by lm-eval's own command line.
         offline: why the libraries do not use the network; "" if they do.
 
     Raises:
@@ -62,6 +54,9 @@ def load_tasks(
             option.
         DataError: the held-out file cannot be used.
     """
+    names, include = [name for name in section.tasks if name != NAME], section.include
+    if not names:
+        return {}
     from lm_eval.tasks import TaskManager
 
     missing = [str(path) for path in include if not path.is_dir()]
@@ -72,14 +67,14 @@ def load_tasks(
     manager = TaskManager(include_path=paths or None, include_defaults=False)
     if any(name not in manager.all_tasks for name in others):
         manager = TaskManager(include_path=paths or None)  # indexes lm-eval's own tasks: takes 10 to 20 seconds
-    matching = {name: [name] if name in manager.all_tasks else manager.match_tasks([name]) for name in others}
+    matching = {name: manager.match_tasks([name]) for name in others}
     unknown = [name for name, found in matching.items() if not found]
     if unknown:
         raise RefusedError(
             f"lm-eval has no task {', '.join(map(repr, unknown))}",
             remedy="`lm-eval ls tasks` lists them; eval.include, or --include, adds directories with tasks of your own",
         )
-    texts = read_heldout(heldout) if heldout is not None and len(others) < len(names) else []
+    texts = read_heldout(section.heldout) if section.heldout is not None and len(others) < len(names) else []
     if not texts and len(others) < len(names):
         raise RefusedError(
             "the bundled tasks need held-out documents", remedy="set eval.heldout or pass --heldout FILE"
@@ -87,16 +82,14 @@ def load_tasks(
     makers = {"heldout_bpb": _bits_per_byte, "heldout_choice": _choice}
     chosen = dict.fromkeys(found for name in names for found in matching.get(name, [name]))
     tasks = _build([makers[name](texts) if name in makers else name for name in chosen], manager, include, offline)
-    single = list(_single(tasks))
+    single, shots = list(_single(tasks)), section.num_fewshot
     for task in single:
-        if gen_kwargs and task.get_config("output_type") == "generate_until":
-            task.set_config("generation_kwargs", dict(gen_kwargs), update=True)
-        if task.get_config("num_fewshot") is None or (num_fewshot is not None and task.get_config("num_fewshot") != 0):
-            task.set_config("num_fewshot", num_fewshot or 0)  # a task that sets 0 itself is never given any
-        task.set_fewshot_seed(seed)
+        if section.gen_kwargs and task.get_config("output_type") == "generate_until":
+            task.set_config("generation_kwargs", dict(section.gen_kwargs), update=True)
+        if task.get_config("num_fewshot") is None or (shots is not None and task.get_config("num_fewshot") != 0):
+            task.set_config("num_fewshot", shots or 0)  # a task that sets 0 itself is never given any
+        task.set_fewshot_seed(section.seed)
     _check_generation(single, length)
-    if num_fewshot:
-        _check_examples(single)
     return tasks
 
 
@@ -151,30 +144,6 @@ def _check_generation(tasks: Sequence[Any], length: int) -> None:
             remedy="leave it out of eval.tasks, or put a copy of it with other generation_kwargs into a directory of "
             "eval.include, under another name",
         )
-
-
-def _check_examples(tasks: Sequence[Any]) -> None:
-    """Raise RefusedError if lm-eval would show a task's questions, with their answers, as examples for themselves."""
-    leaking = [task.get_config("task") for task in tasks if task.get_config("num_fewshot") and _shows_questions(task)]
-    if leaking:
-        raise RefusedError(
-            f"no examples can be shown to {', '.join(leaking)}: lm-eval would take them from the questions themselves",
-            effect="some prompts would hold the answer",
-            remedy="set the task's fewshot_split to other documents, or make the evaluated ones its test_split and its "
-            "fewshot_split: then lm-eval leaves the question itself out",
-        )
-
-
-def _shows_questions(task: Any) -> bool:
-    """Whether a question may be its own example; lm-eval leaves it out only if `fewshot_split` is `test_split`."""
-    config = task.get_config("fewshot_config")
-    test, validation = task.get_config("test_split"), task.get_config("validation_split")
-    split = getattr(config, "split", None) or task.get_config("fewshot_split")
-    if split is not None:
-        return bool(split != test and split == (test or validation))
-    if getattr(config, "samples", None) is not None:
-        return False
-    return bool((task.get_config("training_split") or validation or test) == (test or validation))
 
 
 def _task(name: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

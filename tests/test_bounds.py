@@ -109,12 +109,6 @@ def test_a_pass_has_as_many_rows_as_it_may(judged: Scorer, passes: list[tuple[in
     assert passes == [(3, 8), (3, 5), (2, 2)]
 
 
-def test_answers_that_have_ended_leave_the_batch(judged: Scorer, passes: list[tuple[int, ...]]) -> None:
-    """As soon as half of them have; the first pass reads the prompts, each other one a token."""
-    judged.answers([Prompt([10, 11], tokens) for tokens in (6, 4, 1)], quiet=True)
-    assert passes == [(3, 2), (3, 1), (3, 1), (3, 1), (1, 1), (1, 1)]
-
-
 @pytest.mark.parametrize("at_once", [1, 5])
 def test_scores_hold_as_many_logits_as_they_may(judged: Scorer, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     """Of targets only, a few at a time."""

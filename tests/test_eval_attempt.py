@@ -52,7 +52,7 @@ def raises(error: BaseException) -> Callable[[], Results]:
 
 
 def test_results_are_written_as_they_are(tmp_path: Path) -> None:
-    assert guarded(results, tmp_path, 600.0).code == 0
+    assert guarded(results, tmp_path, 600.0) is None
     assert state_files.read(tmp_path / "results.json", Results) == results()
     assert (tmp_path / "stack").read_text() == ""
 
@@ -67,13 +67,14 @@ def test_results_are_written_as_they_are(tmp_path: Path) -> None:
     ],
 )
 def test_a_failure_is_told(error: BaseException, said: str, tmp_path: Path) -> None:
-    ended = guarded(raises(error), tmp_path, 600.0)
-    assert (ended.code, ended.reason, ended.refused) == (1, said, None)
+    failure = guarded(raises(error), tmp_path, 600.0)
+    assert failure is not None and (failure.reason, failure.refused) == (said, None)
     assert not (tmp_path / "results.json").exists()
 
 
 def test_a_refusal_keeps_its_three_parts(tmp_path: Path) -> None:
-    assert guarded(raises(RefusedError("a", "b", "c")), tmp_path, 600.0).refused == ["a", "b", "c"]
+    failure = guarded(raises(RefusedError("a", "b", "c")), tmp_path, 600.0)
+    assert failure is not None and failure.refused == ["a", "b", "c"]
 
 
 def test_the_stack_of_one_that_is_late_is_kept_and_it_may_still_end(tmp_path: Path) -> None:
@@ -82,5 +83,5 @@ def test_the_stack_of_one_that_is_late_is_kept_and_it_may_still_end(tmp_path: Pa
             pass
         return results()
 
-    assert guarded(slow, tmp_path, 0.05).code == 0
+    assert guarded(slow, tmp_path, 0.05) is None
     assert "test_eval_attempt.py" in (tmp_path / "stack").read_text()

@@ -14,7 +14,7 @@ import records
 from processes import Run
 
 from eval import compare, sample_files
-from eval.intervals import agresti_min, estimate, unpaired, wilson
+from eval.intervals import agresti_min, estimate, wilson
 from eval.results import Z95, Results
 from fsdp_pretrain.record import state_files
 
@@ -101,13 +101,6 @@ def test_a_share_of_one_document_has_an_interval(right: float) -> None:
     assert estimate([right], right) == (None, wilson(right, 1))
 
 
-def test_interval_of_unmatched_shares() -> None:
-    """Newcombe's example, method 10: 56 of 70 and 48 of 80 (Statistics in Medicine 17 (1998) 873, table II)."""
-    found = unpaired(48 / 80, wilson(48, 80), 56 / 70, wilson(56, 70))
-    assert (found.low, found.high) == pytest.approx((0.0524, 0.3339), abs=5e-5)
-    assert unpaired(0.0, wilson(0, 5), 1.0, wilson(5, 5)).low < 0.6  # not certain
-
-
 @pytest.mark.parametrize(("right", "n"), [(0, 5), (3, 3), (1, 40), (29, 50)])
 def test_ends_of_wilsons_interval_are_shares_that_the_counts_just_allow(right: int, n: int) -> None:
     interval = wilson(right, n)
@@ -138,14 +131,13 @@ def publish(
     first: int = 0,
     keep: bool = True,
     full: bool = False,
-    stderr: bool = True,
     **changes: Any,
 ) -> Path:
     """Results of (metric, values of documents) by task, with samples; the documents are numbered from `first` on."""
     scores, kept = {}, {}
     for task, (metric, values) in tasks.items():
         score: Any = {"acc": mean, "f1": max, **RATIOS}[metric]
-        scores[task] = {metric: score(values), **({f"{metric}_stderr": 0.01} if stderr else {})}
+        scores[task] = {metric: score(values), f"{metric}_stderr": 0.01}
         kept[task] = [
             {
                 "doc_id": i,
@@ -244,31 +236,26 @@ def test_documents_of_only_one_side_are_left_out(tmp_path: Path, run_command: Ru
         ({"scores": {"choice": {"acc": 0.9, "acc_stderr": 0.01}}}, "no mean or ratio"),
     ],
 )
-def test_what_cannot_be_paired_is_compared_unpaired(
+def test_what_cannot_be_paired_is_not_judged(
     tmp_path: Path, run_command: Run, changes: dict[str, Any], reason: str
 ) -> None:
     right = answers(6, 0.5)[:100]
     a = publish(tmp_path / "a.json", tasks={"choice": ("acc", right)})
     b = publish(tmp_path / "b.json", tasks={"choice": ("acc", [1.0] * 70 + [0.0] * 30)}, **changes)
     shown = run_command("eval.cli", "compare", a, b).stdout
-    assert "unpaired, so a rough comparison" in shown and reason in shown and "paired over" not in shown
-    (row,) = json.loads(run_command("eval.cli", "compare", a, b, "--json").stdout)["differences"]
-    assert row["stderr"] == pytest.approx(0.01 * math.sqrt(2)) and row["better"] is None
-    assert row["interval"]["low"] == pytest.approx(row["difference"] - Z95 * row["stderr"])
-    assert row["verdict"] == "better"
+    assert (
+        "unknown\n    not comparable document by document: " in shown and reason in shown and "paired over" not in shown
+    )
 
 
-@pytest.mark.parametrize(
-    ("up", "stderr", "verdict"),
-    [(True, True, "better"), (False, True, "worse"), (None, True, "higher"), (True, False, "unknown")],
-)
-def test_verdicts(tmp_path: Path, run_command: Run, up: bool | None, stderr: bool, verdict: str) -> None:
+@pytest.mark.parametrize(("up", "verdict"), [(True, "better"), (False, "worse"), (None, "higher")])
+def test_verdicts(tmp_path: Path, up: bool | None, verdict: str) -> None:
     ways: Any = {} if up is None else {"t": {"acc": up}}
-    for name, score in (("a", 0.2), ("b", 0.3)):
-        tasks: Any = {"t": ("acc", [score])}
-        publish(tmp_path / f"{name}.json", tasks=tasks, keep=False, stderr=stderr, higher_is_better=ways)
-    done = run_command("eval.cli", "compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
-    assert json.loads(done.stdout)["differences"][0]["verdict"] == verdict
+    paths = [
+        str(publish(tmp_path / f"{score}.json", tasks={"t": ("acc", [score] * 40)}, higher_is_better=ways))
+        for score in (0.0, 1.0)
+    ]
+    assert [row.verdict for row in compare.compare(*compare.sides(paths)).differences] == [verdict]
 
 
 @pytest.mark.parametrize(

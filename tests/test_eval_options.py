@@ -1,12 +1,9 @@
-"""Options of `fsdp-eval run`, per-sample outputs beside the results, and lm-eval's own command line."""
+"""Options of `fsdp-eval run`, and per-sample outputs beside the results."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,7 @@ import records
 from processes import Run
 
 pytest.importorskip("lm_eval")
-from lm_eval.evaluator import simple_evaluate
-from lm_eval.tasks import TaskManager
 
-import eval.registered
 from eval import jobs
 from eval.attempt import Evaluated
 from eval.intervals import wilson
@@ -26,7 +20,6 @@ from eval.results import Results
 from fsdp_pretrain.checkpoint.evaluations import task_set
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.files import RunDir
 
 QUESTIONS = [
@@ -39,7 +32,7 @@ TASK = """
 task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {folder}/questions.jsonl}}}}
-{split}: test
+test_split: test
 fewshot_split: test
 doc_to_text: "{{{{text}}}}"
 metadata: {{version: 1.0}}
@@ -71,12 +64,11 @@ def run(module_lab: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tasks `choose`, `say`, `bare` (never takes examples) and `leak` (its examples may be the question itself)."""
+    """Tasks `choose`, `say` and `bare` (never takes examples)."""
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
-    for name, rest in (("choose", CHOICE), ("say", SAY), ("bare", CHOICE + "num_fewshot: 0\n"), ("leak", CHOICE)):
-        split = "validation_split" if name == "leak" else "test_split"
-        (folder / f"{name}.yaml").write_text(TASK.format(name=name, folder=folder, split=split) + rest)
+    for name, rest in (("choose", CHOICE), ("say", SAY), ("bare", CHOICE + "num_fewshot: 0\n")):
+        (folder / f"{name}.yaml").write_text(TASK.format(name=name, folder=folder) + rest)
     return folder
 
 
@@ -118,17 +110,9 @@ def test_patterns_of_task_names(run: Path, tasks: Path, run_command: Run) -> Non
     assert done.returncode == 78 and "lm-eval has no task 'no_such_*'" in done.stderr
 
 
-def test_examples_that_may_be_the_question_are_refused(run: Path, tasks: Path, run_command: Run) -> None:
-    """lm-eval leaves the question out of its own examples only if both are of the test split."""
-    arguments = ["eval.cli", "run", run, "--include", tasks, "--limit", "1", "--tasks", "leak,choose,heldout_choice"]
-    done = run_command(*arguments, "eval.num_fewshot=1")
-    assert done.returncode == 78 and "shown to leak: lm-eval would take them from the questions" in done.stderr
-    assert run_command(*arguments, "eval.num_fewshot=0").returncode == 0
-
-
 def test_an_answer_without_tokens_is_refused(run: Path, tasks: Path, tmp_path: Path, run_command: Run) -> None:
     """It would be the likeliest of all."""
-    text = TASK.format(name="blank", folder=tasks, split="test_split")
+    text = TASK.format(name="blank", folder=tasks)
     (tmp_path / "blank.yaml").write_text(text + 'output_type: loglikelihood\ndoc_to_target: ""\ntarget_delimiter: ""\n')
     done = run_command("eval.cli", "run", run, "--include", tmp_path, "--tasks", "blank")
     assert done.returncode == 78 and "'' after 'the run writes', but it has no token" in done.stderr, done.stderr
@@ -235,78 +219,3 @@ def test_sample_files_count_once_their_results_are_published(lab: Any) -> None:
         (job.folder / "claim.json").write_text(claim)
         assert jobs.publish(mine, found)
     assert {path.name for path in job.folder.iterdir()} == {"attempt-1", "results.json", "samples_a.jsonl"}
-
-
-# ---------------------------------------------------------------- lm-eval's own command line
-
-
-def own_scores(run: Path, tasks: Path, run_command: Run) -> dict[str, float]:
-    done = run_command(
-        *("eval.cli", "run", run, "--include", tasks, "--tasks", "choose,say", "--json", "eval.num_fewshot=1")
-    )
-    assert done.returncode == 0, done.stderr
-    scores = json.loads(done.stdout)["scores"]
-    return {"choose": scores["choose"]["acc"], "say": scores["say"]["exact_match"]}
-
-
-def test_lm_eval_finds_the_registered_model(run: Path, tasks: Path, run_command: Run) -> None:
-    """As its command line calls it, with the device that it names on any machine."""
-    for arguments in ({"checkpoint": str(run), "step": 10}, f"checkpoint={run}/checkpoints/step-00000010"):
-        found = simple_evaluate(
-            model="fsdp_pretrain",
-            model_args=arguments,
-            tasks=["choose", "say"],
-            num_fewshot=1,
-            batch_size="auto",
-            device="cpu",
-            task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
-            bootstrap_iters=0,
-        )
-        got = {"choose": found["results"]["choose"]["acc,none"], "say": found["results"]["say"]["exact_match,none"]}
-        assert got == own_scores(run, tasks, run_command)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("pretrained=RUN", "has no argument pretrained; its arguments are checkpoint, step, tokenizer"),
-        ("step=3", "needs checkpoint=RUN"),
-        ("checkpoint=/nowhere", "/nowhere is not a run directory"),
-        ("checkpoint=/nowhere,step=last", "whole number as its step, not 'last'"),
-    ],
-)
-def test_arguments_of_the_registered_model(arguments: str, expected: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(expected)):
-        eval.registered.RegisteredLM.create_from_arg_string(arguments, {"device": "cuda:0", "batch_size": 1})
-
-
-@pytest.mark.slow
-def test_scores_of_lm_evals_command_line(
-    run: Path, tasks: Path, tmp_path: Path, helpers: Any, run_command: Run
-) -> None:
-    """As a user starts it."""
-    done = subprocess.run(
-        [
-            *(
-                sys.executable,
-                "-m",
-                "eval.cli",
-                "lm-eval",
-                "run",
-                "--model",
-                "fsdp_pretrain",
-                "--model_args",
-                f"checkpoint={run}",
-            ),
-            *("--include_path", tasks, "--tasks", "choose", "say", "--num_fewshot", "1", "--output_path", tmp_path),
-        ],
-        env=helpers.environment(HF_HUB_OFFLINE="1"),
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    (out,) = tmp_path.rglob("results_*.json")
-    results = json.loads(out.read_text())["results"]
-    got = {"choose": results["choose"]["acc,none"], "say": results["say"]["exact_match,none"]}
-    assert got == own_scores(run, tasks, run_command)

@@ -19,7 +19,7 @@ from eval.evaluation import evaluate
 from eval.harness import CheckpointLM, answer_limits
 from eval.tasks import choice_questions, read_heldout, scores
 from fsdp_pretrain import models
-from fsdp_pretrain.config.data_section import AnyObjective, CausalObjective, GLMObjective
+from fsdp_pretrain.config.data_section import AnyObjective, CausalObjective
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.models import Decoder
@@ -68,7 +68,8 @@ def test_scores_are_named_after_metric_and_filter() -> None:
         ({"until": ["x", "", "y"], "max_new_tokens": "7"}, (("x", "y"), 7)),
         ({"max_tokens": 5, "max_gen_toks": 4}, ((), 4)),
         ({"max_completion_tokens": 299}, ((), 299)),
-        ({"do_sample": False, "temperature": 0.5, "num_beams": 1}, ((), 256)),
+        ({"do_sample": False, "temperature": 0.5, "num_beams": 1, "repetition_penalty": 1.0}, ((), 256)),
+        ({"do_sample": None, "seed": 7}, ((), 256)),
     ],
 )
 def test_options_of_answers(options: dict[str, Any], expected: tuple[tuple[str, ...], int]) -> None:
@@ -85,7 +86,10 @@ def test_options_of_answers(options: dict[str, Any], expected: tuple[tuple[str, 
         ({"temperature": 1, "top_p": 0.5}, "temperature=1: not supported"),
         ({"temperature": "hot"}, "hot"),
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1: not supported"),
-        ({"unheard_of": 0}, "unheard_of=0: not supported"),
+        (
+            {"do_sample": False, "num_beams": 4, "unheard_of": 0, "top_k": 9},
+            "^num_beams=4, unheard_of=0: not supported$",
+        ),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], named: str) -> None:
@@ -171,27 +175,6 @@ def test_what_an_evaluation_says_of_itself(shared_corpus: Path, tmp_path: Path) 
     total = sum(CheckpointLM(model, tokenizer, length=LENGTH, batch=2).loglikelihood_rolling(requests, True))
     bits = -total / math.log(2) / sum(len(text.encode()) for text in texts)
     assert found.scores["heldout_bpb"]["bits_per_byte"] == pytest.approx(bits)
-
-
-@pytest.mark.parametrize("context", ["bidirectional", "causal"])
-def test_a_glm_reads_contexts_as_asked(shared_corpus: Path, context: Any) -> None:
-    tokenizer, heldout = Tokenizer.load(shared_corpus / "tokenizer"), shared_corpus / "heldout.jsonl"
-    objective = GLMObjective(kind="glm", row=LENGTH - 8)
-    model = build("glm", tokenizer.vocab_size + 6)
-    section = EvalSection(tasks=["heldout_bpb"], heldout=heldout, limit=2, glm_context=context)
-    found = evaluate(subject(tokenizer, model, objective), section)
-    texts = read_heldout(heldout)[:2]
-    requests = [type("Request", (), {"args": (text,)})() for text in texts]
-    totals = {}
-    for way in ("bidirectional", "causal"):
-        judged = CheckpointLM(
-            model, tokenizer, length=LENGTH, batch=4, objective=objective, bidirectional=way == "bidirectional"
-        )
-        totals[way] = sum(judged.loglikelihood_rolling(requests, True))
-        assert judged.max_length == LENGTH - 2
-    bits = -totals[context] / math.log(2) / sum(len(text.encode()) for text in texts)
-    assert found.scores["heldout_bpb"]["bits_per_byte"] == pytest.approx(bits)
-    assert totals["bidirectional"] != totals["causal"]
 
 
 def test_no_task_is_refused(shared_corpus: Path) -> None:

@@ -196,11 +196,11 @@ class Request:
         self.args = args
 
 
-@pytest.fixture(params=[("one", True), ("two-dimensions", True), ("one", False), ("two-dimensions", False)], ids=str)
+@pytest.fixture(params=["one", "two-dimensions"])
 def judged(trained: Callable[[str], Path], request: pytest.FixtureRequest) -> tuple[Any, Following]:
-    """The adapter, which reads contexts as a whole or from left to right, and the next token's logits of a plain model."""
+    """The adapter, which reads contexts as a whole, and the next token's logits of a plain model."""
     harness = pytest.importorskip("eval.harness", exc_type=ImportError)
-    name, bidirectional = request.param
+    name = request.param
     run = trained(name)
     checkpoint = Store(run / "checkpoints").find(10)
     model, settings = read_checkpoint(checkpoint, "cpu")
@@ -211,15 +211,12 @@ def judged(trained: Callable[[str], Path], request: pytest.FixtureRequest) -> tu
         length=SLOTS * SLOT,
         batch=3,
         objective=settings.data.objective,
-        bidirectional=bidirectional,
     )
     gmask, sop = tokenizer.vocab_size + 1, tokenizer.vocab_size + 4
 
     def following(context: list[int], rest: list[int]) -> Tensor:
         """fp64 [V], logits of the token after `rest`."""
-        row, prefix = [gmask, sop, *context, *rest], 1
-        if bidirectional:
-            row, prefix = [*context, gmask, sop, *rest], len(context) + 1
+        row, prefix = [*context, gmask, sop, *rest], len(context) + 1
         places = torch.arange(len(row))
         if name == "two-dimensions":  # the context counts on; what follows stays at [gMASK] and counts 1, 2, ...
             inside = [0] * prefix + list(range(1, len(row) - prefix + 1))

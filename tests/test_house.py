@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
 
 TORCH_FREE = """
-    data.packing.packer data.validate.validate eval.compare eval.jobs eval.finding
+    data.packing.packer data.validate.validate eval.compare eval.jobs
     fsdp_pretrain.checkpoint.store fsdp_pretrain.config.reference
     fsdp_pretrain.health.auto_rollback fsdp_pretrain.launch.launcher
     fsdp_pretrain.lineage.fork fsdp_pretrain.lineage.provenance fsdp_pretrain.lineage.rollback

@@ -130,6 +130,15 @@ def test_answers(name: str, model: Decoder, scorer: Scorer) -> None:
         assert answer == scorer._tokenizer.decode(made)
 
 
+def test_answers_that_are_done_stay_within_the_positions(shared_corpus: Path) -> None:
+    """A long prompt with a short answer beside short prompts with long ones: each fits, but not the longest of both."""
+    model = materialise(models.build(TypeAdapter(AnyModel).validate_python(MODELS["gpt"])), 1, CPU).eval()
+    prompts = [Prompt([10 + n for n in range(LENGTH - 2)], 2), *(Prompt([20 + n], LENGTH - 1) for n in range(3))]
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    together, alone = (Scorer(model, tokenizer, batch=batch).answers(prompts, quiet=True) for batch in (4, 1))
+    assert together == alone and all(alone)
+
+
 def test_rows_that_pad_the_table_are_never_chosen(shared_corpus: Path, tmp_path: Path) -> None:
     """sentencepiece cannot decode their ids. Answers are those of the same model without them."""
     SentencePieceTrainer.Train(

@@ -285,9 +285,6 @@ class EvalSection(Section):
     """Keep documents, prompts and responses beside the results. Off: only a hash and the metrics of each document."""
     batch: Positive = 16
     """Sequences per forward pass."""
-    glm_context: Literal["bidirectional", "causal"] = "bidirectional"
-    """How a model trained by blank infilling reads a context: as a whole, with the answer as the filling of a `[gMASK]`
-    behind it; or from left to right, all of it as the filling of a `[gMASK]` in front. No effect on other models."""
     device: str = "cpu"
     """Device of the evaluation process, for example `cpu` or `cuda`. Under torchrun each rank uses its own GPU, if the
     machine has any."""
@@ -300,14 +297,13 @@ class EvalSection(Section):
     retry: Seconds = Seconds(300)
     """Pause after the first failed attempt at a checkpoint; four times longer after each further one."""
     command: str | None = None
-    """Shell command that evaluates a due checkpoint elsewhere, instead of the worker: with `sbatch`, `srun`, `ssh`. Its
-    environment has `EVAL_CHECKPOINT`, `EVAL_STEP`, `EVAL_TASKS`, `EVAL_RUN`, and `EVAL_RESULTS`, where the results must
-    appear, now or later: `fsdp-eval run "$EVAL_CHECKPOINT" --out "$EVAL_RESULTS"`. It is run once per attempt, even if
-    workers die; `eval.deadline` counts from its start, so it includes waiting in a queue."""
+    """Shell command that evaluates a due checkpoint elsewhere, instead of the worker: with `sbatch --wait`, `srun`,
+    `ssh`. Its environment has `EVAL_CHECKPOINT`, `EVAL_STEP`, `EVAL_TASKS`, `EVAL_RUN`, and `EVAL_RESULTS`, where the
+    results must be when it ends: `fsdp-eval run "$EVAL_CHECKPOINT" --out "$EVAL_RESULTS"`. It ends with its worker, and
+    is run again by the next; `eval.deadline` counts from its start, so it includes waiting in a queue."""
     deadline: Seconds = Seconds(3600)
-    """The watchdog raises an alarm, with a stack trace, for an evaluation that takes longer (and longer than three
-    times the median of earlier ones). After three times this limit the evaluation is ended, and the attempt has
-    failed."""
+    """The watchdog raises an alarm, with a stack trace, for an evaluation that takes longer. After three times this
+    limit the evaluation is ended, and the attempt has failed."""
     overdue: Seconds = Seconds(2 * 3600)
     """The watchdog raises an alarm if a due checkpoint has waited this long for a worker. Set more if workers run only
     daily."""

@@ -27,8 +27,3 @@ class LayerCache:
         self._values[:, :, self._length : stop] = value
         self._length = stop
         return self._keys[:, :, :stop], self._values[:, :, :stop]
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all sequences but these, int64 [n]."""
-        assert self._keys is not None and self._values is not None
-        self._keys, self._values = self._keys[rows], self._values[rows]
