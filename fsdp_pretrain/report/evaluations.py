@@ -1,11 +1,11 @@
-"""The evaluations of a run: scores with 95% intervals and verdicts, from results.json files and the journal."""
+"""The evaluations of a run: scores with 95% intervals, from results.json files and the journal."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from eval.results import Results, Verdict
+from eval.results import Results
 from fsdp_pretrain.record import journal, lineage, state_files
 from fsdp_pretrain.record.files import RunDir, seconds_of
 from fsdp_pretrain.record.lines import Lines, Position
@@ -31,20 +31,17 @@ class ScorePoint:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """All evaluations of a run, oldest first: scores and the better direction by (task, metric), verdicts with their
-    step, and the number of results files that cannot be read."""
+    """All evaluations of a run, oldest first: scores and the better direction by (task, metric)."""
 
     scores: dict[tuple[str, str], list[ScorePoint]]
     better: dict[tuple[str, str], str]
-    verdicts: list[tuple[int, Verdict]]
-    damaged: int
 
 
 def read_evaluations(run: RunDir, entries: list[dict[str, Any]], lines: Lines) -> Evaluations:
     """The results of a run, and those that only its journal still has, as after a rollback."""
     read = [state_files.view(path, Results) for path in sorted(run.evals.glob("step-*/*/results.json"))]
     results = [each for each in read if each is not None]
-    found = Evaluations({}, {}, [], len(read) - len(results))
+    found = Evaluations({}, {})
     known = [(each, False) for each in results]
     for each, left in sorted([*known, *_journalled(entries, results)], key=lambda pair: pair[0].step):
         at = lines.locate(each.step, seconds_of(each.committed or each.time))
@@ -55,7 +52,6 @@ def read_evaluations(run: RunDir, entries: list[dict[str, Any]], lines: Lines) -
             higher = each.higher_is_better.get(task, {}).get(metric)
             if higher is not None:
                 found.better[task, metric] = "higher is better" if higher else "lower is better"
-        found.verdicts.extend((each.step, verdict) for verdict in each.verdicts)
     return found
 
 

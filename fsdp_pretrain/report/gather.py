@@ -54,10 +54,10 @@ class RunRecord:
     def evaluations(self) -> Evaluations:
         return read_evaluations(self.run, self.entries, self.lines)
 
-    def curves(self, columns: list[str], runs: int) -> tuple[Curve, Curve]:
-        """The kept line and what was left behind, with these columns, on a page of `runs` runs."""
+    def curves(self, columns: list[str]) -> tuple[Curve, Curve]:
+        """The kept line and what was left behind, with these columns."""
         kept, left = self.lines.kept, self.lines.left
-        points = _VALUES // runs // (sum(name in kept.columns for name in columns) or 1)
+        points = _VALUES // (sum(name in kept.columns for name in columns) or 1)
         rest = min(int(points * _LEFT), len(left))
         return reduce(kept, columns, points - rest), reduce(left, columns, rest)
 

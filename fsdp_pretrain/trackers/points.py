@@ -1,4 +1,4 @@
-"""The stream that trackers show: the kept line of a run's record as values and texts.
+"""The stream that trackers show: the kept line of a run's record as values.
 
 Names are chosen so that their alphabetical order, in which trackers list them, is that of interest: `loss/...`,
 `optimizer/...`, `score/...` (evaluations), `speed/...`, `stderr/...` (of the scores), `training/...`.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from fsdp_pretrain.record import journal, lineage
 from fsdp_pretrain.record.files import RunDir, seconds_of
@@ -32,25 +32,13 @@ _VALUES = {
 
 
 @dataclass(frozen=True)
-class PointValues:
+class Point:
     """Finite values by name at a step, of training or of an evaluation; `time` is seconds since 1970."""
 
     step: int
     time: float
     values: dict[str, float]
     of_training: bool = True
-
-
-@dataclass(frozen=True)
-class StepText:
-    """All entries of the journal at a step, as text; `time` is that of the last one."""
-
-    step: int
-    time: float
-    lines: list[str]
-
-
-Point: TypeAlias = PointValues | StepText
 
 
 class RecordStream:
@@ -61,38 +49,26 @@ class RecordStream:
         self._line = lineage.line(lineage.nodes(run))
         self._offsets: dict[Path, int] = {}
         self._entries: list[dict[str, Any]] = []
-        self._texts: dict[int, list[str]] = {}
-        self._step = 0
 
     def read(self) -> Iterator[Point]:
-        """What was added since the last call."""
+        """What was added since the last call: steps, then evaluations."""
         for part in self._line:
             path = self._run.segment(part.segment) / METRICS
             for record, behind in records(path, self._offsets.get(path, 0)):
                 self._offsets[path] = behind
                 if part.after < record.step <= part.until:
                     yield step_values(record)
-        yield from self._read_journal()
-
-    def _read_journal(self) -> Iterator[Point]:
         path, before = self._run.journal, len(self._entries)
         for entry, behind in journal.entries(path, self._offsets.get(path, 0)):
             self._offsets[path] = behind
             self._entries.append(entry)
-        changed: dict[int, float] = {}
-        for entry in self._entries[before:]:  # one without a step is at the step of the one before it
-            self._step = entry.get("step") or self._step
-            self._texts.setdefault(self._step, []).append(_line(entry))
-            changed[self._step] = seconds_of(entry["time"]) or 0.0
-        for step, time in changed.items():
-            yield StepText(step, time, list(self._texts[step]))
         new = {id(entry) for entry in self._entries[before:]}
         for entry in journal.of_kind(lineage.drop_abandoned(self._entries), "eval"):
             if id(entry) in new:
                 yield _scores(entry)
 
 
-def step_values(record: StepRecord) -> PointValues:
+def step_values(record: StepRecord) -> Point:
     """The values of a step."""
     values: dict[str, float | None] = {"loss/training": record.loss.mean}
     if len(record.sources) > 1:
@@ -106,23 +82,17 @@ def step_values(record: StepRecord) -> PointValues:
         scores = enumerate(record.maxima.attention_scores)
         values |= {f"training/attention_score_max/{block}": score for block, score in scores}
         values["training/logit_max"] = record.maxima.logit
-    return PointValues(record.step, seconds_of(record.time) or 0.0, _finite(values))
+    return Point(record.step, seconds_of(record.time) or 0.0, _finite(values))
 
 
-def _scores(entry: dict[str, Any]) -> PointValues:
+def _scores(entry: dict[str, Any]) -> Point:
     values = {}
     for task, metrics in entry["scores"].items():
         for metric, value in metrics.items():
             kind = "stderr" if metric.endswith("_stderr") else "score"
             values[f"{kind}/{metric.removesuffix('_stderr')}/{task}"] = value
-    return PointValues(entry["step"], seconds_of(entry["time"]) or 0.0, _finite(values), of_training=False)
+    return Point(entry["step"], seconds_of(entry["time"]) or 0.0, _finite(values), of_training=False)
 
 
 def _finite(values: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)}
-
-
-def _line(entry: dict[str, Any]) -> str:
-    """What happened first: trackers show only the beginning of a line."""
-    by = f" ({entry['by']})" if entry.get("by") else ""
-    return f"{entry['kind']}: {entry['text']}{by}, {entry['time'][:19].replace('T', ' ')}"

@@ -36,7 +36,7 @@ class Sink(ABC):
 
     @abstractmethod
     def write(self, points: Sequence[Point]) -> None:
-        """Add points; a text that is already there (same step) is replaced."""
+        """Add points."""
 
     @abstractmethod
     def close(self, facts: RunFacts) -> None:
