@@ -46,11 +46,11 @@ def main() -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[dict[str, Any], str]:
+def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[Any, str]:
     """The results as JSON values and as text. Collective."""
     if args.saves:
-        costs = saves.measure(config, world, args.saves, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
-        return asdict(costs), saves.render(costs)
+        found = saves.measure(config, world, args.saves, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
+        return [asdict(each) for each in found], saves.render(found)
     return _report(steps.measure(config, world, steps=args.steps, warmup=args.warmup, accumulation=args.accumulation))
 
 
