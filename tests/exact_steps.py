@@ -18,7 +18,6 @@ import torch
 from data.packing.loader import IGNORE, MicroBatch, StepBatch
 from data.packing.position import Position
 from fsdp_pretrain import models
-from fsdp_pretrain.bench.steps import Records
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.data_section import GLMObjective
@@ -26,6 +25,7 @@ from fsdp_pretrain.config.schedule import share_of
 from fsdp_pretrain.health.monitor import Health
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.record.recorder import MemoryRecorder
 from fsdp_pretrain.record.requests import Inbox
 from fsdp_pretrain.train.checkpointing import Checkpointing
 from fsdp_pretrain.train.run_context import RunContext
@@ -109,7 +109,7 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
         first = mesh_row(model.embedding.weight)
         if first <= POISON < first + len(weight):
             weight.data[POISON - first] = 1e6
-    optimizer, records = optim.AdamW(model, config.optimizer), Records()
+    optimizer, records = optim.AdamW(model, config.optimizer), MemoryRecorder()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None)),
         model=model,

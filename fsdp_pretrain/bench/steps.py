@@ -23,9 +23,9 @@ from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import flops
 from fsdp_pretrain.plan.plan import count_parameters, render_measured
-from fsdp_pretrain.record.recorder import NotesOnlyRecorder
+from fsdp_pretrain.record.recorder import MemoryRecorder
 from fsdp_pretrain.record.requests import Inbox
-from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
+from fsdp_pretrain.record.step_record import StepSeconds
 from fsdp_pretrain.train.build import build_loss_scaler, build_model_and_optimizer
 from fsdp_pretrain.train.checkpointing import Checkpointing
 from fsdp_pretrain.train.heldout_loss import HeldOutLoss
@@ -81,17 +81,6 @@ class RandomSteps:
         raise AssertionError("a benchmark reads nothing that could fail")
 
 
-class Records(NotesOnlyRecorder):
-    """A recorder that keeps the step records in memory."""
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def step(self, record: StepRecord, *, target: int) -> None:
-        del target
-        self.records.append(record)
-
-
 def build(
     config: Config,
     world: World,
@@ -99,7 +88,7 @@ def build(
     *,
     heldout: HeldOutLoss | None = None,
     batch: int | None = None,
-) -> tuple[Trainer, Records]:
+) -> tuple[Trainer, MemoryRecorder]:
     """A trainer on random tokens, and the recorder of its step records.
 
     Args:
@@ -113,7 +102,7 @@ def build(
     check_batches([batch or config.schedule.batch.full], world.size, config.train.micro_batch)
     model, optimizer = build_model_and_optimizer(config, world)
     _initialise(model, config, world)
-    records = Records()
+    records = MemoryRecorder()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None), heartbeat or Heartbeat()),
         model=model,

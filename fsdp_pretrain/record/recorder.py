@@ -141,3 +141,17 @@ class NotesOnlyRecorder(Recorder):
         pass
 
     say = event = step = status = watch_for = ended = close = _nothing
+
+
+class MemoryRecorder(NotesOnlyRecorder):
+    """Keeps step records in memory and drops everything else: of a benchmark, or of a replay."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def step(self, record: StepRecord, *, target: int) -> None:
+        del target
+        self.records.append(record)
+
+    def note(self, kind: Kind, text: str, **data: Any) -> None:
+        """Nothing."""

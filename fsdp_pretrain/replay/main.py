@@ -26,7 +26,7 @@ from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.environment import Environment
-from fsdp_pretrain.record.recorder import NotesOnlyRecorder
+from fsdp_pretrain.record.recorder import MemoryRecorder
 from fsdp_pretrain.record.requests import Inbox
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.train import environment
@@ -91,20 +91,6 @@ def _asked(config: Config, request: ReplayRequest, begun: Environment) -> Config
     )
 
 
-class _Records(NotesOnlyRecorder):
-    """Keeps the step records, and drops everything else."""
-
-    def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def step(self, record: StepRecord, *, target: int) -> None:
-        del target
-        self.records.append(record)
-
-    def note(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
 class _NoVerdicts(Health):
     """Judges nothing: a replay goes on through bad steps."""
 
@@ -137,7 +123,7 @@ def _train(window: ReplayWindow, world: World) -> list[StepRecord]:
         loading.load(world, checkpoint, model, optimizer)
         if window.reset:
             optimizer.state.clear()
-    records = _Records()
+    records = MemoryRecorder()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None)),
         model=model,
