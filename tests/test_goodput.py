@@ -209,20 +209,6 @@ def test_a_rollback_without_a_reason_is_not_explained_by_how_the_start_before_en
 
 
 @pytest.mark.quick
-def test_a_gap_that_nobody_explains_is_unknown(tmp_path: Path) -> None:
-    script = Script(tmp_path)
-    script.start()
-    script.train(1, seconds=60.0)
-    script.train(20)
-    script.save()
-    script.vanish(gap=3600.0)
-    script.start()
-    script.train(30)
-    found = script.check(steps=60.0 + 50 * 2.0, data=5.1)
-    assert [incident.cause for incident in found.incidents] == ["ended without reporting a reason"]
-
-
-@pytest.mark.quick
 def test_a_start_that_never_trains_belongs_to_the_incident_before(tmp_path: Path) -> None:
     script = Script(tmp_path)
     script.start()

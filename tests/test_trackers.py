@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -260,13 +258,6 @@ def kill(run: Path, name: str) -> None:
     writer(run, name).kill()
 
 
-HARM: dict[str, Callable[[Path, str], None]] = {
-    "deleted": delete,
-    "a-file": replace_by_a_file,
-    "killed": kill,
-}
-
-
 @pytest.fixture
 def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trackers that never answer once they have begun, for which followers started from now on wait five seconds."""
@@ -283,44 +274,6 @@ def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "    threading.Thread(target=hurry, daemon=True).start()\n"
     )
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "site"))
-
-
-@needs_aim
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("harm", [*HARM, "hanging", "read-only"])
-def test_a_view_that_breaks_is_one_line_and_harms_no_other(
-    tmp_path: Path, request: pytest.FixtureRequest, small_disk: Any, name: str, harm: str
-) -> None:
-    run = tmp_path / "run"
-    made = Recorded(run, **ALL)
-    if harm == "read-only":
-        disk = small_disk("1m")
-        (run / name).symlink_to(disk, target_is_directory=True)
-        subprocess.run(["mount", "-o", "remount,ro,size=1m", str(disk)], check=True)
-    made.start()
-    made.steps(1, 5)
-    others = {other: follow(run, other) for other in set(ALL) - {name}}
-    if harm == "hanging":
-        request.getfixturevalue("stuck")
-        broken = follow(run, name, PYTHONPATH=os.environ["PYTHONPATH"])
-    else:
-        broken = follow(run, name)
-    try:
-        if harm in HARM:
-            until(lambda: (run / name).exists() and any((run / name).iterdir()), what="the view")
-            HARM[harm](run, name)
-        broken.wait(120)
-        made.steps(6, 20)
-        for follower in others.values():
-            finish(follower)
-    finally:
-        for follower in (broken, *others.values()):
-            follower.kill()
-    assert stops(run) == [name] * (harm != "killed")  # training reports that one
-    assert not writers(run)
-    for other in others:
-        check(other, made)
 
 
 @pytest.mark.shows("B18")

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import records
 from laboratory import Lab
 from processes import ROOT, Run, clean_environment
 from records import step_record
-from sight import CALM, until
+from sight import until
 from terminals import needs_tmux, terminal  # noqa: F401  (a fixture)
 
 from fsdp_pretrain.checkpoint.store import Store
@@ -299,72 +297,3 @@ def test_blocks_are_as_high_as_the_values() -> None:
     assert logarithmic is not None and logarithmic.logarithmic and logarithmic.rows[0][1] in "▄▅"
     flat = draw(np.ones(4), 2, 3, logarithmic=True)
     assert flat is not None and flat.rows[0] == "  "
-
-
-# ------------------------------------------------------------------ the real thing
-
-
-@needs_tmux
-@pytest.mark.slow
-def test_a_real_run_is_killed_resumes_and_hangs(lab: Lab, terminal: Any, helpers: Any, run_command: Run) -> None:  # noqa: F811
-    """Under torchrun, seen at 80 and 200 columns; an alarm that somebody acknowledged is shown so."""
-    watchdog = {"enabled": True, "interval": "0.2 s", "pace": CALM, "hang": {"soft": "3 s", "hard": "120 s"}}
-    config = lab.config(
-        "real",
-        train={"duration": "100000 steps"},
-        parallel={"shard": 2},
-        checkpoint={"every": "50 steps"},
-        watchdog=watchdog,
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "fsdp_pretrain.train",
-        config,
-    ]
-    log = (lab.path / "torchrun.log").open("wb")
-
-    def launch() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [str(word) for word in command], env=helpers.environment(), cwd="/", stdout=log, stderr=log
-        )
-
-    def ranks(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
-        return [child for child in psutil.Process(job.pid).children() if "fsdp_pretrain.train" in child.cmdline()]
-
-    jobs = [launch()]
-    try:
-        until(lambda: RunDir(lab.path / "real").begun)
-        narrow, wide = terminal("watch", lab.path / "real"), terminal("watch", lab.path / "real", width=200, height=50)
-        narrow.shows("real  RUNNING", "50 verified", "of 100_000", "ETA")
-        wide.shows("real  RUNNING", "gradient norm", "50 verified")
-        for rank in ranks(jobs[0]):
-            rank.kill()
-        jobs[0].wait()
-        for shown in (narrow, wide):
-            shown.shows("real  STOPPED  start 1", "CRIT rank-died")
-        jobs.append(launch())
-        for shown in (narrow, wide):
-            shown.shows("real  RUNNING  start 2")
-        stopped = ranks(jobs[1])[1]
-        stopped.send_signal(signal.SIGSTOP)
-        for shown in (narrow, wide):
-            assert max(map(len, shown.shows("CRIT hang").splitlines())) <= (80 if shown is narrow else 200)
-        assert run_command("fsdp_pretrain.cli", "ack", lab.path / "real", "hang").returncode == 0
-        wide.shows("hang (", "acknowledged)")
-        stopped.send_signal(signal.SIGCONT)
-        for shown in (narrow, wide):
-            until(lambda: "hang (" not in shown.screen(), what=shown.screen)  # noqa: B023
-            shown.press("q")
-            assert shown.shows("left with 0") and shown.is_clean()
-        states = [entry["state"] for entry in journal.read(RunDir(lab.path / "real")) if entry.get("key") == "hang"]
-        assert states == ["open", "acknowledged", "resolved"]
-    finally:
-        for job in jobs:
-            job.terminate()
-            job.wait()
-        log.close()

@@ -34,7 +34,7 @@ def main() -> int:
         return 0 if any(each.times for each in tried) else 1
     if args.peers:
         compared = peers.compare(config, command, sides=args.sides, rounds=args.rounds, limit=args.limit)
-        _deliver(args, compared.to_json(), peers.render(compared))
+        _deliver(args, asdict(compared), peers.render(compared))
         return 1 if compared.failed else 0
     if args.side != peers.OURS:
         _deliver(args, *_report(sides.measure(args.side, config, steps=args.steps, warmup=args.warmup)))

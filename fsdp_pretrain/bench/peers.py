@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
@@ -48,15 +47,6 @@ class Comparison:
             if {side, OURS} <= each.keys()
         ]
         return Spread.of(both) if both else None
-
-    def to_json(self) -> dict[str, Any]:
-        """The rounds themselves, and of each side the spread of its step times and their ratio to ours."""
-        sides = {}
-        for name in SIDES:
-            if found := self.of(name):
-                ratio = self.ratio(name)
-                sides[name] = {"seconds": asdict(_seconds(found)), "ratio": None if ratio is None else asdict(ratio)}
-        return {**asdict(self), "sides": sides}
 
 
 def compare(config: Config, command: Sequence[str], *, sides: Sequence[str], rounds: int, limit: float) -> Comparison:

@@ -173,13 +173,12 @@ class Drawing:
     # ------------------------------------------------------------------ evaluations
 
     def _draw_scores(self) -> None:
-        found = self.record.evaluations
-        for task, metric in sorted(found.scores, key=lambda name: (name[0].endswith("_probe"), name)):
-            scores, about = found.scores[task, metric], [found.better.get((task, metric), "")]
-            if kept := [score for score in scores if not score.left]:
-                about = [f"{kept[-1].value:.5g}", _interval(kept[-1]), *about]
-            figure = Figure(f"{task} {metric}", ", ".join(filter(None, about)), 160, _UNITS[""], scores=True)
-            figure.traces += [self._scores(kept, False), self._scores([score for score in scores if score.left], True)]
+        for task, metric in sorted(self.record.scores, key=lambda name: (name[0].endswith("_probe"), name)):
+            scores = self.record.scores[task, metric]
+            kept, left = [score for score in scores if not score.left], [score for score in scores if score.left]
+            about = ", ".join(filter(None, (f"{kept[-1].value:.5g}", _interval(kept[-1])))) if kept else ""
+            figure = Figure(f"{task} {metric}", about, 160, _UNITS[""], scores=True)
+            figure.traces += [self._scores(kept, False), self._scores(left, True)]
             self.figures.append(figure)
 
     def _scores(self, scores: list[ScorePoint], left: bool) -> _Trace:
@@ -203,8 +202,7 @@ class Drawing:
 
 
 def _interval(score: ScorePoint) -> str:
-    interval = "" if score.low is None else f"95% {score.low:.4g} to {score.high:.4g}"
-    return ", ".join(filter(None, (interval, f"{score.documents} documents" if score.documents else "")))
+    return "" if score.low is None else f"95% {score.low:.4g} to {score.high:.4g}"
 
 
 def _scaled(column: Column, panel: Panel) -> Column:
