@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .points import Point
+from .points import PointValues
 from .run_facts import STATES, RunFacts
 from .sink import Sink
 
@@ -56,7 +56,7 @@ class AimSink(Sink):
             if tag not in self._run.tags:
                 self._run.add_tag(tag)
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[PointValues]) -> None:
         """As in `Sink`, with the steps that are in it now noted behind them."""
         track = self._run._tracker._track  # as Aim's converters do: `Run.track` has no argument for the time
         for point in points:

@@ -32,7 +32,7 @@ _VALUES = {
 
 
 @dataclass(frozen=True)
-class Point:
+class PointValues:
     """Finite values by name at a step, of training or of an evaluation; `time` is seconds since 1970."""
 
     step: int
@@ -50,7 +50,7 @@ class RecordStream:
         self._offsets: dict[Path, int] = {}
         self._entries: list[dict[str, Any]] = []
 
-    def read(self) -> Iterator[Point]:
+    def read(self) -> Iterator[PointValues]:
         """What was added since the last call: steps, then evaluations."""
         for part in self._line:
             path = self._run.segment(part.segment) / METRICS
@@ -68,7 +68,7 @@ class RecordStream:
                 yield _scores(entry)
 
 
-def step_values(record: StepRecord) -> Point:
+def step_values(record: StepRecord) -> PointValues:
     """The values of a step."""
     values: dict[str, float | None] = {"loss/training": record.loss.mean}
     if len(record.sources) > 1:
@@ -82,16 +82,16 @@ def step_values(record: StepRecord) -> Point:
         scores = enumerate(record.maxima.attention_scores)
         values |= {f"training/attention_score_max/{block}": score for block, score in scores}
         values["training/logit_max"] = record.maxima.logit
-    return Point(record.step, seconds_of(record.time) or 0.0, _finite(values))
+    return PointValues(record.step, seconds_of(record.time) or 0.0, _finite(values))
 
 
-def _scores(entry: dict[str, Any]) -> Point:
+def _scores(entry: dict[str, Any]) -> PointValues:
     values = {}
     for task, metrics in entry["scores"].items():
         for metric, value in metrics.items():
             kind = "stderr" if metric.endswith("_stderr") else "score"
             values[f"{kind}/{metric.removesuffix('_stderr')}/{task}"] = value
-    return Point(entry["step"], seconds_of(entry["time"]) or 0.0, _finite(values), of_training=False)
+    return PointValues(entry["step"], seconds_of(entry["time"]) or 0.0, _finite(values), of_training=False)
 
 
 def _finite(values: dict[str, Any]) -> dict[str, float]:

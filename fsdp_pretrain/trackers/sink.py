@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.files import RunDir
 
-from .points import Point
+from .points import PointValues
 from .run_facts import RunFacts, read_config
 
 
@@ -35,7 +35,7 @@ class Sink(ABC):
         in it need not be written again."""
 
     @abstractmethod
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[PointValues]) -> None:
         """Add points."""
 
     @abstractmethod

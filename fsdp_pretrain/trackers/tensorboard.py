@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .points import Point
+from .points import PointValues
 from .run_facts import RunFacts
 from .sink import Sink
 
@@ -34,7 +34,7 @@ class TensorboardSink(Sink):
         self._records = writer.RecordWriter(self._file)
         self._write(time.time(), file_version="brain.Event:2")
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[PointValues]) -> None:
         for point in points:
             summary = self._summaries.Summary()
             for name, value in point.values.items():

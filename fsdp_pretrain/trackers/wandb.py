@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_pretrain.record.files import stamp
 
-from .points import Point
+from .points import PointValues
 from .run_facts import RunFacts
 from .sink import Sink
 
@@ -43,7 +43,7 @@ class WandbSink(Sink):
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[PointValues]) -> None:
         for point in points:
             self._run.log({**point.values, "step": point.step, "_timestamp": point.time})
 
