@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The GPU suite and the benchmarks on this machine, in under nine minutes. Every part has a time limit, and none ends
 # another. Installs nothing: the active Python (or PYTHON=...) needs torch with CUDA, the rest of the extra `train`, and
-# pytest, for example by PYTHONPATH; neither aim nor lm-eval. transformers and torchtitan are compared with if present.
+# pytest, for example by PYTHONPATH; neither aim nor lm-eval. transformers is compared with if present.
 #
 #   scripts/test_gpu.sh [OUTDIR]             everything; JSON files, logs and summary.md in OUTDIR or a temporary directory
 #   scripts/test_gpu.sh --list               the parts, the most valuable first, and their limits in seconds

@@ -80,18 +80,6 @@ class Tab:
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
-    def picture(self, *, whole: bool = True) -> bytes:
-        """A PNG of the page, or of what is in view."""
-        return base64.b64decode(
-            self.call("Page.captureScreenshot", captureBeyondViewport=whole, **self._clip(whole))["data"]
-        )
-
-    def _clip(self, whole: bool) -> dict[str, Any]:
-        if not whole:
-            return {}
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
-
     def pdf(self) -> bytes:
         """The page printed on A4."""
         size = {"paperWidth": 8.27, "paperHeight": 11.69, "printBackground": True}

@@ -25,7 +25,7 @@ from fsdp_pretrain.config.schedule import share_of
 from fsdp_pretrain.health.monitor import Health
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel import optimizer as optim
-from fsdp_pretrain.record.recorder import StepKeeper
+from fsdp_pretrain.record.recorder import MemoryRecorder
 from fsdp_pretrain.record.requests import Inbox
 from fsdp_pretrain.train.checkpointing import Checkpointing
 from fsdp_pretrain.train.run_context import RunContext
@@ -105,7 +105,7 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
         first = mesh_row(model.embedding.weight)
         if first <= POISON < first + len(weight):
             weight.data[POISON - first] = 1e6
-    optimizer, records = optim.AdamW(model, config.optimizer), StepKeeper()
+    optimizer, records = optim.AdamW(model, config.optimizer), MemoryRecorder()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None)),
         model=model,

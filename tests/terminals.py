@@ -39,9 +39,9 @@ class TerminalUnderTest:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def screen(self, *, escapes: bool = False) -> str:
-        """What is on the screen, with colours if `escapes`."""
-        return self._run("capture-pane", "-p", "-t", "test", *(["-e"] if escapes else []))
+    def screen(self) -> str:
+        """What is on the screen."""
+        return self._run("capture-pane", "-p", "-t", "test")
 
     def press(self, *keys: str) -> None:
         """Send keys by their tmux names, such as `q`, `C-c`, `Down`, `Enter`."""

@@ -103,7 +103,7 @@ def dry_run(out: Path, helpers: Any, *flags: str) -> list[str]:
 def test_a_dry_run_of_some_parts(tmp_path: Path, helpers: Any) -> None:
     assert dry_run(tmp_path, helpers, "--only", "suite,saves") == ["suite", "saves"]
     assert "collected" in (tmp_path / "suite.txt").read_text()
-    assert json.loads((tmp_path / "saves.json").read_text())["bandwidth"]["median"] > 0
+    assert json.loads((tmp_path / "saves.json").read_text())[0]["plain"] > 0
 
 
 @pytest.mark.slow

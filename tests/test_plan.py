@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -25,7 +24,7 @@ from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.plan import warnings as advice
-from fsdp_pretrain.plan.flops import feed_forward, flops_per_token, hardware_flops_per_token, peak_flops, speed
+from fsdp_pretrain.plan.flops import hardware_flops_per_token, peak_flops, speed
 from fsdp_pretrain.plan.plan import count_parameters
 from fsdp_pretrain.units import human_count
 
@@ -58,16 +57,6 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
     assert steps == sorted(steps) and steps[-1] == result["steps"]
     shown = run_command("fsdp_pretrain.cli", "plan", config, "--world-size", 2).stdout
     assert f"{exact:_} parameters" in shown and "feasible: 1, 2" in shown
-
-
-def test_plan_shows_the_shrink(lab: Any, run_command: Run) -> None:
-    ramp = {"at": "2 steps", "optimizer": {"embedding_shrink": {"to": 1.0, "over": "10 steps"}}}
-    config = lab.config(optimizer={"embedding_shrink": 0.1}, timeline=[ramp])
-    done = run_command("fsdp_pretrain.cli", "plan", config, "--at", "7 steps", "--json")
-    assert json.loads(done.stdout)["embedding_shrink"] == pytest.approx(0.55)
-    shown = run_command("fsdp_pretrain.cli", "plan", config).stdout.splitlines()
-    assert next(line for line in shown if "consumed" in line).endswith("embedding_shrink")
-    assert next(line for line in shown if line.split()[0] == "20").endswith("1.0000")  # the row of the last step
 
 
 @pytest.mark.shows("B14", "D2")
@@ -125,13 +114,12 @@ def test_the_schedule_at_a_point(lab: Any, run_command: Run) -> None:
 
 
 def test_epochs_and_days(lab: Any, run_command: Run) -> None:
-    """Of every source, against their tokens; the worth of repeats, and the days, against the formulas."""
+    """Of every source, against their tokens; the days against the formula."""
     corpus = read_manifest(lab.corpus)
     stream = corpus.tokens + corpus.documents  # a separator after each
     sources = [{"name": "a", "path": str(lab.corpus), "weight": 3.0}, {"name": "b", "path": str(lab.corpus)}]
     config = lab.config(data={"sources": sources}, train={"duration": "2M tokens"})
-    options = ["--world-size", 2, "--device", "NVIDIA H100 80GB HBM3", "--mfu", "40%"]
-    done = run_command("fsdp_pretrain.cli", "plan", config, *options, "--json")
+    done = run_command("fsdp_pretrain.cli", "plan", config, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     for name, share in (("a", 0.75), ("b", 0.25)):
@@ -139,16 +127,15 @@ def test_epochs_and_days(lab: Any, run_command: Run) -> None:
         epochs = 2e6 * share / stream
         assert source["tokens"] == corpus.tokens
         assert source["epochs"] == pytest.approx(epochs, rel=0.01) and epochs > 4
-        assert source["worth"] == pytest.approx(1 + 15.387756 * (1 - math.exp((1 - epochs) / 15.387756)), rel=0.01)
     (warning,) = [text for text in result["warnings"] if text.startswith("a has ")]
     assert f"{result['sources']['a']['epochs']:.3g} times" in warning and "2305.16264" in warning
+    shown = run_command("fsdp_pretrain.cli", "plan", config, "train.duration=1K tokens").stdout
+    assert f"data        b: {human_count(corpus.tokens)} tokens, read 0.0" in shown and " is read " not in shown
+    options = ["--world-size", 2, "--device", "NVIDIA H100 80GB HBM3", "--mfu", "40%", "--json"]
+    rates = json.loads(run_command("fsdp_pretrain.cli", "plan", config, *options).stdout)
     rate = 2 * 989e12 * 0.4 / result["flops_per_token"]
-    assert result["time"]["days"] == pytest.approx(result["tokens"] / rate / 86_400, rel=0.01)
-    shown = run_command("fsdp_pretrain.cli", "plan", config, *options[:-2], "train.duration=1K tokens").stdout
-    assert "days on" not in shown and f"data        b: {human_count(corpus.tokens)} tokens, read 0.0" in shown
-    assert " is read " not in shown
-    with_time = run_command("fsdp_pretrain.cli", "plan", config, *options).stdout
-    assert f"{result['time']['days']:.3g} days on 2 x NVIDIA H100 80GB HBM3 at an MFU of 40.0%" in with_time
+    assert rates["mfu"] == pytest.approx(0.4) and rates["tokens_per_second"] == pytest.approx(rate)
+    assert rates["days"] == pytest.approx(result["tokens"] / rate / 86_400, rel=0.01)
     elsewhere = run_command(
         "fsdp_pretrain.cli", "plan", lab.config("away", data={"sources": [{**sources[0], "path": "/none"}]})
     )
@@ -177,6 +164,7 @@ GOLDEN = {
     "tr1-13b": 12_853_386_240,
     "tr8-104b": 103_943_028_736,
     "tr8-104b-deep": 103_958_492_400,
+    "tr11-176b": 176_247_271_424,
     "glm-130b": 128_697_794_560,
 }
 """Parameters as published, or by the closed forms of the papers."""
@@ -188,26 +176,6 @@ def test_every_preset_is_the_size_it_declares(path: Path) -> None:
     assert count_parameters(model) == model.declared_params == GOLDEN.get(path.stem, model.declared_params)
 
 
-def test_presets_are_their_closed_forms() -> None:
-    """The formulas of the papers, without building the models."""
-
-    def section(name: str) -> Any:
-        return TypeAdapter(Model).validate_python(
-            tomllib.loads((ROOT / f"configs/models/{name}.toml").read_text())["model"]
-        )
-
-    glm = section("glm-130b")
-    h, f = glm.hidden, feed_forward(glm)[0]
-    layer = (3 * h * h + 3 * h) + (h * h + h) + (2 * f * h + 2 * f) + (f * h + h) + 4 * h
-    assert (glm.rows, f) == (150_528, 32_768)
-    assert glm.layers * layer + glm.rows * h + 2 * h == glm.declared_params == GOLDEN["glm-130b"]
-    for name in ("tr1-13b", "tr8-104b", "tr8-104b-deep", "tr11-176b"):
-        gpt = section(name)
-        h, alibi = gpt.hidden, gpt.positions == "alibi"
-        ends = gpt.vocab * h + (4 * h if alibi else gpt.positions * h + 2 * h)
-        assert gpt.layers * (12 * h * h + 13 * h) + ends == gpt.declared_params
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("[br]*/*.toml")), ids=lambda path: path.stem)
 def test_every_shipped_configuration_is_the_size_it_declares(path: Path) -> None:
     config = load(str(path))
@@ -216,31 +184,28 @@ def test_every_shipped_configuration_is_the_size_it_declares(path: Path) -> None
 
 @pytest.mark.shows("D2")
 @pytest.mark.parametrize(
-    ("recipe", "options", "parameters", "markers", "warned"),
+    ("recipe", "options", "parameters", "warned"),
     [
         (
             "tr8-104b",
             ["model.init_std=0.02", "--world-size", "16", "--device", "NVIDIA A100-SXM4-80GB"],
-            GOLDEN["tr8-104b"], {"lr_peak": 6_494, "batch_full": 16_022},
+            GOLDEN["tr8-104b"],
             ["hidden / layers is 512", "heads up to 256, not 512", "init_std = 0.02 is 4.0 times", "takes 6_494 steps",
              "floor from 126_953_125 of 300_001_504", "limits the run to 16 ranks", "has 80 GiB: shard over more"],
         ),
         (
             "glm-130b",
             [],
-            GOLDEN["glm-130b"], {"lr_peak": 2_318, "batch_full": 4_296}, ["limits the run to 24 ranks"],
+            GOLDEN["glm-130b"], ["limits the run to 24 ranks"],
         ),
     ],
     ids=["tr8-104b", "glm-130b"],
 )  # fmt: skip
-def test_recipes(
-    run_command: Run, recipe: str, options: list[str], parameters: int, markers: dict[str, int], warned: list[str]
-) -> None:
+def test_recipes(run_command: Run, recipe: str, options: list[str], parameters: int, warned: list[str]) -> None:
     done = run_command("fsdp_pretrain.cli", "plan", ROOT / f"configs/runs/{recipe}.toml", *options, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["parameters"] == result["declared_params"] == parameters
-    assert {name: result["markers"][name]["step"] for name in markers} == markers
     for text in warned:
         assert any(text in warning for warning in result["warnings"]), (text, result["warnings"])
 
@@ -258,8 +223,6 @@ def test_the_104b_that_was_57b() -> None:
 def test_a_warm_up_that_the_ramp_makes_long() -> None:
     """tr1-13B: 216,320 samples were meant as 2,000 steps."""
     config = load(str(ROOT / "configs/runs/tr1-13b.toml"))
-    assert advice.markers(config.schedule)["lr_peak"] == advice.Marker(8_641, 216_320, 443_023_360)
-    assert advice.markers(config.schedule)["batch_full"].step == 23_456
     result = plan.plan(config)
     assert result.parameters == result.declared_params == GOLDEN["tr1-13b"]
     (warning,) = [text for text in result.warnings if "warm-up" in text]
@@ -291,12 +254,6 @@ def test_warnings(overrides: list[str], expected: list[str]) -> None:
     assert len(warnings) == len(expected) and all(part in text for part, text in zip(expected, warnings, strict=True))
 
 
-def test_uneven_shards_are_mentioned_where_they_cost_something() -> None:
-    assert list(advice.shard_warning({"head.weight": 9}, 10_000, 8)) == []
-    (warning,) = advice.shard_warning({"head.weight": 20, "embedding.weight": 30}, 10_000, 8)
-    assert warning.startswith("rows of embedding.weight, head.weight do not divide by 8 shards") and "0.50%" in warning
-
-
 def test_a_rank_that_does_not_fit() -> None:
     config = load(str(ROOT / "configs/runs/llama-7b-hsdp.toml"))
     with pytest.raises(ConfigError, match=r"parallel.shard = 3 does not divide the world size 128"):
@@ -320,12 +277,6 @@ def test_unknown_devices_have_no_peak() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     for unknown in ("cpu", "NVIDIA GeForce RTX 9999", "H100", ""):
         assert peak_flops(unknown) is None
-
-
-def test_flops_reproduce_the_published_mfu_of_the_7b_run() -> None:
-    """9,600 tokens/s on an H100 were published as 46% MFU (of the dense peak)."""
-    model = LlamaModel(family="llama", layers=32, hidden=4096, heads=32, ffn=11008, vocab=32000)
-    assert 9600 * flops_per_token(6_738_415_616, model, 4096) / 989e12 == pytest.approx(0.455, abs=0.002)
 
 
 @pytest.mark.shows("A1")

@@ -57,25 +57,18 @@ def plan(run_command: Any, config: Path, *options: str) -> Any:
     return json.loads(done.stdout) if "--json" in options else done.stdout
 
 
-def test_what_is_planned_is_what_a_node_fetches(module_lab: Any, run_command: Any, corpus: Path) -> None:
-    """What a fetcher fetches that has the recommended cache, and no more in use than the least one holds."""
+def test_what_is_planned_is_what_a_node_uses(module_lab: Any, run_command: Any, corpus: Path) -> None:
+    """A fetcher with the recommended cache fetches about each block once per epoch; one for everything, once in all."""
     said = plan(run_command, config(module_lab, corpus, "800KB", f"file://{corpus}"), "--json")["storage"]
     packer = Packer([("text", corpus, 1.0)], LENGTH, seed=1234, lanes=LANES)
     sizes = {"text": packer.corpora["text"].blocks[:, 4] * 2 + packer.corpora["text"].blocks[:, 2] * 4}
-    whole = int(sizes["text"].sum())
-    assert said["sources"] == {"text": whole} and 2 * said["least"] - 1 <= said["recommended"] <= 2 * said["least"]
-    end = STEPS * BATCH
+    whole, end = int(sizes["text"].sum()), STEPS * BATCH
+    assert said["whole"] == whole and 2 * said["least"] - 1 <= said["recommended"] <= 2 * said["least"]
     forecast = Forecast(packer, BatchSchedule(BATCH), Skips(), Position(), world=1, ranks=range(1), until=end)
     fetched = fetch_all(Upcoming(forecast, {0: "text"}), sizes, said["recommended"])
-    assert said["node_bytes"] == pytest.approx(whole * packer.epochs_read(end)["text"], rel=0.001)
-    assert 0.9 * fetched < said["node_bytes"] < 1.1 * fetched
-    assert said["node_requests"] == pytest.approx(2 * fetched / sizes["text"].mean(), rel=0.1)
-
-
-def test_a_cache_for_everything_fetches_it_once(module_lab: Any, run_command: Any, corpus: Path) -> None:
-    said = plan(run_command, config(module_lab, corpus, "1GB", f"file://{corpus}"), "--json")
-    assert said["storage"]["node_bytes"] <= said["storage"]["sources"]["text"]
-    assert said["sources"]["text"]["epochs"] > 1.3 and not any("cache" in warning for warning in said["warnings"])
+    assert fetched < 1.1 * whole * packer.epochs_read(end)["text"]
+    enough = plan(run_command, config(module_lab, corpus, "1GB", f"file://{corpus}"), "--json")
+    assert not any("cache" in warning for warning in enough["warnings"])
 
 
 def test_a_small_cache_is_a_warning_and_storage_away_is_none(

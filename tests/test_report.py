@@ -7,7 +7,6 @@ import gzip
 import html
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from long_run import LongRun, write_long_run
 from sight import tree
 
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.goodput import State, goodput
+from fsdp_pretrain.record.goodput import goodput
 from fsdp_pretrain.record.metrics import read_metrics
 from fsdp_pretrain.units import human_time
 
@@ -135,31 +134,18 @@ def test_extremes_survive_and_what_was_left_behind_is_there(made: LongRun, writt
 def test_account_checkpoints_evaluations_and_events_are_those_of_the_record(made: LongRun, written: Path) -> None:
     shown, account = Page(written), goodput(made.run)
     assert account is not None
-    layers = shown.lines("Goodput")
-    spent = {line["name"]: float(numbers(line["y"])[:-1] @ np.diff(shown.at(line, "written"))) for line in layers}
-    clock = shown.at(layers[0], "written")
-    first, *kept = read_metrics(made.run)
-    assert sum(spent.values()) == pytest.approx(clock[-1] - clock[0], rel=1e-3)
-    assert spent["data"] == pytest.approx(sum(record.seconds.data for record in kept), rel=1e-3)
-    assert spent["saves"] == pytest.approx(sum(record.seconds.checkpoint for record in kept), rel=1e-3)
-    trained = sum(spent[name] for name in ("steps", "data", "saves", "held-out loss"))
-    assert trained == pytest.approx(sum(record.seconds.iteration for record in kept), rel=1e-3)
-    gone = [State.LOST, State.QUEUED, State.STARTING, State.STOPPING, State.UNKNOWN]
-    begun = first.seconds.iteration + account.states[State.STARTING] / (made.starts - len(made.spikes) + 1)
-    assert spent["lost, stopped and started"] == pytest.approx(sum(account.states[s] for s in gone) - begun, rel=0.02)
     rows = [[str(state), human_time(seconds), f"{seconds / account.wall_seconds:.3%}"]
             for state, seconds in account.states.items() if seconds]  # fmt: skip
     assert [row[:3] for row in shown.rows("account")] == rows
-    assert [line["name"] for line in shown.lines("Checkpoints")] == ["verified 1", "deleted later, as configured 25"]
     score, left = shown.lines("hellaswag acc_norm")
-    assert len(score["y"]) == 50 and not left["y"] and "higher is better" in shown.text
-    assert score["y"][-1] - score["error_y"]["arrayminus"][-1] == pytest.approx(0.686)
-    assert score["y"][-1] + score["error_y"]["array"][-1] == pytest.approx(0.714)
-    assert "4096 documents" in score["text"][-1] and "95% 0.686 to 0.714" in score["text"][-1]
-    ((probe, newest, step, all_verdicts, why),) = shown.rows("verdicts")
-    assert (probe, newest, step, why) == ("separator_probe", "● ok", "12,000", "separators are single")
-    assert all_verdicts == "○" * 9 + "●" * 41
+    assert len(score["y"]) == 50 and not left["y"]
+    spread = 1.96 * 0.007
+    for edge in ("array", "arrayminus"):
+        assert score["error_y"][edge][-1] == pytest.approx(spread, rel=1e-3)
+    assert f"95% {0.7 - spread:.4g} to {0.7 + spread:.4g}" in score["text"][-1]
     kinds = [kind.lstrip("▲◆ ") for _, _, kind, _ in shown.rows("all")]
+    saves = [line for line in shown.lines("Events") for group in line["y"] if group == "saves"]
+    assert len(saves) == kinds.count("checkpoint") == 26
     assert kinds.count("rollback") == len(made.spikes) - 1 == kinds.count("note")
     assert kinds.count("interruption") == len([i for i in account.incidents if i.kind == "failure"])
     ((_, _, kind, text),) = (row for row in shown.rows("all") if row[3].startswith("hang: "))
@@ -200,7 +186,6 @@ def test_a_run_that_was_never_started_is_refused_with_a_remedy(tmp_path: Path, r
 
 def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path, run_command: Any) -> None:
     made = write_long_run(tmp_path / "run", steps=200, starts=2)
-    shutil.rmtree(made.run.evals)
     metrics = made.run.segment(1) / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines(keepends=True)
     metrics.write_bytes(b"".join([*lines[:50], b'{"step": 51, "loss"\n', b"\xff\xfe\n", *lines[52:], b'{"step": 1']))
@@ -213,18 +198,6 @@ def test_damaged_lines_are_passed_over_and_counted(tmp_path: Path, run_command: 
     shown = Page(made.run.path / "report.html")
     assert re.search(r"<li[^>]*>damaged lines[^<]*: 2</li>", shown.text)
     assert shown.curve("Loss", "training")[0][-1] == 200
-    score, left = shown.lines("hellaswag acc_norm")  # as the journal has it
-    assert f"95% {0.7 - 1.96 * 0.007:.4g} to {0.7 + 1.96 * 0.007:.4g}" in score["text"][-1] and not left["y"]
-
-
-def test_a_run_without_a_step_yet_has_a_page(tmp_path: Path, run_command: Any) -> None:
-    made = write_long_run(tmp_path / "run", steps=40, starts=2)
-    for path in (*made.run.path.glob("segments/*/metrics.jsonl"), made.run.status):
-        path.unlink()
-    done = run_command("fsdp_pretrain.cli", "report", made.run.path)
-    assert done.returncode == 0, done.stderr
-    shown = Page(made.run.path / "report.html")
-    assert not shown.lines("Loss") and shown.rows("all") and shown.rows("account")
 
 
 # --------------------------------------------------------------------- in a browser
@@ -237,14 +210,14 @@ def tab() -> Iterator[Tab]:
 
 
 @pytest.fixture(scope="module")
-def compared(made: LongRun, tmp_path_factory: pytest.TempPathFactory, run_command: Any) -> Path:
-    """A page of two runs, the second of which has a hostile name and note, and still runs."""
-    path = tmp_path_factory.mktemp("compared")
+def hostile(tmp_path_factory: pytest.TempPathFactory, run_command: Any) -> Path:
+    """The page of a run with a hostile name and note that still runs."""
+    path = tmp_path_factory.mktemp("hostile")
     other = write_long_run(path / "run", steps=3_000, starts=5, seed=1, name=f"b {HOSTILE}")
     with other.run.journal.open("a") as file:
         entry = {"time": "2026-06-01T12:00:00.000Z", "kind": "note", "text": HOSTILE, "step": 2_500, "by": HOSTILE}
         file.write(json.dumps(entry) + "\n")
-    done = run_command("fsdp_pretrain.cli", "report", made.run.path, other.run.path, "--out", path / "page.html")
+    done = run_command("fsdp_pretrain.cli", "report", other.run.path, "--out", path / "page.html")
     assert done.returncode == 0, done.stderr
     return path / "page.html"
 
@@ -282,7 +255,7 @@ def choose(tab: Tab, clock: str) -> None:
 @pytest.mark.parametrize(("width", "dark"), [(1600, False), (1600, True), (400, False), (400, True)])
 def test_it_opens_without_a_complaint(tab: Tab, written: Path, width: int, dark: bool) -> None:
     look(tab, written, width=width, dark=dark)
-    assert count(tab, ".plot") == 16 == count(tab, ".plot.js-plotly-plot")
+    assert count(tab, ".plot") == 14 == count(tab, ".plot.js-plotly-plot")
     assert tab.value("getComputedStyle(document.body).backgroundColor") == (
         "rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)"
     )
@@ -373,26 +346,20 @@ def test_a_person_can_choose_what_to_see(tab: Tab, written: Path) -> None:
     assert tab.problems == []
 
 
-@pytest.mark.shows("B7")
 @needs_chromium
-def test_texts_of_the_record_stay_texts_and_runs_are_compared(tab: Tab, compared: Path) -> None:
-    look(tab, compared, height=9000)
-    assert tab.value("document.title") == f"long, b {HOSTILE} - training report"
-    assert count(tab, "img") == 0
+def test_texts_of_the_record_stay_texts(tab: Tab, hostile: Path) -> None:
+    look(tab, hostile, height=9000)
+    assert tab.value("document.title") == f"b {HOSTILE} - training report"
     rows = tab.value("[...document.querySelectorAll('#events td')].map((cell) => cell.textContent)")
-    assert f"{HOSTILE} ({HOSTILE})" in rows and f"b {HOSTILE}: note" in rows
-    assert count(tab, "[aria-label=Loss] .legendtoggle") == 4  # training and held-out, of each
+    assert f"{HOSTILE} ({HOSTILE})" in rows
     box = "document.querySelectorAll('.plot')[1].querySelector('.nsewdrag').getBoundingClientRect()"
     left, top, width = tab.value(f"(() => {{ const b = {box}; return [b.left, b.top + 30, b.width]; }})()")
-    for x in (-9, 0):  # over the hostile note, with the hostile name in every box
-        tab.move(left + width * 2_500 / 12_000 + x, top)
+    for x in (-9, 0):  # over the hostile note
+        tab.move(left + width * 2_500 / 3_000 + x, top)
     wait(tab, "document.getElementById('where').textContent.includes('onerror')")
-    boxes = tab.value("[...document.querySelectorAll('.hoverlayer')].map((layer) => layer.textContent).join()")
-    assert HOSTILE[:20] in boxes
-    assert count(tab, "img") == 0 and tab.value("document.title").startswith("long, b")
+    assert count(tab, "img") == 0 and tab.value("document.title").startswith("b ")
     choose(tab, "elapsed")
-    assert min(low for low, _ in tab.value(RANGES)) == 0  # both from their launch
-    assert count(tab, ".account") == 2
+    assert min(low for low, _ in tab.value(RANGES)) == 0  # from its launch
     assert tab.problems == [] and tab.requests == []
 
 
@@ -420,48 +387,36 @@ def test_a_hundred_thousand_steps_and_forty_starts_fit(tab: Tab, tmp_path: Path,
     assert steps[high.argmax()] >= made.spikes[-1] > steps[high.argmax() - 1]
     assert (shown.curve("Loss", "training, left behind")[1] == 9.0).sum() == len(made.spikes) - 1
     look(tab, out)
-    assert count(tab, ".plot") == 16 and tab.problems == []
+    assert count(tab, ".plot") == 14 and tab.problems == []
 
 
 @pytest.mark.slow
 @needs_chromium
-def test_a_trained_run_with_a_rollback_a_fork_and_evaluations_tells_its_story(
-    lab: Lab, tab: Tab, tmp_path: Path, run_command: Any, helpers: Any
+def test_a_trained_run_with_a_rollback_and_evaluations_tells_its_story(
+    lab: Lab, tab: Tab, run_command: Any, helpers: Any
 ) -> None:
     evaluated = {"every": "10 steps", "launch": False, "tasks": ["heldout_bpb", "separator_probe"], "limit": 4}
-    watched = {"enabled": True, "interval": "0.2 s"}
-    config = lab.config(
-        "run", eval={**evaluated, "heldout": str(lab.heldout), "loss_every": "5 steps"}, watchdog=watched
-    )
-    run, other = lab.path / "run", lab.path / "cooler"
+    config = lab.config("run", eval={**evaluated, "heldout": str(lab.heldout), "loss_every": "5 steps"})
+    run = lab.path / "run"
     lab.train(config)
     for line in (
         ("eval.cli", "watch", run, "--once"),
         ("fsdp_pretrain.cli", "rollback", run, "--to", 10, "--set", "optimizer.lr=5e-3", "--reason", "too hot"),
-        ("fsdp_pretrain.cli", "fork", run, "--at", 10, other, "--set", "optimizer.lr=1e-3"),
         ("fsdp_pretrain.cli", "note", run, "cooler from here"),
     ):
         done = run_command(*line)
         assert done.returncode == 0, done.stderr
     lab.train(config)
-    lab.train(other / "config.toml")
-    out = tmp_path / "page.html"
-    done = run_command("fsdp_pretrain.cli", "report", run, other, "--out", out)
+    done = run_command("fsdp_pretrain.cli", "report", run)
     assert done.returncode == 0, done.stderr
-    shown = Page(out)
-    for name, path in (("run", run), ("cooler", other)):
-        records = helpers.metrics(path)
-        steps, losses = shown.curve("Loss", name)  # the only line of the run
-        assert steps.tolist() == [record["step"] for record in records]
-        means = [record["loss"]["sum"] / record["loss"]["count"] for record in records]
-        assert losses == pytest.approx(means, rel=1e-5)
-    left = [line["name"] for line in shown.lines("Loss") if "left behind" in line["name"]]
-    assert left == ["run: training, left behind"]
-    assert shown.curve("Loss", left[0])[0].tolist() == list(range(11, 21))
+    shown, records = Page(run / "report.html"), helpers.metrics(run)
+    steps, losses = shown.curve("Loss", "training")
+    assert steps.tolist() == [record["step"] for record in records]
+    assert losses == pytest.approx([record["loss"]["sum"] / record["loss"]["count"] for record in records], rel=1e-5)
+    assert shown.curve("Loss", "training, left behind")[0].tolist() == list(range(11, 21))
     kinds = {kind.lstrip("▲◆ ") for _, _, kind, _ in shown.rows("all")}
-    assert {"run: rollback", "run: note", "run: stop", "cooler: fork"} <= kinds
-    kept, behind, *_ = shown.lines("heldout_bpb bits_per_byte")
+    assert {"rollback", "note", "stop", "checkpoint"} <= kinds
+    kept, behind = shown.lines("heldout_bpb bits_per_byte")
     assert (shown.at(kept).tolist(), shown.at(behind).tolist()) == ([10], [20])
-    assert {"run: verified 2", "run: left behind 1"} <= {line["name"] for line in shown.lines("Checkpoints")}
-    look(tab, out)
+    look(tab, run / "report.html")
     assert tab.problems == []

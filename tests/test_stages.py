@@ -392,7 +392,6 @@ def test_plan_adds_up_the_lengths(lab: Any) -> None:
     expected = sum(n * length * flops_per_token(found.parameters, config.model, length) for length, n in
                    found.sequence_lengths.items())  # fmt: skip
     assert found.flops == expected < found.tokens * found.flops_per_token
-    assert (found.markers["length_16"].samples, found.markers["length_32"].tokens) == (80, 1440)
     assert "80 samples of 8 tokens, then 50 samples of 16 tokens, then 110 samples of 32 tokens" in render(found)
 
 

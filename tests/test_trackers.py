@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 from processes import CLI, ROOT, Run, clean_environment, python_path
 from sight import until
 from skips import needs_aim
-from views import BEGIN, Recorded, aim_runs, all_in, shown, wandb_view
+from views import BEGIN, Recorded, aim_runs, shown, wandb_view
 
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.journal import read
@@ -35,17 +33,14 @@ def _installed() -> None:
 
 
 def recorded(path: Path, **record: Any) -> Recorded:
-    """A run that was killed after step 13, resumed from step 10, and is complete: alarms and evaluations included."""
+    """A run that was killed after step 13, resumed from step 10, and is complete: evaluations included."""
     made = Recorded(path, **record)
     made.start()
     made.steps(1, 13)
-    made.alarm(7, "CRIT hang open: nothing moves")
-    made.alarm(7, "WARN disk/run open: two fit")
     made.start(parent=1, step=10)
     made.steps(11, 20)
     made.evaluated(10, 0.25)
     made.evaluated(20, 0.5)
-    made.alarm(20, "CRIT hang resolved: it moves")
     made.state("complete", 20)
     return made
 
@@ -69,11 +64,10 @@ def finish(follower: subprocess.Popen[bytes], code: int = 0) -> None:
 
 
 def check(name: str, made: Recorded) -> None:
-    curves, texts = shown(name, made.run.path / name)
+    curves = shown(name, made.run.path / name)
     assert set(curves) == set(made.expected)
     for curve, values in made.expected.items():
         assert curves[curve] == pytest.approx(values, rel=1e-6), curve
-    assert all_in(texts, made.texts)
 
 
 def stops(path: Path) -> list[str]:
@@ -107,12 +101,10 @@ def test_a_view_is_built_again(tmp_path: Path, run_command: Run, name: str) -> N
     check(name, made)
     made.start(parent=2, step=15, kind="rollback")
     made.tell("rollback", BEGIN + 200, "to step 15", step=15)
-    made.texts.append("to step 15")
     made.steps(16, 18)
     assert run_command(CLI, name, made.run.path).returncode == 0
     left(name, made.run.path / name)
     check(name, made)
-    assert "nothing moves" in shown(name, made.run.path / name)[1]  # what led to it stays visible
 
 
 def left(name: str, place: Path) -> None:
@@ -151,9 +143,32 @@ def test_wandb_is_told_about_the_run(tmp_path: Path, run_command: Run) -> None:
     made = recorded(tmp_path / "run", tags=["seven"])
     done = run_command(CLI, "wandb", made.run.path)
     assert done.returncode == 0 and "wandb sync" in done.stdout, done.stderr
-    facts = wandb_view(tmp_path / "run/wandb")[2]
-    assert facts[0]["name"] == facts[0]["group"] == "demo" and "complete" in facts[0]["tags"]
+    facts = wandb_view(tmp_path / "run/wandb")[1]
+    assert facts[0]["name"] == "demo" and "complete" in facts[0]["tags"]
     assert {"exit": 0} in facts
+
+
+@pytest.mark.slow
+@needs_aim
+def test_what_training_shows_is_what_is_built_again(lab: Any, helpers: Any, tokenizer: Any, run_command: Run) -> None:
+    """Over two starts, held-out losses included; losing the view loses nothing."""
+    books = helpers.corpus(lab.path / "books", tokenizer.encode([helpers.text(n, 40) for n in range(20)]), tokenizer)
+    heldout = {"loss_on": [{"name": "books", "path": str(books)}], "loss_every": "5 steps"}
+    config, run = lab.config(record={"aim": True}, eval=heldout), lab.path / "run"
+    for duration in ("10 steps", "20 steps"):
+        lab.train(config, f"train.duration={duration}", "optimizer.decay=20 steps")
+        until(lambda: not writers(run), what="the end of the follower")  # left behind by a busy machine
+    assert stops(run) == []
+    live, records = shown("aim", run / "aim"), helpers.metrics(run)
+    assert live["loss/training"] == pytest.approx({r["step"]: r["loss"]["sum"] / r["loss"]["count"] for r in records})
+    measured = {r["step"]: r["heldout"]["books"] for r in records if r["heldout"]}
+    means = {step: loss["sum"] / loss["count"] for step, loss in measured.items()}
+    assert set(measured) == {5, 10, 15, 20} and live["loss/heldout/books"] == pytest.approx(means)
+    assert "speed/seconds/data" in live and "loss/training/text" not in live
+    shutil.rmtree(run / "aim")
+    for _ in range(2):  # tracking the same steps again duplicates nothing
+        assert run_command(CLI, "aim", run).returncode == 0
+        assert shown("aim", run / "aim") == live
 
 
 # ---------------------------------------------------------------- the follower
@@ -167,18 +182,17 @@ def test_followers_share_a_run(tmp_path: Path) -> None:
     made.steps(1, 5)
     first = follow(made.run.path, "tensorboard")
     kept = tmp_path / "run/tensorboard/kept"
-    until(lambda: kept.exists() and "loss/training" in shown("tensorboard", kept.parent)[0], what="the first steps")
+    until(lambda: kept.exists() and "loss/training" in shown("tensorboard", kept.parent), what="the first steps")
     (before,) = kept.iterdir()
     second = follow(made.run.path, "tensorboard", "--once")
     made.steps(6, 20)
     made.evaluated(10, 0.25)
-    until(lambda: shown("tensorboard", kept.parent)[0].get("score/acc/qa"), what="the evaluation")
+    until(lambda: shown("tensorboard", kept.parent).get("score/acc/qa"), what="the evaluation")
     assert list(kept.iterdir()) == [before]  # the other one waits
     finish(first)
     assert second.wait(120) == 0
     check("tensorboard", made)
     made.evaluated(12, 0.5)
-    made.alarm(20, "CRIT late")
     assert follow(made.run.path, "tensorboard", "--once").wait(60) == 0
     check("tensorboard", made)
     made.start(parent=1, step=15)  # it was killed, and trains five steps again
@@ -205,7 +219,7 @@ def test_evaluations_after_the_end_are_shown(lab: Any, helpers: Any, run_command
     }
     assert set(expected) == {10, 20}
     for name in ALL:
-        curves = shown(name, run / name)[0]
+        curves = shown(name, run / name)
         assert curves["score/bits_per_byte/heldout_bpb"] == pytest.approx(expected, rel=1e-6)
     (after,) = aim_runs(run / "aim").values()
     assert (
@@ -244,13 +258,6 @@ def kill(run: Path, name: str) -> None:
     writer(run, name).kill()
 
 
-HARM: dict[str, Callable[[Path, str], None]] = {
-    "deleted": delete,
-    "a-file": replace_by_a_file,
-    "killed": kill,
-}
-
-
 @pytest.fixture
 def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trackers that never answer once they have begun, for which followers started from now on wait five seconds."""
@@ -267,44 +274,6 @@ def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "    threading.Thread(target=hurry, daemon=True).start()\n"
     )
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "site"))
-
-
-@needs_aim
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("harm", [*HARM, "hanging", "read-only"])
-def test_a_view_that_breaks_is_one_line_and_harms_no_other(
-    tmp_path: Path, request: pytest.FixtureRequest, small_disk: Any, name: str, harm: str
-) -> None:
-    run = tmp_path / "run"
-    made = Recorded(run, **ALL)
-    if harm == "read-only":
-        disk = small_disk("1m")
-        (run / name).symlink_to(disk, target_is_directory=True)
-        subprocess.run(["mount", "-o", "remount,ro,size=1m", str(disk)], check=True)
-    made.start()
-    made.steps(1, 5)
-    others = {other: follow(run, other) for other in set(ALL) - {name}}
-    if harm == "hanging":
-        request.getfixturevalue("stuck")
-        broken = follow(run, name, PYTHONPATH=os.environ["PYTHONPATH"])
-    else:
-        broken = follow(run, name)
-    try:
-        if harm in HARM:
-            until(lambda: (run / name).exists() and any((run / name).iterdir()), what="the view")
-            HARM[harm](run, name)
-        broken.wait(120)
-        made.steps(6, 20)
-        for follower in others.values():
-            finish(follower)
-    finally:
-        for follower in (broken, *others.values()):
-            follower.kill()
-    assert stops(run) == [name] * (harm != "killed")  # training reports that one
-    assert not writers(run)
-    for other in others:
-        check(other, made)
 
 
 @pytest.mark.shows("B18")

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import records
 from laboratory import Lab
 from processes import ROOT, Run, clean_environment
 from records import step_record
-from sight import CALM, until
+from sight import until
 from terminals import needs_tmux, terminal  # noqa: F401  (a fixture)
 
 from fsdp_pretrain.checkpoint.store import Store
@@ -142,20 +139,12 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
 
 @needs_tmux
 def test_runs_in_a_terminal(lab: Lab, written: Written, terminal: Any) -> None:  # noqa: F811
-    """Worst first; one is opened and left again; Ctrl-C leaves the terminal clean."""
+    """Worst first; Ctrl-C leaves the terminal clean."""
     other = Written(lab, "other")
     other.train(20)
     shown = terminal("watch", lab.path, NO_COLOR="1")
     lines = shown.shows("1 alert", "2 runs", "2 alarms: disk/run, pace").splitlines()
     assert [line.split()[0] for line in lines[2:4]] == ["small", "other"]
-    shown.press("Down")
-    shown.press("Enter")
-    shown.shows("other  RUNNING", "20 of 400", "Esc all runs")
-    shown.press("Escape")
-    shown.shows("2 runs")
-    shown.press("Up")
-    shown.press("Enter")
-    shown.shows("small  RUNNING")
     shown.press("C-c")
     assert "-echo" not in shown.shows("left with 130", "echo") and shown.is_clean()
 
@@ -211,29 +200,18 @@ def test_colours_are_for_terminals(tmp_path: Path, variables: dict[str, str], st
     assert "\x1b" not in (tmp_path / "run/segments/0001/log").read_text()
 
 
-def test_runs_as_json(lab: Lab, written: Written, run_command: Run) -> None:
+def test_runs_in_a_file(lab: Lab, written: Written, run_command: Run) -> None:
+    """Wherever below the directory they are."""
     other = Written(lab, "other", "below/deeper")
     other.train(20)
     other.recorder.status(force=True, state="complete")
     (lab.path / "below/corpus/shards").mkdir(parents=True)
-    done = run_command("fsdp_pretrain.cli", "watch", lab.path, "--json")
-    worst, best = json.loads(done.stdout)
-    assert done.returncode == 2
-    assert (worst["name"], worst["state"], worst["level"], worst["alarms"]) == (
-        "small",
-        "running",
-        2,
-        ["disk/run", "pace"],
-    )
-    assert (worst["step"], worst["total_steps"], worst["checkpoint"]["step"]) == (150, TOTAL, 100)
-    assert worst["eta_seconds"] == pytest.approx(250 * 0.5) and worst["loss"] == pytest.approx(2 + 8 / 150)
-    assert best["state"] == "complete" and best["eta_seconds"] is None and best["path"].endswith("below/deeper/other")
-    plain = run_command("fsdp_pretrain.cli", "watch", lab.path)
-    assert (
-        plain.returncode == 2
-        and "\x1b" not in plain.stdout
-        and plain.stdout.index("small") < plain.stdout.index("other")
-    )
+    done = run_command("fsdp_pretrain.cli", "watch", lab.path, COLUMNS="120")
+    title, _, worst, best = done.stdout.splitlines()
+    assert done.returncode == 2 and "\x1b" not in done.stdout and "2 runs" in title
+    assert worst.split()[:5] == ["small", "running", "150/400", f"{2 + 8 / 150:.4g}", "0.5s"]
+    assert "2m05s" in worst and "2 alarms: disk/run, pace" in worst
+    assert best.split()[:3] == ["below/deeper/other", "complete", "20/400"] and "never" in best
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -319,74 +297,3 @@ def test_blocks_are_as_high_as_the_values() -> None:
     assert logarithmic is not None and logarithmic.logarithmic and logarithmic.rows[0][1] in "▄▅"
     flat = draw(np.ones(4), 2, 3, logarithmic=True)
     assert flat is not None and flat.rows[0] == "  "
-
-
-# ------------------------------------------------------------------ the real thing
-
-
-@needs_tmux
-@pytest.mark.slow
-def test_a_real_run_is_killed_resumes_and_hangs(lab: Lab, terminal: Any, helpers: Any, run_command: Run) -> None:  # noqa: F811
-    """Under torchrun, seen at 80 and 200 columns; an alarm that somebody acknowledged is shown so."""
-    watchdog = {"enabled": True, "interval": "0.2 s", "pace": CALM, "hang": {"soft": "3 s", "hard": "120 s"}}
-    config = lab.config(
-        "real",
-        train={"duration": "100000 steps"},
-        parallel={"shard": 2},
-        checkpoint={"every": "50 steps"},
-        watchdog=watchdog,
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "fsdp_pretrain.train",
-        config,
-    ]
-    log = (lab.path / "torchrun.log").open("wb")
-
-    def launch() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [str(word) for word in command], env=helpers.environment(), cwd="/", stdout=log, stderr=log
-        )
-
-    def ranks(job: subprocess.Popen[bytes]) -> list[psutil.Process]:
-        return [child for child in psutil.Process(job.pid).children() if "fsdp_pretrain.train" in child.cmdline()]
-
-    jobs = [launch()]
-    try:
-        until(lambda: RunDir(lab.path / "real").begun)
-        narrow, wide = terminal("watch", lab.path / "real"), terminal("watch", lab.path, width=200, height=50)
-        narrow.shows("real  RUNNING", "50 verified", "of 100_000", "ETA")
-        wide.shows("1 run", "real", "running")
-        wide.press("Enter")
-        wide.shows("real  RUNNING", "gradient norm", "50 verified")
-        for rank in ranks(jobs[0]):
-            rank.kill()
-        jobs[0].wait()
-        for shown in (narrow, wide):
-            shown.shows("real  STOPPED  start 1", "CRIT rank-died")
-        jobs.append(launch())
-        for shown in (narrow, wide):
-            shown.shows("real  RUNNING  start 2")
-        stopped = ranks(jobs[1])[1]
-        stopped.send_signal(signal.SIGSTOP)
-        for shown in (narrow, wide):
-            assert max(map(len, shown.shows("CRIT hang").splitlines())) <= (80 if shown is narrow else 200)
-        assert run_command("fsdp_pretrain.cli", "ack", lab.path / "real", "hang").returncode == 0
-        wide.shows("hang (", "acknowledged)")
-        stopped.send_signal(signal.SIGCONT)
-        for shown in (narrow, wide):
-            until(lambda: "hang (" not in shown.screen(), what=shown.screen)  # noqa: B023
-            shown.press("q")
-            assert shown.shows("left with 0") and shown.is_clean()
-        states = [entry["state"] for entry in journal.read(RunDir(lab.path / "real")) if entry.get("key") == "hang"]
-        assert states == ["open", "acknowledged", "resolved"]
-    finally:
-        for job in jobs:
-            job.terminate()
-            job.wait()
-        log.close()

@@ -7,7 +7,7 @@ import math
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ class Recorded:
 
     Attributes:
         expected: the curves of the kept line.
-        texts: that must be found in the journal.
     """
 
     def __init__(self, path: Path, **record: Any) -> None:
@@ -37,7 +36,6 @@ class Recorded:
         run_id.assign(path)
         sections = {"run": {"name": "demo", "dir": str(path)}, "model": {"family": "llama"}, "record": record}
         self.run.config.write_text(tomli_w.dumps(sections))
-        self.texts: list[str] = []
         self._number = 0
 
     def start(self, *, parent: int | None = None, step: int = 0, kind: str = "start") -> None:
@@ -83,10 +81,6 @@ class Recorded:
         file.write(json.dumps(entry))
         file.close()
 
-    def alarm(self, step: int, text: str) -> None:
-        self.tell("alarm", BEGIN + 10 * step, text, step=step)
-        self.texts.append(text)
-
     def evaluated(self, step: int, value: float) -> None:
         """An evaluation, whose entry comes 25 seconds later."""
         self.tell("eval", BEGIN + 10 * step + 25, step=step, scores={"qa": {"acc": value, "acc_stderr": 0.125}})
@@ -109,7 +103,6 @@ def _python(code: str, *arguments: object) -> Any:
 _AIM = """
 import json, sys
 from aim.sdk.repo import Repo
-from aim.storage.context import Context
 out = {}
 for run in Repo(sys.argv[1]).iter_runs():
     found = {key: getattr(run, key) for key in "name experiment tags archived active creation_time end_time".split()}
@@ -121,16 +114,13 @@ for run in Repo(sys.argv[1]).iter_runs():
         found["curves"][path], found["times"][path] = list(zip(steps, values)), list(zip(steps, times))
     found["page"].sort(key=str.upper)  # as the page of a run does
     found["first"] = next(iter(run.iter_metrics_info()))[0]  # on Aim's page of all runs
-    for name in ("journal",):
-        texts = run.get_text_sequence(name, Context({}))
-        found[name] = [] if texts is None else [text.data for row in texts.data.items_list()[1][0] for text in row]
     out[run.hash] = found
 print("RESULT" + json.dumps(out, default=float))
 """
 
 
 def aim_runs(repo: Path) -> dict[str, dict[str, Any]]:
-    """What Aim's own API returns for each run, by hash: properties, `config`, `curves`, `times`, texts."""
+    """What Aim's own API returns for each run, by hash: properties, `config`, `curves`, `times`."""
     found: dict[str, dict[str, Any]] = _python(_AIM, repo)
     for run in found.values():
         for key in ("curves", "times"):
@@ -140,24 +130,21 @@ def aim_runs(repo: Path) -> dict[str, dict[str, Any]]:
 
 _EVENTS = """
 import json, sys
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, TENSORS, SCALARS
-found = EventAccumulator(sys.argv[1], size_guidance={TENSORS: 0, SCALARS: 0})
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator, SCALARS
+found = EventAccumulator(sys.argv[1], size_guidance={SCALARS: 0})
 found.Reload()
 curves = {tag: [(each.step, each.value) for each in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
-texts = {tag: [each.tensor_proto.string_val[0].decode() for each in found.Tensors(tag)] for tag in found.Tags()["tensors"]}
 assert not {"torch", "tensorflow"} & set(sys.modules)
-print("RESULT" + json.dumps([curves, texts]))
+print("RESULT" + json.dumps(curves))
 """
 
 
-def tensorboard_view(folder: Path) -> tuple[Curves, str]:
-    """What TensorBoard's own reader finds: curves, of which no step may be there twice, and the journal."""
-    curves, texts = _python(_EVENTS, folder)
+def tensorboard_view(folder: Path) -> Curves:
+    """What TensorBoard's own reader finds: curves, of which no step may be there twice."""
+    curves = _python(_EVENTS, folder)
     for name, points in curves.items():
         assert len({step for step, _ in points}) == len(points), name
-    return {name: {int(at): value for at, value in row} for name, row in curves.items()}, "\n".join(
-        texts.get("journal", [])
-    )
+    return {name: {int(at): value for at, value in row} for name, row in curves.items()}
 
 
 _RECORDS = """
@@ -193,8 +180,8 @@ def _log_records(data: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def wandb_view(place: Path) -> tuple[Curves, str, list[dict[str, Any]]]:
-    """What the only offline run holds, read with W&B's messages: curves, journal, and facts about the run."""
+def wandb_view(place: Path) -> tuple[Curves, list[dict[str, Any]]]:
+    """What the only offline run holds, read with W&B's messages: curves, and facts about the run."""
     (folder,) = place.glob("offline-run-*")
     (file,) = folder.glob("*.wandb")
     lines = "\n".join(record.hex() for record in _log_records(file.read_bytes()))
@@ -205,22 +192,18 @@ def wandb_view(place: Path) -> tuple[Curves, str, list[dict[str, Any]]]:
     curves = Curves()
     for row in rows:
         for name, value in row.items():
-            if "/" in name and isinstance(value, int | float) and not name.startswith("journal"):
+            if "/" in name and isinstance(value, int | float):
                 assert row["step"] not in curves.get(name, {}), name
                 curves.setdefault(name, {})[row["step"]] = value
-    tables = (folder / "files/media/table").glob("journal_*.json")
-    return curves, "\n".join(path.read_text() for path in tables), runs
+    return curves, runs
 
 
-def shown(name: str, place: Path) -> tuple[Curves, str]:
-    """Curves and journal in the one view of a tracker that is not set aside."""
+def shown(name: str, place: Path) -> Curves:
+    """The curves in the one view of a tracker that is not set aside."""
     if name == "tensorboard":
         return tensorboard_view(place / "kept")
     if name == "wandb":
-        return wandb_view(place)[:2]
+        return wandb_view(place)[0]
     (run,) = [run for run in aim_runs(place).values() if not run["archived"]]
-    return run["curves"], "\n".join(run["journal"])
-
-
-def all_in(text: str, wanted: Sequence[str]) -> bool:
-    return all(each in text for each in wanted)
+    curves: Curves = run["curves"]
+    return curves

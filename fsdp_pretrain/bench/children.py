@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_pretrain.child_process import run_module
-from fsdp_pretrain.errors import Exit
 
 from .times import MeasuredSteps
 
@@ -22,14 +21,9 @@ LIMIT = 900.0
 
 @dataclass(frozen=True)
 class NotMeasured:
-    """Why there is no result.
-
-    Attributes:
-        refused: the benchmark itself said that it cannot measure this.
-    """
+    """Why there is no result."""
 
     text: str
-    refused: bool = False
 
 
 def measure(command: Sequence[str], *, limit: float, ranks: int = 1) -> MeasuredSteps | NotMeasured:
@@ -46,7 +40,7 @@ def measure(command: Sequence[str], *, limit: float, ranks: int = 1) -> Measured
         except subprocess.TimeoutExpired:
             return NotMeasured(f"not finished after {limit:.0f} seconds")
         if done.returncode or not result.exists():
-            return NotMeasured(reason(done.stderr.decode(errors="replace")), done.returncode == Exit.REFUSED)
+            return NotMeasured(reason(done.stderr.decode(errors="replace")))
         return MeasuredSteps.from_json(json.loads(result.read_text(encoding="utf-8")))
 
 

@@ -34,7 +34,7 @@ def main() -> int:
         return 0 if any(each.times for each in tried) else 1
     if args.peers:
         compared = peers.compare(config, command, sides=args.sides, rounds=args.rounds, limit=args.limit)
-        _deliver(args, compared.to_json(), peers.render(compared))
+        _deliver(args, asdict(compared), peers.render(compared))
         return 1 if compared.failed else 0
     if args.side != peers.OURS:
         _deliver(args, *_report(sides.measure(args.side, config, steps=args.steps, warmup=args.warmup)))
@@ -46,11 +46,11 @@ def main() -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[dict[str, Any], str]:
+def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[Any, str]:
     """The results as JSON values and as text. Collective."""
     if args.saves:
-        costs = saves.measure(config, world, args.saves, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
-        return asdict(costs), saves.render(costs)
+        found = saves.measure(config, world, args.saves, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
+        return [asdict(each) for each in found], saves.render(found)
     return _report(steps.measure(config, world, steps=args.steps, warmup=args.warmup, accumulation=args.accumulation))
 
 

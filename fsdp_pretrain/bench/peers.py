@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
@@ -21,7 +20,7 @@ from . import children
 from .times import MeasuredSteps, Spread
 
 OURS = "ours"
-SIDES = (OURS, "minimal", "transformers", "torchtitan")
+SIDES = (OURS, "minimal", "transformers")
 
 
 @dataclass
@@ -30,12 +29,10 @@ class Comparison:
 
     Attributes:
         rounds: results by side.
-        skipped: reasons, by side: its library is not there.
         failed: reasons, by side; such a side is not started again.
     """
 
     rounds: list[dict[str, MeasuredSteps]] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     def of(self, side: str) -> list[MeasuredSteps]:
@@ -50,15 +47,6 @@ class Comparison:
             if {side, OURS} <= each.keys()
         ]
         return Spread.of(both) if both else None
-
-    def to_json(self) -> dict[str, Any]:
-        """The rounds themselves, and of each side the spread of its step times and their ratio to ours."""
-        sides = {}
-        for name in SIDES:
-            if found := self.of(name):
-                ratio = self.ratio(name)
-                sides[name] = {"seconds": asdict(_seconds(found)), "ratio": None if ratio is None else asdict(ratio)}
-        return {**asdict(self), "sides": sides}
 
 
 def compare(config: Config, command: Sequence[str], *, sides: Sequence[str], rounds: int, limit: float) -> Comparison:
@@ -83,7 +71,7 @@ def compare(config: Config, command: Sequence[str], *, sides: Sequence[str], rou
                 if isinstance(times, MeasuredSteps):
                     found[side] = times
                 else:
-                    (result.skipped if times.refused else result.failed)[side] = times.text
+                    result.failed[side] = times.text
                 said = times if isinstance(times, MeasuredSteps) else times.text
                 print(f"round {number + 1} of {rounds}, {side}: {said}", file=sys.stderr, flush=True)
             left = [side for side in left if side in found]
@@ -131,5 +119,4 @@ def _lines(result: Comparison) -> Iterator[str]:
             ratio = "" if side == OURS or result.ratio(side) is None else f", {result.ratio(side)} of ours"
             yield f"  {side:<13} step {_seconds(found)}s{ratio}; loss {found[-1].loss:.3f}"
             yield f"  {'':<13} the last: {found[-1]}"
-    yield from (f"  {side:<13} skipped: {reason}" for side, reason in result.skipped.items())
     yield from (f"  {side:<13} failed: {reason}" for side, reason in result.failed.items())

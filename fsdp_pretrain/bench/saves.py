@@ -32,8 +32,16 @@ _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
-class _Round:
-    """Seconds of each part; `size`: bytes of the checkpoint."""
+class SaveRound:
+    """Seconds of one round.
+
+    Attributes:
+        size: bytes of the checkpoint.
+        plain: to write a plain file of that size and sync it.
+        write, save: of a save that is not read back, and of a verified one.
+        stall: that training waits for a background save.
+        excess: by which the steps until its end were slower than usual, the wait included.
+    """
 
     size: int
     plain: float
@@ -43,33 +51,7 @@ class _Round:
     excess: float
 
 
-@dataclass(frozen=True)
-class SaveCosts:
-    """Costs over all rounds.
-
-    Attributes:
-        size: bytes of the checkpoint.
-        plain: seconds to write a plain file of that size and sync it.
-        write, save: seconds of a save that is not read back, and of a verified one.
-        stall: seconds that training waits for a background save.
-        excess: seconds by which the steps until its end were slower than usual, the wait included.
-        bandwidth: of a save that is not read back, relative to that of the plain file.
-        stall_share, excess_share: of the verified save.
-    """
-
-    rounds: int
-    size: int
-    plain: Spread
-    write: Spread
-    save: Spread
-    stall: Spread
-    excess: Spread
-    bandwidth: Spread
-    stall_share: Spread
-    excess_share: Spread
-
-
-def measure(config: Config, world: World, directory: Path, *, rounds: int, steps: int, warmup: int) -> SaveCosts:
+def measure(config: Config, world: World, directory: Path, *, rounds: int, steps: int, warmup: int) -> list[SaveRound]:
     """Time saves of a trainer's state. Returns the same results on every rank. Collective.
 
     Args:
@@ -88,24 +70,12 @@ def measure(config: Config, world: World, directory: Path, *, rounds: int, steps
         if world.is_main:
             shutil.rmtree(place, ignore_errors=True)
         world.barrier()
-    del found[0]
-    return SaveCosts(
-        rounds=rounds,
-        size=found[0].size,
-        plain=Spread.of([each.plain for each in found]),
-        write=Spread.of([each.write for each in found]),
-        save=Spread.of([each.save for each in found]),
-        stall=Spread.of([each.stall for each in found]),
-        excess=Spread.of([each.excess for each in found]),
-        bandwidth=Spread.of([each.plain / each.write for each in found]),
-        stall_share=Spread.of([each.stall / each.save for each in found]),
-        excess_share=Spread.of([each.excess / each.save for each in found]),
-    )
+    return found[1:]
 
 
 def _round(
     trainer: Trainer, world: World, writers: World, stager: Stager, place: Path, number: int, steps: int
-) -> _Round:
+) -> SaveRound:
     state, facts = state_dict(trainer.model, trainer.optimizer), make_facts(trainer.config, world, trainer.state)
 
     def save(where: World, step: int, tensors: dict[str, Any], *, read_back: bool = True) -> dcp.SaveResult:
@@ -128,7 +98,7 @@ def _round(
     pending.result()
     excess = time.perf_counter() - start - beside * usual
     slowest = [max(world.gather(seconds)) for seconds in (stall, excess)]
-    return _Round(saved.bytes, plain, written.seconds, saved.seconds, *slowest)
+    return SaveRound(saved.bytes, plain, written.seconds, saved.seconds, *slowest)
 
 
 def _write_plainly(path: Path, size: int) -> float:
@@ -142,15 +112,19 @@ def _write_plainly(path: Path, size: int) -> float:
     return time.perf_counter() - start
 
 
-def render(costs: SaveCosts) -> str:
+def render(rounds: list[SaveRound]) -> str:
     """The results for people."""
+
+    def spread(part: str, of: str = "") -> Spread:
+        return Spread.of([getattr(each, part) / (getattr(each, of) if of else 1) for each in rounds])
+
     return "\n".join(
         [
-            f"checkpoint of {human_bytes(costs.size)}, seconds in {costs.rounds} rounds, median [least to most]:",
-            f"  a plain file, synced      {costs.plain}",
-            f"  save, not read back       {costs.write}  (bandwidth / plain: {costs.bandwidth})",
-            f"  save, verified            {costs.save}",
-            f"  in the background: wait   {costs.stall}  (share of a verified save: {costs.stall_share})",
-            f"    and slower steps        {costs.excess}  (share: {costs.excess_share})",
+            f"checkpoint of {human_bytes(rounds[0].size)}, seconds in {len(rounds)} rounds, median [least to most]:",
+            f"  a plain file, synced      {spread('plain')}",
+            f"  save, not read back       {spread('write')}  (bandwidth / plain: {spread('plain', 'write')})",
+            f"  save, verified            {spread('save')}",
+            f"  in the background: wait   {spread('stall')}  (share of a verified save: {spread('stall', 'save')})",
+            f"    and slower steps        {spread('excess')}  (share: {spread('excess', 'save')})",
         ]
     )

@@ -4,16 +4,12 @@ All train the same Llama on the same tokens in the same precision, in the loop o
 
 - `minimal`: a model as one writes it by hand.
 - `transformers`: LlamaForCausalLM with PyTorch's attention.
-- `torchtitan`: its Llama 3 (release 0.2, whose interface 0.3 replaced).
 """
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
-from importlib import metadata
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,15 +26,12 @@ from .minimal import Network, PlainLoop, build_minimal
 from .steps import RandomSteps, step_times
 from .times import MeasuredSteps
 
-_TITAN = "0.2."
-"""Releases of torchtitan whose interface is known here."""
-
 
 def measure(name: str, config: Config, *, steps: int, warmup: int) -> MeasuredSteps:
     """Time `steps` steps of another implementation after `warmup`, without a process group.
 
     Raises:
-        ConfigError: its library is not installed, or is of a release that this benchmark does not know.
+        ConfigError: its library is not installed.
     """
     assert isinstance(config.model, LlamaModel)
     alone = mesh.SingleProcess()
@@ -87,55 +80,18 @@ def _initialise(module: nn.Module, std: float, seed: int) -> None:
 
 
 def _build_transformers(model: LlamaModel, length: int) -> Network:
-    library = _import("transformers")
-    values = hf_layout.to_hf(model, sequence_length=length, eod=0, dtype="float32")
-    config = library.LlamaConfig.from_dict(values | {"use_cache": False})
-    module = library.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    return Network(module, list(module.model.layers), lambda tokens: module(input_ids=tokens, use_cache=False).logits)
-
-
-def _build_torchtitan(model: LlamaModel, length: int) -> Network:
-    if problem := titan_problem():
-        raise ConfigError(problem)
-    of = _import("torchtitan.models.llama3.model.args")
-    module = _import("torchtitan.models.llama3.model.model").Transformer(
-        of.TransformerModelArgs(
-            dim=model.hidden,
-            n_layers=model.layers,
-            n_heads=model.heads,
-            n_kv_heads=model.kv_heads,
-            vocab_size=model.rows,
-            # It computes the width as a multiplier times 8 * hidden / 3, rounded up to a multiple: to this one.
-            multiple_of=model.ffn,
-            ffn_dim_multiplier=0.5 * model.ffn / (8 * model.hidden / 3),
-            norm_eps=model.norm_eps,
-            rope_theta=model.rope_base,
-            max_seq_len=length,
-        )
-    )
-    return Network(module, list(module.layers.values()), module)
-
-
-def titan_problem() -> str | None:
-    """Why torchtitan cannot be compared, or None."""
     try:
-        version = metadata.version("torchtitan")
-    except metadata.PackageNotFoundError:
-        return "torchtitan is not installed"
-    known = version.startswith(_TITAN)
-    return None if known else f"torchtitan is {version}; known is {_TITAN}x: pip install 'torchtitan=={_TITAN}*'"
-
-
-def _import(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
+        import transformers
     except ImportError as error:
-        raise ConfigError(f"{name} cannot be imported: {error}") from None
+        raise ConfigError(f"transformers cannot be imported: {error}") from None
+    values = hf_layout.to_hf(model, sequence_length=length, eod=0, dtype="float32")
+    config = transformers.LlamaConfig.from_dict(values | {"use_cache": False})
+    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return Network(module, list(module.model.layers), lambda tokens: module(input_ids=tokens, use_cache=False).logits)
 
 
 NETWORKS: dict[str, Callable[[LlamaModel, int], Network]] = {
     "minimal": lambda model, length: build_minimal(model),
     "transformers": _build_transformers,
-    "torchtitan": _build_torchtitan,
 }
 """Builds the model of a side for a sequence length, on the default device. Raises ConfigError."""

@@ -23,7 +23,7 @@ from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import flops
 from fsdp_pretrain.plan.plan import count_parameters, render_measured
-from fsdp_pretrain.record.recorder import StepKeeper
+from fsdp_pretrain.record.recorder import MemoryRecorder
 from fsdp_pretrain.record.requests import Inbox
 from fsdp_pretrain.record.step_record import StepSeconds
 from fsdp_pretrain.train.build import build_loss_scaler, build_model_and_optimizer
@@ -88,7 +88,7 @@ def build(
     *,
     heldout: HeldOutLoss | None = None,
     batch: int | None = None,
-) -> tuple[Trainer, StepKeeper]:
+) -> tuple[Trainer, MemoryRecorder]:
     """A trainer on random tokens, and the recorder of its step records.
 
     Args:
@@ -102,7 +102,7 @@ def build(
     check_batches([batch or config.schedule.batch.full], world.size, config.train.micro_batch)
     model, optimizer = build_model_and_optimizer(config, world)
     _initialise(model, config, world)
-    records = StepKeeper()
+    records = MemoryRecorder()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None), heartbeat or Heartbeat()),
         model=model,

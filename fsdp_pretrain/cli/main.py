@@ -18,7 +18,7 @@ from pathlib import Path
 from fsdp_pretrain.console import JSON, CommandLine, argument, positive, row, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record import journal
-from fsdp_pretrain.record.arguments import RUN, SEGMENT, run_directory
+from fsdp_pretrain.record.arguments import RUN, SEGMENT
 from fsdp_pretrain.record.files import stamp
 from fsdp_pretrain.units import Seconds, human_bytes
 
@@ -205,19 +205,19 @@ def _goodput(args: argparse.Namespace) -> int:
 @verb(
     "report",
     "runs/quickstart/run",
-    argument("runs", type=run_directory, nargs="+", metavar="RUN", help="run directory; several are compared"),
-    argument("--out", type=Path, metavar="FILE", help="file to write (default: report.html in the first RUN)"),
+    RUN,
+    argument("--out", type=Path, metavar="FILE", help="file to write (default: report.html in RUN)"),
 )
 def _report(args: argparse.Namespace) -> int:
-    """A page to look at: curves, checkpoints, evaluations, events and goodput of a run, or of several to compare, in
-    one HTML file that needs no network."""
+    """A page to look at: curves, checkpoints, evaluations, events and goodput of a run in one HTML file that needs no
+    network."""
     from tqdm import tqdm
 
     from fsdp_pretrain.report.page import write_report
 
-    out = args.out or args.runs[0].path / "report.html"
+    out = args.out or args.run.path / "report.html"
     shown = partial(tqdm, desc="reading", unit=" steps", delay=2, leave=False, disable=None)
-    size = write_report(args.runs, out, shown)
+    size = write_report(args.run, out, shown)
     print(f"{out}: {human_bytes(size)}")
     return 0
 

@@ -39,14 +39,13 @@ def _share(text: str) -> float:
     argument(
         "--seconds-per-step",
         type=float,
-        help="print TFLOP/s, MFU, HFU and the days of the run, if --world-size devices take this time for a step of "
-        "the full batch",
+        help="print TFLOP/s, MFU, HFU and the days of the run instead, if --world-size devices take this time for a "
+        "step of the full batch",
     ),
     argument(
         "--mfu",
         type=_share,
-        help="for the days of the run on --world-size of a --device: the share of its peak that was measured, such as "
-        "45%%",
+        help="the same from the share of the peak of a --device that was measured, such as 45%%",
     ),
     argument("--at", help="print the schedule at a point, such as '43680 steps', or at several: '22_800,22_801 steps'"),
     JSON,
@@ -68,8 +67,10 @@ def _plan(args: argparse.Namespace) -> int:
     if args.at is not None:
         return _at(args, config)
     plan = import_extra("fsdp_pretrain.plan.plan", "plan counts parameters")
-    if args.seconds_per_step is not None:
-        rates = plan.measured(config, seconds=args.seconds_per_step, devices=args.world_size, device=args.device)
+    if args.seconds_per_step is not None or args.mfu is not None:
+        rates = plan.measured(
+            config, devices=args.world_size, device=args.device, seconds=args.seconds_per_step, mfu=args.mfu
+        )
         print(json.dumps(vars(rates), indent=1) if args.json else plan.render_measured(rates))
         return 0
     result = plan.plan(
@@ -78,7 +79,6 @@ def _plan(args: argparse.Namespace) -> int:
         gpus_per_node=args.gpus_per_node,
         device=args.device,
         available=args.device_memory,
-        mfu=args.mfu,
     )
     print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
     return 0

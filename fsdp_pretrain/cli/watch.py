@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from fsdp_pretrain.console import JSON, argument, verb
+from fsdp_pretrain.console import argument, verb
 from fsdp_pretrain.errors import ConfigError
 
 _LINES = 40
@@ -18,7 +17,6 @@ _LINES = 40
     "runs/quickstart/run --once",
     argument("path", type=Path, metavar="RUN|DIR", help="run directory, or a directory with runs in it or below"),
     argument("--once", action="store_true", help="print it once, as when the output is not a terminal"),
-    JSON,
 )
 def watch(args: argparse.Namespace) -> int:
     """Follow a run in the terminal: progress, curves, checkpoints, evaluations, alarms, the journal. For a
@@ -32,14 +30,11 @@ def watch(args: argparse.Namespace) -> int:
     if not runs:
         found = "neither it nor a directory in it holds a run" if args.path.is_dir() else "there is no such directory"
         raise ConfigError(f"{args.path} is not a run directory: {found}")
-    if not (args.once or args.json) and app.is_live():
+    if not args.once and app.is_live():
         app.show(args.path, fleet_of_runs=not single)
         return 0
     rows = fleet.sort_rows(map(fleet.describe, runs))
-    if args.json:
-        print(json.dumps([row.model_dump() for row in rows], indent=1))
-    else:
-        out = app.console()
-        view = page.render(following.read_view(run), out.width, _LINES) if single else None
-        out.print(view or fleet.render(args.path, rows, out.width))
+    out = app.console()
+    view = page.render(following.read_view(run), out.width, _LINES) if single else None
+    out.print(view or fleet.render(args.path, rows, out.width))
     return max(row.level for row in rows)

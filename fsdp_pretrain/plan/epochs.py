@@ -1,13 +1,7 @@
-"""How often a run reads each source, and what repeating it is worth. No torch.
-
-Muennighoff et al., Scaling Data-Constrained Language Models (NeurIPS 2023, arXiv 2305.16264): U tokens that are read
-R + 1 times are worth U + U R* (1 - exp(-R / R*)) tokens of new data, with R* = 15.4, fitted to models of up to 9B
-parameters. Up to four epochs are nearly as good as new data; from about 40 on, more are worth nothing.
-"""
+"""How often a run reads each source. No torch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,10 +12,8 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import human_count
 
-_HALF_WORTH = 15.387756
-"""R*."""
 MOST = 4.0
-"""Epochs without a warning."""
+"""Epochs without a warning: up to about four are nearly as good as new data (Muennighoff et al., arXiv 2305.16264)."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +23,10 @@ class SourceEpochs:
     Attributes:
         tokens: of the corpus, without separators.
         epochs: how often all of it is read.
-        worth: epochs of new data that would teach as much.
     """
 
     tokens: int
     epochs: float
-    worth: float
-
-
-def worth(epochs: float) -> float:
-    """Epochs of new data that are worth as much as `epochs` of the same data."""
-    return epochs if epochs <= 1 else 1 + _HALF_WORTH * (1 - math.exp((1 - epochs) / _HALF_WORTH))
 
 
 def open_corpora(config: Config) -> Packer | None:
@@ -65,9 +50,7 @@ def open_corpora(config: Config) -> Packer | None:
 def read_epochs(config: Config, packer: Packer) -> dict[str, SourceEpochs]:
     """Of every source, by name."""
     read = packer.epochs_read(open_skips(config).after(0, config.schedule.total))
-    return {
-        name: SourceEpochs(packer.corpora[name].manifest.tokens, epochs, worth(epochs)) for name, epochs in read.items()
-    }
+    return {name: SourceEpochs(packer.corpora[name].manifest.tokens, epochs) for name, epochs in read.items()}
 
 
 def warnings(sources: dict[str, SourceEpochs]) -> Iterator[str]:
@@ -75,6 +58,6 @@ def warnings(sources: dict[str, SourceEpochs]) -> Iterator[str]:
     for name, source in sources.items():
         if source.epochs > MOST:
             yield (
-                f"{name} has {human_count(source.tokens)} tokens and is read {source.epochs:.3g} times, which teaches "
-                f"as much as {source.worth:.3g} epochs of new data (arXiv 2305.16264): more text, or a shorter run"
+                f"{name} has {human_count(source.tokens)} tokens and is read {source.epochs:.3g} times; more than four "
+                "teach ever less (arXiv 2305.16264): more text, or a shorter run"
             )

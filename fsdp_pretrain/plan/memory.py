@@ -79,12 +79,6 @@ def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.de
     return MemoryEstimate(parameters=shard, optimizer=2 * shard, **step)
 
 
-def shard_padding(model: nn.Module, shards: int) -> dict[str, int]:
-    """Padding elements of parameters whose rows do not divide by `shards`, by name."""
-    added = {name: _padded(parameter, shards) - parameter.numel() for name, parameter in model.named_parameters()}
-    return {name: count for name, count in added.items() if count}
-
-
 def _padded(parameter: Tensor, shards: int) -> int:
     """Elements of a parameter with its rows rounded up to a multiple of `shards`, as in FSDP2."""
     return math.ceil(parameter.shape[0] / shards) * shards * math.prod(parameter.shape[1:])

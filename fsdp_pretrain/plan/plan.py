@@ -19,9 +19,10 @@ from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
-from . import devices, epochs, memory, preview, storage
+from . import epochs, memory, preview, storage
 from . import warnings as advice
-from .flops import DAY, Speed, device_memory, flops_per_token, hardware_flops_per_token, run_flops, speed
+from .devices import find, names
+from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, peak_flops, run_flops, speed
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,6 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class RunTime:
-    """How long a run takes at a stated MFU, without saves and failures."""
-
-    ranks: int
-    device: str
-    days: float
-    mfu: float
-
-
-@dataclass(frozen=True)
 class Plan:
     """The result of `plan`.
 
@@ -79,9 +70,7 @@ class Plan:
         sequence_lengths: samples of the run by their length.
         sources: how often each is read; None if the corpora are not here.
         storage: what sources by URL need, or None.
-        time: on a given number of devices at a given MFU, or None.
         heldout: of the held-out loss, or None.
-        markers: where schedules change, see `warnings.markers`.
         schedule: rows of `Schedule.preview`.
         timeline: what changes in the course of the run, and what of it jumps.
         world: on a given number of ranks, or None.
@@ -91,7 +80,6 @@ class Plan:
     family: str
     parameters: int
     declared_params: int | None
-    shape: advice.Proportions
     flops_per_token: float
     hardware_flops_per_token: float
     steps: int
@@ -106,9 +94,7 @@ class Plan:
     disk_bytes: int
     sources: dict[str, epochs.SourceEpochs] | None
     storage: storage.StorageNeed | None
-    time: RunTime | None
     heldout: HeldOut | None
-    markers: dict[str, advice.Marker]
     schedule: list[dict[str, Any]]
     timeline: list[preview.TimelineRow]
     warnings: list[str]
@@ -157,7 +143,6 @@ def plan(
     gpus_per_node: int = 8,
     device: str | None = None,
     available: int | None = None,
-    mfu: float | None = None,
 ) -> Plan:
     """Everything `fsdp-pretrain plan` shows.
 
@@ -166,7 +151,6 @@ def plan(
         gpus_per_node: ranks per node, for `parallel.shard = "node"`.
         device: the driver's name of the device, or `cpu`; None: an unknown GPU.
         available: bytes of memory of a device; default: that known for `device`.
-        mfu: share of the peak of `device`, for the time of the run; None: that is not known.
 
     Raises:
         ConfigError: the configuration contradicts itself, the world size or the corpora.
@@ -193,19 +177,17 @@ def plan(
     sources = None if packer is None else epochs.read_epochs(config, packer)
     warnings += epochs.warnings(sources or {})
     warnings += packer.warnings if packer is not None else []
-    time = None if world is None or mfu is None else _time(config, parameters, world, device, mfu)
     fetched = None if packer is None else storage.need(config, packer)
-    warnings += storage.warnings(fetched)
+    if packer is not None and fetched is not None:
+        warnings += storage.warnings(fetched, packer)
     layout = None if world is None else _layout(config, world, gpus_per_node, device, available)
     if layout is not None:
-        warnings += advice.shard_warning(memory.shard_padding(model, layout.shards), parameters, layout.shards)
         warnings += _memory_warning(layout, device)
     return Plan(
         run=config.run.name,
         family=config.model.family,
         parameters=parameters,
         declared_params=config.model.declared_params,
-        shape=advice.shape(config.model),
         flops_per_token=flops_per_token(parameters, config.model, length),
         hardware_flops_per_token=hardware_flops_per_token(config.model, length, config.parallel.recompute),
         steps=schedule.steps,
@@ -220,25 +202,12 @@ def plan(
         disk_bytes=checkpoint.bytes * kept,
         sources=sources,
         storage=fetched,
-        time=time,
         heldout=_heldout(config),
-        markers=advice.markers(schedule),
         schedule=schedule.preview(),
         timeline=preview.entries(config),
         warnings=warnings,
         world=layout,
     )
-
-
-def _time(config: Config, parameters: int, world: int, device: str | None, mfu: float) -> RunTime:
-    """How long the run takes. Raises ConfigError if the peak of the device is not known."""
-    kind = devices.find(device or "")
-    if device is None or kind is None:
-        raise ConfigError(
-            f"--mfu is a share of the peak of a device, and that of {device!r} is not known",
-            remedy=f"name one of these with --device: {', '.join(devices.names())}",
-        )
-    return RunTime(world, device, run_flops(config, parameters) / (world * kind.peak * mfu) / DAY, mfu)
 
 
 def _heldout(config: Config) -> HeldOut | None:
@@ -253,7 +222,7 @@ def _heldout(config: Config) -> HeldOut | None:
 
 def _check_float8(model: models.Decoder, device: str | None) -> None:
     """Raise ConfigError if the device, as far as it is known, or the model's sizes do not allow float8."""
-    kind = devices.find(device or "")
+    kind = find(device or "")
     if device is not None and (device == "cpu" or (kind is not None and not kind.float8)):
         raise float8.no_float8(device)
     float8.check_sizes(model)
@@ -291,21 +260,33 @@ def _layout(config: Config, world: int, gpus_per_node: int, device: str | None, 
     return Layout(world, shards, world // shards, micro_batches, state, parts, available)
 
 
-def measured(config: Config, *, seconds: float, devices: int, device: str | None) -> Speed:
-    """Throughput for a measured time per step at the full batch. Raises ConfigError."""
+def measured(
+    config: Config, *, devices: int, device: str | None, seconds: float | None = None, mfu: float | None = None
+) -> Speed:
+    """Throughput and days for what was measured: the seconds of a step at the full batch, or a share of the peak.
+
+    Raises:
+        ConfigError: the size is not the declared one, or an MFU is of a device whose peak is not known.
+    """
     parameters = count_parameters(config.model)
     check_declared(config.model, parameters)
-    batch = config.schedule.batch.full
+    batch, peak = config.schedule.batch.full, peak_flops(device or "")
+    if mfu is not None:
+        if peak is None:
+            raise ConfigError(
+                f"--mfu is a share of the peak of a device, and that of {device!r} is not known",
+                remedy=f"name one of these with --device: {', '.join(names())}",
+            )
+        length = config.data.sequence_length
+        seconds = batch * length * flops_per_token(parameters, config.model, length) / (devices * peak * mfu)
+    assert seconds is not None
     return speed(config, parameters, batch=batch, seconds=seconds, devices=devices, device=device or "unknown")
 
 
 def render(plan: Plan) -> str:
     """The plan for people."""
-    shape = plan.shape
     lines = [
         f"{plan.run}: {plan.family}, {plan.parameters:_} parameters ({human_count(plan.parameters)})",
-        f"  shape       hidden/layers {shape.hidden_per_layer:.0f}, head size {shape.head_size}, "
-        f"ffn/hidden {shape.ffn_per_hidden:.2f}, {shape.rows:_} rows",
         f"  run         {plan.steps:_} steps, {plan.samples:_} samples, {plan.tokens:_} tokens "
         f"({human_count(plan.tokens)}), {plan.flops:.3g} FLOPs",
         f"  per token   {human_count(plan.flops_per_token)} FLOPs of the model, "
@@ -318,7 +299,9 @@ def render(plan: Plan) -> str:
     if len(plan.sequence_lengths) > 1:
         lengths = (f"{samples:_} samples of {length} tokens" for length, samples in plan.sequence_lengths.items())
         lines.append(f"  lengths     {', then '.join(lengths)}")
-    lines += _render_sources(plan) + storage.render(plan.storage)
+    lines += _render_sources(plan)
+    if plan.storage is not None:
+        lines.append(storage.render(plan.storage))
     if plan.heldout is not None:
         lines.append(
             f"  held-out    loss of {plan.heldout.samples:_} samples of {plan.heldout.sources} sources every "
@@ -326,13 +309,8 @@ def render(plan: Plan) -> str:
         )
     if plan.world is not None:
         lines += _render_layout(plan.world)
-    if plan.time is not None:
-        lines.append(_render_time(plan.time))
     lines += preview.render_rows(plan.schedule)
     lines += preview.render_entries(plan.timeline)
-    for name, mark in plan.markers.items():
-        tokens = human_count(mark.tokens)
-        lines.append(f"  {name:<11} after step {mark.step:_}, {mark.samples:_} samples, {tokens} tokens")
     return "\n".join(lines + [f"  warning: {warning}" for warning in plan.warnings])
 
 
@@ -343,11 +321,6 @@ def _render_sources(plan: Plan) -> list[str]:
         f"  data        {name}: {human_count(source.tokens)} tokens, read {source.epochs:.3g} times"
         for name, source in plan.sources.items()
     ]
-
-
-def _render_time(time: RunTime) -> str:
-    said = f"an MFU of {time.mfu:.1%} as stated, without saves and failures"
-    return f"  time        {time.days:.3g} days on {time.ranks} x {time.device} at {said}"
 
 
 def _render_layout(layout: Layout) -> list[str]:

@@ -6,14 +6,12 @@ Every warning is based on a real run or on a kernel; none is an error.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.curves import ENDLESS
 from fsdp_pretrain.config.model import AnyModel, GLMModel, LlamaModel
-from fsdp_pretrain.config.schedule import Schedule
 from fsdp_pretrain.units import human_bytes, human_count
 
 from .flops import feed_forward
@@ -26,67 +24,6 @@ _WIDEST = 300
 
 _LARGEST_FUSED_HEAD = 256
 """Largest head size of flash attention."""
-
-_PADDING = 1e-3
-"""Largest share of shard padding in a model without a warning."""
-
-
-@dataclass(frozen=True)
-class Proportions:
-    """Proportions of a model; `ffn_per_hidden_usual` is usual in its family, `init_std_rules` are common choices."""
-
-    hidden_per_layer: float
-    head_size: int
-    ffn: int
-    ffn_per_hidden: float
-    ffn_per_hidden_usual: float
-    rows: int
-    init_std: float | None
-    init_std_rules: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Marker:
-    """A position in a run."""
-
-    step: int
-    samples: int
-    tokens: int
-
-
-def shape(model: AnyModel) -> Proportions:
-    """Compute the proportions of a model."""
-    ffn, matrices = feed_forward(model)
-    h = model.hidden
-    return Proportions(
-        hidden_per_layer=h / model.layers,
-        head_size=model.head_dim,
-        ffn=ffn,
-        ffn_per_hidden=ffn / h,
-        ffn_per_hidden_usual=4.0 if matrices == 2 or model.family == "qwen2" else 8 / 3,
-        rows=model.rows,
-        init_std=None if isinstance(model, GLMModel) else model.std,
-        init_std_rules={"sqrt(2/(5h))": (2 / (5 * h)) ** 0.5, "sqrt(1/(3h))": (1 / (3 * h)) ** 0.5},
-    )
-
-
-def markers(schedule: Schedule) -> dict[str, Marker]:
-    """Where the schedules of a run change: step, samples and tokens.
-
-    lr_peak is the end of the warmup, batch_full of the batch ramp, lr_floor of the decay, length_N where samples of N
-    tokens begin; ones that do not apply are left out.
-    """
-    batch = schedule.batch
-    samples = {"lr_peak": schedule.warmup, "batch_full": batch.stages[-1].consumed}
-    if schedule.decays:
-        samples["lr_floor"] = schedule.decay
-    for start, length in schedule.lengths.changes():
-        samples.setdefault(f"length_{length}", start)
-    return {
-        name: Marker(batch.step_at(at), at, schedule.tokens(at))
-        for name, at in samples.items()
-        if 0 < at <= schedule.total
-    }
 
 
 def warnings(config: Config) -> list[str]:
@@ -164,26 +101,26 @@ def _rewarm_warnings(config: Config) -> Iterator[str]:
 
 
 def _shape_warnings(model: AnyModel) -> Iterator[str]:
-    is_ = shape(model)
-    if is_.hidden_per_layer > _WIDEST:
+    ffn, matrices = feed_forward(model)
+    if (ratio := model.hidden / model.layers) > _WIDEST:
         yield (
-            f"hidden / layers is {is_.hidden_per_layer:.0f}; models that were trained have 30 to 200, "
+            f"hidden / layers is {ratio:.0f}; models that were trained have 30 to 200, "
             "and a 104B with 512 diverged at every attempt"
         )
-    size = is_.head_size
+    size = model.head_dim
     if size > _LARGEST_FUSED_HEAD:
         yield f"flash attention takes heads up to {_LARGEST_FUSED_HEAD}, not {size}"
     elif size % 8 or (size > 64 and size % 64):
         yield f"a head size of {size} is not a multiple of {8 if size % 8 else 64}: attention pads it"
-    usual = is_.ffn_per_hidden_usual
-    if not 0.6 < is_.ffn_per_hidden / usual < 1.6:
+    usual = 4.0 if matrices == 2 or model.family == "qwen2" else 8 / 3
+    if not 0.6 < ffn / model.hidden / usual < 1.6:
         yield (
-            f"ffn / hidden is {is_.ffn_per_hidden:.2f}, where the family has about {usual:.2f}: is "
-            f"ffn = {is_.ffn} left over from another model? (A run planned as 104B trained 57B parameters this way.)"
+            f"ffn / hidden is {ffn / model.hidden:.2f}, where the family has about {usual:.2f}: is ffn = {ffn} left "
+            "over from another model? (A run planned as 104B trained 57B parameters this way.)"
         )
     if model.rows % 64:
         yield f"the embedding has {model.rows} rows, not a multiple of 64; model.vocab_multiple = 64 is faster on a GPU"
-    std, largest = is_.init_std, is_.init_std_rules["sqrt(2/(5h))"]
+    std, largest = None if isinstance(model, GLMModel) else model.std, (2 / (5 * model.hidden)) ** 0.5
     if std is not None and std > 3 * largest:
         yield (
             f"init_std = {std:g} is {std / largest:.1f} times sqrt(2/(5h)) = {largest:.4f}; at that a 104B model "
@@ -226,15 +163,6 @@ def ramp_warning(config: Config, largest: int) -> Iterator[str]:
             f"the batch ramp limits the run to {largest} ranks, where the full batch of {config.schedule.batch.full} "
             f"would allow {alone}; larger `train.batch_ramp.first` and `by` lift that"
         )
-
-
-def shard_warning(padding: dict[str, int], parameters: int, shards: int) -> Iterator[str]:
-    """Warn if tensors do not divide evenly; `padding`: added elements by tensor."""
-    share = sum(padding.values()) / parameters
-    if share > _PADDING:
-        names = sorted(padding, key=lambda name: -padding[name])
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        yield f"rows of {shown} do not divide by {shards} shards: legal, but pads the model by {share:.2%}"
 
 
 def memory_warning(total: int, available: int, device: str) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Time accounting of a run: exactly one state at any instant, as a pure function of the record.
 
-Goodput is the share of wall-clock time that contributes to the final weights: steps on the kept line, at the best pace
-that the run has shown. All other time has its own state. Steps that a later start rolled back are lost, including their
+Goodput is the share of wall-clock time that contributes to the final weights: steps on the kept line. All other time
+has its own state. Steps that a later start rolled back are lost, including their
 data waits and saves; that is known only later, so past accounts change.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
-from itertools import pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,11 +20,7 @@ from fsdp_pretrain.units import human_count, human_time
 
 from .files import RunDir, stamp
 from .start_history import Start, StartHistory, kept_steps, left_by, read_history
-from .step_columns import Column
 
-_WARMUP_STEPS = 20
-"""First steps of a start, which do not count for the best pace."""
-_REFERENCE_STEPS = 512
 Time = Annotated[float, PlainSerializer(stamp)]
 """Seconds since 1970, ISO 8601 in JSON."""
 
@@ -34,7 +29,6 @@ class State(StrEnum):
     """What a run is doing: the name in JSON."""
 
     STEPS = "steps"
-    SLOW = "slow"
     DATA = "data"
     SAVES = "saves"
     HELDOUT = "heldout"
@@ -47,8 +41,7 @@ class State(StrEnum):
 
 
 MEANING = {
-    State.STEPS: "steps on the kept line, at the best pace of the run",
-    State.SLOW: "their time beyond that pace, as while a start warms up",
+    State.STEPS: "steps on the kept line",
     State.DATA: "waiting for data",
     State.SAVES: "waiting for saves",
     State.HELDOUT: "measuring the held-out loss",
@@ -108,7 +101,6 @@ class GoodputReport(BaseModel):
     Attributes:
         states: seconds; they sum to the wall time.
         goodput: STEPS / wall.
-        ettr: (STEPS + SLOW) / (wall - QUEUED).
         tokens, tokens_lost: trained since the start or the fork: kept, and lost.
         mfu: median of the kept steps.
         mtti_seconds, mttr_seconds: mean time to interruption, and to recovery.
@@ -120,7 +112,6 @@ class GoodputReport(BaseModel):
     wall_seconds: float
     states: dict[State, float]
     goodput: float
-    ettr: float
     tokens: int
     tokens_lost: int
     tokens_per_day: float
@@ -154,14 +145,13 @@ class _Ledger:
 
 def _divide(history: StartHistory) -> tuple[_Ledger, list[Interruption]]:
     """Divide the time of a run with at least one start among the states. Returns also its interruptions."""
-    references = _references(history.starts)
     ledger = _Ledger(_launch(history, history.starts[0], -math.inf))
     incidents: list[Interruption] = []
     for before, start, after in zip([None, *history.starts], history.starts, [*history.starts[1:], None], strict=False):
         if before is not None:
             ledger.until(_launch(history, start, before.end), State.QUEUED if before.closed else State.UNKNOWN)
         ledger.until(start.connected if start.ready is None else start.ready, State.STARTING)
-        _train(ledger, start, kept_steps(history, start), references[start.segment])
+        _train(ledger, start, kept_steps(history, start))
         if start.paused is not None:
             ledger.until(start.paused, State.PAUSED)
         incident = _judge(history, start, after)
@@ -178,7 +168,7 @@ def _launch(history: StartHistory, start: Start, after: float) -> float:
     return next((time for time in history.launches if after <= time <= start.connected), start.launched)
 
 
-def _train(ledger: _Ledger, start: Start, kept: NDArray[np.bool_], reference: Column) -> None:
+def _train(ledger: _Ledger, start: Start, kept: NDArray[np.bool_]) -> None:
     """Divide the steps of a start."""
     steps = start.steps
     if not steps.count:
@@ -186,10 +176,8 @@ def _train(ledger: _Ledger, start: Start, kept: NDArray[np.bool_], reference: Co
     if ledger.incident is not None:
         ledger.incident.over, ledger.incident = True, None
     trained = kept & (steps["skipped"] == 0)
-    excess = np.where(trained, np.maximum(steps.compute - reference, 0.0), 0.0)
     for seconds, rows, state in (
-        (steps.compute - excess, trained, State.STEPS),
-        (excess, trained, State.SLOW),
+        (steps.compute, trained, State.STEPS),
         (steps.compute, kept & ~trained, State.LOST),
         (steps["data"], kept, State.DATA),
         (steps["checkpoint"], kept, State.SAVES),
@@ -227,28 +215,6 @@ def _charge(history: StartHistory, incidents: list[Interruption]) -> None:
                 blamed[-1].lost_tokens += int(start.steps["tokens"][mask].sum())
 
 
-def _references(starts: list[Start]) -> dict[int, Column]:
-    """Reference seconds per step: the lowest median over blocks of 512 steps of the same batch, length and world."""
-
-    def joined(columns: Iterable[Column]) -> Column:
-        return np.concatenate([np.zeros(0), *columns])
-
-    world = joined(np.full(start.steps.count, start.world) for start in starts)
-    batch, length = (joined(start.steps[name] for start in starts) for name in ("batch", "length"))
-    compute = joined(start.steps.compute for start in starts)
-    usual = joined((np.arange(s.steps.count) >= _WARMUP_STEPS) & (s.steps["skipped"] == 0) for s in starts) > 0
-    every, phase = np.unique(np.stack([batch, length, world], axis=1), axis=0, return_inverse=True)
-    reference = np.zeros(len(compute))
-    for number in range(len(every)):
-        mine = phase.reshape(-1) == number
-        values = compute[mine & usual] if (mine & usual).any() else compute[mine]
-        whole = len(values) // _REFERENCE_STEPS * _REFERENCE_STEPS
-        blocks = values[:whole].reshape(-1, _REFERENCE_STEPS) if whole else values.reshape(1, -1)
-        reference[mine] = np.median(blocks, axis=1).min()
-    places = np.cumsum([0, *(start.steps.count for start in starts)])
-    return {s.segment: reference[first:stop] for s, (first, stop) in zip(starts, pairwise(places), strict=True)}
-
-
 def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> GoodputReport | None:
     """The account of a run; None if it was never started. `shown` may wrap the lines in a progress bar."""
     return account(read_history(run, shown))
@@ -277,7 +243,6 @@ def account(history: StartHistory) -> GoodputReport | None:
         wall_seconds=wall,
         states=states,
         goodput=_ratio(states[State.STEPS], wall),
-        ettr=_ratio(states[State.STEPS] + states[State.SLOW], available),
         tokens=tokens,
         tokens_lost=int(sum(steps["tokens"][~mask].sum() for steps, mask in kept)),
         tokens_per_day=_ratio(tokens * 86_400.0, wall),
@@ -326,7 +291,7 @@ def _lines(found: GoodputReport) -> Iterator[str]:
     for state, seconds in found.states.items():
         yield f"  {state:9} {human_time(seconds):>8} {seconds / max(wall, 1e-9):>7.2%}  {MEANING[state]}"
     mfu = "" if found.mfu is None else f"; MFU {found.mfu:.1%}"
-    yield f"goodput {found.goodput:.2%}; ETTR, with slow steps and without the queue, {found.ettr:.2%}{mfu}"
+    yield f"goodput {found.goodput:.2%}{mfu}"
     kept, lost, day = (human_count(each) for each in (found.tokens, found.tokens_lost, found.tokens_per_day))
     yield f"{kept} tokens kept, {lost} lost; {day} tokens a day"
     for incident in found.incidents:

@@ -141,8 +141,8 @@ class NotesOnlyRecorder(Recorder):
     say = event = step = status = watch_for = ended = close = _nothing
 
 
-class StepKeeper(NotesOnlyRecorder):
-    """Keeps the records of steps in memory and drops everything else: for a trainer beside a run, or without one."""
+class MemoryRecorder(NotesOnlyRecorder):
+    """Keeps step records in memory and drops everything else: of a benchmark, or of a replay."""
 
     def __init__(self) -> None:
         self.records: list[StepRecord] = []
@@ -151,5 +151,5 @@ class StepKeeper(NotesOnlyRecorder):
         del target
         self.records.append(record)
 
-    def note(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def note(self, kind: Kind, text: str, **data: Any) -> None:
+        """Nothing."""

@@ -25,7 +25,7 @@ from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.environment import Environment
-from fsdp_pretrain.record.recorder import StepKeeper
+from fsdp_pretrain.record.recorder import MemoryRecorder
 from fsdp_pretrain.record.requests import Inbox
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.train import environment
@@ -113,7 +113,7 @@ def _train(window: ReplayWindow, world: World) -> list[StepRecord]:
         loading.load(world, checkpoint, model, optimizer)
         if window.reset:
             optimizer.state.clear()
-    records = StepKeeper()
+    records = MemoryRecorder()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None)),
         model=model,

@@ -16,7 +16,7 @@ from fsdp_pretrain.record.start_history import StartHistory, read_history
 from fsdp_pretrain.watchdog.status import StatusReport, inspect
 
 from .curves import Curve, reduce
-from .evaluations import Evaluations, read_evaluations
+from .evaluations import ScorePoint, read_scores
 from .events import Event, read_events
 
 _VALUES = 160_000
@@ -51,13 +51,13 @@ class RunRecord:
         return read_events(self.entries, self.history.nodes, self.lines, self.account.incidents)
 
     @cached_property
-    def evaluations(self) -> Evaluations:
-        return read_evaluations(self.run, self.entries, self.lines)
+    def scores(self) -> dict[tuple[str, str], list[ScorePoint]]:
+        return read_scores(self.entries, self.lines)
 
-    def curves(self, columns: list[str], runs: int) -> tuple[Curve, Curve]:
-        """The kept line and what was left behind, with these columns, on a page of `runs` runs."""
+    def curves(self, columns: list[str]) -> tuple[Curve, Curve]:
+        """The kept line and what was left behind, with these columns."""
         kept, left = self.lines.kept, self.lines.left
-        points = _VALUES // runs // (sum(name in kept.columns for name in columns) or 1)
+        points = _VALUES // (sum(name in kept.columns for name in columns) or 1)
         rest = min(int(points * _LEFT), len(left))
         return reduce(kept, columns, points - rest), reduce(left, columns, rest)
 

@@ -36,18 +36,18 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-ur
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
-def write_report(runs: list[RunDir], out: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> int:
-    """Write the page of one run, or of several to compare. Returns its size in bytes.
+def write_report(run: RunDir, out: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> int:
+    """Write the page of a run. Returns its size in bytes.
 
     Args:
         shown: may wrap metrics lines in a progress bar.
 
     Raises:
-        ConfigError: plotly is not installed, a run was never started, or `out` cannot be written.
-        UserError: the lineage of a run is damaged.
+        ConfigError: plotly is not installed, the run was never started, or `out` cannot be written.
+        UserError: the lineage is damaged.
     """
     library = _library()
-    content = render([read(run, shown) for run in runs], library, time.time()).encode()
+    content = render(read(run, shown), library, time.time()).encode()
     try:
         replace_file(out, content)
     except OSError as error:
@@ -68,28 +68,23 @@ def _library() -> str:
     return str(get_plotlyjs())
 
 
-def render(records: list[RunRecord], library: str, made: float) -> str:
+def render(record: RunRecord, library: str, made: float) -> str:
     """The page, made at a time in seconds since 1970, with the source of plotly.js."""
-    names = html.escape(", ".join(record.name for record in records))
-    drawing, script = Drawing(records), _asset("report.js")
-    begins = [record.begin for record in records]
-    data = _plain({"begins": begins, "places": drawing.places, "marks": drawing.marks, "figures": drawing.figures})
+    drawing, script = Drawing(record), _asset("report.js")
+    data = _plain({"begin": record.begin, "places": drawing.places, "marks": drawing.marks, "figures": drawing.figures})
     evaluations = [_panel(figure) for figure in drawing.figures if figure.scores]
-    verdicts = tables.verdicts(records)
     return Template(_asset("page.html")).substitute(
-        title=names,
+        title=html.escape(record.name),
         policy=f"{_POLICY}; script-src {_hash(script)} {_hash(library)}",
         style=_asset("report.css"),
-        headers="".join(tables.header(each, number) for number, each in enumerate(records)),
+        header=tables.header(record),
         made=stamp(made)[:19].replace("T", " "),
-        several="several" if drawing.several else "",
         panels="".join(_panel(figure) for figure in drawing.figures if not figure.scores),
-        hidden="" if evaluations or verdicts else "hidden",
+        hidden="" if evaluations else "hidden",
         evaluations="".join(evaluations),
-        verdicts=verdicts,
-        accounts="".join(tables.account(record, records) for record in records),
+        account=tables.account(record),
         groups="".join(f"<option>{group}</option>" for group in GROUPS),
-        events=tables.events(records, drawing.events),
+        events=tables.events(record, drawing.events),
         data=_packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
         library=_packed(library),
         script=script,

@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.resume_rules import load_recorded
-from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lines import Line
 from fsdp_pretrain.units import human_count, human_time
 from fsdp_pretrain.watchdog.status import Verified
@@ -50,19 +46,18 @@ def problems(record: RunRecord) -> list[tuple[str, str]]:
 
 def progress(record: RunRecord) -> tuple[float, int | None]:
     """Steps of the kept line, and those of the whole run, if they are known."""
-    config = _config(record.run)
-    total = config.schedule.steps if config is not None else record.status.status.total_steps
-    return _last(record.lines.kept, "step") or 0.0, total
+    return _last(record.lines.kept, "step") or 0.0, record.status.status.total_steps
 
 
 def facts(record: RunRecord) -> Iterator[Fact]:
     """Step, tokens, loss, checkpoint, goodput, alarms."""
-    found, kept, account, config = record.status, record.lines.kept, record.account, _config(record.run)
+    found, kept, account = record.status, record.lines.kept, record.account
     step, total = progress(record)
     if step:
         yield Fact("Step", f"{step:,.0f}", f"{step / total:.1%} of {total:,}" if total else "")
-        planned = f"of {human_count(config.schedule.tokens(config.schedule.total))}" if config is not None else ""
-        yield Fact("Tokens", human_count(_last(kept, "trained") or 0), planned)
+        yield Fact(
+            "Tokens", human_count(_last(kept, "trained") or 0), f"{human_count(account.tokens_lost)} more were lost"
+        )
     if (loss := _last(kept, "loss")) is not None:
         measured = [(name.partition("/")[2], _last(kept, name)) for name in kept.columns if name.startswith("heldout/")]
         more = ", ".join(f"held-out {name} {value:.4f}" for name, value in measured if value is not None)
@@ -93,13 +88,6 @@ def _alarms(found: list[dict[str, Any]]) -> Fact:
     keys = [*(alarm["key"] for alarm in serious)]
     keys += [f"{alarm['key']} (for information)" for alarm in found if alarm not in serious]
     return Fact("Open alarms", str(len(serious)), ", ".join(keys), LEVELS[level])
-
-
-def _config(run: RunDir) -> Config | None:
-    try:
-        return load_recorded(run.config)[0]
-    except UserError:
-        return None
 
 
 def _last(line: Line, name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""What a page says in HTML: the header of each run, verdicts of probes, the account of time, events."""
+"""What a page says in HTML: the header, the account of time, events."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from .gather import RunRecord
 from .summary import Fact
 
 _SIGNS = {Severity.INFO: "", Severity.WARN: "▲ ", Severity.CRIT: "◆ "}
-_VERDICTS = {True: ("●", "ok", "ok"), False: ("✕", "ALARM", "crit"), None: ("○", "undecided", "")}
 
 
-def header(record: RunRecord, number: int) -> str:
+def header(record: RunRecord) -> str:
     """What a person looks for first."""
     steps, total = summary.progress(record)
     share, level = min(1.0, steps / (total or 1.0)), summary.LEVELS[record.status.level]
     bar = f'<progress max="1" value="{share:.4f}" aria-label="share of the steps done"></progress>' if total else ""
     problems = "".join(f'<li class="{level}">{html.escape(text)}</li>' for level, text in summary.problems(record))
     return (
-        f'<section class="run"><h2><span class="swatch" style="background:var(--c{number % 8})"></span>'
-        f'{html.escape(record.name)} <span class="state {level}">{html.escape(record.status.headline)}</span></h2>'
+        f'<section class="run"><h2>{html.escape(record.name)} '
+        f'<span class="state {level}">{html.escape(record.status.headline)}</span></h2>'
         f'<p class="about">{html.escape(summary.about(record))}<br><code>{html.escape(str(record.run.path))}</code></p>'
         f'{bar}<dl class="facts">{"".join(map(_fact, summary.facts(record)))}</dl>'
         + (f'<ul class="problems">{problems}</ul>' if problems else "")
@@ -41,25 +40,7 @@ def _fact(fact: Fact) -> str:
     return f'<div class="{fact.level}"><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>'
 
 
-def verdicts(records: list[RunRecord]) -> str:
-    """The newest verdict of every probe, and the signs of all."""
-    rows = []
-    for record in records:
-        for probe in dict.fromkeys(verdict.probe for _, verdict in record.evaluations.verdicts):
-            mine = [(step, verdict) for step, verdict in record.evaluations.verdicts if verdict.probe == probe]
-            step, newest = mine[-1]
-            sign, word, level = _VERDICTS[newest.ok]
-            dots = "".join(_VERDICTS[verdict.ok][0] for _, verdict in mine[-60:])
-            rows.append([("tight", _of(record, records) + probe), (f"tight {level}", f"{sign} {word}"),
-                         ("number", f"{step:,}"), ("dots", dots), ("", newest.text)])  # fmt: skip
-    return (
-        f"<h3>Verdicts of probes</h3>{_table('verdicts', 'probe newest #step all why', map(_row, rows))}"
-        if rows
-        else ""
-    )
-
-
-def account(record: RunRecord, records: list[RunRecord]) -> str:
+def account(record: RunRecord) -> str:
     """The time in each state."""
     found = record.account
     rows = []
@@ -72,28 +53,23 @@ def account(record: RunRecord, records: list[RunRecord]) -> str:
             rows.append(f"<tr><td>{square} {state}</td>{_cells(cells)}<td>{bar}</td>{meaning}</tr>")
     wall, count = human_time(found.wall_seconds), len(found.incidents)
     text = (
-        f"{_of(record, records)}goodput {found.goodput:.1%} of {wall}; "
+        f"goodput {found.goodput:.1%} of {wall}; "
         f"{human_count(found.tokens)} tokens kept, {human_count(found.tokens_lost)} lost; "
         f"{count} interruption{'s' * (count != 1)}."
     )
     return f'<p class="note">{html.escape(text)}</p>{_table("account", "state #time #share  meaning", rows)}'
 
 
-def events(records: list[RunRecord], places: list[int]) -> str:
-    """All events, the newest first; those that are not marked are hidden. `places`: of the events of each run."""
-    found = [
-        (event.at["written"], f"{place} {at}", _of(record, records), event)
-        for record, place in zip(records, places, strict=True)
-        for at, event in enumerate(record.events[0])
-    ]
-    rows = [_event(*each[1:]) for each in sorted(found, key=lambda each: -each[0])]
-    left_out = sum(record.events[1] for record in records)
+def events(record: RunRecord, place: int) -> str:
+    """All events, the newest first; those that are not marked are hidden. `place`: that of the events."""
+    found, left_out = record.events
+    rows = [_event(f"{place} {at}", event) for at, event in reversed([*enumerate(found)])]
     more = f'<p class="note">{left_out:,} more are only in the journal.</p>' if left_out else ""
     return _table("all", "time~(UTC) #step event what", rows) + more
 
 
-def _event(place: str, prefix: str, event: Event) -> str:
-    marked = (event.mark > Mark.TABLE and event.group != "milestones") or event.severity > 0
+def _event(place: str, event: Event) -> str:
+    marked = (event.mark > Mark.TABLE and event.group not in ("milestones", "saves")) or event.severity > 0
     step = "show" if math.isnan(event.at["step"]) else f"{event.at['step']:,.0f}"
     time = stamp(event.at["written"])[:19].replace("T", " ") if math.isfinite(event.at["written"]) else ""
     level = event.severity.name.lower()
@@ -103,16 +79,12 @@ def _event(place: str, prefix: str, event: Event) -> str:
         f'<td class="number"><button type="button" class="link" title="show it in the curves">{step}</button></td>'
         + _cells(
             [
-                (f"tight {level}", f"{_SIGNS[event.severity]}{prefix}{event.kind}"),
+                (f"tight {level}", f"{_SIGNS[event.severity]}{event.kind}"),
                 ("", event.text + " (open)" * event.open),
             ]
         )
         + "</tr>"
     )
-
-
-def _of(record: RunRecord, records: list[RunRecord]) -> str:
-    return f"{record.name}: " if len(records) > 1 else ""
 
 
 def _bar(color: str, width: float) -> str:
@@ -121,10 +93,6 @@ def _bar(color: str, width: float) -> str:
 
 def _cells(cells: Iterable[tuple[str, str]]) -> str:
     return "".join(f'<td class="{kind}">{html.escape(text)}</td>' for kind, text in cells)
-
-
-def _row(cells: Iterable[tuple[str, str]]) -> str:
-    return f"<tr>{_cells(cells)}</tr>"
 
 
 def _table(kind: str, heads: str, rows: Iterable[str]) -> str:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .points import Point, PointValues
+from .points import PointValues
 from .run_facts import STATES, RunFacts
 from .sink import Sink
 
@@ -25,7 +25,6 @@ class AimSink(Sink):
 
     def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
         aim: Any = importlib.import_module("aim")
-        self._text = aim.Text
         place.mkdir(parents=True, exist_ok=True)
         self.watched, self.opened = place / ".aim", place
         self._repo = aim.Repo.from_path(str(place), init=not self.watched.is_dir())
@@ -50,25 +49,22 @@ class AimSink(Sink):
         return self.watched / "meta/chunks" / known
 
     def _describe(self, facts: RunFacts) -> None:
-        self._run.name, self._run.experiment = facts.name, facts.experiment
+        self._run.name = self._run.experiment = facts.name
         for tag in STATES.intersection(self._run.tags) - {facts.state}:
             self._run.remove_tag(tag)
         for tag in dict.fromkeys(facts.tags):
             if tag not in self._run.tags:
                 self._run.add_tag(tag)
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[PointValues]) -> None:
         """As in `Sink`, with the steps that are in it now noted behind them."""
         track = self._run._tracker._track  # as Aim's converters do: `Run.track` has no argument for the time
         for point in points:
-            if isinstance(point, PointValues):
-                if point.of_training and point.step <= self._shown:
-                    continue
-                for name, value in point.values.items():
-                    track(value, point.time, name, point.step)
-            else:
-                track([self._text(line) for line in point.lines], point.time, "journal", point.step)
-        steps = [point.step for point in points if isinstance(point, PointValues) and point.of_training]
+            if point.of_training and point.step <= self._shown:
+                continue
+            for name, value in point.values.items():
+                track(value, point.time, name, point.step)
+        steps = [point.step for point in points if point.of_training]
         self._run[_SHOWN] = {"segment": self._segment, "step": max([self._shown, *steps])}
 
     def close(self, facts: RunFacts) -> None:

@@ -25,7 +25,7 @@ from fsdp_pretrain.record import journal, run_id
 from fsdp_pretrain.record.files import RunDir, make_directory
 from fsdp_pretrain.record.lease import Lease, drop_if_dead
 
-from .points import PointValues, RecordStream
+from .points import RecordStream
 from .run_facts import read_facts
 from .sink import check_installed, is_installed, place, sink, wanted
 
@@ -118,7 +118,7 @@ def write_view(
         points = stream.read()
         while chunk := list(itertools.islice(points, _CHUNK)):
             view.write(chunk)
-            count, more = count + sum(isinstance(point, PointValues) for point in chunk), True
+            count, more = count + len(chunk), True
             progress(count)
         progress(count)
     view.close(read_facts(run))

@@ -1,4 +1,4 @@
-"""The stream that trackers show: the kept line of a run's record as values and texts.
+"""The stream that trackers show: the kept line of a run's record as values.
 
 Names are chosen so that their alphabetical order, in which trackers list them, is that of interest: `loss/...`,
 `optimizer/...`, `score/...` (evaluations), `speed/...`, `stderr/...` (of the scores), `training/...`.
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from fsdp_pretrain.record import journal, lineage
 from fsdp_pretrain.record.files import RunDir, seconds_of
@@ -41,18 +41,6 @@ class PointValues:
     of_training: bool = True
 
 
-@dataclass(frozen=True)
-class StepText:
-    """All entries of the journal at a step, as text; `time` is that of the last one."""
-
-    step: int
-    time: float
-    lines: list[str]
-
-
-Point: TypeAlias = PointValues | StepText
-
-
 class RecordStream:
     """Reads the points of a run's kept line, from the beginning."""
 
@@ -61,31 +49,19 @@ class RecordStream:
         self._line = lineage.line(lineage.nodes(run))
         self._offsets: dict[Path, int] = {}
         self._entries: list[dict[str, Any]] = []
-        self._texts: dict[int, list[str]] = {}
-        self._step = 0
 
-    def read(self) -> Iterator[Point]:
-        """What was added since the last call."""
+    def read(self) -> Iterator[PointValues]:
+        """What was added since the last call: steps, then evaluations."""
         for part in self._line:
             path = self._run.segment(part.segment) / METRICS
             for record, behind in records(path, self._offsets.get(path, 0)):
                 self._offsets[path] = behind
                 if part.after < record.step <= part.until:
                     yield step_values(record)
-        yield from self._read_journal()
-
-    def _read_journal(self) -> Iterator[Point]:
         path, before = self._run.journal, len(self._entries)
         for entry, behind in journal.entries(path, self._offsets.get(path, 0)):
             self._offsets[path] = behind
             self._entries.append(entry)
-        changed: dict[int, float] = {}
-        for entry in self._entries[before:]:  # one without a step is at the step of the one before it
-            self._step = entry.get("step") or self._step
-            self._texts.setdefault(self._step, []).append(_line(entry))
-            changed[self._step] = seconds_of(entry["time"]) or 0.0
-        for step, time in changed.items():
-            yield StepText(step, time, list(self._texts[step]))
         new = {id(entry) for entry in self._entries[before:]}
         for entry in journal.of_kind(lineage.drop_abandoned(self._entries), "eval"):
             if id(entry) in new:
@@ -116,9 +92,3 @@ def _scores(entry: dict[str, Any]) -> PointValues:
 
 def _finite(values: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, int | float) and math.isfinite(value)}
-
-
-def _line(entry: dict[str, Any]) -> str:
-    """What happened first: trackers show only the beginning of a line."""
-    by = f" ({entry['by']})" if entry.get("by") else ""
-    return f"{entry['kind']}: {entry['text']}{by}, {entry['time'][:19].replace('T', ' ')}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.record import exit_intent, journal, lineage, lock, run_id, status
@@ -20,9 +19,8 @@ class RunFacts:
 
     Attributes:
         name: `run.name`.
-        experiment: name of the run that it was forked from in the first place, or its own: groups forks.
         state: running, complete, stopped, failed, or killed: it ended without saying why.
-        tags: model family, `record.tags`, `fork of NAME`, and the state, which is the last one.
+        tags: model family, `record.tags`, and the state, which is the last one.
         config: the resolved configuration.
         started, ended: seconds since 1970; `ended` is None while it runs.
         starts: segments, and the steps that they continued from.
@@ -30,7 +28,6 @@ class RunFacts:
     """
 
     name: str
-    experiment: str
     state: str
     tags: list[str]
     config: dict[str, Any]
@@ -48,36 +45,20 @@ def read_config(run: RunDir) -> dict[str, Any]:
 def read_facts(run: RunDir) -> RunFacts:
     """The facts of a run that was started. Raises OSError, UserError."""
     config = read_config(run)
-    name = str(config["run"]["name"])
     nodes = lineage.nodes(run)
-    forks = [node for node in nodes if node.kind == "fork" and node.parent is not None]
     identity = run_id.read(run.path) or str(run.path.resolve())
     left = sum(node.kind in lineage.LEAVING for node in nodes)
-    parent = run.segment(forks[-1].parent or 0) / "config.toml" if forks else None
     state, ended = _end(run)
     return RunFacts(
-        name=name,
-        experiment=_name(run.segments[0] / "config.toml", name) if forks else name,
+        name=str(config["run"]["name"]),
         state=state,
-        tags=[
-            config["model"]["family"],
-            *config.get("record", {}).get("tags", []),
-            *([f"fork of {_name(parent, '?')}"] if parent is not None else []),
-            state,
-        ],
+        tags=[config["model"]["family"], *config.get("record", {}).get("tags", []), state],
         config=config,
         started=_start(run),
         ended=ended,
         starts={node.segment: node.step for node in nodes},
         views=[hashlib.sha256(f"{identity} {number}".encode()).hexdigest() for number in range(left + 1)],
     )
-
-
-def _name(config: Path, otherwise: str) -> str:
-    try:
-        return str(tomllib.loads(config.read_text(encoding="utf-8"))["run"]["name"])
-    except (OSError, ValueError, KeyError):
-        return otherwise
 
 
 def _start(run: RunDir) -> float:

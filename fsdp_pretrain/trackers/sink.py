@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.files import RunDir
 
-from .points import Point
+from .points import PointValues
 from .run_facts import RunFacts, read_config
 
 
@@ -35,8 +35,8 @@ class Sink(ABC):
         in it need not be written again."""
 
     @abstractmethod
-    def write(self, points: Sequence[Point]) -> None:
-        """Add points; a text that is already there (same step) is replaced."""
+    def write(self, points: Sequence[PointValues]) -> None:
+        """Add points."""
 
     @abstractmethod
     def close(self, facts: RunFacts) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import shutil
 import time
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .points import Point, PointValues
+from .points import PointValues
 from .run_facts import RunFacts
 from .sink import Sink
 
@@ -26,7 +25,6 @@ class TensorboardSink(Sink):
         writer: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
-        self._tensors: Any = importlib.import_module("tensorboard.compat.proto.tensor_pb2")
         self.opened, folder = place, place / "kept"
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(folder)
@@ -35,29 +33,14 @@ class TensorboardSink(Sink):
         self._file = self.watched.open("xb")
         self._records = writer.RecordWriter(self._file)
         self._write(time.time(), file_version="brain.Event:2")
-        config = json.dumps(facts.config, indent=1, default=str).splitlines()
-        head = f"{facts.name}: {', '.join(facts.tags)}"
-        self._add_text(facts.started, 0, "config", [head, "\n".join(f"    {line}" for line in config)])
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[PointValues]) -> None:
         for point in points:
-            if isinstance(point, PointValues):
-                summary = self._summaries.Summary()
-                for name, value in point.values.items():
-                    summary.value.add(tag=name, simple_value=value)
-                self._write(point.time, step=point.step, summary=summary)
-            else:
-                self._add_text(point.time, point.step, "journal", point.lines)
+            summary = self._summaries.Summary()
+            for name, value in point.values.items():
+                summary.value.add(tag=name, simple_value=value)
+            self._write(point.time, step=point.step, summary=summary)
         self._records.flush()
-
-    def _add_text(self, at: float, step: int, tag: str, lines: list[str]) -> None:
-        metadata = self._summaries.SummaryMetadata(
-            plugin_data=self._summaries.SummaryMetadata.PluginData(plugin_name="text")
-        )
-        text = self._tensors.TensorProto(dtype="DT_STRING", string_val=["\n\n".join(lines).encode()])
-        summary = self._summaries.Summary()
-        summary.value.add(tag=tag, tensor=text, metadata=metadata)
-        self._write(at, step=step, summary=summary)
 
     def _write(self, at: float, **content: Any) -> None:
         self._records.write(self._events.Event(wall_time=at, **content).SerializeToString())

@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdp_pretrain.record.files import stamp
 
-from .points import Point, PointValues
+from .points import PointValues
 from .run_facts import RunFacts
 from .sink import Sink
 
@@ -30,11 +30,11 @@ class WandbSink(Sink):
     def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = importlib.import_module("wandb")
-        self._table, known = wandb.Table, facts.views[-1][:12]
+        known = facts.views[-1][:12]
         for former in place.glob(f"offline-run-*-{known}"):
             shutil.rmtree(former)
         place.mkdir(parents=True, exist_ok=True)
-        names = {"id": known, "name": facts.name, "group": facts.experiment, "tags": _tags(facts)}
+        names = {"id": known, "name": facts.name, "tags": _tags(facts)}
         settings = wandb.Settings(**_QUIET)
         self._run = wandb.init(mode="offline", dir=str(place.parent), config=facts.config, settings=settings, **names)
         self.watched = self.opened = Path(self._run.settings.sync_dir)
@@ -42,20 +42,12 @@ class WandbSink(Sink):
             raise OSError(f"{place} cannot be written; W&B wanted to write to {self.watched.parent}")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self._texts: dict[int, list[str]] = {}
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[PointValues]) -> None:
         for point in points:
-            if isinstance(point, PointValues):
-                self._run.log({**point.values, "step": point.step, "_timestamp": point.time})
-            else:
-                self._texts[point.step] = point.lines
+            self._run.log({**point.values, "step": point.step, "_timestamp": point.time})
 
     def close(self, facts: RunFacts) -> None:
-        """The journal becomes a table."""
-        rows = [[step, line] for step, lines in self._texts.items() for line in lines]
-        if rows:
-            self._run.log({"journal": self._table(columns=["step", "text"], data=rows)})
         self._run.tags = _tags(facts)
         self._run.summary["started"] = stamp(facts.started)
         self._run.summary["ended"] = None if facts.ended is None else stamp(facts.ended)

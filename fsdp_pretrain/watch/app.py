@@ -32,8 +32,7 @@ _SILENT = 5.0
 _SPLIT_SECONDS = 0.1
 """Within which the bytes of one key come, if they do not come together: an arrow is Escape and two more."""
 _KEYS = {
-    b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"\r": "enter", b"\n": "enter",
-    b"\x1b": "escape", b"q": "q", b"\x04": "q",
+    b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"q": "q", b"\x04": "q",
 }  # fmt: skip
 
 
@@ -54,34 +53,26 @@ class _Screen:
     not stop the keys.
 
     Attributes:
-        at: how far down the person scrolled, or which run is selected.
+        at: how far down the person scrolled.
     """
 
-    def __init__(self, path: Path, *, of_runs: bool, keys: str) -> None:
-        self._path, self._of_runs, self._keys, self.at = path, of_runs, keys, 0
+    def __init__(self, path: Path, *, of_runs: bool) -> None:
+        self._path, self._of_runs, self.at = path, of_runs, 0
         self._poll = fleet.FleetFollower(path).poll if of_runs else RunFollower(RunDir(path)).poll
-        self._ended, self._answered = threading.Event(), time.monotonic()
+        self._answered = time.monotonic()
         self._failure: BaseException | None = None
         self._found: Any = None  # a `RunView`, or rows of runs
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        while not self._ended.is_set():
+        while True:
             try:
                 self._found = self._poll()
             except BaseException as error:
                 self._failure = error
                 return
             self._answered = time.monotonic()
-            self._ended.wait(_SECONDS)
-
-    def end(self) -> None:
-        self._ended.set()
-
-    @property
-    def selected(self) -> Path | None:
-        """The run that `Enter` opens."""
-        return Path(self._found[self.at].path) if self._of_runs and self._found else None
+            time.sleep(_SECONDS)
 
     def draw(self, out: Console) -> RenderableType:
         """What fits on the terminal, and the keys. Raises what the thread raised."""
@@ -95,35 +86,27 @@ class _Screen:
         if self._found is None:
             parts.append(Text(f"reading {self._path} ..."))
         elif self._of_runs:
-            self.at = min(self.at, max(0, len(self._found) - 1))
-            parts.append(fleet.render(self._path, self._found, width, self.at))
+            parts.append(fleet.render(self._path, self._found, width))
         else:
             parts.append(page.render(self._found, width, height))
         lines = out.render_lines(Group(*parts), out.options.update(height=None), pad=False)
-        if not self._of_runs:
-            self.at = min(self.at, max(0, len(lines) - height + 1))
-        first = max(0, self.at + 4 - height) if self._of_runs else self.at
-        shown = [*lines[first:][: height - 1], *[[Segment("")]] * height][: height - 1]
-        return Group(SegmentLines(shown, new_lines=True), Text(self._keys.ljust(width), "reverse", no_wrap=True))
+        self.at = min(self.at, max(0, len(lines) - height + 1))
+        shown = [*lines[self.at :], *[[Segment("")]] * height][: height - 1]
+        keys = Text("q quit  ↑↓ scroll".ljust(width), "reverse", no_wrap=True)
+        return Group(SegmentLines(shown, new_lines=True), keys)
 
 
 def show(path: Path, *, fleet_of_runs: bool) -> None:
     """Show a run, or all runs under a directory, until the person leaves."""
-    keys = "q quit  ↑↓ select  Enter open" if fleet_of_runs else "q quit  ↑↓ scroll"
     for name in ("LINES", "COLUMNS"):  # exported by some shells; the size of the terminal changes
         os.environ.pop(name, None)
-    screens, out = [_Screen(path, of_runs=fleet_of_runs, keys=keys)], console()
+    shown, out = _Screen(path, of_runs=fleet_of_runs), console()
     with _keys() as pressed, Live(console=out, screen=True, auto_refresh=False) as live:
         while True:
-            shown = screens[-1]
             live.update(shown.draw(out), refresh=True)
             match pressed():
                 case "q":
                     return
-                case "escape" if len(screens) > 1:
-                    screens.pop().end()
-                case "enter" if shown.selected is not None:
-                    screens.append(_Screen(shown.selected, of_runs=False, keys="q quit  ↑↓ scroll  Esc all runs"))
                 case "up" | "down" as key:
                     shown.at = max(0, shown.at + (1 if key == "down" else -1))
 

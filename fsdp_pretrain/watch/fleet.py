@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -28,8 +28,9 @@ _SEARCH_SECONDS = 30.0
 _ORDER = ("running", "saving", "paused", "starting", "incomplete", "stopped", "unknown", "complete")
 
 
-class FleetRow(BaseModel):
-    """A run in the list, and what `--json` says of it. `level`: 0 ok, 1 warning, 2 alert, as of `status`."""
+@dataclass(frozen=True)
+class FleetRow:
+    """A run in the list. `level`: 0 ok, 1 warning, 2 alert, as of `status`."""
 
     path: str
     name: str
@@ -42,7 +43,7 @@ class FleetRow(BaseModel):
     iteration_seconds: float | None = None
     eta_seconds: float | None = None
     checkpoint: Verified | None = None  # the newest
-    alarms: list[str] = []
+    alarms: tuple[str, ...] = ()
     problem: str = ""  # the worst
 
 
@@ -71,7 +72,7 @@ class FleetFollower:
         status = state_files.view(run.status, Status)
         rest = self._rows.setdefault(run.path, RateLimited(lambda: describe(run), least=10.0))
         row = rest.get(signs(run, status))
-        return row if status is None else row.model_copy(update=_progress(status, row.running))
+        return row if status is None else replace(row, **_progress(status, row.running))
 
 
 def describe(run: RunDir) -> FleetRow:
@@ -88,7 +89,7 @@ def describe(run: RunDir) -> FleetRow:
         level=report.level,
         running=report.running,
         checkpoint=report.verified_checkpoint,
-        alarms=[alarm.key for alarm in open_alarms(run)],
+        alarms=tuple(alarm.key for alarm in open_alarms(run)),
         problem=max(report.problems, key=lambda each: each[0])[1] if report.problems else "",
         **_progress(report.status, report.running),
     )
@@ -118,8 +119,8 @@ _WIDE = 110
 """From this width on, loss and pace are shown too."""
 
 
-def render(directory: Path, rows: list[FleetRow], width: int, selected: int | None = None) -> Group:
-    """The list; the `selected` run is marked."""
+def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
+    """The list."""
     title = Text(f"  {len(rows)} run{'s' * (len(rows) != 1)}")
     for level, name in ((ALERT, "alert"), (WARN, "warning"), (OK, "ok")):
         if count := sum(row.level == level for row in rows):
@@ -133,7 +134,7 @@ def render(directory: Path, rows: list[FleetRow], width: int, selected: int | No
     for name in ("step", *(("loss", "pace") if wide else ()), "ETA", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", ratio=1, no_wrap=True)
-    for number, row in enumerate(rows):
+    for row in rows:
         alarms = f"{len(row.alarms)} alarm{'s' * (len(row.alarms) != 1)}: {', '.join(row.alarms)}" if row.alarms else ""
         pace = human_time(row.iteration_seconds) if row.iteration_seconds else "-"
         table.add_row(
@@ -144,7 +145,6 @@ def render(directory: Path, rows: list[FleetRow], width: int, selected: int | No
             "-" if row.eta_seconds is None else human_time(row.eta_seconds),
             human_time(row.checkpoint.age_seconds) if row.checkpoint else "never",
             Text(one_line(alarms or row.problem), INK[row.level], overflow="ellipsis"),
-            style="reverse" if number == selected else "",
         )
     return Group(title, table if rows else Text("no run yet", "dim"))
 

@@ -43,7 +43,7 @@ _SILENT_AT_LEAST = 120.0
 _LAST_LOOK = "status-last-look.json"
 _LARGEST_RECORD = 32 * 2**20
 """Bytes of new metrics that are read for one line: a second or two."""
-_RATIOS = {"goodput", "ettr", "tokens_per_day"}
+_RATIOS = {"goodput", "tokens_per_day"}
 
 
 class _LastLook(StateFile):
@@ -86,7 +86,6 @@ class Goodput(BaseModel):
 
     line: str
     goodput: float = 0.0
-    ettr: float = 0.0
     tokens_per_day: float = 0.0
 
 

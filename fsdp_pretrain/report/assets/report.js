@@ -8,7 +8,7 @@
   const library = document.createElement("script");
   library.textContent = await unpack("library"); // its hash is in the page's policy
   document.head.append(library);
-  const { begins, places, marks, figures } = JSON.parse(await unpack("data"));
+  const { begin, places, marks, figures } = JSON.parse(await unpack("data"));
   const root = document.documentElement, all = (selector) => [...document.querySelectorAll(selector)];
   const plots = all(".plot"), kept = places[0], whole = places.filter((place) => place.whole);
 
@@ -18,7 +18,7 @@
   let clock = "step", printing = false, range; // the range: in steps, ..., hours, or milliseconds since 1970
   const column = (place) => {
     if (clock === "date") return place.written.map((value) => value && value * 1000);
-    if (clock === "elapsed") return place.written.map((value) => value && (value - begins[place.run]) / 3600);
+    if (clock === "elapsed") return place.written.map((value) => value && (value - begin) / 3600);
     return place[clock];
   };
   const extent = () => {

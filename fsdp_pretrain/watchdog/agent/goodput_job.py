@@ -15,7 +15,7 @@ _FIRST, _EVERY = 300.0, 3600.0
 
 
 class GoodputJob(Detector):
-    """The result of `fsdp-pretrain goodput RUN`: `goodput`, `ettr`, `badput_seconds`."""
+    """The result of `fsdp-pretrain goodput RUN`: `goodput` and `badput_seconds`."""
 
     def __init__(self, alarms: AlarmSink, probes: ProbeServer, run: Path) -> None:
         super().__init__(alarms)

@@ -76,7 +76,6 @@ class Snapshot:
     )
     skipped_steps: int | None = _scalar("skipped_steps_total", "Steps whose update was skipped.")
     goodput: float | None = _scalar("goodput_ratio", "Share of the wall clock spent on steps that were kept.")
-    ettr: float | None = _scalar("ettr_ratio", "Productive time over available time.")
     badput_seconds: dict[str, float] = field(
         default_factory=dict, metadata=_metric("badput_seconds_total", "Wall clock lost, by state.", "state")
     )

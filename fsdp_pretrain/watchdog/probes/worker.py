@@ -242,7 +242,7 @@ def account(run: str) -> dict[str, Any]:
         return {}
     kept = goodput.State.STEPS
     lost = {state: seconds for state, seconds in found.states.items() if state != kept and seconds}
-    return {"goodput": found.goodput, "ettr": found.ettr, "badput_seconds": lost}
+    return {"goodput": found.goodput, "badput_seconds": lost}
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
