@@ -240,12 +240,11 @@ class RunMirror:
             f"{entry.name} is missing" if found is None else difference(entry, entry.model_copy(update={"xxh3": found}))
         )
 
-    def put(self, name: str, source: Path | bytes, entry: FileEntry | None = None, *, there: bool = False) -> None:
+    def put(self, name: str, source: Path | bytes, entry: FileEntry | None = None) -> None:
         """Write an object and read it back; a few times, if it differs.
 
         Args:
             source: a file with its entry, or the contents.
-            there: an object of that size is there: it is only read, if it is the right one.
 
         Raises:
             SourceDamagedError: the file is gone, or is not that of the entry.
@@ -254,9 +253,8 @@ class RunMirror:
             entry = FileEntry(name=name.rpartition("/")[2], bytes=len(source), xxh3=xxhash.xxh3_128_hexdigest(source))
         assert entry is not None
         wrong = ""
-        for attempt in range(_WRITES):
-            if attempt or not there:
-                self._write(name, source)
+        for _ in range(_WRITES):
+            self._write(name, source)
             wrong = self.fetch(name, entry)
             if not wrong:
                 return

@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -89,7 +88,6 @@ class Uploader:
         self._found: dict[int, MirroredCheckpoint] | None = None
         self._sent: set[tuple[str, str]] = set()
         self._given_up: set[str] = set()
-        self._begun: dict[str, float] = {}
         self._waited: set[int] = set()
 
     def work(self, *, finish: bool) -> float | None:
@@ -186,13 +184,12 @@ class Uploader:
         """Copy the files of a checkpoint, then the record that leads to it, then its manifest. Raises FileNotFoundError
         if it was deleted meanwhile."""
         raw, name = (item.path / MANIFEST).read_bytes(), f"checkpoints/{item.path.name}"
-        digest, there = _digest(raw), self._mirror.objects(item.step)
-        self._begun.setdefault(digest, time.monotonic())
+        digest, there, begun = _digest(raw), self._mirror.objects(item.step), time.monotonic()
         if MANIFEST in there:  # it must not vouch for other files
             self._mirror.remote.delete([f"{name}/{MANIFEST}"])
             self._there[item.step] = MirroredCheckpoint(item.step, None, there)
         try:
-            self._send(item, raw, there)
+            self._send(item, raw)
         except SourceDamagedError as error:
             (item.path / MANIFEST).stat()  # else it was deleted
             self._given_up.add(digest)
@@ -209,18 +206,17 @@ class Uploader:
         stray = made.objects.keys() - {MANIFEST, PINNED, *(entry.name for entry in files)}
         self._mirror.remote.delete(f"{name}/{stranger}" for stranger in sorted(stray))
         self._report_newest()
-        size, seconds = sum(entry.bytes for entry in files), time.monotonic() - self._begun[digest]
+        size, seconds = sum(entry.bytes for entry in files), time.monotonic() - begun
         text = f"{item.path.name} is in {self._mirror.url}: {human_bytes(size)} in {human_time(seconds)}"
         self._journal.write("mirror", text, step=item.step, bytes=size, seconds=seconds)
         self._retain()
 
-    def _send(self, item: Checkpoint, raw: bytes, there: Mapping[str, int]) -> None:
+    def _send(self, item: Checkpoint, raw: bytes) -> None:
         """Copy the files that this process has not copied. Raises RemoteError, SourceDamagedError."""
 
         def send(entry: FileEntry) -> None:
             if (_digest(raw), entry.name) not in self._sent:
-                name, known = f"checkpoints/{item.path.name}/{entry.name}", there.get(entry.name) == entry.bytes
-                self._mirror.put(name, item.path / entry.name, entry, there=known)
+                self._mirror.put(f"checkpoints/{item.path.name}/{entry.name}", item.path / entry.name, entry)
                 self._sent.add((_digest(raw), entry.name))
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
