@@ -170,16 +170,6 @@ def test_a_damaged_copy_is_passed_over_loudly(carried: Carried, capsys: pytest.C
     assert carried.look() is None  # that start went on without it
 
 
-def test_with_no_valid_copy_nothing_is_restored(carried: Carried) -> None:
-    carried.save(10)
-    carried.copy()
-    (carried.mirror / "checkpoints/step-00000010/__0_0.distcp").write_bytes(b"WEIGHTS")
-    carried.lose()
-    with pytest.raises(MirrorError, match="none of them valid"):
-        carried.restore()
-    assert run_id.read(carried.run.path) is None and not list(carried.run.path.glob("journal*"))
-
-
 def test_retention_in_the_mirror(tmp_path: Path) -> None:
     """The newest two, permanent and pinned ones; a slow mirror gets the newest first, and is told what it missed."""
     carried = Carried(tmp_path, keep_every="40 steps").begin()

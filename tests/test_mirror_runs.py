@@ -163,24 +163,6 @@ def test_storage_that_fails_is_told_and_heals(
 
 
 @pytest.mark.slow
-@pytest.mark.shows("F53")
-def test_a_mirror_with_random_faults_is_whole_in_the_end(stored: Carried, object_store: ObjectStore) -> None:
-    """Every third answer fails, some bytes are wrong: what looks whole always is; and it comes back."""
-    object_store.faults = Faults(failing=0.2, cut=0.05, corrupt=0.05)
-    process = stored.process()
-    for step in (10, 20, 30):
-        stored.save(step)
-        process.saved()
-    process.finish()
-    until(lambda: process.ended, what=lambda: str(mirror_status.read(stored.run)))
-    object_store.faults = Faults()
-    assert whole(stored)[-2:] == [20, 30]
-    object_store.faults = Faults(failing=0.2, cut=0.05)
-    stored.lose()
-    stored.restore()
-
-
-@pytest.mark.slow
 def test_a_mirror_that_does_not_answer_at_a_start(
     stored: Carried, object_store: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
