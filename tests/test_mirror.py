@@ -23,7 +23,7 @@ from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.mirror.restore import restore
 from fsdp_pretrain.mirror.start import Restoration, compare_with_mirror
 from fsdp_pretrain.mirror.supervisor import UploaderProcess
-from fsdp_pretrain.mirror.uploader import Place, Reporter, Uploader
+from fsdp_pretrain.mirror.uploader import Uploader
 from fsdp_pretrain.record import journal, lineage, mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.remote import Problem, Remote, RemoteError
@@ -73,13 +73,13 @@ class Carried:
     def save(self, step: int, **more: Any) -> None:
         commit(Store(self.run.checkpoints), step, {**FILES, "step": str(step).encode() * 100}, **more)
 
-    def uploader(self, node: int = 0, nodes: int = 1) -> Uploader:
+    def uploader(self) -> Uploader:
         """The uploader's work in this process."""
-        place = Place(self.run, run_id.read(self.run.path) or "", segment=1, node=node, nodes=nodes, local_ranks=2)
-        return Uploader(self.config, place, RunMirror(self.config, patience=0), Reporter(place, "file://here"))
+        own_id = run_id.read(self.run.path) or ""
+        return Uploader(self.config, self.run, own_id, 1, RunMirror(self.config, patience=0))
 
-    def process(self, node: int = 0, nodes: int = 1) -> UploaderProcess:
-        return UploaderProcess(self.run, segment=1, node=node, nodes=nodes, local_ranks=2)
+    def process(self) -> UploaderProcess:
+        return UploaderProcess(self.run, segment=1)
 
     def copy(self, worker: Uploader | None = None) -> None:
         """Carry everything out."""
@@ -168,16 +168,6 @@ def test_a_damaged_copy_is_passed_over_loudly(carried: Carried, capsys: pytest.C
     assert "passed over step 30" in capsys.readouterr().out and "step 30" in carried.messages("mirror-restored")[0]
     carried.segment(2, step=20)
     assert carried.look() is None  # that start went on without it
-
-
-def test_with_no_valid_copy_nothing_is_restored(carried: Carried) -> None:
-    carried.save(10)
-    carried.copy()
-    (carried.mirror / "checkpoints/step-00000010/__0_0.distcp").write_bytes(b"WEIGHTS")
-    carried.lose()
-    with pytest.raises(MirrorError, match="none of them valid"):
-        carried.restore()
-    assert run_id.read(carried.run.path) is None and not list(carried.run.path.glob("journal*"))
 
 
 def test_retention_in_the_mirror(tmp_path: Path) -> None:
@@ -292,58 +282,55 @@ def test_a_mirror_does_not_follow_a_run_directory_that_goes(carried: Carried) ->
 
 
 @pytest.mark.shows("F53")
-def test_each_node_copies_its_own_files_and_a_killed_uploader_comes_back(carried: Carried) -> None:
-    """Two uploaders as processes, ended by a word of the ranks that mind them."""
-    processes = [carried.process(node, 2) for node in (0, 1)]
+def test_a_killed_uploader_comes_back(carried: Carried) -> None:
+    """As a process, ended by a word of the rank that minds it."""
+    process = carried.process()
+    first = until(lambda: mirror_status.read(carried.run))
+    os.kill(first.pid, signal.SIGKILL)
     carried.save(10)
-    until(lambda: processes[1].pid is not None)
-    os.kill(processes[1].pid or 0, signal.SIGKILL)
-    for process in processes:
-        process.saved()
-        process.finish()
-    until(
-        lambda: all(process.ended for process in processes), what=lambda: str(mirror_status.read_reports(carried.run))
-    )
+    process.finish()
+    until(lambda: process.ended, what=lambda: str(mirror_status.read(carried.run)))
     assert carried.whole() == [10]
-    first, second = mirror_status.read_reports(carried.run).values()
-    assert (first.files, second.files) == (len(FILES), 1) and first.newest == 10  # of ranks 0 and 1, and of rank 2
-    assert not first.problem and not second.problem and processes[0].steps_in_use() == []
+    report = mirror_status.read(carried.run, 1)
+    assert report is not None and (report.newest, report.problem, process.steps_in_use()) == (10, "", [])
+    assert report.pid != first.pid and mirror_status.read(carried.run, 2) is None
 
 
 @pytest.mark.shows("F53")
 @pytest.mark.parametrize("seed", range(5))
-def test_nodes_agree_whatever_the_order_of_their_passes(
+def test_an_uploader_that_fails_and_starts_again_leaves_only_whole_copies(
     carried: Carried, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uploaders of two nodes work in turns at random, are started again, and fail after a manifest was written; one
-    checkpoint is replaced by that of another line."""
+    """It is started again at random, and fails before a file or after a manifest was written; one checkpoint is
+    replaced by that of another line."""
     random = seeded(seed)
     for step in (10, 20, 30):
         carried.save(step)
-    replaced, failures = False, 2
-    workers: dict[int, Uploader] = {}
-    ended = set[int]()
-    while len(ended) < 2:
-        node = random.randrange(2)
-        if node not in workers or random.random() < 0.1:
-            workers[node] = carried.uploader(node, 2)
+    replaced, failures, ended = False, 4, False
+    worker = carried.uploader()
+    while not ended or not replaced:
+        if random.random() < 0.2:
+            worker = carried.uploader()
         with monkeypatch.context() as patch, contextlib.suppress(RemoteError):
-            if failures and random.random() < 0.2:
+            if failures and random.random() < 0.5:
                 failures -= 1
-                patch.setattr(Remote, "delete", refuse)
-            ended = ended | {node} if workers[node].work(finish=True) is None else ended - {node}
+                patch.setattr(Remote, *random.choice([("delete", refuse), ("upload", refuse_upload)]))
+            ended = worker.work(finish=True) is None
         carried.whole()
-        if not replaced and random.random() < 0.1:
+        if not replaced and random.random() < 0.3:
             replaced = True
             Store(carried.run.checkpoints).abandon(carried.run.checkpoints / "step-00000030")
             carried.segment(2, "rollback", 20)
             commit(Store(carried.run.checkpoints), 30, {**FILES, "line": b"new"}, segment=2)
-            ended.clear()
+    carried.copy(worker)
     assert carried.whole() == [20, 30]
-    names = {path.name for path in carried.mirror.glob("checkpoints/*/*")}
-    assert ("line" in names) == replaced
+    assert "line" in {path.name for path in carried.mirror.glob("checkpoints/*/*")}
 
 
 def refuse(remote: Remote, names: Iterable[str]) -> None:
     for name in names:
         raise RemoteError(name, Problem.BUSY, "busy")
+
+
+def refuse_upload(remote: Remote, path: Path, name: str) -> None:
+    raise RemoteError(name, Problem.BUSY, "busy")

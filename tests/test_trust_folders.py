@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import torch
 from processes import CLI, Run
 from safetensors.torch import load_file, save_file
 
+from data.prepare.prepare import PrepareOptions
+from data.prepare.train_tokenizer import train_tokenizer
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.hf import import_folder
 from fsdp_pretrain.checkpoint.hf_layout import to_hf, weights
@@ -88,6 +91,26 @@ def set_norm(**values: Any) -> Callable[[Path], None]:
     return set_header(lambda header: header["model.norm.weight"].update(values))
 
 
+def set_tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def act(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return act
+
+
+def to_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def other_tokenizer(folder: Path) -> None:
+    text = folder.parent / "text.jsonl"
+    text.write_text(json.dumps({"text": " ".join(str(number) for number in range(3000))}) + "\n")
+    train_tokenizer([str(text)], folder, kind="bpe", vocab_size=400, options=PrepareOptions(), max_bytes=10**6)
+
+
 def split(folder: Path, *, stale: bool = False, twice: bool = False) -> None:
     """Spread the tensors over two files with an index."""
     tensors = load_file(folder / "model.safetensors")
@@ -104,14 +127,12 @@ def split(folder: Path, *, stale: bool = False, twice: bool = False) -> None:
 def spoil(value: float, kind: torch.dtype = torch.float32) -> Callable[[Path], None]:
     """Put a value into two tensors."""
 
-    def act(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
+    def change(tensors: dict[str, torch.Tensor]) -> None:
         for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
             tensors[name] = tensors[name].to(kind)
             tensors[name].view(-1)[-1] = value
-        save_file(tensors, folder / "model.safetensors")
 
-    return act
+    return set_tensors(change)
 
 
 NO_MODEL, NO_READING, NOT_FINITE = "describes a model that this", "cannot read", "NaN, or infinite in fp32"
@@ -168,6 +189,23 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "too-large": (spoil(1e300, torch.float64), NOT_FINITE),
     "no-tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "--accept tokenizer"),
     "odd-tokenizer": (write("tokenizer.json", {}), "--accept tokenizer"),
+    "another-tokenizer": (other_tokenizer, "differently from the tokenizer of the corpora"),
+    "pickle": (to_pickle, "a pickle"),
+    "no-weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+    "cut": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "cannot read the weights"),
+    "no-config": (lambda folder: (folder / "config.json").unlink(), "cannot read .*config.json"),
+    "other-eps": (set_config(rms_norm_eps=1e-3), "model.norm_eps: 0.001 -> "),
+    "two-differences": (set_config(rms_norm_eps=1e-3, num_hidden_layers=3), "(?s)layers: 3 -> 2.*norm_eps"),
+    "gemma": (set_config(model_type="gemma"), "model_type = 'gemma'"),
+    "experts": (set_config(model_type="qwen3_moe"), "mixtures of experts are not built"),
+    "family": (set_config(model_type="mistral"), '(?s)family: "mistral" -> "llama".*sliding_window: 4096 -> absent'),
+    "two-bases": (set_config(rope_theta=5e5), "500000.0 in config.json, 10000.0 in rope_parameters: which one counts"),
+    "yarn": (set_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type = 'yarn'"),
+    "bias": (set_config(attention_bias=True), "attention_bias = True"),
+    "rows": (set_config(vocab_size=600), "rows of the embedding table: 600 -> 512"),
+    "missing": (set_tensors(lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
+    "unknown": (set_tensors(lambda t: t.update(extra=torch.zeros(2))), "extra is unknown"),
+    "size": (set_tensors(lambda t: t.update({"model.norm.weight": torch.zeros(3)})), r"model.norm.weight is F32 \[3\]"),
 }
 
 

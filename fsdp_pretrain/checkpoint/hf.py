@@ -37,7 +37,7 @@ from .store import CONFIG, Checkpoint, sync_directory, sync_file, verify_files
 from .tokenizer import QWEN2_WARNING, compare_with_folder, export_tokenizer, find_tokenizer
 from .weights_import import Imported, begin, refuse_another_model, refuse_begun
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _LEASE, _SILENT_SECONDS = "lease.json", 90.0
 
 
@@ -70,7 +70,7 @@ def export_checkpoint(
 
     Raises:
         ConfigError: `out` exists, or transformers has no such model.
-        CheckpointError: the checkpoint is missing or damaged, or its values do not fit `dtype`.
+        CheckpointError: the checkpoint is missing or damaged.
         StorageError: it does not fit, or cannot be written.
     """
     if out.exists():
@@ -178,8 +178,6 @@ def _to_hf(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> Tensor:
     """One tensor in the folder's layout."""
     parts = [stored[name].to(dtype) for name in weight.ours]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if dtype is torch.float16 and not tensor.isfinite().all():
-        raise CheckpointError(f"{weight.ours[0]} has values that fp16 cannot hold", remedy="export with --dtype bf16")
     return (tensor.T if weight.transposed else tensor).contiguous()
 
 

@@ -129,7 +129,7 @@ def _print(rows: list[Row], *, as_json: bool) -> int:
     "300 runs/quickstart/hf --dtype bf16",
     _STEP,
     argument("out", type=Path, metavar="OUT", help="folder to make; must not exist"),
-    argument("--dtype", choices=("bf16", "fp32", "fp16"), default="bf16", help="default: bf16"),
+    argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16"),
     argument("--shard-size", type=byte_count, default=byte_count("5GB"), help="largest file of weights (default: 5GB)"),
     argument("--tokenizer", type=Path, help="tokenizer, if the run directory has lost its copy"),
     JSON,

@@ -103,4 +103,4 @@ class LaunchSection(Section):
     """How long a stop on request (agreeing on a step, saving, verifying) may take before the processes are ended."""
     grace: Seconds | None = None
     """How long before a time limit the ranks are asked to stop. Default: the time needed according to the record of the
-    run, at least 2 minutes. A smaller value than needed is refused."""
+    run, at least 2 minutes. A smaller value than needed counts as what is needed."""

@@ -30,7 +30,7 @@ from fsdp_pretrain.units import human_bytes
 from . import torchrun
 from .arguments import add_check_options
 
-_REPEATS, _TRIES = 8, 3
+_REPEATS = 20
 
 
 @dataclass
@@ -41,7 +41,7 @@ class RankFacts:
     node: int
     host: str
     hardware: str
-    matmul_seconds: float = float("inf")
+    matmul_seconds: float
 
 
 @dataclass
@@ -55,9 +55,9 @@ class NodeSum:
     """
 
     nodes: list[int]
-    seconds: float = float("inf")
-    right: bool = True
-    rate: float = 0.0
+    seconds: float
+    right: bool
+    rate: float
 
 
 def main() -> int:
@@ -78,7 +78,8 @@ def _check(args: argparse.Namespace) -> int:
     open_files.raise_limit(open_files.files_needed(info.world, info.local_world))
     dist.init_process_group(backend, store=store, timeout=timeout, rank=info.rank, world_size=info.world)
     checker = Checker(info, device, timeout, args.megabytes)
-    ranks, sums = checker.products(args.slow), checker.sums(args.slow_sum)
+    ranks = checker.products()
+    sums = checker.sums(ranks)
     problems = [*_bad_ranks(ranks, args.slow), *_bad_nodes(ranks, sums, args.slow_sum)]
     if info.rank == 0:
         found = {"ranks": [asdict(one) for one in ranks], "sums": [asdict(one) for one in sums], "problems": problems}
@@ -96,46 +97,31 @@ class Checker:
         self._cuda = device.type == "cuda"
         self._gloo = dist.new_group(backend="gloo", timeout=timeout)
         self._values = torch.empty(int((megabytes or (256 if self._cuda else 1)) * 2**18), device=device)
-        hardware = "cpu"
-        if self._cuda:
-            memory = human_bytes(torch.cuda.get_device_properties(device).total_memory)
-            hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)} with {memory}"
-        node = info.node
-        self._ranks: list[RankFacts] = self._gather(RankFacts(info.rank, node, socket.gethostname(), hardware))
 
-    def products(self, slow: float) -> list[RankFacts]:
-        """Facts of every rank, with the time of a matrix product; measured again if one is `slow` times the median."""
-        size, kind = (8192, torch.bfloat16) if self._cuda else (256, torch.float32)
+    def products(self) -> list[RankFacts]:
+        """What every rank is, with the time of a matrix product."""
+        size, kind, hardware = 256, torch.float32, "cpu"
+        if self._cuda:
+            memory = human_bytes(torch.cuda.get_device_properties(self._device).total_memory)
+            hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(self._device)} with {memory}"
+            size, kind = 8192, torch.bfloat16
         ones = torch.ones(size, size, dtype=kind, device=self._device)
         into = torch.empty_like(ones)
-        for _ in range(_TRIES):
-            times = self._gather(self._best(lambda: torch.mm(ones, ones, out=into)))
-            for rank, seconds in zip(self._ranks, times, strict=True):
-                rank.matmul_seconds = min(rank.matmul_seconds, seconds)
-            if not any(one.matmul_seconds > slow * _usual(self._ranks) for one in self._ranks):
-                break
-        return self._ranks
+        seconds = self._best(lambda: torch.mm(ones, ones, out=into))
+        return self._gather(RankFacts(self._info.rank, self._info.node, socket.gethostname(), hardware, seconds))
 
-    def sums(self, slow: float) -> list[NodeSum]:
-        """All-reduces in rounds of node pairs; measured again if one is `slow` times the median."""
-        rounds = [
-            [NodeSum(list(pair)) for pair in pairs] for pairs in pair_rounds(sorted({r.node for r in self._ranks}))
-        ]
-        found = [one for groups in rounds for one in groups]
-        members = [[rank.rank for rank in self._ranks if rank.node in one.nodes] for one in found]
-        handles = {id(one): dist.new_group(ranks) for one, ranks in zip(found, members, strict=True)}
-        for _ in range(_TRIES):
-            for groups in rounds:
-                node = self._ranks[self._info.rank].node
-                mine = next((one for one in groups if node in one.nodes), None)
-                by_rank = self._gather(None if mine is None else self._sum(handles[id(mine)]))
-                for one in groups:
-                    results = [by_rank[rank.rank] for rank in self._ranks if rank.node in one.nodes]
-                    one.seconds = min(one.seconds, max(seconds for seconds, _ in results))
-                    one.right = one.right and all(right for _, right in results)
-                    one.rate = 2 * (len(results) - 1) / len(results) * 4 * self._values.numel() / one.seconds
-            if not any(one.seconds > slow * median_low(each.seconds for each in found) for one in found):
-                break
+    def sums(self, ranks: Sequence[RankFacts]) -> list[NodeSum]:
+        """All-reduces in rounds of node pairs."""
+        found = []
+        for pairs in pair_rounds(sorted({rank.node for rank in ranks})):
+            members = {pair: [rank.rank for rank in ranks if rank.node in pair] for pair in pairs}
+            groups = {pair: dist.new_group(those) for pair, those in members.items()}
+            mine = next((pair for pair, those in members.items() if self._info.rank in those), None)
+            by_rank = self._gather(None if mine is None else self._sum(groups[mine]))
+            for pair, those in members.items():
+                seconds = max(by_rank[rank][0] for rank in those)
+                rate = 2 * (len(those) - 1) / len(those) * 4 * self._values.numel() / seconds
+                found.append(NodeSum(list(pair), seconds, all(by_rank[rank][1] for rank in those), rate))
         return found
 
     def _sum(self, group: Any) -> tuple[float, bool]:
@@ -183,18 +169,14 @@ def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, ...]]]:
     return rounds
 
 
-def _usual(ranks: Sequence[RankFacts]) -> float:
-    return median_low(one.matmul_seconds for one in ranks)
-
-
 def _bad_ranks(ranks: Sequence[RankFacts], slow: float) -> Iterator[str]:
     """Ranks with other hardware than most, or slow products."""
-    common = mode(one.hardware for one in ranks)
+    common, usual = mode(one.hardware for one in ranks), median_low(one.matmul_seconds for one in ranks)
     for one in ranks:
         if one.hardware != common:
             yield f"{one.host} rank {one.rank} has {one.hardware}, most have {common}"
-        if one.matmul_seconds > slow * _usual(ranks):
-            share = one.matmul_seconds / _usual(ranks) - 1
+        if one.matmul_seconds > slow * usual:
+            share = one.matmul_seconds / usual - 1
             yield f"{one.host} rank {one.rank} multiplies matrices {share:.0%} slower than the median"
 
 

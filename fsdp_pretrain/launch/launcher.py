@@ -61,12 +61,11 @@ class Launcher:
         self._deadline = limit.deadline(args.time_limit, time.monotonic(), time.time())
         self._signals: list[int] = []
         self._grace = limit.grace(self._run, self._settings.grace)
-        self._asked, self._reported = "", 0
+        self._asked = ""
         self._history: list[EndedStart] = []
 
     def run(self) -> int:
         """Start until there is a reason to end; the exit code. Raises UserError from the checks around a start."""
-        limit.check_grace(self._run, self._settings.grace)
         for number in torchrun.STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         known = run_id.read(self._run.path)
@@ -159,18 +158,10 @@ class Launcher:
             suspects=list(last.ahead) if same_place(self._history) else [],
         )
 
-    def _on_read(self, segment: int | None) -> None:
-        """Called from a thread every second of a start: update the grace, report which hosts are new or gone."""
+    def _on_read(self) -> None:
+        """Called from a thread every second of a start."""
         if self._deadline is not None:
             self._grace = limit.grace(self._run, self._settings.grace)
-        if segment is None or segment == self._reported:
-            return
-        self._reported = segment
-        now, then = outcome.hosts_of(self._run, segment), outcome.hosts_of(self._run, segment - 1)
-        if now and then and now != then:
-            new, gone = sorted(now - then), sorted(then - now)
-            text = f"new since the last start: {', '.join(new) or 'none'}; gone: {', '.join(gone) or 'none'}"
-            self._journal("hosts", text, new=new, gone=gone)
 
     def _end(self, decision: RestartDecision) -> int:
         assert decision.code is not None

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import statistics
 
-from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.files import RunDir, tail_offset
 from fsdp_pretrain.record.metrics import last_records
-from fsdp_pretrain.units import Seconds, human_time
+from fsdp_pretrain.units import Seconds
 
 _SAVES, _MARGIN, _LEAST = 5, 1.5, 120.0
 _STEPS_TO_AGREE = 4
@@ -28,17 +27,6 @@ def needed_grace(run: RunDir) -> float | None:
     if not steps or not saves:
         return None
     return float(_MARGIN * (_STEPS_TO_AGREE * statistics.median(steps) + 2 * max(saves)))
-
-
-def check_grace(run: RunDir, configured: Seconds | None) -> None:
-    """Raise ConfigError if the record shows that the configured grace is too short."""
-    needed = needed_grace(run)
-    if configured is not None and needed is not None and configured.value < needed:
-        raise ConfigError(
-            f"launch.grace = {configured} is less than the {human_time(needed)} that steps and saves of this run need",
-            effect="the job would be killed at its time limit before its last checkpoint is verified",
-            remedy="leave launch.grace out, which takes what is needed, or set it higher",
-        )
 
 
 def grace(run: RunDir, configured: Seconds | None) -> float:

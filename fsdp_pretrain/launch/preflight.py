@@ -1,28 +1,21 @@
-"""Checks of a node before ranks start: storage, disk space, clock, devices, memory. No torch."""
+"""Checks of a node before ranks start: storage, disk space, devices, sockets. No torch."""
 
 from __future__ import annotations
 
 import os
 import socket
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from fsdp_pretrain import open_files
-from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.upcoming import next_fit
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import human_bytes
 
 from .outcome import avoided
-
-_CLOCK = 30.0
 
 
 def preflight(config: Config, run: RunDir, nproc: str, nodes: int = 1) -> list[str]:
@@ -40,17 +33,15 @@ def preflight(config: Config, run: RunDir, nproc: str, nodes: int = 1) -> list[s
         )
         error.exit = Exit.RESUME_AVOIDING_HOSTS
         raise error
-    offset = _write_test(run.path)
+    _write_test(run.path)
     _write_test(run.checkpoints)
     check_devices(nproc)
     _check_open_files(config, _ranks(nproc), nodes)
-    return [*_check_space(config, run), *_check_clock(offset), *_check_memory(config, run, nproc)]
+    return list(_check_space(config, run))
 
 
-def _write_test(directory: Path) -> float:
-    """Write and sync a file there, or in the nearest existing parent; returns how many seconds the file system's clock
-    is ahead. Raises ConfigError.
-    """
+def _write_test(directory: Path) -> None:
+    """Write and sync a file there, or in the nearest existing parent. Raises ConfigError."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     probe = existing / f".preflight-{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
     try:
@@ -59,8 +50,6 @@ def _write_test(directory: Path) -> float:
                 file.write("preflight\n")
                 file.flush()
                 os.fsync(file.fileno())
-                here = time.time()
-            return probe.stat().st_mtime - here
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
@@ -118,24 +107,3 @@ def _check_space(config: Config, run: RunDir) -> Iterator[str]:
             remedy="free space",
         )
     yield fit.text
-
-
-def _check_clock(offset: float) -> Iterator[str]:
-    if abs(offset) > _CLOCK:
-        yield (
-            f"the clock of {socket.gethostname()} is {abs(offset):.0f}s {'behind' if offset > 0 else 'ahead of'} that "
-            "of the run directory's file system: times in the record will not agree"
-        )
-
-
-def _check_memory(config: Config, run: RunDir, nproc: str) -> Iterator[str]:
-    """A background save keeps a copy of the ranks' shards in host memory."""
-    ranks = _ranks(nproc)
-    newest = stores(run).newest()
-    if newest is None:
-        return
-    manifest = newest.manifest()
-    need = sum(entry.bytes for entry in manifest.files) * min(1.0, ranks / manifest.world.size)
-    free = psutil.virtual_memory().available
-    if config.checkpoint.background and free < need:
-        yield f"a copy of the next checkpoint takes {human_bytes(need)} of host memory, {human_bytes(free)} are free"

@@ -37,12 +37,12 @@ class TorchrunWatch:
         self._kill_at: float | None = None
         self._since: dict[str, float] = {}
 
-    def run(self, take_signal: Callable[[], tuple[int, bool] | None], on_read: Callable[[int | None], None]) -> int:
+    def run(self, take_signal: Callable[[], tuple[int, bool] | None], on_read: Callable[[], None]) -> int:
         """Wait until torchrun and its ranks are gone; returns torchrun's exit code.
 
         Args:
             take_signal: returns a signal to pass on to the ranks and whether to end at once, or None.
-            on_read: called by a thread about every second with the number of the segment, None while it is not known.
+            on_read: called by a thread about every second.
         """
         child, done = self._child, threading.Event()
         reader = threading.Thread(target=self._read_run_dir, args=(done, on_read), daemon=True)
@@ -93,14 +93,13 @@ class TorchrunWatch:
         limits += [] if self._kill_at is None else [self._kill_at]
         return any(time.monotonic() >= limit for limit in limits)
 
-    def _read_run_dir(self, done: threading.Event, on_read: Callable[[int | None], None]) -> None:
+    def _read_run_dir(self, done: threading.Event, on_read: Callable[[], None]) -> None:
         while not done.wait(_READ_EVERY):
+            on_read()
             before = self._before()
             segment = segment_of(self._run, before, self._host)
             if segment <= before or not (self._run.segment(segment) / "environment.json").exists():
-                on_read(None)
                 continue
-            on_read(segment)
             intent = exit_intent.read(self._run.segment(segment))
             self._ends_well = intent is not None and intent.code in (Exit.COMPLETE, Exit.RESUME)
             others = hosts_of(self._run, segment) - {self._host}

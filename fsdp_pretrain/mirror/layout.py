@@ -1,7 +1,6 @@
 """The mirror of a run, `MIRROR/<run.name>/`, and what is in it. No torch.
 
-    checkpoints/step-N/...   the files of a checkpoint; `manifest.json` is written last and deleted first, when every
-                             node has written `node-K.json`: its files are there
+    checkpoints/step-N/...   the files of a checkpoint; `manifest.json` is written last and deleted first
     record/TIME.tar.zst      the record of the run, packed
     record/TIME.json         of which run it is, and what its bytes must be; written after it and deleted first
 
@@ -72,21 +71,6 @@ class RecordManifest(StateFile):
     time: str
     archive: FileEntry
     starts: dict[str, str]
-
-
-class NodeNote(StateFile):
-    """`checkpoints/step-N/node-K.json`, until there is a manifest: all files of a node are there and were read back.
-
-    Attributes:
-        manifest: checksum of the manifest that will be written.
-        nodes, local_ranks: by which each node knows its files.
-        problem: why they will never be there; empty: they are.
-    """
-
-    manifest: str
-    nodes: int
-    local_ranks: int
-    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -198,12 +182,11 @@ class RunMirror:
                 records += [found for found in [self._record(name)] if found and _is_there(found.archive, sizes)]
             elif (step := step_of(folder)) is not None and file:
                 folders[step][file] = sizes[name]
-        return MirrorState(records, [self.inspect(step, found) for step, found in sorted(folders.items())])
+        return MirrorState(records, [self._checkpoint(step, found) for step, found in sorted(folders.items())])
 
-    def inspect(self, step: int, objects: dict[str, int]) -> MirroredCheckpoint:
-        """A checkpoint whose directory has these objects."""
+    def _checkpoint(self, step: int, objects: dict[str, int]) -> MirroredCheckpoint:
         name = f"checkpoints/{directory_name(step)}/{MANIFEST}"
-        return MirroredCheckpoint(step, self.read_sealed(name) if MANIFEST in objects else None, objects)
+        return MirroredCheckpoint(step, self._read_sealed(name) if MANIFEST in objects else None, objects)
 
     def objects(self, step: int) -> dict[str, int]:
         """Names in a checkpoint's directory, with their sizes."""
@@ -212,10 +195,10 @@ class RunMirror:
 
     def _record(self, name: str) -> RecordManifest | None:
         with contextlib.suppress(ValueError):
-            return state_files.parse(self.read_sealed(name) or b"", RecordManifest)
+            return state_files.parse(self._read_sealed(name) or b"", RecordManifest)
         return None
 
-    def read_sealed(self, name: str) -> bytes | None:
+    def _read_sealed(self, name: str) -> bytes | None:
         """An object with a checksum inside, as it is stored, perhaps damaged; None if it is absent."""
 
         def act() -> tuple[bytes, bool]:
@@ -257,12 +240,11 @@ class RunMirror:
             f"{entry.name} is missing" if found is None else difference(entry, entry.model_copy(update={"xxh3": found}))
         )
 
-    def put(self, name: str, source: Path | bytes, entry: FileEntry | None = None, *, there: bool = False) -> None:
+    def put(self, name: str, source: Path | bytes, entry: FileEntry | None = None) -> None:
         """Write an object and read it back; a few times, if it differs.
 
         Args:
             source: a file with its entry, or the contents.
-            there: an object of that size is there: it is only read, if it is the right one.
 
         Raises:
             SourceDamagedError: the file is gone, or is not that of the entry.
@@ -271,9 +253,8 @@ class RunMirror:
             entry = FileEntry(name=name.rpartition("/")[2], bytes=len(source), xxh3=xxhash.xxh3_128_hexdigest(source))
         assert entry is not None
         wrong = ""
-        for attempt in range(_WRITES):
-            if attempt or not there:
-                self._write(name, source)
+        for _ in range(_WRITES):
+            self._write(name, source)
             wrong = self.fetch(name, entry)
             if not wrong:
                 return

@@ -1,4 +1,4 @@
-"""Starts the uploader of a node and restarts it if it dies, in the first rank of that node. No torch."""
+"""Starts the uploader and restarts it if it dies, in rank 0. No torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ _PAUSES = (1.0, 5.0, 30.0, 60.0)
 
 
 class UploaderProcess:
-    """The uploader of this node. It is started again when it dies, and dies with this process.
+    """The uploader of a run. It is started again when it dies, and dies with this process.
 
     Args:
         run: of a configuration with a mirror, which its segment has.
         segment: of this start.
-        node, nodes: number of this node, and how many there are.
-        local_ranks: ranks per node.
     """
 
-    def __init__(self, run: RunDir, *, segment: int, node: int, nodes: int, local_ranks: int) -> None:
+    def __init__(self, run: RunDir, segment: int) -> None:
         self._run, self._segment = run, segment
-        numbers = (segment, node, nodes, local_ranks)
-        self._command = [str(run.path), run_id.bound_to(run.path) or "", *map(str, numbers)]
+        self._command = [str(run.path), run_id.bound_to(run.path) or "", str(segment)]
         self._finishing = False
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
@@ -44,20 +41,14 @@ class UploaderProcess:
         self._say("finish")
 
     @property
-    def pid(self) -> int | None:
-        """Of the process that runs now, if one does."""
-        process = self._process
-        return None if process is None or process.poll() is not None else process.pid
-
-    @property
     def ended(self) -> bool:
         """Whether it has copied everything and ended."""
         return self._ended.is_set()
 
     def steps_in_use(self) -> list[int]:
-        """Steps whose checkpoints are being copied."""
-        reports = mirror_status.read_reports(self._run, self._segment).values()
-        return [report.copying for report in reports if report.copying is not None]
+        """The step whose checkpoint is being copied, if one is."""
+        report = mirror_status.read(self._run, self._segment)
+        return [] if report is None or report.copying is None else [report.copying]
 
     def _say(self, word: str) -> None:
         process = self._process

@@ -1,11 +1,10 @@
-"""The process of a node that copies checkpoints and record to the mirror, beside training: a storage that hangs never
-touches a rank. No torch.
+"""The process that copies checkpoints and record to the mirror, beside training: a storage that hangs never touches a
+rank. No torch.
 
-    python -m fsdp_pretrain.mirror.uploader RUN ID SEGMENT NODE NODES LOCAL_RANKS
+    python -m fsdp_pretrain.mirror.uploader RUN ID SEGMENT
 
-Each node sends the files that its ranks wrote, the newest checkpoint first, reads them back, and leaves a note beside
-them; when those of all nodes are there, the first one writes the manifest. What fails is reported
-(`record.mirror_status`) and tried again.
+There is one, on the first node. It copies the newest checkpoint first, reads every file back, and writes the manifest
+last. What fails is reported (`record.mirror_status`) and tried again.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
@@ -36,52 +33,32 @@ from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.mirror_status import MirrorReport
 from fsdp_pretrain.units import human_bytes, human_time
 
-from .layout import MirroredCheckpoint, MirrorError, NodeNote, RunMirror, SourceDamagedError
+from .layout import MirroredCheckpoint, MirrorError, RunMirror, SourceDamagedError
 from .record_copy import RecordCopy
 from .start import refuse_if_not_ours
 
-AT_ONCE = 4
+AT_ONCE = 8
 """Files that are copied at the same time."""
 _PATIENCE = 20.0
 """Seconds for which a call to the storage is repeated before that is a problem."""
 _PAUSES = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0)
 """Seconds before a failed pass is repeated; the last one for all later failures."""
-_LOOK_SECONDS, _OTHERS_SECONDS, _BEAT_SECONDS = 10.0, 2.0, 10.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an uploader works: the run, the id and segment of this start, and which node of how many it serves."""
-
-    run: RunDir
-    id: str
-    segment: int
-    node: int
-    nodes: int
-    local_ranks: int
-
-    def owns(self, name: str) -> bool:
-        """Whether this node copies a file of a checkpoint: that of the rank in its name, if there is one, else 0."""
-        head = name.removeprefix("__").partition("_")[0]
-        node = int(head) // self.local_ranks if name.startswith("__") and head.isdecimal() else 0
-        return self.node == (node if node < self.nodes else 0)
+_LOOK_SECONDS, _BEAT_SECONDS = 10.0, 10.0
 
 
 class Reporter:
-    """Writes this node's report when it changes, and with a new beat every few seconds."""
+    """Writes the report when it changes, and with a new beat every few seconds."""
 
-    def __init__(self, place: Place, url: str) -> None:
-        self._run, self._lock = place.run, threading.Lock()
-        self.report = MirrorReport(
-            node=place.node, host=socket.gethostname(), pid=os.getpid(), segment=place.segment, url=url
-        )
+    def __init__(self, run: RunDir, segment: int) -> None:
+        self._run, self._lock = run, threading.Lock()
+        self.report = MirrorReport(host=socket.gethostname(), pid=os.getpid(), segment=segment)
         self.change()
         threading.Thread(target=self._beat, daemon=True).start()
 
     def change(self, **values: object) -> None:
         with self._lock, contextlib.suppress(OSError):  # of a full disk, or one that is gone
             self.report = self.report.model_copy(update={**values, "beat": self.report.beat + 1})
-            state_files.write(mirror_status.report_file(self._run, self.report.node), self.report.model_dump())
+            state_files.write(mirror_status.report_file(self._run), self.report.model_dump())
 
     def failed(self, error: UserError | OSError) -> None:
         cause = error.cause if isinstance(error, UserError) else str(error)
@@ -96,19 +73,21 @@ class Reporter:
 
 
 class Uploader:
-    """Sends this node's files of checkpoints; that of the first node also writes manifests, copies the record, and
-    keeps the mirror's policy.
+    """Copies checkpoints and record, and keeps the mirror's policy.
+
+    Args:
+        own_id: of the run directory.
+        segment: of this start.
     """
 
-    def __init__(self, config: Config, place: Place, mirror: RunMirror, reporter: Reporter) -> None:
-        self._config, self._place, self._run = config, place, place.run
-        self._mirror, self._reporter, self._journal = mirror, reporter, Journal(place.run, place.segment)
-        self._record = RecordCopy(self._run, mirror, place.id)
+    def __init__(self, config: Config, run: RunDir, own_id: str, segment: int, mirror: RunMirror) -> None:
+        self._config, self._run, self._mirror = config, run, mirror
+        self.reporter, self._journal = Reporter(run, segment), Journal(run, segment)
+        self._record = RecordCopy(run, mirror, own_id)
         self._record_due = 0.0
         self._found: dict[int, MirroredCheckpoint] | None = None
         self._sent: set[tuple[str, str]] = set()
-        self._done: set[str] = set()
-        self._begun: dict[str, float] = {}
+        self._given_up: set[str] = set()
         self._waited: set[int] = set()
 
     def work(self, *, finish: bool) -> float | None:
@@ -119,13 +98,13 @@ class Uploader:
         if self._found is None:
             self._open()
         waiting = self._waiting()
-        if (step := waiting[0].step if waiting else None) != self._reporter.report.copying:
-            self._reporter.change(copying=step)
+        if (step := waiting[0].step if waiting else None) != self.reporter.report.copying:
+            self.reporter.change(copying=step)
         if waiting:
             with contextlib.suppress(FileNotFoundError):  # retention has deleted it
-                return 0.0 if self._upload(waiting[0]) else _OTHERS_SECONDS
+                self._upload(waiting[0])
             return 0.0
-        if not self._place.node and (finish or time.monotonic() >= self._record_due):
+        if finish or time.monotonic() >= self._record_due:
             self._push_record()
             self._retain()
         return None if finish else _LOOK_SECONDS
@@ -134,8 +113,7 @@ class Uploader:
         """Read what is there, and make it the mirror of this run."""
         state = self._mirror.look()
         refuse_if_not_ours(self._run, state, self._mirror.url)
-        if not self._place.node:
-            self._push_record()
+        self._push_record()
         self._found = {item.step: item for item in state.checkpoints}
         self._report_newest()
 
@@ -157,13 +135,13 @@ class Uploader:
         return self._found
 
     def _report_newest(self) -> None:
-        if not self._place.node and (whole := self._whole()):
-            self._reporter.change(newest=whole[-1].step)
+        if whole := self._whole():
+            self.reporter.change(newest=whole[-1].step)
 
     # ------------------------------------------------------------------ checkpoints
 
     def _waiting(self) -> list[Checkpoint]:
-        """Local checkpoints that the mirror should have from this node and has not, newest first; tells of those that
+        """Local checkpoints that the mirror should have and has not, newest first; tells of those that
         were deleted before they were copied."""
         policy, found = self._config.checkpoint, stores(self._run).scan()
         local = {item.step: item for item in found if not item.problem and item.verified}
@@ -174,8 +152,8 @@ class Uploader:
             if step in recent or item.pinned or self._is_permanent(item) or self._is_damaged(step)
         ]
         waiting = [item for item in wanted if not self._has(item)]
-        if not self._place.node:
-            for step in sorted(self._waited - local.keys() - {step for step in self._waited if self._holds(step)}):
+        for step in sorted(self._waited - local.keys()):
+            if not self._holds(step):
                 self._tell_missed(step, "retention deleted it before it was in the mirror, which is too slow or away")
         self._waited = {item.step for item in waiting}
         return waiting
@@ -200,83 +178,49 @@ class Uploader:
             raw = (item.path / MANIFEST).read_bytes()
         except OSError:
             return True  # deleted just now
-        return _digest(raw) in self._done or (self._holds(item.step) and self._there[item.step].raw == raw)
+        return _digest(raw) in self._given_up or (self._holds(item.step) and self._there[item.step].raw == raw)
 
-    def _upload(self, item: Checkpoint) -> bool:
-        """Send this node's files of a checkpoint, and a note; on the first node the manifest, when all notes are there.
-        Returns whether this node is done with it. Raises FileNotFoundError if it was deleted meanwhile."""
+    def _upload(self, item: Checkpoint) -> None:
+        """Copy the files of a checkpoint, then the record that leads to it, then its manifest. Raises FileNotFoundError
+        if it was deleted meanwhile."""
         raw, name = (item.path / MANIFEST).read_bytes(), f"checkpoints/{item.path.name}"
-        there = self._mirror.objects(item.step)
+        digest, there, begun = _digest(raw), self._mirror.objects(item.step), time.monotonic()
         if MANIFEST in there:  # it must not vouch for other files
-            if self._place.node:  # the first one deletes it, or has written it since this process looked
-                self._there[item.step] = self._mirror.inspect(item.step, there)
-                return False
             self._mirror.remote.delete([f"{name}/{MANIFEST}"])
             self._there[item.step] = MirroredCheckpoint(item.step, None, there)
-        note = NodeNote(manifest=_digest(raw), nodes=self._place.nodes, local_ranks=self._place.local_ranks)
-        self._begun.setdefault(note.manifest, time.monotonic())
-        if (note.manifest, "") not in self._sent:
-            note = self._send(item, raw, note, there)
-            self._mirror.put(f"{name}/node-{self._place.node}.json", state_files.seal(note).encode())
-            self._sent.add((note.manifest, ""))
-        if self._place.node:
-            self._done.add(note.manifest)
-            return True
-        return self._complete(item, raw, note)
-
-    def _send(self, item: Checkpoint, raw: bytes, note: NodeNote, there: Mapping[str, int]) -> NodeNote:
-        """Send this node's files. Returns the note, with a problem if one is not what it was. Raises RemoteError."""
-
-        def send(entry: FileEntry) -> None:
-            if (note.manifest, entry.name) not in self._sent:
-                name, known = f"checkpoints/{item.path.name}/{entry.name}", there.get(entry.name) == entry.bytes
-                self._mirror.put(name, item.path / entry.name, entry, there=known)
-                self._sent.add((note.manifest, entry.name))
-
-        files = state_files.parse(raw, CheckpointManifest).files
-        own = [entry for entry in files if self._place.owns(entry.name)]
         try:
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                list(pool.map(send, own))
+            self._send(item, raw)
         except SourceDamagedError as error:
             (item.path / MANIFEST).stat()  # else it was deleted
-            return note.model_copy(update={"problem": error.cause})
-        self._reporter.change(files=self._reporter.report.files + len(own))
-        return note
-
-    def _complete(self, item: Checkpoint, raw: bytes, own: NodeNote) -> bool:
-        """Copy the record and write the manifest, if all nodes have sent their files. Returns whether it is done."""
-        name, objects = f"checkpoints/{item.path.name}", self._mirror.objects(item.step)
-        names = [f"node-{node}.json" for node in range(self._place.nodes)]
-        if not objects.keys() >= set(names):
-            return False
-        for each in names:
-            try:
-                note = state_files.parse(self._mirror.read_sealed(f"{name}/{each}") or b"", NodeNote)
-            except ValueError:
-                return False
-            if note.model_copy(update={"problem": ""}) != own.model_copy(update={"problem": ""}):
-                return False  # of an earlier attempt
-            if note.problem:
-                self._done.add(note.manifest)
-                self._tell_missed(item.step, note.problem)
-                return True
-        self._push_record()  # what leads to it, before it
-        made = MirroredCheckpoint(item.step, raw, objects | {MANIFEST: len(raw)})
+            self._given_up.add(digest)
+            self._tell_missed(item.step, error.cause)
+            return
+        self._push_record()
+        made = MirroredCheckpoint(item.step, raw, self._mirror.objects(item.step) | {MANIFEST: len(raw)})
         if made.problem is not None:  # deleted by someone else meanwhile
             self._sent.clear()
             raise MirrorError(f"{self._mirror.url / name}, which was just written: {made.problem}")
         self._mirror.put(f"{name}/{MANIFEST}", raw)
         self._there[item.step] = made
         files = made.manifest().files
-        stray = made.objects.keys() - {MANIFEST, PINNED, *(entry.name for entry in files)}  # the notes, too
+        stray = made.objects.keys() - {MANIFEST, PINNED, *(entry.name for entry in files)}
         self._mirror.remote.delete(f"{name}/{stranger}" for stranger in sorted(stray))
         self._report_newest()
-        size, seconds = sum(entry.bytes for entry in files), time.monotonic() - self._begun[own.manifest]
+        size, seconds = sum(entry.bytes for entry in files), time.monotonic() - begun
         text = f"{item.path.name} is in {self._mirror.url}: {human_bytes(size)} in {human_time(seconds)}"
         self._journal.write("mirror", text, step=item.step, bytes=size, seconds=seconds)
         self._retain()
-        return True
+
+    def _send(self, item: Checkpoint, raw: bytes) -> None:
+        """Copy the files that this process has not copied. Raises RemoteError, SourceDamagedError."""
+
+        def send(entry: FileEntry) -> None:
+            if (_digest(raw), entry.name) not in self._sent:
+                self._mirror.put(f"checkpoints/{item.path.name}/{entry.name}", item.path / entry.name, entry)
+                self._sent.add((_digest(raw), entry.name))
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(send, state_files.parse(raw, CheckpointManifest).files))
 
     # ------------------------------------------------------------------ retention
 
@@ -324,7 +268,7 @@ def _digest(raw: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(raw)
 
 
-class Orders:
+class StdinCommands:
     """What the rank that started this process says, read by a thread."""
 
     def __init__(self) -> None:
@@ -343,16 +287,15 @@ class Orders:
         os._exit(0)  # the rank is gone: the job goes on elsewhere or later, with an uploader of its own
 
 
-def main(run: str, own_id: str, *numbers: str) -> int:
+def main(path: str, own_id: str, number: str) -> int:
     """Copy until the rank says that it ends, and everything is copied."""
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):  # requests to stop, to every process of a job
-        signal.signal(number, signal.SIG_IGN)
-    orders, place = Orders(), Place(RunDir(Path(run)), own_id, *map(int, numbers))
-    run_id.bind(place.run.path, own_id)
-    config = load_compatible(place.run.segment(place.segment) / "config.toml")
-    mirror = RunMirror(config, patience=_PATIENCE)
-    reporter, failures = Reporter(place, str(mirror.url)), 0
-    worker = Uploader(config, place, mirror, reporter)
+    for stop in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):  # requests to stop, to every process of a job
+        signal.signal(stop, signal.SIG_IGN)
+    orders, run, segment, failures = StdinCommands(), RunDir(Path(path)), int(number), 0
+    run_id.bind(run.path, own_id)
+    config = load_compatible(run.segment(segment) / "config.toml")
+    worker = Uploader(config, run, own_id, segment, RunMirror(config, patience=_PATIENCE))
+    reporter = worker.reporter
     while True:
         try:
             pause = worker.work(finish=orders.finish)

@@ -24,7 +24,7 @@ Kind = Literal[
     "checkpoint", "checkpoint-deleted", "checkpoint-failed", "checkpoint-late",
     "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "import", "rollback", "fork",
     "health", "health-again", "health-rollback", "health-skip", "data-read",
-    "launch", "restart", "hosts", "avoid-hosts",
+    "launch", "restart", "avoid-hosts",
     "eval", "eval-failed", "eval-late", "eval-refused", "eval-retry", "eval-verdict",
     "alarm", "mute", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
 ]  # fmt: skip

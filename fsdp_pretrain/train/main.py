@@ -64,7 +64,7 @@ from .build import (
 from .checkpointing import Checkpointing
 from .exit_status import conclude, record_end
 from .heldout_loss import build_heldout_loss
-from .mirroring import flush_mirror, restored_from_mirror, start_uploader
+from .mirroring import flush_mirror, restored_from_mirror
 from .run_context import RunContext
 from .trainer import Trainer
 
@@ -204,7 +204,8 @@ def _train(
     start.discard_requests(context)
     context.inbox.listen()
     followers = start_followers(run_dir) if world.is_main else {}
-    uploader = start_uploader(config, world, recorder.number)
+    copied = world.is_main and config.checkpoint.mirror is not None
+    uploader = UploaderProcess(run_dir, recorder.number) if copied else None
 
     def saved(made: SaveResult) -> None:
         memory.remember(checkpoint=made.checkpoint.step)

@@ -11,7 +11,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.mirror.restore import restore
 from fsdp_pretrain.mirror.start import compare_with_mirror
 from fsdp_pretrain.mirror.supervisor import UploaderProcess
-from fsdp_pretrain.parallel.mesh import RankInfo, World
+from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
@@ -59,21 +59,12 @@ def _ended(restoring: Pending[None]) -> bool:
     return True
 
 
-def start_uploader(config: Config, world: World, segment: int) -> UploaderProcess | None:
-    """Start this node's uploader, in its first rank, if the run has a mirror."""
-    ranks = RankInfo.from_environment()
-    if config.checkpoint.mirror is None or ranks.local_rank:
-        return None
-    node = ranks.node
-    nodes = world.size // ranks.local_world
-    return UploaderProcess(
-        RunDir(config.run.dir), segment=segment, node=node, nodes=nodes, local_ranks=ranks.local_world
-    )
-
-
 def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete: bool) -> None:
     """Wait until the mirror has the last checkpoint and the record, but not for longer than `checkpoint.mirror_flush`,
     and only for a moment if the run was asked to stop. Collective.
+
+    Args:
+        uploader: on rank 0, if the run has a mirror.
     """
     limit = run.config.checkpoint.mirror_flush.value
     if run.config.checkpoint.mirror is None:
@@ -82,15 +73,18 @@ def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete:
     begun, said = time.monotonic(), False
     if uploader is not None:
         uploader.finish()
-    while True:
+
+    def ended() -> bool | None:
+        """None: the time is over."""
+        if uploader is None or uploader.ended:
+            return True
+        return None if time.monotonic() - begun >= limit else False
+
+    while (done := run.world.decide(ended)) is False:
         run.heartbeat.beat(Phase.SAVE)
-        ended = uploader is None or uploader.ended
-        late = time.monotonic() - begun >= limit
-        if all(run.world.gather(ended or late)):
-            break
         if not said and time.monotonic() - begun > _TURN:
             said = True
             run.recorder.say(f"waiting up to {human_time(limit)} for the mirror")
         time.sleep(0.2)
-    if not all(run.world.gather(ended)):
+    if done is None:
         run.recorder.say("the mirror lacks the end of this start; the next one copies it")

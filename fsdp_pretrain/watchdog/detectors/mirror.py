@@ -1,4 +1,4 @@
-"""Whether checkpoints and record reach the mirror, by the reports of the uploaders. No torch."""
+"""Whether checkpoints and record reach the mirror, by the report of the uploader. No torch."""
 
 from __future__ import annotations
 
@@ -25,28 +25,31 @@ class MirrorDetector(Detector):
     def __init__(self, alarms: AlarmSink, probes: ProbeServer, run: Path, segment: int) -> None:
         super().__init__(alarms)
         self._probe = PeriodicProbe(probes, "mirror", run=str(run), segment=segment)
-        self._run, self._heard = run, dict[str, tuple[int, float]]()
+        self._run, self._beat = run, -1
+        self._since: float | None = None
 
     def tick(self, now: float) -> None:
         """Start a due probe, and judge the answer of an earlier one."""
         answer = self._probe.tick(now)
         if answer is None or answer.error is not None:
             return
-        reports: list[dict[str, Any]] = answer.value["reports"]
-        newest = next((report["newest"] for report in reports if report["newest"] is not None), None)
+        report: dict[str, Any] = answer.value  # empty: the uploader may not have started yet
+        newest, host = report.get("newest"), report.get("host", "the first node")
+        if self._since is None or report.get("beat", -1) != self._beat:
+            self._beat, self._since = report.get("beat", -1), now
         holds = f"its newest whole checkpoint: {'none' if newest is None else f'step {newest}'}"
-        silent = self._silent(reports, now)
-        failing = [report for report in reports if report["problem"]]
-        if not failing and not silent:
-            if reports:
+        silent = now - self._since
+        if report.get("problem"):
+            seconds = max(0.0, time.time() - (report["since"] or time.time()))
+            severity = Severity.CRIT if report["needs_person"] or seconds > _LONG else Severity.WARN
+            cause = f"{host} cannot copy to the mirror for {human_time(seconds)}: {report['problem']}"
+        elif silent > _SILENT:
+            severity = Severity.WARN
+            cause = f"the process that copies on {host} has done nothing for {human_time(silent)}"
+        else:
+            if report:
                 self.resolve("mirror", f"the mirror answers; {holds}")
             return
-        severity, cause = Severity.WARN, silent
-        if failing:
-            worst = max(failing, key=lambda report: (report["needs_person"], -(report["since"] or 0.0)))
-            seconds = max(0.0, time.time() - (worst["since"] or time.time()))
-            severity = Severity.CRIT if worst["needs_person"] or seconds > _LONG else Severity.WARN
-            cause = f"{worst['host']} cannot copy to the mirror for {human_time(seconds)}: {worst['problem']}"
         self.open(
             "mirror",
             severity,
@@ -56,14 +59,3 @@ class MirrorDetector(Detector):
             "itself, the newest checkpoint first",
             facts={"newest": newest},
         )
-
-    def _silent(self, reports: list[dict[str, Any]], now: float) -> str:
-        """Which process has given no sign for long; empty: none."""
-        for report in reports or [{"host": "the first node", "beat": -1}]:  # it may not have started yet
-            beat, since = self._heard.get(report["host"], (None, now))
-            if beat != report["beat"]:
-                since = now
-            self._heard[report["host"]] = (report["beat"], since)
-            if now - since > _SILENT:
-                return f"the process that copies on {report['host']} has done nothing for {human_time(now - since)}"
-        return ""

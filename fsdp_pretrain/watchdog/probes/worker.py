@@ -228,9 +228,9 @@ def request(run: str, verb: str) -> dict[str, Any]:
 
 
 def mirror(run: str, segment: int) -> dict[str, Any]:
-    """What the uploaders of a start report, see `record.mirror_status`."""
-    reports = mirror_status.read_reports(RunDir(Path(run)), segment)
-    return {"reports": [report.model_dump() for report in reports.values()]}
+    """What the uploader of a start reports, see `record.mirror_status`; empty: nothing yet."""
+    report = mirror_status.read(RunDir(Path(run)), segment)
+    return {} if report is None else report.model_dump()
 
 
 def account(run: str) -> dict[str, Any]:
