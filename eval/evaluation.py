@@ -144,7 +144,6 @@ def _load_tasks(judged: EvaluatedModel, section: EvalSection, offline: str) -> d
         length=judged.length - (2 if judged.objective.kind == "glm" else 0),
         num_fewshot=section.num_fewshot,
         gen_kwargs=section.gen_kwargs,
-        seed=section.seed,
         offline=offline,
     )
 

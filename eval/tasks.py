@@ -24,6 +24,8 @@ BUNDLED = ("heldout_bpb", "heldout_choice")
 _CHOICES, _QUESTIONS_PER_DOCUMENT = 4, 6
 _CONTEXT, _CONTINUATION = 600, 120
 """Characters."""
+_FEWSHOT_SEED = 1234
+"""Of the choice of few-shot examples, as by default in lm-eval."""
 
 
 def read_heldout(path: Path) -> list[str]:
@@ -46,7 +48,6 @@ def load_tasks(
     length: int,
     num_fewshot: int | None = None,
     gen_kwargs: Mapping[str, Any] | None = None,
-    seed: int = 1234,
     offline: str = "",
 ) -> dict[str, Any]:
     """lm-eval's task objects for task names, groups nested, as its `evaluate` takes them.
@@ -54,7 +55,7 @@ def load_tasks(
     Args:
         names: of tasks, groups and tags, and patterns of such names with `*` and `?`.
         length: tokens that the model reads.
-        num_fewshot, gen_kwargs, seed: of `EvalSection`, applied as by lm-eval's own command line.
+        num_fewshot, gen_kwargs: of `EvalSection`, applied as by lm-eval's own command line.
         offline: why the libraries do not use the network; "" if they do.
 
     Raises:
@@ -93,7 +94,7 @@ def load_tasks(
             task.set_config("generation_kwargs", dict(gen_kwargs), update=True)
         if task.get_config("num_fewshot") is None or (num_fewshot is not None and task.get_config("num_fewshot") != 0):
             task.set_config("num_fewshot", num_fewshot or 0)  # a task that sets 0 itself is never given any
-        task.set_fewshot_seed(seed)
+        task.set_fewshot_seed(_FEWSHOT_SEED)
     _check_generation(single, length)
     if num_fewshot:
         _check_examples(single)

@@ -111,7 +111,7 @@ class CheckpointManager:
                 state=tensors,
                 train_state=state.to_json(identity=self._subject.identity, tokens=facts.tokens, world=facts.world),
                 config=config.to_toml(),
-                read_back=config.checkpoint.verify,
+                read_back=True,
                 reclaimable=reclaimable,
                 guard=self._guard,
             )

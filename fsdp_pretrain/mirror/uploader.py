@@ -166,7 +166,7 @@ class Uploader:
         """Local checkpoints that the mirror should have from this node and has not, newest first; tells of those that
         were deleted before they were copied."""
         policy, found = self._config.checkpoint, stores(self._run).scan()
-        local = {item.step: item for item in found if not item.problem and (item.verified or not policy.verify)}
+        local = {item.step: item for item in found if not item.problem and item.verified}
         recent = sorted(local)[-policy.mirror_keep_last :]
         wanted = [
             item

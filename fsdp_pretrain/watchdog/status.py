@@ -273,7 +273,7 @@ def _check_next_checkpoint(report: StatusReport, run: RunDir, status: Status) ->
 def _unsaved_training(run: RunDir, config: Config, status: Status) -> UnsavedTraining:
     """What the run has trained since its newest verified checkpoint, or since its start without one."""
     whole = [item for item in stores(run).scan() if item.problem is None]
-    proved = [item for item in whole if item.verified or not config.checkpoint.verify]
+    proved = [item for item in whole if item.verified]
     newest = proved[-1].manifest() if proved else None
     step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
     saves = journal.of_kind(journal.read(run), "checkpoint")

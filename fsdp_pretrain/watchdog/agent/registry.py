@@ -76,7 +76,6 @@ def build_detectors(
             segment=segment,
             stores=directories,
             every=config.save_every,
-            verify=config.checkpoint.verify,
             prune=config.checkpoint.prune,
             pids=pids,
             reached=reached,

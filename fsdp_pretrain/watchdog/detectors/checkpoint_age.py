@@ -72,7 +72,6 @@ class CheckpointDetector(Detector):
     Args:
         stores: directories with checkpoints, the run's own first.
         every: gives `checkpoint.every` at a number of samples consumed.
-        verify: checkpoints are verified after they were written (`checkpoint.verify`); else whole ones count.
         prune: old ones may be deleted to make room (`checkpoint.prune`).
         pids: returns the process ids of the ranks on this node.
         reached: returns the newest step that a rank of this node has started, even if the record cannot be written.
@@ -96,7 +95,6 @@ class CheckpointDetector(Detector):
         segment: int,
         stores: list[Path],
         every: Callable[[int], Progress],
-        verify: bool = True,
         prune: bool = True,
         pids: Callable[[], list[int]] = list,
         reached: Callable[[], int] = int,
@@ -105,7 +103,6 @@ class CheckpointDetector(Detector):
         self._pids, self._reached = pids, reached
         self._section, self._probes, self._run, self._segment = section, probes, run, segment
         self._main, self._every, self._prune = stores[0], every, prune
-        self._which = "verified" if verify else "newest"
         directories = [str(path) for path in stores]
         journal: dict[str, Any] = {"chronicle": str(run / "journal.jsonl"), "offset": 0}
         self._probe = PeriodicProbe(probes, "checkpoints", directories=directories, **journal)
@@ -149,7 +146,7 @@ class CheckpointDetector(Detector):
         if found["newest"] is not None:
             self.need = upcoming.need_after(found["newest"]["bytes"], found["newest"]["files"])
         self.prunable = SpaceNeeded(**found["prunable"]) if self._prune else None
-        newest = found[self._which]
+        newest = found["verified"]
         if newest is not None and self.last and (self.protected is None or newest["step"] > self.protected):
             self._saved = TrainedCounts(newest["step"], newest["consumed"], newest["tokens"])
             self.completed, self._since = self.completed + 1, now
