@@ -329,7 +329,7 @@ def test_a_loss_scale_that_collapses_is_told_before_the_loss_moves(lab: Any, hel
     """Every other step of an fp16 run overflows on one rank; steps are lost, not weights."""
     bad = list(range(41, 60, 2))
     fault("gradient", rank=1, steps=bad)
-    scale = {"first": 1024.0, "window": 1000, "min": 1e-6}
+    scale = {"first": 1024.0, "window": 1000, "hysteresis": 1, "min": 1e-6}
     train = {"precision": "fp16", "duration": "64 steps", "loss_scale": scale}
     lab.train(lab.config(train=train, watchdog=WATCHED), ranks=2)
     records = helpers.metrics(lab.path / "run")

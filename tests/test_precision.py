@@ -39,7 +39,7 @@ def scales(section: LossScaleSection, events: str, state: list[float] | None = N
 
 def test_the_scale_of_a_published_log() -> None:
     """tr8b: hysteresis was full before the log; the good step did not refill it, or the sixth value would be 2^17."""
-    law = LossScaleSection(first=2.0**20, window=500)
+    law = LossScaleSection(first=2.0**20, window=500, hysteresis=2)
     assert scales(law, "OOOO.OO") == [2.0**n for n in (20, 19, 18, 17, 17, 16, 15)]
     used_up = scales(law, "OOOO.OO", [2.0**20, 1.0, 0.0])
     assert used_up == [2.0**n for n in (19, 18, 17, 16, 16, 15, 14)]
@@ -47,24 +47,24 @@ def test_the_scale_of_a_published_log() -> None:
 
 def deepspeed(law: LossScaleSection, events: str) -> list[float]:
     """The law in DeepSpeed's terms: iterations since the last overflow, not consecutive ones."""
-    scale, left, last, seen = law.first, 2, -1, []
+    scale, left, last, seen = law.first, law.hysteresis, -1, []
     for now, event in enumerate(events):
         if event == "O":
-            if left == 1:
+            if law.hysteresis == 1 or left == 1:
                 scale = max(scale / 2, law.min)
             else:
                 left -= 1
             last = now
         elif (now - last) % law.window == 0:
-            left, scale = 2, scale * 2
+            left, scale = law.hysteresis, scale * 2
         seen.append(scale)
     return seen
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.text("O...", max_size=60), st.integers(1, 7))
-def test_the_law_is_the_one_of_deepspeed(events: str, window: int) -> None:
-    law = LossScaleSection(first=8.0, window=window, min=2.0)
+@given(st.text("O...", max_size=60), st.integers(1, 7), st.integers(1, 3))
+def test_the_law_is_the_one_of_deepspeed(events: str, window: int, hysteresis: int) -> None:
+    law = LossScaleSection(first=8.0, window=window, hysteresis=hysteresis, min=2.0)
     assert scales(law, events) == deepspeed(law, events)
 
 

@@ -79,6 +79,9 @@ class LossScaleSection(Section):
     """First scale. tr8-104B used 4096, GLM-130B 65536."""
     window: Positive = 2000
     """Steps without overflow after which the scale doubles. tr8-104B used 500, GLM-130B 200 (its paper says 2000)."""
+    hysteresis: Positive = 2
+    """Overflows within a window before the scale is halved; each further one in the window halves it again. The
+    published runs used 2."""
     min: AboveZero = 1.0
     """Smallest scale. A run that keeps overflowing at it ends with exit 93."""
 

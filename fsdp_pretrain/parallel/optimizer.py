@@ -14,9 +14,6 @@ from fsdp_pretrain.errors import ConfigError
 
 from .mesh import local_part
 
-_HYSTERESIS = 2
-"""Overflows within a window before the loss scale is halved, as in the published fp16 runs."""
-
 
 def parameter_groups(model: nn.Module, patterns: list[str]) -> tuple[list[str], list[str]]:
     """Names of the parameters with and without weight decay.
@@ -145,7 +142,7 @@ class LossScaler:
 
     def __init__(self, section: LossScaleSection, device: torch.device, state: list[float] | None = None) -> None:
         self._section = section
-        start = [section.first, float(_HYSTERESIS), 0.0]
+        start = [section.first, section.hysteresis, 0.0]
         self._state = torch.tensor(state or start, dtype=torch.float32, device=device)
 
     @property
@@ -164,7 +161,7 @@ class LossScaler:
         scale, left, good = self._state.unbind()
         halved = torch.where(left > 1, scale, (scale / 2).clamp(min=law.min))
         after_overflow = torch.stack((halved, (left - 1).clamp(min=1), torch.zeros_like(good)))
-        doubled = torch.stack((scale * 2, torch.full_like(left, _HYSTERESIS), torch.zeros_like(good)))
+        doubled = torch.stack((scale * 2, torch.full_like(left, law.hysteresis), torch.zeros_like(good)))
         after_good = torch.where(good + 1 >= law.window, doubled, torch.stack((scale, left, good + 1)))
         self._state = torch.where(overflow > 0, after_overflow, after_good)
 
