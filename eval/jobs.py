@@ -182,14 +182,13 @@ def _evaluate(run: RunDir, held: Work, evaluate: Evaluate, journal: Journal) -> 
 
 
 def start_worker(run: RunDir, config: Config) -> subprocess.Popen[bytes]:
-    """Start a worker beside training: own session, no rank variables, few threads, low priority."""
-    threads = {"OMP_NUM_THREADS": str(config.eval.threads)}
+    """Start a worker beside training: own session, no rank variables, one thread, low priority."""
     make_directory(run.evals)
     with (run.evals / "log").open("ab") as log:
         return start_module(
             *("eval.cli", "watch", str(run.path), "--once", "--wait"),
             nice=19,
-            environment=threads,
+            environment={"OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -26,6 +26,8 @@ BUNDLED = ("heldout_bpb", "heldout_choice")
 _CHOICES, _QUESTIONS_PER_DOCUMENT = 4, 6
 _CONTEXT, _CONTINUATION = 600, 120
 """Characters."""
+_FEWSHOT_SEED = 1234
+"""Of the choice of few-shot examples, as by default in lm-eval."""
 
 
 def read_heldout(path: Path) -> list[str]:
@@ -88,7 +90,7 @@ def load_tasks(section: EvalSection, *, length: int, offline: str = "") -> dict[
             task.set_config("generation_kwargs", dict(section.gen_kwargs), update=True)
         if task.get_config("num_fewshot") is None or (shots is not None and task.get_config("num_fewshot") != 0):
             task.set_config("num_fewshot", shots or 0)  # a task that sets 0 itself is never given any
-        task.set_fewshot_seed(section.seed)
+        task.set_fewshot_seed(_FEWSHOT_SEED)
     _check_generation(single, length)
     return tasks
 

@@ -35,7 +35,6 @@ CHOICES: dict[str, list[Any]] = {
     "train.grad_clip": [0.1, 0.5, 2.0],
     "train.z_loss": [1e-4, 1e-3],
     "checkpoint.every": ["3 steps", "5 steps"],
-    "health.tolerance": [2.0],
     "rewarm": ["5 steps"],
 }
 KILLED = -9

@@ -115,9 +115,9 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         ("optimizer.min_lr=1", "optimizer.min_lr = 1.0 is above optimizer.lr"),
         ("train.global_batch=100 tokens", "not a whole number of samples of 64 tokens"),
         ("eval.every=50 steps", "eval.heldout names no file"),
-        ("train.batch_ramp={first='2 samples', by='5 samples', end='80 samples'}", "whole increments"),
-        ("train.batch_ramp={first='2 samples', by='2 samples', end='80 steps'}", "cannot be in steps"),
-        ("train.batch_ramp={first='2 samples', by='2 samples'}", "either `end` or `duration`"),
+        ("train.batch_ramp={first='2 samples', by='5 samples', duration='80 samples'}", "whole increments"),
+        ("train.batch_ramp={first='2 samples', by='2 samples', duration='80 steps'}", "cannot be in steps"),
+        ("train.batch_ramp={first='2 samples', by='2 samples'}", "train.batch_ramp.duration"),
         ("train.duration=0 steps", "less than one step"),
         ("checkpoint.every=0 steps", "is not a positive interval"),
         ("model.family=bert", "must be one of 'llama', 'mistral', 'qwen2', 'qwen3', 'gpt'"),
@@ -148,13 +148,13 @@ def test_each_mistake_is_named(good: Path, override: str, expected: str) -> None
 NUMERIC = (int, float, Progress, Seconds, Bytes)
 ZEROS = (0, 0.0, "0 steps", "0 samples", "0 s", "0B")
 MEANINGFUL_ZEROS = """
-run.seed data.seed eval.seed eval.num_fewshot model.dropout model.attention_dropout parallel.recompute
+run.seed data.seed eval.num_fewshot model.dropout model.attention_dropout parallel.recompute
 train.batch_ramp.start train.grad_clip train.z_loss
 optimizer.betas optimizer.min_lr optimizer.lr_scale optimizer.warmup optimizer.weight_decay optimizer.embedding_shrink
 data.prefetch data.reshuffle data.sources.start data.sources.weight.at data.max_quarantined data.sources.weight data.sources.weight.value
 data.objective.mask_share data.objective.mask_budget data.objective.single_span data.objective.short
 data.objective.ending_min data.objective.first_special
-checkpoint.mirror_flush record.statistics_every
+record.statistics_every
 watchdog.notify.prometheus.port
 timeline.at timeline.optimizer.min_lr.from timeline.optimizer.min_lr.to timeline.optimizer.lr_scale.from
 timeline.optimizer.lr_scale.to timeline.optimizer.weight_decay.from timeline.optimizer.weight_decay.to
@@ -163,7 +163,7 @@ timeline.optimizer.embedding_shrink.to timeline.train.grad_clip.from timeline.tr
 timeline.train.z_loss.from timeline.train.z_loss.to
 """.split()
 ZEROS_REFUSED_ELSEWHERE = """
-data.stages.until data.sources.stop train.duration train.batch_ramp.end train.batch_ramp.duration
+data.stages.until data.sources.stop train.duration train.batch_ramp.duration
 checkpoint.every checkpoint.every.every checkpoint.every.until checkpoint.keep_every
 eval.every eval.every.every eval.every.until eval.loss_every eval.loss_every.every eval.loss_every.until
 timeline.checkpoint.every timeline.eval.every timeline.eval.loss_every

@@ -215,13 +215,13 @@ def test_lasting_changes_have_their_places_in_samples(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_every_problem_of_a_set_is_said_at_once() -> None:
-    changes = ["optimizer.lr=0", "data.seed=2", "optimizer.lr_scale=2", "optimizer.lr_scale=3", "health.tolerance"]
+    changes = ["optimizer.lr=0", "data.seed=2", "optimizer.lr_scale=2", "optimizer.lr_scale=3", "checkpoint.every"]
     with pytest.raises(ConfigError) as caught:
         read_entry(changes, at=3)
     for words in (
         "data.seed cannot be changed",
         "optimizer.lr_scale is given twice",
-        "'health.tolerance' is not of the form",
+        "'checkpoint.every' is not of the form",
     ):
         assert words in caught.value.cause
     assert caught.value.exit == 78 and "optimizer.betas" in caught.value.remedy
@@ -234,9 +234,7 @@ def test_every_problem_of_a_set_is_said_at_once() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             read_entry([ramped(change, over)], at=3)
-    assert {"optimizer.lr_scale", "optimizer.betas", "train.z_loss", "checkpoint.every", "health.tolerance"} <= {
-        *steerable()
-    }
+    assert {"optimizer.lr_scale", "optimizer.betas", "train.z_loss", "checkpoint.every", "rewarm"} <= {*steerable()}
 
 
 @pytest.mark.quick
@@ -320,7 +318,6 @@ CHOICES = {
     "train.grad_clip": [0.1, 0.5, 2.0],
     "train.z_loss": [1e-4, 1e-3],
     "checkpoint.every": ["5 steps", "11 steps"],
-    "health.tolerance": [2.0],
 }
 
 
@@ -349,7 +346,7 @@ def test_ten_sets_with_kills_between_are_one_timeline(lab: Any, helpers: Any, ru
         for _ in range(rng.choice([1, 1, 2])):
             key = rng.choice(list(CHOICES))
             value, more = json.dumps(rng.choice(CHOICES[key])), list[object]()
-            if not key.startswith(("checkpoint", "health")) and rng.random() < 0.4:
+            if not key.startswith("checkpoint") and rng.random() < 0.4:
                 more += ["--over", f"{rng.randrange(3, 40)} steps"]
             if rng.random() < 0.4:
                 more += ["--at", helpers.metrics(run)[-1]["step"] + rng.randrange(1, 300)]

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
-    ramp = {"first": "2 samples", "by": "2 samples", "end": "80 samples"}
+    ramp = {"first": "2 samples", "by": "2 samples", "duration": "80 samples"}
     config = lab.config(train={"duration": "4K tokens", "micro_batch": 1, "batch_ramp": ramp}, parallel={"shard": 2})
     done = run_command("fsdp_pretrain.cli", "plan", config, "--world-size", 2, "--json")
     assert done.returncode == 0, done.stderr

@@ -106,7 +106,11 @@ def test_every_key_is_in_a_class_and_forbidden_is_what_identity_compares(
             ['data.sources=[{name="web",path="/w"},{name="text",path="/t",weight=2}]'],
             {"data.sources": '{"name": "web"', "data.sources.weight": "data.sources.text.weight: 1.0 -> 2.0"},
         ),
-        ([], ['train.batch_ramp={first="2 samples",by="2 samples",end="100 samples"}'], {"train.batch_ramp": "absent"}),
+        (
+            [],
+            ['train.batch_ramp={first="2 samples",by="2 samples",duration="100 samples"}'],
+            {"train.batch_ramp": "absent"},
+        ),
     ],
 )
 @pytest.mark.promise("data-changes")

@@ -116,12 +116,10 @@ def _samples(size: Progress, sequence_length: int, name: str) -> int:
 
 def _build_ramp(section: BatchRampSection, length: int) -> Ramp:
     samples = {
-        name: _samples(size, length, f"train.batch_ramp.{name}")
-        for name in ("first", "by", "start", "end", "duration")
-        if (size := getattr(section, name)) is not None
+        name: _samples(getattr(section, name), length, f"train.batch_ramp.{name}")
+        for name in ("first", "by", "start", "duration")
     }
-    end = samples["end"] if "end" in samples else samples["start"] + samples["duration"]
-    return Ramp(samples["first"], samples["by"], samples["start"], end)
+    return Ramp(samples["first"], samples["by"], samples["start"], samples["start"] + samples["duration"])
 
 
 def _build_schedule(

@@ -140,14 +140,11 @@ def value_at(config: Config, key: str, consumed: int) -> Any:
     """The value of a steerable key that is in force in the step that ends at `consumed`, as JSON: of `optimizer.lr`,
     what the optimiser gets."""
     schedule = config.schedule
-    section, _, name = key.partition(".")
     if key == "eval.loss_every":
         return str(config.heldout_every(consumed))
     if key in _INTERVALS:
         return str(schedule.interval_at(key, consumed))
-    if section == "health":
-        return schedule.thresholds_at(consumed).get(name, getattr(config.health, name))
-    return getattr(schedule.values_at(consumed), name)
+    return getattr(schedule.values_at(consumed), key.partition(".")[2])
 
 
 def text_of(value: Any) -> str:

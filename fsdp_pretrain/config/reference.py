@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from fsdp_pretrain.remote import Url
-from fsdp_pretrain.units import BatchSize, Bytes, Pause, Progress, SampleRange, Seconds, Steps
+from fsdp_pretrain.units import BatchSize, Bytes, Progress, SampleRange, Seconds, Steps
 
 from .base import Section
 from .config import Config, sections_in
@@ -102,7 +102,6 @@ def _type(annotation: Any) -> str:
         Progress: "amount",
         BatchSize: "samples or tokens",
         Seconds: "time",
-        Pause: "time",
         Bytes: "bytes",
         Url: "URL",
         Steps: "steps",

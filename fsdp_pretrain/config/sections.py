@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from fsdp_pretrain.remote import Url
-from fsdp_pretrain.units import BatchSize, Pause, Progress, Seconds
+from fsdp_pretrain.units import BatchSize, Progress, Seconds
 
 from .base import (
     AboveZero,
@@ -59,18 +59,13 @@ class BatchRampSection(Section):
     """Increment."""
     start: Progress = Progress(0, "sample")
     """Start of the ramp, in samples or tokens."""
-    end: Progress | None = None
-    """End of the ramp, in samples or tokens. Give this or `duration`."""
-    duration: Progress | None = None
-    """Length of the ramp, in samples or tokens. Give this or `end`."""
+    duration: Progress
+    """Length of the ramp, in samples or tokens."""
 
     @model_validator(mode="after")
-    def _one_end(self) -> BatchRampSection:
-        if (self.end is None) == (self.duration is None):
-            raise ValueError("give either `end` or `duration`, not both or neither")
-        for name in ("start", "end", "duration"):
-            value = getattr(self, name)
-            if value is not None and value.unit == "step":
+    def _no_steps(self) -> BatchRampSection:
+        for name in ("start", "duration"):
+            if getattr(self, name).unit == "step":
                 raise ValueError(
                     f"`{name}` cannot be in steps: how long a step is depends on the ramp; use samples or tokens"
                 )
@@ -216,9 +211,6 @@ class CheckpointSection(Section):
     """Number of newest checkpoints to keep in the mirror, beside pinned ones and those of `keep_every`."""
     mirror_record_every: Seconds = Seconds(300)
     """Interval between copies of the record to the mirror; it is also copied with every checkpoint."""
-    mirror_flush: Pause = Pause(600)
-    """How long a complete run waits for the mirror to have its last checkpoint and record. A run that is asked to stop
-    waits at most 20 s: its next start continues the copy."""
     background: bool = True
     """Write while training continues, from a copy in host memory (as large as a rank's share of the checkpoint).
     Training waits for the last save of a start, and for the one after a failure."""
@@ -279,8 +271,6 @@ class EvalSection(Section):
     else 0."""
     gen_kwargs: dict[str, Any] = {}
     """Options of generating answers, such as `{max_gen_toks = 64}`. They replace those of the tasks one by one."""
-    seed: Seed = 1234
-    """Seed of the choice of few-shot examples."""
     log_samples: bool = False
     """Keep documents, prompts and responses beside the results. Off: only a hash and the metrics of each document."""
     batch: Positive = 16
@@ -290,8 +280,6 @@ class EvalSection(Section):
     machine has any."""
     launch: bool = True
     """Let the trainer start the evaluation on its first node. Off: only `fsdp-eval watch` (cron, Slurm) evaluates."""
-    threads: Positive = 1
-    """CPU threads of an evaluation that the trainer starts."""
     attempts: Positive = 3
     """Attempts per checkpoint; then it is given up, with an alarm, until `fsdp-eval retry`."""
     retry: Seconds = Seconds(300)

@@ -19,7 +19,7 @@ from .timeline import Change, TimelineEntry
 
 _LARGEST_JUMP = 0.1
 """Share of a value that an entry may change at once without saying so."""
-_LR, _MIN_LR, _LR_SCALE = "optimizer.lr", "optimizer.min_lr", "optimizer.lr_scale"
+_LR, _MIN_LR, _LR_SCALE, _REWARM = "optimizer.lr", "optimizer.min_lr", "optimizer.lr_scale", "rewarm"
 _SHRINK = "optimizer.embedding_shrink"
 _OF_STEP = {
     "optimizer.weight_decay": 0.1,
@@ -102,9 +102,8 @@ class SteeredValues:
         behind: Callable[[int, Progress], int],
     ) -> None:
         self._curve, self._behind = curve, behind
-        defaults = {**_OF_STEP, _MIN_LR: 0.0, _LR_SCALE: 1.0}
+        defaults = {**_OF_STEP, _MIN_LR: 0.0, _LR_SCALE: 1.0, _REWARM: 1.0}
         self._values = {key: Piecewise(value) for key, value in {**defaults, **values}.items()}
-        self._rewarms = list[Piecewise[float]]()
         placed = sorted(((place(entry.at), entry) for entry in timeline), key=lambda pair: pair[0])
         problems, steered = list[str](), {_SHRINK} if self._values[_SHRINK].at(0) != _OF_STEP[_SHRINK] else set[str]()
         for at, entry in placed:
@@ -133,8 +132,7 @@ class SteeredValues:
             else:
                 along.change(at, value)
         if entry.rewarm is not None:
-            self._rewarms.append(Piecewise(1.0))
-            self._rewarms[-1].change(at, 1.0, 0.0, self._length(at, entry.rewarm))
+            self._values[_REWARM].change(at, 1.0, 0.0, self._length(at, entry.rewarm))
 
     def _length(self, at: int, over: Progress | None) -> int:
         return 0 if over is None else self._behind(at, over) - at
@@ -166,9 +164,7 @@ class SteeredValues:
         def now(along: Piecewise[Any]) -> Any:
             return along.at(consumed, behind=behind, within=step)
 
-        scale, rewarm = now(self._values[_LR_SCALE]), 1.0
-        for ramp in self._rewarms:
-            rewarm *= ramp.at(consumed, behind=behind)
+        scale, rewarm = now(self._values[_LR_SCALE]), self._values[_REWARM].at(consumed, behind=behind)
         lr = self._curve.lr(consumed, now(self._values[_LR]), now(self._values[_MIN_LR])) * scale * rewarm
         others = {key.partition(".")[2]: now(self._values[key]) for key in _OF_STEP}
         return StepValues(lr=lr, lr_scale=scale, rewarm=rewarm, **others)
@@ -177,16 +173,11 @@ class SteeredValues:
         """The value of a key such as `checkpoint.every` in the step that ends at `consumed`; None: it has none."""
         return self._values[key].at(consumed) if key in self._values else None
 
-    def thresholds_at(self, consumed: int) -> dict[str, float]:
-        """Keys of `[health]` that an entry changed, and their values."""
-        found = {key: along.at(consumed) for key, along in self._values.items() if key.startswith("health.")}
-        return {key.partition(".")[2]: value for key, value in found.items() if value is not None}
-
     @property
     def marks(self) -> list[int]:
         """Where something changes, and where ramps end."""
-        of_step = [self._values[key] for key in (_LR, _MIN_LR, _LR_SCALE, *_OF_STEP)]
-        ends = [mark for along in (*of_step, *self._rewarms) for mark in along.marks]
+        of_step = [self._values[key] for key in (_LR, _MIN_LR, _LR_SCALE, _REWARM, *_OF_STEP)]
+        ends = [mark for along in of_step for mark in along.marks]
         return sorted({*(placed.at for placed in self.timeline), *ends})
 
     # ------------------------------------------------------------------ continuity

@@ -104,13 +104,6 @@ class EvalTimeline(Section):
     """Interval between measurements of the held-out loss."""
 
 
-class HealthTimeline(Section):
-    """Keys of `[health]` that an entry can change."""
-
-    tolerance: AboveZero | None = None
-    """Factor of the thresholds for losses and gradient norms."""
-
-
 class TimelineEntry(Section):
     """A change in the course of the run. It counts for the steps after `at`, as a restart from the checkpoint of that
     place with other settings would, and it is the same at every restart."""
@@ -133,8 +126,6 @@ class TimelineEntry(Section):
     """New values of `[checkpoint]`."""
     eval: EvalTimeline = EvalTimeline()
     """New values of `[eval]`."""
-    health: HealthTimeline = HealthTimeline()
-    """New values of `[health]`."""
 
     @model_validator(mode="after")
     def _means_something(self) -> TimelineEntry:
@@ -158,7 +149,7 @@ class TimelineEntry(Section):
 
     def changes(self) -> Iterator[tuple[str, Any]]:
         """(dotted key, `Change` or plain value) of everything that is set, in the order of the schema."""
-        for name in ("optimizer", "train", "checkpoint", "eval", "health"):
+        for name in ("optimizer", "train", "checkpoint", "eval"):
             section = getattr(self, name)
             for key in type(section).model_fields:
                 if (value := getattr(section, key)) is not None:

@@ -139,9 +139,6 @@ class Health:
     def step(self, record: StepRecord) -> HealthOutcome:
         """Judge a step by its record. Call once per step, in order."""
         self._cursors.append((record.step, record.cursor))
-        if changed := self._schedule.thresholds_at(record.consumed):
-            config = self._config.model_copy(update=changed)
-            self._spike.limits = self._level.limits = self._norm.limits = config
         verdict, self._carried = HealthOutcome(self._carried), []
         self._judge_finite(record, verdict)
         if record.loss_scale is not None:

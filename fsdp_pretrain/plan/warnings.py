@@ -87,8 +87,8 @@ def _rewarm_warnings(config: Config) -> Iterator[str]:
         text = f"timeline, at {placed.entry.at}: rewarm = {placed.entry.rewarm}"
         if placed.at < min(until, schedule.total):
             yield (
-                f"{text} begins before the one at {before} has ended: the learning rate is multiplied by both; "
-                "begin it later, or make that one shorter"
+                f"{text} begins before the one at {before} has ended, and takes its place: the learning rate begins "
+                "at 0 again; begin it later, or make that one shorter"
             )
         if placed.at < schedule.total < end:
             share = (schedule.total - placed.at) / (end - placed.at)

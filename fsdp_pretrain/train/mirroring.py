@@ -21,8 +21,8 @@ from .run_context import RunContext
 
 _TURN = 1.0
 """Seconds that ranks wait for rank 0 before they show that they live."""
-_STOP_SECONDS = 20.0
-"""How long a run that was asked to stop waits for the mirror."""
+_COMPLETE_SECONDS, _STOP_SECONDS = 600.0, 20.0
+"""How long a complete run, and one that was asked to stop, waits for the mirror."""
 
 
 def restored_from_mirror(config: Config, world: World, terms: ResumeOptions, heartbeat: Heartbeat) -> bool:
@@ -60,16 +60,15 @@ def _ended(restoring: Pending[None]) -> bool:
 
 
 def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete: bool) -> None:
-    """Wait until the mirror has the last checkpoint and the record, but not for longer than `checkpoint.mirror_flush`,
+    """Wait until the mirror has the last checkpoint and the record, but not for longer than ten minutes,
     and only for a moment if the run was asked to stop. Collective.
 
     Args:
         uploader: on rank 0, if the run has a mirror.
     """
-    limit = run.config.checkpoint.mirror_flush.value
     if run.config.checkpoint.mirror is None:
         return
-    limit = limit if complete else min(_STOP_SECONDS, limit)
+    limit = _COMPLETE_SECONDS if complete else _STOP_SECONDS
     begun, said = time.monotonic(), False
     if uploader is not None:
         uploader.finish()
