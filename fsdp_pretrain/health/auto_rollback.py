@@ -40,7 +40,7 @@ def roll_back(run: RunDir, config: Config, asked: RollbackRequest, recorder: Rec
     """
     before = journal.of_kind(journal.read(run), "health-rollback")
     repeats = sum(entry["key"] == asked.key and abs(entry["start"] - asked.start) <= _SAME for entry in before)
-    _check_budget(config, asked, before, repeats)
+    _check_budget(asked, before, repeats)
     candidates = _candidates(run, asked)
     for checkpoint in candidates:
         skip = _skipped(asked, repeats, checkpoint.train_state().cursor)
@@ -75,9 +75,9 @@ def record_rollback(run: RunDir, step: int, asked: RollbackRequest, recorder: Re
     recorder.status(force=True, **left.entries())  # as the rollback left it
 
 
-def _check_budget(config: Config, asked: RollbackRequest, before: list[dict[str, Any]], repeats: int) -> None:
+def _check_budget(asked: RollbackRequest, before: list[dict[str, Any]], repeats: int) -> None:
     """Raise NumericError if there were too many rollbacks already."""
-    health, since = config.health, datetime.now(UTC) - timedelta(hours=24)
+    since = datetime.now(UTC) - timedelta(hours=24)
     today = sum(datetime.fromisoformat(entry["time"]) >= since for entry in before)
     nearby = sum(abs(entry["start"] - asked.start) <= _NEARBY for entry in before)
     limit = 1 if asked.key == "loss/nonfinite" else 2
@@ -85,8 +85,8 @@ def _check_budget(config: Config, asked: RollbackRequest, before: list[dict[str,
         raise _needs_person(asked, f"the same incident was answered by {repeats} rollback{'s' * (repeats > 1)} already")
     if nearby >= limits.ROLLBACKS_NEARBY:
         raise _needs_person(asked, f"{nearby} rollbacks within {_NEARBY} steps")
-    if today >= health.rollbacks_a_day:
-        raise _needs_person(asked, f"{today} rollbacks within 24 hours (health.rollbacks_a_day)")
+    if today >= limits.ROLLBACKS_A_DAY:
+        raise _needs_person(asked, f"{today} rollbacks within 24 hours")
 
 
 def _candidates(run: RunDir, asked: RollbackRequest) -> list[Checkpoint]:
