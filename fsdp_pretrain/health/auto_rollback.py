@@ -10,7 +10,6 @@ from typing import Any
 
 from fsdp_pretrain.checkpoint.locations import newest_clean, stores
 from fsdp_pretrain.checkpoint.store import Checkpoint
-from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, Exit, NumericError, StorageError, UserError
 from fsdp_pretrain.lineage.rollback import go_back
 from fsdp_pretrain.record import exit_intent, journal, state_files
@@ -33,7 +32,7 @@ _SUGGESTIONS = (
 )
 
 
-def roll_back(run: RunDir, config: Config, asked: RollbackRequest, recorder: Recorder) -> BranchReport:
+def roll_back(run: RunDir, asked: RollbackRequest, recorder: Recorder) -> BranchReport:
     """Roll back. The caller holds the run's lock and has stopped training.
 
     Raises NumericError if a person has to decide, StorageError as `rollback.go_back` does.
