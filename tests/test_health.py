@@ -409,7 +409,7 @@ def test_repeated_steps(config: Config, exact: bool, change: dict[str, Any], sev
         ("loss/spike", [("loss/spike", 100 * n, 25 * n) for n in (1, 9, 17)], "no clean checkpoint"),
     ],
 )
-def test_budgets(config: Config, tmp_path: Path, key: str, before: list[tuple[str, int, int]], refused: str) -> None:
+def test_budgets(tmp_path: Path, key: str, before: list[tuple[str, int, int]], refused: str) -> None:
     """(key, first step, hours ago) of earlier rollbacks; the last case has only old ones, and gets further."""
     run = RunDir(tmp_path / "run")
     entries = [
@@ -426,5 +426,5 @@ def test_budgets(config: Config, tmp_path: Path, key: str, before: list[tuple[st
     run.journal.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     asked = RollbackRequest(key, "it went wrong", 5000, 5050, 0, 10, 4950)
     with pytest.raises(NumericError, match=refused) as caught:
-        roll_back(run, config, asked, NotesOnlyRecorder(run, run.segment(1)))
+        roll_back(run, asked, NotesOnlyRecorder(run, run.segment(1)))
     assert caught.value.exit == 93 and "optimizer.lr" in caught.value.remedy

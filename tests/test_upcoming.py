@@ -115,7 +115,8 @@ def test_whether_it_fits(
         ("800 samples", 160, 200, WARN),
         ("800 samples", 260, 260, CRIT),
         ("25_600 tokens", 450, 450, CRIT),
-        ("10_000 steps", 16_000, 30_000, CRIT),  # max_unprotected
+        ("10_000 steps", 21_000, 21_000, WARN),
+        ("10_000 steps", 22_000, 22_000, CRIT),  # older than six hours
     ],
 )
 def test_whether_it_is_late(

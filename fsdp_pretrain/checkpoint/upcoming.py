@@ -12,7 +12,6 @@ from enum import IntEnum
 from statistics import quantiles
 
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.severity import Severity
@@ -35,6 +34,8 @@ _MARGIN, _SPARE_FILES = 1.05, 100
 _FILES_BESIDE = 2
 _LATE, _VERY_LATE, _TOO_LATE = 1.5, 2.5, 4.0
 """Thresholds in intervals without a verified checkpoint."""
+_UNPROTECTED_SECONDS = 6 * 3600.0
+"""Age of the newest verified checkpoint that is too late if the next one is overdue, however long the intervals are."""
 
 
 def need_after(size: int, files: int) -> SpaceNeeded:
@@ -155,12 +156,12 @@ class UnsavedTraining:
         """Seconds per interval."""
         return self.steps * self.step_seconds / self._made if self._made > 0 else 0.0
 
-    def late(self, section: StorageSection) -> Late:
+    def late(self) -> Late:
         """How late the next checkpoint is. Ages below the watchdog's check interval are not late."""
         allowed = max(_LATE * self._interval + self.save_seconds, CHECK_SECONDS)
         if self.age <= allowed or self.intervals <= _LATE:
             return Late.NO
-        if self.age > max(section.max_unprotected.value, allowed) or self.intervals > _TOO_LATE:
+        if self.age > max(_UNPROTECTED_SECONDS, allowed) or self.intervals > _TOO_LATE:
             return Late.TOO_LATE
         return Late.VERY_LATE if self.intervals > _VERY_LATE else Late.LATE
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fsdp_pretrain.units import Seconds
 
-from .base import AboveZero, FilePath, Positive, Section
+from .base import AboveZero, Positive, Section
 from .notify import NotifySection
 
 
@@ -30,8 +30,6 @@ class HealthSection(Section):
     tolerance: AboveZero = 1.0
     """Factor of the thresholds for losses and gradient norms (`fsdp_pretrain/health/limits.py`). 2: only deviations
     that are twice as large are reported and acted on."""
-    rollbacks_a_day: Positive = 3
-    """Automatic rollbacks allowed within 24 hours; instead of another one the run ends with exit 93."""
 
 
 class HangSection(Section):
@@ -50,11 +48,9 @@ class HangSection(Section):
 class StorageSection(Section):
     """What is done about checkpoints that are not verified."""
 
-    max_unprotected: Seconds = Seconds(6 * 3600)
-    """The run is asked to stop when its newest verified checkpoint is this old and the next one is overdue."""
     act: bool = True
-    """Ask for a save when the newest verified checkpoint is 2.5 intervals old, and for a stop when it is 4 intervals or
-    `max_unprotected` old (exit 93 if the last save fails too). Off: only report."""
+    """Ask for a save when the newest verified checkpoint is 2.5 intervals old, and for a stop when it is 4 intervals,
+    or 6 hours and overdue (exit 93 if the last save fails too). Off: only report."""
 
 
 class HardwareSection(Section):
@@ -63,9 +59,6 @@ class HardwareSection(Section):
     provider: Annotated[str, Field(pattern=r"^(auto|none|nvml|file:.+)$")] = "auto"
     """Source of the state of GPUs: `nvml` (NVIDIA's library, through the package `nvidia-ml-py`), `file:PATH` (a JSON
     file that another program keeps current, see watchdog.md), `none`; `auto` is `nvml` where there is a driver."""
-    hosts: FilePath | None = None
-    """File with the incidents of every host, which several runs may share. Default: `watchdog/hosts.json` in the run
-    directory."""
     act: bool = True
     """When a device is permanently broken, save, stop, and add its host to `avoid_hosts` (exit 76). Off: only
     report."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from fsdp_pretrain.checkpoint.locations import newest_clean, stores
 from fsdp_pretrain.checkpoint.store import Checkpoint
-from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, Exit, NumericError, StorageError, UserError
 from fsdp_pretrain.lineage.rollback import go_back
 from fsdp_pretrain.record import exit_intent, journal, state_files
@@ -33,14 +32,14 @@ _SUGGESTIONS = (
 )
 
 
-def roll_back(run: RunDir, config: Config, asked: RollbackRequest, recorder: Recorder) -> BranchReport:
+def roll_back(run: RunDir, asked: RollbackRequest, recorder: Recorder) -> BranchReport:
     """Roll back. The caller holds the run's lock and has stopped training.
 
     Raises NumericError if a person has to decide, StorageError as `rollback.go_back` does.
     """
     before = journal.of_kind(journal.read(run), "health-rollback")
     repeats = sum(entry["key"] == asked.key and abs(entry["start"] - asked.start) <= _SAME for entry in before)
-    _check_budget(config, asked, before, repeats)
+    _check_budget(asked, before, repeats)
     candidates = _candidates(run, asked)
     for checkpoint in candidates:
         skip = _skipped(asked, repeats, checkpoint.train_state().cursor)
@@ -75,9 +74,9 @@ def record_rollback(run: RunDir, step: int, asked: RollbackRequest, recorder: Re
     recorder.status(force=True, **left.entries())  # as the rollback left it
 
 
-def _check_budget(config: Config, asked: RollbackRequest, before: list[dict[str, Any]], repeats: int) -> None:
+def _check_budget(asked: RollbackRequest, before: list[dict[str, Any]], repeats: int) -> None:
     """Raise NumericError if there were too many rollbacks already."""
-    health, since = config.health, datetime.now(UTC) - timedelta(hours=24)
+    since = datetime.now(UTC) - timedelta(hours=24)
     today = sum(datetime.fromisoformat(entry["time"]) >= since for entry in before)
     nearby = sum(abs(entry["start"] - asked.start) <= _NEARBY for entry in before)
     limit = 1 if asked.key == "loss/nonfinite" else 2
@@ -85,8 +84,8 @@ def _check_budget(config: Config, asked: RollbackRequest, before: list[dict[str,
         raise _needs_person(asked, f"the same incident was answered by {repeats} rollback{'s' * (repeats > 1)} already")
     if nearby >= limits.ROLLBACKS_NEARBY:
         raise _needs_person(asked, f"{nearby} rollbacks within {_NEARBY} steps")
-    if today >= health.rollbacks_a_day:
-        raise _needs_person(asked, f"{today} rollbacks within 24 hours (health.rollbacks_a_day)")
+    if today >= limits.ROLLBACKS_A_DAY:
+        raise _needs_person(asked, f"{today} rollbacks within 24 hours")
 
 
 def _candidates(run: RunDir, asked: RollbackRequest) -> list[Checkpoint]:

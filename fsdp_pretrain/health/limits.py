@@ -35,6 +35,8 @@ MARGIN = 20
 """A rollback also skips the samples of this many steps before and after the incident."""
 ROLLBACKS_NEARBY = 2
 """Automatic rollbacks within 1000 steps; instead of another one the run ends with exit 93."""
+ROLLBACKS_A_DAY = 3
+"""Automatic rollbacks within 24 hours; instead of another one the run ends with exit 93."""
 COMPARE_EVERY = 1000
 """Steps between two comparisons of the replicas' parameters; also done after each start."""
 REPLAY_TOLERANCE = 1e-3

@@ -62,7 +62,7 @@ def conclude(outcome: Exit, trainer: Trainer) -> Exit:
         found = "not finite again" if asked.repeats else "finite, but a device was suspected here before"
         text = f"the same step from the same batch was {found}: {asked.cause}"
         recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
-    report = run.world.decide(lambda: roll_back(run_dir, run.config, asked, recorder))
+    report = run.world.decide(lambda: roll_back(run_dir, asked, recorder))
     if run.world.is_main:
         record_rollback(run_dir, report.step, asked, recorder)
     return outcome

@@ -263,7 +263,7 @@ def _check_next_checkpoint(report: StatusReport, run: RunDir, status: Status) ->
         return
     if fit is not None and fit.severity is not None:
         report.problems.append((int(fit.severity), fit.text))
-    if level := late.late(config.watchdog.storage):
+    if level := late.late():
         report.problems.append((WARN if level is Late.LATE else ALERT, str(late)))
 
 

@@ -119,5 +119,5 @@ def _devices(config: Config, run: RunDir, alarms: AlarmSink, host: str, expected
         return None
     if provider is None:
         return None
-    memory = section.hosts or run.path / "watchdog/hosts.json"
+    memory = run.path / "watchdog/hosts.json"
     return GpuDetector(alarms, host=host, memory=memory, expected=expected, provider=provider)

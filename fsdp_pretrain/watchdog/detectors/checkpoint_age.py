@@ -200,7 +200,7 @@ class CheckpointDetector(Detector):
             step_seconds=median(self._steps),
             save_seconds=upcoming.longest_save([seconds for _, seconds in self._saves]),
         )
-        late = made.late(self._section)
+        late = made.late()
         if late is Late.NO:
             self._asked.clear()
             self.resolve("checkpoint-age", f"step {saved.step} is verified")
