@@ -218,6 +218,9 @@ class CheckpointSection(Section):
     """Consecutive failed saves after which the run stops with exit 93."""
     retry: Seconds = Seconds(10)
     """Pause before a failed save is retried; doubles with every further failure, up to 5 minutes."""
+    max_age: Seconds | None = None
+    """How long training may continue without a new verified checkpoint before the run stops with exit 93. Default: no
+    limit."""
 
     @property
     def kept_intervals(self) -> list[Progress]:

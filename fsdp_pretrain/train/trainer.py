@@ -74,6 +74,7 @@ class AgreedActions:
     profile: bool = False
     steer: bool = False
     saved: int = 0
+    overdue: bool = False
     rollback: RollbackRequest | None = None
 
 
@@ -172,6 +173,8 @@ class Trainer:
                 return self._end_for(agreed.rollback)
             if agreed.profile:
                 self._profiler.agree(self.state.step)
+            if agreed.overdue:
+                self.saves.refuse_to_go_on()
             if self.saves.all_ended(agreed.saved):
                 self._heartbeat.beat(Phase.SAVE)
                 self.saves.finish()
@@ -209,7 +212,7 @@ class Trainer:
         self.saves.finish()
         stop = self._control.hold(pause, self.state.step, self._look_while_held, self._act_while_held)
         seconds = time.perf_counter() - start
-        self.saves.take_stalled()
+        self.saves.exclude_pause(seconds)
         self._clock.go_on(seconds)
         return stop
 
@@ -227,7 +230,7 @@ class Trainer:
         return decided
 
     def _look_while_held(self) -> Requests:
-        asked, (_, retry) = self.context.inbox.take(), self.saves.signals()
+        asked, (_, retry, _) = self.context.inbox.take(), self.saves.signals()
         self._profiler.ask(asked.profile)
         return replace(asked, save=asked.save or retry)
 
@@ -334,7 +337,7 @@ class Trainer:
     def _sum_counts(self, batch: StepBatch) -> Tensor:
         """Packed `StepCounts` of all ranks, on the device; periodically with checksums of the parameters."""
         asked = self.context.inbox.take()
-        saved, retry = self.saves.signals()
+        saved, retry, overdue = self.saves.signals()
         counts = replace(
             StepCounts.of(batch),
             stop=asked.stop,
@@ -343,6 +346,7 @@ class Trainer:
             steer=asked.steer,
             without_data=self._data_error is not None,
             saved=saved,
+            overdue=overdue,
         )
         for text in batch.notices:
             self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
@@ -429,6 +433,7 @@ class Trainer:
             self._agreed.profile |= counts.profile > 0
             self._agreed.steer |= counts.steer > 0
             self._agreed.saved = max(self._agreed.saved, counts.saved)
+            self._agreed.overdue |= counts.overdue > 0
             self._clock.finish(issued.times)
             record = self._records.of(issued)
             self._stretches += record.documents + record.batch  # a document may span several samples
