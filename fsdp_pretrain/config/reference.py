@@ -43,36 +43,47 @@ would be another model or other data. See "What a resume may change" in [trainin
 
 def reference() -> str:
     """The page, as Markdown."""
-    return "\n".join([_INTRODUCTION, *_lines(), *_table("A change in `[[timeline]]`", "timeline", Change)]) + "\n"
+    change = _table("A change in `[[timeline]]`", Change.__doc__ or "", _rows("timeline", Change))
+    return "\n".join([_INTRODUCTION, *_lines(), *change]) + "\n"
 
 
 def _lines(outer: type[Section] = Config, prefix: str = "") -> Iterator[str]:
-    """The tables of all sections inside one, in order."""
+    """The tables of all sections inside one, in order. What all kinds of a section have in common is listed once."""
     for name, field in outer.model_fields.items():
         key, tag = f"{prefix}{name}", field.discriminator
-        for section in sections_in(field.annotation):
-            if issubclass(section, Change):  # one table for all
-                continue
+        kinds = [section for section in sections_in(field.annotation) if not issubclass(section, Change)]
+        rows = {section: _rows(key, section) for section in kinds}
+        common = [row for row in rows[kinds[0]] if all(row in each for each in rows.values())] if len(kinds) > 1 else []
+        if common:
+            yield from _table(f"`[{key}]`, whatever its `{tag}`", "", common)
+        for section in kinds:
             title = f"[[{key}]]" if _is_list(field.annotation) else f"[{key}]"
             if isinstance(tag, str):
                 choices = [f'"{choice}"' for choice in get_args(section.model_fields[tag].annotation)]
                 title += f" with {tag} = {', '.join(choices)}"
-            title = f"`{title}`"
             if list(section.model_fields) != [tag]:
-                yield from _table(title, key, section)
+                own = [row for row in rows[section] if row not in common]
+                yield from _table(f"`{title}`", section.__doc__ or "", own)
                 yield from _lines(section, f"{key}.")
 
 
-def _table(title: str, key: str, section: type[Section]) -> Iterator[str]:
+def _table(title: str, text: str, rows: list[str]) -> Iterator[str]:
     yield f"## {title}\n"
-    yield f"{(section.__doc__ or '').strip()}\n"
+    if text:
+        yield f"{text.strip()}\n"
     yield "| key | type | default | resume | meaning |"
     yield "|---|---|---|---|---|"
-    known = meanings(section)
+    yield from rows
+    yield ""
+
+
+def _rows(key: str, section: type[Section]) -> list[str]:
+    """The row of each key of a section."""
+    rows, known = [], meanings(section)
     for name, field in section.model_fields.items():
         meaning, kind = _escape(known[name]), class_of(f"{key}.{name}")
-        yield f"| `{field.alias or name}` | {_type(field.annotation)} | {_default(field)} | {kind} | {meaning} |"
-    yield ""
+        rows.append(f"| `{field.alias or name}` | {_type(field.annotation)} | {_default(field)} | {kind} | {meaning} |")
+    return rows
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
