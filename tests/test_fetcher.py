@@ -259,7 +259,8 @@ def test_a_full_disk_is_told_and_training_goes_on(
     node.start()
     try:
         found = node.train(50)
-        ballast.write_bytes(bytes(640 << 10))
+        space = os.statvfs(disk)
+        ballast.write_bytes(bytes(space.f_bavail * space.f_frsize - (16 << 10)))
         found += node.train(1500)
         assert found == local(corpus, 1550)
         assert node.end().size < 800_000

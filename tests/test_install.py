@@ -39,7 +39,7 @@ def test_the_gpu_suite_without_an_installation(carried: dict[str, str], tmp_path
     """Without a GPU, it is at least collected."""
     script = [ROOT / "scripts/test_gpu.sh", "--only", "suite", tmp_path]
     done = subprocess.run(script, env=carried, capture_output=True, text=True)
-    assert done.returncode == 0 and "| suite | passed |" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "## suite: passed" in done.stdout, done.stdout + done.stderr
     output = (tmp_path / "suite.txt").read_text()
     assert " skipped" in output and "error" not in output, output
 

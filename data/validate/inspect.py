@@ -36,8 +36,9 @@ def document(place: Location, manifest: CorpusManifest, wanted: int) -> ShownDoc
         DataError: there is no such document, or the corpus is damaged; RemoteError.
     """
     ends = np.cumsum([shard.documents for shard in manifest.shards])
-    if not 0 <= wanted < manifest.documents:
-        raise DataError(f"there is no document {wanted}: the corpus has {manifest.documents}")
+    documents = int(ends[-1]) if len(ends) else 0
+    if not 0 <= wanted < documents:
+        raise DataError(f"there is no document {wanted}: the corpus has {documents}")
     index = int(ends.searchsorted(wanted, "right"))
     shard = manifest.shards[index]
     number = wanted - (int(ends[index]) - shard.documents)
