@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from processes import CLI, ROOT, Run, clean_environment, python_path
+from processes import CLI, ROOT, SET_CONSTANTS, Run, clean_environment, python_path
 from sight import until
 from skips import needs_aim
 from views import BEGIN, Recorded, aim_runs, shown, wandb_view
@@ -259,11 +259,11 @@ def kill(run: Path, name: str) -> None:
 
 
 @pytest.fixture
-def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trackers that never answer once they have begun, for which followers started from now on wait five seconds."""
+def stuck(tmp_path: Path) -> str:
+    """PYTHONPATH with which trackers never answer once they have begun; their followers wait five seconds for them."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(
-        f"import sys, time\nif {FOLLOW!r} in sys.orig_argv:\n"
+        SET_CONSTANTS + f"import sys, time\nif {FOLLOW!r} in sys.orig_argv:\n"
         "    from fsdp_pretrain.trackers import points\n"
         "    points.RecordStream.read = lambda self: time.sleep(3600)\n"
         "    import threading\n"
@@ -273,7 +273,7 @@ def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "        main.STUCK_SECONDS = 5.0\n"
         "    threading.Thread(target=hurry, daemon=True).start()\n"
     )
-    monkeypatch.setenv("PYTHONPATH", python_path(tmp_path / "site"))
+    return python_path(tmp_path / "site")
 
 
 @pytest.mark.shows("B18")
@@ -293,8 +293,7 @@ def test_three_broken_views_leave_training_as_it_is(
     """The same curve, bit for bit, exit 0, and one line each."""
     lab.train(lab.config("plain"))
     run = lab.path / "run"
-    if harms is None:
-        request.getfixturevalue("stuck")
+    variables = {"PYTHONPATH": request.getfixturevalue("stuck")} if harms is None else {}
     if harms == ():
         disk = small_disk("1m")
         run.mkdir()
@@ -303,7 +302,7 @@ def test_three_broken_views_leave_training_as_it_is(
             (run / name).symlink_to(disk / name, target_is_directory=True)
         subprocess.run(["mount", "-o", "remount,ro,size=1m", str(disk)], check=True)
     (gate,) = gates(15)
-    job = lab.start(lab.config(record=ALL))
+    job = lab.start(lab.config(record=ALL), variables=variables)
     if harms:
         until(
             lambda: all((run / name).exists() and any((run / name).iterdir()) for name in ALL), what="the three views"
