@@ -102,7 +102,7 @@ def full() -> Snapshot:
         checkpoint_bytes_per_second=1e9, next_checkpoint_fits=7.0, disk_full_in=float("inf"),
         heartbeat_ages={0: 0.1, 1: 0.2}, own_ratios={0: 1.0, 1: 1.1}, loss=2.5, loss_z=float("nan"), grad_norm=0.7,
         group_grad_norms={"embedding": 0.4}, group_update_ratios={"embedding": 1e-3},
-        step_seconds=0.4, skipped_steps=1, goodput=0.93, ettr=0.95, badput_seconds={"lost": 100.0, "eval": 20.0},
+        step_seconds=0.4, skipped_steps=1, goodput=0.93, badput_seconds={"lost": 100.0, "eval": 20.0},
         open={"INFO": 0, "WARN": 2, "CRIT": 0},
     )  # fmt: skip
 

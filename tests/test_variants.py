@@ -26,7 +26,6 @@ from fsdp_pretrain.models.masks import Slots
 from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.parallel.optimizer import parameter_groups
 from fsdp_pretrain.plan.flops import flops_per_token, hardware_flops_per_token
-from fsdp_pretrain.plan.warnings import shape
 
 pytestmark = pytest.mark.quick
 MODELS = Path(__file__).resolve().parent.parent / "configs/models"
@@ -108,7 +107,7 @@ def test_operations_are_of_the_queries_width() -> None:
     products = h * q + 2 * h * k + q * h + 3 * h * f + 2 * q * s  # scores, and what they weigh
     assert hardware_flops_per_token(model, s) == 3 * 28 * 2 * products + 6 * h * model.rows
     assert flops_per_token(10, model, s) == 6 * 10 + 12 * 28 * q * s
-    assert shape(model).head_size == 128
+    assert model.head_dim == 128
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "another"])

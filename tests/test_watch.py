@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import records
 from laboratory import Lab
-from processes import ROOT, Run, clean_environment
+from processes import Run
 from records import step_record
 from sight import until
 from terminals import needs_tmux, terminal  # noqa: F401  (a fixture)
@@ -162,42 +160,6 @@ def test_a_page_in_a_file(written: Written, run_command: Run) -> None:
         assert done.stdout.startswith("small  RUNNING  start 1") and "CRIT disk/run" in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= 100
     assert contents(written.run) == before
-
-
-@pytest.mark.parametrize(
-    ("variables", "stream", "expected"),
-    [
-        ({}, "pipe", False),
-        ({"FORCE_COLOR": "1"}, "pipe", True),
-        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, "pipe", False),
-        ({}, "terminal", True),
-        ({"NO_COLOR": "1"}, "terminal", False),
-        ({"TERM": "dumb"}, "terminal", False),
-    ],
-)
-def test_colours_are_for_terminals(tmp_path: Path, variables: dict[str, str], stream: str, expected: bool) -> None:
-    """The training console's: on its output only where they belong, never in the log."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from records import step_record;"
-        "from fsdp_pretrain.record.files import RunDir; from fsdp_pretrain.record.recorder import Recorder;"
-        "run = RunDir(Path(sys.argv[2])); r = Recorder(run, run.new_segment(), name='x', console_every=1, total_steps=9);"
-        "r.step(step_record(1), target=9); r.event('stop', 'why', code=93)"
-    )
-    hidden = ("NO_COLOR", "FORCE_COLOR", "TERM")
-    environment = {key: value for key, value in clean_environment().items() if key not in hidden}
-    command = [sys.executable, "-c", code, str(ROOT / "tests"), str(tmp_path / "run")]
-    ours, theirs = os.openpty() if stream == "terminal" else os.pipe()
-    with subprocess.Popen(
-        command, stdout=theirs, env={**environment, "TERM": "xterm", **variables}, cwd="/"
-    ) as process:
-        os.close(theirs) if stream == "terminal" else None
-        assert process.wait() == 0
-    if stream == "pipe":
-        os.close(theirs)
-    written = os.read(ours, 1 << 16).decode()
-    os.close(ours)
-    assert "loss=" in written and "why" in written and ("\x1b[" in written) == expected, written
-    assert "\x1b" not in (tmp_path / "run/segments/0001/log").read_text()
 
 
 def test_runs_in_a_file(lab: Lab, written: Written, run_command: Run) -> None:

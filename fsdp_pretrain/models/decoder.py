@@ -20,6 +20,9 @@ from .layers import FeedForward, Initial
 from .loss import token_losses
 from .masks import Backend, Mask, Slots, Visible, block_mask, dense_mask
 
+Reader = Callable[[Tensor, Tensor], Tensor]
+"""Normalised hidden states [B, S, H] and the output matrix [V, H] -> what is wanted of them."""
+
 
 class Embedding(nn.Embedding):
     """The embedding table, possibly tied to the output matrix, with gradient shrink (GLM-130B).
@@ -71,12 +74,15 @@ class Head(nn.Linear):
         labels: Tensor | None = None,
         *,
         with_normalisers: bool = False,
+        read: Reader | None = None,
     ) -> Tensor:
-        return output(x, self.weight, labels, with_normalisers=with_normalisers)
+        return output(x, self.weight, labels, with_normalisers=with_normalisers, read=read)
 
 
-def output(x: Tensor, weight: Tensor, labels: Tensor | None, *, with_normalisers: bool) -> Tensor:
+def output(x: Tensor, weight: Tensor, labels: Tensor | None, *, with_normalisers: bool, read: Reader | None) -> Tensor:
     """The result of `Decoder.forward` from the normalised hidden states `x [B, S, H]` and the output matrix [V, H]."""
+    if read is not None:
+        return read(x, weight)
     if labels is None:
         return nn.functional.linear(x, weight)
     losses, normalisers = token_losses(x, weight, labels)
@@ -166,8 +172,9 @@ class Decoder(nn.Module, ABC):
         positions: Tensor | None = None,
         *,
         with_normalisers: bool = False,
+        read: Reader | None = None,
     ) -> Tensor:
-        """Logits, or the loss per position.
+        """Logits, or the loss per position, or what `read` makes of the last hidden states.
 
         Args:
             tokens: int64 [B, S].
@@ -175,6 +182,7 @@ class Decoder(nn.Module, ABC):
             slots: see `masks`; None is causal over the whole sample.
             positions: int64 [B, S], or [B, 2, S] if two-dimensional, each less than S; None is 0..S-1.
             with_normalisers: also return the log-normalisers of the softmax.
+            read: its result is returned instead; the output matrix is whole only while it runs.
 
         Returns:
             With labels: fp32 [B, S] natural-log cross-entropy, zero where ignored, or [2, B, S] with the
@@ -191,8 +199,8 @@ class Decoder(nn.Module, ABC):
                 x = block(x, *context)
         x = self.norm(x)
         if self.head is None:
-            return output(x, self.embedding.as_head(), labels, with_normalisers=with_normalisers)
-        out: Tensor = self.head(x, labels, with_normalisers=with_normalisers)
+            return output(x, self.embedding.as_head(), labels, with_normalisers=with_normalisers, read=read)
+        out: Tensor = self.head(x, labels, with_normalisers=with_normalisers, read=read)
         return out
 
     def count_parameters(self) -> int:
