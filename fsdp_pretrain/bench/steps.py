@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 import torch
 
@@ -200,10 +199,6 @@ def step_times(
         loss=loss,
         parts=parts,
     )
-
-
-def _no_save(*_: Any, **__: Any) -> Any:
-    raise AssertionError("this benchmark saves nothing")
 
 
 def render(times: MeasuredSteps) -> str:

@@ -104,6 +104,6 @@ def _check_space(config: Config, run: RunDir) -> Iterator[str]:
         raise ConfigError(
             fit.text,
             effect="training would run without new checkpoints, and end with exit 93",
-            remedy="free space",
+            remedy="free space there, or keep fewer checkpoints (checkpoint.keep_last)",
         )
     yield fit.text
