@@ -150,7 +150,7 @@ def test_storage_that_fails_and_comes_back(watched: Watched, small_disk: Disk, w
     watched.run.mkdir()
     (watched.run / "checkpoints").symlink_to(disk)
     watched.configure()
-    trap = at("run/checkpoints/step.*writing", "fail", "mkdir", skip=1, times=2) if how == "error" else None
+    trap = at("__0_0.distcp", "fail", skip=1, times=2) if how == "error" else None
     job = watched.start(trap=trap)
     watched.helpers.wait_for(watched.saved, what="a checkpoint")
     if how == "read-only":

@@ -200,8 +200,12 @@ def test_a_run_directory_deleted_under_a_live_run_comes_back(
     (gate,) = gates(11)
     job = lab.start(config, ranks=ranks, nodes=2)
     until(lambda: whole_now(object_store, 8), what=job.output)
-    report = mirror_status.read(RunDir(run))
-    assert report is not None and report.newest is not None
+
+    def reported() -> bool:
+        report = mirror_status.read(RunDir(run))
+        return report is not None and report.newest is not None
+
+    until(reported, what=job.output)
     until(lambda: shutil.rmtree(run, ignore_errors=True) or not run.exists())  # others still write there
     gate.touch()
     assert job.wait() == [93] * ranks, job.output()

@@ -319,7 +319,7 @@ def test_a_node_dies(lab: Any, helpers: Any, sides: Sides, nnodes: str) -> None:
     both[0].ends(0)
     same_curve(helpers, lab, rel=1e-5)
     assert alarms(run, f"node/{name}")[-1]["state"] == "resolved"
-    assert f"gone: {name}" in helpers.journal(run, "hosts")[-1]["text"]
+    assert f"hosts gone: {name}" in helpers.journal(run, "changed")[-1]["text"]
 
 
 @pytest.mark.shows("A8")

@@ -14,6 +14,7 @@ import pytest
 from endpoint import Endpoint
 from records import step_record
 
+from fsdp_pretrain.record import state_files
 from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector
 from fsdp_pretrain.watchdog.heartbeat import page, rank_client
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
@@ -146,11 +147,12 @@ def test_a_slower_restart_names_the_new_hosts(
     best = lab.path / "run/watchdog/pace.json"
     lab.train(slow(130, [usual]), ranks=2)
     assert not alarms_of(lab, helpers, "pace")
-    content = json.loads(best.read_text())
-    (shape,) = content
-    assert shape == "2 ranks, 8 x 32" and content[shape]["hosts"] == [HOST]
-    content[shape]["hosts"] = ["gone-7"]
-    best.write_text(json.dumps(content))
+    content = state_files.read(best, dict[str, Any])
+    assert content is not None and list(content) == ["2 ranks, 8 x 32"]
+    (shape,) = content.values()
+    assert shape["hosts"] == [HOST]
+    shape["hosts"] = ["gone-7"]
+    state_files.write(best, content)
     allow = ("--allow", "optimizer.decay")
     lab.train(slow(220, [{**usual, "seconds": 0.24}]), ranks=2, flags=allow)
     reported = alarms_of(lab, helpers, "pace")
