@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
+import itertools
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +112,43 @@ def test_data_knows_only_configuration_of_the_trainer() -> None:
             assert outside <= {"fsdp_pretrain", "fsdp_pretrain.config"}, name
 
 
-def test_only_the_loader_uses_torch_in_data_and_torchdata_anywhere() -> None:
-    users: dict[str, set[str]] = {"torch": set(), "torchdata": set()}
+@functools.cache
+def users() -> dict[str, set[str]]:
+    """The modules that import each package of others, by its name."""
+    found: dict[str, set[str]] = {}
     for name, path in modules().items():
         for node in ast.walk(ast.parse(path.read_text())):
             targets = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 targets = [node.module or ""]
             for target in targets:
-                if target.partition(".")[0] in users:
-                    users[target.partition(".")[0]].add(name)
-    assert users["torchdata"] == {"data.packing.loader"}
-    assert {name for name in users["torch"] if name.startswith("data.")} == {"data.packing.loader"}
+                found.setdefault(target.partition(".")[0], set()).add(name)
+    return {name: importers for name, importers in found.items() if name not in sys.stdlib_module_names}
+
+
+def test_only_the_loader_uses_torch_in_data_and_torchdata_anywhere() -> None:
+    assert users()["torchdata"] == {"data.packing.loader"}
+    assert {name for name in users()["torch"] if name.startswith("data.")} == {"data.packing.loader"}
+
+
+COMES_WITH = {"pydantic_core": "pydantic", "botocore": "s3fs", "aiohttp": "s3fs", "datasets": "lm-eval"}
+"""Packages that are imported and belong to a declared one."""
+OPTIONAL = {"torchao", "transformers"}
+"""Without them a choice of the configuration or of the benchmark is refused."""
+
+
+def test_what_is_imported_is_installed_with_the_project() -> None:
+    """A package that only another one happened to bring is gone with that one's next version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name != "dev"}
+    lines = [*project["dependencies"], *itertools.chain.from_iterable(extras.values())]
+    declared = {re.match(r"[\w.-]+", line)[0].lower() for line in lines}  # type: ignore[index]
+    known, missing = importlib.metadata.packages_distributions(), set()
+    for name in users().keys() - OPTIONAL - {"fsdp_pretrain", "data", "eval"}:
+        sources = {COMES_WITH.get(name, source).lower().replace("_", "-") for source in known.get(name, [name])}
+        if not sources & declared:
+            missing.add(name)
+    assert not missing
 
 
 def test_packages_with_common_names_are_empty() -> None:
