@@ -121,19 +121,17 @@ def watched(
     from watch import Watched
 
     constants("fsdp_pretrain.checkpoint.upcoming", CHECK_SECONDS=0.2)
-    constants("fsdp_pretrain.watchdog.probes.client", AUDIT_SECONDS=1.0)
+    constants("fsdp_pretrain.watchdog.probes.periodic", AUDIT_SECONDS=1.0)
 
     return Watched(lab, helpers, run_command, monkeypatch)
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Any]:
+def watch(tmp_path: Path) -> Any:
     """Detectors on a clock of the test."""
     from watch import Watch
 
-    made = Watch(tmp_path)
-    yield made
-    made.probes.replace()
+    return Watch(tmp_path)
 
 
 @pytest.fixture

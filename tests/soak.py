@@ -258,7 +258,7 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
         "watchdog": {
             "interval": "0.5 s",
             "hang": {"soft": "4 s", "hard": "8 s"},
-            "notify": {"webhook": {}},
+            "notify": {"webhook": True},
         },
         "eval": {"launch": False},
     }

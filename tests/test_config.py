@@ -155,7 +155,6 @@ data.prefetch data.reshuffle data.sources.start data.sources.weight.at data.max_
 data.objective.mask_share data.objective.mask_budget data.objective.single_span data.objective.short
 data.objective.ending_min data.objective.first_special
 record.statistics_every
-watchdog.notify.prometheus.port
 timeline.at timeline.optimizer.min_lr.from timeline.optimizer.min_lr.to timeline.optimizer.lr_scale.from
 timeline.optimizer.lr_scale.to timeline.optimizer.weight_decay.from timeline.optimizer.weight_decay.to
 timeline.optimizer.betas.from timeline.optimizer.betas.to timeline.optimizer.embedding_shrink.from

@@ -111,7 +111,7 @@ def test_a_gpu_that_breaks(watched: Watched, constants: Any) -> None:
     gpus = watched.lab.path / "gpus.json"
     show(gpus, GPUS)
     constants(GPU, _CHECK_SECONDS=0.2)
-    watched.configure(checkpoint={"every": "10000 steps"}, watchdog={"hardware": {"provider": f"file:{gpus}"}})
+    watched.configure(checkpoint={"every": "10000 steps"}, watchdog={"gpus": f"file:{gpus}"})
     job = watched.start()
     watched.reaches(10)
     assert not watched.warnings()
@@ -131,7 +131,7 @@ def test_a_gpu_helper_that_hangs(watched: Watched, constants: Any) -> None:
     gpus, host = watched.lab.path / "gpus.json", os.uname().nodename
     show(gpus, GPUS)
     constants(GPU, _CHECK_SECONDS=0.2, _DEADLINE_SECONDS=0.5)
-    watched.configure(watchdog={"hardware": {"provider": f"file:{gpus}"}})
+    watched.configure(watchdog={"gpus": f"file:{gpus}"})
     job = watched.start()
     watched.reaches(10)
     gpus.unlink()

@@ -119,7 +119,7 @@ def test_a_record_that_is_full_is_written_later(watched: Watched, small_disk: Di
     told = watched.lab.path / "told"
     told.touch()
     line = ["sh", "-c", f'echo "$WD_KEY $WD_STATE" >> {told}']
-    watched.configure(watchdog={"notify": {"command": {"argv": line}}})
+    watched.configure(watchdog={"notify": {"command": line}})
     job = watched.start()
     watched.helpers.wait_for((watched.run / "watchdog/snapshot.json").exists, what="a watchdog that leads")
     watched.helpers.wait_for(watched.saved, what="a checkpoint")
@@ -278,7 +278,7 @@ for module in list(sys.modules.values()):
 @pytest.mark.shows("F47")
 @pytest.mark.slow
 def test_a_clock_that_jumps(watched: Watched, monkeypatch: pytest.MonkeyPatch, whole: Whole) -> None:
-    """The wall clock of ranks and watchdog jumps an hour ahead, then two back: reported, no effect."""
+    """The wall clock of ranks and watchdog jumps an hour ahead, then two back: no effect."""
     jump, first = watched.lab.path / "jump", watched.lab.path / "clock/sitecustomize.py"
     first.parent.mkdir()
     first.write_text(SET_CONSTANTS + CLOCK.format(jump=str(jump)))
@@ -291,6 +291,5 @@ def test_a_clock_that_jumps(watched: Watched, monkeypatch: pytest.MonkeyPatch, w
     watched.reaches(60, more=True)
     time.sleep(3)
     watched.stop(job)
-    assert watched.transitions(f"clock/{os.uname().nodename}") == [("WARN", "open")]
-    assert watched.warnings() == {f"clock/{os.uname().nodename}"}
+    assert not watched.warnings()
     watched.learned_as(whole(1))

@@ -41,10 +41,11 @@ def pair(lab: Any, monkeypatch: pytest.MonkeyPatch, constants: Any) -> Callable[
         beat: float = 0.5,
         silent: float = 3.0,
         before: Callable[[], object] | None = None,
+        act: bool = True,
         **deadlines: Any,
     ) -> Any:
         constants(PEERS, BEAT_SECONDS=beat, SILENT_SECONDS=silent)
-        watchdog = {**WATCHED, "hang": {**WATCHED["hang"], **deadlines}}
+        watchdog = {**WATCHED, "act": act, "hang": {**WATCHED["hang"], **deadlines}}
         sections = {"train": {"duration": "9000 steps"}, "checkpoint": {"every": "50 steps"}, "parallel": SLOW}
         config = lab.config(watchdog=watchdog, **sections)
         job = lab.start(config, ranks=2, nodes=2)

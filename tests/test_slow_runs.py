@@ -128,7 +128,7 @@ def test_a_slowdown_that_comes_and_goes_is_told_each_time(
     for turn in turns:
         faults.append({**usual, "from": turn, "until": turn + 48, "seconds": 0.24})
         faults.append({**usual, "from": turn + 48, "until": turn + 160, "seconds": 0.2})
-    config = slow(1200, faults, watchdog={"enabled": True, "interval": "0.1 s", "notify": {"webhook": {}}})
+    config = slow(1200, faults, watchdog={"enabled": True, "interval": "0.1 s", "notify": {"webhook": True}})
     assert lab.start(config, ranks=2).wait(550) == [0, 0]
     reported = alarms_of(lab, helpers, "pace")
     assert [alarm["state"] for alarm in reported] == ["open", "resolved"] * len(turns)

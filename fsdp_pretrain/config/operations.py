@@ -41,27 +41,6 @@ class HangSection(Section):
     """After this long without progress, collect the stacks of all ranks and raise an alarm."""
     hard: Seconds = Seconds(180)
     """After this long without progress, end the ranks, to be restarted (exit 75)."""
-    act: bool = True
-    """Off: only report, never end the ranks."""
-
-
-class StorageSection(Section):
-    """What is done about checkpoints that are not verified."""
-
-    act: bool = True
-    """Ask for a save when the newest verified checkpoint is 2.5 intervals old, and for a stop when it is 4 intervals,
-    or 6 hours and overdue (exit 93 if the last save fails too). Off: only report."""
-
-
-class HardwareSection(Section):
-    """The state of GPUs and hosts."""
-
-    provider: Annotated[str, Field(pattern=r"^(auto|none|nvml|file:.+)$")] = "auto"
-    """Source of the state of GPUs: `nvml` (NVIDIA's library, through the package `nvidia-ml-py`), `file:PATH` (a JSON
-    file that another program keeps current, see watchdog.md), `none`; `auto` is `nvml` where there is a driver."""
-    act: bool = True
-    """When a device is permanently broken, save, stop, and add its host to `avoid_hosts` (exit 76). Off: only
-    report."""
 
 
 class WatchdogSection(Section):
@@ -69,16 +48,19 @@ class WatchdogSection(Section):
 
     enabled: bool = True
     """Off: there is no watchdog and there are no alarms."""
+    act: bool = True
+    """End ranks without progress (exit 75). Ask for a save when the newest verified checkpoint is 2.5 intervals old,
+    and for a stop when it is 4 intervals, or 6 hours and overdue (exit 93 if the last save fails too). Stop when a
+    device is permanently broken, and add its host to `avoid_hosts` (exit 76). Off: only report."""
     interval: Seconds = Seconds(2)
     """Time between two checks. The end of a process is noticed at once; during a stall, checks are more frequent."""
     pace: bool = True
     """Report steps that became slower, and ranks that are slower than the others."""
+    gpus: Annotated[str, Field(pattern=r"^(auto|none|nvml|file:.+)$")] = "auto"
+    """Source of the state of GPUs: `nvml` (NVIDIA's library, through the package `nvidia-ml-py`), `file:PATH` (a JSON
+    file that another program keeps current, see watchdog.md), `none`; `auto` is `nvml` where there is a driver."""
     hang: HangSection = HangSection()
     """A `[watchdog.hang]` table."""
-    storage: StorageSection = StorageSection()
-    """A `[watchdog.storage]` table."""
-    hardware: HardwareSection = HardwareSection()
-    """A `[watchdog.hardware]` table."""
     notify: NotifySection = NotifySection()
     """A `[watchdog.notify]` table."""
 

@@ -90,7 +90,7 @@ class Leader:
         section = config.watchdog.notify
         try:
             self._notifier = Notifier(section, self._run, MessageSender(config.run.name, str(self._run.path), segment))
-            self._ping = Ping(section.ping) if section.ping is not None else None
+            self._ping = Ping() if section.ping else None
         except ConfigError as error:  # the trainer checked it, but secrets may be gone since
             self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent")
         self._exporter = Exporter(section.prometheus)
@@ -185,7 +185,7 @@ class Leader:
     def _avoid_hosts(self) -> None:
         """If a device is broken for good: save, stop, and restart elsewhere (exit 76)."""
         broken = self.broken_hosts()
-        if not broken or broken <= self._avoided or not self._config.watchdog.hardware.act:
+        if not broken or broken <= self._avoided or not self._config.watchdog.act:
             return
         names = ", ".join(sorted(broken))
         with contextlib.suppress(OSError):  # a full disk takes no request: retried in the next pass

@@ -114,9 +114,7 @@ class Agent:
         self._leader: Leader | None = None
         self._findings = NodeFindings()
         self._detectors: list[Detector] = []
-        self._hang = HangMonitor(
-            config.watchdog.hang, self._ranks, self._nodes, keep=self._keep_stack, end=self._end_ranks
-        )
+        self._hang = HangMonitor(config.watchdog, self._ranks, self._nodes, keep=self._keep_stack, end=self._end_ranks)
         self._died: list[Rank] = []
         self._stalled: list[RankSnapshot] = []
         self._ended = self._asked_to_end = self._stop_asked = self._leader_missed = False
@@ -229,7 +227,7 @@ class Agent:
             self._absent_since = time.monotonic()
         if time.monotonic() - self._absent_since < _ABSENT:
             return
-        act, error = self._config.watchdog.storage.act, run_id.gone(directory)
+        act, error = self._config.watchdog.act, run_id.gone(directory)
         self._alarms.open(
             "run-directory",
             Severity.CRIT,

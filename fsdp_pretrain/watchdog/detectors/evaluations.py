@@ -16,7 +16,8 @@ from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
+from fsdp_pretrain.watchdog.probes import looks
+from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe
 
 from .base import Detector
 from .regression import Point, regression
@@ -33,10 +34,10 @@ class EvaluationDetector(Detector):
     it; `evaluation/STEP` reports it even when the worker is stopped.
     """
 
-    def __init__(self, alarms: AlarmSink, probes: ProbeServer, run: Path) -> None:
+    def __init__(self, alarms: AlarmSink, run: Path) -> None:
         super().__init__(alarms)
-        self._probe = PeriodicProbe(probes, "evaluations", evals=str(run / "evals"))
-        self._results = PeriodicProbe(probes, "results", run=str(run), newest=_RESULTS)
+        self._probe = PeriodicProbe(looks.evaluations, evals=str(run / "evals"))
+        self._results = PeriodicProbe(looks.results, run=str(run), newest=_RESULTS)
         self._run = run
         self._seen: dict[str, float] = {}
         self._heldout: dict[str, deque[Point]] = {}
