@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from processes import TORCHRUN, spawn
-from sight import CALM, PATIENCE, PATIENT, WATCHED, agents, family, hang, steps, until
+from sight import PATIENCE, PATIENT, WATCHED, agents, family, hang, steps, until
 
 from fsdp_pretrain.watchdog.hang.diagnosis import diagnose
 from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnapshot
@@ -346,28 +346,6 @@ def test_long_first_steps_and_saves_are_no_hang(
     lab.train(config, ranks=2)
     assert not helpers.alarms(run, "hang")
     assert not list((run / "watchdog").glob("stacks/*"))
-
-
-def test_status_shows_alarms_and_whether_anybody_watches(
-    lab: Any, watched: Callable[..., Path], helpers: Any, run_command: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
-    """One screen: the open alarm with its exit code, only a warning once acknowledged, and the watchdog's last pass."""
-    run = lab.path / "run"
-    watchdog = {**WATCHED, "hang": {"soft": "3 s", "hard": "600 s"}, "pace": CALM}
-    job = lab.start(watched(watchdog=watchdog), ranks=2)
-    until(lambda: steps(run) > 20)
-    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
-    job.kill(1, signal.SIGSTOP)
-    hang(run, suspects=[1])
-    shown = run_command("fsdp_pretrain.cli", "status", run)
-    assert shown.returncode == 2 and "hang: no progress" in shown.stdout and "is stopped" in shown.stdout
-    assert run_command("fsdp_pretrain.cli", "ack", run, "hang").returncode == 0
-    until(lambda: run_command("fsdp_pretrain.cli", "status", run).returncode == 1)
-    shown = run_command("fsdp_pretrain.cli", "status", run)
-    assert "acknowledged" in shown.stdout and "watchdog    last pass" in shown.stdout
-    job.kill(1, signal.SIGCONT)
-    until(lambda: helpers.alarms(run, "hang")[-1]["state"] == "resolved")
-    until(lambda: run_command("fsdp_pretrain.cli", "status", run).returncode == 0)
 
 
 @pytest.mark.promise("watchdog-harmless")

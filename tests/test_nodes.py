@@ -149,19 +149,6 @@ def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
     assert len(alarms(run, "rank-died")) == 1 and not alarms(run, "node/node-1")
 
 
-@pytest.mark.slow
-def test_a_lost_first_node_is_named(lab: Any, pair: Any) -> None:
-    """kill -9 of everything on node 0, whose watchdog leads: that of the other node says so in the journal and in the
-    exit intent."""
-    job, run = pair(), lab.path / "run"
-    os.kill(agent_of(run, 0), signal.SIGKILL)
-    job.kill(0)
-    job.wait()
-    until(lambda: not agents(run))
-    found = intent(run)
-    assert (found["code"], found["lost"]) == (75, ["node-0"]) and "no heartbeat from node-0" in chronicle(run)
-
-
 @pytest.mark.shows("F24")
 @pytest.mark.slow
 def test_a_silent_leader_is_in_the_journal_and_the_ranks_of_other_nodes_are_still_ended(lab: Any, pair: Any) -> None:
@@ -176,23 +163,6 @@ def test_a_silent_leader_is_in_the_journal_and_the_ranks_of_other_nodes_are_stil
     assert not alarms(run, "hang")
     job.kill(0)
     job.wait()
-
-
-@pytest.mark.slow
-def test_a_frozen_leader_goes_on_with_its_alarms(lab: Any, pair: Any) -> None:
-    """Only its agent is frozen: nothing ends, and after the thaw it leads as before."""
-    job, run = pair(), lab.path / "run"
-    first = agent_of(run, 0)
-    os.kill(first, signal.SIGSTOP)
-    until(lambda: "the watchdog of node-0" in chronicle(run))
-    before = steps(run)
-    until(lambda: steps(run) > before + 10)  # training is not affected
-    os.kill(first, signal.SIGCONT)
-    until(lambda: "is there again" in chronicle(run))
-    job.kill(1, signal.SIGTERM)
-    assert job.wait() == [75, 75]
-    until(lambda: not agents(run))
-    assert not alarms(run, "hang") and not alarms(run, "rank-died")
 
 
 # ---------------------------------------------------------------------- a launcher on each of two nodes, and a cable

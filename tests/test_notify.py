@@ -107,18 +107,6 @@ def test_an_endpoint_that_fails_delays_and_loses_nothing(
     assert SECRET not in "".join(path.read_text() for path in tmp_path.rglob("*.json*"))
 
 
-@pytest.mark.shows("F33")
-def test_an_endpoint_that_is_slow_hears_once(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
-    """It got the message, and is not sent it again."""
-    endpoint.up()
-    endpoint.delay = 0.6
-    watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack=True)
-    watch.alarms.open("hang", CRIT, "no progress")
-    watch.until(lambda: endpoint.requests and told(tmp_path, "slack"))
-    watch.notifier.close()
-    assert endpoint.seen == 1
-
-
 @pytest.mark.promise("alarms-arrive")
 def test_a_message_that_is_refused_does_not_block_the_others(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
     endpoint.up()
@@ -205,17 +193,6 @@ def test_a_file_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
         return ""
 
     until(lambda: again() == "again")
-
-
-def test_a_proxy_of_the_environment_is_used(
-    endpoint: Endpoint, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    endpoint.up()
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{endpoint.port}")
-    watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": "http://hooks.invalid/x"}, slack=True)
-    watch.alarms.open("hang", CRIT, "no progress")
-    watch.until(lambda: endpoint.requests)
-    assert endpoint.requests[0][0] == "http://hooks.invalid/x"
 
 
 def test_a_digest_of_a_flood_fits_a_message() -> None:

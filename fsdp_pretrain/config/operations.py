@@ -70,12 +70,7 @@ class LaunchSection(Section):
 
     attempts: Positive = 3
     """After this many starts in a row without a newer verified checkpoint, give up: a person must look (exit 93)."""
-    restarts: Positive = 5
-    """Restarts allowed within half an hour, with or without progress; then give up (exit 93)."""
     join_timeout: Seconds = Seconds(300)
     """How long the nodes of a start wait for each other. If a node is missing, the others end with exit 75."""
     stop_timeout: Seconds = Seconds(600)
     """How long a stop on request (agreeing on a step, saving, verifying) may take before the processes are ended."""
-    grace: Seconds | None = None
-    """How long before a time limit the ranks are asked to stop. Default: the time needed according to the record of the
-    run, at least 2 minutes. A smaller value than needed counts as what is needed."""

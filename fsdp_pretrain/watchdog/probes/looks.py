@@ -67,30 +67,13 @@ def _describe(item: Checkpoint) -> dict[str, Any]:
     return {**trained, "bytes": size, "files": count, "path": str(item.path)}
 
 
-def evaluations(evals: str) -> dict[str, Any]:
-    """The evaluations in progress.
-
-    Returns:
-        claims: the step, tasks, claim token, holder and deadline (seconds) of each.
-    """
-    claims = []
-    for path in sorted(Path(evals).glob("step-*/*/claim.json")):
-        held, step = lease.read(path), step_of(path.parent.parent.name)
-        if held is None or held.deadline is None or step is None or lease.is_alive(held) is False:
-            continue
-        facts = held.model_dump(include={"token", "host", "pid", "deadline"})
-        claims.append({"step": step, "tasks": path.parent.name, **facts})
-    return {"claims": claims}
-
-
 def results(run: str, newest: int) -> dict[str, Any]:
-    """The last results of a run, and the due checkpoints after them. Reads only that many of thousands.
+    """The last results of a run, and the due checkpoints without any. Reads only that many of thousands.
 
     Returns:
         results: of the `newest` last ones, oldest first: `step`, `limit`, `scores`, `higher_is_better`, `verdicts`;
-        waiting: the due checkpoints that are newer than all results: `step`, `seconds` since it was committed,
-        `claimed`; given_up: `step` and `reason` of all that were given up; overdue: seconds after which a waiting one
-        is (`eval.overdue`).
+        late: the due checkpoints, newer than all results, whose results are late: `step`, `seconds` since it was
+        committed, `claimed` by a worker; given_up: `step` and `reason` of all that were given up.
     """
     from fsdp_pretrain.checkpoint.evaluations import without_results
     from fsdp_pretrain.config.resume_rules import load_compatible
@@ -100,7 +83,7 @@ def results(run: str, newest: int) -> dict[str, Any]:
     folders = sorted((path for path in place.evals.glob("step-*") if step_of(path.name) is not None), reverse=True)
     paths = itertools.islice((path for folder in folders for path in sorted(folder.glob("*/results.json"))), newest)
     found = [each for path in paths if (each := state_files.view(path, _Results)) is not None]
-    waiting, given_up = list[dict[str, Any]](), list[dict[str, Any]]()
+    late, given_up = list[dict[str, Any]](), list[dict[str, Any]]()
     for job in without_results(place, config):
         if job.dropped:
             continue
@@ -108,18 +91,17 @@ def results(run: str, newest: int) -> dict[str, Any]:
             given_up.append({"step": job.checkpoint.step, "reason": job.failures[-1].reason})
         elif job.checkpoint.step > max((each.step for each in found), default=-1):
             held = lease.read(job.folder / "claim.json")
-            waiting.append(
-                {
-                    "step": job.checkpoint.step,
-                    "seconds": time.time() - (seconds_of(job.committed) or time.time()),
-                    "claimed": held is not None and lease.is_alive(held) is not False,
-                }
-            )
+            claimed = held is not None and lease.is_alive(held) is not False
+            allowed = config.eval.overdue.value
+            if held is not None and claimed:
+                allowed += 3 * (held.deadline or 0.0)  # then its worker has ended it
+            seconds = time.time() - (seconds_of(job.committed) or time.time())
+            if seconds > allowed:
+                late.append({"step": job.checkpoint.step, "seconds": seconds, "claimed": claimed})
     return {
         "results": [each.model_dump() for each in sorted(found, key=lambda each: each.step)],
-        "waiting": waiting,
+        "late": late,
         "given_up": given_up,
-        "overdue": config.eval.overdue.value,
     }
 
 
