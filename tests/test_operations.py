@@ -23,9 +23,7 @@ _SUMMARY = re.compile(r"\d+ are shown by tests \(.*?not supported\.", re.DOTALL)
 def written(page: str) -> str:
     """The page with the right tests and numbers."""
     tests = by_row("shows")
-    page = _ROW.sub(
-        lambda row: f"| {row[1]} | {row[2]} | {row[3]} | {_names(tests[row[1]])} |", page
-    )
+    page = _ROW.sub(lambda row: f"| {row[1]} | {row[2]} | {row[3]} | {_names(tests[row[1]])} |", page)
     rows = [row for row in _ROW.finditer(page) if row[1][0] != "F"]
     shown = [tests[row[1]] for row in rows if tests[row[1]]]
     default = sum(any(not test.slow for test in each) for each in shown)

@@ -18,9 +18,6 @@ from .notify import NotifySection
 class HealthSection(Section):
     """What the trainer does when losses, gradients or parameters go wrong, see health.md. It always reports them."""
 
-    skip_nonfinite: bool = True
-    """Skip a step on all ranks if the loss or gradients of any rank are not finite. Off: such a step ends the run with
-    exit 93, since the weights are spoilt (fp16 always skips)."""
     rollback: bool = True
     """Go back to a clean checkpoint and skip the samples of an incident when the loss does not recover. Off: only
     report; but repeated non-finite steps end the run with exit 93."""

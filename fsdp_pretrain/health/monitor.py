@@ -192,12 +192,6 @@ class Health:
         what = f"step {step}: loss {record.loss.mean}, gradient norm {record.grad_norm}: not finite"
         rank = record.nonfinite_rank
         what += f" (the loss of rank {rank})" if rank is not None else ""
-        if not record.skipped:
-            verdict.findings += self._nonfinite.seen(Severity.CRIT, step, what)
-            effect = f"weights after step {step - 1} may be damaged and were not saved"
-            remedy = "check this step's data and the learning rate; a restart continues from the last checkpoint"
-            verdict.fail(what, effect, remedy)
-            return
         self._skipped.append(step)
         near = [old for old in self._skipped if step - old < _NEAR]
         row = next((n for n in range(1, len(near)) if near[-1 - n] != step - n), len(near))
