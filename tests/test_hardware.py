@@ -36,6 +36,7 @@ class Machine:
         self.devices: list[dict[str, Any]] = [{"index": n, **HEALTHY} for n in range(8)]
         self.content: str | None = None
         self.now = 1000.0
+        self.left = set(threading.enumerate())  # threads that are not waited for
         provider = f"file:{self.path}"
         self.watch = GpuDetector(self.alarms, host="node-7", expected=0, provider=provider)
 
@@ -47,8 +48,12 @@ class Machine:
             self.now += 15
             self.watch.tick(self.now)
             if answers:
-                until(lambda: not looking(), what="an answer", every=0.002)
+                until(self._answered, what="an answer", every=0.002)
                 self.watch.tick(self.now)
+
+    def _answered(self) -> bool:
+        """Whether no look is under way, but for those that were left behind."""
+        return not any(thread.name.startswith(THREADS) for thread in set(threading.enumerate()) - self.left)
 
     def transitions(self) -> list[tuple[str, str, str]]:
         return [(alarm.key, alarm.severity.name, alarm.state) for alarm in self.changes]
@@ -59,15 +64,6 @@ def machine(tmp_path: Path) -> Any:
     made = Machine(tmp_path)
     made.path.touch()
     return made
-
-
-def looking() -> bool:
-    """Whether a look is under way that has not been left behind."""
-    return any(thread.name.startswith(THREADS) and thread not in LEFT for thread in threading.enumerate())
-
-
-LEFT = set[threading.Thread]()
-"""Threads that hang for good in this session."""
 
 
 def set_device(**changes: Any) -> Callable[[list[dict[str, Any]]], None]:
@@ -156,9 +152,9 @@ def test_a_driver_that_hangs_is_told_and_left(machine: Any) -> None:
     os.mkfifo(machine.path)
     machine.look(6, answers=False)
     assert machine.transitions() == [("gpu-blind/node-7", "WARN", "open")]
-    assert "no answer within 10s" in machine.changes[0].summary
+    assert "no answer within 10 s" in machine.changes[0].summary
     machine.path.rename(machine.path.with_suffix(".pipe"))
-    LEFT.update(threading.enumerate())
+    machine.left.update(threading.enumerate())
     machine.path.touch()
     machine.look(4)
     assert machine.transitions()[1:] == [("gpu-blind/node-7", "WARN", "resolved")]
