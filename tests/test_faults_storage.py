@@ -201,27 +201,6 @@ def test_writers_that_die(watched: Watched, whole: Whole) -> None:
     watched.learned_as(whole(2))
 
 
-@pytest.mark.shows("F37")
-@pytest.mark.slow
-def test_a_writer_that_is_slow(watched: Watched, constants: Any) -> None:
-    """Reported as slow; at most one save in flight; the newest checkpoint is not late yet."""
-    constants("fsdp_pretrain.checkpoint.upcoming", CHECK_SECONDS=10.0)
-    watched.configure()
-    job = watched.start(trap=at("__0_0.distcp", "wait", skip=8, seconds=7))
-    flying = 0
-
-    def fast_again() -> bool:
-        nonlocal flying
-        flying = max(flying, len(list((watched.run / "checkpoints").glob("*.writing-*"))))
-        assert job.codes() == [None], job.output()
-        return ("WARN", "resolved") in watched.transitions("checkpoint-speed")
-
-    watched.helpers.wait_for(fast_again, what="saves that are fast again", every=0.01)
-    watched.stop(job)
-    assert watched.transitions("checkpoint-speed") == [("WARN", "open"), ("WARN", "resolved")]
-    assert flying == 1 and watched.warnings() == {"checkpoint-speed"}
-
-
 @pytest.mark.shows("F23")
 @pytest.mark.slow
 @pytest.mark.promise("successor-first")

@@ -135,20 +135,6 @@ def test_a_lost_node_is_named(lab: Any, pair: Any) -> None:
     assert (found["code"], found["lost"]) == (75, ["node-1"]) and not alarms(run, "rank-died")
 
 
-@pytest.mark.shows("F16")
-@pytest.mark.slow
-def test_a_killed_rank_of_another_node_is_named(lab: Any, pair: Any) -> None:
-    """Between nodes: the leader reports what the other watchdog saw; its own rank is not blamed."""
-    job, run = pair(), lab.path / "run"
-    job.kill(1)
-    (alarm,) = until(lambda: alarms(run, "rank-died"))
-    assert "rank 1 (node-1" in alarm["summary"]
-    job.wait()
-    until(lambda: not agents(run))
-    assert intent(run)["code"] == 75 and intent(run)["suspects"] == [1]
-    assert len(alarms(run, "rank-died")) == 1 and not alarms(run, "node/node-1")
-
-
 @pytest.mark.shows("F24")
 @pytest.mark.slow
 def test_a_silent_leader_is_in_the_journal_and_the_ranks_of_other_nodes_are_still_ended(lab: Any, pair: Any) -> None:

@@ -130,12 +130,15 @@ class Dispatcher:
         """The message that would bring people up to date about an alarm; None if they are."""
         if alarm.severity < self._least:
             return None
-        told, over = self._memory.told.get(alarm.key), alarm.state == "resolved"
-        known = told is not None and told.opened == alarm.opened
-        if over:  # also one that was over before it could be told
-            return None if known and told.over else "resolved"
-        if not known or told.over or alarm.severity > told.severity:
-            return None if not known and alarm.state == "acknowledged" else "open"
+        told = self._memory.told.get(alarm.key)
+        if told is not None and told.opened != alarm.opened:
+            told = None
+        if alarm.state == "resolved":  # also one that was over before it could be told
+            return None if told is not None and told.over else "resolved"
+        if told is None:
+            return None if alarm.state == "acknowledged" else "open"
+        if alarm.severity > told.severity:
+            return "open"
         return "reminder" if alarm.state == "open" and time - told.at >= _REMIND_SECONDS else None
 
     def _has_own_message(self, alarm: Alarm) -> bool:
