@@ -49,7 +49,7 @@ class EvaluationDetector(Detector):
         self.open(
             "evaluation-overdue",
             Severity.WARN,
-            f"no scores of step {_steps(late)} for {human_time(longest)}: {_who(late)}",
+            f"no scores of step {_steps(late)}: {_who(late)} for {human_time(longest)}",
             "training is not affected; a mistake in the data or the model would not be seen in the scores",
             f"see evals/log and the journal (eval-failed, eval-refused), then run: fsdp-eval watch {self._run} --once",
             facts={"steps": [each["step"] for each in late], "seconds": longest},
