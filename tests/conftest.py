@@ -106,6 +106,13 @@ def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zy
     laboratory.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _often() -> Iterator[None]:
+    """Watchdogs make five passes a second."""
+    with processes.constants("fsdp_pretrain.watchdog.agent.pass_runner", INTERVAL=0.2, _ALLOWED=5.0):
+        yield
+
+
 @pytest.fixture
 def constants() -> Iterator[Callable[..., None]]:
     """`constants("module", NAME=value)`: other values in all processes that the test starts from now on."""

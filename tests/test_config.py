@@ -137,7 +137,7 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         ("optimizer.decay=0 steps", "optimizer.decay = '0 steps' (override 'optimizer.decay=0 steps'): 0 steps is no"),
         ("data.sources.0.stop=0 tokens", "`stop` = 0 tokens is not after"),
         ("data.seed=-1", "data.seed = -1"),
-        ("watchdog.interval=0 s", "'0 s' is too short"),
+        ("watchdog.hang.soft=0 s", "'0 s' is too short"),
         (f"parallel.timeout={'9' * 400} s", "is too long"),
     ],
 )

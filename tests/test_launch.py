@@ -362,7 +362,7 @@ def test_the_watchdog_tells_of_a_run_directory_that_is_gone(
     run = lab.path / "disk/run"
     directory = Gone(how, run, removable)
     endpoint.up()
-    watchdog = {"enabled": True, "interval": "0.2 s", "notify": {"webhook": True}}
+    watchdog = {"enabled": True, "notify": {"webhook": True}}
     config = lab.config(train=LONG, checkpoint={"every": "3000 steps"}, launch=HASTE, watchdog=watchdog)
     job = launch(config, run=run)
     job.reaches(10)
@@ -401,7 +401,7 @@ def test_a_broken_gpu_keeps_its_host_away(launch: Launch, lab: Any, helpers: Any
     constants("fsdp_pretrain.watchdog.detectors.gpu", _CHECK_SECONDS=0.2)
     gpus, host = lab.path / "gpus.json", os.uname().nodename
     gpus.write_text(json.dumps({"devices": [{"index": 0}, {"index": 1}]}))
-    watchdog = {"enabled": True, "interval": "0.2 s", "gpus": f"file:{gpus}"}
+    watchdog = {"enabled": True, "gpus": f"file:{gpus}"}
     config = lab.config(train=LONG, checkpoint={"every": "1000 steps"}, launch=HASTE, watchdog=watchdog)
     job = launch(config)
     job.reaches(5)

@@ -154,7 +154,7 @@ def test_a_silent_leader_is_in_the_journal_and_the_ranks_of_other_nodes_are_stil
 # ---------------------------------------------------------------------- a launcher on each of two nodes, and a cable
 
 HASTE = {"stop_timeout": "60 s", "join_timeout": "60 s"}
-SWITCHES = ["enabled=true", "interval='0.2 s'", "hang.soft='3 s'", "hang.hard='8 s'"]
+SWITCHES = ["enabled=true", "hang.soft='3 s'", "hang.hard='8 s'"]
 
 
 class Side:

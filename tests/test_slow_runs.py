@@ -33,7 +33,7 @@ def slow(lab: Any, monkeypatch: pytest.MonkeyPatch, constants: Any) -> Slow:
         values: dict[str, Any] = {
             "train": {"duration": f"{steps} steps"},
             "checkpoint": {"every": "100_000 steps"},
-            "watchdog": {"enabled": True, "interval": "0.1 s"},
+            "watchdog": {"enabled": True},
         }
         config: Path = lab.config(**{**values, **sections})
         return config

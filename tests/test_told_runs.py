@@ -26,7 +26,7 @@ def test_a_hang_is_told_once_and_its_end_through_an_endpoint_that_was_down(
 ) -> None:
     """Delivered once when the endpoint is back; training continues; the secret is nowhere."""
     hang = {"soft": "4 s", "hard": "600 s"}
-    watchdog = {"enabled": True, "interval": "0.2 s", "hang": hang, "pace": CALM, "notify": {"webhook": True}}
+    watchdog = {"enabled": True, "hang": hang, "pace": CALM, "notify": {"webhook": True}}
     config = lab.config(train={"duration": "100_000 steps"}, checkpoint={"every": "10_000 steps"}, watchdog=watchdog)
     run = lab.path / "run"
     job = lab.start(config, ranks=2)

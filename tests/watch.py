@@ -101,7 +101,7 @@ class Watched:
 
     def configure(self, *, ranks: int = 1, watchdog: dict[str, Any] | None = None, **sections: dict[str, Any]) -> None:
         """Settings that every start of the run shares."""
-        changes = {"enabled": True, "interval": "0.1 s", **(watchdog or {})}
+        changes = {"enabled": True, **(watchdog or {})}
         checkpoint = {"every": "20 steps", "retry": "0.1 s", "max_failures": 1000, **sections.pop("checkpoint", {})}
         train = {"duration": "100000 steps", "micro_batch": 8 // ranks}
         self.ranks = ranks

@@ -49,8 +49,6 @@ class WatchdogSection(Section):
     """End ranks without progress (exit 75). Ask for a save when the newest verified checkpoint is 2.5 intervals old,
     and for a stop when it is 4 intervals, or 6 hours and overdue (exit 93 if the last save fails too). Stop when a
     device is permanently broken, and add its host to `avoid_hosts` (exit 76). Off: only report."""
-    interval: Seconds = Seconds(2)
-    """Time between two checks. The end of a process is noticed at once; during a stall, checks are more frequent."""
     pace: bool = True
     """Report steps that became slower, and ranks that are slower than the others."""
     gpus: Annotated[str, Field(pattern=r"^(auto|none|nvml|file:.+)$")] = "auto"

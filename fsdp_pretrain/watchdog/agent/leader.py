@@ -35,13 +35,14 @@ from fsdp_pretrain.watchdog.notify.operator import alarms_file, journal_alarm, s
 from fsdp_pretrain.watchdog.notify.prometheus import Exporter
 from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 
+from .pass_runner import INTERVAL
 from .registry import build_detectors
 
 _PER_START = frozenset("hang rank-died ended pace straggler node gpu run-directory corpus-storage mirror".split())
 """Detectors whose alarms end when the ranks are restarted."""
 _SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
-_SERVE_EVERY = 5
-"""Passes between two checks for requests and two snapshots, unless an alarm changes."""
+_SERVE_PASSES = 5
+"""Passes between two checks for requests and two exports, unless an alarm changes."""
 _HEALTH_DETECTORS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
 
 
@@ -125,7 +126,7 @@ class Leader:
         now = time.monotonic()
         for detector in self._detectors:
             detector.tick(now)
-        if now - self._served >= _SERVE_EVERY * self._config.watchdog.interval.value or self._changed:
+        if now - self._served >= _SERVE_PASSES * INTERVAL or self._changed:
             self._served, self._changed = now, False
             serve(self._run, self.alarms)
             self._avoid_hosts()
