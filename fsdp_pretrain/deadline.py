@@ -1,4 +1,4 @@
-"""Calls with a timeout, for what may hang: in a thread, a program or a helper process. No torch.
+"""Calls with a timeout, for what may hang: in a thread or a program. No torch.
 
 A lost file system blocks every process that accesses it, for hours, even against SIGKILL. So nothing here waits for the
 end of a call that timed out: its thread or process is left behind, and the caller continues.
@@ -7,7 +7,6 @@ end of a call that timed out: its thread or process is left behind, and the call
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -16,8 +15,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
-
-from .child_process import start_module
 
 T = TypeVar("T")
 _TURN = 1.0
@@ -125,61 +122,3 @@ def run_program(
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_REAP_SECONDS)
     return subprocess.CompletedProcess(command, process.returncode, found)
-
-
-class Helper:
-    """A child process `python -m MODULE` with JSON lines as requests and replies; no method blocks.
-
-    It is started at the first request, and at the next one after it ended.
-    """
-
-    def __init__(self, module: str, *arguments: str) -> None:
-        self._command = (module, *arguments)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._left: list[subprocess.Popen[bytes]] = []
-        self._partial = b""
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    @property
-    def ended(self) -> bool:
-        return self._process is not None and self._process.poll() is not None
-
-    def send(self, request: dict[str, Any]) -> bool:
-        """Send a request. Returns whether the helper took it."""
-        try:
-            if self._process is None or self.ended:
-                self._start()
-            assert self._process is not None and self._process.stdin is not None
-            line = json.dumps(request).encode() + b"\n"
-            return os.write(self._process.stdin.fileno(), line) == len(line)
-        except OSError:  # it ended, its pipe is full, or it cannot be started
-            return False
-
-    def receive(self) -> list[dict[str, Any]]:
-        self._left = [process for process in self._left if process.poll() is None]
-        if self._process is None or self._process.stdout is None:
-            return []
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._process.stdout.fileno(), 1 << 16):
-                self._partial += chunk
-        *lines, self._partial = self._partial.split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def replace(self) -> None:
-        """Kill it without waiting; the next request starts another."""
-        if self._process is not None:
-            self._process.kill()
-            self._left.append(self._process)
-            self._process, self._partial = None, b""
-
-    def _start(self) -> None:
-        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-        self._partial = b""
-        self._process = None
-        self._process = start_module(*self._command, stdin=pipe, stdout=pipe, stderr=nowhere, cwd="/", bufsize=0)
-        for end in (self._process.stdin, self._process.stdout):
-            assert end is not None
-            os.set_blocking(end.fileno(), False)

@@ -106,6 +106,13 @@ def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zy
     laboratory.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _often() -> Iterator[None]:
+    """Watchdogs make five passes a second."""
+    with processes.constants("fsdp_pretrain.watchdog.agent.pass_runner", INTERVAL=0.2, _ALLOWED=5.0):
+        yield
+
+
 @pytest.fixture
 def constants() -> Iterator[Callable[..., None]]:
     """`constants("module", NAME=value)`: other values in all processes that the test starts from now on."""
@@ -121,19 +128,17 @@ def watched(
     from watch import Watched
 
     constants("fsdp_pretrain.checkpoint.upcoming", CHECK_SECONDS=0.2)
-    constants("fsdp_pretrain.watchdog.probes.client", AUDIT_SECONDS=1.0)
+    constants("fsdp_pretrain.watchdog.probes.periodic", AUDIT_SECONDS=1.0)
 
     return Watched(lab, helpers, run_command, monkeypatch)
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Any]:
+def watch(tmp_path: Path) -> Any:
     """Detectors on a clock of the test."""
     from watch import Watch
 
-    made = Watch(tmp_path)
-    yield made
-    made.probes.replace()
+    return Watch(tmp_path)
 
 
 @pytest.fixture

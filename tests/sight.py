@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 
-WATCHED = {"enabled": True, "interval": "0.2 s", "hang": {"soft": "2 s", "hard": "5 s"}}
-"""A fast watchdog."""
+WATCHED = {"enabled": True, "hang": {"soft": "2 s", "hard": "5 s"}}
+"""With short deadlines."""
 PATIENT = {**WATCHED, "hang": {"soft": "60 s", "hard": "120 s"}}
 """For runs without hangs: a busy machine may stop all ranks for some seconds."""
 CALM = False

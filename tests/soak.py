@@ -254,11 +254,10 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
         "train": {"duration": "1_000_000 steps", "global_batch": "8 samples", "micro_batch": 2},
         "optimizer": {"curve": "constant", "min_lr": 3e-3},
         "checkpoint": {"every": "40 steps", "keep_last": 3, "retry": "1 s", "max_failures": 1000},
-        "launch": {"restarts": 10_000, "attempts": 20},
+        "launch": {"attempts": 20},
         "watchdog": {
-            "interval": "0.5 s",
             "hang": {"soft": "4 s", "hard": "8 s"},
-            "notify": {"webhook": {}},
+            "notify": {"webhook": True},
         },
         "eval": {"launch": False},
     }
@@ -271,9 +270,10 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
     end = time.monotonic() + 60 * minutes
     with (
         tmpfs(soak.run / "checkpoints"),
-        constants("fsdp_pretrain.launch.policy", PAUSES=[0.2]),
+        constants("fsdp_pretrain.launch.policy", PAUSES=[0.2], RESTARTS=10_000),
         constants("fsdp_pretrain.launch.watch", END_SECONDS=20.0),
         constants("fsdp_pretrain.checkpoint.upcoming", CHECK_SECONDS=2.0),
+        constants("fsdp_pretrain.watchdog.agent.pass_runner", INTERVAL=0.5),
     ):
         breaker = Breaker(soak, endpoint, seed)
         until(lambda: soak.step() > 50, 120, "the first steps", every=0.2)

@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -19,10 +18,9 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from sight import until
 
-from fsdp_pretrain.config.notify import PrometheusSection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.notify import operator, prometheus
+from fsdp_pretrain.watchdog.notify import operator
 from fsdp_pretrain.watchdog.notify.alarms import Alarms, read_alarms
 from fsdp_pretrain.watchdog.notify.prometheus import Exporter
 from fsdp_pretrain.watchdog.notify.snapshot import METRICS, Snapshot
@@ -81,19 +79,6 @@ def test_acknowledging(run: Path, alarms: Alarms, verb: Verb) -> None:
     assert verb("ack", "hang").returncode == 78
 
 
-def test_a_maintenance_window(run: Path, verb: Verb, helpers: Any) -> None:
-    assert verb("mute", "2h").returncode == 78  # no reason given
-    assert verb("mute", "2", "switches").returncode == 78 and verb("mute", "soon", "switches").returncode == 78
-    assert "more than a year" in verb("mute", "99999999 days", "switches").stderr
-    before = time.time()
-    assert verb("mute", "2h", "new switches").returncode == 0
-    assert before + 7199 < operator.muted_until(RunDir(run)) <= time.time() + 7200
-    assert "muted for 1h5" in verb("alarms").stdout
-    assert verb("mute", "0h").stdout == "alarms are sent again\n"
-    assert operator.muted_until(RunDir(run)) <= time.time()
-    assert ["new switches" in entry["text"] for entry in helpers.journal(run, "mute")] == [True, False]
-
-
 def full() -> Snapshot:
     """A snapshot with every value known."""
     return Snapshot(
@@ -102,7 +87,7 @@ def full() -> Snapshot:
         checkpoint_bytes_per_second=1e9, next_checkpoint_fits=7.0, disk_full_in=float("inf"),
         heartbeat_ages={0: 0.1, 1: 0.2}, own_ratios={0: 1.0, 1: 1.1}, loss=2.5, loss_z=float("nan"), grad_norm=0.7,
         group_grad_norms={"embedding": 0.4}, group_update_ratios={"embedding": 1e-3},
-        step_seconds=0.4, skipped_steps=1, goodput=0.93, badput_seconds={"lost": 100.0, "eval": 20.0},
+        step_seconds=0.4, skipped_steps=1,
         open={"INFO": 0, "WARN": 2, "CRIT": 0},
     )  # fmt: skip
 
@@ -116,7 +101,7 @@ def get(port: int | None, path: str) -> tuple[int, str]:
 
 
 def test_metrics_by_http() -> None:
-    shown = Exporter(PrometheusSection(port=0))
+    shown = Exporter("127.0.0.1:0")
     assert get(shown.port, "/metrics") == (200, "")
     shown.update(full())
     code, text = get(shown.port, "/metrics")
@@ -140,23 +125,9 @@ def test_metrics_by_http() -> None:
         get(shown.port, "/metrics")
 
 
-def test_metrics_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus, "_TEXTFILE_SECONDS", 0.0)
-    path = tmp_path / "run.prom"
-    shown = Exporter(PrometheusSection(textfile=path))
-    shown.update(full())
-    assert "train_step{" in path.read_text() and [each.name for each in tmp_path.iterdir()] == ["run.prom"]
-    shown.close()
-    assert not path.exists()
-    lost = Exporter(PrometheusSection(textfile=tmp_path / "run.prom/x.prom"))
-    path.write_text("a file where a folder should be")
-    lost.update(full())
-    assert "cannot write" in lost.problem
-
-
 def test_a_port_that_is_taken_harms_nothing() -> None:
-    first = Exporter(PrometheusSection(port=0))
-    second = Exporter(PrometheusSection(port=first.port))
+    first = Exporter("127.0.0.1:0")
+    second = Exporter(f"127.0.0.1:{first.port}")
     second.update(full())
     assert "Address already in use" in second.problem and second.port is None
     second.close()

@@ -137,7 +137,7 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         ("optimizer.decay=0 steps", "optimizer.decay = '0 steps' (override 'optimizer.decay=0 steps'): 0 steps is no"),
         ("data.sources.0.stop=0 tokens", "`stop` = 0 tokens is not after"),
         ("data.seed=-1", "data.seed = -1"),
-        ("watchdog.interval=0 s", "'0 s' is too short"),
+        ("watchdog.hang.soft=0 s", "'0 s' is too short"),
         (f"parallel.timeout={'9' * 400} s", "is too long"),
     ],
 )
@@ -155,7 +155,6 @@ data.prefetch data.reshuffle data.sources.start data.sources.weight.at data.max_
 data.objective.mask_share data.objective.mask_budget data.objective.single_span data.objective.short
 data.objective.ending_min data.objective.first_special
 record.statistics_every
-watchdog.notify.prometheus.port
 timeline.at timeline.optimizer.min_lr.from timeline.optimizer.min_lr.to timeline.optimizer.lr_scale.from
 timeline.optimizer.lr_scale.to timeline.optimizer.weight_decay.from timeline.optimizer.weight_decay.to
 timeline.optimizer.betas.from timeline.optimizer.betas.to timeline.optimizer.embedding_shrink.from

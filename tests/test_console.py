@@ -39,7 +39,7 @@ def test_a_mistake_in_the_arguments_is_no_finding(run_command: Run, module: str,
 @pytest.mark.parametrize(
     "verb",
     [
-        *("status", "alarms", "ack {} hang", "mute {} 2h why", "notify", "rollback {} --to 2", "fork {} --at 2 NEW"),
+        *("status", "alarms", "ack {} hang", "notify", "rollback {} --to 2", "fork {} --at 2 NEW"),
         *("control {} save", "watch", "where {} --step 2", "journal", "goodput", "note {} text", "doctor --run {}"),
         *("aim", "tensorboard", "wandb"),
         *(f"checkpoints {{}} {action}" for action in ("list", "verify", "pin 2", "unpin 2", "export 2 OUT")),

@@ -139,8 +139,8 @@ launch = false
 aim = false
 [watchdog]
 enabled = false
-[watchdog.notify.command]
-argv = ["true"]
+[watchdog.notify]
+command = ["true"]
 """
 
 TINIER = """

@@ -33,7 +33,7 @@ def check(
             extra["EXECUTE_FIRST"] = str(path / f"fault-{rank}.py")
             Path(extra["EXECUTE_FIRST"]).write_text(faults[rank])
         environment = helpers.environment(**extra, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        arguments = ("--json", "--slow", slow, "--slow-sum", slow_sum, "--megabytes", "0.05", "--timeout", "60")
+        arguments = ("--json", "--slow", slow, "--slow-sum", slow_sum)
         processes.append(start_command("fsdp_pretrain.launch.doctor", *arguments, environment=environment))
     codes = [process.wait() for process in processes]
     out, err = processes[0].output()
@@ -70,7 +70,7 @@ def test_the_bad_node_is_named(
     assert codes == [1 if faults else 0] * 4, problems
     assert all(text in problems for text in named) and not any(text in problems for text in unnamed), problems
     assert len(found["ranks"]) == 4 and len(found["sums"]) == 6
-    assert all(one["rate"] == pytest.approx(4 * 13_107 / one["seconds"]) for one in found["sums"])
+    assert all(one["rate"] == pytest.approx(4 * 2**18 / one["seconds"]) for one in found["sums"])
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ class Evaluated:
         tasks = {"every": "10 steps", "heldout": str(lab.heldout), "tasks": TASKS.split("+"), "overdue": "1 h"}
         lab.config(eval={**tasks, "attempts": 2}).rename(self.path / "config.toml")
         self.watch = watch
-        watch.detectors = [EvaluationDetector(watch.alarms, watch.probes, self.path)]
+        watch.detectors = [EvaluationDetector(watch.alarms, self.path)]
 
     def result(self, step: int, bpb: float | None = 2.0, ok: bool | None = True, limit: int | None = None) -> None:
         folder = self.path / f"evals/step-{step:08d}" / TASKS
@@ -153,30 +153,6 @@ def test_a_score_that_is_no_number_is_critical_and_hides_nothing_later(evaluated
         assert found == {7: [(key, "CRIT", "open")], 8: [(key, "CRIT", "resolved")]}.get(step, [])
     evaluated.result(10, 2.4)
     assert evaluated.changes() == [(key, "WARN", "open")]
-
-
-def test_a_worse_held_out_loss_is_told_with_its_source(evaluated: Evaluated) -> None:
-    """As measured in the training loop: in the metrics records."""
-    (detector,) = evaluated.watch.detectors
-    for step, value in enumerate((2.00, 1.98, 1.97, 1.97, 1.96, 1.95, 2.4), 1):
-        losses = {"web": {"sum": value * 100, "count": 100}, "code": {"sum": 100.0 + step % 2, "count": 100}}
-        detector.step(records.step_record(10 * step, heldout=losses))
-        detector.step(records.step_record(10 * step + 1))  # not measured
-    key = "evaluation-score/heldout_loss/web"
-    assert evaluated.changes() == [(key, "WARN", "open")]
-    (alarm,) = evaluated.watch.alarms
-    assert alarm.summary.startswith("heldout_loss web is 2.4 at step 70, was 1.96: worse by 0.44")
-    evaluated.result(10)
-    assert evaluated.changes() == []  # the results of other evaluations do not resolve it
-    detector.step(records.step_record(80, heldout={"web": {"sum": 195.0, "count": 100}}))
-    assert evaluated.changes() == [(key, "WARN", "resolved")]
-
-
-def test_only_the_last_results_are_read(evaluated: Evaluated) -> None:
-    evaluated.result(1, ok=False)
-    for step in range(2, 27):
-        evaluated.result(step, ok=None)
-    assert evaluated.changes() == []  # the first is the 26th from the end
 
 
 @pytest.mark.shows("C6")

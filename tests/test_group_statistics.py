@@ -189,15 +189,18 @@ def test_the_report_has_panels_of_the_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_prometheus_keeps_the_last_measurement(tmp_path: Path) -> None:
-    from fsdp_pretrain.config.notify import PrometheusSection
+def test_prometheus_keeps_the_last_measurement() -> None:
+    from prometheus_client import CollectorRegistry, generate_latest
+
     from fsdp_pretrain.watchdog.notify.prometheus import Exporter
     from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 
     seen = Snapshot("x")
     seen.see_groups(grouped(7))
     seen.see_groups(step_record(8))
-    Exporter(PrometheusSection(textfile=tmp_path / "x.prom")).update(seen)
-    text = (tmp_path / "x.prom").read_text()
+    shown, registry = Exporter(None), CollectorRegistry()
+    shown.update(seen)
+    registry.register(shown)
+    text = generate_latest(registry).decode()
     assert 'group_grad_norm{group="embedding",run="x"} 0.5' in text
     assert 'group_update_ratio{group="mlp/0-7",run="x"} 0.001' in text and text.count("group_grad_norm{") == 1

@@ -30,7 +30,7 @@ TORCH_FREE = """
     fsdp_pretrain.watch.app fsdp_pretrain.watchdog.agent.main fsdp_pretrain.watchdog.agent.registry
     fsdp_pretrain.watchdog.detectors.base fsdp_pretrain.watchdog.detectors.nvml
     fsdp_pretrain.watchdog.heartbeat.rank_client fsdp_pretrain.watchdog.notify.notifier
-    fsdp_pretrain.watchdog.notify.prometheus fsdp_pretrain.watchdog.probes.worker fsdp_pretrain.watchdog.status
+    fsdp_pretrain.watchdog.notify.prometheus fsdp_pretrain.watchdog.probes.looks fsdp_pretrain.watchdog.status
 """.split()
 COMMANDS = [
     *("data.cli", "fsdp_pretrain.cli.main"),

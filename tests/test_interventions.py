@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, SET_CONSTANTS, TORCHRUN
 
 LIMITS = {"WINDOW": 32, "PATIENCE": 5, "PATIENCE_WITH_NORM": 3, "DISTANCE": 4, "MARGIN": 3, "COMPARE_EVERY": 4}
 
@@ -82,28 +80,6 @@ def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind
     assert json.loads(end.read_text())["state_digest"] == json.loads(other.read_text())["state_digest"]
 
 
-@pytest.mark.slow
-def test_torchrun_restarts_what_was_rolled_back(lab: Any, helpers: Any) -> None:
-    """The same under plain torchrun, which may restart: it does so after the rollback, but not after the end. The fault
-    is set in a file that Python executes at start."""
-    config = lab.config(checkpoint={"every": "5 steps"})
-    (lab.path / "sitecustomize.py").write_text(
-        SET_CONSTANTS + "import os, sys\n"
-        "if 'RANK' in os.environ and 'fsdp_pretrain.train' in ' '.join(sys.orig_argv):\n"
-        f"    import runpy; runpy.run_path({str(ROOT / 'tests/numeric_faults.py')!r})\n"
-    )
-    fault = json.dumps({"kind": "gradient", "rank": 1, "from": 14})
-    environment = helpers.environment(FAULT=fault, PYTHONPATH=helpers.python_path(lab.path))
-    options = "--standalone --nproc-per-node 2 --max-restarts 3 -m fsdp_pretrain.train".split()
-    line = [*TORCHRUN, *options, str(config)]
-    done = subprocess.run(line, cwd="/", env=environment, capture_output=True, text=True, timeout=300)
-    run = lab.path / "run"
-    assert done.returncode == 1 and "the same incident was answered by 1 rollback already" in done.stderr, done.stderr
-    assert "not restarted by torchrun: the run ended on purpose" in done.stderr
-    assert len(helpers.journal(run, "rollback")) == 1 and intent(run)["code"] == 93
-    assert [entry["step"] for entry in helpers.journal(run, "resume")] == [10]
-
-
 @pytest.mark.shows("A11", "A27", "F14")
 @pytest.mark.promise("spikes")
 def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault: Any) -> None:
@@ -129,20 +105,6 @@ def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault
     fault()  # the cause is repaired
     lab.train(config, ranks=2)
     assert not any(record["skipped"] for record in helpers.metrics(run))
-
-
-@pytest.mark.slow
-def test_what_comes_back_is_no_fault_of_a_device(lab: Any, helpers: Any, fault: Any) -> None:
-    """The same steps are bad again after the next start has trained up to them: they are skipped after all."""
-    config = lab.config(checkpoint={"every": "12 steps"})
-    fault("loss", rank=1, steps=[14, 15])
-    lab.train(config, ranks=2, expect=75)
-    run = lab.path / "run"
-    assert not helpers.journal(run, "health-rollback")
-    output = lab.train(config, ranks=2, expect=75)
-    (back,) = helpers.journal(run, "health-rollback")
-    assert (back["start"], back["end"], back["to"]) == (14, 15, 12), output
-    assert [entry["repeats"] for entry in helpers.journal(run, "health-again")] == [False, False]
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ from fsdp_pretrain.launch.outcome import StartOutcome, avoid, segment_of
 from fsdp_pretrain.launch.policy import EndedStart, decide
 from fsdp_pretrain.record import journal, state_files
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.units import Seconds
 
 
 def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int = 0, **facts: Any) -> EndedStart:
@@ -63,7 +62,7 @@ def test_what_follows_an_end(history: list[EndedStart], code: int | None) -> Non
 @pytest.mark.promise("no-loops")
 def test_pauses_grow_and_progress_shortens_them() -> None:
     def pause(history: list[EndedStart]) -> float:
-        settings = LaunchSection(attempts=9, restarts=99)
+        settings = LaunchSection(attempts=9)
         return decide(history, settings, asked=False, host="here", elastic=False).pause
 
     assert [pause([ended(None)] * n) for n in (1, 2, 3, 4)] == [10, 60, 300, 300]
@@ -122,7 +121,7 @@ def test_hosts_to_avoid_are_kept_once(tmp_path: Path) -> None:
 def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1.5 times four steps and two saves, at least what is configured or two minutes; Slurm gets the limit."""
     run = RunDir(tmp_path)
-    assert limit.needed_grace(run) is None and limit.grace(run, None) == 120
+    assert limit.needed_grace(run) is None and limit.grace(run) == 120
     segment = run.new_segment()
     parts = {"iteration": 20.0, "data": 0.0, "checkpoint": 0.0}
     lines = [json.dumps(records.metric(step, seconds=parts)) for step in range(2_000)]
@@ -130,9 +129,7 @@ def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.Monk
     for seconds in (999.0, 30.0, 25.0, 50.0, 30.0, 30.0):
         journal.add(run, "checkpoint", "saved", step=1, seconds=seconds, bytes=1)
     needed = 1.5 * (4 * 20 + 2 * 50)
-    assert limit.needed_grace(run) == limit.grace(run, None) == needed
-    assert limit.grace(run, Seconds(3600)) == 3600
-    assert limit.grace(run, Seconds(needed - 1)) == needed
+    assert limit.needed_grace(run) == limit.grace(run) == needed
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1500")
     clock = {"now": 50.0, "wall": 1000.0}
     assert limit.deadline(3600, **clock) == 550 and limit.deadline(100, **clock) == 150

@@ -388,8 +388,6 @@ def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     [
         ("note", "RUN", "a line"),
         ("ack", "RUN", "rank-died"),
-        ("mute", "RUN", "2h", "new firmware"),
-        ("mute", "RUN", "0h"),
         ("control", "RUN", "save"),
         ("rollback", "RUN", "--to", 16),
         ("fork", "RUN", "--at", 16, "RUN-new"),

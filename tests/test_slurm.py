@@ -136,8 +136,8 @@ def test_a_chain_goes_on_at_the_time_limit_and_ends_with_the_run(
     """An array of which one job runs at a time. The first stops before its limit of three minutes, the second completes
     the run, the third is cancelled. Each has a log of its own."""
     project, run = Project(cluster, lab, run_command, 6), lab.path / "run"
-    config = lab.config(checkpoint={"every": "1000 steps"}, launch={"grace": "150 s"})
-    array = project.submit(config, options=("--array=1-3%1", "--time=3", "--signal=B:USR1@10"))
+    config = lab.config(checkpoint={"every": "1000 steps"})
+    array = project.submit("--time-limit", "150s", config, options=("--array=1-3%1", "--time=3", "--signal=B:USR1@10"))
 
     def jobs() -> list[str]:
         return sorted(path.stem.rpartition("-")[2] for path in project.path.glob("fsdp-pretrain-*.log"))

@@ -228,8 +228,8 @@ def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run / "segments/0003/environment.json").write_text("[]")
     state_files.write(run / "segments/0004/exit_intent.json", {"code": "x"})
     state_files.write(run / "evals/step-00000008/heldout_bpb/results.json", {"scores": 3})
-    for name in ("muted.json", "snapshot.json", "pace.json"):
-        state_files.write(run / "watchdog" / name, {"until": 3, "step_drift": "x", "time": []})
+    for name in ("snapshot.json", "pace.json"):
+        state_files.write(run / "watchdog" / name, {"step_drift": "x", "time": []})
     with (run / "watchdog/alarms.jsonl").open("ab") as alarms:
         alarms.write(b'\xff\x00\n{"key": "disk", "severity": "WARN"}\n')
         odd = {"key": "disk", "severity": "CRIT", "state": "open", "summary": "x", "opened": "yesterday", "changed": 3}

@@ -255,19 +255,6 @@ def follow(watch: Watch, job: Any, run: RunDir, meanwhile: Callable[[], None] = 
     return list(job.codes())
 
 
-@pytest.mark.slow
-def test_a_sound_run_is_left_in_peace(watch: Watch, lab: Any, helpers: Any, often: None) -> None:
-    """Every detector beside a run that saves every few steps: no alarm. Requests would be in the journal."""
-    config = lab.config(
-        train={"duration": "120 steps"},
-        checkpoint={"every": "25 steps"},
-    )
-    job, run = lab.start(config), RunDir(lab.path / "run")
-    helpers.wait_for(run.config.exists)
-    assert follow(watch, job, run) == [0], job.output()
-    assert watch.transitions() == []
-
-
 @pytest.mark.shows("F1", "F2")
 @pytest.mark.slow
 def test_a_run_that_cannot_save_is_stopped(watch: Watch, lab: Any, helpers: Any, small_disk: Disk, often: None) -> None:

@@ -26,7 +26,7 @@ def test_a_hang_is_told_once_and_its_end_through_an_endpoint_that_was_down(
 ) -> None:
     """Delivered once when the endpoint is back; training continues; the secret is nowhere."""
     hang = {"soft": "4 s", "hard": "600 s"}
-    watchdog = {"enabled": True, "interval": "0.2 s", "hang": hang, "pace": CALM, "notify": {"webhook": {}}}
+    watchdog = {"enabled": True, "hang": hang, "pace": CALM, "notify": {"webhook": True}}
     config = lab.config(train={"duration": "100_000 steps"}, checkpoint={"every": "10_000 steps"}, watchdog=watchdog)
     run = lab.path / "run"
     job = lab.start(config, ranks=2)
@@ -50,42 +50,6 @@ def test_a_hang_is_told_once_and_its_end_through_an_endpoint_that_was_down(
     assert {body["key"] for body in endpoint.bodies()} <= {"hang", "notify/webhook"}
     written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert SECRET not in shown and SECRET.encode() not in written and SECRET not in job.output()
-
-
-@pytest.mark.shows("D15", "F26")
-@pytest.mark.slow
-def test_an_evaluation_that_hangs_is_told_and_training_goes_on(lab: Any, helpers: Any, constants: Any) -> None:
-    """As the run's watchdog reports it: `evaluation/STEP`, resolved when its worker has ended it."""
-    constants("fsdp_pretrain.checkpoint.upcoming", CHECK_SECONDS=0.2)
-    evaluation = {
-        "every": "40 steps",
-        "include": [str(helpers.root / "tests/deadlock")],
-        "tasks": ["deadlock"],
-        "deadline": "4 s",
-        "attempts": 1,
-    }
-    config = lab.config(
-        train={"duration": "100_000 steps"},
-        checkpoint={"every": "40 steps"},
-        eval=evaluation,
-        watchdog={"enabled": True, "interval": "0.2 s"},
-    )
-    run = lab.path / "run"
-    job = lab.start(config, ranks=2)
-    reported = helpers.wait_for(lambda: helpers.alarms(run, "evaluation/40"), what="the alarm")
-    assert (reported[0]["state"], reported[0]["severity"]) == ("open", "WARN")
-    assert "the evaluation of step 40 (deadlock)" in reported[0]["summary"]
-    assert "longer than 4s" in reported[0]["summary"]
-    before = steps(run)
-    helpers.wait_for(lambda: len(helpers.alarms(run, "evaluation/40")) == 2, what="its end")
-    assert helpers.alarms(run, "evaluation/40")[1]["state"] == "resolved"
-    failed = helpers.journal(run, "eval-failed")
-    assert failed[0]["step"] == 40 and "given up after 12s" in failed[0]["text"]
-    (stack,) = run.glob("evals/step-00000040/deadlock/attempt-*/stack")
-    assert stack.read_text().count("most recent call first") >= 2
-    assert steps(run) > before and not helpers.alarms(run, "hang")
-    job.kill(0, signal.SIGTERM)
-    assert job.wait() == [75, 75]
 
 
 # ---------------------------------------------------------------- numbers

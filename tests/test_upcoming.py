@@ -88,7 +88,7 @@ def test_whether_it_fits(
     places = [("checkpoints", run.checkpoints, True)]
     watch.detectors = [
         checkpoints,
-        DiskSpaceDetector(watch.alarms, watch.probes, places, checkpoints),
+        DiskSpaceDetector(watch.alarms, places, checkpoints),
     ]
     watch.advance()
     watch.advance(61)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,14 +16,13 @@ import records
 from processes import ROOT
 from sight import until
 
-from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.record.files import now
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.units import Progress
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.probes.client import ProbeServer
+from fsdp_pretrain.watchdog.probes.periodic import THREADS
 
 
 class Watch:
@@ -32,8 +32,12 @@ class Watch:
     def __init__(self, path: Path) -> None:
         self.alarms = Alarms(path / "alarms.jsonl", lambda alarm: self.changes.append(alarm))
         self.changes: list[Alarm] = []
-        self.probes, self.now = ProbeServer(), 1000.0
+        self.now, self._before = 1000.0, set(threading.enumerate())
         self.detectors: list[Detector] = []
+
+    def _looking(self) -> int:
+        """How many probes are under way."""
+        return sum(thread.name.startswith(THREADS) for thread in set(threading.enumerate()) - self._before)
 
     def advance(self, seconds: float = 0.0, hanging: int = 0) -> None:
         """Move the clock, and wait until only `hanging` probes are under way."""
@@ -44,10 +48,10 @@ class Watch:
             nonlocal quiet
             for detector in self.detectors:
                 detector.tick(self.now)
-            quiet = quiet + 1 if self.probes.waiting <= hanging else 0
+            quiet = quiet + 1 if self._looking() <= hanging else 0
             return quiet == 2
 
-        until(settled, what=lambda: f"the answers of {self.probes.waiting} probes", every=0.002)
+        until(settled, what=lambda: f"the answers of {self._looking()} probes", every=0.002)
 
     def transitions(self) -> list[tuple[str, str, str]]:
         return [(alarm.key, alarm.severity.name, alarm.state) for alarm in self.changes]
@@ -63,14 +67,11 @@ def saves(
     every: str = "100 steps",
     reached: Callable[[], int] = int,
     prune: bool = True,
-    **section: Any,
 ) -> CheckpointDetector:
     for name in ("segments", "control"):
         (run / name).mkdir(parents=True, exist_ok=True)
     return CheckpointDetector(
         watch.alarms,
-        StorageSection(**section),
-        watch.probes,
         run=run,
         segment=2,
         stores=[run / "checkpoints", run / "elsewhere"],
@@ -85,7 +86,7 @@ def write_journal(run: Path, *entries: dict[str, Any]) -> None:
         file.writelines(json.dumps({"time": now(), "text": "", "segment": 2, **entry}) + "\n" for entry in entries)
 
 
-NOISE = {"gradient", "loss", "pace", "straggler", "stolen-time", "memory", "mount-slow", "data-wait", "blind"}
+NOISE = {"gradient", "loss", "pace", "straggler", "blind"}
 Transitions = list[tuple[str, str]]
 CRIT_AND_RESOLVED: Transitions = [("CRIT", "open"), ("CRIT", "resolved")]
 
@@ -100,7 +101,7 @@ class Watched:
 
     def configure(self, *, ranks: int = 1, watchdog: dict[str, Any] | None = None, **sections: dict[str, Any]) -> None:
         """Settings that every start of the run shares."""
-        changes = {"enabled": True, "interval": "0.1 s", **(watchdog or {})}
+        changes = {"enabled": True, **(watchdog or {})}
         checkpoint = {"every": "20 steps", "retry": "0.1 s", "max_failures": 1000, **sections.pop("checkpoint", {})}
         train = {"duration": "100000 steps", "micro_batch": 8 // ranks}
         self.ranks = ranks

@@ -1,36 +1,28 @@
-"""`fsdp-pretrain alarms`, `ack`, `mute`, `notify`: alarm handling by operators."""
+"""`fsdp-pretrain alarms`, `ack`, `notify`: alarm handling by operators."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, verb
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.record.arguments import RUN, seconds
+from fsdp_pretrain.record.arguments import RUN
 from fsdp_pretrain.record.files import age
-from fsdp_pretrain.units import Pause, human_time
+from fsdp_pretrain.units import human_time
 
 if TYPE_CHECKING:
     from fsdp_pretrain.watchdog.notify.alarms import Alarm
     from fsdp_pretrain.watchdog.notify.channels import Channel
     from fsdp_pretrain.watchdog.notify.message import MessageSender
 
-_LONGEST_WINDOW = 366 * 86_400.0
 _EXAMPLE = "runs/quickstart/run"
 
 
 def add(command: CommandLine) -> None:
     """Add the verbs."""
-    command.add(_alarms, _ack, _mute, _notify)
-
-
-def _window(text: str) -> float:
-    if (found := seconds(text, Pause)) > _LONGEST_WINDOW:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than a year")
-    return found
+    command.add(_alarms, _ack, _notify)
 
 
 @verb("alarms", _EXAMPLE, RUN, argument("--all", action="store_true", help="also those that are over"), JSON)
@@ -38,18 +30,15 @@ def _alarms(args: argparse.Namespace) -> int:
     """The alarms of a run that are open. Exit 0 none, 1 warnings, 2 critical ones."""
     from fsdp_pretrain.severity import Severity
     from fsdp_pretrain.watchdog.notify.alarms import read_alarms
-    from fsdp_pretrain.watchdog.notify.operator import alarms_file, muted_until
+    from fsdp_pretrain.watchdog.notify.operator import alarms_file
 
     known = read_alarms(alarms_file(args.run))
     open_ones = [alarm for alarm in known if alarm.state != "resolved"]
     shown = sorted(known if args.all else open_ones, key=lambda alarm: (alarm.state == "resolved", -alarm.severity))
     for alarm in shown:
         print(json.dumps(alarm.to_json()) if args.json else _render(alarm))
-    if not args.json:
-        if not shown:
-            print("no alarm" if args.all else "no open alarm")
-        if (until := muted_until(args.run)) > time.time():
-            print(f"muted for {human_time(until - time.time())} more")
+    if not shown and not args.json:
+        print("no alarm" if args.all else "no open alarm")
     return int(max((alarm.severity for alarm in open_ones), default=Severity.INFO))
 
 
@@ -75,33 +64,9 @@ def _ack(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb(
-    "mute",
-    f'{_EXAMPLE} 2h "new firmware on the switches"',
-    RUN,
-    argument("duration", type=_window, help="such as 30min or 2h; 0h ends the window"),
-    argument("reason", nargs="?", default="", help="for the chronicle; required to begin"),
-)
-def _mute(args: argparse.Namespace) -> int:
-    """A maintenance window: alarms are written down and not sent. What is open at its end is sent then."""
-    from fsdp_pretrain.watchdog.notify.operator import mute
-
-    if args.duration and not args.reason:
-        raise ConfigError("a maintenance window needs a reason", remedy='fsdp-pretrain mute RUN 2h "why"')
-    until = mute(args.run, args.duration, args.reason)
-    print(f"alarms are not sent until {until}" if args.duration else "alarms are sent again")
-    return 0
-
-
-@verb(
-    "notify",
-    f"{_EXAMPLE} --test",
-    RUN,
-    argument("--test", action="store_true", help="really send; secrets come from your environment"),
-    JSON,
-)
+@verb("notify", _EXAMPLE, RUN, JSON)
 def _notify(args: argparse.Namespace) -> int:
-    """Check the channels of a run; with --test send a test message through each. Exit 1 if one fails."""
+    """Send a test message through every channel of a run, with the secrets of your environment. Exit 1 if one fails."""
     from tqdm import tqdm
 
     from fsdp_pretrain.config.resume_rules import load_recorded
@@ -111,15 +76,12 @@ def _notify(args: argparse.Namespace) -> int:
     config, _ = load_recorded(args.run.config)
     channels = make_channels(config.watchdog.notify)
     if not channels:
-        raise ConfigError("no channel is configured", remedy="add a [watchdog.notify.slack] table, see docs/alarms.md")
-    problems: list[str | None] = [None] * len(channels)
-    if args.test:
-        sender = MessageSender(config.run.name, str(args.run.path))
-        problems = [_try(channel, sender) for channel in tqdm(channels, desc="sending", delay=2, disable=None)]
+        raise ConfigError("no channel is configured", remedy="set watchdog.notify.slack = true, see docs/alarms.md")
+    sender = MessageSender(config.run.name, str(args.run.path))
+    problems = [_try(channel, sender) for channel in tqdm(channels, desc="sending", delay=2, disable=None)]
     for channel, problem in zip(channels, problems, strict=True):
-        row = {"channel": channel.name, "least": channel.least.name, "problem": problem}
-        result = (f"failed: {problem}" if problem else "delivered") if args.test else "ready"
-        print(json.dumps(row) if args.json else f"{row['channel']:10} from {row['least']:5} {result}")
+        result = f"failed: {problem}" if problem else "delivered"
+        print(json.dumps({"channel": channel.name, "problem": problem}) if args.json else f"{channel.name:10} {result}")
     return int(any(problems))
 
 

@@ -92,7 +92,6 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.nproc_per_node == "gpu":  # with a number of ranks the check itself says what is missing
         check_devices("gpu")
     args.rdzv_id = args.rdzv_id or "doctor"
-    options = ["--slow", str(args.slow), "--slow-sum", str(args.slow_sum), "--timeout", str(args.timeout)]
-    options += ["--megabytes", str(args.megabytes)] if args.megabytes else []
+    options = ["--slow", str(args.slow), "--slow-sum", str(args.slow_sum)]
     options += ["--json"] if args.json else []
     return torchrun.run_once(torchrun.command(args, args.passed_on, "fsdp_pretrain.launch.doctor", options))

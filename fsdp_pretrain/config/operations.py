@@ -18,9 +18,6 @@ from .notify import NotifySection
 class HealthSection(Section):
     """What the trainer does when losses, gradients or parameters go wrong, see health.md. It always reports them."""
 
-    skip_nonfinite: bool = True
-    """Skip a step on all ranks if the loss or gradients of any rank are not finite. Off: such a step ends the run with
-    exit 93, since the weights are spoilt (fp16 always skips)."""
     rollback: bool = True
     """Go back to a clean checkpoint and skip the samples of an incident when the loss does not recover. Off: only
     report; but repeated non-finite steps end the run with exit 93."""
@@ -41,27 +38,6 @@ class HangSection(Section):
     """After this long without progress, collect the stacks of all ranks and raise an alarm."""
     hard: Seconds = Seconds(180)
     """After this long without progress, end the ranks, to be restarted (exit 75)."""
-    act: bool = True
-    """Off: only report, never end the ranks."""
-
-
-class StorageSection(Section):
-    """What is done about checkpoints that are not verified."""
-
-    act: bool = True
-    """Ask for a save when the newest verified checkpoint is 2.5 intervals old, and for a stop when it is 4 intervals,
-    or 6 hours and overdue (exit 93 if the last save fails too). Off: only report."""
-
-
-class HardwareSection(Section):
-    """The state of GPUs and hosts."""
-
-    provider: Annotated[str, Field(pattern=r"^(auto|none|nvml|file:.+)$")] = "auto"
-    """Source of the state of GPUs: `nvml` (NVIDIA's library, through the package `nvidia-ml-py`), `file:PATH` (a JSON
-    file that another program keeps current, see watchdog.md), `none`; `auto` is `nvml` where there is a driver."""
-    act: bool = True
-    """When a device is permanently broken, save, stop, and add its host to `avoid_hosts` (exit 76). Off: only
-    report."""
 
 
 class WatchdogSection(Section):
@@ -69,16 +45,17 @@ class WatchdogSection(Section):
 
     enabled: bool = True
     """Off: there is no watchdog and there are no alarms."""
-    interval: Seconds = Seconds(2)
-    """Time between two checks. The end of a process is noticed at once; during a stall, checks are more frequent."""
+    act: bool = True
+    """End ranks without progress (exit 75). Ask for a save when the newest verified checkpoint is 2.5 intervals old,
+    and for a stop when it is 4 intervals, or 6 hours and overdue (exit 93 if the last save fails too). Stop when a
+    device is permanently broken, and add its host to `avoid_hosts` (exit 76). Off: only report."""
     pace: bool = True
     """Report steps that became slower, and ranks that are slower than the others."""
+    gpus: Annotated[str, Field(pattern=r"^(auto|none|nvml|file:.+)$")] = "auto"
+    """Source of the state of GPUs: `nvml` (NVIDIA's library, through the package `nvidia-ml-py`), `file:PATH` (a JSON
+    file that another program keeps current, see watchdog.md), `none`; `auto` is `nvml` where there is a driver."""
     hang: HangSection = HangSection()
     """A `[watchdog.hang]` table."""
-    storage: StorageSection = StorageSection()
-    """A `[watchdog.storage]` table."""
-    hardware: HardwareSection = HardwareSection()
-    """A `[watchdog.hardware]` table."""
     notify: NotifySection = NotifySection()
     """A `[watchdog.notify]` table."""
 
@@ -88,12 +65,7 @@ class LaunchSection(Section):
 
     attempts: Positive = 3
     """After this many starts in a row without a newer verified checkpoint, give up: a person must look (exit 93)."""
-    restarts: Positive = 5
-    """Restarts allowed within half an hour, with or without progress; then give up (exit 93)."""
     join_timeout: Seconds = Seconds(300)
     """How long the nodes of a start wait for each other. If a node is missing, the others end with exit 75."""
     stop_timeout: Seconds = Seconds(600)
     """How long a stop on request (agreeing on a step, saving, verifying) may take before the processes are ended."""
-    grace: Seconds | None = None
-    """How long before a time limit the ranks are asked to stop. Default: the time needed according to the record of the
-    run, at least 2 minutes. A smaller value than needed counts as what is needed."""

@@ -55,8 +55,4 @@ def add_check_options(parser: argparse.ArgumentParser) -> None:
         help="a matrix product that takes this many times the median is slow (default: 1.15)",
     )
     parser.add_argument("--slow-sum", type=_positive, default=1.5, help="the same for all-reduce sums (default: 1.5)")
-    parser.add_argument(
-        "--megabytes", type=_positive, help="size of the tensor that is summed (default: 256, on CPU 1)"
-    )
-    parser.add_argument("--timeout", type=_positive, default=120.0, help="seconds that a collective may take")
     parser.add_argument("--json", action="store_true")

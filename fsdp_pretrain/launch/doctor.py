@@ -31,6 +31,8 @@ from . import torchrun
 from .arguments import add_check_options
 
 _REPEATS = 20
+_TIMEOUT = timedelta(seconds=120)
+"""Of a collective."""
 
 
 @dataclass
@@ -74,10 +76,9 @@ def _check(args: argparse.Namespace) -> int:
     device = device_of(info)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
-    timeout = timedelta(seconds=args.timeout)
     open_files.raise_limit(open_files.files_needed(info.world, info.local_world))
-    dist.init_process_group(backend, store=store, timeout=timeout, rank=info.rank, world_size=info.world)
-    checker = Checker(info, device, timeout, args.megabytes)
+    dist.init_process_group(backend, store=store, timeout=_TIMEOUT, rank=info.rank, world_size=info.world)
+    checker = Checker(info, device)
     ranks = checker.products()
     sums = checker.sums(ranks)
     problems = [*_bad_ranks(ranks, args.slow), *_bad_nodes(ranks, sums, args.slow_sum)]
@@ -92,11 +93,11 @@ def _check(args: argparse.Namespace) -> int:
 class Checker:
     """The measurements. All ranks call its methods together."""
 
-    def __init__(self, info: RankInfo, device: torch.device, timeout: timedelta, megabytes: float | None) -> None:
+    def __init__(self, info: RankInfo, device: torch.device) -> None:
         self._info, self._device = info, device
         self._cuda = device.type == "cuda"
-        self._gloo = dist.new_group(backend="gloo", timeout=timeout)
-        self._values = torch.empty(int((megabytes or (256 if self._cuda else 1)) * 2**18), device=device)
+        self._gloo = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._values = torch.empty((256 if self._cuda else 1) * 2**18, device=device)
 
     def products(self) -> list[RankFacts]:
         """What every rank is, with the time of a matrix product."""

@@ -60,7 +60,7 @@ class Launcher:
         self._environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": ending, **os.environ}
         self._deadline = limit.deadline(args.time_limit, time.monotonic(), time.time())
         self._signals: list[int] = []
-        self._grace = limit.grace(self._run, self._settings.grace)
+        self._grace = limit.grace(self._run)
         self._asked = ""
         self._history: list[EndedStart] = []
 
@@ -161,7 +161,7 @@ class Launcher:
     def _on_read(self) -> None:
         """Called from a thread every second of a start."""
         if self._deadline is not None:
-            self._grace = limit.grace(self._run, self._settings.grace)
+            self._grace = limit.grace(self._run)
 
     def _end(self, decision: RestartDecision) -> int:
         assert decision.code is not None

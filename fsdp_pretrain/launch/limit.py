@@ -8,9 +8,10 @@ import statistics
 from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.files import RunDir, tail_offset
 from fsdp_pretrain.record.metrics import last_records
-from fsdp_pretrain.units import Seconds
 
-_SAVES, _MARGIN, _LEAST = 5, 1.5, 120.0
+_SAVES, _MARGIN = 5, 1.5
+LEAST = 120.0
+"""Seconds, for a run without a record."""
 _STEPS_TO_AGREE = 4
 """The step in which the request arrives, the one that sums it over the ranks, and two until the sum is read."""
 
@@ -29,10 +30,9 @@ def needed_grace(run: RunDir) -> float | None:
     return float(_MARGIN * (_STEPS_TO_AGREE * statistics.median(steps) + 2 * max(saves)))
 
 
-def grace(run: RunDir, configured: Seconds | None) -> float:
+def grace(run: RunDir) -> float:
     """Seconds before the limit at which the ranks are to be asked to stop."""
-    needed = needed_grace(run)
-    return max(configured.value if configured is not None else _LEAST, needed or 0.0)
+    return max(LEAST, needed_grace(run) or 0.0)
 
 
 def deadline(time_limit: float | None, now: float, wall: float) -> float | None:

@@ -14,8 +14,8 @@ from .outcome import StartOutcome
 
 PAUSES = (10.0, 60.0, 300.0)
 """Seconds before the first, second, ... restart after starts without progress; the last one is repeated."""
-_WINDOW_SECONDS = 1800.0
-"""Time within which `launch.restarts` are allowed."""
+RESTARTS, _WINDOW_SECONDS = 5, 1800.0
+"""Restarts that are allowed within this time, with or without progress."""
 _SAME_STEP = 2
 """Deaths at most this many recorded steps apart are at the same place: metrics arrive two steps late."""
 
@@ -72,8 +72,8 @@ def decide(
     reason, cause = last.reason + same_place(history), ""
     if fruitless >= config.attempts:
         cause = f"{fruitless} starts in a row ended without a newer verified checkpoint"
-    elif recent > config.restarts:
-        cause = f"{config.restarts} restarts within {human_time(_WINDOW_SECONDS)}"
+    elif recent > RESTARTS:
+        cause = f"{RESTARTS} restarts within {human_time(_WINDOW_SECONDS)}"
     if cause:
         return RestartDecision(int(Exit.NEEDS_PERSON), f"{cause}, the last: {reason}", overruled=True)
     return RestartDecision(None, reason, PAUSES[min(max(0, fruitless - 1), len(PAUSES) - 1)])

@@ -30,7 +30,7 @@ _LEFT_OUT = frozenset(
 """What is copied otherwise, belongs to this start alone, can be rebuilt (views), or is large (traces)."""
 _PASSING = re.compile(r"^\.|lease\.json$|^claim\.json$|^log$|\.log$|^samples_.*\.jsonl$")
 """Names of files that only matter to processes that live, and of large ones."""
-_OF_WATCHDOG = frozenset(("alarms.jsonl", "muted.json", "hosts.json", "pace.json", "unigrams.json"))
+_OF_WATCHDOG = frozenset(("alarms.jsonl", "pace.json", "unigrams.json"))
 """What a later start reads of `watchdog/`."""
 _TIME = re.compile(r"record/(\d+)\.")
 

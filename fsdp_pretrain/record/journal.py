@@ -26,7 +26,7 @@ Kind = Literal[
     "health", "health-again", "health-rollback", "health-skip", "data-read",
     "launch", "restart", "avoid-hosts",
     "eval", "eval-failed", "eval-late", "eval-refused", "eval-retry", "eval-verdict",
-    "alarm", "mute", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
+    "alarm", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
 _POLL_SECONDS = 0.5

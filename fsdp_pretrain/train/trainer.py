@@ -134,7 +134,6 @@ class Trainer:
         self._issued: deque[IssuedStep] = deque()
         self._agreed = AgreedActions()
         self._stretches = self._quarantined = 0
-        self._skips = scaler is not None or config.health.skip_nonfinite
         self._data_error: DataError | None = None
         self._widths = set[int]()
         self._compiles_anew = compiled and bool(config.data.stages)
@@ -223,7 +222,6 @@ class Trainer:
             self.config = config = self._control.config
             self.schedule = config.schedule
             self._records.steer(config)
-            self._health.steer(config)
             if self._heldout is not None:
                 self._heldout.steer(config)
             self._on_set(config)
@@ -286,14 +284,14 @@ class Trainer:
         scale = None if self.scaler is None else self.scaler.scale
         too_large = None if scale is None else scale * len(batch.micro)
         norm, divisor = optim.clip(sums.total_norm(self.world), values.grad_clip, too_large)
-        skip = sums.not_finite() if self._skips else None
+        skip = sums.not_finite()
         sums.add_update(norm, scale, skip)
         gradients = self._statistics.of_gradients(too_large) if measures else None
         self.optimizer.step(
             lr=values.lr, weight_decay=values.weight_decay, betas=values.betas, divisor=divisor, skip=skip
         )
         groups = None if gradients is None else self._statistics.after_update(gradients)
-        if self.scaler is not None and skip is not None:
+        if self.scaler is not None:
             self.scaler.advance(skip)
         self._clock.end_update()
         heldout = self._measure_heldout(state)

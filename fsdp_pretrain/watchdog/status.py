@@ -26,7 +26,6 @@ from fsdp_pretrain.record import goodput, journal, lineage, state_files
 from fsdp_pretrain.record.environment import ENVIRONMENT, Environment
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT, ExitIntent
 from fsdp_pretrain.record.files import RunDir, age, now
-from fsdp_pretrain.record.goodput import Damaged
 from fsdp_pretrain.record.lease import LeaseRecord
 from fsdp_pretrain.record.lock import holder_died, is_held
 from fsdp_pretrain.record.state_files import StateFile
@@ -43,7 +42,6 @@ _SILENT_AT_LEAST = 120.0
 _LAST_LOOK = "status-last-look.json"
 _LARGEST_RECORD = 32 * 2**20
 """Bytes of new metrics that are read for one line: a second or two."""
-_RATIOS = {"goodput", "tokens_per_day"}
 
 
 class _LastLook(StateFile):
@@ -81,14 +79,6 @@ class SinceLastLook(BaseModel):
     seconds: float
 
 
-class Goodput(BaseModel):
-    """Goodput in one line and, unless that takes too long, in numbers."""
-
-    line: str
-    goodput: float = 0.0
-    tokens_per_day: float = 0.0
-
-
 class StatusReport(BaseModel):
     """What `status` found; what it could not find out is not set.
 
@@ -100,7 +90,8 @@ class StatusReport(BaseModel):
         untrained: how the newest start ended, if that was before its first step: the run is as it was before it.
         problems: (level, text).
         verified_checkpoint: the newest; None without one.
-        no_segments: other files in `segments/`.
+        damaged: lines of the record that were passed over.
+        goodput: in one line.
         storage: what the fetchers of the nodes last recorded, one line each.
         evaluations: what is to be said of those that failed and are tried again.
     """
@@ -117,9 +108,8 @@ class StatusReport(BaseModel):
     since_last_look: SinceLastLook | None = None
     alarms: list[dict[str, Any]] = []
     watchdog: _WatchdogSnapshot | None = None
-    damaged: Damaged | None = None
-    goodput: Goodput | None = None
-    no_segments: list[str] = []
+    damaged: int = 0
+    goodput: str = ""
     storage: list[str] = []
     evaluations: list[str] = []
 
@@ -337,8 +327,7 @@ def _add_goodput(report: StatusReport, run: RunDir) -> None:
     """Goodput, unless reading it takes too long."""
     size = unread_bytes(run)
     if size > _LARGEST_RECORD:
-        line = f"{human_bytes(size)} of the record are new: `fsdp-pretrain goodput` reads them"
-        report.goodput = Goodput(line=line)
+        report.goodput = f"{human_bytes(size)} of the record are new: `fsdp-pretrain goodput` reads them"
         return
     try:
         found = goodput.goodput(run)
@@ -346,20 +335,16 @@ def _add_goodput(report: StatusReport, run: RunDir) -> None:
         report.problems.append((ALERT, error.cause))
         return
     if found is not None:
-        report.damaged = found.damaged
-        report.goodput = Goodput(line=goodput.headline(found), **found.model_dump(include=_RATIOS))
+        report.damaged, report.goodput = found.damaged.lines, goodput.headline(found)
 
 
 def _check_files(report: StatusReport, run: RunDir) -> None:
-    """Damaged small files, which their readers ignore or refuse; and names in `segments/` that are no segment."""
+    """Damaged small files, which their readers ignore or refuse."""
     for path, schema in _small_files(run):
         try:
             state_files.read(path, schema)
         except UserError as error:
             report.problems.append((WARN, error.cause))
-    known = {path.name for path in run.segments}
-    if strange := sorted(path.name for path in (run.path / "segments").glob("*") if path.name not in known):
-        report.no_segments = strange
 
 
 def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
@@ -421,11 +406,9 @@ def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
     yield from (("evaluation", text) for text in report.evaluations)
     if report.watchdog is not None and report.running:
         yield "watchdog", _watchdog_line(report.watchdog)
-    if report.goodput is not None:
-        yield "time", report.goodput.line
+    if report.goodput:
+        yield "time", report.goodput
     if status.overrides:
         yield "overrides", status.overrides
-    if report.damaged is not None and report.damaged.lines:
-        yield "record", f"damaged lines, passed over: {report.damaged.lines:_}"
-    if report.no_segments:
-        yield "segments/", f"no segment of the run, passed over: {', '.join(report.no_segments)}"
+    if report.damaged:
+        yield "record", f"damaged lines, passed over: {report.damaged:_}"

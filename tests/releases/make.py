@@ -2,7 +2,7 @@
 
     python tests/releases/make.py tests/releases/0.1.0.tar.xz
 
-The run was rolled back, evaluated, muted, pinned, and
+The run was rolled back, evaluated, pinned, and
 finally killed; `rollback.json` is a second rollback of it that was decided and not carried out.
 """
 
@@ -98,7 +98,6 @@ def make_run(run: Path) -> None:
     watchdog = {"fsdp_pretrain.watchdog.agent", str(run)}
     while any(watchdog <= {*(process.info["cmdline"] or ())} for process in psutil.process_iter(["cmdline"])):
         time.sleep(0.1)
-    command("fsdp_pretrain.cli", "mute", run, "1h", "new firmware")
 
 
 def decide_rollback(run: Path) -> str:

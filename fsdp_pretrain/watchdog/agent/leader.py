@@ -35,13 +35,14 @@ from fsdp_pretrain.watchdog.notify.operator import alarms_file, journal_alarm, s
 from fsdp_pretrain.watchdog.notify.prometheus import Exporter
 from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 
+from .pass_runner import INTERVAL
 from .registry import build_detectors
 
 _PER_START = frozenset("hang rank-died ended pace straggler node gpu run-directory corpus-storage mirror".split())
 """Detectors whose alarms end when the ranks are restarted."""
 _SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
-_SERVE_EVERY = 5
-"""Passes between two checks for requests and two snapshots, unless an alarm changes."""
+_SERVE_PASSES = 5
+"""Passes between two checks for requests and two exports, unless an alarm changes."""
 _HEALTH_DETECTORS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
 
 
@@ -90,7 +91,7 @@ class Leader:
         section = config.watchdog.notify
         try:
             self._notifier = Notifier(section, self._run, MessageSender(config.run.name, str(self._run.path), segment))
-            self._ping = Ping(section.ping) if section.ping is not None else None
+            self._ping = Ping() if section.ping else None
         except ConfigError as error:  # the trainer checked it, but secrets may be gone since
             self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent")
         self._exporter = Exporter(section.prometheus)
@@ -125,7 +126,7 @@ class Leader:
         now = time.monotonic()
         for detector in self._detectors:
             detector.tick(now)
-        if now - self._served >= _SERVE_EVERY * self._config.watchdog.interval.value or self._changed:
+        if now - self._served >= _SERVE_PASSES * INTERVAL or self._changed:
             self._served, self._changed = now, False
             serve(self._run, self.alarms)
             self._avoid_hosts()
@@ -185,7 +186,7 @@ class Leader:
     def _avoid_hosts(self) -> None:
         """If a device is broken for good: save, stop, and restart elsewhere (exit 76)."""
         broken = self.broken_hosts()
-        if not broken or broken <= self._avoided or not self._config.watchdog.hardware.act:
+        if not broken or broken <= self._avoided or not self._config.watchdog.act:
             return
         names = ", ".join(sorted(broken))
         with contextlib.suppress(OSError):  # a full disk takes no request: retried in the next pass

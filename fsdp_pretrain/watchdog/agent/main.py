@@ -43,7 +43,7 @@ from fsdp_pretrain.watchdog.heartbeat.rank_client import root, sweep
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, AlarmSink
 
 from .leader import Leader
-from .pass_runner import PassRunner
+from .pass_runner import INTERVAL, PassRunner
 from .registry import build_detectors
 
 _STALLED = 0.5
@@ -114,9 +114,7 @@ class Agent:
         self._leader: Leader | None = None
         self._findings = NodeFindings()
         self._detectors: list[Detector] = []
-        self._hang = HangMonitor(
-            config.watchdog.hang, self._ranks, self._nodes, keep=self._keep_stack, end=self._end_ranks
-        )
+        self._hang = HangMonitor(config.watchdog, self._ranks, self._nodes, keep=self._keep_stack, end=self._end_ranks)
         self._died: list[Rank] = []
         self._stalled: list[RankSnapshot] = []
         self._ended = self._asked_to_end = self._stop_asked = self._leader_missed = False
@@ -125,8 +123,8 @@ class Agent:
     def run(self) -> None:
         """Make passes until the ranks and their launcher are gone."""
         signal.signal(signal.SIGTERM, self._on_signal)
-        interval, begun = self._config.watchdog.interval.value, time.monotonic()
-        runner = PassRunner(self._ranks, interval, self._hang.hard_deadline, self._send)
+        begun = time.monotonic()
+        runner = PassRunner(self._ranks, self._hang.hard_deadline, self._send)
         runner.run(self._begin)
         while True:
             start = time.monotonic()
@@ -134,7 +132,7 @@ class Agent:
                 runner.run(partial(self._record_alarm, alarm))
             if self._finished(begun):
                 break
-            pause = min(interval, _STALLED) if self._hang.is_stalled else interval
+            pause = min(INTERVAL, _STALLED) if self._hang.is_stalled else INTERVAL
             self._died += self._ranks.wait(pause - (time.monotonic() - start))
         runner.run(self._finish, self._nodes.patience)
         shutil.rmtree(self._args.pages, ignore_errors=True)
@@ -229,7 +227,7 @@ class Agent:
             self._absent_since = time.monotonic()
         if time.monotonic() - self._absent_since < _ABSENT:
             return
-        act, error = self._config.watchdog.storage.act, run_id.gone(directory)
+        act, error = self._config.watchdog.act, run_id.gone(directory)
         self._alarms.open(
             "run-directory",
             Severity.CRIT,

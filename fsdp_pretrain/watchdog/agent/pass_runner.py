@@ -22,9 +22,10 @@ from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import Alarm
 
-_LEAST = 15.0
-"""Seconds that a pass may always take."""
-_PASSES = 10
+INTERVAL = 2.0
+"""Seconds between two passes. The end of a process is noticed at once."""
+_ALLOWED = 20.0
+"""Seconds that a pass may take."""
 
 
 class PassRunner:
@@ -32,16 +33,12 @@ class PassRunner:
 
     Args:
         ranks: of this node.
-        interval: seconds between two passes.
         deadline: returns the seconds without progress after which ranks are ended; None: never.
         send: sends an alarm without touching the disk.
     """
 
-    def __init__(
-        self, ranks: RankMonitor, interval: float, deadline: Callable[[], float | None], send: Callable[[Alarm], None]
-    ) -> None:
-        self._ranks, self._interval, self._deadline, self._send = ranks, interval, deadline, send
-        self._allowed = max(_LEAST if interval >= 0.5 else 5.0, _PASSES * interval)
+    def __init__(self, ranks: RankMonitor, deadline: Callable[[], float | None], send: Callable[[Alarm], None]) -> None:
+        self._ranks, self._deadline, self._send = ranks, deadline, send
         self._worker = Worker("pass")
 
     def run(self, act: Callable[[], None], more: float = 0.0) -> Alarm | None:
@@ -53,19 +50,19 @@ class PassRunner:
         """
         begun, alarm = time.monotonic(), None
         with contextlib.suppress(NoAnswerError):
-            self._worker.call(partial(_attempt, act), self._allowed + more)
+            self._worker.call(partial(_attempt, act), _ALLOWED + more)
             return None
         while True:
             alarm = alarm or self._open(time.monotonic() - begun)
             for rank in self._ranks.alive:
                 rank.read_page()
             limit = self._deadline()
-            if limit is not None and self._ranks.still() > max(limit, self._allowed):
+            if limit is not None and self._ranks.still() > max(limit, _ALLOWED):
                 self._ranks.kill()
             with contextlib.suppress(NoAnswerError):
-                self._worker.call(bool, self._interval)  # returns once the thread is free
+                self._worker.call(bool, INTERVAL)  # returns once the thread is free
                 return alarm
-            time.sleep(self._interval)
+            time.sleep(INTERVAL)
 
     def _open(self, seconds: float) -> Alarm:
         host, time_ = socket.gethostname(), now()

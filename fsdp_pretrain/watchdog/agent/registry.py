@@ -20,14 +20,10 @@ from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetect
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
-from fsdp_pretrain.watchdog.detectors.host import HostDetector
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
-from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
+from fsdp_pretrain.watchdog.detectors.mounts import MountDetector
 from fsdp_pretrain.watchdog.detectors.nvml import resolve
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes.client import ProbeServer
-
-from .goodput_job import GoodputJob
 
 _SHM = Path("/dev/shm")
 
@@ -52,21 +48,20 @@ def build_detectors(
         reached: returns the newest step that a rank of this node has started.
         fetcher: where the fetcher of this node says how it is.
     """
-    run, host, probes = RunDir(config.run.dir), socket.gethostname(), ProbeServer()
+    run, host = RunDir(config.run.dir), socket.gethostname()
     corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
-    mounts = MountDetector(alarms, probes, [run.checkpoints] if leads else [], corpora)
-    found: list[Detector] = [mounts, HostDetector(alarms, host=host, pids=pids)]
+    mounts = MountDetector(alarms, [run.checkpoints] if leads else [], corpora)
+    found: list[Detector] = [mounts]
     if fetcher is not None and len(corpora) < len(config.data.sources):
         found.append(CorpusStorageDetector(alarms, fetcher, host))
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
     if not leads:
-        found.append(DiskSpaceDetector(alarms, probes, local))
+        found.append(DiskSpaceDetector(alarms, local))
     else:
         places = [("checkpoints", run.checkpoints, True), ("run", run.path, False)]
         checkpoints = CheckpointDetector(
             alarms,
-            config.watchdog.storage,
-            probes,
+            act=config.watchdog.act,
             run=run.path,
             segment=segment,
             stores=[run.checkpoints],
@@ -77,18 +72,14 @@ def build_detectors(
         )
         found += [
             checkpoints,
-            DiskSpaceDetector(alarms, probes, [*places, *local], checkpoints),
-            DataWaitDetector(alarms),
+            DiskSpaceDetector(alarms, [*places, *local], checkpoints),
             _data_invariants(config, run, alarms, mounts),
         ]
         if config.eval.every is not None or config.eval.loss_on:
-            found.append(EvaluationDetector(alarms, probes, run.path))
+            found.append(EvaluationDetector(alarms, run.path))
         if config.checkpoint.mirror is not None:
-            found.append(MirrorDetector(alarms, probes, run.path, segment))
-        shown = config.watchdog.notify.prometheus
-        if shown.port is not None or shown.textfile is not None:
-            found.append(GoodputJob(alarms, probes, run.path))
-    if (gpus := _devices(config, run, alarms, host, devices)) is not None:
+            found.append(MirrorDetector(alarms, run.path, segment))
+    if (gpus := _devices(config, alarms, host, devices)) is not None:
         found.append(gpus)
     return found
 
@@ -108,16 +99,14 @@ def _data_invariants(config: Config, run: RunDir, alarms: AlarmSink, mounts: Mou
     )
 
 
-def _devices(config: Config, run: RunDir, alarms: AlarmSink, host: str, expected: int) -> GpuDetector | None:
-    section = config.watchdog.hardware
+def _devices(config: Config, alarms: AlarmSink, host: str, expected: int) -> GpuDetector | None:
     try:
-        provider = resolve(section.provider)
+        provider = resolve(config.watchdog.gpus)
     except ConfigError as error:
-        if section.provider != "auto":
+        if config.watchdog.gpus != "auto":
             raise
         alarms.open(f"gpu-blind/{host}", Severity.INFO, error.cause, effect=error.effect, remedy=error.remedy)
         return None
     if provider is None:
         return None
-    memory = run.path / "watchdog/hosts.json"
-    return GpuDetector(alarms, host=host, memory=memory, expected=expected, provider=provider)
+    return GpuDetector(alarms, host=host, expected=expected, provider=provider)

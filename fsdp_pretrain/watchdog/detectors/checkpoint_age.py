@@ -20,13 +20,13 @@ from typing import Any
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded
 from fsdp_pretrain.checkpoint.upcoming import Late, UnsavedTraining
-from fsdp_pretrain.config.operations import StorageSection
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import Progress, human_bytes, human_count, human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes.client import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe, ProbeServer
+from fsdp_pretrain.watchdog.probes import looks
+from fsdp_pretrain.watchdog.probes.periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe
 
 from .base import Detector
 
@@ -72,6 +72,7 @@ class CheckpointDetector(Detector):
     Args:
         stores: directories with checkpoints, the run's own first.
         every: gives `checkpoint.every` at a number of samples consumed.
+        act: a save or a stop may be requested (`watchdog.act`).
         prune: old ones may be deleted to make room (`checkpoint.prune`).
         pids: returns the process ids of the ranks on this node.
         reached: returns the newest step that a rank of this node has started, even if the record cannot be written.
@@ -88,25 +89,24 @@ class CheckpointDetector(Detector):
     def __init__(
         self,
         alarms: AlarmSink,
-        section: StorageSection,
-        probes: ProbeServer,
         *,
         run: Path,
         segment: int,
         stores: list[Path],
         every: Callable[[int], Progress],
+        act: bool = True,
         prune: bool = True,
         pids: Callable[[], list[int]] = list,
         reached: Callable[[], int] = int,
     ) -> None:
         super().__init__(alarms)
         self._pids, self._reached = pids, reached
-        self._section, self._probes, self._run, self._segment = section, probes, run, segment
+        self._act, self._run, self._segment = act, run, segment
         self._main, self._every, self._prune = stores[0], every, prune
         directories = [str(path) for path in stores]
         journal: dict[str, Any] = {"chronicle": str(run / "journal.jsonl"), "offset": 0}
-        self._probe = PeriodicProbe(probes, "checkpoints", directories=directories, **journal)
-        self._audit = PeriodicProbe(probes, "checksum", AUDIT_SECONDS, AUDIT_DEADLINE, directories=directories)
+        self._probe = PeriodicProbe(looks.checkpoints, directories=directories, **journal)
+        self._audit = PeriodicProbe(looks.checksum, AUDIT_SECONDS, AUDIT_DEADLINE, directories=directories)
         self.need: SpaceNeeded | None = None
         self.prunable: SpaceNeeded | None = None
         self.completed = self.failures = 0
@@ -119,7 +119,7 @@ class CheckpointDetector(Detector):
         self._attempts: dict[str, SaveInFlight] = {}
         self._bad: dict[str, str] = {}
         self._asked: set[str] = set()
-        self._requests: dict[str, int] = {}
+        self._requests: dict[str, PeriodicProbe] = {}
 
     def step(self, record: StepRecord) -> None:
         self._steps.append(record.seconds.iteration)
@@ -224,17 +224,17 @@ class CheckpointDetector(Detector):
 
     def _ask(self, verb: str) -> str:
         """Leave a request in the run's inbox, once per incident; returns the alarm's action text."""
-        if not self._section.act:
+        if not self._act:
             return ""
         if verb not in self._asked:
             self._asked.add(verb)
-            self._requests[verb] = self._probes.ask("request", {"run": str(self._run), "verb": verb})
+            self._requests[verb] = PeriodicProbe(looks.request, math.inf, run=str(self._run), verb=verb)
         return f"asked the run to {verb}"
 
     def _see_to_requests(self, now: float) -> None:
         """A full disk takes no request: then send a stop as a signal to a rank, and retry a save later."""
-        for verb, ticket in list(self._requests.items()):
-            answer = self._probes.take(ticket, now)
+        for verb, request in list(self._requests.items()):
+            answer = request.tick(now)
             if answer is None:
                 continue
             del self._requests[verb]

@@ -16,7 +16,8 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import slope
 from fsdp_pretrain.units import human_bytes, human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
+from fsdp_pretrain.watchdog.probes.looks import space
+from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe
 
 from .base import Detector
 from .checkpoint_age import CheckpointDetector
@@ -55,26 +56,24 @@ class DiskSpaceDetector(Detector):
     """Alarms `disk/NAME`, and the forecast `disk-forecast/NAME`.
 
     Args:
-            places: (name, directory, whether it takes checkpoints). Only the first on each file system is judged.
-            checkpoints: knows what the next checkpoint takes; None if this node does not watch them.
+        places: (name, directory, whether it takes checkpoints). Only the first on each file system is judged.
+        checkpoints: knows what the next checkpoint takes; None if this node does not watch them.
 
-        Attributes:
-            fit: how many checkpoints fit, by place that takes them.
-            seconds_to_full: by place, according to the forecast; only places that are filling up.
+    Attributes:
+        fit: how many checkpoints fit, by place that takes them.
+        seconds_to_full: by place, according to the forecast; only places that are filling up.
     """
 
     def __init__(
         self,
         alarms: AlarmSink,
-        probes: ProbeServer,
         places: list[tuple[str, Path, bool]],
         checkpoints: CheckpointDetector | None = None,
     ) -> None:
         super().__init__(alarms)
         self._checkpoints = checkpoints
         self.places = [
-            WatchedDirectory(name, path, holds, PeriodicProbe(probes, "space", path=str(path)))
-            for name, path, holds in places
+            WatchedDirectory(name, path, holds, PeriodicProbe(space, path=str(path))) for name, path, holds in places
         ]
         self.fit: dict[str, int] = {}
         self.seconds_to_full: dict[str, float] = {}

@@ -1,22 +1,20 @@
-"""Watches evaluations, which run beside training, in workers anywhere: those that hang, by their claims; those that
-nobody runs; and what they found: verdicts of probes, scores that are worse than before. No torch.
+"""Watches evaluations, which run beside training, in workers anywhere: those that nobody runs or finishes, and what
+they found: verdicts of probes, scores that are worse than before. No torch.
 
 Each answer of a probe is judged as a whole: nothing is remembered that a restart would lose.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
+from fsdp_pretrain.watchdog.probes import looks
+from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe
 
 from .base import Detector
 from .regression import Point, regression
@@ -26,69 +24,24 @@ _RESULTS = 24
 
 
 class EvaluationDetector(Detector):
-    """Alarms `evaluation/STEP`, `evaluation-overdue`, `evaluation-given-up`, `evaluation-verdict/PROBE` and
-    `evaluation-score/TASK/METRIC`.
+    """Alarms `evaluation-overdue`, `evaluation-given-up`, `evaluation-verdict/PROBE` and
+    `evaluation-score/TASK/METRIC`."""
 
-    An evaluation that takes longer than the deadline in its worker's claim saves its stack, and the worker finally ends
-    it; `evaluation/STEP` reports it even when the worker is stopped.
-    """
-
-    def __init__(self, alarms: AlarmSink, probes: ProbeServer, run: Path) -> None:
+    def __init__(self, alarms: AlarmSink, run: Path) -> None:
         super().__init__(alarms)
-        self._probe = PeriodicProbe(probes, "evaluations", evals=str(run / "evals"))
-        self._results = PeriodicProbe(probes, "results", run=str(run), newest=_RESULTS)
+        self._results = PeriodicProbe(looks.results, run=str(run), newest=_RESULTS)
         self._run = run
-        self._seen: dict[str, float] = {}
-        self._heldout: dict[str, deque[Point]] = {}
-        self._worse_heldout: set[str] = set()
-
-    def step(self, record: StepRecord) -> None:
-        """Judge the held-out losses, if they were measured, by those of this start."""
-        super().step(record)
-        for source, loss in (record.heldout or {}).items():
-            points = self._heldout.setdefault(source, deque(maxlen=_RESULTS))
-            if not isfinite(loss.mean):
-                continue
-            points.append(Point(record.step, loss.mean, None))
-            name = f"heldout_loss/{source}"
-            if (key := self.judge_curve(name, [*points], higher_is_better=False)) is not None:
-                self._worse_heldout.add(key)
-            elif (key := f"evaluation-score/{name}") in self._worse_heldout:
-                self._worse_heldout.remove(key)
-                self.resolve(key, "later measurements are as before")
 
     def tick(self, now: float) -> None:
-        """Start due probes, and judge the answers of earlier ones. Durations use the monotonic clock."""
-        answer = self._probe.tick(now)
-        if answer is not None and answer.error is None:
-            self._judge_claims(answer.value["claims"], now)
+        """Start a look when it is due, and judge the answer of an earlier one."""
         answer = self._results.tick(now)
         if answer is not None and answer.error is None:
-            self._judge_waiting(answer.value["waiting"], answer.value["overdue"])
+            self._judge_late(answer.value["late"])
             self._judge_given_up(answer.value["given_up"])
             self._judge_verdicts(answer.value["results"])
             self._judge_scores(answer.value["results"])
 
-    def _judge_claims(self, claims: Sequence[dict[str, Any]], now: float) -> None:
-        self._seen = {claim["token"]: self._seen.get(claim["token"], now) for claim in claims}
-        late = [claim for claim in claims if now - self._seen[claim["token"]] > claim["deadline"]]
-        for claim in late:
-            self.open(
-                f"evaluation/{claim['step']}",
-                Severity.WARN,
-                f"the evaluation of step {claim['step']} ({claim['tasks']}) on {claim['host']}, pid {claim['pid']}, "
-                f"takes longer than {human_time(claim['deadline'])}",
-                "training is not affected; there are no scores of this checkpoint, and it is not deleted",
-                "the journal (eval-late) names its stack; it is ended after three times as long, which is one of its "
-                "eval.attempts",
-                step=claim["step"],
-                facts={name: claim[name] for name in ("host", "pid", "deadline", "tasks")},
-            )
-        keys = {f"evaluation/{claim['step']}" for claim in late}
-        self.resolve_others("evaluation", keys, "it has ended; the journal says how")
-
-    def _judge_waiting(self, waiting: Sequence[dict[str, Any]], overdue: float) -> None:
-        late = [each for each in waiting if not each["claimed"] and each["seconds"] > overdue]
+    def _judge_late(self, late: Sequence[dict[str, Any]]) -> None:
         if not late:
             self.resolve("evaluation-overdue", "no checkpoint waits any more, or a worker has it")
             return
@@ -96,7 +49,7 @@ class EvaluationDetector(Detector):
         self.open(
             "evaluation-overdue",
             Severity.WARN,
-            f"no scores of step {_steps(late)}: no worker has taken it for {human_time(longest)}",
+            f"no scores of step {_steps(late)}: {_who(late)} for {human_time(longest)}",
             "training is not affected; a mistake in the data or the model would not be seen in the scores",
             f"see evals/log and the journal (eval-failed, eval-refused), then run: fsdp-eval watch {self._run} --once",
             facts={"steps": [each["step"] for each in late], "seconds": longest},
@@ -136,7 +89,7 @@ class EvaluationDetector(Detector):
 
     def _judge_scores(self, results: Sequence[dict[str, Any]]) -> None:
         curves: dict[tuple[str, str, bool], list[Point]] = {}
-        keys: set[str | None] = set(self._judge_numbers(results[-1])) if results else set()
+        keys = set(self._judge_numbers(results[-1])) if results else set()
         for found in (each for each in results if each["limit"] == results[-1]["limit"]):
             for task, directions in found["higher_is_better"].items():
                 row = found["scores"].get(task, {})
@@ -144,14 +97,11 @@ class EvaluationDetector(Detector):
                     if row.get(metric) is not None:
                         point = Point(found["step"], row[metric], row.get(f"{metric}_stderr"))
                         curves.setdefault((task, metric, higher), []).append(point)
-        keys |= {
-            self.judge_curve(f"{task}/{metric}", points, higher_is_better=higher)
-            for (task, metric, higher), points in curves.items()
-            if f"evaluation-score/{task}/{metric}" not in keys
-        }
-        self.resolve_others(
-            "evaluation-score", {*filter(None, keys), *self._worse_heldout}, "later scores are as before"
-        )
+        for (task, metric, higher), points in curves.items():
+            key = f"evaluation-score/{task}/{metric}"
+            if key not in keys and self._is_worse(key, points, higher_is_better=higher):
+                keys.add(key)
+        self.resolve_others("evaluation-score", keys, "later scores are as before")
 
     def _judge_numbers(self, newest: dict[str, Any]) -> Iterator[str]:
         """Open an alarm for each score that is no finite number; their keys."""
@@ -169,12 +119,12 @@ class EvaluationDetector(Detector):
                 )
                 yield key
 
-    def judge_curve(self, name: str, points: Sequence[Point], *, higher_is_better: bool) -> str | None:
-        """Open `evaluation-score/NAME` if the last point is worse than those before; its key, or None if it is not."""
+    def _is_worse(self, key: str, points: Sequence[Point], *, higher_is_better: bool) -> bool:
+        """Whether the last point is worse than those before; if so, open an alarm with this key."""
         found = regression(points, higher_is_better=higher_is_better)
         if found is None:
-            return None
-        key, change = f"evaluation-score/{name}", abs(found.newest.value - found.usual)
+            return False
+        name, change = key.partition("/")[2], abs(found.newest.value - found.usual)
         self.open(
             key,
             Severity.WARN,
@@ -185,7 +135,13 @@ class EvaluationDetector(Detector):
             "at the loss there",
             facts={"evaluated": found.newest.step, "value": found.newest.value, "usual": found.usual},
         )
-        return key
+        return True
+
+
+def _who(late: Sequence[dict[str, Any]]) -> str:
+    return (
+        "no worker has taken it" if not any(each["claimed"] for each in late) else "a worker holds it without a result"
+    )
 
 
 def _steps(found: Sequence[dict[str, Any]]) -> str:

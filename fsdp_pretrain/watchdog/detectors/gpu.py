@@ -1,28 +1,18 @@
-"""GPUs: a broken one ends the start on this host, an odd one is a warning. No torch.
-
-Statistical rules raise a false alarm a day at a few hundred GPUs, so they warn and never act.
-"""
+"""GPUs: a broken one ends the start on this host, an odd one is a warning. No torch."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from pathlib import Path
-from statistics import median
 
-from fsdp_pretrain.deadline import Helper
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
+from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe
 
 from .base import Detector
-from .host_history import remember
-from .nvml import DeviceState
+from .nvml import DeviceReader, DeviceState
 
 _CHECK_SECONDS, _DEADLINE_SECONDS = 15.0, 10.0
 """Between two checks of the GPUs, and how long one may take; two longer ones in a row are a warning."""
-_LEMON = 3
-"""A host is proposed for exclusion after so many incidents in 14 days."""
 _FATAL_XIDS = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120})
 """Uncorrectable memory, remapping, NVLink, fallen off the bus, contained errors, GSP errors."""
 _REMAP_XID = 63
@@ -30,50 +20,35 @@ _REMAP_XID = 63
 _BRAKES = {0x8: "hardware slowdown", 0x20: "thermal limit", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
 _WINDOW, _OFTEN = 20, 15
 """Samples, five minutes, and in how many of them an oddity must occur to be a warning."""
-_SLOW_CLOCK, _LOW_POWER, _BUSY = 0.9, 0.6, 0.5
-_NEAR = 3.0
 _WEDGED = 2
 
 
 class GpuDetector(Detector):
-    """Alarms `gpu/HOST` (fatal: `facts["avoid_hosts"]`), `gpu-odd/HOST`, `gpu-blind/HOST`, `host-record/HOST`.
+    """Alarms `gpu/HOST` (fatal: `facts["avoid_hosts"]`), `gpu-odd/HOST`, `gpu-blind/HOST`.
 
-    memory: file that stores the incidents of hosts.
     expected: GPUs that ranks use here; 0 if unknown: as many as were seen first.
     provider: `nvml` or `file:PATH`; from `nvml.resolve`.
     """
 
-    def __init__(self, alarms: AlarmSink, *, host: str, memory: Path, expected: int, provider: str) -> None:
+    def __init__(self, alarms: AlarmSink, *, host: str, expected: int, provider: str) -> None:
         super().__init__(alarms)
-        self._host, self._memory, self._expected = host, memory, expected
-        self.helper = Helper("fsdp_pretrain.watchdog.detectors.nvml", provider)
-        self.asked: float | None = None
-        self._due, self._missed = 0.0, 0
+        self._host, self._expected, self._missed = host, expected, 0
+        self._probe = PeriodicProbe(DeviceReader(provider), _CHECK_SECONDS, _DEADLINE_SECONDS)
         self._first: dict[int, DeviceState] = {}
         self._errors: dict[int, int] = {}
-        self._links: dict[int, list[int]] = {}
         self._odd: dict[tuple[int, str], deque[bool]] = {}
-        self._broken = False
 
     def tick(self, now: float) -> None:
         """Request the state of the GPUs when due, and judge it when it arrives."""
-        if self.asked is None:
-            if now >= self._due:
-                self.asked, self._due = now, now + _CHECK_SECONDS
-                self.helper.send({})
+        answer = self._probe.tick(now)
+        if answer is None:
             return
-        for answer in self.helper.receive():
-            self.asked = None
-            if "error" in answer:
-                self._miss(answer["error"])
-            else:
-                self._missed = 0
-                self.resolve(f"gpu-blind/{self._host}", "the state of the GPUs is known again")
-                self._judge([DeviceState(**device) for device in answer["devices"]])
-        if self.asked is not None and now - self.asked > _DEADLINE_SECONDS:
-            self.helper.replace()  # it may hang in the driver; the next request starts another
-            self.asked = None
-            self._miss(f"no answer within {human_time(_DEADLINE_SECONDS)}")
+        if answer.error is not None:
+            self._miss(answer.error)
+            return
+        self._missed = 0
+        self.resolve(f"gpu-blind/{self._host}", "the state of the GPUs is known again")
+        self._judge(answer.value["devices"])
 
     def _miss(self, why: str) -> None:
         self._missed += 1
@@ -88,10 +63,6 @@ class GpuDetector(Detector):
 
     def _judge(self, devices: list[DeviceState]) -> None:
         self._first = self._first or {device.index: device for device in devices}
-        for device in devices:  # an idle link slows down, so keep the best one
-            if device.pcie is not None:
-                best = self._links.get(device.index, device.pcie)
-                self._links[device.index] = list(map(max, best, device.pcie))
         self._judge_broken(devices)
         self._judge_odd([device for device in devices if device.lost is None])
 
@@ -102,9 +73,6 @@ class GpuDetector(Detector):
             reasons.append(f"{len(devices)} of {expected} GPUs are there")
         if not reasons:
             return  # the alarm stays: a broken GPU that stops reporting errors is not repaired
-        if not self._broken:
-            self._broken = True
-            self._remember()
         self.open(
             f"gpu/{self._host}",
             Severity.CRIT,
@@ -114,21 +82,9 @@ class GpuDetector(Detector):
             facts={"avoid_hosts": [self._host], "reasons": reasons},
         )
 
-    def _remember(self) -> None:
-        incidents = remember(self._memory, self._host, "gpu")
-        if incidents[self._host] >= _LEMON:
-            self.open(
-                f"host-record/{self._host}",
-                Severity.WARN,
-                f"{self._host} had {incidents[self._host]} incidents in 14 days",
-                "a few hosts cause most of the interruptions",
-                "exclude it until it has been tested",
-                facts={"proposed": sorted(host for host, n in incidents.items() if n >= _LEMON)},
-            )
-
     def _judge_odd(self, devices: list[DeviceState]) -> None:
         for device in devices:
-            seen = set(self._oddities(device, devices))
+            seen = set(self._oddities(device))
             for reason in seen | {reason for index, reason in self._odd if index == device.index}:
                 self._odd.setdefault((device.index, reason), deque(maxlen=_WINDOW)).append(reason in seen)
         self._odd = {key: history for key, history in self._odd.items() if any(history)}
@@ -149,23 +105,11 @@ class GpuDetector(Detector):
             facts={"devices": dict(found)},
         )
 
-    def _oddities(self, device: DeviceState, devices: Sequence[DeviceState]) -> list[str]:
+    def _oddities(self, device: DeviceState) -> list[str]:
         """What should not persist in the state of a GPU."""
         found = [text for bit, text in _BRAKES.items() if (device.throttle or 0) & bit]
         if device.remap_pending:
             found.append("memory rows are waiting to be remapped")
-        if device.temperature is not None and device.slowdown and device.temperature >= device.slowdown - _NEAR:
-            found.append("close to its slowdown temperature")
-        peers = [other for other in devices if other.index != device.index and (other.busy or 0) >= _BUSY]
-        if (device.busy or 0) >= _BUSY:
-            if device.pcie is not None and device.pcie != self._links[device.index]:
-                found.append("a slower PCIe link than before")
-            clocks = [other.clock for other in peers if other.clock]
-            if device.clock and clocks and device.clock < _SLOW_CLOCK * median(clocks):
-                found.append("a lower clock than the others")
-        powers = [other.power for other in peers if other.power]
-        if device.power and len(powers) > 1 and device.power < _LOW_POWER * median(powers):
-            found.append("less power than the others")
         first = self._first.get(device.index, device).nvlink
         if device.nvlink is not None and first is not None:
             links, errors = device.nvlink

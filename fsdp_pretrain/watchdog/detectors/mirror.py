@@ -9,7 +9,8 @@ from typing import Any
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes.client import PeriodicProbe, ProbeServer
+from fsdp_pretrain.watchdog.probes import looks
+from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe
 
 from .base import Detector
 
@@ -22,9 +23,9 @@ _LONG = 3600.0
 class MirrorDetector(Detector):
     """Alarm `mirror`: nothing can be copied, or the process that copies does not work."""
 
-    def __init__(self, alarms: AlarmSink, probes: ProbeServer, run: Path, segment: int) -> None:
+    def __init__(self, alarms: AlarmSink, run: Path, segment: int) -> None:
         super().__init__(alarms)
-        self._probe = PeriodicProbe(probes, "mirror", run=str(run), segment=segment)
+        self._probe = PeriodicProbe(looks.mirror, run=str(run), segment=segment)
         self._run, self._beat = run, -1
         self._since: float | None = None
 

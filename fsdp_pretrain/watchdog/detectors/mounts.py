@@ -1,29 +1,21 @@
-"""Whether mounts answer, corpora are intact, and training waits for data. No torch."""
+"""Whether mounts answer, and corpora are intact. No torch."""
 
 from __future__ import annotations
 
 import errno
-import math
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
-from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.statistics import score
-from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes.client import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe, ProbeAnswer, ProbeServer
+from fsdp_pretrain.watchdog.probes import looks
+from fsdp_pretrain.watchdog.probes.periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe, ProbeAnswer
 
 from .base import Detector
 
 _TWICE = 2
-_SLOW_SCORE, _SLOW_FLOOR, _SLOW_IN_A_ROW, _NO_MATTER = 8.0, 0.25, 5, 1.0
-_HISTORY, _LEAST_HISTORY = 200, 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_WAIT_LEAST, _WAIT_TIMES, _WAIT_STEPS, _WAITS = 5.0, 10.0, 50, 3
 
 
 @dataclass
@@ -33,33 +25,29 @@ class _Mount:
     path: str
     probe: PeriodicProbe
     failures: int = 0
-    slow: int = 0
-    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=_HISTORY))
 
 
 class MountDetector(Detector):
-    """Alarms `mount/PATH`, `mount-slow/PATH`, and `data-shard/SOURCE` for corpora that are not intact.
+    """Alarms `mount/PATH`, and `data-shard/SOURCE` for corpora that are not intact.
 
     Args:
-            probed: directories in which a small file is written.
-            corpora: directory of each source. One file is read per file system.
+        probed: directories in which a small file is written.
+        corpora: directory of each source. One file is read per file system.
 
-        Attributes:
-            rates: documents per packed token of every source, once its manifest was read.
+    Attributes:
+        rates: documents per packed token of every source, once its manifest was read.
     """
 
     def __init__(
         self,
         alarms: AlarmSink,
-        probes: ProbeServer,
         probed: list[Path],
         corpora: dict[str, Path],
     ) -> None:
         super().__init__(alarms)
-        self._probes = probes
-        self._mounts = {str(path): _Mount(str(path), self._probe("write", path=str(path))) for path in probed}
+        self._mounts = {str(path): _Mount(str(path), PeriodicProbe(looks.write, path=str(path))) for path in probed}
         self._audits = {
-            name: PeriodicProbe(probes, "corpus", AUDIT_SECONDS, AUDIT_DEADLINE, path=str(path))
+            name: PeriodicProbe(looks.corpus, AUDIT_SECONDS, AUDIT_DEADLINE, path=str(path))
             for name, path in corpora.items()
         }
         self._corpora, self._shards = corpora, dict[str, tuple[int, list[str]]]()
@@ -75,9 +63,6 @@ class MountDetector(Detector):
             answer = mount.probe.tick(now)
             if answer is not None:
                 self._judge_mount(mount, answer)
-
-    def _probe(self, name: str, **arguments: Any) -> PeriodicProbe:
-        return PeriodicProbe(self._probes, name, **arguments)
 
     def _judge_corpus(self, name: str, answer: ProbeAnswer) -> None:
         path = self._corpora[name]
@@ -108,7 +93,7 @@ class MountDetector(Detector):
             if not paths:
                 continue
             if key not in self._mounts:
-                self._mounts[key] = _Mount(key, self._probe("read", paths=paths))
+                self._mounts[key] = _Mount(key, PeriodicProbe(looks.read, paths=paths))
             elif "paths" in self._mounts[key].probe.arguments:
                 self._mounts[key].probe.arguments["paths"] = paths
 
@@ -118,8 +103,6 @@ class MountDetector(Detector):
         if answer.error is None or answer.errno in _FULL:
             mount.failures = 0
             self.resolve(f"mount/{mount.path}", f"{mount.path} answers")
-            if answer.error is None:
-                self._judge_latency(mount, answer.seconds)
             return
         if answer.errno == errno.ENOENT and "paths" in mount.probe.arguments:
             for audit in self._audits.values():  # a shard is gone: find out of which corpus
@@ -136,48 +119,3 @@ class MountDetector(Detector):
                 "check that the file system is mounted and its servers respond",
                 facts={"hanging": answer.late},
             )
-
-    def _judge_latency(self, mount: _Mount, seconds: float) -> None:
-        known, value = mount.latencies, math.log(max(1e-5, seconds))
-        slow = len(known) >= _LEAST_HISTORY and seconds > _NO_MATTER and score(value, known, _SLOW_FLOOR) > _SLOW_SCORE
-        mount.slow = mount.slow + 1 if slow else 0
-        if not slow:
-            known.append(value)
-            self.resolve(f"mount-slow/{mount.path}", f"{mount.path} answers in {human_time(seconds)}")
-        elif mount.slow >= _SLOW_IN_A_ROW:
-            self.open(
-                f"mount-slow/{mount.path}",
-                Severity.WARN,
-                f"{mount.path} took {human_time(seconds)} to answer, {mount.slow} times in a row slow",
-                "reading data and saving may become slow",
-                "check whether something else uses the storage",
-            )
-
-
-class DataWaitDetector(Detector):
-    """Alarm `data-wait`: steps wait for data."""
-
-    def __init__(self, alarms: AlarmSink) -> None:
-        super().__init__(alarms)
-        self._known: deque[float] = deque(maxlen=512)
-        self._long: deque[bool] = deque(maxlen=_WAIT_STEPS)
-
-    def step(self, record: StepRecord) -> None:
-        """Compare the wait of a step with the 99% quantile of earlier ones."""
-        super().step(record)
-        seconds, file = record.seconds.data, record.data_read.file
-        usual = quantiles(self._known, n=100, method="inclusive")[98] if len(self._known) > 1 else 0.0
-        self._long.append(seconds > max(_WAIT_LEAST, _WAIT_TIMES * usual))
-        if not self._long[-1]:
-            self._known.append(seconds)
-        if sum(self._long) >= _WAITS:
-            self.open(
-                "data-wait",
-                Severity.WARN,
-                f"{sum(self._long)} of {len(self._long)} steps waited long for data, the last {human_time(seconds)}",
-                "training stands still meanwhile",
-                "check whether the storage of the corpora is slow"
-                + (f"; the slowest read was of {file}" if file else ""),
-            )
-        elif not any(self._long):
-            self.resolve("data-wait", "steps do not wait for data any more")

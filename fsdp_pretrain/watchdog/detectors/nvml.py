@@ -1,10 +1,4 @@
-"""The state of GPUs, read by a helper process that may hang.
-
-    python -m fsdp_pretrain.watchdog.detectors.nvml PROVIDER
-
-Answers every line of input with one line: `{"devices": [...]}` or `{"error": "..."}`. Providers are NVIDIA's library,
-and a JSON file, for other vendors' tools and for tests. No torch.
-"""
+"""The state of GPUs, by NVIDIA's library, or from a JSON file, for other vendors' tools and for tests. No torch."""
 
 from __future__ import annotations
 
@@ -12,9 +6,8 @@ import contextlib
 import importlib
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +27,6 @@ class DeviceState:
         ecc: uncorrectable memory errors since the last reset.
         remap_failed, remap_pending: remapping of bad memory rows failed, or is pending.
         throttle: reasons for a lower clock, as NVML's bits.
-        clock: SM clock, MHz.
-        power: W.
-        busy: share of the time in which a kernel ran, 0 to 1.
-        temperature, slowdown: degrees Celsius now, and where it starts to slow down.
-        pcie: generation and width of the link.
         nvlink: active links, and errors since the driver was loaded.
     """
 
@@ -51,12 +39,6 @@ class DeviceState:
     remap_failed: bool = False
     remap_pending: bool = False
     throttle: int | None = None
-    clock: float | None = None
-    power: float | None = None
-    busy: float | None = None
-    temperature: float | None = None
-    slowdown: float | None = None
-    pcie: list[int] | None = None
     nvlink: list[int] | None = None
 
 
@@ -104,9 +86,7 @@ class Nvml:
                 return None
 
         reasons = ask("CurrentClocksEventReasons")
-        power, rates = ask("PowerUsage"), ask("UtilizationRates")
         rows = ask("RemappedRows") or (0, 0, False, False)
-        link = [ask("CurrPcieLinkGeneration"), ask("CurrPcieLinkWidth")]
         return DeviceState(
             index,
             name=name if isinstance(name, str) else name.decode(),
@@ -116,12 +96,6 @@ class Nvml:
             remap_failed=bool(rows[3]),
             remap_pending=bool(rows[2]),
             throttle=ask("CurrentClocksThrottleReasons") if reasons is None else reasons,
-            clock=ask("ClockInfo", nvml.NVML_CLOCK_SM),
-            power=None if power is None else power / 1000,
-            busy=None if rates is None else rates.gpu / 100,
-            temperature=ask("Temperature", nvml.NVML_TEMPERATURE_GPU),
-            slowdown=ask("TemperatureThreshold", nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
-            pcie=None if None in link else link,
             nvlink=self._links(ask),
         )
 
@@ -159,23 +133,20 @@ def resolve(name: str) -> str | None:
         raise ConfigError(
             "NVIDIA's management library cannot be used: the package nvidia-ml-py is not installed",
             effect="broken or slow GPUs would not be noticed",
-            remedy='pip install nvidia-ml-py, or set watchdog.hardware.provider = "none"',
+            remedy='pip install nvidia-ml-py, or set watchdog.gpus = "none"',
         )
     return None if name == "none" else name
 
 
-def serve(name: str) -> None:
-    """Answer every line of input with the state read by `nvml` or `file:PATH`, until the input ends."""
-    read: Callable[[], list[DeviceState]] | None = None
-    kind, _, path = name.partition(":")
-    for _ in sys.stdin:
-        try:
-            read = read or (Nvml().read_devices if kind == "nvml" else lambda: _read_file(Path(path)))
-            answer: dict[str, Any] = {"devices": [asdict(device) for device in read()]}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
+class DeviceReader:
+    """Reads the state of GPUs by `nvml` or from `file:PATH`. May hang, and may raise anything."""
 
+    def __init__(self, provider: str) -> None:
+        self._path = provider.partition(":")[2]
+        self._library: Nvml | None = None
 
-if __name__ == "__main__":
-    serve(sys.argv[1])
+    def __call__(self) -> dict[str, list[DeviceState]]:
+        if self._path:
+            return {"devices": _read_file(Path(self._path))}
+        self._library = self._library or Nvml()
+        return {"devices": self._library.read_devices()}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fsdp_pretrain.config.operations import HangSection
+from fsdp_pretrain.config.operations import WatchdogSection
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
@@ -63,17 +63,17 @@ class HangMonitor:
 
     def __init__(
         self,
-        section: HangSection,
+        section: WatchdogSection,
         ranks: RankMonitor,
         nodes: PeerNodes,
         *,
         keep: Callable[[int, str], None],
         end: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self._section, self._ranks, self._nodes = section, ranks, nodes
+        self._act, self._soft, self._ranks, self._nodes = section.act, section.hang.soft.value, ranks, nodes
         self._keep, self._end = keep, end
         self.alarms: Alarms | None = None
-        self.history = PhaseHistory(section)
+        self.history = PhaseHistory(section.hang)
         self._progress = 0
         self._stall: _Stall | None = None
         self._verdict: HangDiagnosis | None = None
@@ -91,7 +91,7 @@ class HangMonitor:
     def hard_deadline(self) -> float | None:
         """Seconds without progress after which the ranks are ended; None: never."""
         phases = self._ranks.phases
-        return self.history.deadlines(phases).hard if phases and self._section.act else None
+        return self.history.deadlines(phases).hard if phases and self._act else None
 
     def check(self) -> None:
         """Check for progress; once per pass."""
@@ -116,7 +116,7 @@ class HangMonitor:
         due, stall = self.history.deadlines(phases), self._stall
         if stall is None:
             # An agent that has just started has seen no step and knows no step time: the leader does.
-            if seconds >= due.soft or (self._nodes.leader_stalls and seconds >= self._section.soft.value):
+            if seconds >= due.soft or (self._nodes.leader_stalls and seconds >= self._soft):
                 for rank in self._ranks.all:
                     rank.stack = None  # from an earlier stall
                 self._dump()
@@ -149,8 +149,8 @@ class HangMonitor:
             stall.seen = now  # something moves although no beat comes: extend the deadline
             stall.patience += hard
             stall.dumps, stall.dumped = 1, seconds
-        elif not self._section.act:
-            self._open(stall, seconds, "not ended: watchdog.hang.act is off")
+        elif not self._act:
+            self._open(stall, seconds, "not ended: watchdog.act is off")
             stall.patience += hard
         else:
             self._open(stall, seconds, "ended the ranks, to be started again")

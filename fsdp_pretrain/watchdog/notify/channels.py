@@ -1,4 +1,4 @@
-"""Notification channels: Slack, a webhook, PagerDuty, mail, a command. Standard library only, no torch.
+"""Notification channels: Slack, a webhook, PagerDuty, a command. No torch.
 
 A channel sends one message or raises `DeliveryError`. Error texts can be shown to anybody: they hold no URL (the host
 at most), key or server response.
@@ -6,32 +6,19 @@ at most), key or server response.
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
 import shutil
-import smtplib
 import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from email.message import EmailMessage
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from fsdp_pretrain.config.notify import (
-    ChannelSection,
-    CommandSection,
-    EmailSection,
-    NotifySection,
-    PagerDutySection,
-    PingSection,
-    SlackSection,
-    WebhookSection,
-)
+from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.deadline import NoAnswerError, run_program
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.severity import Severity
@@ -41,6 +28,10 @@ from .message import Message
 _ANSWER_SECONDS = 30.0
 """To connect, and for every answer. Long: retrying a request that got through delivers it twice."""
 _COMMAND_SECONDS = 10.0
+_PAGERDUTY = {
+    "us": "https://events.pagerduty.com/v2/enqueue",
+    "eu": "https://events.eu.pagerduty.com/v2/enqueue",
+}
 _REFUSED = frozenset({400, 413, 415, 422})
 """Status codes that blame the message, not the connection."""
 
@@ -60,47 +51,50 @@ Send = Callable[[Message], None]
 
 @dataclass(frozen=True)
 class Channel:
-    """A channel: the name of its table in the configuration, the minimum severity that is sent, and how."""
+    """A channel: its key in the configuration, how to send, and the minimum severity that is sent."""
 
     name: str
-    least: Severity
     send: Send
+    least: Severity = Severity.WARN
 
 
 def make_channels(section: NotifySection, environment: Mapping[str, str] = os.environ) -> list[Channel]:
     """The configured channels, with the secrets of the environment.
 
     Raises:
-        ConfigError: lists every secret that is missing or readable by others, and every missing program.
+        ConfigError: lists every secret that is missing, and a missing program.
     """
     found: list[Channel] = []
     problems: list[str] = []
-    for name, table in section:
+    for name, value in section:
+        if not value or name == "prometheus":
+            continue
         try:
-            if isinstance(table, PingSection):
-                ping_url(table, environment)
-            elif isinstance(table, ChannelSection):
-                found.append(Channel(name, Severity[table.least], _MAKERS[type(table)](table, environment)))
+            if name == "ping":
+                ping_url(environment)
+            else:
+                least = Severity.CRIT if name == "pagerduty" else Severity.WARN
+                found.append(Channel(name, _MAKERS[name](value, environment), least))
         except ValueError as error:
             problems.append(f"watchdog.notify.{name}: {error}")
     if problems:
         raise ConfigError(
             "\n".join(["nobody could be notified of alarms:", *(f"  - {problem}" for problem in problems)]),
-            remedy="correct it, or remove the channel's table from the configuration",
+            remedy="correct it, or remove the channel from the configuration",
         )
     return found
 
 
-def ping_url(section: PingSection, environment: Mapping[str, str]) -> str:
+def ping_url(environment: Mapping[str, str]) -> str:
     """The URL of the dead man's switch. Raises ValueError."""
-    return _url("WATCHDOG_PING_URL", section.url_file, environment)
+    return _url("WATCHDOG_PING_URL", environment)
 
 
 # ---------------------------------------------------------------------- the channels; ValueError if one cannot work
 
 
-def _slack(section: SlackSection, environment: Mapping[str, str]) -> Send:
-    url = _url("SLACK_WEBHOOK_URL", section.url_file, environment)
+def _slack(_: bool, environment: Mapping[str, str]) -> Send:
+    url = _url("SLACK_WEBHOOK_URL", environment)
 
     def send(message: Message) -> None:
         """With a bold title."""
@@ -110,80 +104,39 @@ def _slack(section: SlackSection, environment: Mapping[str, str]) -> Send:
     return send
 
 
-def _webhook(section: WebhookSection, environment: Mapping[str, str]) -> Send:
-    url = _url("ALARM_WEBHOOK_URL", section.url_file, environment)
+def _webhook(_: bool, environment: Mapping[str, str]) -> Send:
+    url = _url("ALARM_WEBHOOK_URL", environment)
     return lambda message: _post(url, message.to_json(), {"Idempotency-Key": message.id})
 
 
-def _pagerduty(section: PagerDutySection, environment: Mapping[str, str]) -> Send:
+def _pagerduty(region: str, environment: Mapping[str, str]) -> Send:
     """Events API v2: run and key of the alarm identify the incident."""
-    routing_key = _secret("PAGERDUTY_ROUTING_KEY", section.key_file, environment)
+    url, routing_key = _PAGERDUTY[region], _secret("PAGERDUTY_ROUTING_KEY", environment)
 
     def send(message: Message) -> None:
-        """Trigger, acknowledge or resolve."""
-        action = {"resolved": "resolve", "acknowledged": "acknowledge"}.get(message.kind, "trigger")
+        """Trigger or resolve."""
         sender, alarm = message.sender, message.alarm
-        event: dict[str, object] = {
-            "routing_key": routing_key,
-            "event_action": action,
-            "dedup_key": f"{sender.run}/{alarm.key}",
+        event: dict[str, object] = {"routing_key": routing_key, "dedup_key": f"{sender.run}/{alarm.key}"}
+        if message.kind == "resolved":
+            _post(url, {**event, "event_action": "resolve"})
+            return
+        payload = {
+            "summary": message.title[:1024],
+            "source": sender.host,
+            "severity": "critical",
+            "component": sender.run,
+            "class": alarm.detector,
+            "timestamp": alarm.changed,
+            "custom_details": {"text": "\n".join(message.lines), "step": message.step, "facts": alarm.facts},
         }
-        if action == "trigger":
-            event["payload"] = {
-                "summary": message.title[:1024],
-                "source": sender.host,
-                "severity": {"INFO": "info", "WARN": "warning", "CRIT": "critical"}[alarm.severity.name],
-                "component": sender.run,
-                "class": alarm.detector,
-                "timestamp": alarm.changed,
-                "custom_details": {"text": "\n".join(message.lines), "step": message.step, "facts": alarm.facts},
-            }
-        _post(section.url, event)
+        _post(url, {**event, "event_action": "trigger", "payload": payload})
 
     return send
 
 
-def _email(section: EmailSection, environment: Mapping[str, str]) -> Send:
-    """Mail by SMTP. The Message-ID is the message's, so that duplicates are recognised."""
-    where = urlsplit(section.server)
-    host, port, user = where.hostname or "", where.port or 0, where.username
-    password = _secret("SMTP_PASSWORD", section.password_file, environment) if user else ""
-
-    def connect() -> smtplib.SMTP:
-        """Connected and logged in. A password goes to a verified server only."""
-        if where.scheme == "smtps":
-            secure = ssl.create_default_context()
-            server: smtplib.SMTP = smtplib.SMTP_SSL(host, port, timeout=_ANSWER_SECONDS, context=secure)
-        else:
-            server = smtplib.SMTP(host, port, timeout=_ANSWER_SECONDS)
-            if user:
-                server.starttls(context=ssl.create_default_context())
-        if user:
-            server.login(user, password)
-        return server
-
-    def send(message: Message) -> None:
-        """One mail."""
-        mail = EmailMessage()
-        mail["Subject"], mail["From"], mail["To"] = message.title, section.sender, ", ".join(section.to)
-        mail["Message-ID"] = f"<{message.id}@fsdp-pretrain>"
-        mail["Auto-Submitted"] = "auto-generated"
-        mail.set_content("\n".join(message.lines) + "\n")
-        try:
-            with contextlib.closing(connect()) as server:
-                server.send_message(mail)
-        except smtplib.SMTPResponseException as error:
-            raise DeliveryError(f"{host} answered {error.smtp_code}") from None
-        except (smtplib.SMTPException, OSError) as error:
-            raise DeliveryError(f"{host}: {_reason(error)}") from None
-
-    return send
-
-
-def _command(section: CommandSection, environment: Mapping[str, str]) -> Send:
+def _command(argv: list[str], _: Mapping[str, str]) -> Send:
     """JSON on standard input, the main facts in the environment."""
-    del environment
-    program, names = section.argv[0], "key severity state kind run step host summary title id".split()
+    program, names = argv[0], "key severity state kind run step host summary title id".split()
     if shutil.which(program) is None:
         raise ValueError(f"there is no program {program}")
 
@@ -191,9 +144,9 @@ def _command(section: CommandSection, environment: Mapping[str, str]) -> Send:
         """Run the command, at most for some seconds."""
         content = message.to_json()
         facts = {f"WD_{name.upper()}": str(content[name]) for name in names if content[name] is not None}
-        text, variables = json.dumps(content).encode(), {**os.environ, **facts}
+        variables = {**os.environ, **facts, "WD_TEXT": "\n".join(message.lines)}
         try:
-            done = run_program(section.argv, _COMMAND_SECONDS, text=text, environment=variables)
+            done = run_program(argv, _COMMAND_SECONDS, text=json.dumps(content).encode(), environment=variables)
         except NoAnswerError:
             raise DeliveryError(f"{program} took longer than {_COMMAND_SECONDS:g}s") from None
         except OSError as error:
@@ -204,47 +157,34 @@ def _command(section: CommandSection, environment: Mapping[str, str]) -> Send:
     return send
 
 
-_MAKERS: dict[type, Callable[[Any, Mapping[str, str]], Send]] = {
-    SlackSection: _slack,
-    WebhookSection: _webhook,
-    PagerDutySection: _pagerduty,
-    EmailSection: _email,
-    CommandSection: _command,
+_MAKERS: dict[str, Callable[[Any, Mapping[str, str]], Send]] = {
+    "slack": _slack,
+    "webhook": _webhook,
+    "pagerduty": _pagerduty,
+    "command": _command,
 }
 
 
 # ---------------------------------------------------------------------- secrets, requests
 
 
-def _secret(variable: str, file: Path | None, environment: Mapping[str, str]) -> str:
-    """A secret from its file, or else its variable. Raises ValueError, which does not contain it."""
-    if file is None:
-        value = environment.get(variable, "").strip()
-        if not value:
-            raise ValueError(f"the environment variable {variable} is not set")
-        return value
-    try:
-        if file.stat().st_mode & 0o077:
-            raise ValueError(f"{file} can be read by others; chmod 600 {file}")
-        value = file.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ValueError(f"cannot read {file}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not text") from None
+def _secret(variable: str, environment: Mapping[str, str]) -> str:
+    """A secret. Raises ValueError, which does not contain it."""
+    value = environment.get(variable, "").strip()
     if not value:
-        raise ValueError(f"{file} is empty")
+        raise ValueError(f"the environment variable {variable} is not set")
     return value
 
 
-def _url(variable: str, file: Path | None, environment: Mapping[str, str]) -> str:
-    value, place = _secret(variable, file, environment), file or variable
+def _url(variable: str, environment: Mapping[str, str]) -> str:
+    value = _secret(variable, environment)
     try:
         parts = urlsplit(value)
         good = parts.scheme in ("http", "https") and parts.hostname and not any(c.isspace() for c in value)
     except ValueError:
         good = False
     if not good:
-        raise ValueError(f"{place} does not hold a URL that begins with https:// or http://")
+        raise ValueError(f"{variable} does not hold a URL that begins with https:// or http://")
     return value
 
 

@@ -19,7 +19,7 @@ from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import replace_file
 from fsdp_pretrain.severity import Severity
 
-from .alarms import Alarm, State
+from .alarms import Alarm
 from .message import Kind
 
 PER_HOUR = 10
@@ -34,16 +34,16 @@ _DISK_SECONDS = 5.0
 
 @dataclass
 class Told:
-    """What people know of an alarm: its state in the last message, and when that was sent, in seconds since 1970.
+    """What people know of an alarm, and since when, in seconds since 1970.
 
     Attributes:
+        over: they know that it is resolved.
         own: it has its own message, not only a line in a digest.
     """
 
     opened: str
-    changed: str
     severity: Severity
-    state: State
+    over: bool
     at: float
     own: bool
 
@@ -92,24 +92,20 @@ class Dispatcher:
             self._mark([alarm for alarm in known if alarm.state == "resolved"], 0.0, own=False)
 
     def changed(self, alarm: Alarm) -> None:
-        """An alarm was opened, got worse, was revised, acknowledged or resolved."""
+        """An alarm was opened, got worse, was acknowledged or resolved."""
         self._alarms[alarm.key] = alarm
 
-    def due(self, time: float, *, muted: bool = False, closing: bool = False) -> Due | None:
+    def due(self, time: float, *, closing: bool = False) -> Due | None:
         """What is to be told now; None: nothing.
 
         Args:
             time: seconds since 1970.
-            muted: in a maintenance window. What is still open at its end is told then.
             closing: the watchdog ends: a digest does not wait.
         """
         lacking = [(kind, alarm) for alarm in self._alarms.values() if (kind := self._lacking(alarm, time)) is not None]
         for kind, alarm in lacking:
-            if kind in ("resolved", "acknowledged") and self._has_own_message(alarm):
+            if kind == "resolved" and self._has_own_message(alarm):
                 return Due(kind, [alarm], free=True)
-        if muted:
-            self._mark([alarm for kind, alarm in lacking if kind == "resolved"], time, own=False)
-            return None
         if not lacking:
             return None
         worst = max(alarm.severity for _, alarm in lacking)
@@ -132,19 +128,17 @@ class Dispatcher:
 
     def _lacking(self, alarm: Alarm, time: float) -> Kind | None:
         """The message that would bring people up to date about an alarm; None if they are."""
-        told = self._memory.told.get(alarm.key)
         if alarm.severity < self._least:
             return None
-        if told is None or told.opened != alarm.opened:  # resolved: it was over before it could be told
-            return None if alarm.state == "acknowledged" else alarm.state
-        if told.state == "resolved" or alarm.state == "resolved":
-            return "resolved" if alarm.state != told.state else None
+        told = self._memory.told.get(alarm.key)
+        if told is not None and told.opened != alarm.opened:
+            told = None
+        if alarm.state == "resolved":  # also one that was over before it could be told
+            return None if told is not None and told.over else "resolved"
+        if told is None:
+            return None if alarm.state == "acknowledged" else "open"
         if alarm.severity > told.severity:
-            return "worse"
-        if alarm.state == "acknowledged" != told.state:
-            return "acknowledged"
-        if alarm.changed != told.changed:
-            return "revised"
+            return "open"
         return "reminder" if alarm.state == "open" and time - told.at >= _REMIND_SECONDS else None
 
     def _has_own_message(self, alarm: Alarm) -> bool:
@@ -156,9 +150,8 @@ class Dispatcher:
         for alarm in alarms:
             self._memory.told[alarm.key] = Told(
                 opened=alarm.opened,
-                changed=alarm.changed,
                 severity=alarm.severity,
-                state=alarm.state,
+                over=alarm.state == "resolved",
                 at=time,
                 own=own or self._has_own_message(alarm),
             )

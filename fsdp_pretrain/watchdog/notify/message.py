@@ -14,8 +14,8 @@ from fsdp_pretrain.units import human_count, human_time
 from .alarms import Alarm
 from .snapshot import Snapshot
 
-Kind = Literal["open", "worse", "revised", "acknowledged", "resolved", "reminder", "digest"]
-_HEADS = {"open": "", "reminder": " still open"}
+Kind = Literal["open", "resolved", "reminder", "digest"]
+_HEADS = {"open": "", "reminder": " still open", "resolved": " resolved"}
 _DIGEST_LINES = 50
 """Slack cuts a text at 40,000 characters."""
 
@@ -64,7 +64,7 @@ def make_message(kind: Kind, alarms: list[Alarm], sender: MessageSender, snapsho
         alarm, lines = _digest(alarms), _digest_lines(alarms, sender)
         subject = alarm.summary
     else:
-        head = alarm.severity.name + _HEADS.get(kind, f" {kind}")
+        head = alarm.severity.name + _HEADS[kind]
         subject, lines = f"{alarm.key}: {alarm.summary}", _lines(kind, alarm, sender, snapshot)
     step = alarm.step if alarm.step is not None else snapshot.step if snapshot else None
     tokens = snapshot.tokens if snapshot else None
@@ -101,9 +101,7 @@ def _lines(kind: Kind, alarm: Alarm, sender: MessageSender, snapshot: Snapshot |
         lines += [f"meaning: {alarm.effect}"] if alarm.effect else []
         lines += [f"at risk: {risk}"] if (risk := _at_risk(snapshot)) else []
     lines += [f"the watchdog: {alarm.action}"] if alarm.action else []
-    if kind == "acknowledged":
-        lines += [f"acknowledged by: {alarm.facts.get('acknowledged_by', '?')}"]
-    elif not over:
+    if not over:
         lines += [f"to do: {alarm.remedy}"] if alarm.remedy else []
         lines += [f"acknowledge: fsdp-pretrain ack {sender.path} {alarm.key}"]
     segment = f", start {sender.segment}" if sender.segment is not None else ""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 
-from fsdp_pretrain.config.notify import NotifySection, PingSection
+from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.severity import Severity
 
@@ -21,7 +21,7 @@ from .alarms import Alarm, Alarms, read_alarms
 from .channels import Channel, DeliveryError, fetch, make_channels, ping_url
 from .dispatcher import Dispatcher
 from .message import MessageSender, make_message
-from .operator import alarms_file, muted_until
+from .operator import alarms_file
 from .snapshot import Snapshot
 
 RETRIES = (1.0, 5.0, 30.0, 120.0)
@@ -34,16 +34,15 @@ class Notifier:
     """Notifies people of the alarms of a run. Only the watchdog of node 0 has one.
 
     Raises:
-        ConfigError: a channel cannot work: a variable that is not set, a file that others can read, a missing program.
+        ConfigError: a channel cannot work: a variable that is not set, a missing program.
     """
 
     def __init__(
         self, section: NotifySection, run: RunDir, sender: MessageSender, environment: Mapping[str, str] = os.environ
     ) -> None:
-        self._run = run
         channels = make_channels(section, environment)
-        known, muted = read_alarms(alarms_file(run)) if channels else [], muted_until(run)
-        self._threads = [_ChannelThread(channel, run, known, sender, muted) for channel in channels]
+        known = read_alarms(alarms_file(run)) if channels else []
+        self._threads = [_ChannelThread(channel, run, known, sender) for channel in channels]
 
     def on_change(self, alarm: Alarm) -> None:
         """An alarm changed. Returns at once."""
@@ -52,9 +51,8 @@ class Notifier:
 
     def tick(self, alarms: Alarms, snapshot: Snapshot | None = None) -> None:
         """A pass of the watchdog: hand over the snapshot, open and resolve the alarms of failing channels."""
-        until = muted_until(self._run)
         for thread in self._threads:
-            thread.snapshot, thread.muted_until = snapshot, until
+            thread.snapshot = snapshot
             problem, tries = thread.problem, thread.tries
             if problem:
                 alarms.open(
@@ -62,7 +60,7 @@ class Notifier:
                     Severity.WARN if tries > len(RETRIES) else Severity.INFO,
                     f"messages do not get through: {problem}",
                     effect="nobody hears of alarms on this channel; they are sent when it works again",
-                    remedy="check the endpoint and its secret; `fsdp-pretrain notify RUN --test` shows what happens",
+                    remedy="check the endpoint and its secret; `fsdp-pretrain notify RUN` shows what happens",
                 )
             elif problem is None:
                 alarms.resolve(thread.key, "messages get through again")
@@ -85,18 +83,14 @@ class _ChannelThread(threading.Thread):
     Attributes:
         key: of the alarm for its failure.
         snapshot: what is known of the run.
-        muted_until: end of the maintenance window, seconds since 1970.
         problem: why it fails; empty before the first message, None when it works.
         tries: failures since it last worked.
     """
 
-    def __init__(
-        self, channel: Channel, run: RunDir, known: list[Alarm], sender: MessageSender, muted_until: float
-    ) -> None:
+    def __init__(self, channel: Channel, run: RunDir, known: list[Alarm], sender: MessageSender) -> None:
         super().__init__(name=f"notify {channel.name}", daemon=True)
         self.key = f"notify/{channel.name}"
         self.snapshot: Snapshot | None = None
-        self.muted_until = muted_until
         self.problem: str | None = ""
         self.tries = 0
         self._channel, self._sender = channel, sender
@@ -135,7 +129,7 @@ class _ChannelThread(threading.Thread):
         at = time.time()
         if time.monotonic() < self._next_try:
             return False
-        due = self._dispatcher.due(at, muted=at < self.muted_until, closing=self._closing)
+        due = self._dispatcher.due(at, closing=self._closing)
         if due is None:
             return False
         message = make_message(due.kind, due.alarms, self._sender, self.snapshot)
@@ -156,8 +150,8 @@ class _ChannelThread(threading.Thread):
 class Ping:
     """The dead man's switch: a URL that is fetched while the watchdog really observes."""
 
-    def __init__(self, section: PingSection, environment: Mapping[str, str] = os.environ) -> None:
-        self._url = ping_url(section, environment)
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._url = ping_url(environment)
         self._pinged = -float("inf")
         self._due = threading.Event()
         threading.Thread(target=self._work, name="ping", daemon=True).start()

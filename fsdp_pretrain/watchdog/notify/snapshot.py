@@ -75,10 +75,6 @@ class Snapshot:
         metadata=_metric("group_update_ratio", "Norm of an update relative to the weights', by group.", "group"),
     )
     skipped_steps: int | None = _scalar("skipped_steps_total", "Steps whose update was skipped.")
-    goodput: float | None = _scalar("goodput_ratio", "Share of the wall clock spent on steps that were kept.")
-    badput_seconds: dict[str, float] = field(
-        default_factory=dict, metadata=_metric("badput_seconds_total", "Wall clock lost, by state.", "state")
-    )
     open: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(Severity.__members__, 0),
         metadata=_metric("incidents_open", "Open alarms, by severity.", "severity"),

@@ -1,1 +1,1 @@
-"""Probes of storage that may hang, in a separate process. No torch."""
+"""Looks at storage and devices that may hang, in threads of their own. No torch."""

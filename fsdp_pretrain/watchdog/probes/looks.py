@@ -1,21 +1,12 @@
-"""The helper process that probes file systems for the watchdog: `python -m fsdp_pretrain.watchdog.probes.worker`.
-
-Reads requests, a line of JSON each, and forks a child for every one, so that only a child hangs. An answer is a line of
-JSON with its ticket; a child that died without one answers with an error. Ends when its input does. No torch.
-"""
+"""What the watchdog looks at on storage that may hang: called in threads of `periodic`. No torch."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import os
 import random
-import selectors
-import signal
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -76,42 +67,23 @@ def _describe(item: Checkpoint) -> dict[str, Any]:
     return {**trained, "bytes": size, "files": count, "path": str(item.path)}
 
 
-def evaluations(evals: str) -> dict[str, Any]:
-    """The evaluations in progress.
-
-    Returns:
-        claims: the step, tasks, claim token, holder and deadline (seconds) of each.
-    """
-    claims = []
-    for path in sorted(Path(evals).glob("step-*/*/claim.json")):
-        held, step = lease.read(path), step_of(path.parent.parent.name)
-        if held is None or held.deadline is None or step is None or lease.is_alive(held) is False:
-            continue
-        facts = held.model_dump(include={"token", "host", "pid", "deadline"})
-        claims.append({"step": step, "tasks": path.parent.name, **facts})
-    return {"claims": claims}
-
-
 def results(run: str, newest: int) -> dict[str, Any]:
-    """The last results of a run, and the due checkpoints after them. Reads only that many of thousands.
+    """The last results of a run, and the due checkpoints without any. Reads only that many of thousands.
 
     Returns:
         results: of the `newest` last ones, oldest first: `step`, `limit`, `scores`, `higher_is_better`, `verdicts`;
-        waiting: the due checkpoints that are newer than all results: `step`, `seconds` since it was committed,
-        `claimed`; given_up: `step` and `reason` of all that were given up; overdue: seconds after which a waiting one
-        is (`eval.overdue`).
+        late: the due checkpoints, newer than all results, whose results are late: `step`, `seconds` since it was
+        committed, `claimed` by a worker; given_up: `step` and `reason` of all that were given up.
     """
     from fsdp_pretrain.checkpoint.evaluations import without_results
-    from fsdp_pretrain.config.resume_rules import (
-        load_compatible,  # imports all of the configuration, in this child only
-    )
+    from fsdp_pretrain.config.resume_rules import load_compatible
 
     place = RunDir(Path(run))
     config = load_compatible(place.config)
     folders = sorted((path for path in place.evals.glob("step-*") if step_of(path.name) is not None), reverse=True)
     paths = itertools.islice((path for folder in folders for path in sorted(folder.glob("*/results.json"))), newest)
     found = [each for path in paths if (each := state_files.view(path, _Results)) is not None]
-    waiting, given_up = list[dict[str, Any]](), list[dict[str, Any]]()
+    late, given_up = list[dict[str, Any]](), list[dict[str, Any]]()
     for job in without_results(place, config):
         if job.dropped:
             continue
@@ -119,18 +91,17 @@ def results(run: str, newest: int) -> dict[str, Any]:
             given_up.append({"step": job.checkpoint.step, "reason": job.failures[-1].reason})
         elif job.checkpoint.step > max((each.step for each in found), default=-1):
             held = lease.read(job.folder / "claim.json")
-            waiting.append(
-                {
-                    "step": job.checkpoint.step,
-                    "seconds": time.time() - (seconds_of(job.committed) or time.time()),
-                    "claimed": held is not None and lease.is_alive(held) is not False,
-                }
-            )
+            claimed = held is not None and lease.is_alive(held) is not False
+            allowed = config.eval.overdue.value
+            if held is not None and claimed:
+                allowed += 3 * (held.deadline or 0.0)  # then its worker has ended it
+            seconds = time.time() - (seconds_of(job.committed) or time.time())
+            if seconds > allowed:
+                late.append({"step": job.checkpoint.step, "seconds": seconds, "claimed": claimed})
     return {
         "results": [each.model_dump() for each in sorted(found, key=lambda each: each.step)],
-        "waiting": waiting,
+        "late": late,
         "given_up": given_up,
-        "overdue": config.eval.overdue.value,
     }
 
 
@@ -150,7 +121,7 @@ def checksum(directories: list[str]) -> dict[str, Any]:
     Returns:
         name: of the checkpoint, None if there is none; wrong: the errors found.
     """
-    os.nice(19)
+    os.nice(19)  # of this thread only, on Linux
     found = [item for directory in directories for item in Store(Path(directory)).scan() if item.verified]
     proved = [item for item in found if item.problem is None]
     if not proved:
@@ -194,7 +165,7 @@ def corpus(path: str) -> dict[str, Any]:
         wrong: the first few bad files and what is wrong; count: of all; shards: a sample of paths; device: theirs;
         rate: documents per packed token, None for pairs.
     """
-    from data.corpus.manifest import read_manifest  # imports numpy and pydantic, in this child only
+    from data.corpus.manifest import read_manifest  # imports numpy
 
     directory = Path(path)
     manifest = read_manifest(directory)
@@ -231,111 +202,3 @@ def mirror(run: str, segment: int) -> dict[str, Any]:
     """What the uploader of a start reports, see `record.mirror_status`; empty: nothing yet."""
     report = mirror_status.read(RunDir(Path(run)), segment)
     return {} if report is None else report.model_dump()
-
-
-def account(run: str) -> dict[str, Any]:
-    """Goodput of a run, as fields of a `Snapshot`. Reads the whole record."""
-    from fsdp_pretrain.record import goodput  # imports numpy, in this child only
-
-    found = goodput.goodput(RunDir(Path(run)))
-    if found is None:
-        return {}
-    kept = goodput.State.STEPS
-    lost = {state: seconds for state, seconds in found.states.items() if state != kept and seconds}
-    return {"goodput": found.goodput, "badput_seconds": lost}
-
-
-PROBES: dict[str, Callable[..., dict[str, Any]]] = {
-    each.__name__: each
-    for each in (space, checkpoints, evaluations, results, checksum, read, write, corpus, request, mirror, account)
-}
-"""The available probes."""
-
-
-@dataclass
-class _Child:
-    ticket: int
-    pid: int
-    output: bytes = b""
-
-
-def serve() -> None:
-    """Answer requests until the input ends."""
-    selector = selectors.DefaultSelector()
-    selector.register(0, selectors.EVENT_READ)
-    children: dict[int, _Child] = {}
-    partial = b""
-    while True:
-        for key, _ in selector.select():
-            chunk = os.read(key.fd, 1 << 16)
-            if key.fd != 0:
-                child = children[key.fd]
-                child.output += chunk
-                if not chunk:
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    del children[key.fd]
-                    killed = json.dumps({"ticket": child.ticket, "error": "it was killed"}) + "\n"
-                    print(child.output.decode() if child.output.endswith(b"\n") else killed, end="", flush=True)
-            elif not chunk:
-                for child in children.values():
-                    _kill(child)
-                return
-            else:
-                *lines, partial = (partial + chunk).split(b"\n")
-                for line in lines:
-                    _take(json.loads(line), selector, children)
-        _reap(children)
-
-
-def _take(asked: dict[str, Any], selector: selectors.BaseSelector, children: dict[int, _Child]) -> None:
-    if asked.get("kill"):
-        for child in children.values():
-            if child.ticket == asked["ticket"]:
-                _kill(child)
-        print(json.dumps({"ticket": asked["ticket"]}), flush=True)  # the helper itself does not hang
-        return
-    out, into = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(0)
-        os.close(1)
-        _answer(asked, into)
-    os.close(into)
-    children[out] = _Child(asked["ticket"], pid)
-    selector.register(out, selectors.EVENT_READ)
-
-
-def _answer(asked: dict[str, Any], into: int) -> None:
-    """In the child: probe, write the values of a `ProbeAnswer`, exit."""
-    start = time.monotonic()
-    answer: dict[str, Any] = {"ticket": asked["ticket"]}
-    try:
-        answer["value"] = PROBES[asked["look"]](**asked["arguments"])
-    except BaseException as error:
-        answer["error"] = f"{type(error).__name__}: {error}"
-        answer["errno"] = error.errno if isinstance(error, OSError) else None
-    times = os.times()
-    answer.update(seconds=time.monotonic() - start, cpu=times.user + times.system)
-    try:
-        with os.fdopen(into, "w", encoding="utf-8") as pipe:
-            pipe.write(json.dumps(answer) + "\n")
-    finally:
-        os._exit(0)
-
-
-def _kill(child: _Child) -> None:
-    if child.pid:
-        os.kill(child.pid, signal.SIGKILL)
-
-
-def _reap(children: dict[int, _Child]) -> None:
-    """Reap children that ended, without waiting for those that may hang."""
-    with contextlib.suppress(ChildProcessError):
-        while pid := os.waitpid(-1, os.WNOHANG)[0]:
-            for child in children.values():
-                child.pid = 0 if child.pid == pid else child.pid  # the pid may be reused from now on
-
-
-if __name__ == "__main__":
-    serve()
