@@ -141,6 +141,12 @@ class Seconds(_Quantity):
         return f"{self.value:g} s"
 
 
+class Pause(Seconds):
+    """A wall-clock duration that may be zero."""
+
+    LEAST = 0.0
+
+
 @dataclass(frozen=True)
 class Bytes(_Quantity):
     """An amount of storage, as `"200GB"` or `"1.5 TiB"`."""

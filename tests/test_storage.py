@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from machines import Disk
 from records import commit
-from watch import Watch, saves
+from watch import Watch, record, saves
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
-from fsdp_pretrain.watchdog.detectors.mounts import MountDetector
+from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 from fsdp_pretrain.watchdog.probes import looks
 from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe, ProbeAnswer
@@ -190,3 +190,18 @@ def test_shards_that_go_and_mounts_that_hang(watch: Watch, tmp_path: Path, share
         watch.advance(16, hanging=late)
     hangs = watch.changes[-1]
     assert hangs.key == f"mount/{copy}" and hangs.severity is Severity.CRIT and "does not answer" in hangs.summary
+
+
+def test_steps_that_wait_for_data(watch: Watch) -> None:
+    """Three long waits in fifty steps are reported, with the file; one is not, nor is a first step."""
+    waits = DataWaitDetector(watch.alarms)
+    for step in range(1, 200):
+        waits.step(record(step, data=6.0 if step == 1 else 0.02))
+    waits.step(record(200, data=8.0))
+    assert watch.transitions() == []
+    for step in range(201, 230):
+        waits.step(record(step, data=8.0 if step % 10 == 0 else 0.02))
+    assert watch.transitions() == [("data-wait", "WARN", "open")] and "shard-7.bin" in watch.changes[0].remedy
+    for step in range(230, 300):
+        waits.step(record(step, data=0.02))
+    assert watch.transitions()[1:] == [("data-wait", "WARN", "resolved")]

@@ -86,7 +86,7 @@ def write_journal(run: Path, *entries: dict[str, Any]) -> None:
         file.writelines(json.dumps({"time": now(), "text": "", "segment": 2, **entry}) + "\n" for entry in entries)
 
 
-NOISE = {"gradient", "loss", "pace", "straggler", "blind"}
+NOISE = {"gradient", "loss", "pace", "straggler", "memory", "data-wait", "blind"}
 Transitions = list[tuple[str, str]]
 CRIT_AND_RESOLVED: Transitions = [("CRIT", "open"), ("CRIT", "resolved")]
 

@@ -89,15 +89,16 @@ class Health:
     def __init__(
         self, config: Config, history: Iterable[StepRecord] = (), expected: ExpectedSteps | None = None
     ) -> None:
-        self._config = config.health
+        self._config, self._schedule = config.health, config.schedule
         self._spike, self._level, self._norm = (
             LossSpikeRule(config.health),
             LossLevelRule(config.health),
             GradientNormRule(config.health),
         )
         self._scale = LossScaleRule(config.train.loss_scale.min)
-        self._nonfinite = HealthIncident("loss/nonfinite")
+        self._nonfinite, self._zero = HealthIncident("loss/nonfinite"), HealthIncident("learning/gradient")
         self._stuck, self._still = HealthIncident("learning/loss"), HealthIncident("learning/parameters")
+        self._rate = HealthIncident("learning/rate")
         self._replicas, self._replay = HealthIncident("replicas/parameters"), HealthIncident("replay/step")
         self._skipped: deque[int] = deque()
         self._cursors: deque[tuple[int, int]] = deque(maxlen=2 * HISTORY)  # (step, samples read)
@@ -109,13 +110,17 @@ class Health:
         for record in history:
             self.step(record)
         # Loss and norm statistics carry over; these incidents ended with the last start.
-        for incident in (self._nonfinite, self._stuck, self._still):
+        for incident in (self._nonfinite, self._zero, self._stuck, self._still, self._rate):
             incident.severity = None
         self._skipped.clear()
         self._digest = None
         rules = (self._spike, self._level, self._norm, self._scale)
         self._carried = [finding for rule in rules for finding in rule.incident.carried()]
         self._expected = expected
+
+    def steer(self, config: Config) -> None:
+        """Go on with a configuration in which only the timeline differs."""
+        self._schedule = config.schedule
 
     @property
     def suspicion(self) -> str | None:
@@ -215,7 +220,7 @@ class Health:
     # ------------------------------------------------------------------ nothing is learned
 
     def _judge_learning(self, record: StepRecord, verdict: HealthOutcome) -> None:
-        """A constant loss."""
+        """A constant loss, no gradient, or a learning rate other than planned."""
         step = record.step
         self._losses.append(record.loss)
         same = len(self._losses) == 3 and all(loss == record.loss for loss in self._losses) and record.is_finite
@@ -224,6 +229,17 @@ class Health:
             verdict.findings += self._stuck.seen(Severity.CRIT, step, text)
         else:
             verdict.findings += self._stuck.settle(step, "the loss changes again")
+        if record.grad_norm == 0:
+            text = "the gradient norm is 0: nothing is learned"
+            verdict.findings += self._zero.seen(Severity.CRIT, step, text)
+        elif record.is_finite:
+            verdict.findings += self._zero.settle(step, "there are gradients again")
+        plan = self._schedule.lr_at(record.consumed)
+        if not math.isclose(record.lr, plan, rel_tol=1e-6):
+            text = f"the learning rate was {record.lr:.6g}, planned {plan:.6g}"
+            verdict.findings += self._rate.seen(Severity.WARN, step, text)
+        else:
+            verdict.findings += self._rate.settle(step, "the learning rate is as planned")
 
     def _judge_change(self, record: StepRecord, verdict: HealthOutcome) -> None:
         """Parameters that stay the same although the optimiser took steps."""

@@ -222,6 +222,7 @@ class Trainer:
             self.config = config = self._control.config
             self.schedule = config.schedule
             self._records.steer(config)
+            self._health.steer(config)
             if self._heldout is not None:
                 self._heldout.steer(config)
             self._on_set(config)

@@ -21,7 +21,7 @@ from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
-from fsdp_pretrain.watchdog.detectors.mounts import MountDetector
+from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.detectors.nvml import resolve
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
@@ -73,6 +73,7 @@ def build_detectors(
         found += [
             checkpoints,
             DiskSpaceDetector(alarms, [*places, *local], checkpoints),
+            DataWaitDetector(alarms),
             _data_invariants(config, run, alarms, mounts),
         ]
         if config.eval.every is not None or config.eval.loss_on:

@@ -1,13 +1,17 @@
-"""Whether mounts answer, and corpora are intact. No torch."""
+"""Whether mounts answer, corpora are intact, and training waits for data. No torch."""
 
 from __future__ import annotations
 
 import errno
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
+from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes import looks
 from fsdp_pretrain.watchdog.probes.periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe, ProbeAnswer
@@ -16,6 +20,7 @@ from .base import Detector
 
 _TWICE = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_WAIT_LEAST, _WAIT_TIMES, _WAIT_STEPS, _WAITS = 5.0, 10.0, 50, 3
 
 
 @dataclass
@@ -119,3 +124,32 @@ class MountDetector(Detector):
                 "check that the file system is mounted and its servers respond",
                 facts={"hanging": answer.late},
             )
+
+
+class DataWaitDetector(Detector):
+    """Alarm `data-wait`: steps wait for data."""
+
+    def __init__(self, alarms: AlarmSink) -> None:
+        super().__init__(alarms)
+        self._known: deque[float] = deque(maxlen=512)
+        self._long: deque[bool] = deque(maxlen=_WAIT_STEPS)
+
+    def step(self, record: StepRecord) -> None:
+        """Compare the wait of a step with the 99% quantile of earlier ones."""
+        super().step(record)
+        seconds, file = record.seconds.data, record.data_read.file
+        usual = quantiles(self._known, n=100, method="inclusive")[98] if len(self._known) > 1 else 0.0
+        self._long.append(seconds > max(_WAIT_LEAST, _WAIT_TIMES * usual))
+        if not self._long[-1]:
+            self._known.append(seconds)
+        if sum(self._long) >= _WAITS:
+            self.open(
+                "data-wait",
+                Severity.WARN,
+                f"{sum(self._long)} of {len(self._long)} steps waited long for data, the last {human_time(seconds)}",
+                "training stands still meanwhile",
+                "check whether the storage of the corpora is slow"
+                + (f"; the slowest read was of {file}" if file else ""),
+            )
+        elif not any(self._long):
+            self.resolve("data-wait", "steps do not wait for data any more")
