@@ -116,12 +116,11 @@ class _Results(state_files.StateFile):
 
 
 def checksum(directories: list[str]) -> dict[str, Any]:
-    """Read one file of the newest verified checkpoint back, at low priority.
+    """Read one file of the newest verified checkpoint back.
 
     Returns:
         name: of the checkpoint, None if there is none; wrong: the errors found.
     """
-    os.nice(19)  # of this thread only, on Linux
     found = [item for directory in directories for item in Store(Path(directory)).scan() if item.verified]
     proved = [item for item in found if item.problem is None]
     if not proved:
