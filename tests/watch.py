@@ -62,7 +62,6 @@ def saves(
     run: Path,
     every: str = "100 steps",
     reached: Callable[[], int] = int,
-    prune: bool = True,
     **section: Any,
 ) -> CheckpointDetector:
     for name in ("segments", "control"):
@@ -75,7 +74,6 @@ def saves(
         segment=2,
         stores=[run / "checkpoints", run / "elsewhere"],
         every=lambda _: Progress.parse(every),
-        prune=prune,
         reached=reached,
     )
 
