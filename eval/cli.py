@@ -151,7 +151,6 @@ def find_checkpoint(path: Path, step: int | None, damaged: dict[Path, str]) -> C
         ConfigError: the path is neither.
         CheckpointError: there is no such checkpoint.
     """
-    from fsdp_pretrain.checkpoint.locations import stores
     from fsdp_pretrain.checkpoint.store import Store, step_of
 
     named = step_of(path.name)
@@ -161,7 +160,7 @@ def find_checkpoint(path: Path, step: int | None, damaged: dict[Path, str]) -> C
         return Store(path.parent).find(named)
     run = RunDir(path)
     check_begun(run)
-    found = stores(run)
+    found = Store(run.checkpoints)
     if step is not None:
         return found.find(step)
     for checkpoint in reversed(found.scan()):
@@ -195,7 +194,7 @@ def pass_over(path: Path, problem: str, damaged: dict[Path, str]) -> None:
 def _watch(args: argparse.Namespace) -> int:
     """Evaluate every due checkpoint of a run exactly once; any number of workers may run."""
     from fsdp_pretrain.checkpoint.evaluations import due_jobs, given_up_jobs
-    from fsdp_pretrain.checkpoint.locations import stores
+    from fsdp_pretrain.checkpoint.store import Store
 
     from .attempt import evaluate_job
     from .jobs import drop_dead_claims, unannounced, watch_once
@@ -213,7 +212,7 @@ def _watch(args: argparse.Namespace) -> int:
             )
         evaluated, failed = watch_once(run, config, partial(evaluate_job, run, device=args.device or ""))
         failed_in_all += failed
-        for item in stores(run).scan():
+        for item in Store(run.checkpoints).scan():
             if item.problem is not None:
                 pass_over(item.path, item.problem, damaged)
         due = due_jobs(run, config)

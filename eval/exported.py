@@ -14,6 +14,7 @@ from data.text.tokenizer import Tokenizer
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.hf_folder import Folder
 from fsdp_pretrain.checkpoint.hf_layout import FACTS, ExportFacts, read_json_object, read_model
+from fsdp_pretrain.config.data_section import CausalObjective
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.mesh import World
@@ -76,6 +77,6 @@ def open_exported(path: Path, tokenizer: Path | None = None) -> EvaluatedModel:
         tokens=facts.tokens,
         tokenizer=known,
         length=facts.sequence_length,
-        objective=facts.objective,
+        objective=CausalObjective(),
         read=read,
     )

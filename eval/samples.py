@@ -9,7 +9,6 @@ from pydantic import BaseModel
 
 from data.packing.loader import micro_batch
 from data.packing.opening import open_infilling
-from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.lineage.provenance import ShownSample, TrainedStep, describe_sample, trained_step
@@ -71,7 +70,7 @@ def sample_losses(
         UserError: the step, its data, the checkpoint or the device cannot be used.
     """
     step = trained_step(run, number, segment)
-    chosen = _choose(stores(run), number, checkpoint)
+    chosen = _choose(Store(run.checkpoints), number, checkpoint)
     measured = _measure(step, chosen, device or step.config.eval.device)
     samples = []
     for position, (_, total, count) in enumerate(measured):

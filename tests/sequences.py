@@ -15,7 +15,7 @@ import tomli_w
 from laboratory import Lab
 from processes import CLI, Run, scripted
 
-from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.live_set import ramped
 from fsdp_pretrain.errors import Exit
 from fsdp_pretrain.lineage.fork import fork
@@ -154,7 +154,7 @@ class RandomSequence:
         self.run, self.config = RunDir(target), target / "config.toml"
 
     def _checkpoints(self) -> list[int]:
-        return sorted(item.step for item in stores(self.run).scan() if item.problem is None)
+        return sorted(item.step for item in Store(self.run.checkpoints).scan() if item.problem is None)
 
     # ------------------------------------------------------------------ checks
 
@@ -169,7 +169,7 @@ class RandomSequence:
             for record, _ in records(self.run.segment(part.segment) / METRICS)
             if part.after < record.step <= part.until
         }
-        every = [*stores(self.run).abandoned(), *stores(self.run).scan()]
+        every = [*Store(self.run.checkpoints).abandoned(), *Store(self.run.checkpoints).scan()]
         starts = {
             item.step
             for item in every

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from machines import Disk
 from processes import Run
 
@@ -46,21 +45,10 @@ def flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
-def replace(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-
-
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "bit": (lambda p: flip(p / "__1_0.distcp"), "its bytes are not the ones that were written"),
     "tensors-bit": (lambda p: flip(p / "tensors.json"), "its bytes are not the ones that were written"),
-    "metadata-bit": (lambda p: flip(p / ".metadata"), "its bytes are not the ones that were written"),
     "manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
-    "segment": (
-        lambda p: replace(p / "manifest.json", '"segment": 1', '"segment": 3'),
-        "manifest.json is damaged: its values are not the ones",
-    ),
     "state": (lambda p: flip(p / "train_state.json"), "its bytes are not the ones that were written"),
 }
 
@@ -173,7 +161,7 @@ def test_a_crash_before_the_first_checkpoint_starts_again(lab: Any, helpers: Any
 
 
 @pytest.mark.shows("F51")
-@pytest.mark.parametrize(("rank", "begun"), [(0, True), (1, True), (1, False)])
+@pytest.mark.parametrize(("rank", "begun"), [(0, True), (1, False)])
 def test_a_host_that_does_not_see_the_run_is_named(
     lab: Any, monkeypatch: pytest.MonkeyPatch, copy: tuple[Path, Path], rank: int, begun: bool
 ) -> None:
@@ -277,17 +265,3 @@ def test_too_many_failed_saves_stop_with_93(lab: Any, helpers: Any, small_disk: 
     shorter = (f"train.duration={saved + 2} steps", "optimizer.decay=4000 steps")
     lab.train(config, f"run.dir={run}", *shorter, ranks=2, flags=("--allow", "train.duration"))
     assert helpers.journal(run, "resume")[-1]["step"] == saved
-
-
-@pytest.mark.promise("plain-dcp")
-def test_torch_sees_the_same_weights(trained: Path) -> None:
-    """The evaluation's loader, one process without a process group, reads what two ranks wrote."""
-    from fsdp_pretrain import models
-    from fsdp_pretrain.checkpoint.loading import Weights, load_rows
-    from fsdp_pretrain.config.config import load
-
-    checkpoint = Store(trained / "checkpoints").find(40)
-    model = models.build(load(checkpoint.path / "config.toml").model).to_empty(device="cpu")
-    load_rows(Weights(checkpoint, model), model)
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-    assert float(model.blocks[0].mlp.up.weight.detach().std()) > 0.01

@@ -228,7 +228,6 @@ def test_every_problem_of_the_schedule_is_reported(good: Path) -> None:
         (["shrink_paths=input"], "optimizer.shrink_paths = input has no effect without optimizer.embedding_shrink"),
         (["train.loss_scale.window=500"], "train.loss_scale has no effect with train.precision = auto"),
         (["model.rope_scaling={kind='linear', factor=2, original_length=64}"], "original_length = 64 has no effect"),
-        (["checkpoint.mirror_keep_last=5"], "checkpoint.mirror_keep_last = 5 has no effect without checkpoint.mirror"),
         (["eval.loss_samples=8"], "eval.loss_samples = 8 has no effect without eval.loss_on"),
         (["record.aim_repo=x"], "has no effect without record.aim"),
         (["curve=constant", "timeline=[{at='9 steps',optimizer={min_lr=1e-5}}]"], "at 9 steps: optimizer.min_lr has"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,20 +71,20 @@ def test_a_wrong_byte_costs_one_copy(carried: Carried, tmp_path: Path, harm: Cal
     random, before = seeded(5), carried.contents()
     keep = Path(shutil.copytree(carried.mirror, tmp_path / "keep"))
     objects = sorted((keep / "record").iterdir())
-    assert [path.name.partition(".")[2] for path in objects] == ["json", "tar.zst"] * 2
+    assert len(objects) == 2
     for path in objects:
         shutil.rmtree(carried.mirror)
         shutil.copytree(keep, carried.mirror)
         damaged = carried.mirror / path.relative_to(keep)
         harm(damaged, random.randrange(damaged.stat().st_size))
         restored(carried, 20)
-        after, is_newest = carried.contents(), path in objects[2:]
+        after, is_newest = carried.contents(), path == objects[1]
         journal_before = before["journal.jsonl"][: -1 if is_newest else None]
         for name, content in {**before, "journal.jsonl": journal_before}.items():
             assert after[name] == content or (name == "journal.jsonl" and after[name].startswith(content) != is_newest)
         assert ("in the last copy alone" in carried.messages("note")) != is_newest
         (told,) = carried.messages("mirror-restored")
-        assert ("is damaged" in told) == (path == objects[3] and harm is flip)
+        assert ("is damaged" in told) == is_newest
         assert carried.look() is None
         carried.run.config.write_bytes(before["config.toml"])  # as the next start does
         carried.copy()
@@ -102,7 +101,7 @@ def test_a_checkpoint_is_enough(carried: Carried, gone: bool) -> None:
     if gone:
         shutil.rmtree(carried.mirror / "record")
     carried.lose()
-    with pytest.raises(MirrorError, match=r"holds run .*2 whole checkpoints, the newest of step 20"):
+    with pytest.raises(MirrorError, match=r"holds .*2 whole checkpoints, the newest of step 20"):
         carried.look()
     carried.restore()
     restored(carried, 20)
@@ -115,11 +114,7 @@ def test_a_checkpoint_is_enough(carried: Carried, gone: bool) -> None:
         after = carried.contents()
         assert all(after[name] == before[name] for name in before.keys() - {"journal.jsonl", "run_id"})
     carried.copy()
-    assert RunMirror(carried.config).look().run_id == run_id.read(carried.run.path)
-    (carried.run.path / "run_id").write_text(f"{'0' * 32}\n")
-    run_id.bind(carried.run.path, "0" * 32)
-    with pytest.raises(MirrorError, match="another run"):
-        carried.copy()
+    assert RunMirror(carried.config).look().records[0].run_id == run_id.read(carried.run.path)
 
 
 @pytest.mark.quick
@@ -159,32 +154,6 @@ def test_a_damaged_lineage_is_not_copied(carried: Carried) -> None:
         worker.work(finish=True)
     restored(carried, 20)
     assert [node.segment for node in lineage.nodes(carried.run)] == [1, 2]
-
-
-@pytest.mark.quick
-def test_a_mirror_with_a_later_checkpoint(carried: Carried) -> None:
-    """The same starts in both, and the run directory has lost its newest checkpoint."""
-    carried.copy()
-    shutil.rmtree(carried.run.checkpoints / "step-00000020")
-    with pytest.raises(
-        MirrorError, match=r"a later state of the run .*: step 20, the run directory step 10"
-    ) as refused:
-        carried.look()
-    assert "after step 10" in refused.value.effect
-    assert carried.look(fresh=True) is None
-    before = carried.contents()
-    task = carried.look(restore=True)
-    assert task is not None and not task.record
-    carried.restore()
-    after = carried.contents()
-    assert after.pop("journal.jsonl").startswith(before.pop("journal.jsonl")) and after == before
-    assert [item.step for item in Store(carried.run.checkpoints).scan()] == [10, 20]
-    (carried.run.checkpoints / "step-00000020/__0_0.distcp").write_bytes(b"short")
-    carried.restore()  # in place of a damaged one
-    assert [item.problem for item in Store(carried.run.checkpoints).scan()] == [None, None]
-    shutil.rmtree(carried.run.checkpoints)
-    with pytest.raises(MirrorError, match="step 20, the run directory no whole checkpoint"):
-        carried.look()
 
 
 @pytest.mark.quick
@@ -251,8 +220,6 @@ def test_what_a_restoration_passed_over_is_not_missing(carried: Carried) -> None
     carried.segment(3, step=10)
     flip(carried.mirror / "checkpoints/step-00000020/__0_0.distcp", 3)
     assert carried.look() is None  # whole again, and that start did without it
-    task = carried.look(restore=True)
-    assert task is not None and not task.record
     journal.add(carried.run, "checkpoint", "saved", segment=3, step=15, seconds=1.0, bytes=1)
     found = missing(carried.run)
     assert found is not None and (found.step, found.newest) == (15, 10)
@@ -265,32 +232,23 @@ def left(carried: Carried) -> list[str]:
 @pytest.mark.quick
 @pytest.mark.promise("mirror")
 def test_nothing_is_left_of_what_retention_deletes(carried: Carried) -> None:
-    """Not of copies by this version, and not what earlier ones left: a manifest alone. Damaged ones go with their time,
-    unless they may be permanent."""
+    """Also damaged and unfinished copies go with their time, unless their manifest does not say if they are
+    permanent."""
     carried.copy()
-    for step in (5, 6, 7):
+    for step in (6, 7):
         shutil.copytree(carried.mirror / "checkpoints/step-00000010", carried.mirror / f"checkpoints/step-{step:08d}")
-    for path in carried.mirror.glob("checkpoints/step-0000000[56]/*"):
-        if path.name != "manifest.json":
-            path.unlink()
     (carried.mirror / "checkpoints/step-00000007/manifest.json").write_bytes(b"{")
-    (carried.mirror / "checkpoints/step-00000004").mkdir()
-    (carried.mirror / "checkpoints/step-00000004/manifest.json").write_bytes(b"{")
     (carried.mirror / "checkpoints/step-00000008").mkdir()
     (carried.mirror / "checkpoints/step-00000008/__0_0.distcp").write_bytes(b"weights")
     for step in range(30, 80, 10):
         carried.save(step, segment=2)
         carried.copy()
         assert left(carried) == ["step-00000007", f"step-{step - 10:08d}", f"step-{step:08d}"]
-    carried.save(80, segment=2)
-    carried.copy()
-    flip(carried.mirror / "checkpoints/step-00000080/manifest.json", 40)
-    shutil.copytree(carried.mirror / "checkpoints/step-00000080", carried.mirror / "checkpoints/step-00000060")
-    carried.copy()  # from the run directory, which has both
-    assert left(carried) == ["step-00000007", "step-00000070", "step-00000080"]
     shutil.rmtree(carried.mirror / "checkpoints/step-00000007")
-    assert carried.whole() == [70, 80]
-    assert len([*(carried.mirror / "record").iterdir()]) == 4  # the last two copies
+    flip(carried.mirror / "checkpoints/step-00000070/manifest.json", 40)
+    carried.copy()  # from the run directory, which has it
+    assert carried.whole() == [60, 70]
+    assert len([*(carried.mirror / "record").iterdir()]) == 2
 
 
 @pytest.mark.quick
@@ -315,57 +273,19 @@ def test_what_a_rollback_left_goes_though_it_would_be_permanent(tmp_path: Path) 
 
 @pytest.mark.quick
 def test_the_last_two_copies_of_the_record_stay(carried: Carried) -> None:
-    """The one before is there if the newest is damaged. An archive without its manifest does not count: its copy was
-    cut off. A clock that goes back changes no order."""
+    """The one before is there if the newest is gone. A clock that goes back changes no order."""
     for number in range(4):
         journal.add(carried.run, "note", f"number {number}")
         carried.copy()
-    copies = sorted((carried.mirror / "record").iterdir())
-    assert len(copies) == 4
-    copies[2].unlink()
+    older, newest = sorted((carried.mirror / "record").iterdir())
+    newest.unlink()
     restored(carried, 20)
     assert carried.messages("note")[-1] == "number 2"
-    for path in copies[:2]:
-        path.rename(path.with_name(path.name.replace(path.name[:5], "99999")))
+    older.rename(older.with_name("9" + older.name[1:]))
     journal.add(carried.run, "note", "number 4")
     carried.copy()
     restored(carried, 20)
-    assert carried.messages("note")[-1] == "number 4" and len([*(carried.mirror / "record").iterdir()]) == 4
-
-
-@pytest.mark.quick
-def test_what_was_deleted_does_not_come_back(carried: Carried, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it has been missing for long; nor do logs, and what only a live process needs."""
-    (carried.run.segment(2) / "log").write_text("a line\n")
-    (carried.run.path / "lock.json").write_text("{}")
-    worker = carried.uploader()
-    carried.copy(worker)
-    (carried.run.path / "overrides.toml").unlink()
-    before = sorted((carried.mirror / "record").iterdir())
-    worker.work(finish=True)
-    assert sorted((carried.mirror / "record").iterdir()) == before
-    monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + 1e6)
-    worker.work(finish=True)
-    restored(carried, 20)
-    gone = (carried.run.path / "overrides.toml", carried.run.segment(2) / "log", carried.run.path / "lock.json")
-    assert not any(path.exists() for path in gone) and len(journal.of_kind(journal.read(carried.run), "note")) == 1
-
-
-@pytest.mark.quick
-def test_a_later_start_alone_is_a_later_state(carried: Carried, tmp_path: Path) -> None:
-    """An older copy of the run directory, with all the checkpoints. What comes back is as old as its copies are."""
-    carried.copy()
-    now = time.time()
-    older = Path(shutil.copytree(carried.run.path, tmp_path / "older"))
-    carried.segment(3, step=20)
-    carried.copy()
-    carried.lose()
-    older.rename(carried.run.path)
-    with pytest.raises(MirrorError, match="later starts, the run directory step 20"):
-        carried.look()
-    carried.restore()
-    assert len(lineage.nodes(carried.run)) == 3
-    assert (carried.run.segment(1) / LINEAGE).stat().st_mtime <= now
+    assert carried.messages("note")[-1] == "number 4" and len([*(carried.mirror / "record").iterdir()]) == 2
 
 
 @pytest.mark.quick
@@ -389,7 +309,7 @@ def test_what_is_written_is_read_back(stored: Carried, object_store: ObjectStore
         except RemoteError as error:
             told += 1
             assert "after it was written" in str(error)
-    assert told < 10 and any(request.fault == "spoiled" for request in object_store.log)
+    assert 0 < told < 20 and any(request.fault == "spoiled" for request in object_store.log)
 
 
 @pytest.fixture

@@ -19,9 +19,8 @@ from data.packing.opening import open_packer
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.hf import export_checkpoint
 from fsdp_pretrain.checkpoint.loading import Weights
-from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.state import forbidden, identity
-from fsdp_pretrain.checkpoint.store import describe_file
+from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.checkpoint.weights_import import import_checkpoint
 from fsdp_pretrain.config.config import load, schema_keys
 from fsdp_pretrain.config.resume_rules import (
@@ -238,7 +237,7 @@ def test_the_load_is_reported(lab: Any, copy: tuple[Path, Path], helpers: Any) -
     (entry,) = helpers.journal(run, "resume")
     assert "restored: model, optimiser, data position (sample 144)" in entry["text"] and entry["text"] in output
     assert "written by 1 x 1 ranks, read by 2 x 1 ranks" in entry["text"]
-    saved = stores(RunDir(run)).find(18).manifest().state_digest
+    saved = Store(RunDir(run).checkpoints).find(18).manifest().state_digest
     assert entry["state_digest"] == saved and f"state digest {saved} as saved" in entry["text"]
 
 
@@ -302,10 +301,10 @@ def test_a_run_begins_with_the_weights_of_another(
     assert entry["step"] == 0 and not entry["optimizer"] and "the optimiser starts fresh" in entry["text"]
     first, model = helpers.metrics(new)[0], models.build(load(config, ["model.vocab_multiple=600"]).model)
     assert first["cursor"] == 8 and first["lr"] == 1e-3 / 4
-    assert stores(RunDir(new)).find(0).manifest().imported
+    assert Store(RunDir(new).checkpoints).find(0).manifest().imported
     weights, imported = (
         Weights(checkpoint, models.build(load(checkpoint.path / "config.toml").model))
-        for checkpoint in (stores(RunDir(run)).find(18), stores(RunDir(new)).find(0))
+        for checkpoint in (Store(RunDir(run).checkpoints).find(18), Store(RunDir(new).checkpoints).find(0))
     )
     assert set(imported.shapes) == set(model.state_dict())
     for name in imported.shapes:
@@ -357,9 +356,9 @@ def test_an_export_of_a_live_run_disturbs_nothing(lab: Any, trained: Path, helpe
     config = lab.config(train={"duration": "200 steps"}, checkpoint={"every": "20 steps", "keep_last": 2})
     job, run = lab.start(config, ranks=2), RunDir(lab.path / "run")
     exported = 0
-    helpers.wait_for(lambda: stores(run).scan(), what="a checkpoint")
+    helpers.wait_for(lambda: Store(run.checkpoints).scan(), what="a checkpoint")
     while job.ranks[0].poll() is None:
-        newest = stores(run).newest()
+        newest = Store(run.checkpoints).newest()
         with contextlib.suppress(CheckpointError):  # retention was faster
             assert newest is not None
             export_checkpoint(run, newest.step, lab.path / f"hf-{exported}", dtype="fp32", shard_bytes=10**9)
@@ -367,5 +366,5 @@ def test_an_export_of_a_live_run_disturbs_nothing(lab: Any, trained: Path, helpe
     assert job.wait() == [0, 0] and exported > 2
     lab.train(config, f"run.dir={lab.path / 'alone'}", ranks=2)
     assert helpers.losses(run.path) == helpers.losses(lab.path / "alone")
-    assert [c.step for c in stores(run).scan()] == [180, 200]
+    assert [c.step for c in Store(run.checkpoints).scan()] == [180, 200]
     assert not helpers.journal(run.path, "checkpoint-failed")

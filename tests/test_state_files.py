@@ -22,7 +22,6 @@ from fsdp_pretrain.launch import limit
 from fsdp_pretrain.launch.outcome import read_outcome
 from fsdp_pretrain.lineage.rollback import rollback
 from fsdp_pretrain.record import exit_intent, goodput, journal, lineage, requests, run_id, state_files
-from fsdp_pretrain.record.exit_intent import EXIT_INTENT, ExitIntent
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import hold
 from fsdp_pretrain.record.metrics import find_step, last_metrics, left_behind, read_metrics
@@ -167,14 +166,6 @@ def test_one_of_many_makes_a_file_and_makes_it_whole(tmp_path: Path) -> None:
             made = pool.starmap(_create, [(str(path), number) for number in range(4)])
         assert made.count(True) == 1 and path.read_text() == f"{made.index(True)}\n" * 10_000
     assert len(list(tmp_path.iterdir())) == 20
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"code": 1}', b"[1]"])
-def test_what_is_no_state_file_is_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / EXIT_INTENT).write_bytes(content)
-    with pytest.raises(DamagedFileError, match=EXIT_INTENT):
-        state_files.read(tmp_path / EXIT_INTENT, ExitIntent)
-    assert exit_intent.read(tmp_path) is None
 
 
 @pytest.mark.parametrize("content", ["1.5", '"text"', "[1]", "null", '{"a": 1}'])

@@ -47,14 +47,6 @@ def test_life_of_a_checkpoint(store: Store) -> None:
     assert {entry.name for entry in found.files()} == CHECKPOINT.keys()
 
 
-def test_order_is_by_step_not_by_time_or_spelling(store: Store) -> None:
-    for step in (100_000_000, 20, 3):
-        commit(store, step)
-    assert steps(store) == [3, 20, 100_000_000]
-    newest = store.newest()
-    assert newest is not None and newest.step == 100_000_000
-
-
 @pytest.mark.parametrize(
     ("damage", "problem"),
     [
@@ -95,17 +87,17 @@ def test_flipped_bit_needs_and_gets_a_reading(store: Store) -> None:
     assert "__0_0.distcp" in wrong and "checksum" in wrong
 
 
-def test_stray_names_are_not_checkpoints(store: Store) -> None:
-    commit(store, 5)
+def test_names_of_checkpoints(store: Store) -> None:
+    """Ordered by step, not by time or spelling; stray ones are no checkpoints."""
+    for step in (100_000_000, 20, 5):
+        commit(store, step)
     for name in ("step-abc", "step-00000009.bak", "notes", "step-9", "latest", "step-00000008.writing-0123"):
         (store.directory / name).mkdir()
     (store.directory / "step-00000007.txt").write_text("")
-    assert [checkpoint.step for checkpoint in store.scan()] == [5]
-
-
-def test_asking_for_a_step_that_is_not_there(store: Store) -> None:
-    commit(store, 5)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 \(there are: 5\)"):
+    assert [checkpoint.step for checkpoint in store.scan()] == [5, 20, 100_000_000]
+    newest = store.newest()
+    assert newest is not None and newest.step == 100_000_000
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 6 \(there are: 5, 20, 100000000\)"):
         store.find(6)
 
 
@@ -115,21 +107,6 @@ def test_a_damaged_one_of_the_same_step_is_moved_aside(store: Store) -> None:
     commit(store, 5, {**CHECKPOINT, WEIGHTS: b"new"})
     assert (store.find(5).path / "__0_0.distcp").read_bytes() == b"new"
     assert len(list((store.directory / "abandoned").iterdir())) == 1
-
-
-@pytest.mark.promise("successor-first")
-def test_only_verified_ones_count(store: Store) -> None:
-    """Nothing is deleted before its successors are verified, however many unverified ones there are."""
-    commit(store, 10)
-    for step in (20, 30, 40):
-        commit(store, step, verified=False)
-    assert store.retain(2, lambda _: False) == []
-    commit(store, 50)
-    store.retain(2, lambda _: False)
-    assert steps(store) == [10, 20, 30, 40, 50]
-    commit(store, 60)
-    store.retain(2, lambda _: False)
-    assert steps(store) == [50, 60]
 
 
 def test_damaged_ones_do_not_count(store: Store) -> None:

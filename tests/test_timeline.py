@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from processes import Run
 
-from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record.files import RunDir
 
@@ -23,7 +23,7 @@ OTHER = {
 
 
 def digest(run: Any) -> str:
-    return stores(RunDir(run)).scan()[-1].manifest().state_digest
+    return Store(RunDir(run).checkpoints).scan()[-1].manifest().state_digest
 
 
 @pytest.mark.shows("B13")
@@ -113,7 +113,7 @@ def test_back_over_a_place_of_the_timeline_and_forward_again(
     assert done.returncode == 0, done.stderr
     module_lab.train(eventful)
     assert story(helpers, run) == before and digest(run) == was
-    saved = [checkpoint.step for checkpoint in stores(RunDir(run)).scan()]
+    saved = [checkpoint.step for checkpoint in Store(RunDir(run).checkpoints).scan()]
     assert saved == [4, 8, 12, 16, 18, 20]
 
 

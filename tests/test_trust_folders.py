@@ -135,7 +135,7 @@ def spoil(value: float, kind: torch.dtype = torch.float32) -> Callable[[Path], N
     return set_tensors(change)
 
 
-NO_MODEL, NO_READING, NOT_FINITE = "describes a model that this", "cannot read", "NaN, or infinite in fp32"
+NO_READING, NOT_FINITE = "cannot read", "NaN, or infinite in fp32"
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "list": (write("config.json", []), "it is not a JSON object"),
     "nested": (write("config.json", b'{"a":' + b"[" * 100_000), NO_READING),
@@ -160,7 +160,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "eps": (set_config(rms_norm_eps=float("nan")), "rms_norm_eps = nan"),
     "enormous": (set_config(vocab_size=10**30), "rows of the embedding table"),
     "other-file": (set_config(transformers_weights="x.safetensors"), "in a file of another name"),
-    "glm": (write("config.json", {"model_type": "fsdp-pretrain-glm", "model": [1]}), NO_MODEL),
     "gpt2": (
         write("config.json", {"model_type": "gpt2", "n_inner": "x", "n_positions": -1}),
         r"(?s)n_inner = 'x'.*n_positions\S* = -1",
@@ -174,7 +173,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "in-two-files": (lambda folder: split(folder, twice=True), "is in part-0.safetensors and in part-1.safetensors"),
     "no-header": (write("model.safetensors", b"\1\2\3"), NO_READING),
     "header-text": (write("model.safetensors", (4).to_bytes(8, "little") + b"oops"), NO_READING),
-    "header-long": (set_header(lambda _: None, size=2**63), r"the header of .* has"),
+    "header-long": (set_header(lambda _: None, size=2**63), NO_READING),
     "header-longer-than-file": (set_header(lambda _: None, size=10**6), NO_READING),
     "overlap": (set_norm(data_offsets=[0, 128]), NO_READING),
     "outside": (set_norm(data_offsets=[10**9, 10**9 + 128]), NO_READING),
@@ -259,12 +258,9 @@ def test_a_table_that_is_stored_twice_needs_no_word(lab: Any, folder: Path) -> N
 
 @pytest.mark.slow
 def test_damaged_folders_take_no_memory(lab: Any, folder: Path, helpers: Any) -> None:
-    """Below 200 MB for headers, indices and configurations that would take gigabytes once parsed."""
-    empty = {str(number): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(10**6)}
-    header = json.dumps(empty).encode()
+    """Below 200 MB for indices and configurations that would take gigabytes once parsed."""
     inflated = b'{"a":[' + b",".join([b"[[[]]]"] * 10**7) + b"]}"
     cases = {
-        "header": ("model.safetensors", len(header).to_bytes(8, "little") + header),
         "index": (INDEX, inflated),
         "config": ("config.json", inflated),
         "small": ("config.json", b'{"a":[' + b",".join([b"[[[]]]"] * 590_000) + b"]}"),

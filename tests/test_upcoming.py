@@ -49,7 +49,6 @@ class State:
 
     leave: int | None = None
     checkpoints: int = 1
-    prune: bool = True
     writing: int = 0
     inodes: int = 0
 
@@ -63,7 +62,6 @@ class State:
         (State(leave=1_060_000), CRIT, "the next checkpoint does not fit"),  # by bytes it would fit
         (State(leave=300_000, writing=900_000), WARN, "1 more checkpoint fits"),
         (State(leave=500_000, checkpoints=4), WARN, "fits only when older ones are deleted"),
-        (State(leave=500_000, checkpoints=4, prune=False), CRIT, "the next checkpoint does not fit"),
         (State(leave=900_000, checkpoints=0), CRIT, "the next checkpoint does not fit"),
         (State(inodes=104), CRIT, "the next checkpoint does not fit"),
     ],
@@ -73,7 +71,7 @@ def test_whether_it_fits(
     lab: Any, watch: Watch, small_disk: Disk, state: State, severity: Severity | None, says: str
 ) -> None:
     disk = small_disk(f"8m,nr_inodes={state.inodes or 1000}")
-    config, run = begin(lab.config(checkpoint={"prune": state.prune}))
+    config, run = begin(lab.config())
     run.checkpoints.symlink_to(disk)  # further writes go elsewhere
     write_journal(run.path, {"kind": "start", "parameters": 100_000, "world": 1})
     store = Store(run.checkpoints)
@@ -84,7 +82,7 @@ def test_whether_it_fits(
     if state.leave is not None:
         take_space(str(disk / "hog"), state.leave)
 
-    checkpoints = saves(watch, run.path, prune=state.prune)
+    checkpoints = saves(watch, run.path)
     places = [("checkpoints", run.checkpoints, True)]
     watch.detectors = [
         checkpoints,

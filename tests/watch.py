@@ -66,7 +66,6 @@ def saves(
     run: Path,
     every: str = "100 steps",
     reached: Callable[[], int] = int,
-    prune: bool = True,
 ) -> CheckpointDetector:
     for name in ("segments", "control"):
         (run / name).mkdir(parents=True, exist_ok=True)
@@ -76,7 +75,6 @@ def saves(
         segment=2,
         stores=[run / "checkpoints", run / "elsewhere"],
         every=lambda _: Progress.parse(every),
-        prune=prune,
         reached=reached,
     )
 

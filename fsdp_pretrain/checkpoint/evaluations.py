@@ -20,9 +20,8 @@ from fsdp_pretrain.record.files import RunDir, now, seconds_of
 from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.units import human_time
 
-from .locations import stores
 from .manifest import evaluation_due
-from .store import Checkpoint, directory_name
+from .store import Checkpoint, Store, directory_name
 
 _GROWTH = 4.0
 """How many times longer each pause is than the one before."""
@@ -133,7 +132,7 @@ def task_set(tasks: list[str]) -> str:
 
 def without_results(run: RunDir, config: Config) -> list[Job]:
     """Evaluations that are due and not done, oldest first, including those given up and dropped."""
-    whole = {item.step: item for item in stores(run).scan() if item.problem is None}  # one per step
+    whole = {item.step: item for item in Store(run.checkpoints).scan() if item.problem is None}  # one per step
     jobs = []
     for checkpoint in whole.values():
         if evaluation_due(config, manifest := checkpoint.manifest()):

@@ -14,8 +14,7 @@ from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.run_id import SeenRun
 from fsdp_pretrain.record.status import Status
 
-from .locations import stores
-from .store import directory_name
+from .store import Store, directory_name
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | Non
             steps.add(known := seen.checkpoint)
     if not steps:
         return None
-    expected, found = max(steps), stores(run)  # read the record first: a live run deletes only after a later save
-    there = found.scan()
+    expected, found = max(steps), Store(run.checkpoints)
+    there = found.scan()  # after the record was read: a live run deletes only after a later save
     if any(item.step == expected or (item.step > expected and item.problem is None) for item in there):
         return None
     aside = f"abandoned/{directory_name(expected)}-*"

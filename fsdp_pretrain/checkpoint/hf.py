@@ -26,19 +26,16 @@ from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.errors import CheckpointError, ConfigError, StorageError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lease import Lease, drop_if_dead
 from fsdp_pretrain.units import human_bytes
 
 from .hf_folder import INDEX, Folder
 from .hf_layout import FACTS, ExportFacts, HFTensor, read_model, to_hf, weights
 from .loading import Weights
-from .locations import stores
-from .store import CONFIG, Checkpoint, sync_directory, sync_file, verify_files
+from .store import CONFIG, Checkpoint, Store, sync_file, verify_files
 from .tokenizer import QWEN2_WARNING, compare_with_folder, export_tokenizer, find_tokenizer
 from .weights_import import Imported, begin, refuse_another_model, refuse_begun
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_LEASE, _SILENT_SECONDS = "lease.json", 90.0
 
 
 # ------------------------------------------------------------------------ export
@@ -75,7 +72,7 @@ def export_checkpoint(
     """
     if out.exists():
         raise ConfigError(f"{out} exists", remedy="name a folder that does not; nothing is overwritten")
-    checkpoint = stores(run).find(step)
+    checkpoint = Store(run.checkpoints).find(step)
     config = load_compatible(checkpoint.path / CONFIG)
     tokenizer = find_tokenizer(checkpoint, config, tokenizer_path)
     type_name = str(DTYPES[dtype]).removeprefix("torch.")
@@ -98,8 +95,8 @@ def export_checkpoint(
         said = export_tokenizer(tokenizer, folder, sequence_length=length)
         if config.model.family == "qwen2":
             said += QWEN2_WARNING
-        tokens, objective = checkpoint.train_state().tokens, config.data.objective
-        known = ExportFacts(step=step, tokens=tokens, sequence_length=length, eod=tokenizer.eod, objective=objective)
+        tokens = checkpoint.train_state().tokens
+        known = ExportFacts(step=step, tokens=tokens, sequence_length=length, eod=tokenizer.eod)
         state_files.write(folder / FACTS, known.model_dump(mode="json"))
     return Exported(out, total // DTYPES[dtype].itemsize, total, len(files), said)
 
@@ -136,41 +133,32 @@ def _split_into_files(sizes: dict[HFTensor, int], shard_bytes: int) -> dict[str,
 
 @contextmanager
 def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
-    """A temporary folder beside `out`: made durable and renamed to `out` on success, else removed. Raises StorageError.
+    """A temporary folder beside `out`: made durable and renamed to `out` on success, else removed.
 
-    It holds a lease, so that the next export to `out` can remove what a killed one left behind.
+    Raises ConfigError, StorageError.
     """
     partial = out.with_name(f".{out.name}.writing")
-    if drop_if_dead(partial / _LEASE, _SILENT_SECONDS):
-        shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(
-            f"another process is exporting to {out}", remedy=f"wait for it, or remove {partial}"
+            f"another process is exporting to {out}, or was killed", remedy=f"wait for it, or remove {partial}"
         ) from None
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror}", effect="nothing was exported") from None
-    mine = None
     try:
-        mine = Lease.take(partial / _LEASE, purpose="an export")
         free = shutil.disk_usage(partial).free
         if free < needed:
             raise StorageError(f"the export needs {human_bytes(needed)}, {out.parent} has {human_bytes(free)} free")
         yield partial
-        if mine is not None:
-            mine.release()
-        for path in partial.iterdir():
+        for path in (*partial.iterdir(), partial):
             sync_file(path)
-        sync_directory(partial)
         partial.rename(out)
-        sync_directory(out.parent)
+        sync_file(out.parent)
     except (OSError, SafetensorError) as error:
         cause = getattr(error, "strerror", None) or error
         raise StorageError(f"cannot write {out}: {cause}", effect="nothing was exported") from None
     finally:
-        if mine is not None:
-            mine.release()
         shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -1,8 +1,7 @@
 """The Hugging Face layout of our models: weight names and `config.json`, in both directions. No torch.
 
 Llama and GPT use the layouts of `LlamaForCausalLM` (`Mistral...`, `Qwen2...`, `Qwen3...`) and `GPT2LMHeadModel`.
-transformers has no class that computes the same as our GLM: its folder keeps our names, and `config.json` holds the
-`[model]` section.
+transformers has no class that computes the same as our GLM, so it has no folder.
 """
 
 from __future__ import annotations
@@ -17,13 +16,11 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from fsdp_pretrain.config.data_section import Objective
-from fsdp_pretrain.config.model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
+from fsdp_pretrain.config.model import AnyModel, GPTModel, LlamaModel, Model
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.units import human_bytes
 
-GLM_TYPE = "fsdp-pretrain-glm"
 FACTS = "fsdp_pretrain.json"
 JSON_BYTES = 4 * 2**20
 """Largest JSON file to read; models need about 100 bytes per tensor. Parsing can take 45 times as much memory."""
@@ -36,14 +33,12 @@ class ExportFacts(StateFile):
         step, tokens: how far the model was trained.
         sequence_length: tokens of a training sample.
         eod: id of the document separator.
-        objective: what it was trained with.
     """
 
     step: int
     tokens: int
     sequence_length: int
     eod: int
-    objective: Objective
 
 
 @dataclass(frozen=True)
@@ -111,8 +106,6 @@ def weights(model: AnyModel, names: Collection[str]) -> list[HFTensor]:
 
     Raises ConfigError if the layout lacks a parameter.
     """
-    if isinstance(model, GLMModel):
-        return [HFTensor(name, (name,)) for name in names]
     table = _LLAMA if isinstance(model, LlamaModel) else _GPT2
     found = [weight for weight in table if "{}" not in weight.theirs]
     inside = [weight for weight in table if "{}" in weight.theirs]
@@ -227,36 +220,25 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
             **_rope_to_hf(model),
             **common,
         }
+    odd = []
     if isinstance(model, GPTModel):
-        _refuse_inexpressible(model)
-        values = model.model_dump()
-        values |= {"ffn": model.ffn_width, "init_std": model.std, "attention_dropout": model.attention_rate}
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            **{theirs: values[ours] for ours, theirs, _ in _GPT2_KEYS},
-            **{key: allowed[0] for key, allowed in _GPT2_FIXED},
-            "embd_pdrop": model.dropout,
-            **common,
-        }
-    if not isinstance(model, GLMModel):
+        odd = ['positions = "alibi"'] * (model.positions == "alibi") + ["embedding_norm"] * model.embedding_norm
+    if odd or not isinstance(model, GPTModel):
         raise ConfigError(
-            f"model.family = {model.family} has no layout that the exporter knows",
-            effect="nothing was exported",
-            remedy="evaluate the checkpoint itself with `fsdp-eval run`, or add the layout to checkpoint/hf_layout.py",
+            f"transformers has no class for model.{' and model.'.join(odd) or f'family = {model.family}'}",
+            effect="nothing was exported: a folder would load without an error and compute something else",
+            remedy="evaluate the checkpoint itself with `fsdp-eval run`; torch.distributed.checkpoint reads it, too",
         )
-    section = model.model_dump(mode="json", exclude_none=True, exclude={"declared_params"})
-    return {"architectures": ["GLM"], "model_type": GLM_TYPE, "model": section, **common}
-
-
-def _refuse_inexpressible(model: GPTModel) -> None:
-    odd = ['positions = "alibi"'] * (model.positions == "alibi") + ["embedding_norm"] * model.embedding_norm
-    if odd:
-        raise ConfigError(
-            f"GPT2LMHeadModel cannot express model.{' and model.'.join(odd)}",
-            effect="an exported folder would load without an error and compute something else",
-            remedy="evaluate the checkpoint itself with `fsdp-eval run`",
-        )
+    values = model.model_dump()
+    values |= {"ffn": model.ffn_width, "init_std": model.std, "attention_dropout": model.attention_rate}
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        **{theirs: values[ours] for ours, theirs, _ in _GPT2_KEYS},
+        **{key: allowed[0] for key, allowed in _GPT2_FIXED},
+        "embd_pdrop": model.dropout,
+        **common,
+    }
 
 
 def _rope_to_hf(model: LlamaModel) -> dict[str, Any]:
@@ -313,10 +295,8 @@ def read_model(folder: Path) -> AnyModel:
     elif kind == "gpt2":
         values, theirs = _values(content, _GPT2_KEYS, _GPT2_FIXED, problems), {ours: key for ours, key, _ in _GPT2_KEYS}
         values = {"family": "gpt", **values}
-    elif kind == GLM_TYPE:
-        values = content.get("model") or {}
     else:
-        known = f"known are {', '.join(_LLAMA_CLASSES)}, gpt2 and {GLM_TYPE}"
+        known = f"known are {', '.join(_LLAMA_CLASSES)} and gpt2"
         experts = "; mixtures of experts are not built" if str(kind).endswith("_moe") or kind == "mixtral" else ""
         problems.append(f"model_type = {reprlib.repr(kind)}; {known}{experts}")
     model: AnyModel | None = None
@@ -327,7 +307,7 @@ def read_model(folder: Path) -> AnyModel:
             for item in error.errors(include_url=False):
                 key = ".".join(theirs.get(str(part), str(part)) for part in item["loc"][1:])
                 problems.append(f"{key} = {reprlib.repr(item['input'])}: {item['msg']}" if key else item["msg"])
-    if model is not None and kind != GLM_TYPE:
+    if model is not None:
         problems += _not_numbers(values or {}, theirs)
     if isinstance(model, LlamaModel) and model.head_dim * model.heads == model.hidden:
         model = model.model_copy(update={"head_size": None})

@@ -10,17 +10,12 @@ from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.record.environment import WorldShape
 from fsdp_pretrain.units import human_bytes
 
-from .manifest import CheckpointManifest
 from .store import Checkpoint, verify_files
 from .tensors import wrong_tensors
 
 
 class Row(BaseModel):
-    """A checkpoint in the output of `list` and `verify`.
-
-    `mirror`: its state in `checkpoint.mirror`: whole, incomplete, damaged or absent; None: the run has none, or it does
-    not answer.
-    """
+    """A checkpoint in the output of `list` and `verify`."""
 
     step: int
     path: str
@@ -32,13 +27,6 @@ class Row(BaseModel):
     suspect: str | None = None
     optimizer: bool = True
     problem: str | None = None
-    mirror: str | None = None
-
-    def describe(self, manifest: CheckpointManifest) -> None:
-        """Take what its manifest says."""
-        self.bytes = sum(entry.bytes for entry in manifest.files)
-        self.committed, self.world, self.suspect = manifest.committed, manifest.world, manifest.suspect
-        self.optimizer = manifest.optimizer
 
     def __str__(self) -> str:
         size = human_bytes(self.bytes) if self.bytes is not None else "-"
@@ -46,7 +34,6 @@ class Row(BaseModel):
         line += "pinned " * self.pinned
         line += f"suspect: {self.suspect} " if self.suspect else ""
         line += self.problem or ("" if self.optimizer else "weights alone ")
-        line += f" mirror: {self.mirror}" if self.mirror is not None else ""
         return line.rstrip()
 
 
@@ -60,7 +47,10 @@ def listed(checkpoint: Checkpoint) -> Row:
         problem=checkpoint.problem,
     )
     with contextlib.suppress(CheckpointError):
-        row.describe(checkpoint.manifest())
+        manifest = checkpoint.manifest()
+        row.bytes = sum(entry.bytes for entry in manifest.files)
+        row.committed, row.world, row.suspect = manifest.committed, manifest.world, manifest.suspect
+        row.optimizer = manifest.optimizer
     return row
 
 

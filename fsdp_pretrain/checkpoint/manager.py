@@ -16,7 +16,6 @@ from fsdp_pretrain.parallel.mesh import World
 from . import dcp
 from .async_save import Pending, Stager
 from .loading import state_dict
-from .locations import newest_clean
 from .manifest import Facts, is_permanent
 from .state import TrainState
 from .store import Checkpoint, Store
@@ -108,7 +107,7 @@ class CheckpointManager:
             state=tensors,
             train_state=state.to_json(identity=self._subject.identity, tokens=facts.tokens, world=facts.world),
             config=config.to_toml(),
-            prune=(lambda: self._retain(2)) if config.checkpoint.prune else None,
+            prune=lambda: self._retain(2),
             guard=self._guard,
         )
         return self._tidy(saved) if world.is_main else saved
@@ -128,7 +127,7 @@ class CheckpointManager:
             return is_permanent(self._config, checkpoint.manifest(), self._config.checkpoint.kept_intervals)
 
         # Rollback targets stay, however many checkpoints follow.
-        clean = [newest_clean(self._store, bound) for bound in self._clean_until()]
+        clean = [self._store.newest_clean(bound) for bound in self._clean_until()]
         protected = {*self._protected(), *spared, *(item.step for item in clean if item is not None)}
         return tuple(item.step for item in self._store.retain(keep_last, keep, protected))
 

@@ -30,7 +30,6 @@ from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.units import human_count
 
 from .loading import DamagedError, load, verify
-from .locations import stores
 from .manifest import SavedState
 from .state import TrainState, forbidden
 from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, verify_files
@@ -93,7 +92,7 @@ class Resume:
                 what is learned from here on.
         """
         world = self._world
-        found = world.decide(lambda: stores(self._run))
+        found = Store(self._run.checkpoints)
         world.decide(found.sweep)
         passed_over: list[str] = []
         for checkpoint in reversed(world.decide(found.scan)):
@@ -128,7 +127,7 @@ class Resume:
         if left is None:
             return None
         try:
-            Store(checkpoint.path.parent).abandon(checkpoint.path)
+            Store(self._run.checkpoints).abandon(checkpoint.path)
         except OSError as error:
             raise StorageError(f"cannot move {checkpoint.path} aside: {error.strerror}") from None
         return f"segment {left.segment} went back to step {left.step}, so it was moved to abandoned/ beside it"
@@ -149,8 +148,7 @@ class Resume:
             world.decide(checkpoint.mark_verified)
         state, whole = TrainState.of(content), loaded.optimizer and not reset
         parts = [
-            f"from {checkpoint.path if checkpoint.path.parent != self._run.checkpoints else checkpoint.path.name}, "
-            f"{state.consumed:_} samples consumed",
+            f"from {checkpoint.path.name}, {state.consumed:_} samples consumed",
             *self._restored(state, whole, reset),
             self._mesh(content.world),
             f"state digest {loaded.state_digest} as saved",

@@ -137,6 +137,11 @@ class Store:
         """The newest that looks whole, or None."""
         return next((checkpoint for checkpoint in reversed(self.scan()) if checkpoint.problem is None), None)
 
+    def newest_clean(self, until: float) -> Checkpoint | None:
+        """The newest verified one of step `until` or earlier that was not saved during an incident, or None."""
+        found = [item for item in self.scan() if item.problem is None and item.verified and item.step <= until]
+        return next((item for item in reversed(found) if not item.manifest().suspect), None)
+
     def _entries(self) -> list[Path]:
         if not self.directory.is_dir():
             return []

@@ -18,7 +18,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Progress, human_time
 
 from .disk_space import Room, SpaceNeeded, attempts, prunable
-from .locations import stores
+from .store import Store
 
 BYTES_PER_PARAMETER = 12
 """fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""
@@ -100,7 +100,7 @@ def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fi
     Raises:
         UserError, OSError: the directory cannot be read.
     """
-    found = stores(run)
+    found = Store(run.checkpoints)
     newest = found.newest()
     if newest is not None:
         files = newest.files()
@@ -110,9 +110,8 @@ def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fi
         need = first_need(starts[-1]["parameters"], starts[-1].get("world") or 1) if starts else need
     if need is None or not need.bytes:
         return None
-    old = prunable(found.scan()) if config.checkpoint.prune else None
     writing = sum(attempts(run.checkpoints).values())
-    return fit(need, Room.of(run.checkpoints), writing=writing, old=old)
+    return fit(need, Room.of(run.checkpoints), writing=writing, old=prunable(found.scan()))
 
 
 class Late(IntEnum):

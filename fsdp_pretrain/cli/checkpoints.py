@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, verb
-from fsdp_pretrain.errors import ConfigError, UserError
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.arguments import check_begun, import_extra
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
@@ -45,27 +43,10 @@ def _checkpoints(args: argparse.Namespace) -> int:
 
 @verb("list", "", JSON)
 def _list(args: argparse.Namespace) -> int:
-    """List them by names and sizes, without reading them: in the run directory and its mirror."""
+    """List them by names and sizes, without reading them."""
     from fsdp_pretrain.checkpoint.listing import listed
 
-    found = _stores(args.run)
-    rows = [listed(item) for item in found.scan()]
-    if _has_mirror(args.run):
-        from fsdp_pretrain.mirror.listing import open_mirror, with_mirror
-
-        try:
-            rows = with_mirror(rows, open_mirror(args.run))
-        except UserError as error:
-            print(f"the mirror is not shown: {error.cause}", file=sys.stderr)
-    return _print(rows, as_json=args.json)
-
-
-def _has_mirror(run: RunDir) -> bool:
-    """Whether the last start had a mirror."""
-    try:
-        return tomllib.loads(run.config.read_text())["checkpoint"].get("mirror") is not None
-    except (OSError, ValueError, LookupError):  # told where the configuration is needed
-        return False
+    return _print([listed(item) for item in _store(args.run).scan()], as_json=args.json)
 
 
 @verb(
@@ -80,7 +61,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     from fsdp_pretrain.checkpoint.listing import read_back
 
-    found = _stores(args.run)
+    found = _store(args.run)
     chosen = [item for item in found.scan() if args.step in (None, item.step)]
     if args.step is not None and not chosen:
         found.find(args.step)
@@ -103,22 +84,22 @@ def _unpin(args: argparse.Namespace) -> int:
 def _set_pinned(args: argparse.Namespace, pinned: bool) -> int:
     from fsdp_pretrain.checkpoint.listing import listed
 
-    found = _stores(args.run)
+    found = _store(args.run)
     found.find(args.step).pin(pinned)
     return _print([listed(found.find(args.step))], as_json=args.json)
 
 
-def _stores(run: RunDir) -> Store:
-    from fsdp_pretrain.checkpoint.locations import stores
+def _store(run: RunDir) -> Store:
+    from fsdp_pretrain.checkpoint.store import Store
 
     check_begun(run)
-    return stores(run)
+    return Store(run.checkpoints)
 
 
 def _print(rows: list[Row], *, as_json: bool) -> int:
     """Print the rows. Returns the exit code: 2 if a checkpoint is damaged."""
     if as_json:
-        print(json.dumps([row.model_dump(exclude=set() if row.mirror else {"mirror"}) for row in rows], indent=1))
+        print(json.dumps([row.model_dump() for row in rows], indent=1))
     else:
         print("\n".join(map(str, rows)) or "no checkpoints")
     return 2 if any(row.problem for row in rows) else 0

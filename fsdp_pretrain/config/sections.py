@@ -197,20 +197,14 @@ class CheckpointSection(Section):
     """Interval between checkpoints, whose multiples are counted from the start of the run. The last step is always
     saved."""
     keep_last: Annotated[int, Field(ge=2)] = 3
-    """Number of newest checkpoints to keep, at least two: one may turn out to be bad."""
+    """Number of newest checkpoints to keep, at least two: one may turn out to be bad. When the next one does not fit,
+    only two are kept."""
     keep_every: Progress | list[Progress] | None = None
     """Also keep, permanently, the checkpoints that complete this interval, or one of several."""
-    prune: bool = True
-    """When the next checkpoint does not fit, delete all but the two newest verified ones and those that are pinned, due
-    for evaluation or kept by `keep_every`. Off: `keep_last` checkpoints stay even then."""
     mirror: Annotated[str, AfterValidator(_mirror_url)] | None = None
     """URL of a directory in object storage, such as `"s3://bucket/runs"`. Checkpoints and the record are copied there
     beside training, below the run's name; `--from-mirror` restores them, see storage.md. Credentials come from where
-    the storage's own tools look for them."""
-    mirror_keep_last: Annotated[int, Field(ge=2)] = 3
-    """Number of newest checkpoints to keep in the mirror, beside pinned ones and those of `keep_every`."""
-    mirror_record_every: Seconds = Seconds(300)
-    """Interval between copies of the record to the mirror; it is also copied with every checkpoint."""
+    the storage's own tools look for them. Retention there is that of the run directory."""
     background: bool = True
     """Write while training continues, from a copy in host memory (as large as a rank's share of the checkpoint).
     Training waits for the last save of a start, and for the one after a failure."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from fsdp_pretrain.checkpoint.locations import newest_clean, stores
-from fsdp_pretrain.checkpoint.store import Checkpoint
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.errors import CheckpointError, Exit, NumericError, StorageError, UserError
 from fsdp_pretrain.lineage.rollback import go_back
 from fsdp_pretrain.record import exit_intent, journal, state_files
@@ -92,7 +91,7 @@ def _candidates(run: RunDir, asked: RollbackRequest) -> list[Checkpoint]:
     """Candidate checkpoints, best first: those far enough before the incident, then the latest before it."""
     found, until = list[Checkpoint](), float(asked.target)
     for bound in (until, asked.start - 1.0):
-        while (checkpoint := newest_clean(stores(run), bound)) is not None and checkpoint not in found:
+        while (checkpoint := Store(run.checkpoints).newest_clean(bound)) is not None and checkpoint not in found:
             found.append(checkpoint)
             bound = checkpoint.step - 1
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data.packing.position import Position
-from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import ConfigError, Exit, UserError
 from fsdp_pretrain.lineage.provenance import IN_FLIGHT, batches_after
@@ -77,7 +77,7 @@ def segment_of(run: RunDir, before: int, host: str | None) -> int:
 def verified_step(run: RunDir) -> int:
     """The newest step that has a verified checkpoint, or 0."""
     try:
-        found = stores(run).scan()
+        found = Store(run.checkpoints).scan()
     except UserError:
         return 0
     return max((item.step for item in found if item.problem is None and item.verified), default=0)

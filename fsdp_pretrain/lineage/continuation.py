@@ -13,9 +13,8 @@ from tqdm import tqdm
 
 from data.packing.opening import check_supply, open_packer, open_skips, shares_at
 from data.packing.position import Position
-from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
-from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, verify_files
+from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, verify_files
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.resume_rules import changes, differences, load_compatible, refuse
 from fsdp_pretrain.config.timeline import TimelineEntry
@@ -75,7 +74,7 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     for text in request.changes:
         if _key(text) == "data.skip":
             raise ConfigError(f"{text!r}: skipped samples are added with --skip-steps, or in the configuration file")
-    checkpoint = stores(run).find(request.step)
+    checkpoint = Store(run.checkpoints).find(request.step)
     wrong = verify_files(checkpoint.path, tqdm(checkpoint.files(), desc="reading back", delay=2, disable=None))
     if wrong:
         raise CheckpointError(

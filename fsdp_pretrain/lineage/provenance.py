@@ -18,8 +18,8 @@ from data.packing.opening import open_packer, open_skips
 from data.packing.packer import Packed, Packer
 from data.packing.position import Position
 from data.text.tokenizer import Tokenizer
-from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.state import identity
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import differences, load_recorded
 from fsdp_pretrain.errors import ConfigError, DataError
@@ -210,7 +210,7 @@ def _open(run: RunDir, segment: int) -> tuple[Config, Packer]:
 
 def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
     """What differs between the data now and as recorded in the newest checkpoint."""
-    whole = [checkpoint for checkpoint in stores(run).scan() if checkpoint.problem is None]
+    whole = [checkpoint for checkpoint in Store(run.checkpoints).scan() if checkpoint.problem is None]
     if not whole:
         return []
     current = identity(config, packer)

@@ -1,11 +1,10 @@
 """The mirror of a run, `MIRROR/<run.name>/`, and what is in it. No torch.
 
     checkpoints/step-N/...   the files of a checkpoint; `manifest.json` is written last and deleted first
-    record/TIME.tar.zst      the record of the run, packed
-    record/TIME.json         of which run it is, and what its bytes must be; written after it and deleted first
+    record/TIME-ID-SUM...    the record of the run, packed; its name says of which run it is, and its checksum
 
-What has a manifest whose sizes are right exists in the mirror, nothing else does. Whatever is read has a checksum, and
-is read again if it is wrong: the answer may be, and not the object. Whatever is written is read back.
+A checkpoint with a manifest whose sizes are right exists in the mirror, no other does. Whatever is read has a checksum,
+and is read again if it is wrong: the answer may be, and not the object. Whatever is written is read back.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import contextlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -38,13 +38,12 @@ from fsdp_pretrain.record import lineage, state_files
 from fsdp_pretrain.record.lineage import LineageNode
 from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
-from fsdp_pretrain.units import human_count
 
 T = TypeVar("T")
 _CHUNK = 16 << 20
-_READS, _WRITES = 10, 4
+_READS = 10
 """Of an object whose bytes are wrong; the same wrong bytes twice are those that are stored."""
-_RECORD = re.compile(r"record/\d+\.json")
+_RECORD = re.compile(r"record/((\d{14})-([0-9a-f]{32})-([0-9a-f]{32})\.tar\.zst)")
 
 
 class MirrorError(UserError):
@@ -54,23 +53,25 @@ class MirrorError(UserError):
 
 
 class SourceDamagedError(CheckpointError):
-    """A local file is not the one that its manifest describes, or is gone."""
+    """A local file is not the one that its manifest describes."""
 
 
-class RecordManifest(StateFile):
-    """`record/TIME.json`: a copy of the record.
+@dataclass(frozen=True)
+class MirroredRecord:
+    """A copy of the record, as the name of the object says it.
 
     Attributes:
+        made: when, in milliseconds since 1970.
         run_id: of the run directory.
-        time: when it was made.
-        archive: name, size and checksum of the object beside it.
-        starts: checksum of the `environment.json` of each segment, by its number: no two starts have the same.
+        entry: name, size and checksum of the object.
     """
 
+    made: int
     run_id: str
-    time: str
-    archive: FileEntry
-    starts: dict[str, str]
+    entry: FileEntry
+
+    def __str__(self) -> str:
+        return datetime.fromtimestamp(self.made / 1000, UTC).isoformat(" ", "seconds")
 
 
 @dataclass(frozen=True)
@@ -117,12 +118,10 @@ class MirroredCheckpoint:
             return f"{MANIFEST} is that of step {manifest.step}"
         return next(filter(None, (size_problem(entry, self.objects.get(entry.name)) for entry in manifest.files)), None)
 
-    def is_on_line(self, nodes: Sequence[LineageNode]) -> bool:
-        """Whether it is whole, and no rollback or fresh start has left it behind."""
-        if self.problem is not None:
-            return False
+    def is_left(self, nodes: list[LineageNode]) -> bool:
+        """Whether a rollback or a fresh start has left it behind. Raises CheckpointError."""
         segment = self.manifest().segment
-        return segment is None or lineage.left_on_purpose(nodes, segment, self.step) is None
+        return segment is not None and lineage.left_on_purpose(nodes, segment, self.step) is not None
 
 
 @dataclass(frozen=True)
@@ -130,31 +129,22 @@ class MirrorState:
     """What the mirror holds of a run.
 
     Attributes:
-        records: copies of the record that look whole, newest first.
+        records: copies of the record, newest first.
         checkpoints: all directories, oldest step first.
     """
 
-    records: list[RecordManifest]
+    records: list[MirroredRecord]
     checkpoints: list[MirroredCheckpoint]
 
     @property
-    def run_id(self) -> str | None:
-        """None: no run's, or it is lost."""
-        return self.records[0].run_id if self.records else None
-
-    @property
-    def newest(self) -> MirroredCheckpoint | None:
-        """The newest that looks whole."""
-        return next((item for item in reversed(self.checkpoints) if item.problem is None), None)
+    def whole(self) -> list[MirroredCheckpoint]:
+        """Those that look whole."""
+        return [item for item in self.checkpoints if item.problem is None]
 
     def __str__(self) -> str:
-        record = f"its record of {self.records[0].time}" if self.records else "no copy of its record"
-        text = f"run {self.run_id or 'without an id'}, {record}"
-        if (newest := self.newest) is None:
-            return f"{text}, no whole checkpoint"
-        manifest = newest.manifest()
-        text += f", {sum(item.problem is None for item in self.checkpoints)} whole checkpoints, the newest of step "
-        return f"{text}{newest.step:_} ({human_count(manifest.tokens)} tokens), written {manifest.committed}"
+        newest = f", the newest of step {self.whole[-1].step:_}" if self.whole else ""
+        text = f"{len(self.whole)} whole checkpoints{newest}"
+        return f"{text}, and {f'a record of {self.records[0]}' if self.records else 'no record'}"
 
 
 class RunMirror:
@@ -165,50 +155,39 @@ class RunMirror:
         self.url = Url(config.checkpoint.mirror) / config.run.name
         self.remote = Remote(self.url, patience=patience)
 
-    def try_to_write(self) -> None:
-        """Write a small object, and delete it: a mirror that takes nothing should be known before a run begins."""
-        name = f"written-by-{os.uname().nodename}-{os.getpid()}"
-        self.remote.write(name, b"\n")
-        self.remote.delete([name])
-
     def look(self) -> MirrorState:
         """What is there, by names, sizes and manifests."""
-        sizes = {name: info.size for name, info in self.remote.list().items()}
+        found = self.remote.list()
         folders: defaultdict[int, dict[str, int]] = defaultdict(dict)
         records = []
-        for name in sorted(sizes, reverse=True):
+        for name, info in sorted(found.items()):
             folder, _, file = name.removeprefix("checkpoints/").partition("/")
-            if _RECORD.fullmatch(name):
-                records += [found for found in [self._record(name)] if found and _is_there(found.archive, sizes)]
+            if match := _RECORD.fullmatch(name):
+                entry = FileEntry(name=match[1], bytes=info.size, xxh3=match[4])
+                records.append(MirroredRecord(int(match[2]), match[3], entry))
             elif (step := step_of(folder)) is not None and file:
-                folders[step][file] = sizes[name]
-        return MirrorState(records, [self._checkpoint(step, found) for step, found in sorted(folders.items())])
+                folders[step][file] = info.size
+        manifests = {step: self._manifest(step) for step, objects in folders.items() if MANIFEST in objects}
+        every = [MirroredCheckpoint(step, manifests.get(step), objects) for step, objects in sorted(folders.items())]
+        return MirrorState(records[::-1], every)
 
-    def _checkpoint(self, step: int, objects: dict[str, int]) -> MirroredCheckpoint:
-        name = f"checkpoints/{directory_name(step)}/{MANIFEST}"
-        return MirroredCheckpoint(step, self._read_sealed(name) if MANIFEST in objects else None, objects)
-
-    def objects(self, step: int) -> dict[str, int]:
-        """Names in a checkpoint's directory, with their sizes."""
-        found = self.remote.list(f"checkpoints/{directory_name(step)}")
-        return {name.rpartition("/")[2]: info.size for name, info in found.items()}
-
-    def _record(self, name: str) -> RecordManifest | None:
-        with contextlib.suppress(ValueError):
-            return state_files.parse(self._read_sealed(name) or b"", RecordManifest)
-        return None
-
-    def _read_sealed(self, name: str) -> bytes | None:
-        """An object with a checksum inside, as it is stored, perhaps damaged; None if it is absent."""
+    def _manifest(self, step: int) -> bytes | None:
+        """As it is stored, perhaps damaged; None if it is absent."""
 
         def act() -> tuple[bytes, bool]:
-            content = self.remote.read(name)
+            content = self.remote.read(f"checkpoints/{directory_name(step)}/{MANIFEST}")
             with contextlib.suppress(ValueError):
                 state_files.parse(content, StateFile)
                 return content, True
             return content, False
 
         return _read_until_right(act)
+
+    def remove(self, item: MirroredCheckpoint) -> None:
+        """Delete a checkpoint, its manifest first: what is left never looks whole."""
+        names = (MANIFEST, *sorted(item.objects.keys() - {MANIFEST}))
+        self.remote.delete(f"{item.name}/{name}" for name in names)
+        self.remote.remove_folder(item.name)
 
     def fetch(
         self, name: str, entry: FileEntry, path: Path | None = None, shown: Callable[[int], object] = lambda size: None
@@ -241,50 +220,24 @@ class RunMirror:
         )
 
     def put(self, name: str, source: Path | bytes, entry: FileEntry | None = None) -> None:
-        """Write an object and read it back; a few times, if it differs.
+        """Write an object and read it back.
 
         Args:
             source: a file with its entry, or the contents.
 
         Raises:
-            SourceDamagedError: the file is gone, or is not that of the entry.
+            SourceDamagedError: the file is not that of the entry.
         """
         if isinstance(source, bytes):
             entry = FileEntry(name=name.rpartition("/")[2], bytes=len(source), xxh3=xxhash.xxh3_128_hexdigest(source))
-        assert entry is not None
-        wrong = ""
-        for _ in range(_WRITES):
-            self._write(name, source)
-            wrong = self.fetch(name, entry)
-            if not wrong:
-                return
-            if isinstance(source, Path):
-                _check_source(source, entry)
-        raise RemoteError(str(self.url / name), Problem.FAILED, f"after it was written, {wrong}")
-
-    def _write(self, name: str, source: Path | bytes) -> None:
-        if isinstance(source, bytes):
             self.remote.write(name, source)
-            return
-        try:
+        else:
             self.remote.upload(source, name)
-        except (OSError, RemoteError) as error:
-            if source.is_file():
-                raise
-            raise SourceDamagedError(f"{source} is gone: {error}") from None
-
-
-def _check_source(path: Path, entry: FileEntry) -> None:
-    try:
-        wrong = difference(entry, describe_file(path))
-    except OSError as error:
-        wrong = f"{entry.name}: {error.strerror}"
-    if wrong:
-        raise SourceDamagedError(f"{path.parent.name} is damaged in the run directory: {wrong}")
-
-
-def _is_there(entry: FileEntry, sizes: dict[str, int]) -> bool:
-    return sizes.get(f"record/{entry.name}") == entry.bytes
+        assert entry is not None
+        if wrong := self.fetch(name, entry):
+            if isinstance(source, Path) and (local := difference(entry, describe_file(source))):
+                raise SourceDamagedError(f"{source.parent.name} is damaged in the run directory: {local}")
+            raise RemoteError(str(self.url / name), Problem.FAILED, f"after it was written, {wrong}")
 
 
 def _read_until_right(act: Callable[[], tuple[T, bool]]) -> T | None:
@@ -301,13 +254,3 @@ def _read_until_right(act: Callable[[], tuple[T, bool]]) -> T | None:
             return answer
         answers.append(answer)
     return answers[-1]
-
-
-def taken(url: Url, found: str) -> MirrorError:
-    """The error for a mirror of another run."""
-    return MirrorError(
-        f"{url} is the mirror of another run, with the id {found}",
-        effect="nothing was trained: two runs in one mirror would replace each other's checkpoints",
-        remedy="give this run another run.name or another checkpoint.mirror. To continue the run of the mirror, name "
-        "an empty run directory and pass --from-mirror",
-    )

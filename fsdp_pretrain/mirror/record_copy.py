@@ -1,7 +1,7 @@
-"""The record of a run (lineage, journal, metrics, settings, evaluations) to the mirror and back. No torch.
+"""The record of a run to the mirror and back. No torch.
 
 Each copy is one archive, so that it is one state of the record, and the one before it stays: a copy that is damaged in
-the mirror costs what was recorded since. Logs, traces and evaluated samples are not copied.
+the mirror costs what was recorded since. Logs, traces, views and evaluated samples are not copied.
 """
 
 from __future__ import annotations
@@ -12,34 +12,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import xxhash
 import zstandard
 
 from fsdp_pretrain.checkpoint.store import describe_file
 from fsdp_pretrain.errors import StorageError
-from fsdp_pretrain.record import lineage, mirror_status, run_id, state_files
-from fsdp_pretrain.record.environment import ENVIRONMENT
-from fsdp_pretrain.record.files import RunDir, now
+from fsdp_pretrain.record import lineage, mirror_status, run_id
+from fsdp_pretrain.record.files import RunDir
 
-from .layout import MirrorState, RecordManifest, RunMirror
+from .layout import MirroredRecord, MirrorState, RunMirror
 
-ARCHIVE = "record.tar.zst"
-_LEFT_OUT = frozenset(
-    "checkpoints mirror restoring control run_id lock.json aim tensorboard wandb trackers profiles".split()
-)
-"""What is copied otherwise, belongs to this start alone, can be rebuilt (views), or is large (traces)."""
-_PASSING = re.compile(r"^\.|lease\.json$|^claim\.json$|^log$|\.log$|^samples_.*\.jsonl$")
+_ARCHIVE = "record.tar.zst"
+_CORE = ("config.toml", "journal.jsonl", "overrides.toml", "segments", "tokenizer")
+"""What a start needs. While a run is live, nothing of it is deleted."""
+_MORE = ("avoid_hosts", "evals", "rollback.json", "status.json", "watchdog")
+_PASSING = re.compile(r"^\.|(lease|claim)\.json$|^log$|\.log$|^samples_.*\.jsonl$")
 """Names of files that only matter to processes that live, and of large ones."""
 _OF_WATCHDOG = frozenset(("alarms.jsonl", "pace.json", "unigrams.json"))
 """What a later start reads of `watchdog/`."""
-_TIME = re.compile(r"record/(\d+)\.")
 
 
 def record_files(run: RunDir) -> Iterator[tuple[str, Path]]:
     """(name, path) of every file that is copied."""
-    for top in sorted(run.path.iterdir()):
-        if top.name in _LEFT_OUT or _PASSING.search(top.name):
-            continue
+    for top in (run.path / name for name in (*_CORE, *_MORE)):
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
             if top.name == "watchdog" and (path.parent != top or path.name not in _OF_WATCHDOG):
                 continue
@@ -47,63 +41,38 @@ def record_files(run: RunDir) -> Iterator[tuple[str, Path]]:
                 yield path.relative_to(run.path).as_posix(), path
 
 
-def starts(run: RunDir) -> dict[str, str]:
-    """The checksum of each start's environment, by its segment."""
-    found = {segment.name: segment / ENVIRONMENT for segment in run.segments}
-    return {name: xxhash.xxh3_128_hexdigest(path.read_bytes()) for name, path in found.items() if path.is_file()}
-
-
 class RecordCopy:
-    """Copies the record of a run to its mirror. Only one process at a time.
-
-    Raises from its methods: RemoteError, RunGoneError, StorageError, DamagedFileError, OSError.
-    """
+    """Copies the record of a run to its mirror. Only one process at a time."""
 
     def __init__(self, run: RunDir, mirror: RunMirror, own_id: str) -> None:
         self._run, self._mirror, self._id = run, mirror, own_id
         self._copied: Mapping[str, tuple[int, int]] = {}
-        self._lost_since: float | None = None
 
-    def push(self, patience: float) -> None:
+    def push(self, before: list[MirroredRecord]) -> None:
         """Copy what there is, if something has changed; then keep that and the copy before it.
 
         Args:
-            patience: seconds for which files must be missing before there is a copy without them, so that a run
-                directory that is being deleted does not take the mirror with it.
+            before: what the mirror holds, newest first.
+
+        Raises:
+            StorageError: files are gone that no live run deletes: the mirror does not follow.
+            RemoteError, RunGoneError, DamagedFileError, OSError.
         """
-        run_id.check()
         lineage.nodes(self._run)  # with a damaged one no start goes on
         found = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in record_files(self._run)}
         if found == self._copied:
             return
-        if self._is_going(found, patience):
-            return
-        packed, there = mirror_status.folder(self._run) / ARCHIVE, self._mirror.remote.list("record")
+        if lost := [name for name in self._copied if name not in found and name.startswith(_CORE)]:
+            raise StorageError(f"{self._run.path} has lost {lost[0]} of its record", effect="the mirror keeps it")
+        packed = mirror_status.folder(self._run) / _ARCHIVE
         _pack(self._run, packed)
         run_id.check()
-        last = max((int(found[1]) for found in map(_TIME.match, there) if found), default=0)
-        number = f"{max(time.time_ns() // 10**6, last + 1):014d}"  # after the last one, whatever the clock says
-        name, entry = f"record/{number}", describe_file(packed).model_copy(update={"name": f"{number}.tar.zst"})
-        self._mirror.put(f"record/{entry.name}", packed, entry)
-        manifest = RecordManifest(run_id=self._id, time=now(), archive=entry, starts=starts(self._run))
-        self._mirror.put(f"{name}.json", state_files.seal(manifest).encode())
+        entry = describe_file(packed)
+        made = max([time.time_ns() // 10**6, *(record.made + 1 for record in before)])  # whatever the clock says
+        self._mirror.put(f"record/{made:014d}-{self._id}-{entry.xxh3}.tar.zst", packed, entry)
         packed.unlink()
         self._copied = found
-        kept = (name, max((path.removesuffix(".json") for path in there if path.endswith(".json")), default=name))
-        old = [path for path in there if not path.startswith(kept)]
-        self._mirror.remote.delete(
-            sorted(old, key=lambda path: not path.endswith(".json"))
-        )  # what vouches for it first
-
-    def _is_going(self, found: Mapping[str, tuple[int, int]], patience: float) -> bool:
-        """Whether files are missing, and have not been for long."""
-        if not self._copied.keys() - found.keys():
-            self._lost_since = None
-            return False
-        if {"journal.jsonl", "config.toml"} & (self._copied.keys() - found.keys()):
-            raise StorageError(f"{self._run.path} has lost files of its record", effect="the mirror keeps them")
-        self._lost_since = self._lost_since or time.monotonic()
-        return time.monotonic() - self._lost_since < patience
+        self._mirror.remote.delete(f"record/{record.entry.name}" for record in before[1:])
 
 
 def _pack(run: RunDir, target: Path) -> None:
@@ -124,8 +93,8 @@ def _pack(run: RunDir, target: Path) -> None:
 
 
 def restore_record(
-    mirror: RunMirror, state: MirrorState, into: Path, shown: Callable[[int], object] = lambda size: None
-) -> RecordManifest | None:
+    mirror: RunMirror, state: MirrorState, into: Path, shown: Callable[[int], object]
+) -> MirroredRecord | None:
     """Unpack the newest whole copy of the record below a directory; files are as old as they were.
 
     Returns:
@@ -134,17 +103,16 @@ def restore_record(
     Raises:
         RemoteError, OSError.
     """
-    packed = into / ARCHIVE
+    packed = into / _ARCHIVE
     for record in state.records:
-        if mirror.fetch(f"record/{record.archive.name}", record.archive, packed, shown):
-            continue
-        with (
-            packed.open("rb") as file,
-            zstandard.ZstdDecompressor().stream_reader(file) as content,
-            tarfile.open(mode="r|", fileobj=content) as archive,
-        ):
-            archive.extractall(into, filter="data")
-        packed.unlink()
-        return record
+        if not mirror.fetch(f"record/{record.entry.name}", record.entry, packed, shown):
+            with (
+                packed.open("rb") as file,
+                zstandard.ZstdDecompressor().stream_reader(file) as content,
+                tarfile.open(mode="r|", fileobj=content) as archive,
+            ):
+                archive.extractall(into, filter="data")
+            packed.unlink()
+            return record
     packed.unlink(missing_ok=True)
     return None

@@ -1,9 +1,8 @@
 """Restores a run directory from its mirror: the record, the newest valid checkpoint, and the run id last. No torch.
 
 Only a checkpoint is needed. What is lost of the record is told; without its lineage the start that wrote the checkpoint
-counts as the first one.
-Until it has its id, the directory is nobody's run; `RUN/restoring/` marks it. An attempt that was cut off is begun
-again, and takes the files of the checkpoint that are whole.
+counts as the first one. Until it has its id, the directory is nobody's run, and `RUN/restoring/` marks it: an attempt
+that was cut off is begun again.
 """
 
 from __future__ import annotations
@@ -11,28 +10,20 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tqdm import tqdm
 
 from fsdp_pretrain.checkpoint.manifest import FileEntry
-from fsdp_pretrain.checkpoint.store import (
-    Checkpoint,
-    Store,
-    describe_file,
-    difference,
-    directory_name,
-    sync_directory,
-    sync_file,
-)
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store, directory_name, sync_directory, sync_file
 from fsdp_pretrain.errors import CheckpointError, Interrupted, StorageError
 from fsdp_pretrain.record import journal, lineage, run_id
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import hold
 
-from .layout import MirroredCheckpoint, MirrorError, RecordManifest, RunMirror
+from .layout import MirroredCheckpoint, MirrorError, MirrorState, RunMirror
 from .record_copy import restore_record
 from .start import RESTORING, Restoration
 
@@ -41,12 +32,12 @@ AT_ONCE = 4
 
 
 def restore(task: Restoration, run: RunDir, stop: threading.Event | None = None) -> None:
-    """Carry out a restoration, with a progress bar, and say what was restored.
+    """Restore an empty run directory, with a progress bar, and say what was restored.
 
     Raises:
         Interrupted: `stop` was set.
         MirrorError: no checkpoint is valid.
-        RemoteError: the mirror does not answer any more; a later start continues.
+        RemoteError: the mirror does not answer any more.
         BusyError: another process works in the run directory.
         StorageError: it cannot be written.
     """
@@ -54,55 +45,41 @@ def restore(task: Restoration, run: RunDir, stop: threading.Event | None = None)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         with hold(run, "restore"):
-            _restore(task, run, stop or threading.Event())
+            _restore(task.mirror, task.state, run, stop or threading.Event())
     except OSError as error:
         raise StorageError(
             f"cannot restore into {run.path}: {error}", remedy="free space or repair it, then start again"
         ) from None
 
 
-def _restore(task: Restoration, run: RunDir, stop: threading.Event) -> None:
-    work, state = run.path / RESTORING, task.state
-    work.mkdir(exist_ok=True)
+def _restore(mirror: RunMirror, state: MirrorState, run: RunDir, stop: threading.Event) -> None:
+    work, known = run.path / RESTORING, state.records[0].run_id if state.records else ""
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
     sync_directory(run.path)
-    for path in work.iterdir():  # of an attempt that was cut off, which the directory itself says until the end
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    copy: RecordManifest | None = None
-    if task.record:
-        with _progress(sum(record.archive.bytes for record in state.records[:1]), "record", stop) as shown:
-            copy = restore_record(task.mirror, state, work, shown)
-    record = RunDir(work) if task.record else run
-    made, passed_over = _restore_checkpoint(task, run, record, stop)
-    text = f"{'no checkpoint' if made is None else made.path.name} from {task.mirror.url}"
-    if task.record:
-        lost = _complete_lineage(record, None if made is None else made.manifest().segment, state.checkpoints)
-        _move(work, run.path)
-        text += _what_of_the_record(task, copy, lost)
+    with _progress(sum(record.entry.bytes for record in state.records[:1]), "record", stop) as shown:
+        copy = restore_record(mirror, state, work, shown)
+    made, passed_over = _restore_checkpoint(mirror, state, run, lineage.nodes(RunDir(work)), stop)
+    text = f"{'no checkpoint' if made is None else made.path.name} from {mirror.url}"
+    if copy is None:
+        text += "; the record is lost: journal, metrics, evaluations, and changes of overrides.toml"
+    else:
+        text += f", with the record of {copy}"
+        text += f", as the one of {state.records[0]} is damaged" if copy != state.records[0] else ""
+    if _complete_lineage(RunDir(work), None if made is None else made.manifest().segment, state):
+        text += "; whether a rollback had left this checkpoint is not known, nor which steps lead to it"
     text += "".join(f"; passed over {problem}" for problem in passed_over)
+    _move(work, run.path)
     print(f"mirror: restored {text}", flush=True)
     journal.add(run, "mirror-restored", text, step=None if made is None else made.step, passed_over=passed_over)
-    run_id.assign(run.path, state.run_id or "")
-    shutil.rmtree(work)
-    sync_directory(run.path)
+    run_id.assign(run.path, known)
+    shutil.rmtree(work, ignore_errors=True)
 
 
-def _what_of_the_record(task: Restoration, copy: RecordManifest | None, lost: bool) -> str:
-    if copy is None:
-        text = "; the record is lost: journal, metrics, evaluations, and changes of overrides.toml"
-    elif copy != task.state.records[0]:
-        text = f", with the record of {copy.time}, as the one of {task.state.records[0].time} is damaged"
-    else:
-        text = f", with the record of {copy.time}"
-    return text + (
-        "; whether a rollback had left this checkpoint is not known, nor which steps lead to it" if lost else ""
-    )
-
-
-def _complete_lineage(record: RunDir, segment: int | None, every: Sequence[MirroredCheckpoint]) -> bool:
+def _complete_lineage(record: RunDir, segment: int | None, state: MirrorState) -> bool:
     """Make the start that wrote a checkpoint the first one, if its place in the lineage is lost; and let no new start
     have the number of one that wrote any checkpoint. Returns whether it was lost."""
-    numbers = [item.manifest().segment or 0 for item in every if item.problem is None]
-    if last := max(numbers, default=0):
+    if last := max((item.manifest().segment or 0 for item in state.whole), default=0):
         record.segment(last).mkdir(parents=True, exist_ok=True)
     if segment is None or any(node.segment == segment for node in lineage.nodes(record)):
         return False
@@ -113,76 +90,56 @@ def _complete_lineage(record: RunDir, segment: int | None, every: Sequence[Mirro
 
 
 def _restore_checkpoint(
-    task: Restoration, run: RunDir, record: RunDir, stop: threading.Event
+    mirror: RunMirror, state: MirrorState, run: RunDir, nodes: list[lineage.LineageNode], stop: threading.Event
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint on the line of `record`, in the run directory; and what was passed over.
+    """The newest valid checkpoint, in the run directory; and what was passed over.
 
-    Of later starts first, if the lineage is not whole: what a start has saved, no rollback before it has left.
+    Those of later starts are first: what a start has saved, no rollback before it has left, also if that is not known.
     """
-    every, passed_over, store = task.state.checkpoints, list[str](), Store(run.checkpoints)
-    nodes = lineage.nodes(record)
-    begun = {int(number) for copy in task.state.records[:1] for number in copy.starts}
-    begun |= {item.manifest().segment or 0 for item in every if item.problem is None} - {0}
-    lineage_is_whole = begun <= {node.segment for node in nodes}
-
-    def order(item: MirroredCheckpoint) -> tuple[int, int]:
-        return 0 if lineage_is_whole or item.problem is not None else item.manifest().segment or 0, item.step
-
-    for item in sorted(every, key=order, reverse=True):
-        if item.problem is None and not item.is_on_line(nodes):
-            continue
-        problem = item.problem
-        if problem is None:
+    passed_over, made, store = list[str](), None, Store(run.checkpoints)
+    store.sweep()
+    for item in sorted(state.whole, key=lambda item: (item.manifest().segment or 0, item.step), reverse=True):
+        if not item.is_left(nodes):
             try:
-                return _fetch_unless_there(task.mirror, store, item, stop), passed_over
+                made = _fetch(mirror, item, store, stop)
+                break
             except CheckpointError as error:
-                problem = error.cause
-        passed_over.append(f"step {item.step}: {problem}")
-        print(f"mirror: passed over {passed_over[-1]}", flush=True)
-    if any(item.raw is not None for item in every):
+                passed_over.append(f"step {item.step}: {error.cause}")
+    for item in state.checkpoints:
+        if item.problem is not None and (made is None or item.step > made.step):
+            passed_over.insert(0, f"step {item.step}: {item.problem}")
+    for text in passed_over:
+        print(f"mirror: passed over {text}", flush=True)
+    if made is None and any(item.raw is not None for item in state.checkpoints):
         raise MirrorError(
-            f"{task.mirror.url} holds {len(passed_over)} checkpoints, none of them valid:\n    "
+            f"{mirror.url} holds {len(passed_over)} checkpoints, none of them valid:\n    "
             + "\n    ".join(passed_over),
             effect="nothing was restored: training would begin at step 0",
             remedy="restore the objects, if the bucket keeps versions",
         )
-    return None, passed_over
+    return made, passed_over
 
 
-def _fetch_unless_there(mirror: RunMirror, store: Store, item: MirroredCheckpoint, stop: threading.Event) -> Checkpoint:
-    there = next((found for found in store.scan() if found.step == item.step and found.problem is None), None)
-    if there is not None and there.verified:  # of an attempt that was cut off after it
-        return there
-    with _progress(sum(entry.bytes for entry in item.manifest().files), directory_name(item.step), stop) as shown:
-        return _fetch(mirror, item, store, shown)
-
-
-def _fetch(mirror: RunMirror, item: MirroredCheckpoint, store: Store, shown: Callable[[int], object]) -> Checkpoint:
+def _fetch(mirror: RunMirror, item: MirroredCheckpoint, store: Store, stop: threading.Event) -> Checkpoint:
     """Copy a checkpoint that looks whole into a store, and commit it there, verified.
-
-    Files of an attempt that was cut off are taken if they are whole. `shown` is called with bytes, from several
-    threads.
 
     Raises:
         CheckpointError: a file is missing or damaged in the mirror; nothing was committed.
         RemoteError: the mirror does not answer.
         StorageError, OSError: of the store.
     """
-    left = sorted(store.directory.glob(f"{directory_name(item.step)}.writing-*"))
-    attempt = left[0] if left else store.begin(item.step)
+    manifest, attempt = item.manifest(), store.begin(item.step)
+    with _progress(sum(entry.bytes for entry in manifest.files), directory_name(item.step), stop) as shown:
 
-    def one(entry: FileEntry) -> str:
-        path = attempt / entry.name
-        if path.is_file() and not difference(entry, describe_file(path)):
-            shown(entry.bytes)
-            return ""
-        return mirror.fetch(f"{item.name}/{entry.name}", entry, path, shown)
+        def one(entry: FileEntry) -> str:
+            return mirror.fetch(f"{item.name}/{entry.name}", entry, attempt / entry.name, shown)
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        wrong = [problem for problem in pool.map(one, item.manifest().files) if problem]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            wrong = [problem for problem in pool.map(one, manifest.files) if problem]
     if wrong:
+        store.discard(attempt)
         raise CheckpointError(wrong[0])
-    made = store.commit(attempt, item.manifest()).mark_verified()
+    made = store.commit(attempt, manifest).mark_verified()
     made.pin(item.pinned)
     return made
 

@@ -50,7 +50,7 @@ def in_vain(config: Config) -> Iterator[str]:
 
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """Keys that the rest of the configuration gives nothing to do, and why."""
-    optimizer, model, checkpoint = config.optimizer, config.model, config.checkpoint
+    optimizer, model = config.optimizer, config.model
     curve = f"with optimizer.curve = {optimizer.curve}"
     if optimizer.curve == "constant":
         yield "optimizer.min_lr", curve
@@ -67,10 +67,6 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     if isinstance(model, LlamaModel) and model.rope_scaling is not None and model.rope_scaling.kind == "linear":
         for name in ("low_frequency", "high_frequency", "original_length"):
             yield f"model.rope_scaling.{name}", "with model.rope_scaling.kind = linear"
-    if checkpoint.mirror is None:
-        for name in type(checkpoint).model_fields:
-            if name.startswith("mirror_"):
-                yield f"checkpoint.{name}", "without checkpoint.mirror"
     if not config.eval.loss_on:
         for name in ("loss_every", "loss_samples"):
             yield f"eval.{name}", "without eval.loss_on"

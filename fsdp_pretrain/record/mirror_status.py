@@ -5,6 +5,8 @@ The watchdog reads it, and retention spares the checkpoint that is copied.
 
 from __future__ import annotations
 
+import contextlib
+import time
 from pathlib import Path
 
 from . import state_files
@@ -16,9 +18,8 @@ class MirrorReport(StateFile):
     """What the uploader does.
 
     Attributes:
-        host, pid: who writes it.
+        host, pid: of the uploader.
         segment: of the start that it belongs to.
-        beat: grows while the process lives.
         copying: step of the checkpoint that is copied now, if one is.
         problem: why nothing can be copied now; empty: nothing is wrong.
         since: when that began, in seconds since 1970.
@@ -29,7 +30,6 @@ class MirrorReport(StateFile):
     host: str
     pid: int
     segment: int
-    beat: int = 0
     copying: int | None = None
     problem: str = ""
     since: float | None = None
@@ -49,3 +49,12 @@ def read(run: RunDir, segment: int | None = None) -> MirrorReport | None:
     """The newest report, if there is one; only that of a start, if it is given."""
     found = state_files.view(report_file(run), MirrorReport)
     return found if found is not None and segment in (None, found.segment) else None
+
+
+def tell_death(run: RunDir, segment: int, code: int) -> None:
+    """Report, in its place, that the uploader of a start has ended."""
+    found = read(run, segment) or MirrorReport(host="", pid=0, segment=segment)
+    since = found.since if found.problem else time.time()
+    text = f"the process that copies ended with {code} and is started again"
+    with contextlib.suppress(OSError):
+        state_files.write(report_file(run), found.model_copy(update={"problem": text, "since": since}).model_dump())

@@ -10,9 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-from fsdp_pretrain.checkpoint.locations import stores
 from fsdp_pretrain.checkpoint.state import TrainState
-from fsdp_pretrain.checkpoint.store import Checkpoint
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_compatible
 from fsdp_pretrain.config.step_settings import rounding_differences, same_values, value_differences
@@ -143,7 +142,7 @@ def _settings(run: RunDir, records: list[StepRecord]) -> tuple[Config, list[str]
 
 def _checkpoint(run: RunDir, step: int, head: int | None) -> Checkpoint | None:
     """The checkpoint of a step on the line of a segment (None: the kept line), also one that was moved aside."""
-    found, line = stores(run), lineage.line(lineage.nodes(run), head)
+    found, line = Store(run.checkpoints), lineage.line(lineage.nodes(run), head)
     every = [*found.abandoned(), *found.scan()]
     problems = [f"{item.path.name}: {item.problem}" for item in every if item.step == step and item.problem]
     for item in reversed([item for item in every if item.step == step and item.problem is None]):

@@ -34,7 +34,6 @@ from fsdp_pretrain.health.journal import provenance
 from fsdp_pretrain.health.monitor import Health
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.lineage.rollback import finish
-from fsdp_pretrain.mirror.supervisor import UploaderProcess
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import plan
@@ -64,7 +63,7 @@ from .build import (
 from .checkpointing import Checkpointing
 from .exit_status import conclude, record_end
 from .heldout_loss import build_heldout_loss
-from .mirroring import flush_mirror, restored_from_mirror
+from .mirroring import UploaderProcess, flush_mirror, restored_from_mirror
 from .run_context import RunContext
 from .trainer import Trainer
 
@@ -212,7 +211,7 @@ def _train(
         if world.is_main:
             after_save.start(made)
             if uploader is not None:
-                uploader.saved()
+                uploader.ensure_running()
 
     unigrams = run_dir.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
     if unigrams is not None:

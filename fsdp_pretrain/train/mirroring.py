@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 import threading
 import time
 
 from fsdp_pretrain.checkpoint.async_save import Pending
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
+from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.mirror.restore import restore
 from fsdp_pretrain.mirror.start import compare_with_mirror
-from fsdp_pretrain.mirror.supervisor import UploaderProcess
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record import mirror_status, run_id
+from fsdp_pretrain.record.files import RunDir, make_directory
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
@@ -59,6 +62,56 @@ def _ended(restoring: Pending[None]) -> bool:
     return True
 
 
+class UploaderProcess:
+    """The uploader of a run, which dies with this process.
+
+    Args:
+        run: of a configuration with a mirror, which its segment has.
+        segment: of this start.
+    """
+
+    def __init__(self, run: RunDir, segment: int) -> None:
+        self._run, self._segment = run, segment
+        self._command = [str(run.path), run_id.bound_to(run.path) or "", str(segment)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.ensure_running()
+
+    def ensure_running(self) -> None:
+        """Start it, again if it has died."""
+        if self._process is not None and not self.ended:
+            return
+        if self._process is not None:
+            mirror_status.tell_death(self._run, self._segment, self._process.returncode)
+        with contextlib.suppress(OSError):
+            make_directory(mirror_status.folder(self._run))
+            with (mirror_status.folder(self._run) / "log").open("ab") as log:
+                command = ("fsdp_pretrain.mirror.uploader", *self._command)
+                self._process = start_module(*command, nice=10, stdin=subprocess.PIPE, stdout=log, stderr=log)
+
+    def finish(self) -> None:
+        """Ask it to copy what is left and to end; see `ended`."""
+        self.ensure_running()
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(b"finish\n")
+                self._process.stdin.flush()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it does not run: it has finished, or died."""
+        return self._process is None or self._process.poll() is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has copied everything, as it was asked to."""
+        return self._process is not None and self._process.poll() == 0
+
+    def steps_in_use(self) -> list[int]:
+        """The step whose checkpoint is being copied, if one is."""
+        report = mirror_status.read(self._run, self._segment)
+        return [] if report is None or report.copying is None else [report.copying]
+
+
 def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete: bool) -> None:
     """Wait until the mirror has the last checkpoint and the record, but not for longer than ten minutes,
     and only for a moment if the run was asked to stop. Collective.
@@ -74,10 +127,10 @@ def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete:
         uploader.finish()
 
     def ended() -> bool | None:
-        """None: the time is over."""
-        if uploader is None or uploader.ended:
+        """None: the time is over, or it has died."""
+        if uploader is None or uploader.finished:
             return True
-        return None if time.monotonic() - begun >= limit else False
+        return None if uploader.ended or time.monotonic() - begun >= limit else False
 
     while (done := run.world.decide(ended)) is False:
         run.heartbeat.beat(Phase.SAVE)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fsdp_pretrain.checkpoint.locations import stores
-from fsdp_pretrain.checkpoint.store import Checkpoint
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record import goodput, journal, state_files
 from fsdp_pretrain.record.files import RunDir, age
@@ -136,7 +135,7 @@ def read_view(run: RunDir) -> RunView:
         run.path,
         report=inspect(run, brief=True),
         line=read_lines(run, history).kept,
-        checkpoints=[_describe(found) for found in reversed(stores(run).scan()[-_SHOWN:])],
+        checkpoints=[_describe(found) for found in reversed(Store(run.checkpoints).scan()[-_SHOWN:])],
         alarms=open_alarms(run),
         entries=entries[-_ENTRIES:],
         evaluations=evaluations[:_SHOWN],

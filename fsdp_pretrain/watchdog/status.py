@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.evaluations import failed_evaluations
 from fsdp_pretrain.checkpoint.expected import missing
-from fsdp_pretrain.checkpoint.locations import stores
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.upcoming import SAVES, Late, UnsavedTraining, longest_save
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
@@ -205,7 +205,7 @@ def _told(status: Status) -> tuple[int, str]:
 
 
 def _check_checkpoints(report: StatusReport, run: RunDir, status: Status) -> None:
-    found = stores(run)
+    found = Store(run.checkpoints)
     try:
         lost = None if run.rollback.exists() else missing(run)
         checkpoints = found.scan()
@@ -259,7 +259,7 @@ def _check_next_checkpoint(report: StatusReport, run: RunDir, status: Status) ->
 
 def _unsaved_training(run: RunDir, config: Config, status: Status) -> UnsavedTraining:
     """What the run has trained since its newest verified checkpoint, or since its start without one."""
-    proved = [item for item in stores(run).scan() if item.problem is None and item.verified]
+    proved = [item for item in Store(run.checkpoints).scan() if item.problem is None and item.verified]
     newest = proved[-1].manifest() if proved else None
     step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
     saves = journal.of_kind(journal.read(run), "checkpoint")

@@ -67,7 +67,6 @@ def build_detectors(
             segment=segment,
             stores=[run.checkpoints],
             every=config.save_every,
-            prune=config.checkpoint.prune,
             pids=pids,
             reached=reached,
         )

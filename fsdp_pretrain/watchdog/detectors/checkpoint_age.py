@@ -73,7 +73,6 @@ class CheckpointDetector(Detector):
         stores: directories with checkpoints, the run's own first.
         every: gives `checkpoint.every` at a number of samples consumed.
         act: a save or a stop may be requested (`watchdog.act`).
-        prune: old ones may be deleted to make room (`checkpoint.prune`).
         pids: returns the process ids of the ranks on this node.
         reached: returns the newest step that a rank of this node has started, even if the record cannot be written.
 
@@ -95,14 +94,13 @@ class CheckpointDetector(Detector):
         stores: list[Path],
         every: Callable[[int], Progress],
         act: bool = True,
-        prune: bool = True,
         pids: Callable[[], list[int]] = list,
         reached: Callable[[], int] = int,
     ) -> None:
         super().__init__(alarms)
         self._pids, self._reached = pids, reached
         self._act, self._run, self._segment = act, run, segment
-        self._main, self._every, self._prune = stores[0], every, prune
+        self._main, self._every = stores[0], every
         directories = [str(path) for path in stores]
         journal: dict[str, Any] = {"chronicle": str(run / "journal.jsonl"), "offset": 0}
         self._probe = PeriodicProbe(looks.checkpoints, directories=directories, **journal)
@@ -145,7 +143,7 @@ class CheckpointDetector(Detector):
             self._read(entry, mine=entry.get("segment") == self._segment)
         if found["newest"] is not None:
             self.need = upcoming.need_after(found["newest"]["bytes"], found["newest"]["files"])
-        self.prunable = SpaceNeeded(**found["prunable"]) if self._prune else None
+        self.prunable = SpaceNeeded(**found["prunable"])
         newest = found["verified"]
         if newest is not None and self.last and (self.protected is None or newest["step"] > self.protected):
             self._saved = TrainedCounts(newest["step"], newest["consumed"], newest["tokens"])
