@@ -28,14 +28,12 @@ fsdp-data prepare $work/text/train.jsonl --tokenizer $work/tokenizer --out $work
 fsdp-data prepare $work/text/heldout.jsonl --tokenizer $work/tokenizer --out $work/heldout --overwrite
 fsdp-data validate $work/corpus $work/heldout
 
-if ! fsdp-pretrain finished $config; then
-    say "plan"
-    fsdp-pretrain plan $config --world-size "$ranks"
+say "plan"
+fsdp-pretrain plan $config --world-size "$ranks"
 
-    say "train on $ranks ranks (starting this script again continues from the newest checkpoint)"
-    printf 'look at it from another terminal: %s watch %s/run\n' "$(command -v fsdp-pretrain)" "$work"
-    torchrun --nproc-per-node "$ranks" -m fsdp_pretrain.train $config
-fi
+say "train on $ranks ranks (starting this script again continues from the newest checkpoint)"
+printf 'look at it from another terminal: %s watch %s/run\n' "$(command -v fsdp-pretrain)" "$work"
+torchrun --nproc-per-node "$ranks" -m fsdp_pretrain.train $config
 
 say "evaluate what is still due (the trainer started the rest during training)"
 fsdp-eval watch $work/run --once --wait

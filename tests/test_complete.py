@@ -66,7 +66,6 @@ class Views:
             "watch": [lines[1], *(line for line in lines if line.startswith(("goodput", "alarms")))],
             "list": rows.splitlines()[2].split()[:4],  # without the age of the checkpoint
             "goodput": json.loads(self.ask("goodput", self.run, "--json")[1]),
-            "finished": self.ask("finished", self.config),
             "report": re.sub(r", [^,]* old", "", header[0] if header else ""),
             "config": (self.run / "config.toml").read_bytes(),
             "tracker": read_facts(RunDir(self.run)),
@@ -87,7 +86,7 @@ def complete(module_lab: Any, run_command: Run) -> Views:
     run.again(codes=(0,))
     run.status()
     run.before = run.said()
-    assert run.before["finished"][0] == 0 and run.before["status"][:3] == [0, "complete: COMPLETE", "complete"]
+    assert run.before["status"][:3] == [0, "complete: COMPLETE", "complete"]
     return run
 
 
@@ -208,5 +207,3 @@ def test_a_stopped_run_stays_stopped(
     shown = stopped.ask("status", run)[1]
     assert shown.startswith("stopped: STOPPED") and "went back" not in shown
     assert "tokens trained" not in helpers.journal(run)[-1]["text"]
-    ended, why = stopped.ask("finished", stopped.config)
-    assert ended == 1 and f"it is stopped at step {before['step']:_} of 100_000" in why

@@ -103,7 +103,6 @@ CODES = {
     "fsdp-pretrain status": 1,  # the open alarm
     "fsdp-pretrain alarms": 1,
     "fsdp-pretrain watch": 1,
-    "fsdp-pretrain finished": 1,  # trained with other settings
     "fsdp-pretrain control": 78,  # no job is running
     "fsdp-pretrain profile": 78,
 }

@@ -32,7 +32,7 @@ TORCH_FREE = """
 COMMANDS = [
     *("data.cli", "fsdp_pretrain.cli.main"),
     *("fsdp_pretrain.cli.alarms", "fsdp_pretrain.cli.checkpoints", "fsdp_pretrain.cli.launch"),
-    *("fsdp_pretrain.cli.finished", "fsdp_pretrain.cli.steps", "fsdp_pretrain.cli.trackers", "fsdp_pretrain.cli.watch"),
+    *("fsdp_pretrain.cli.steps", "fsdp_pretrain.cli.trackers", "fsdp_pretrain.cli.watch"),
 ]
 """Modules with handlers, which import what they run; what needs torch they import by its name in a string."""
 

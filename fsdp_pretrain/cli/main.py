@@ -24,7 +24,6 @@ from fsdp_pretrain.units import Seconds, human_bytes
 
 from . import alarms, checkpoints, init, launch, plan, steps, trackers
 from .control import control
-from .finished import finished
 from .watch import watch
 
 
@@ -33,7 +32,7 @@ def main() -> int:
     command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
     init.add(command)
     plan.add(command)
-    command.add(_status, watch, finished)
+    command.add(_status, watch)
     checkpoints.add(command)
     alarms.add(command)
     command.add(_rollback, _fork, control, _where, _journal, _goodput, _report, _note)
