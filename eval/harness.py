@@ -57,7 +57,7 @@ class CheckpointLM(TemplateLM):
         self._marks: list[int] = []
         ends, two_dimensions = {tokenizer.eod}, False
         if isinstance(objective, GLMObjective):
-            ids = Specials.behind(objective, tokenizer.vocab_size)
+            ids = Specials.behind(tokenizer.vocab_size)
             self._marks = [ids.gmask, ids.sop]
             ends.add(ids.eop)
             two_dimensions = objective.positions == "glm2d"

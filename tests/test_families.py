@@ -118,7 +118,7 @@ def test_alibi_is_the_same_with_both_kernels(heads: int) -> None:
         (GLM, "cpu", "no backward pass on cpu"),
         ({**GPT, "hidden": 96, "heads": 4}, "cuda", "power of two"),
         ({**GPT, "hidden": 64, "heads": 8}, "cuda", "power of two from 16 on, not 8"),
-        ({**GPT, "hidden": 96, "attention_dropout": 0.1}, "cuda", "dropout"),
+        ({**GPT, "hidden": 96, "dropout": 0.1}, "cuda", "dropout"),
         ({**GPT, "hidden": 96, "scores": "layer_scaled"}, "cuda", "step by step"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_kernel_that_cannot_serve_is_refused(values: dict[str, Any], device: s
 
 
 def test_kernels_of_a_gpu() -> None:
-    config = GLMModel(**{**GLM, "hidden": 96, "heads": 6, "dropout": 0.1, "attention_dropout": 0.0})
+    config = GLMModel(**{**GLM, "hidden": 96, "heads": 6})
     assert [choose_backend(asked, config, torch.device("cuda")) for asked in ("auto", "flex", "sdpa")] == [
         "flex",
         "flex",
@@ -173,8 +173,8 @@ def test_models_with_scaled_scores_are_the_same_models(values: dict[str, Any], s
         )
 
 
-def test_dropout_of_attention_alone() -> None:
-    model, x = make(GPT, attention_dropout=0.5), tokens()
+def test_dropout_is_of_training_alone() -> None:
+    model, x = make(GPT, dropout=0.5), tokens()
     assert model.config.uses_dropout and not torch.equal(model(x), model(x))
     assert torch.equal(model.eval()(x), model(x))
 
@@ -347,8 +347,7 @@ def test_deepnorm_initial_values_per_tensor_and_head() -> None:
 
 
 def test_constants_of_deepnorm() -> None:
-    assert deepnorm_constants("glm", 70) == pytest.approx((11.8322, 0.084515), rel=1e-5)
-    assert deepnorm_constants("deepnet-decoder", 70) == pytest.approx((3.440, 0.2056), rel=1e-3)
+    assert deepnorm_constants(70) == pytest.approx((11.8322, 0.084515), rel=1e-5)
 
 
 @pytest.mark.parametrize("layers", [2, 16, 64])

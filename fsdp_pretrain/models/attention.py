@@ -106,7 +106,7 @@ def biased_attention(config: GPTModel | GLMModel, layer: int) -> Attention:
         config.head_dim,
         bias=True,
         out_bias=True,
-        dropout=config.attention_rate,
+        dropout=config.dropout,
         scores=config.scores,
         layer=layer,
         alibi=config.positions == "alibi",
