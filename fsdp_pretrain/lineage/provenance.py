@@ -195,7 +195,7 @@ def _ahead(run: RunDir, last: StepRecord, step: int) -> StepInFlight | None:
     """A step that was in flight after the last record; None if it was not."""
     if not 0 < step - last.step <= IN_FLIGHT:
         return None
-    config, _ = load_recorded(run.segment(last.segment) / "config.toml")
+    config = load_recorded(run.segment(last.segment) / "config.toml")
     for batch in batches_after(config, Position(last.step, last.consumed, last.cursor), IN_FLIGHT):
         if batch["step"] == step:
             return StepInFlight(last.segment, batch["batch"], batch["cursor"])
@@ -204,7 +204,7 @@ def _ahead(run: RunDir, last: StepRecord, step: int) -> StepInFlight | None:
 
 @functools.lru_cache(maxsize=1)
 def _open(run: RunDir, segment: int) -> tuple[Config, Packer]:
-    config, _ = load_recorded(run.segment(segment) / "config.toml")  # the digest proves that it means the same
+    config = load_recorded(run.segment(segment) / "config.toml")  # the digest proves that it means the same
     return config, open_packer(config)
 
 
