@@ -19,17 +19,15 @@ class HealthSection(Section):
     """What the trainer does when losses, gradients or parameters go wrong, see health.md. It always reports them."""
 
     skip_nonfinite: bool = True
-    """Skip a step on all ranks if the loss or gradients of any rank are not finite. Off: such a step ends the run with
-    exit 93, since the weights are spoilt (fp16 always skips)."""
+    """Skip a step if the loss or gradients of any rank are not finite. Off: exit 93 (fp16 always skips)."""
     rollback: bool = True
-    """Go back to a clean checkpoint and skip the samples of an incident when the loss does not recover. Off: only
-    report; but repeated non-finite steps end the run with exit 93."""
+    """When the loss does not recover, go back to a clean checkpoint and skip the samples of the incident. Off: only
+    report."""
     stop_on_mismatch: bool = True
-    """End the run with exit 93 when replicas have different parameters, or a resumed run does not reproduce its
-    recorded steps. Off: only report."""
+    """Exit 93 when replicas have different parameters, or a resumed run does not reproduce its recorded steps. Off:
+    only report."""
     tolerance: AboveZero = 1.0
-    """Factor of the thresholds for losses and gradient norms (`fsdp_pretrain/health/limits.py`). 2: only deviations
-    that are twice as large are reported and acted on."""
+    """Factor of the thresholds for losses and gradient norms."""
 
 
 class HangSection(Section):
@@ -87,13 +85,13 @@ class LaunchSection(Section):
     """What `fsdp-pretrain launch` does when a run ends early."""
 
     attempts: Positive = 3
-    """After this many starts in a row without a newer verified checkpoint, give up: a person must look (exit 93)."""
+    """Starts in a row without a newer verified checkpoint; then exit 93."""
     restarts: Positive = 5
-    """Restarts allowed within half an hour, with or without progress; then give up (exit 93)."""
+    """Restarts within half an hour, with or without progress; then exit 93."""
     join_timeout: Seconds = Seconds(300)
-    """How long the nodes of a start wait for each other. If a node is missing, the others end with exit 75."""
+    """How long the nodes of a start wait for each other; then exit 75."""
     stop_timeout: Seconds = Seconds(600)
-    """How long a stop on request (agreeing on a step, saving, verifying) may take before the processes are ended."""
+    """How long a stop on request may take before the processes are ended."""
     grace: Seconds | None = None
-    """How long before a time limit the ranks are asked to stop. Default: the time needed according to the record of the
-    run, at least 2 minutes. A smaller value than needed counts as what is needed."""
+    """How long before a time limit the ranks are asked to stop. Default: what the record says is needed, at least 2
+    minutes."""

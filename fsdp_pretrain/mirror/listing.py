@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_pretrain.checkpoint.listing import Row
-from fsdp_pretrain.config.resume_rules import load_compatible
+from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.files import RunDir
 
@@ -14,7 +14,7 @@ _LISTING_PATIENCE = 5.0
 
 def open_mirror(run: RunDir) -> RunMirror:
     """The mirror of a run. Raises ConfigError if it has none."""
-    config = load_compatible(run.config)
+    config = load_recorded(run.config)
     if config.checkpoint.mirror is None:
         raise ConfigError(f"{run.path} has no mirror", remedy="checkpoint.mirror names one, for the next start")
     return RunMirror(config, patience=_LISTING_PATIENCE)

@@ -218,11 +218,7 @@ def _train(
     if unigrams is not None:
         make_directory(unigrams.parent)
     built = fetching.begin(state) if fetching is not None else lambda _: None
-    manager = _manager(subject, recorder.number, guard, after_save, health, uploader)
-
-    def steered(config: Config) -> None:
-        manager.steer(config)
-        after_save.config = config
+    manager = _manager(subject, recorder.number, guard, health, uploader)
 
     trainer = Trainer(
         context,
@@ -237,7 +233,7 @@ def _train(
         reread=partial(_read_again, config, world),
         heldout=heldout,
         guard=guard,
-        on_set=steered,
+        on_set=manager.steer,
     )
     if world.is_main:
         start.record_ready(context, state)
@@ -251,7 +247,6 @@ def _manager(
     subject: TrainingObjects,
     segment: int,
     guard: Callable[[], None],
-    after_save: AfterSave,
     health: Health,
     uploader: UploaderProcess | None,
 ) -> CheckpointManager:
@@ -259,7 +254,7 @@ def _manager(
         subject,
         segment=segment,
         guard=guard,
-        protected=lambda: jobs.protected_steps(subject.run, after_save.config),
+        protected=lambda: jobs.protected_steps(subject.run, subject.config),
         suspicion=lambda: health.suspicion,
         clean_until=lambda: health.clean_until,
         spared=uploader.steps_in_use if uploader is not None else list,

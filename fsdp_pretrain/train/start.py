@@ -295,7 +295,7 @@ def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
     """Record which held-out samples are measured, and how often."""
     if heldout is not None:
         names = ", ".join(f"{count:_} of {name}" for name, count in heldout.counts.items())
-        text = f"the loss of {names} is measured every {run.config.heldout_every(0)}"
+        text = f"the loss of {names} is measured every {run.config.heldout_every}"
         run.recorder.event("heldout", text, samples=heldout.counts, corpora=heldout.fingerprints)
 
 

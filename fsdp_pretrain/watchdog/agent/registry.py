@@ -70,7 +70,7 @@ def build_detectors(
             run=run.path,
             segment=segment,
             stores=[run.checkpoints],
-            every=config.save_every,
+            every=config.schedule.save_every,
             prune=config.checkpoint.prune,
             pids=pids,
             reached=reached,
