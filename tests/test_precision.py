@@ -262,6 +262,3 @@ def test_an_overflow_of_one_rank_is_skipped_by_all(exact: dict[Any, Any], world:
         assert all(value.isfinite().all() for value in fourth["full"].values())
         for name, value in fourth["full"].items():
             assert torch.equal(value, ranks[0]["history"][-1]["full"][name])
-
-
-# ---------------------------------------------------------------------- memory of the loss

@@ -338,11 +338,6 @@ def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Any) -> No
     assert helpers.losses(whole) == helpers.losses(parts)
 
 
-def test_a_start_warns_once_of_what_is_set_in_vain(lab: Any) -> None:
-    config = lab.config(optimizer={"decay_shape": "linear"}, train={"duration": "5 steps"})
-    assert lab.train(config, ranks=2).count("warning: optimizer.decay_shape = linear has no effect") == 1
-
-
 @pytest.mark.parametrize(
     ("ranks", "overrides", "positions"),
     [(1, ["train.micro_batch=2"], "sample"), (4, ["parallel.shard=2", "train.micro_batch=1"], "document")],
