@@ -246,7 +246,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt", "kv_heads": None, "ffn": None, "positions": 32, "scores": "layer_scaled"},
     "glm": {"family": "glm", "kv_heads": None, "hidden": 48, "positions": "rope-2d"},
 }
-GLM_DATA = {"sequence_length": 64, "objective": {"kind": "glm", "row": 32, "slots": 4, "positions": "glm2d"}}
+GLM_DATA = {"sequence_length": 64, "objective": {"kind": "glm", "row": 32, "slots": 4}}
 
 
 def train(lab: Any, family: str) -> RunDir:

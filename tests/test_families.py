@@ -143,15 +143,12 @@ def test_kernels_of_a_gpu() -> None:
 
 @pytest.mark.shows("B10")
 @pytest.mark.parametrize("layer", [0, 1, 7, 69])
-@pytest.mark.parametrize("inward", [False, True])
-def test_scaled_scores_are_plain_attention(layer: int, inward: bool) -> None:
+def test_scaled_scores_are_plain_attention(layer: int) -> None:
     torch.manual_seed(layer)
     query, key, value = (torch.randn(2, 3, 11, 16, dtype=torch.float32) for _ in range(3))
     mask = dense_mask(slots([[4, 7], [11, 0]], [[2, 3], [0, 0]]), 11, CPU)
     plain = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    torch.testing.assert_close(
-        scaled_attention(query, key, value, mask, layer, inward, 0.0), plain, rtol=1e-6, atol=1e-6
-    )
+    torch.testing.assert_close(scaled_attention(query, key, value, mask, layer, 0.0), plain, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.shows("B10")
@@ -159,17 +156,15 @@ def test_scaled_scores_survive_fp16_where_plain_ones_do_not() -> None:
     query = key = torch.full((1, 1, 4, 64), 40.0, dtype=torch.float16)
     value, mask = torch.randn(1, 1, 4, 64).half(), dense_mask(None, 4, CPU)
     assert not torch.isfinite(query @ key.transpose(2, 3)).all()
-    for inward in (False, True):
-        assert torch.isfinite(scaled_attention(query, key, value, mask, 30, inward, 0.0)).all()
+    assert torch.isfinite(scaled_attention(query, key, value, mask, 30, 0.0)).all()
 
 
 @pytest.mark.parametrize("values", [GPT, GLM, {**GPT, "positions": "alibi"}])
-@pytest.mark.parametrize("scores", ["layer_scaled", "inward"])
-def test_models_with_scaled_scores_are_the_same_models(values: dict[str, Any], scores: str) -> None:
+def test_models_with_scaled_scores_are_the_same_models(values: dict[str, Any]) -> None:
     x, packed = tokens(), slots([[8, 12], [20, 0]], None if values["family"] == "gpt" else [[3, 5], [20, 0]])
     for layout in (None, packed):
         torch.testing.assert_close(
-            make(values, scores=scores)(x, None, layout), make(values)(x, None, layout), rtol=1e-4, atol=1e-5
+            make(values, scores="layer_scaled")(x, None, layout), make(values)(x, None, layout), rtol=1e-4, atol=1e-5
         )
 
 

@@ -48,12 +48,11 @@ def objective(row: int, **changes: Any) -> GLMObjective:
     return GLMObjective(kind="glm", row=row, **changes)
 
 
-def infilling(packer: Packer, length: int, **changes: Any) -> Infilling:
+def infilling(packer: Packer, length: int, *, two_dimensions: bool = False, **changes: Any) -> Infilling:
     options = objective(packer.length, **changes)
-    names = packer.mixture.names
-    return Infilling(
-        options, length, seed=5, names=names, pairs=packer.pairs, separator=packer.eod, ids=Specials(*range(512, 518))
-    )
+    its: dict[str, Any] = {"names": packer.mixture.names, "pairs": packer.pairs, "separator": packer.eod}
+    ids = Specials(*range(512, 518))
+    return Infilling(options, length, seed=5, ids=ids, two_dimensions=two_dimensions, **its)
 
 
 # Layouts
@@ -191,10 +190,10 @@ def packed_rows(samples: int, row: int) -> Packed:
     return Packed(tokens, range(samples), indices * 0, indices, np.zeros(0, np.int64))
 
 
-@pytest.mark.parametrize("positions", ["glm1d", "glm2d"])
-def test_samples_have_the_declared_shares_and_shapes(positions: str) -> None:
-    options = objective(60, slots=2, positions=positions)
-    made = Infilling(options, 64, seed=1, names=["a"], pairs=[], separator=0, ids=IDS).apply(packed_rows(3000, 60))
+@pytest.mark.parametrize("two", [False, True])
+def test_samples_have_the_declared_shares_and_shapes(two: bool) -> None:
+    given: dict[str, Any] = {"names": ["a"], "pairs": [], "separator": 0, "ids": IDS, "two_dimensions": two}
+    made = Infilling(objective(60, slots=2), 64, seed=1, **given).apply(packed_rows(3000, 60))
     blanks = made.prefix[:, 1] > 0
     assert abs(blanks.mean() - 0.3) < 0.03
     assert (made.lengths[blanks] == 32).all() and (made.lengths[~blanks] == [64, 0]).all()
@@ -203,12 +202,12 @@ def test_samples_have_the_declared_shares_and_shapes(positions: str) -> None:
     counts = np.bincount(endings - 12, minlength=49)
     assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 97  # 48 degrees of freedom: 1 in 30,000
     assert ((made.labels != IGNORE).sum(axis=1)[~blanks] == endings).all()
-    place = made.positions if positions == "glm1d" else made.positions[:, 0]
-    assert made.positions.shape == ((3000, 64) if positions == "glm1d" else (3000, 2, 64))
+    place = made.positions[:, 0] if two else made.positions
+    assert made.positions.shape == ((3000, 2, 64) if two else (3000, 64))
     assert (made.inputs[~blanks, 61:] == 0).all() and (place[~blanks, 61:] == 0).all()
     assert (made.labels[~blanks, 61:] == IGNORE).all()
     assert (place[blanks, 32] == 0).all()  # positions restart in every slot
-    if positions == "glm1d":
+    if not two:
         assert (made.positions[~blanks, :61] == np.arange(61)).all()
 
 
@@ -245,9 +244,9 @@ def joined(batches: list[StepBatch]) -> list[torch.Tensor]:
     return [torch.cat([getattr(micro, name) for micro in micros]) for name in names]
 
 
-@pytest.mark.parametrize("positions", ["glm1d", "glm2d"])
-def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, positions: str) -> None:
-    maker = infilling(packer, 64, positions=positions)
+@pytest.mark.parametrize("two", [False, True])
+def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, two: bool) -> None:
+    maker = infilling(packer, 64, two_dimensions=two)
     expected = steps(packer, 0, 1, 4, infilling=maker)
     for world in (2, 4):
         ranks = [steps(packer, rank, world, 4, infilling=maker) for rank in range(world)]
@@ -265,7 +264,7 @@ def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, positions: s
 
 
 def test_micro_batches_are_the_objective_of_the_packed_samples(packer: Packer) -> None:
-    maker = infilling(packer, 64, positions="glm2d")
+    maker = infilling(packer, 64, two_dimensions=True)
     made = maker.apply(packer.pack(0, 12))
     tokens, *rest, _ = joined(steps(packer, 0, 1, 1, infilling=maker))
     parts = (made.labels, made.lengths, made.prefix, made.positions)
@@ -443,8 +442,7 @@ def glm(tmp_path: Path, shared_corpus: Path) -> Path:
         (["data.objective.slots=3"], "slots = 3 must divide"),
         (["data.objective.row=54"], "slots = 4 must divide"),
         (["data.sequence_length=24", "data.objective.row=20"], "8 is the least"),
-        (["data.objective.positions=glm2d"], "rope-2d and glm2d belong together"),
-        (["model.positions=rope-2d"], "rope-2d and glm2d belong together"),
+        (["model.positions=rope-2d", "data.objective={kind='causal'}"], "rope-2d needs data.objective.kind = glm"),
         (["data.attention=document"], "data.attention belongs to the causal objective"),
         (["data.loss_across_documents=false"], "data.loss_across_documents belongs to the causal objective"),
     ],

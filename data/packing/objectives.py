@@ -213,7 +213,7 @@ class Infilled:
 class Infilling:
     """The objective: packed samples to samples of `sequence_length` tokens with blanks, a pure function.
 
-    `seed` is the data seed; `names`, `pairs` and `separator` are the packer's.
+    `seed` is the data seed; `names`, `pairs` and `separator` are the packer's; `two_dimensions` are those of positions.
     """
 
     def __init__(
@@ -226,10 +226,11 @@ class Infilling:
         pairs: Sequence[int],
         separator: int,
         ids: Specials,
+        two_dimensions: bool = False,
     ) -> None:
         self._objective, self._seed, self._names, self._pairs = objective, seed, names, frozenset(pairs)
         self._separator, self._ids, self.length = separator, ids, sequence_length
-        self._slots, self._flat = objective.slots, objective.positions == "glm1d"
+        self._slots, self._flat = objective.slots, not two_dimensions
         self._slot, self._piece = sequence_length // self._slots, objective.row // self._slots
         self._spans = SpanSampler(objective, self._piece, self._slot)
         self._shortest = max(1, int(_ENDING * objective.row))

@@ -81,6 +81,7 @@ def open_infilling(config: Config, packer: Packer, *, seed: int | None = None) -
         pairs=packer.pairs,
         separator=packer.eod,
         ids=Specials.of(packer.tokenizer, config.model.vocab),
+        two_dimensions=config.model.two_dimensions,
     )
 
 

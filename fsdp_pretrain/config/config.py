@@ -220,13 +220,9 @@ def _cache_checks(data: DataSection, evaluation: EvalSection | None) -> Iterator
 def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str]:
     """Contradictions between the objective, the rest of `data`, and the model (None if it is not valid)."""
     objective, length = data.objective, data.sequence_length
-    two = isinstance(objective, GLMObjective) and objective.positions == "glm2d"
-    if isinstance(model, GLMModel) and two != (model.positions == "rope-2d"):
-        yield (
-            f"model.positions = {model.positions} does not fit data.objective, whose positions have "
-            f"{'two dimensions' if two else 'one dimension'}; rope-2d and glm2d belong together"
-        )
     if not isinstance(objective, GLMObjective):
+        if model is not None and model.two_dimensions:
+            yield "model.positions = rope-2d needs data.objective.kind = glm: a causal sample has one position a token"
         return
     if model is not None and not isinstance(model, GLMModel):
         yield f"data.objective.kind = glm needs model.family = glm: a {model.family} model cannot see a prefix"

@@ -90,10 +90,6 @@ class GLMObjective(Section):
     overflow: Literal["truncate", "shrink"] = "shrink"
     """When blanks make a piece longer than its slot, `truncate` loses its last targets (36%), as GLM-130B did; `shrink`
     shortens its text beforehand."""
-    positions: Literal["glm1d", "glm2d"] = "glm1d"
-    """Scheme of position ids, see data.md; `glm2d` needs `model.positions = "rope-2d"`."""
-    loss_norm: Literal["sequence", "tokens"] = "sequence"
-    """What counts equally in the loss: every sample, as in GLM-130B, or every target."""
 
 
 AnyObjective = CausalObjective | GLMObjective
@@ -163,5 +159,5 @@ class DataSection(Section):
 
     @property
     def by_sequence(self) -> bool:
-        """Whether every sample counts equally in the loss; otherwise every target does."""
-        return isinstance(self.objective, GLMObjective) and self.objective.loss_norm == "sequence"
+        """Whether every sample counts equally in the loss, as in GLM-130B; otherwise every target does."""
+        return isinstance(self.objective, GLMObjective)

@@ -52,6 +52,11 @@ class _Decoder(Section):
         return (getattr(self, "kv_heads", None) or self.heads) * self.head_dim
 
     @property
+    def two_dimensions(self) -> bool:
+        """Whether a token has two positions: that of its blank, and that inside it."""
+        return getattr(self, "positions", None) == "rope-2d"
+
+    @property
     def uses_dropout(self) -> bool:
         return bool(getattr(self, "dropout", 0.0))
 
@@ -114,10 +119,9 @@ class LlamaModel(_Normal):
         return self
 
 
-Scores = Literal["fused", "layer_scaled", "inward"]
-_SCORES = """How attention scores are computed; all three give the same function. `layer_scaled`: queries are also
-divided by the layer number, and the softmax, in fp32, is scaled back, which keeps fp16 scores small. `inward`: queries
-and keys each take half of that."""
+Scores = Literal["fused", "layer_scaled"]
+_SCORES = """How attention scores are computed; both give the same function. `layer_scaled`: queries are also divided by
+the layer number, and the softmax, in fp32, is scaled back, which keeps fp16 scores small."""
 
 
 class GPTModel(_Normal):
@@ -150,7 +154,7 @@ class GLMModel(_Decoder):
     ffn: Positive | None = None
     """Width of the GeGLU feed-forward layer. Default: 8 * hidden / 3."""
     positions: Literal["rope", "rope-2d"] = "rope"
-    """`rope-2d` rotates one half of a head by the position of the blank, the other by that inside it, for `glm2d`."""
+    """`rope-2d` rotates one half of a head by the position of the blank, the other by that inside it."""
     rope_base: AboveZero = 10_000.0
     """Base of the rotary frequencies."""
     dropout: Dropout = 0.0
