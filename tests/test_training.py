@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from processes import LAUNCH, TORCHRUN, spawn
+from processes import TORCHRUN, spawn
 from sight import PATIENCE, seeded
 
 from fsdp_pretrain.record.files import RunDir
@@ -213,34 +212,6 @@ def test_two_nodes_form_one_mesh(
     assert ranks == 1 or curve(helpers.metrics(run)) == curve(uninterrupted)
     environment = json.loads((run / "segments/0001/environment.json").read_text())
     assert environment["world"] == {"size": 2 * ranks, "replicas": 2, "shards": ranks}
-
-
-@pytest.mark.slow
-def test_two_nodes_over_a_network(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: Any, constants: Any
-) -> None:
-    """A launcher on each of two nodes that share only a cable and the file system. kill -9 of a rank of the second:
-    both end their part of the start, start the next together, and the curve is the same."""
-    run = module_lab.path / "namespaces"
-    constants("fsdp_pretrain.launch.policy", PAUSES=[0.5])
-    constants("fsdp_pretrain.launch.watch", END_SECONDS=10.0)
-    changes = ["parallel.shard='node'"]
-    nodes = two_nodes()
-    logs = [module_lab.path / f"namespaces-{node.name}.log" for node in nodes]
-    agents = [
-        spawn([*prefix, *LAUNCH, *options, long_config, f"run.dir={run}", *changes], log, **extra)
-        for (prefix, options, extra), log in zip(nodes, logs, strict=True)
-    ]
-    helpers.wait_for(lambda: reached(run, 12, helpers) or agents[0].poll() is not None, what="step 12")
-    children = psutil.Process(agents[1].pid).children(recursive=True)
-    next(one for one in children if one.environ().get("LOCAL_RANK") == "1").kill()
-    end(agents, logs)
-    assert curve(helpers.metrics(run)) == curve(uninterrupted)
-    environment = json.loads((run / "segments/0001/environment.json").read_text())
-    assert environment["world"] == {"size": 4, "replicas": 2, "shards": 2}
-    assert len(environment["hosts"]) == 2 and len(list((run / "segments").iterdir())) == 2
-    assert len(list((run / "segments/0001/ended").iterdir())) == 2
-    assert len(helpers.journal(run, "restart")) == 1
 
 
 @pytest.mark.shows("A23", "D17")

@@ -215,8 +215,6 @@ class Resume:
                 effect=f"training would pass step {asked} with the optimiser as it is",
                 remedy=f"--reset-optimizer {step}, or leave it out",
             ).on_all_ranks()
-        if asked is not None and step > asked:
-            self._recorder.event("optimizer", f"not reset: step {asked} is past", step=step)
         return asked == step and step > 0
 
     # ------------------------------------------------------------------ report

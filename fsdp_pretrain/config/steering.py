@@ -89,7 +89,7 @@ class SteeredValues:
         behind: samples of the place that is a duration behind another, which is in samples.
 
     Raises:
-        ValueError: entries cannot be what they say, one in each of its `args`.
+        ValueError: the floor of the learning rate would be above its peak.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class Event:
 GROUPS = {
     "starts": "start fresh ready resume import fork launch restart",
     "ends": "stop interruption",
-    "changes": "rollback skip changed overrides control optimizer loss-scale mute "
+    "changes": "rollback skip changed overrides control mute "
     "health-rollback health-skip health-again",
     "alarms": "alarm health",
     "saves": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-late checkpoint-missing "
@@ -66,7 +66,7 @@ GROUPS = {
 """The rows above the curves, and the kinds of their entries."""
 _GROUP = {kind: group for group, kinds in GROUPS.items() for kind in kinds.split()}
 _LINES = frozenset("rollback fork skip health-rollback note eval-verdict checkpoint-missing".split())
-_STRIP = frozenset("checkpoint start import stop changed control optimizer mute milestone".split())
+_STRIP = frozenset("checkpoint start import stop changed control mute milestone".split())
 _SEVERITY = {"bad": Severity.CRIT, "warning": Severity.WARN}
 
 

@@ -198,7 +198,7 @@ def _train(
     scaler = build_loss_scaler(config, world, state.loss_scale)
     start.record_heldout(context, samples)
     start.record_reads(context, packer, samples)
-    start.record_state(context, state, scaled=scaler is not None)
+    start.record_skips(context, state)
     if world.is_main:
         start.join_run(context, resumed)
     start.discard_requests(context)
