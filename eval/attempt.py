@@ -25,7 +25,7 @@ from pathlib import Path
 from fsdp_pretrain.checkpoint.evaluations import Job
 from fsdp_pretrain.checkpoint.store import Store, step_of
 from fsdp_pretrain.child_process import die_with_parent, start_module
-from fsdp_pretrain.config.resume_rules import load_compatible
+from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.errors import StorageError, UserError
 from fsdp_pretrain.record import state_files
@@ -199,7 +199,7 @@ def main() -> int:
     """Evaluate a checkpoint as its run says, into a folder: `RUN CHECKPOINT PLACE WORKER DEVICE`."""
     run, path, place = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
     die_with_parent(int(sys.argv[4]))
-    section = load_compatible(run.config).eval
+    section = load_recorded(run.config).eval
     if section.command is not None:
         facts = {
             "EVAL_CHECKPOINT": str(path),

@@ -16,7 +16,7 @@ from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import AnyObjective
-from fsdp_pretrain.config.resume_rules import load_compatible
+from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.fsdp import compute_dtype, shard_for_inference
@@ -106,7 +106,7 @@ def _configuration(checkpoint: Checkpoint) -> Config:
     """What a checkpoint was trained with. Raises DamagedCheckpointError, ConfigError."""
     with _whole(checkpoint):
         check_files(checkpoint, CONFIG)
-    return load_compatible(checkpoint.path / CONFIG)
+    return load_recorded(checkpoint.path / CONFIG)
 
 
 @contextmanager

@@ -230,9 +230,9 @@ def _watch(args: argparse.Namespace) -> int:
 
 def _scheduled(run: RunDir) -> Config:
     """The configuration of a run with scheduled evaluations. Raises ConfigError."""
-    from fsdp_pretrain.config.resume_rules import load_compatible
+    from fsdp_pretrain.config.resume_rules import load_recorded
 
-    config = load_compatible(run.config)
+    config = load_recorded(run.config)
     if config.eval.every is None:
         raise ConfigError(f"{run.config} schedules no evaluation", remedy="set eval.every, or use `fsdp-eval run`")
     return config
@@ -326,7 +326,7 @@ def _report(args: argparse.Namespace) -> int:
     if not found:
         print("no results yet", file=sys.stderr)
     if args.run.config.exists():
-        for text, _ in failed_evaluations(args.run, load_recorded(args.run.config)[0]):
+        for text, _ in failed_evaluations(args.run, load_recorded(args.run.config)):
             print(text, file=sys.stderr if args.json else sys.stdout)
     return 0
 

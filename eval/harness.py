@@ -55,12 +55,11 @@ class CheckpointLM(TemplateLM):
         super().__init__()
         self.tokenizer = tokenizer
         self._marks: list[int] = []
-        ends, two_dimensions = {tokenizer.eod}, False
+        ends, two_dimensions = {tokenizer.eod}, model.two_dimensions
         if isinstance(objective, GLMObjective):
-            ids = Specials.behind(objective, tokenizer.vocab_size)
+            ids = Specials.behind(tokenizer.vocab_size)
             self._marks = [ids.gmask, ids.sop]
             ends.add(ids.eop)
-            two_dimensions = objective.positions == "glm2d"
         self._length = length - len(self._marks)
         self.scorer = Scorer(model, tokenizer, batch=batch, ends=ends, two_dimensions=two_dimensions, world=world)
 

@@ -74,7 +74,7 @@ def sample_losses(
     measured = _measure(step, chosen, device or step.config.eval.device)
     samples = []
     for position, (_, total, count) in enumerate(measured):
-        shown = describe_sample(step, position, world=step.world)
+        shown = describe_sample(step, position)
         samples.append(SampleLoss(**dict(Loss.of(total, count)), **shown.model_dump(exclude_unset=True)))
     recorded = step.record.loss if isinstance(step.record, StepRecord) else LossSum(sum=None, count=0)
     return StepLosses(

@@ -19,5 +19,5 @@ def unpack(place: Path) -> Path:
     for path in (place / "run.toml", run / "config.toml", *run.glob("segments/*/config.toml")):
         path.write_text(path.read_text().replace(_MADE_IN, str(place)))
         if path.parent != place:  # without free keys that are no more
-            path.write_text(load_recorded(path)[0].to_toml())
+            path.write_text(load_recorded(path).to_toml())
     return run

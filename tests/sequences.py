@@ -35,8 +35,10 @@ CHOICES: dict[str, list[Any]] = {
     "train.grad_clip": [0.1, 0.5, 2.0],
     "train.z_loss": [1e-4, 1e-3],
     "checkpoint.every": ["3 steps", "5 steps"],
-    "rewarm": ["5 steps"],
 }
+REWARM = 'optimizer.lr_scale={from=0.0, to=1.0, over="5 steps"}'
+AT_ONCE = ("optimizer.betas", "optimizer.shrink_paths", "checkpoint.every")
+"""Keys that cannot ramp."""
 KILLED = -9
 
 
@@ -130,12 +132,13 @@ class RandomSequence:
     def _request(self, verb: str, at: int) -> tuple[str, dict[str, Any]]:
         if verb != "set":
             return verb, {}
-        rng, key = self.rng, self.rng.choice(list(CHOICES))
-        content: dict[str, Any] = {"changes": [f"{key}={json.dumps(rng.choice(CHOICES[key]))}"], "reason": ""}
+        rng, key = self.rng, self.rng.choice([*CHOICES, REWARM])
+        change = key if key == REWARM else f"{key}={json.dumps(rng.choice(CHOICES[key]))}"
+        content: dict[str, Any] = {"changes": [change], "reason": ""}
         if rng.random() < 0.5:
             content["at"] = at + rng.randrange(2, 12)
-        if key.startswith(("optimizer", "train")) and key != "optimizer.shrink_paths" and rng.random() < 0.4:
-            content["changes"] = [ramped(content["changes"][0], f"{rng.randrange(1, 9)} steps")]
+        if key not in (*AT_ONCE, REWARM) and rng.random() < 0.4:
+            content["changes"] = [ramped(change, f"{rng.randrange(1, 9)} steps")]
         return verb, content
 
     def _roll_back(self, step: int) -> None:

@@ -69,11 +69,6 @@ def test_resolved_configuration_loads_to_the_same_object(good: Path, tmp_path: P
     assert load(again) == config
 
 
-def test_batch_in_tokens_and_samples_is_the_same(good: Path) -> None:
-    assert load(good).schedule.batch.full == 8
-    assert load(good, ["train.global_batch=8 samples"]).schedule.steps == 100
-
-
 def test_relative_paths_become_absolute(good: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     config = load(good)
@@ -119,7 +114,7 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         ("train.batch_ramp={first='2 samples', by='2 samples', duration='80 steps'}", "cannot be in steps"),
         ("train.batch_ramp={first='2 samples', by='2 samples'}", "train.batch_ramp.duration"),
         ("train.duration=0 steps", "less than one step"),
-        ("checkpoint.every=0 steps", "is not a positive interval"),
+        ("checkpoint.every=0 steps", "0 steps is no length"),
         ("model.family=bert", "must be one of 'llama', 'mistral', 'qwen2', 'qwen3', 'gpt'"),
         ("model.positions=32", "unknown key"),
         ("data.positions=document", "set data.attention = document as well"),
@@ -148,24 +143,20 @@ def test_each_mistake_is_named(good: Path, override: str, expected: str) -> None
 NUMERIC = (int, float, Progress, Seconds, Bytes)
 ZEROS = (0, 0.0, "0 steps", "0 samples", "0 s", "0B")
 MEANINGFUL_ZEROS = """
-run.seed data.seed eval.num_fewshot model.dropout model.attention_dropout parallel.recompute
+run.seed data.seed eval.num_fewshot model.dropout parallel.recompute
 train.batch_ramp.start train.grad_clip train.z_loss
 optimizer.betas optimizer.min_lr optimizer.lr_scale optimizer.warmup optimizer.weight_decay optimizer.embedding_shrink
 data.prefetch data.reshuffle data.sources.start data.sources.weight.at data.max_quarantined data.sources.weight data.sources.weight.value
-data.objective.mask_share data.objective.mask_budget data.objective.single_span data.objective.short
-data.objective.ending_min data.objective.first_special
+data.objective.mask_share
 record.statistics_every
 timeline.at timeline.optimizer.min_lr.from timeline.optimizer.min_lr.to timeline.optimizer.lr_scale.from
 timeline.optimizer.lr_scale.to timeline.optimizer.weight_decay.from timeline.optimizer.weight_decay.to
-timeline.optimizer.betas.from timeline.optimizer.betas.to timeline.optimizer.embedding_shrink.from
+timeline.optimizer.betas timeline.optimizer.embedding_shrink.from
 timeline.optimizer.embedding_shrink.to timeline.train.grad_clip.from timeline.train.grad_clip.to
 timeline.train.z_loss.from timeline.train.z_loss.to
 """.split()
 ZEROS_REFUSED_ELSEWHERE = """
 data.stages.until data.sources.stop train.duration train.batch_ramp.duration
-checkpoint.every checkpoint.every.every checkpoint.every.until checkpoint.keep_every
-eval.every eval.every.every eval.every.until eval.loss_every eval.loss_every.every eval.loss_every.until
-timeline.checkpoint.every timeline.eval.every timeline.eval.loss_every
 """.split()
 """Keys whose zero is refused where it is compared with other keys."""
 
@@ -213,16 +204,13 @@ def test_every_problem_of_the_schedule_is_reported(good: Path) -> None:
         "train.duration=5 steps",
     )
     assert "2 problems" in text and "begins within the warm-up" in text and "is longer than the decay" in text
-    late = "{at='90 steps', continuous=true, optimizer={min_lr=1.0}}, {at='95 steps', continuous=true, "
-    text = problems(good, f"timeline=[{late}optimizer={{min_lr=2.0}}}}]")
-    assert "2 problems" in text and "at 90 steps" in text and "at 95 steps" in text
 
 
 @pytest.mark.parametrize(
     ("overrides", "warned"),
     [
         (["curve=constant", "min_lr=1e-5"], "optimizer.min_lr = 1e-05 has no effect with optimizer.curve = constant"),
-        (["curve=inverse-sqrt", "warmup=5 steps", "decay=50 steps"], "optimizer.decay = 50 steps has no effect"),
+        (["curve=constant", "decay=50 steps"], "optimizer.decay = 50 steps has no effect"),
         (["decay_shape=linear"], "optimizer.decay_shape = linear has no effect with optimizer.curve = cosine"),
         (["warmup_shape=parabolic"], "optimizer.warmup_shape = parabolic has no effect without optimizer.warmup"),
         (["shrink_paths=input"], "optimizer.shrink_paths = input has no effect without optimizer.embedding_shrink"),
@@ -230,14 +218,6 @@ def test_every_problem_of_the_schedule_is_reported(good: Path) -> None:
         (["model.rope_scaling={kind='linear', factor=2, original_length=64}"], "original_length = 64 has no effect"),
         (["eval.loss_samples=8"], "eval.loss_samples = 8 has no effect without eval.loss_on"),
         (["record.aim_repo=x"], "has no effect without record.aim"),
-        (["curve=constant", "timeline=[{at='9 steps',optimizer={min_lr=1e-5}}]"], "at 9 steps: optimizer.min_lr has"),
-        (["timeline=[{at='90 steps',rewarm='40 steps'}]"], "which ends at 25% of the learning rate"),
-        (
-            ["timeline=[{at='30 steps',rewarm='20 steps'},{at='10 steps',rewarm='30 steps'}]"],
-            "at 30 steps: rewarm = 20 steps begins before the one at 10 steps has ended",
-        ),
-        (["timeline=[{at='30 steps',rewarm='20 steps'},{at='10 steps',rewarm='20 steps'}]"], None),
-        (["timeline=[{at='80 steps',rewarm='20 steps'}]"], None),
         (["curve=wsd", "decay_length=10 steps", "decay_shape=linear", "min_lr=1e-5", "decay=90 steps"], None),
         (["curve=constant", "warmup=5 steps", "warmup_shape=parabolic"], None),
         (["shrink_paths=input", "timeline=[{at='9 steps',optimizer={embedding_shrink=0.95}}]"], None),
@@ -324,13 +304,6 @@ def test_reference_page_is_current_and_complete() -> None:
     for key, (section, name) in schema_keys().items():
         assert f"`{key.rpartition('.')[2]}`" in page or section is Config, key
         assert meanings(section)[name] or section is Config, f"{key} has no docstring"
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*/*.toml")), ids=lambda path: path.stem)
-def test_shipped_configurations_load(path: Path) -> None:
-    if path.parent.name == "models":
-        return
-    assert load(path).schedule.steps > 0
 
 
 @pytest.mark.promise("units")

@@ -148,11 +148,3 @@ def test_a_corpus_with_bad_documents_is_trained(lab: Any, helpers: Any) -> None:
     assert set(seen) == {n for n, document in enumerate(documents) if len(document)}
     assert all(seen[n] >= len(documents[n]) for n in seen)
     assert json.loads((lab.path / "run/status.json").read_text())["state"] == "complete"
-
-
-def test_where_knows_what_was_skipped(lab: Any, helpers: Any, run_command: Any) -> None:
-    """The samples of a step that straddles a skipped range, verified by the recorded digest."""
-    lab.train(lab.config(data={"skip": ["20:29 samples"]}, train={"duration": "5 steps"}), ranks=2)
-    done = run_command("fsdp_pretrain.cli", "where", lab.path / "run", "--step", 3, "--json")
-    assert done.returncode == 0, done.stderr
-    assert [sample["index"] for sample in json.loads(done.stdout)["samples"]] == [16, 17, 18, 19, 29, 30, 31, 32]

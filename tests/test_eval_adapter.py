@@ -40,7 +40,7 @@ def test_the_end_of_a_blank_ends_an_answer(shared_corpus: Path) -> None:
     """GLM: `eop` follows what fills a blank. Here it is likelier than one of the tokens of a greedy answer."""
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     objective = GLMObjective(kind="glm", row=LENGTH - 8)
-    eop = Specials.behind(objective, tokenizer.vocab_size).eop
+    eop = Specials.behind(tokenizer.vocab_size).eop
     judged = adapter(tokenizer, objective, family="glm", vocab=eop + 1)
     model = judged.scorer._model
     generator = torch.Generator().manual_seed(1)

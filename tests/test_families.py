@@ -118,7 +118,7 @@ def test_alibi_is_the_same_with_both_kernels(heads: int) -> None:
         (GLM, "cpu", "no backward pass on cpu"),
         ({**GPT, "hidden": 96, "heads": 4}, "cuda", "power of two"),
         ({**GPT, "hidden": 64, "heads": 8}, "cuda", "power of two from 16 on, not 8"),
-        ({**GPT, "hidden": 96, "attention_dropout": 0.1}, "cuda", "dropout"),
+        ({**GPT, "hidden": 96, "dropout": 0.1}, "cuda", "dropout"),
         ({**GPT, "hidden": 96, "scores": "layer_scaled"}, "cuda", "step by step"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_kernel_that_cannot_serve_is_refused(values: dict[str, Any], device: s
 
 
 def test_kernels_of_a_gpu() -> None:
-    config = GLMModel(**{**GLM, "hidden": 96, "heads": 6, "dropout": 0.1, "attention_dropout": 0.0})
+    config = GLMModel(**{**GLM, "hidden": 96, "heads": 6})
     assert [choose_backend(asked, config, torch.device("cuda")) for asked in ("auto", "flex", "sdpa")] == [
         "flex",
         "flex",
@@ -143,15 +143,12 @@ def test_kernels_of_a_gpu() -> None:
 
 @pytest.mark.shows("B10")
 @pytest.mark.parametrize("layer", [0, 1, 7, 69])
-@pytest.mark.parametrize("inward", [False, True])
-def test_scaled_scores_are_plain_attention(layer: int, inward: bool) -> None:
+def test_scaled_scores_are_plain_attention(layer: int) -> None:
     torch.manual_seed(layer)
     query, key, value = (torch.randn(2, 3, 11, 16, dtype=torch.float32) for _ in range(3))
     mask = dense_mask(slots([[4, 7], [11, 0]], [[2, 3], [0, 0]]), 11, CPU)
     plain = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-    torch.testing.assert_close(
-        scaled_attention(query, key, value, mask, layer, inward, 0.0), plain, rtol=1e-6, atol=1e-6
-    )
+    torch.testing.assert_close(scaled_attention(query, key, value, mask, layer, 0.0), plain, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.shows("B10")
@@ -159,22 +156,20 @@ def test_scaled_scores_survive_fp16_where_plain_ones_do_not() -> None:
     query = key = torch.full((1, 1, 4, 64), 40.0, dtype=torch.float16)
     value, mask = torch.randn(1, 1, 4, 64).half(), dense_mask(None, 4, CPU)
     assert not torch.isfinite(query @ key.transpose(2, 3)).all()
-    for inward in (False, True):
-        assert torch.isfinite(scaled_attention(query, key, value, mask, 30, inward, 0.0)).all()
+    assert torch.isfinite(scaled_attention(query, key, value, mask, 30, 0.0)).all()
 
 
 @pytest.mark.parametrize("values", [GPT, GLM, {**GPT, "positions": "alibi"}])
-@pytest.mark.parametrize("scores", ["layer_scaled", "inward"])
-def test_models_with_scaled_scores_are_the_same_models(values: dict[str, Any], scores: str) -> None:
+def test_models_with_scaled_scores_are_the_same_models(values: dict[str, Any]) -> None:
     x, packed = tokens(), slots([[8, 12], [20, 0]], None if values["family"] == "gpt" else [[3, 5], [20, 0]])
     for layout in (None, packed):
         torch.testing.assert_close(
-            make(values, scores=scores)(x, None, layout), make(values)(x, None, layout), rtol=1e-4, atol=1e-5
+            make(values, scores="layer_scaled")(x, None, layout), make(values)(x, None, layout), rtol=1e-4, atol=1e-5
         )
 
 
-def test_dropout_of_attention_alone() -> None:
-    model, x = make(GPT, attention_dropout=0.5), tokens()
+def test_dropout_is_of_training_alone() -> None:
+    model, x = make(GPT, dropout=0.5), tokens()
     assert model.config.uses_dropout and not torch.equal(model(x), model(x))
     assert torch.equal(model.eval()(x), model(x))
 
@@ -347,8 +342,7 @@ def test_deepnorm_initial_values_per_tensor_and_head() -> None:
 
 
 def test_constants_of_deepnorm() -> None:
-    assert deepnorm_constants("glm", 70) == pytest.approx((11.8322, 0.084515), rel=1e-5)
-    assert deepnorm_constants("deepnet-decoder", 70) == pytest.approx((3.440, 0.2056), rel=1e-3)
+    assert deepnorm_constants(70) == pytest.approx((11.8322, 0.084515), rel=1e-5)
 
 
 @pytest.mark.parametrize("layers", [2, 16, 64])

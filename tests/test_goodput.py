@@ -418,8 +418,6 @@ def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_comm
     assert "optimizer.lr: 0.01 -> 0.002; because: it was too high" in changed["text"]
     (stop,) = helpers.journal(run, "stop")
     assert stop["tokens"] == found["tokens"] and stop["at_risk"] == {"steps": 0, "tokens": 0}
-    reached = [entry["text"].partition(",")[0] for entry in helpers.journal(run, "milestone") if entry["segment"] == 2]
-    assert reached[-2:] == ["80% of the run", "90% of the run"]
     shown = run_command("fsdp_pretrain.cli", "goodput", run).stdout
     assert "interrupted every" in shown and "recommended interval" in shown
     account = dict(line.split()[:2] for line in shown.splitlines()[1 : len(states) + 1])

@@ -221,7 +221,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
     assert "code: the corpus has" in output and "16 are to be measured" in output and "prose" not in output
     for wrong, text in (
         ({"loss_on": [sources[0]] * 2}, "source names must differ"),
-        ({"loss_every": "0 steps"}, "eval.loss_every = 0 steps is not a positive interval"),
+        ({"loss_every": "0 steps"}, "0 steps is no length"),
     ):
         with pytest.raises(ConfigError, match=text):
             load(lab.config(eval=wrong))

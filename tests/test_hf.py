@@ -44,7 +44,7 @@ pytestmark = pytest.mark.slow  # the default suite has no room for it
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
-ROPE = {"kind": "llama3", "factor": 8.0, "low_frequency": 1.0, "high_frequency": 4.0, "original_length": 16}
+ROPE = {"kind": "llama3", "factor": 8.0, "original_length": 16}
 GPT: dict[str, Any] = {"family": "gpt", "kv_heads": None, "ffn": None, "positions": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_base": 500_000.0, "rope_scaling": ROPE, "vocab": 520, "vocab_multiple": 64, "init_std": 0.15},

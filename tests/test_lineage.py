@@ -120,8 +120,6 @@ def test_a_dry_run_changes_nothing_and_says_the_same(copy: tuple[Path, Path], ru
     planned, did = json.loads(dry.stdout), json.loads(wet.stdout)
     assert (planned.pop("done"), did.pop("done")) == ("dry run", "now") and planned == did
     assert did["skip"] == "96:112 samples" and did["abandoned"] == ["step-00000018", "step-00000024"]
-    rows = {name: [(r["step"], r["batch"], r["cursor"]) for r in rows] for name, rows in did["schedule"].items()}
-    assert rows == {"before": [(13, 8, 104), (22, 8, 176)], "after": [(13, 16, 128), (22, 16, 272)]}
     assert json.loads(run_command(CLI, *arguments).stdout)["done"] == "already"
 
 

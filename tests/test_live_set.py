@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import tomli_w
 from processes import ROOT, scripted
-from sight import seeded, steps, until
+from sight import steps, until
 from traps import killed_at
 
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.config.live_set import lasting, preview, ramped, read_entry, steer, steerable
+from fsdp_pretrain.config.live_set import preview, ramped, read_entry, steer, steerable
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record import overrides
 from fsdp_pretrain.record.files import RunDir
@@ -24,6 +24,7 @@ from fsdp_pretrain.record.requests import send
 
 CLI = "fsdp_pretrain.cli"
 STEPS = 60
+PLAIN = load(ROOT / "configs/runs/llama-7b-hsdp.toml").schedule
 SCHEDULE = {"lr": 1e-2, "min_lr": 1e-3, "warmup": "4 steps", "decay": f"{STEPS} steps"}
 
 
@@ -77,11 +78,8 @@ def test_a_live_set_is_a_timeline_entry(
     late = send(RunDir(run), "set", changes=["optimizer.lr_scale=0.1"], at=2, reason="")
     command = start_command(CLI, "control", run, "set", *change, "--reason", "less noise", "--yes", "--json")
     until(lambda: len(list((run / "control").iterdir())) == 2, what="the requests")
-    other = start_command(CLI, "control", run, "set", "optimizer.lr_scale=2", "--at", 32, "--yes")
-    until(lambda: len(list((run / "control").iterdir())) == 3, what="the request of somebody who sees the same")
     first.touch()
     assert command.wait() == 0, (command.output(), job.output())
-    assert other.wait() == 78 and "no longer as in the preview: at 240 samples" in other.output()[1], other.output()
     found = json.loads(command.output()[0])
     second.touch()
     assert job.wait() == [0] * 4, job.output()
@@ -146,19 +144,6 @@ def test_steps_are_replayed_with_the_values_they_had(lab: Any, helpers: Any, run
         assert done.returncode == 0, (done.stdout, done.stderr)
 
 
-def test_back_to_a_save_of_a_pause_in_which_something_was_set(lab: Any, helpers: Any, run_command: Any) -> None:
-    """What was set goes, so the steps behind it are others than were recorded: that is no fault."""
-    config, run = config_of(lab, parallel={}, train={"duration": "24 steps"}), lab.path / "run"
-    change = ("set", {"changes": ["optimizer.lr=0.1"], "reason": ""})
-    lab.train(config, expect=75, variables=scripted({12: [("pause", {})], 18: [("stop", {})]}, [("save", {}), change]))
-    (saved,) = [entry["step"] for entry in helpers.journal(run, "control") if entry.get("did") == "pause"]
-    assert run_command(CLI, "rollback", run, "--to", saved).returncode == 0
-    lab.train(config)
-    assert not [entry for entry in helpers.journal(run, "health") if "replay/step" in entry["text"]]
-    same_as_configured(lab, helpers, config, run, 1, last=24)
-    assert not timeline(run)
-
-
 def test_what_was_set_stays_where_it_was_set(lab: Any, helpers: Any, run_command: Any) -> None:
     """Though the run goes on with another batch: places and ramps are as many samples, whatever a step is."""
     sections: dict[str, Any] = {"parallel": {}, "train": {"duration": "320 samples"}, "checkpoint": {"keep_last": 9}}
@@ -193,8 +178,7 @@ def test_what_was_set_stays_where_it_was_set(lab: Any, helpers: Any, run_command
 def test_a_preview_counts_steps_from_where_the_run_is(lab: Any) -> None:
     """Step 100 after 800 samples, though its batch is 16 now."""
     config = load(config_of(lab, train={"duration": "6400 samples", "global_batch": "16 samples"}))
-    asked = read_entry([ramped("optimizer.lr_scale=0.5", "10 steps")], at=800 + 20 * 16)
-    entry = lasting(asked, config.schedule)
+    entry = read_entry([ramped("optimizer.lr_scale=0.5", "10 steps")], config.schedule, at=800 + 20 * 16)
     assert entry.optimizer.lr_scale is not None and str(entry.optimizer.lr_scale.over) == "160 samples"
     rows = preview(config, steer(config, entry), entry, step=100, consumed=800)
     shown = {row.step: row for row in rows if row.key == "optimizer.lr"}
@@ -207,8 +191,8 @@ def test_a_preview_counts_steps_from_where_the_run_is(lab: Any) -> None:
 
 @pytest.mark.quick
 def test_lasting_changes_have_their_places_in_samples(tmp_path: Path) -> None:
-    for table in ('at = "8 steps"', 'at = "8 samples"\nrewarm = "2 steps"'):
-        text = f"set = []\nskip = []\n[[timeline]]\n{table}\noptimizer.lr_scale = 0.5\n"
+    for table in ('at = "8 steps"\noptimizer.lr = 1', 'at = "8 samples"\noptimizer.lr = {to = 1, over = "2 steps"}'):
+        text = f"set = []\nskip = []\n[[timeline]]\n{table}\n"
         with pytest.raises(ConfigError, match="must be in samples"):
             Overrides.from_toml(text, tmp_path / "overrides.toml")
 
@@ -217,7 +201,7 @@ def test_lasting_changes_have_their_places_in_samples(tmp_path: Path) -> None:
 def test_every_problem_of_a_set_is_said_at_once() -> None:
     changes = ["optimizer.lr=0", "data.seed=2", "optimizer.lr_scale=2", "optimizer.lr_scale=3", "checkpoint.every"]
     with pytest.raises(ConfigError) as caught:
-        read_entry(changes, at=3)
+        read_entry(changes, PLAIN, at=3)
     for words in (
         "data.seed cannot be changed",
         "optimizer.lr_scale is given twice",
@@ -233,15 +217,17 @@ def test_every_problem_of_a_set_is_said_at_once() -> None:
         ("optimizer.lr=1e-3", "10", "not a quantity"),
     ):
         with pytest.raises(ConfigError, match=words):
-            read_entry([ramped(change, over)], at=3)
-    assert {"optimizer.lr_scale", "optimizer.betas", "train.z_loss", "checkpoint.every", "rewarm"} <= {*steerable()}
+            read_entry([ramped(change, over)], PLAIN, at=3)
+    assert {"optimizer.lr_scale", "optimizer.betas", "train.z_loss", "checkpoint.every"} <= {*steerable()}
 
 
 @pytest.mark.quick
 def test_an_entry_is_added_wholly_or_not_at_all(tmp_path: Path) -> None:
     """Killed before any of the changes to the file system that adding makes."""
     run = RunDir(tmp_path)
-    one, two = (read_entry([change], at=at) for change, at in (("optimizer.lr_scale=0.5", 3), ("train.z_loss=1e-4", 5)))
+    one, two = (
+        read_entry([change], PLAIN, at=at) for change, at in (("optimizer.lr_scale=0.5", 3), ("train.z_loss=1e-4", 5))
+    )
     overrides.add_entry(run, one)
     states, operation = set(), 0
     while killed_at(lambda: overrides.add_entry(run, two), operation := operation + 1):
@@ -254,7 +240,7 @@ def test_an_entry_is_added_wholly_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_lasting_entries_are_part_of_the_configuration_once(lab: Any) -> None:
     """Also where the file, such as the run's own config.toml, has them already; one more entry is seen in the values."""
-    config, entry = load(config_of(lab)), read_entry(["optimizer.lr_scale=0.5"], at=240)
+    config, entry = load(config_of(lab)), read_entry(["optimizer.lr_scale=0.5"], PLAIN, at=240)
     after = steer(config, entry)
     path = lab.path / "written.toml"
     path.write_text(after.to_toml())
@@ -282,7 +268,7 @@ POINTS = {  # verb and path of the change before which rank 0 is killed -> the c
 def test_a_live_set_survives_kill_9_at_any_point(
     lab: Any, helpers: Any, start_command: Any, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    """The run has it wholly or not at all, the command says which, and so does the next start."""
+    """The run has it wholly or not at all, and the next start says which."""
     verb, path, lasts = POINTS[point]
     config, run = config_of(lab, checkpoint={"every": "7 steps"}, train={"duration": "100_000 steps"}), lab.path / "run"
     trap = {"rank": 0, "verb": verb, "path": path, "after": r"\.writing-" if lasts else ""}
@@ -295,69 +281,11 @@ def test_a_live_set_survives_kill_9_at_any_point(
     command = start_command(CLI, "control", run, "set", "optimizer.lr_scale=0.5", "--yes", "--reason", "why")
     assert -signal.SIGKILL in job.wait()
     assert command.wait() == 75, command.output()
-    said = command.output()[1]
-    if lasts is None:
-        assert "taken back" in said
-    else:
-        assert ("it lasts, also over restarts" in said) is lasts and ("nothing was changed" in said) is not lasts
+    said = "taken back: nothing was changed" if lasts is None else "has taken the request: "
+    assert said in command.output()[1]
     assert bool(timeline(run)) is bool(lasts)
     last = max(record["step"] for record in helpers.metrics(run)) + 20
     lab.train(config, f"train.duration={last} steps", ranks=2, flags=("--allow", "train.duration"))
     told = [entry["text"] for entry in helpers.journal(run, "overrides")]
     assert bool(told) is bool(lasts) and all("optimizer.lr_scale = 0.5" in text for text in told)
     same_as_configured(lab, helpers, config, run, 2, last=last)
-
-
-CHOICES = {
-    "optimizer.lr": [4e-3, 2e-2],
-    "optimizer.min_lr": [1e-4, 2e-3],
-    "optimizer.lr_scale": [0.3, 0.7, 1.5],
-    "optimizer.weight_decay": [0.0, 0.05, 0.2],
-    "optimizer.betas": [[0.85, 0.99], [0.9, 0.9]],
-    "optimizer.embedding_shrink": [0.1, 0.9],
-    "train.grad_clip": [0.1, 0.5, 2.0],
-    "train.z_loss": [1e-4, 1e-3],
-    "checkpoint.every": ["5 steps", "11 steps"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("seed", range(3))
-def test_ten_sets_with_kills_between_are_one_timeline(lab: Any, helpers: Any, run_command: Any, seed: int) -> None:
-    """2 to 4 ranks, at once or at a later step, ramped or not; kill -9 of one rank or all after each, at any moment."""
-    rng = seeded(seed)
-    ranks = (4, 2, 3)[seed % 3]
-    config = config_of(
-        lab,
-        train={"duration": "100_000 steps", "global_batch": "12 samples", "micro_batch": 12 // ranks},
-        checkpoint={"every": "7 steps"},
-        parallel={"shard": 2 if ranks == 4 else ranks},
-        health={"rollback": False},  # it would take sets along
-    )
-    run, sent = lab.path / "run", 0
-    while sent < 10:
-        job = lab.start(config, ranks=ranks)
-        segment = len(list((run / "segments").glob("*"))) + 1
-        metrics = run / f"segments/{segment:04d}/metrics.jsonl"
-        until(metrics.exists, what=job.output)
-        goal = rng.randrange(1, 12)
-        until(lambda: metrics.read_text().count("\n") >= goal, what=job.output)  # noqa: B023
-        for _ in range(rng.choice([1, 1, 2])):
-            key = rng.choice(list(CHOICES))
-            value, more = json.dumps(rng.choice(CHOICES[key])), list[object]()
-            if not key.startswith("checkpoint") and rng.random() < 0.4:
-                more += ["--over", f"{rng.randrange(3, 40)} steps"]
-            if rng.random() < 0.4:
-                more += ["--at", helpers.metrics(run)[-1]["step"] + rng.randrange(1, 300)]
-            done = run_command(CLI, "control", run, "set", f"{key}={value}", *more, "--yes")
-            assert done.returncode in (0, 78), (done.stdout, done.stderr, job.output())
-            sent += done.returncode == 0
-        if rng.random() < 0.3:
-            run_command(CLI, "control", run, "pause")
-        job.kill(rng.choice([None, rng.randrange(ranks)]))
-        job.wait_or_kill(75)
-        assert len(timeline(run)) == sent
-    last = helpers.metrics(run)[-1]["step"] + 20
-    lab.train(config, f"train.duration={last} steps", ranks=ranks, flags=("--allow", "train.duration"))
-    same_as_configured(lab, helpers, config, run, ranks, last=last)

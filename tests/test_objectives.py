@@ -48,12 +48,11 @@ def objective(row: int, **changes: Any) -> GLMObjective:
     return GLMObjective(kind="glm", row=row, **changes)
 
 
-def infilling(packer: Packer, length: int, **changes: Any) -> Infilling:
+def infilling(packer: Packer, length: int, *, two_dimensions: bool = False, **changes: Any) -> Infilling:
     options = objective(packer.length, **changes)
-    names = packer.mixture.names
-    return Infilling(
-        options, length, seed=5, names=names, pairs=packer.pairs, separator=packer.eod, ids=Specials(*range(512, 518))
-    )
+    its: dict[str, Any] = {"names": packer.mixture.names, "pairs": packer.pairs, "separator": packer.eod}
+    ids = Specials(*range(512, 518))
+    return Infilling(options, length, seed=5, ids=ids, two_dimensions=two_dimensions, **its)
 
 
 # Layouts
@@ -84,7 +83,6 @@ def test_endings_are_the_worked_vector() -> None:
     [
         ("arange", [0, 1, 2, 3, 4, 5, 6]),
         ("mask", [0, 1, 2, 3, 3, 3, 3]),
-        ("unified", [0, 1, 2, 3, 3, 4, 5]),
     ],
 )
 def test_answers_end_with_eop_in_every_scheme(scheme: Any, positions: list[int]) -> None:
@@ -116,13 +114,10 @@ def rebuilt(slot: Slot) -> list[int]:
 @given(
     key=st.integers(0, 2**64 - 1),
     piece=st.integers(1, 300),
-    budget=st.floats(0, 0.5),
-    mean=st.floats(0.1, 30),
     overflow=st.sampled_from(["truncate", "shrink"]),
 )
-def test_every_draw_rebuilds_the_text(key: int, piece: int, budget: float, mean: float, overflow: str) -> None:
-    slot = max(8, piece + piece // 20)
-    options = objective(piece, mask_budget=budget, span_mean=mean, overflow=overflow, single_span=0.1, short=0.1)
+def test_every_draw_rebuilds_the_text(key: int, piece: int, overflow: str) -> None:
+    slot, budget, options = max(8, piece + piece // 20), 0.15, objective(piece, overflow=overflow)
     size, starts, lengths, order = SpanSampler(options, piece, slot).draw(key)
     assert 1 <= size <= piece
     assert lengths.min() >= 1 and lengths.max() <= 39 and sorted(order.tolist()) == list(range(len(starts)))
@@ -195,10 +190,10 @@ def packed_rows(samples: int, row: int) -> Packed:
     return Packed(tokens, range(samples), indices * 0, indices, np.zeros(0, np.int64))
 
 
-@pytest.mark.parametrize("positions", ["glm1d", "glm2d"])
-def test_samples_have_the_declared_shares_and_shapes(positions: str) -> None:
-    options = objective(60, slots=2, positions=positions)
-    made = Infilling(options, 64, seed=1, names=["a"], pairs=[], separator=0, ids=IDS).apply(packed_rows(3000, 60))
+@pytest.mark.parametrize("two", [False, True])
+def test_samples_have_the_declared_shares_and_shapes(two: bool) -> None:
+    given: dict[str, Any] = {"names": ["a"], "pairs": [], "separator": 0, "ids": IDS, "two_dimensions": two}
+    made = Infilling(objective(60, slots=2), 64, seed=1, **given).apply(packed_rows(3000, 60))
     blanks = made.prefix[:, 1] > 0
     assert abs(blanks.mean() - 0.3) < 0.03
     assert (made.lengths[blanks] == 32).all() and (made.lengths[~blanks] == [64, 0]).all()
@@ -207,25 +202,25 @@ def test_samples_have_the_declared_shares_and_shapes(positions: str) -> None:
     counts = np.bincount(endings - 12, minlength=49)
     assert ((counts - counts.mean()) ** 2 / counts.mean()).sum() < 97  # 48 degrees of freedom: 1 in 30,000
     assert ((made.labels != IGNORE).sum(axis=1)[~blanks] == endings).all()
-    place = made.positions if positions == "glm1d" else made.positions[:, 0]
-    assert made.positions.shape == ((3000, 64) if positions == "glm1d" else (3000, 2, 64))
+    place = made.positions[:, 0] if two else made.positions
+    assert made.positions.shape == ((3000, 2, 64) if two else (3000, 64))
     assert (made.inputs[~blanks, 61:] == 0).all() and (place[~blanks, 61:] == 0).all()
     assert (made.labels[~blanks, 61:] == IGNORE).all()
     assert (place[blanks, 32] == 0).all()  # positions restart in every slot
-    if positions == "glm1d":
+    if not two:
         assert (made.positions[~blanks, :61] == np.arange(61)).all()
 
 
 @pytest.mark.parametrize("mask_share", [0.0, 1.0])
 def test_ignored_tokens_are_inputs_and_never_labels(mask_share: float) -> None:
     packed = packed_rows(40, 60)
-    options = objective(60, slots=2, mask_share=mask_share, mask_budget=0.5)
+    options = objective(60, slots=2, mask_share=mask_share)
     maker = Infilling(options, 64, seed=1, names=["a"], pairs=[], separator=0, ids=IDS)
     whole = maker.apply(packed)
     packed.ignore = [(row, 10, 50) for row in range(40)]
     left = maker.apply(packed)
     inner = (whole.labels >= packed.tokens[0, 10]) & (whole.labels < packed.tokens[0, 50])
-    assert inner.sum() > 200
+    assert inner.sum() > 100
     assert np.array_equal(left.inputs, whole.inputs) and (left.labels[inner] == IGNORE).all()
     assert np.array_equal(left.labels[~inner], whole.labels[~inner])
 
@@ -249,9 +244,9 @@ def joined(batches: list[StepBatch]) -> list[torch.Tensor]:
     return [torch.cat([getattr(micro, name) for micro in micros]) for name in names]
 
 
-@pytest.mark.parametrize("positions", ["glm1d", "glm2d"])
-def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, positions: str) -> None:
-    maker = infilling(packer, 64, positions=positions)
+@pytest.mark.parametrize("two", [False, True])
+def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, two: bool) -> None:
+    maker = infilling(packer, 64, two_dimensions=two)
     expected = steps(packer, 0, 1, 4, infilling=maker)
     for world in (2, 4):
         ranks = [steps(packer, rank, world, 4, infilling=maker) for rank in range(world)]
@@ -269,7 +264,7 @@ def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, positions: s
 
 
 def test_micro_batches_are_the_objective_of_the_packed_samples(packer: Packer) -> None:
-    maker = infilling(packer, 64, positions="glm2d")
+    maker = infilling(packer, 64, two_dimensions=True)
     made = maker.apply(packer.pack(0, 12))
     tokens, *rest, _ = joined(steps(packer, 0, 1, 1, infilling=maker))
     parts = (made.labels, made.lengths, made.prefix, made.positions)
@@ -294,13 +289,14 @@ def test_every_token_is_in_one_row_of_an_epoch(packer: Packer) -> None:
     places = [packer._sources[0].start_of(number) for number in range(samples)]
     assert sorted(places) == [(0, offset) for offset in range(0, total, 56)]
     whole = Packer([("text", packer.corpora["text"].directory, 1.0)], total, seed=5, lanes=1).pack(0, 1).tokens[0]
-    maker = infilling(packer, 64, mask_share=0.0, ending_min=1.0)  # the whole row is the ending
+    maker = infilling(packer, 64, mask_share=0.0)
     for first in range(0, samples, 100):
         packed = packer.pack(first, min(100, samples - first))
-        labels = maker.apply(packed).labels[:, 1:57]
-        for row, (_, offset) in zip(labels, places[first : first + 100], strict=True):
-            rest = min(56, total - offset)  # the last row continues into the next epoch
-            assert np.array_equal(row[:rest], whole[offset : offset + rest])
+        made = maker.apply(packed)
+        for number, (_, offset) in enumerate(places[first : first + 100]):
+            labels, rest = made.labels[number], min(56, total - offset)  # the last row continues into the next epoch
+            row = np.concatenate((made.inputs[number, : made.prefix[number, 0] - 1], labels[labels != IGNORE]))
+            assert len(row) == 56 and np.array_equal(row[:rest], whole[offset : offset + rest])
 
 
 # Prompts with answers
@@ -446,15 +442,9 @@ def glm(tmp_path: Path, shared_corpus: Path) -> Path:
         (["data.objective.slots=3"], "slots = 3 must divide"),
         (["data.objective.row=54"], "slots = 4 must divide"),
         (["data.sequence_length=24", "data.objective.row=20"], "8 is the least"),
-        (["data.objective.positions=glm2d"], "rope-2d and glm2d belong together"),
-        (["model.positions=rope-2d"], "rope-2d and glm2d belong together"),
+        (["model.positions=rope-2d", "data.objective={kind='causal'}"], "rope-2d needs data.objective.kind = glm"),
         (["data.attention=document"], "data.attention belongs to the causal objective"),
         (["data.loss_across_documents=false"], "data.loss_across_documents belongs to the causal objective"),
-        (["data.objective.mask_budget=0.6"], "mask_budget"),
-        (
-            ["model.positions=rope-2d", "data.objective.positions=glm2d", "data.objective.multitask_positions=mask"],
-            "multitask_positions is a choice for glm1d",
-        ),
     ],
 )
 def test_contradictions_are_refused(glm: Path, overrides: list[str], message: str) -> None:
@@ -468,19 +458,14 @@ def test_other_families_cannot_fill_blanks(glm: Path) -> None:
         load(glm, ["model.family=llama", "model.ffn=96"])
 
 
-@pytest.mark.parametrize("first", [None, 500])
-def test_special_tokens_need_ids_of_their_own(glm: Path, packer: Packer, first: int | None) -> None:
-    size = packer.tokenizer.vocab_size
-    begin = size if first is None else first
-    given = [] if first is None else [f"data.objective.first_special={first}"]
+def test_special_tokens_need_ids_of_their_own(glm: Path, packer: Packer) -> None:
+    begin = packer.tokenizer.vocab_size
     with pytest.raises(ConfigError, match=f"ids {begin} to {begin + 5}.*\n.*\n.*at least {begin + 6}"):
-        open_packer(load(glm, [*given, f"model.vocab={begin + 5}"]))
-    assert open_packer(load(glm, [*given, f"model.vocab={begin + 6}"])).length == 56
+        open_packer(load(glm, [f"model.vocab={begin + 5}"]))
+    assert open_packer(load(glm, [f"model.vocab={begin + 6}"])).length == 56
     report = validate(packer.corpora["text"].directory, quiet=True)
     for vocab, codes in ((begin + 5, {"vocabulary-too-small"}), (begin + 6, set())):
-        assert set(check_against(report, load(glm, [*given, f"model.vocab={vocab}"])).by_code) == codes
-    with pytest.raises(ConfigError, match=f"makes {size - 1} the id of `mask`"):
-        open_packer(load(glm, [f"data.objective.first_special={size - 1}"]))
+        assert set(check_against(report, load(glm, [f"model.vocab={vocab}"])).by_code) == codes
 
 
 @pytest.mark.shows("A33")

@@ -56,7 +56,7 @@ def test_a_tokenizer_is_trained_once(
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_the_quickstart_twice(tmp_path: Path, helpers: Any) -> None:
-    """A short one, killed while it trains, finished, and started again: only the last trains nothing."""
+    """A short one, killed while it trains, finished, and started again: the last trains nothing."""
     for name in ("scripts", "fsdp_pretrain", "data", "eval", "configs", "pyproject.toml"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
@@ -93,7 +93,7 @@ def test_the_quickstart_twice(tmp_path: Path, helpers: Any) -> None:
     outputs = [process.communicate()[0] for process in [start()] if process]
     assert UNCHANGED in outputs[0] and "[resume]" in outputs[0], outputs[0]
     outputs.append(start().communicate()[0])
-    assert not [*(run / "segments/0003").glob("metrics.jsonl")], outputs[1]
+    assert "step=" not in outputs[1], outputs[1]
     for output in outputs:
         assert "\x1b" not in output and f"complete: open {run}/report.html" in output, output
     assert (run / "report.html").stat().st_size > 10_000 and len(list((run / "segments").iterdir())) == 3

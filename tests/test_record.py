@@ -272,18 +272,6 @@ def test_journal_and_chronicle(tmp_path: Path, run_command: Callable[..., subpro
     assert "**checkpoint** (step 10) step-00000010: 5 MiB" in shown
 
 
-def test_first_exit_intent_wins(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    record = recorder(run)
-    record.status(force=True, state="running")
-    exit_intent.write(run, record.segment, 93, "disk full")
-    exit_intent.write(run, record.segment, 1, "later")
-    intent = exit_intent.read(record.segment)
-    assert intent is not None and (intent.code, intent.reason) == (93, "disk full")
-    status = json.loads(run.status.read_text())
-    assert status["state"] == "failed" and status["exit_intent"]["code"] == 93
-
-
 @pytest.mark.parametrize(
     ("code", "state"), [(0, "complete"), (75, "stopped"), (76, "stopped"), (78, "failed"), (1, "failed")]
 )
@@ -339,17 +327,6 @@ def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text:
     done = run_command("fsdp_pretrain.cli", "status", tmp_path, "--json")
     assert done.returncode == level
     assert json.loads(done.stdout)["step"] == 2
-
-
-def test_status_after_a_rollback(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    record = recorder(run)
-    record.step(step_record(9), target=10)
-    assert "progress" not in render(inspect(run))  # the first pass
-    record.status(force=True, step=4)
-    assert "progress    went back 5 steps in the " in render(inspect(run))
-    record.status(force=True, step=6)
-    assert "progress    2 steps in the " in render(inspect(run))
 
 
 def test_status_of_nothing(tmp_path: Path, run_command: Any) -> None:

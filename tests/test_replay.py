@@ -182,7 +182,7 @@ def test_other_settings_are_told_where_they_begin(lab: Any, run_command: Run, re
 
 
 UNSTEERED = StepValues(
-    lr=1e-3, lr_scale=1.0, rewarm=1.0, weight_decay=0.1, betas=(0.9, 0.95), grad_clip=1.0, z_loss=0.0,
+    lr=1e-3, lr_scale=1.0, weight_decay=0.1, betas=(0.9, 0.95), grad_clip=1.0, z_loss=0.0,
     embedding_shrink=1.0, shrink_paths="both",
 )  # fmt: skip
 

@@ -264,7 +264,7 @@ def test_the_optimiser_begins_anew_where_it_is_asked_to_and_nowhere_else(
     dcp.load(step, storage_reader=FileSystemReader(run / "checkpoints/step-00000024"), no_dist=True)
     assert step[name] == 6  # steps of the new optimiser
     lab.train(config, "train.duration=26 steps", "optimizer.decay=24 steps", flags=("--reset-optimizer", "18"))
-    assert helpers.journal(run, "resume")[-1]["optimizer"] and helpers.journal(run, "optimizer")
+    assert helpers.journal(run, "resume")[-1]["optimizer"]
 
 
 def test_what_a_start_with_a_fresh_optimiser_recorded_is_expected_of_no_other(

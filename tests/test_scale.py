@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from simulated import check_shares, simulated_corpus
+from simulated import simulated_corpus
 
 from data.packing.loader import Loader
 from data.packing.packer import Packer
@@ -43,17 +42,6 @@ def packer(tmp_path_factory: pytest.TempPathFactory) -> Packer:
     path = tmp_path_factory.mktemp("simulated") / "corpus"
     simulated_corpus(path, 2 * 10**9, 100)
     return Packer([("a", path, 1.0)], 2048, seed=1, lanes=256)
-
-
-@pytest.mark.quick
-def test_the_proof_of_shares_can_fail(packer: Packer, monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = int(packer.epoch_samples["a"])
-    assert check_shares(packer, samples, 64, np.random.default_rng(1), steps=6) == 6
-    source = packer._sources[0]
-    start_of = source.start_of
-    monkeypatch.setattr(source, "start_of", lambda index: start_of(index - index % 2))
-    with pytest.raises(AssertionError, match="same place"):
-        check_shares(packer, samples, 64, np.random.default_rng(1), steps=6)
 
 
 @pytest.mark.quick

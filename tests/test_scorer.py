@@ -31,7 +31,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "family": "gpt",
         "positions": "alibi",
         "embedding_norm": True,
-        "scores": "inward",
+        "scores": "layer_scaled",
         "init_std": 0.3,
     },
     "glm": {**SIZE, "family": "glm", "ffn": 64},

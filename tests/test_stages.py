@@ -29,7 +29,7 @@ from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.schedule import BatchSchedule, Ramp
 from fsdp_pretrain.config.sequence_stages import SequenceStages
 from fsdp_pretrain.config.skips import Skips
-from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import Progress
 
 quick = pytest.mark.quick
@@ -79,14 +79,6 @@ def test_conversions_are_sums_over_the_samples(stages: list[tuple[int, int, bool
             assert clock.samples(tokens) == bisect_left(sums, tokens)
         first, stop = 13, 160
         assert clock.between(first, stop) == Counter(each[first:stop])
-
-
-@quick
-def test_ends_are_rounded_up_to_whole_windows() -> None:
-    of = SequenceStages.of
-    assert of([(8, samples(77)), (16, Progress(1440, "token"))], 32) == STAGES
-    assert of([(8, samples(80)), (16, samples(130))], 32) == STAGES
-    assert of([], 32) == SequenceStages.constant(32)
 
 
 # ------------------------------------------------------------------ pieces of windows
@@ -160,37 +152,6 @@ def test_every_token_is_predicted_once_over_stages_sources_and_epochs(tmp_path: 
         assert all(a[-1] == b[0] for a, b in pairwise(parts[window]))
         assert [token for part in parts[window] for token in part[:-1]] + parts[window][-1][-1:] == whole
     assert min(plain.epochs_read(windows).values()) > 1.5
-
-
-@quick
-@pytest.mark.usefixtures("groups_of_6")
-def test_every_token_of_every_document_is_an_input_once_an_epoch(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Counted by what `where` shows, which is also what was trained."""
-    sources = [("a", mixed(tmp_path, tokenizer)[0][1], 1.0)]
-    packer = Packer(sources, 32, seed=3, lanes=3, stages=STAGES)
-    total, seen = packer._sources[0].epoch_length, Counter[tuple[str, int, int]]()
-    windows = 2 * -(-total // 32) + 3
-    assert total * 2 < 32 * windows and windows > 50  # both stages and two epochs
-    for sample, row in enumerate(rows(packer, 0, packer.pieces.first_sample(windows))):
-        found = packer.provenance(sample)
-        assert sum(piece.stop - piece.start for piece in found) == sum(token != packer.eod for token in row)
-        for piece in found:
-            inside = min(piece.stop, piece.start + len(row) - 1 - piece.position)  # the last token is only a label
-            seen.update((piece.shard, piece.document, at) for at in range(piece.start, inside))
-    epochs, _ = divmod(windows * 32, total)
-    assert set(seen.values()) <= {epochs, epochs + 1}
-    assert len(seen) == packer.corpora["a"].manifest.tokens
-
-
-@quick
-@pytest.mark.usefixtures("groups_of_6")
-def test_epochs_count_the_pieces(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    packer = Packer(mixed(tmp_path, tokenizer), 32, seed=3, lanes=3, stages=STAGES)
-    tokens = Counter[int]()
-    for sample in range(180):
-        expected = {s.name: tokens[n] / s.epoch_length for n, s in enumerate(packer._sources)}
-        assert packer.epochs_read(sample) == pytest.approx(expected)
-        tokens[int(packer.pack(sample, 1).sources[0])] += STAGES.length_at(sample)
 
 
 # ------------------------------------------------------------------ batches
@@ -317,15 +278,6 @@ def test_refused(lab: Any, data: dict[str, Any], overrides: list[str], expected:
     assert expected in str(refused.value)
 
 
-@quick
-def test_a_run_without_stages_is_as_it_was(lab: Any) -> None:
-    """Its identity, which checkpoints of earlier versions hold, and what `data.stages = []` means."""
-    plain = load(lab.config())
-    stored = identity(plain, open_packer(plain))
-    assert "stages" not in stored.data
-    assert plain == load(lab.config(data={"stages": []})) and plain.schedule.lengths == SequenceStages.constant(32)
-
-
 def changed(lab: Any, old: dict[str, Any], new: dict[str, Any], cursor: int) -> list[str]:
     def of(data: dict[str, Any]) -> Any:
         config = load(lab.config(data=data))
@@ -365,34 +317,6 @@ def test_skips_that_do_not_explain_the_counters_are_refused(lab: Any) -> None:
     check_supply(config, packer, cursor=48, consumed=40)
     with pytest.raises(ConfigError, match="would have read 48 samples after training 40, but it has read 40"):
         check_supply(config, packer, cursor=40, consumed=40)
-
-
-@quick
-def test_a_source_that_ends_in_a_stage(lab: Any) -> None:
-    """`max_epochs` counts tokens, whatever the length of the samples that they are read in."""
-    source = {"name": "text", "path": str(lab.corpus), "max_epochs": 0.04}
-    plain, staged = (
-        open_packer(load(lab.config(data={"sources": [source], "stages": stages}))) for stages in ([], TABLES)
-    )
-    windows = plain.capacity
-    assert windows is not None and 20 < windows < 45
-    assert staged.capacity is not None and staged.pieces.place(staged.capacity)[:2] == (windows, 0)
-    staged.pack(0, staged.capacity)
-    with pytest.raises(DataError, match="the mixture ends after"):
-        staged.pack(staged.capacity, 1)
-
-
-def test_plan_adds_up_the_lengths(lab: Any) -> None:
-    from fsdp_pretrain.plan.flops import flops_per_token
-    from fsdp_pretrain.plan.plan import plan, render
-
-    config = load(lab.config(data={"stages": TABLES}, train={"duration": "30 steps"}))
-    found = plan(config)
-    assert found.sequence_lengths == {8: 80, 16: 50, 32: 110} and found.tokens == 640 + 800 + 3520
-    expected = sum(n * length * flops_per_token(found.parameters, config.model, length) for length, n in
-                   found.sequence_lengths.items())  # fmt: skip
-    assert found.flops == expected < found.tokens * found.flops_per_token
-    assert "80 samples of 8 tokens, then 50 samples of 16 tokens, then 110 samples of 32 tokens" in render(found)
 
 
 # ------------------------------------------------------------------ compiled

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.record.milestones import milestones
-from fsdp_pretrain.record.step_record import Ramps
 from fsdp_pretrain.units import Progress
 
 pytestmark = pytest.mark.quick
@@ -51,6 +49,11 @@ def schedule(*entries: dict[str, Any], steps: int = 100, **options: Any) -> Sche
     )
 
 
+def rewarm(at: int, over: int) -> dict[str, Any]:
+    """A new warm-up."""
+    return {"at": f"{at} steps", "optimizer": {"lr_scale": {"from": 0.0, "to": 1.0, "over": f"{over} steps"}}}
+
+
 def lrs(found: Schedule, *steps: int) -> list[float]:
     return [found.lr_at(4 * step) for step in steps]
 
@@ -73,11 +76,6 @@ def lrs(found: Schedule, *steps: int) -> list[float]:
             (1, 70, 71, 80, 90),
         ),
         ({"curve": "wsd", "decay_length": "400 tokens"}, lambda n: 1.0 if n <= 90 else 1 - math.sqrt((n - 90) / 10), (90, 95)),
-        (
-            {"curve": "inverse-sqrt", "warmup": "4 steps", "min_lr": 0.25},
-            lambda n: n / 4 if n < 4 else max(0.25, math.sqrt(4 / n)),
-            (2, 4, 5, 16, 63, 64, 65, 100),
-        ),
     ],
 )  # fmt: skip
 @pytest.mark.promise("schedules")
@@ -93,24 +91,19 @@ def test_curves_are_their_closed_forms(
         ("optimizer.curve='wsd'", "`decay_length` is needed for curve = wsd"),
         ("optimizer.decay_length='5 steps'", "belongs to no other"),
         ("optimizer={lr=1e-3,curve='wsd',warmup='1900B tokens',decay_length='200B tokens'}", "within the warm-up"),
-        ("optimizer={lr=1e-3,curve='inverse-sqrt'}", "needs an optimizer.warmup"),
         ("timeline=[{at='9 steps',optimizer={lr=1e-4}}]", "allow_jump = true"),
         *(
             (f"timeline=[{{at='9 steps',train={{grad_clip={{to=0.1,over='{over}'}}}}}}]", "grad_clip 1 -> 0.1 (-90.0%)")
             for over in ("1 steps", "1 tokens", "256 samples")  # over before the next step ends: no ramp
         ),
         ("timeline=[{at='9 steps',train={grad_clip=0.5}}]", "grad_clip 1 -> 0.5 (-50.0%) jumps in one step"),
-        ("timeline=[{at='9 steps',optimizer={betas=[0.9,0.97]}}]", "betas (0.9, 0.95) -> (0.9, 0.97) (+66.7%)"),
         ("timeline=[{at='9 steps',reason='none'}]", "the entry changes nothing"),
-        ("timeline=[{at='9 steps',rewarm='0 steps'}]", "is no length"),
         ("timeline=[{at='9 steps',optimizer={lr={from=1e-4,to=1e-5}}}]", "give its length as `over`"),
         ("timeline=[{at='9 steps',optimizer={lr={to=1e-5,over='0 steps'}}}]", "optimizer.lr.over = '0 steps'"),
         ("timeline=[{at='9 steps',optimizer={beta=1}}]", "unknown key"),
         ("timeline=[{at=9,optimizer={lr=1e-4}}]", "a bare number has no unit"),
-        ("timeline=[{at='9 steps',continuous=true,optimizer={lr=1e-4}}]", "`continuous` is for a new optimizer.min_lr"),
         ("timeline=[{at='9 steps',allow_jump=true,optimizer={min_lr=1.0}}]", "min_lr = 1 is above optimizer.lr"),
-        ("timeline=[{at='9 steps',checkpoint={every='0 steps'}}]", "is not a positive interval"),
-        ("eval={loss_every='0 steps'}", "eval.loss_every = 0 steps is not a positive interval"),
+        ("timeline=[{at='9 steps',checkpoint={every='0 steps'}}]", "0 steps is no length"),
     ],
 )
 def test_what_cannot_be_is_refused_before_work_starts(override: str, text: str) -> None:
@@ -123,13 +116,13 @@ def test_what_cannot_be_is_refused_before_work_starts(override: str, text: str) 
 
 @pytest.mark.shows("A12")
 def test_a_new_warm_up_is_absolute_and_then_inert() -> None:
-    plain, found = schedule(curve="cosine"), schedule({"at": "20 steps", "rewarm": "10 steps"}, curve="cosine")
+    plain, found = schedule(curve="cosine"), schedule(rewarm(20, 10), curve="cosine")
     factors = [found.lr_at(4 * n) / plain.lr_at(4 * n) for n in range(1, 100)]
     assert factors == pytest.approx([1.0 if n <= 20 else min(1.0, (n - 20) / 10) for n in range(1, 100)], rel=1e-12)
     assert lrs(found, 20, 30, 31, 99) == lrs(plain, 20, 30, 31, 99)
-    both = schedule({"at": "2 steps", "rewarm": "4 steps"}, warmup="8 steps")  # also inside the first warm-up
+    both = schedule(rewarm(2, 4), warmup="8 steps")  # also inside the first warm-up
     assert lrs(both, 2, 3, 4, 6) == [2 / 8, 3 / 8 / 4, 4 / 8 / 2, 6 / 8]
-    again = schedule({"at": "20 steps", "rewarm": "10 steps"}, {"at": "25 steps", "rewarm": "4 steps"}, curve="cosine")
+    again = schedule(rewarm(20, 10), rewarm(25, 4), curve="cosine")
     factors = [again.lr_at(4 * n) / plain.lr_at(4 * n) for n in range(20, 31)]  # the later takes the earlier's place
     assert factors == pytest.approx([1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.25, 0.5, 0.75, 1, 1], rel=1e-12)
 
@@ -152,16 +145,13 @@ def test_ramps_go_on_from_where_they_are() -> None:
         {"at": "60 steps", "optimizer": {"weight_decay": 0.0}},  # the order in the file means nothing
         {"at": "10 steps", "optimizer": {"weight_decay": {"to": 0.3, "over": "20 steps"}}},
         {"at": "20 steps", "optimizer": {"weight_decay": {"to": 0.1, "over": "10 steps"}}},  # cuts the first short
-        {"at": "30 steps", "optimizer": {"betas": {"to": [0.8, 0.99], "over": "4 steps"}}},
         {"at": "40 steps", "optimizer": {"weight_decay": {"from": 0.5, "to": 0.4, "over": "2 steps"}}},
     )
     values = {n: found.values_at(4 * n).weight_decay for n in (10, 15, 20, 25, 30, 40, 41, 42, 60, 61)}
     assert values == pytest.approx(
         {10: 0.1, 15: 0.15, 20: 0.2, 25: 0.15, 30: 0.1, 40: 0.1, 41: 0.45, 42: 0.4, 60: 0.4, 61: 0.0}
     )
-    assert found.values_at(4 * 31).betas == pytest.approx((0.875, 0.96))
-    assert found.values_at(4 * 34).betas == (0.8, 0.99)
-    assert 30 not in {row["step"] for row in schedule({"at": "90 steps", "rewarm": "1 step"}).preview()}
+    assert 30 not in {row["step"] for row in schedule(rewarm(90, 1)).preview()}
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.floats(0.1, 1.0)), max_size=6), st.integers(1, 100))
@@ -177,22 +167,11 @@ def test_values_are_those_of_restarts(entries: list[tuple[int, float]], step: in
 @pytest.mark.parametrize("curve", ["cosine", "linear", "wsd"])
 def test_another_floor_without_a_jump(curve: str) -> None:
     options = {"curve": curve, "warmup": "10 steps", "decay_length": "60 steps" if curve == "wsd" else None}
-    entry = {"at": "70 steps", "continuous": True, "allow_jump": False, "optimizer": {"min_lr": 0.05}}
+    ramp = {"to": 0.05, "over": "20 steps"}
+    entry = {"at": "70 steps", "allow_jump": False, "optimizer": {"min_lr": ramp}}
     before, after = schedule(min_lr=0.2, **options), schedule(entry, min_lr=0.2, **options)
-    place = after.timeline[0]
-    assert lrs(after, *range(1, 71)) == lrs(before, *range(1, 71))
-    (jump,) = place.jumps or [None]
-    assert jump is None or abs(jump.after - jump.before) < 1e-12
-    share = [(after.lr_at(4 * n) - 0.05) / (before.lr_at(4 * n) - 0.2) for n in range(71, 100)]
-    assert share == pytest.approx([share[0]] * len(share)) and after.lr_at(400) == 0.05
-
-
-def test_finished_entries_change_nothing() -> None:
-    plain, text = recipe("glm-130b", "timeline=[]"), "timeline=[{at='100 steps',rewarm='9 steps'}]"
-    expired = recipe("glm-130b", text)
-    for step in (100, 109, 110, 30_000):
-        place = plain.schedule.batch.consumed_at(step)
-        assert plain.schedule.values_at(place) == replace(expired.schedule.values_at(place), rewarm=1.0)
+    assert lrs(after, *range(1, 71)) == lrs(before, *range(1, 71)) and not after.timeline[0].jumps
+    assert lrs(after, *range(90, 101)) == lrs(schedule(min_lr=0.05, **options), *range(90, 101))
 
 
 @pytest.mark.parametrize(
@@ -203,9 +182,9 @@ def test_finished_entries_change_nothing() -> None:
         "{at='9 steps',optimizer={lr={to=5e-5,over='5 steps'}}}",
         "{at='9 steps',train={grad_clip={to=0.1,over='2 steps'}}}",
         "{at='9 steps',optimizer={lr=2.9e-4}}",
-        "{at='9 steps',rewarm='5 steps'}",
+        "{at='9 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}",
         "{at='9 steps',optimizer={shrink_paths='input'}}",
-        "{at='9 steps',optimizer={betas=[0.9,0.952]}}",
+        "{at='9 steps',optimizer={betas=[0.9,0.97]}}",
     ],
 )
 def test_what_is_no_jump_or_says_that_it_is_meant(entry: str, tmp_path: Path) -> None:
@@ -256,7 +235,7 @@ def test_glm_130b_as_it_ran(run_command: Run) -> None:
     assert rows[26_000]["shares"]["multitask-first"] == 0
     shown = run_command("fsdp_pretrain.cli", "plan", RECIPES / "glm-130b.toml", "--at", "40_700,40_701 steps")
     header, last, first = shown.stdout.splitlines()
-    assert header.split()[:3] == ["step", "consumed", "cursor"] and "rewarm" in header
+    assert header.split()[:3] == ["step", "consumed", "cursor"] and "lr_scale" in header
     assert last.split()[:3] == ["40_700", "159_265_080", "159_265_080"] and first.split()[2] == "160_114_104"
 
 
@@ -271,23 +250,22 @@ def test_the_glm_timeline_names_every_jump() -> None:
     texts = [text for _, text in milestones(recipe("glm-130b"))]
     assert sum(text.startswith("timeline: ") for text in texts) == len(found) == 9
     assert any("lr 4.53e-05 -> 2.458e-05 (-45.7%); the loss falls slowly" in text for text in texts)
-    continuous = "timeline=[{at='42_700 steps',continuous=true,optimizer={min_lr=4e-6}}]"
-    (placed,) = recipe("glm-130b", continuous).schedule.timeline
-    assert not placed.jumps or abs(placed.jumps[0].after - placed.jumps[0].before) < 1e-12
 
 
 def test_plan_shows_the_steps_around_every_entry(lab: Any) -> None:
     timeline = [
-        {"at": "7 steps", "reason": "tired", "rewarm": "4 steps"},
+        {**rewarm(7, 4), "reason": "tired"},
         {"at": "0 steps", "optimizer": {"weight_decay": 0.2}},
         {"at": "90 steps", "train": {"grad_clip": 0.95}},
     ]
     found = plan.plan(load(lab.config(timeline=timeline)))
-    rows = {row["step"]: row["rewarm"] for row in found.schedule}
+    rows = {row["step"]: row["lr_scale"] for row in found.schedule}
     assert {step: rows[step] for step in (6, 7, 8, 10, 11, 12)} == {6: 1, 7: 1, 8: 0.25, 10: 0.75, 11: 1, 12: 1}
     lines = plan.render(found).splitlines()
     (at,) = [
-        number for number, line in enumerate(lines) if "after step 7, 56 samples: rewarm = 4 steps (tired)" in line
+        number
+        for number, line in enumerate(lines)
+        if "after step 7, 56 samples: optimizer.lr_scale = 0.0 to 1.0 over 4 steps (tired)" in line
     ]
     assert lines[at + 1].split()[:2] == ["jump:", "lr"] and lines[at + 1].endswith("-> 0 (-100.0%)")
     assert any("at 90 steps: train.grad_clip = 0.95: the run has ended by then" in text for text in found.warnings)
@@ -302,6 +280,10 @@ def test_plan_shows_the_steps_around_every_entry(lab: Any) -> None:
         ("tr1-13b", 8_641, 216_320, None, 1.0e-4),
         ("tr8-104b", 6_900, 251_312, 96, None),
         ("tr8-104b", 7_000, 260_912, 96, None),
+        ("tr8-104b", 6_502, 216_960, 80, None),
+        ("tr8-104b", 8_738, 488_048, 176, None),
+        ("tr8-104b", 11_446, 1_255_856, 432, None),
+        ("tr8-104b", 12_000, 1_519_744, 528, None),
         ("tr8-104b", 6_494, 216_320, 80, 6.0e-5),
         ("tr11-176b", 12_695, 9_841_584, 2048, 5.969e-5),
         ("tr11-176b", 31_214, 47_768_496, 2048, 5.279e-5),
@@ -332,7 +314,7 @@ def saves(config: Config, last: int) -> list[int]:
     due = []
     for step in range(1, last + 1):
         before, after = batch.consumed_at(step - 1), batch.consumed_at(step)
-        if found.due(config.save_every(after), step=step, before=before, after=after):
+        if found.due(config.schedule.save_every(after), step=step, before=before, after=after):
             due.append(step)
     return due
 
@@ -357,28 +339,28 @@ def test_another_interval_from_a_place_on() -> None:
     assert every[:4] == [131_072, 229_376, 327_680, 1_015_808]
 
 
-def test_the_record_has_what_the_timeline_changes() -> None:
-    config = recipe("glm-130b")
-    values = config.schedule.values_at(83_659_704)
-    assert config.schedule.steered(values) == {"rewarm": 0.0005, "embedding_shrink": 1.0, "shrink_paths": "both"}
-    ramps = Ramps(shares={}, **config.schedule.steered(values), betas=(0.9, 0.95))
-    assert Ramps.model_validate_json(ramps.model_dump_json()) == ramps
-
-
 # ---------------------------------------------------------------- resume rules
 
 
 @pytest.mark.parametrize(
     ("before", "after", "declared"),
     [
-        ("[]", "[{at='20 steps',rewarm='5 steps'}]", False),  # where the run is: the next step is the first of it
-        ("[]", "[{at='19 steps',rewarm='5 steps'}]", True),
-        ("[]", "[{at='19 steps',checkpoint={every='5 steps'}}]", False),  # nothing that is learned
-        ("[{at='90 steps',rewarm='5 steps'}]", "[]", True),  # an old file
-        ("[{at='90 steps',rewarm='5 steps'}]", "[{at='90 steps',rewarm='6 steps'}]", True),
         (
-            "[{at='9 steps',rewarm='5 steps'}]",
-            "[{at='90 steps',rewarm='5 steps'},{at='9 steps',rewarm='5 steps'}]",
+            "[]",
+            "[{at='20 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]",
+            False,
+        ),  # where the run is: the next step is the first of it
+        ("[]", "[{at='19 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]", True),
+        ("[]", "[{at='19 steps',checkpoint={every='5 steps'}}]", False),  # nothing that is learned
+        ("[{at='90 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]", "[]", True),  # an old file
+        (
+            "[{at='90 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]",
+            "[{at='90 steps',optimizer={lr_scale={from=0.0,to=1.0,over='6 steps'}}}]",
+            True,
+        ),
+        (
+            "[{at='9 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]",
+            "[{at='90 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}},{at='9 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]",
             False,
         ),
     ],

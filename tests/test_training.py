@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from processes import LAUNCH, TORCHRUN, spawn
+from processes import TORCHRUN, spawn
 from sight import PATIENCE, seeded
 
 from fsdp_pretrain.record.files import RunDir
@@ -215,34 +214,6 @@ def test_two_nodes_form_one_mesh(
     assert environment["world"] == {"size": 2 * ranks, "replicas": 2, "shards": ranks}
 
 
-@pytest.mark.slow
-def test_two_nodes_over_a_network(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, two_nodes: Any, constants: Any
-) -> None:
-    """A launcher on each of two nodes that share only a cable and the file system. kill -9 of a rank of the second:
-    both end their part of the start, start the next together, and the curve is the same."""
-    run = module_lab.path / "namespaces"
-    constants("fsdp_pretrain.launch.policy", PAUSES=[0.5])
-    constants("fsdp_pretrain.launch.watch", END_SECONDS=10.0)
-    changes = ["parallel.shard='node'"]
-    nodes = two_nodes()
-    logs = [module_lab.path / f"namespaces-{node.name}.log" for node in nodes]
-    agents = [
-        spawn([*prefix, *LAUNCH, *options, long_config, f"run.dir={run}", *changes], log, **extra)
-        for (prefix, options, extra), log in zip(nodes, logs, strict=True)
-    ]
-    helpers.wait_for(lambda: reached(run, 12, helpers) or agents[0].poll() is not None, what="step 12")
-    children = psutil.Process(agents[1].pid).children(recursive=True)
-    next(one for one in children if one.environ().get("LOCAL_RANK") == "1").kill()
-    end(agents, logs)
-    assert curve(helpers.metrics(run)) == curve(uninterrupted)
-    environment = json.loads((run / "segments/0001/environment.json").read_text())
-    assert environment["world"] == {"size": 4, "replicas": 2, "shards": 2}
-    assert len(environment["hosts"]) == 2 and len(list((run / "segments").iterdir())) == 2
-    assert len(list((run / "segments/0001/ended").iterdir())) == 2
-    assert len(helpers.journal(run, "restart")) == 1
-
-
 @pytest.mark.shows("A23", "D17")
 def test_stopping_saves_and_says_resume(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, run_command: Any, gates: Any
@@ -336,11 +307,6 @@ def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Any) -> No
     lab.train(config, f"run.dir={parts}", "train.duration=5 steps", "optimizer.decay=10 steps", ranks=2)
     lab.train(config, f"run.dir={parts}", ranks=2)
     assert helpers.losses(whole) == helpers.losses(parts)
-
-
-def test_a_start_warns_once_of_what_is_set_in_vain(lab: Any) -> None:
-    config = lab.config(optimizer={"decay_shape": "linear"}, train={"duration": "5 steps"})
-    assert lab.train(config, ranks=2).count("warning: optimizer.decay_shape = linear has no effect") == 1
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,19 @@ IGNORE = -100
 VERSION = 1
 """Of the construction: part of a run's identity."""
 LONGEST_SPAN = 39
-SHORTEST = 32
-"""Minimum tokens of a shortened piece."""
+_SPAN_MEAN = 3.0
+"""Mean of the Poisson distribution of a span's length, before that is limited to 1 to `LONGEST_SPAN` tokens."""
+_BUDGET = 0.15
+"""Least share of a piece's tokens that is blanked."""
+_SINGLE = 0.02
+"""Share of pieces with exactly one blank."""
+_SHORT, SHORTEST = 0.02, 32
+"""Share of pieces that are cut to a random length, and their minimum tokens."""
+_ENDING = 0.2
+"""Shortest ending, as a share of the row; the longest is the whole row. All as in GLM-130B."""
 
 Ints = npt.NDArray[np.int64]
-Scheme = Literal["arange", "mask", "unified"]
+Scheme = Literal["arange", "mask"]
 
 
 class Specials(NamedTuple):
@@ -55,35 +63,20 @@ class Specials(NamedTuple):
     eop: int
 
     @classmethod
-    def behind(cls, objective: GLMObjective, vocab_size: int) -> Specials:
-        """The ids that the objective asks for, given a tokenizer of `vocab_size` ids."""
-        first = vocab_size if objective.first_special is None else objective.first_special
-        return cls(*range(first, first + len(cls._fields)))
+    def behind(cls, vocab_size: int) -> Specials:
+        """The ids behind those of a tokenizer."""
+        return cls(*range(vocab_size, vocab_size + len(cls._fields)))
 
     @classmethod
-    def of(cls, objective: GLMObjective, tokenizer: TokenizerEntry, vocab: int) -> Specials:
-        """The ids under a tokenizer, in a model of `vocab` ids.
-
-        Raises:
-            ConfigError: the model has no such ids, or text can contain one of them.
-        """
-        ids = cls.behind(objective, tokenizer.vocab_size)
+    def of(cls, tokenizer: TokenizerEntry, vocab: int) -> Specials:
+        """The ids under a tokenizer, in a model of `vocab` ids. Raises ConfigError if the model has no such ids."""
+        ids = cls.behind(tokenizer.vocab_size)
         if ids[-1] >= vocab:
             raise ConfigError(
                 f"model.vocab = {vocab}, but the objective's special tokens have the ids {ids[0]} to {ids[-1]}",
                 effect="ids above the embedding table would crash a GPU kernel in the middle of a run",
                 remedy=f"set model.vocab to at least {ids[-1] + 1}",
             )
-        never_in_text = set(tokenizer.specials) - {tokenizer.eod}
-        for name, number in ids._asdict().items():
-            reserved = number in never_in_text or (name == "eod" and number == tokenizer.eod)
-            if number < tokenizer.vocab_size and not reserved:
-                raise ConfigError(
-                    f"data.objective.first_special = {ids.mask} makes {number} the id of `{name}`, but it is one of "
-                    f"the tokenizer's vocabulary of {tokenizer.vocab_size}",
-                    effect="text that contains this token would look like a blank",
-                    remedy="leave first_special out: the ids then follow the tokenizer's vocabulary",
-                )
         return ids
 
 
@@ -104,12 +97,9 @@ class Slot:
     def line(self, scheme: Scheme) -> Ints:
         """One-dimensional positions: int64 [length].
 
-        `arange` counts up; `mask` gives all tokens of a blank the position of their mask; `unified` starts there with
-        sop and counts up.
+        `arange` counts up; `mask` gives all tokens of a blank the position of their mask.
         """
-        if scheme == "arange":
-            return np.arange(len(self.inputs))
-        return self.place if scheme == "mask" else self.place + np.maximum(self.inside - 1, 0)
+        return np.arange(len(self.inputs)) if scheme == "arange" else self.place
 
 
 def fill_blanks(text: Ints, targets: Ints, starts: Ints, lengths: Ints, order: Ints, ids: Specials) -> Slot:
@@ -172,19 +162,19 @@ class SpanSampler:
         self._objective, self._piece, self._slot = objective, piece, slot
         weight, weights = 1.0, []
         for length in range(1, LONGEST_SPAN + 1):  # Poisson, up to a factor; this arithmetic is the same anywhere
-            weight *= objective.span_mean / length
+            weight *= _SPAN_MEAN / length
             weights.append(weight)
         sums = np.array(list(accumulate(weights)))
         self._cumulative = sums / sums[-1]
-        self._budgets = (objective.mask_budget * np.arange(piece + 1)).astype(np.int64)
+        self._budgets = (_BUDGET * np.arange(piece + 1)).astype(np.int64)
         self._draws = max(1, int(self._budgets[-1]))  # a span has at least one token
 
     def draw(self, key: int) -> tuple[int, Ints, Ints, Ints]:
         """From a key: tokens used of the piece, starts and lengths of the spans, the order of their blanks."""
         objective, size = self._objective, self._piece
         chance = uniforms(key, 3 + 3 * self._draws)
-        single = chance[0] < objective.single_span
-        if chance[1] < objective.short and size > SHORTEST:
+        single = chance[0] < _SINGLE
+        if chance[1] < _SHORT and size > SHORTEST:
             size = SHORTEST + int(chance[2] * (size - SHORTEST))
         by_span = chance[3:].reshape(3, self._draws)
         lengths = 1 + np.minimum(self._cumulative.searchsorted(by_span[0], "right"), LONGEST_SPAN - 1)
@@ -223,7 +213,7 @@ class Infilled:
 class Infilling:
     """The objective: packed samples to samples of `sequence_length` tokens with blanks, a pure function.
 
-    `seed` is the data seed; `names`, `pairs` and `separator` are the packer's.
+    `seed` is the data seed; `names`, `pairs` and `separator` are the packer's; `two_dimensions` are those of positions.
     """
 
     def __init__(
@@ -236,13 +226,14 @@ class Infilling:
         pairs: Sequence[int],
         separator: int,
         ids: Specials,
+        two_dimensions: bool = False,
     ) -> None:
         self._objective, self._seed, self._names, self._pairs = objective, seed, names, frozenset(pairs)
         self._separator, self._ids, self.length = separator, ids, sequence_length
-        self._slots, self._flat = objective.slots, objective.positions == "glm1d"
+        self._slots, self._flat = objective.slots, not two_dimensions
         self._slot, self._piece = sequence_length // self._slots, objective.row // self._slots
         self._spans = SpanSampler(objective, self._piece, self._slot)
-        self._shortest = max(1, int(objective.ending_min * objective.row))
+        self._shortest = max(1, int(_ENDING * objective.row))
 
     def empty(self, count: int) -> Infilled:
         """`count` samples of one slot of padding, with nothing to learn."""
@@ -296,7 +287,7 @@ class Infilling:
             if (targets[at : at + middle] == IGNORE).any():  # without its prompt, an answer is not learned either
                 label = np.full_like(label, IGNORE)
             slot = continue_text(here[:middle], here[middle + 1 : end], label, ids.mask, ids.sop, ids.eop)
-            self._put(out, row, number, slot, self._objective.multitask_positions)
+            self._put(out, row, number, slot, "arange")
 
     def _put(self, out: Infilled, row: int, number: int, slot: Slot, scheme: Scheme) -> None:
         """Write a slot, truncated to its size."""

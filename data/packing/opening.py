@@ -80,7 +80,8 @@ def open_infilling(config: Config, packer: Packer, *, seed: int | None = None) -
         names=packer.mixture.names,
         pairs=packer.pairs,
         separator=packer.eod,
-        ids=Specials.of(objective, packer.tokenizer, config.model.vocab),
+        ids=Specials.of(packer.tokenizer, config.model.vocab),
+        two_dimensions=config.model.two_dimensions,
     )
 
 

@@ -19,7 +19,7 @@ def check_against(report: ValidationReport, run: Config) -> Findings:
     tokenizer.
     """
     findings, size, objective = Findings(), report.vocabulary.size, run.data.objective
-    needed = size if objective.kind == "causal" else max(size, Specials.behind(objective, size).eop + 1)
+    needed = size if objective.kind == "causal" else max(size, Specials.behind(size).eop + 1)
     if run.model.vocab < needed:
         note = f"model.vocab = {run.model.vocab}, tokenizer {size}"
         note += f", with the objective's special tokens {needed}" if needed > size else ""

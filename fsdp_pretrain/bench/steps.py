@@ -43,7 +43,7 @@ class RandomSteps:
     """
 
     def __init__(self, config: Config, world: World, batch: int | None = None) -> None:
-        self._objective = config.data.objective
+        self._objective, self._two = config.data.objective, config.model.two_dimensions
         self._batches, self._position = BatchSchedule(batch or config.schedule.batch.full), Position()
         self._local, self._micro = self._batches.full // world.size, config.train.micro_batch
         self._length, self._vocab = config.data.sequence_length, config.model.vocab
@@ -73,7 +73,7 @@ class RandomSteps:
         micro.lengths = torch.full((self._micro, objective.slots), slot, dtype=torch.int32)
         micro.prefix = micro.lengths // 2
         line = (torch.arange(self._length) % slot).expand(self._micro, -1).contiguous()
-        micro.positions = line if objective.positions == "glm1d" else torch.stack((line, line), 1)
+        micro.positions = torch.stack((line, line), 1) if self._two else line
 
     def blank(self, before: Position) -> StepBatch:
         """Needed only after a failed read, and nothing is read here."""

@@ -22,7 +22,7 @@ from data.packing.opening import open_packer
 from fsdp_pretrain import __version__, models
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
-from fsdp_pretrain.config.resume_rules import load_compatible
+from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError, ConfigError, StorageError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
@@ -73,7 +73,7 @@ def export_checkpoint(
     if out.exists():
         raise ConfigError(f"{out} exists", remedy="name a folder that does not; nothing is overwritten")
     checkpoint = Store(run.checkpoints).find(step)
-    config = load_compatible(checkpoint.path / CONFIG)
+    config = load_recorded(checkpoint.path / CONFIG)
     tokenizer = find_tokenizer(checkpoint, config, tokenizer_path)
     type_name = str(DTYPES[dtype]).removeprefix("torch.")
     length = config.data.sequence_length

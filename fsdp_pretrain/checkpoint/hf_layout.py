@@ -155,7 +155,6 @@ _GPT2_KEYS: tuple[tuple[str, str, Any], ...] = (
     ("norm_eps", "layer_norm_epsilon", 1e-5),
     ("init_std", "initializer_range", 0.02),
     ("dropout", "resid_pdrop", 0.1),
-    ("attention_dropout", "attn_pdrop", 0.1),
     ("tied_head", "tie_word_embeddings", True),
 )
 # (their key, values equivalent to our model; the first is written, and is the default of their class)
@@ -230,13 +229,14 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
             remedy="evaluate the checkpoint itself with `fsdp-eval run`; torch.distributed.checkpoint reads it, too",
         )
     values = model.model_dump()
-    values |= {"ffn": model.ffn_width, "init_std": model.std, "attention_dropout": model.attention_rate}
+    values |= {"ffn": model.ffn_width, "init_std": model.std}
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
         **{theirs: values[ours] for ours, theirs, _ in _GPT2_KEYS},
         **{key: allowed[0] for key, allowed in _GPT2_FIXED},
         "embd_pdrop": model.dropout,
+        "attn_pdrop": model.dropout,
         **common,
     }
 
@@ -249,8 +249,8 @@ def _rope_to_hf(model: LlamaModel) -> dict[str, Any]:
         rope = {"rope_type": scaling.kind, "factor": scaling.factor}
         if scaling.kind == "llama3":
             rope |= {
-                "low_freq_factor": scaling.low_frequency,
-                "high_freq_factor": scaling.high_frequency,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
                 "original_max_position_embeddings": scaling.original_length,
             }
     return {
@@ -357,13 +357,11 @@ def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) ->
     elif kind != "default":
         problems.append(f"rope_type = {reprlib.repr(kind)}; ours are default, linear and llama3")
     if scaling is not None and kind == "llama3":
-        scaling |= {
-            "low_frequency": rope.get("low_freq_factor"),
-            "high_frequency": rope.get("high_freq_factor"),
-            "original_length": rope.get(
-                "original_max_position_embeddings", content.get("max_position_embeddings", 2048)
-            ),
-        }
+        longest = content.get("max_position_embeddings", 2048)
+        scaling["original_length"] = rope.get("original_max_position_embeddings", longest)
+        for name, ours in (("low_freq_factor", 1.0), ("high_freq_factor", 4.0)):
+            if (theirs := rope.get(name)) != ours:
+                problems.append(f"{name} = {reprlib.repr(theirs)}; ours is {ours}")
     places = {"config.json": content, **{name: content.get(name) for name in ("rope_parameters", "rope_scaling")}}
     bases = {
         name: each["rope_theta"] for name, each in places.items() if isinstance(each, dict) and "rope_theta" in each
@@ -390,7 +388,7 @@ def _qwen_window(content: dict[str, Any], layers: Any) -> Iterator[str]:
         )
 
 
-_FREE = {"declared_params", "init_std", "dropout", "attention_dropout", "scores", "vocab", "vocab_multiple"}
+_FREE = {"declared_params", "init_std", "dropout", "scores", "vocab", "vocab_multiple"}
 """Keys that do not change what given weights compute, or (vocabulary) are compared as rows."""
 
 

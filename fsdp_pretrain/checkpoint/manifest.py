@@ -106,10 +106,5 @@ def is_permanent(config: Config, manifest: CheckpointManifest, intervals: Iterab
 
 def evaluation_due(config: Config, manifest: CheckpointManifest) -> bool:
     """Whether the configuration asks to evaluate a checkpoint with this manifest."""
-    every = config.schedule.interval_at("eval.every", manifest.consumed)
-    if every is None:
-        return False
-    if manifest.final:
-        return True
-    before = manifest.consumed - manifest.batch
-    return config.schedule.due(every, step=manifest.step, before=before, after=manifest.consumed)
+    every = config.eval.every
+    return every is not None and is_permanent(config, manifest, [every])

@@ -17,7 +17,6 @@ from fsdp_pretrain.config.resume_rules import (
     differences,
     load_recorded,
     refuse,
-    refuse_unknown,
     undeclared,
 )
 from fsdp_pretrain.config.step_settings import same_values
@@ -185,13 +184,10 @@ class Resume:
         Raises ConfigError. Declarations are checked against the newest segment's configuration: declaring once is
         enough even if a start ends before its first checkpoint, and a rollback's or fork's changes are already in it.
         """
-        wrote, _ = load_recorded(checkpoint.path / CONFIG)
+        wrote = stands = load_recorded(checkpoint.path / CONFIG)
         head = max(lineage.nodes(self._run), key=lambda node: node.segment, default=None)
-        path = checkpoint.path / CONFIG
         if head is not None and (its := self._run.segment(head.segment) / "config.toml").exists():
-            path = its
-        stands, unknown = load_recorded(path)
-        refuse_unknown(path, unknown)
+            stands = load_recorded(its)
         here = changes(stands, self._config)
         if undeclared(here, (), content.consumed) and self._same_ahead(stands, content):
             here = [change for change in here if change.kind != DECLARED or change.key == "train.duration"]
@@ -200,7 +196,6 @@ class Resume:
         at_once = stands.schedule.jumps_to(self._config.schedule, content.consumed)
         refuse(str(checkpoint.path), wrong, missing, content.cursor, at_once)
         changed = [change.text for change in changes(wrote, self._config)]
-        changed += [f"{change.text} -> not known to this version" for change in unknown]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
         return changed, [change.text for change in undeclared(here, (), content.consumed)]
 
@@ -218,8 +213,6 @@ class Resume:
                 effect=f"training would pass step {asked} with the optimiser as it is",
                 remedy=f"--reset-optimizer {step}, or leave it out",
             ).on_all_ranks()
-        if asked is not None and step > asked:
-            self._recorder.event("optimizer", f"not reset: step {asked} is past", step=step)
         return asked == step and step > 0
 
     # ------------------------------------------------------------------ report

@@ -16,7 +16,7 @@ from data.packing.packer import Packer
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel
-from fsdp_pretrain.config.resume_rules import differences, load_compatible
+from fsdp_pretrain.config.resume_rules import differences, load_recorded
 from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError, shortened
 from fsdp_pretrain.parallel.mesh import SingleProcess
 from fsdp_pretrain.record import journal, run_id
@@ -163,7 +163,7 @@ def import_checkpoint(run: RunDir, path: Path, config: Config) -> Imported:
     checkpoint = next((item for item in Store(path.resolve().parent).scan() if item.path.name == path.name), None)
     if checkpoint is None or checkpoint.problem:
         raise CheckpointError(f"{path} is not a valid checkpoint: {checkpoint.problem if checkpoint else 'its name'}")
-    theirs = load_compatible(path / CONFIG).model
+    theirs = load_recorded(path / CONFIG).model
     refuse_another_model(path, theirs, config.model)
     packer = open_packer(config)
     known = checkpoint.train_state().identity.tokenizer.fingerprint

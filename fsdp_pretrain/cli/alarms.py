@@ -73,7 +73,7 @@ def _notify(args: argparse.Namespace) -> int:
     from fsdp_pretrain.watchdog.notify.channels import make_channels
     from fsdp_pretrain.watchdog.notify.message import MessageSender
 
-    config, _ = load_recorded(args.run.config)
+    config = load_recorded(args.run.config)
     channels = make_channels(config.watchdog.notify)
     if not channels:
         raise ConfigError("no channel is configured", remedy="set watchdog.notify.slack = true, see docs/alarms.md")

@@ -160,11 +160,11 @@ def _import(args: argparse.Namespace) -> int:
     from fsdp_pretrain.checkpoint.hf_layout import read_model
     from fsdp_pretrain.checkpoint.store import CONFIG
     from fsdp_pretrain.config.config import load
-    from fsdp_pretrain.config.resume_rules import load_compatible
+    from fsdp_pretrain.config.resume_rules import load_recorded
 
     native = (args.source / CONFIG).exists()
     if args.show_model:
-        model = load_compatible(args.source / CONFIG).model if native else read_model(args.source)
+        model = load_recorded(args.source / CONFIG).model if native else read_model(args.source)
         print(tomli_w.dumps({"model": model.model_dump(mode="json", exclude_none=True)}), end="")
         return 0
     if args.config is None:

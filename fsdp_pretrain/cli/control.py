@@ -13,26 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.console import JSON, argument, row, verb
 from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
-from fsdp_pretrain.record.arguments import RUN
-from fsdp_pretrain.units import Seconds, human_time
+from fsdp_pretrain.record.arguments import RUN, seconds
+from fsdp_pretrain.units import human_time
 
 if TYPE_CHECKING:
     from fsdp_pretrain.config.live_set import ShownValue
-    from fsdp_pretrain.config.timeline import TimelineEntry
     from fsdp_pretrain.record.files import RunDir
     from fsdp_pretrain.watchdog.status import StatusReport
 
 _PATIENCE, _STEPS = 60.0, 20
 """How long to wait for an answer: seconds, or this many steps if they take longer."""
 _POLL_SECONDS, _LOOK_SECONDS = 0.1, 2.0
-
-
-def _seconds(text: str) -> float:
-    """Argument type of a duration. Raises ArgumentTypeError."""
-    try:
-        return Seconds.parse(text).value
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _step(text: str) -> int:
@@ -52,7 +43,7 @@ def _step(text: str) -> int:
     argument("--at", type=_step, metavar="STEP", help="set: for the steps after this one (default: at once)"),
     argument("--yes", action="store_true", help="set: do not ask for confirmation"),
     argument("--reason", default="", help="for the chronicle"),
-    argument("--wait", type=_seconds, metavar="TIME", help="how long to wait for an answer, such as '5 minutes'"),
+    argument("--wait", type=seconds, metavar="TIME", help="how long to wait for an answer, such as '5 minutes'"),
     JSON,
 )
 def control(args: argparse.Namespace) -> int:
@@ -75,33 +66,27 @@ def control(args: argparse.Namespace) -> int:
 
 
 def _set(args: argparse.Namespace, report: StatusReport) -> int:
-    from fsdp_pretrain.config.live_set import lasting, preview, ramped, read_entry, steer
+    from fsdp_pretrain.config.live_set import preview, ramped, read_entry, steer
     from fsdp_pretrain.config.resume_rules import load_recorded
 
-    step = report.status.step or 0
+    step, consumed = report.status.step or 0, report.status.consumed or 0
     at = step if args.at is None else args.at
     if at < step:
         raise ConfigError(f"--at {at}: the run is at step {step:_} already", effect="nothing was changed")
-    consumed = report.status.consumed or 0
-    config, _ = load_recorded(args.run.config)
-    place = config.schedule.batch.ahead(consumed, at - step)
+    config = load_recorded(args.run.config)
     changes = [ramped(text, args.over) for text in args.overrides]
-    asked = read_entry(changes, at=place, reason=args.reason)
-    entry = lasting(asked, config.schedule)
+    place = config.schedule.batch.ahead(consumed, at - step)
+    entry = read_entry(changes, config.schedule, at=place, reason=args.reason)
     after = steer(config, entry)
     rows = preview(config, after, entry, step=step, consumed=consumed)
     if not args.json:
         jumps = next((placed.jumps for placed in after.schedule.timeline if placed.entry == entry), ())
         exact = "" if args.at is not None else "; the job acts at the next step that all ranks have before them"
-        print(
-            "\n".join(
-                [f"{asked.keys()} after step {at:_}{exact}", *_table(rows), *(row("jump", str(jump)) for jump in jumps)]
-            ),
-            flush=True,
-        )
+        head = f"{', '.join(changes)} after step {at:_}{exact}"
+        print("\n".join([head, *_table(rows), *(row("jump", str(jump)) for jump in jumps)]), flush=True)
     if not args.yes:
         _confirm()
-    answer = _ask(args, report, reason=args.reason, changes=changes, at=args.at, seen=len(config.timeline))
+    answer = _ask(args, report, reason=args.reason, changes=changes, at=args.at)
     _show(args, answer=answer, preview=[asdict(each) for each in rows])
     return 0
 
@@ -133,21 +118,9 @@ def _show(args: argparse.Namespace, **found: Any) -> None:
     print(json.dumps(found, indent=1) if args.json else found["answer"]["text"])
 
 
-def _send(args: argparse.Namespace, **content: Any) -> Path:
-    """Send the request. Returns its file. Raises StorageError."""
-    from fsdp_pretrain.record.requests import send
-
-    try:
-        return send(args.run, args.action, **content)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write to {args.run.control}: {error.strerror}", effect="the request was not sent"
-        ) from None
-
-
 def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict[str, Any]:
     """Send the request and wait for its answer. Raises UserError: it was refused, or not answered in time."""
-    from fsdp_pretrain.record import overrides
+    from fsdp_pretrain.record.requests import send
     from fsdp_pretrain.watchdog.status import inspect
 
     def runs() -> bool:
@@ -155,20 +128,22 @@ def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict
         return now.running and now.status.segment == report.status.segment
 
     patience = args.wait or max(_PATIENCE, _STEPS * (report.status.iteration_seconds or 0.0))
-    before = overrides.read(args.run).timeline
     offset = args.run.journal.stat().st_size if args.run.journal.exists() else 0
-    request = _send(args, segment=report.status.segment, **content)
+    try:
+        request = send(args.run, args.action, segment=report.status.segment, **content)
+    except OSError as error:
+        effect = "the request was not sent"
+        raise StorageError(f"cannot write to {args.run.control}: {error.strerror}", effect=effect) from None
     try:
         answer = _wait(args.run, request, offset, runs, patience)
     except KeyboardInterrupt:
-        print(_fate(args, request, before, runs=runs()))
+        print(_take_back(args.run, request))
         raise
     if answer is None:
-        alive = runs()
-        why = f"did not answer within {human_time(patience)}" if alive else "has ended"
-        error = UserError(f"the job {why}", effect=_fate(args, request, before, runs=alive))
-        error.exit = Exit.RESUME
-        raise error
+        why = f"did not answer within {human_time(patience)}" if runs() else "has ended"
+        unanswered = UserError(f"the job {why}", effect=_take_back(args.run, request))
+        unanswered.exit = Exit.RESUME
+        raise unanswered
     if "refused" in answer:
         raise ConfigError(f"{args.action} was refused: {answer['refused']}", effect="nothing was changed")
     return answer
@@ -193,19 +168,13 @@ def _wait(run: RunDir, request: Path, offset: int, runs: Callable[[], bool], sec
         time.sleep(_POLL_SECONDS)
 
 
-def _fate(args: argparse.Namespace, request: Path, before: tuple[TimelineEntry, ...], *, runs: bool) -> str:
-    """What becomes of a request without an answer. `before`: the lasting timeline entries before it was sent."""
-    from fsdp_pretrain.record import overrides
-
+def _take_back(run: RunDir, request: Path) -> str:
+    """Take back a request without an answer, if the job has not taken it. Returns what became of it."""
     try:
         request.unlink()
     except FileNotFoundError:
-        keys = {text.partition("=")[0].strip() for text in args.overrides}
-        for entry in overrides.read(args.run).timeline if args.action == "set" else ():
-            if entry not in before and keys == set(entry.names()):
-                return f"it lasts, also over restarts, since it is in {args.run.overrides}: {entry}"
-    else:
-        return "the request was taken back: nothing was changed"
-    if not runs:
-        return "the job had not acted on the request: nothing was changed, and a restart does not have it"
-    return f"the job has taken the request: `fsdp-pretrain journal {args.run.path} --kind control` will have the answer"
+        return (
+            f"the job has taken the request: {run.overrides} has what lasts, and "
+            f"`fsdp-pretrain journal {run.path} --kind control` the answer"
+        )
+    return "the request was taken back: nothing was changed"

@@ -126,7 +126,6 @@ def _fork(args: argparse.Namespace) -> int:
     argument("--after", type=positive, default=0, metavar="K", help="also the K steps after it"),
     SEGMENT,
     argument("--rank", type=int, help="only the samples of this rank"),
-    argument("--world", type=positive, help="split over this many ranks (default: as it was trained)"),
     argument("--sample", type=int, help="only the sample with this index"),
     argument("--text", action="store_true", help="show the text of every piece"),
     argument("--ids", action="store_true", help="show the token ids, the last of which is only a label"),
@@ -139,9 +138,7 @@ def _where(args: argparse.Namespace) -> int:
 
     for number in range(max(1, args.step - args.before), args.step + args.after + 1):
         step = provenance.trained_step(args.run, number, args.segment)
-        found = provenance.describe_step(
-            step, world=args.world, rank=args.rank, sample=args.sample, text=args.text, ids=args.ids
-        )
+        found = provenance.describe_step(step, rank=args.rank, sample=args.sample, text=args.text, ids=args.ids)
         print(json.dumps(found.model_dump(exclude_unset=True)) if args.json else provenance.render(found))
     return 0
 

@@ -68,7 +68,7 @@ class Config(Section):
     @cached_property
     def schedule(self) -> Schedule:
         """The run's schedules as numbers."""
-        return _build_schedule(self.data, self.train, self.optimizer, self.checkpoint, self.eval, self.timeline)
+        return _build_schedule(self.data, self.train, self.optimizer, self.checkpoint, self.timeline)
 
     @property
     def read_timeout(self) -> float:
@@ -76,16 +76,10 @@ class Config(Section):
         asked = self.data.read_timeout
         return self.parallel.timeout.value / 3 if asked is None else asked.value
 
-    def save_every(self, consumed: int) -> Progress:
-        """Interval between checkpoints at the step that ends at `consumed`."""
-        every = self.schedule.interval_at("checkpoint.every", consumed)
-        assert every is not None
-        return every
-
-    def heldout_every(self, consumed: int) -> Progress:
-        """Interval between measurements of the held-out loss at the step that ends at `consumed`."""
-        every = self.schedule.interval_at("eval.loss_every", consumed)
-        return every or Progress(_HELDOUT_EVERY * self.schedule.batch.full, "sample")
+    @property
+    def heldout_every(self) -> Progress:
+        """Interval between measurements of the held-out loss."""
+        return self.eval.loss_every or Progress(_HELDOUT_EVERY * self.schedule.batch.full, "sample")
 
     @property
     def heldout_samples(self) -> int:
@@ -127,7 +121,6 @@ def _build_schedule(
     train: TrainSection,
     optimizer: OptimizerSection,
     checkpoint: CheckpointSection,
-    evaluation: EvalSection,
     timeline: Sequence[TimelineEntry],
 ) -> Schedule:
     """Raises ValueError if the durations contradict each other."""
@@ -156,8 +149,6 @@ def _build_schedule(
             "train.grad_clip": train.grad_clip,
             "train.z_loss": train.z_loss,
             "checkpoint.every": checkpoint.every,
-            "eval.every": evaluation.every,
-            "eval.loss_every": evaluation.loss_every,
         },
         timeline=timeline,
         lengths=data.sequence_stages.trained(Skips((span.first, span.stop) for span in data.skip)),
@@ -190,9 +181,9 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     if optimizer and optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr = {optimizer.min_lr} is above optimizer.lr = {optimizer.lr}"
     timeline = sections.get("timeline")
-    if data and train and optimizer and checkpoint and evaluation and timeline is not None:
+    if data and train and optimizer and checkpoint and timeline is not None:
         try:
-            schedule = _build_schedule(data, train, optimizer, checkpoint, evaluation, timeline)
+            schedule = _build_schedule(data, train, optimizer, checkpoint, timeline)
             yield from schedule.unmeant()
         except ValueError as error:
             yield from map(str, error.args)
@@ -203,16 +194,6 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
                 f"data.read_timeout = {data.read_timeout}{' (for the source, then for its mirror)' * (waits - 1)} must "
                 f"end before parallel.timeout = {parallel.timeout}, or the other ranks time out first"
             )
-    asked = [("eval.every", evaluation.every), ("eval.loss_every", evaluation.loss_every)] if evaluation else []
-    asked += [("checkpoint.every", checkpoint.every)] if checkpoint else []
-    intervals = [(name, interval) for name, interval in asked if interval is not None]
-    intervals += [("checkpoint.keep_every", every) for every in checkpoint.kept_intervals] if checkpoint else []
-    for name, interval in intervals:
-        if interval.value < 1:
-            yield f"{name} = {interval} is not a positive interval"
-    for entry in timeline or ():
-        if evaluation and evaluation.every is None and entry.eval.every is not None:
-            yield f"timeline, {entry}: no evaluation is scheduled that this could change; set eval.every as well"
     if evaluation and evaluation.every is not None and evaluation.heldout is None:
         bundled = [task for task in evaluation.tasks if task.startswith("heldout_") or task == "separator_probe"]
         if bundled:
@@ -239,13 +220,9 @@ def _cache_checks(data: DataSection, evaluation: EvalSection | None) -> Iterator
 def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str]:
     """Contradictions between the objective, the rest of `data`, and the model (None if it is not valid)."""
     objective, length = data.objective, data.sequence_length
-    two = isinstance(objective, GLMObjective) and objective.positions == "glm2d"
-    if isinstance(model, GLMModel) and two != (model.positions == "rope-2d"):
-        yield (
-            f"model.positions = {model.positions} does not fit data.objective, whose positions have "
-            f"{'two dimensions' if two else 'one dimension'}; rope-2d and glm2d belong together"
-        )
     if not isinstance(objective, GLMObjective):
+        if model is not None and model.two_dimensions:
+            yield "model.positions = rope-2d needs data.objective.kind = glm: a causal sample has one position a token"
         return
     if model is not None and not isinstance(model, GLMModel):
         yield f"data.objective.kind = glm needs model.family = glm: a {model.family} model cannot see a prefix"
@@ -264,8 +241,6 @@ def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str
         )
     if length // slots < 8:
         yield f"data.objective.slots = {slots} makes slots of {length // slots} tokens; 8 is the least"
-    if two and objective.multitask_positions != "arange":
-        yield "data.objective.multitask_positions is a choice for glm1d; glm2d has a scheme of its own for answers"
 
 
 def _stage_checks(data: DataSection, train: TrainSection | None) -> Iterator[str]:
@@ -294,13 +269,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     path = Path(path)
     origin: dict[str, str] = {}
     raw = read_toml(path, origin)
-    problems = [problem for text in overrides if (problem := override(raw, text, origin))]
-    config = None
-    if not problems:
-        config, problems = _validate(raw, path, origin)
-    if config is None:
+    if problems := [problem for text in overrides if (problem := override(raw, text, origin))]:
         raise _invalid(problems, path)
-    return config
+    return _resolve(raw, path, origin)
 
 
 def with_timeline(config: Config, timeline: Sequence[TimelineEntry], path: Path) -> Config:
@@ -310,10 +281,7 @@ def with_timeline(config: Config, timeline: Sequence[TimelineEntry], path: Path)
     """
     raw = config.model_dump(mode="json", exclude_none=True)
     raw["timeline"] = [entry.model_dump(mode="json", exclude_none=True) for entry in timeline]
-    changed, problems = _validate(raw, path, {})
-    if changed is None:
-        raise _invalid(problems, path)
-    return changed
+    return _resolve(raw, path, {})
 
 
 def _invalid(problems: list[str], path: Path) -> ConfigError:
@@ -356,17 +324,16 @@ def load_known(path: Path) -> tuple[Config, dict[str, Any]]:
             for part in error["loc"][:-1]:
                 node = node[part]
             unknown[".".join(map(str, error["loc"]))] = node.pop(error["loc"][-1])
-    config, problems = _validate(raw, path, {})
-    if config is None:
-        raise ConfigError(f"{path} is not a configuration that this program wrote:\n" + "\n".join(problems))
-    return config, unknown
+    return _resolve(raw, path, {}), unknown
 
 
-def _validate(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> tuple[Config | None, list[str]]:
+def _resolve(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> Config:
+    """Raises ConfigError, which lists every problem."""
     sections, errors = _check(raw)
     problems = [describe(error, path, origin, schema_keys()) for error in errors]
-    problems += cross_checks(sections)
-    return (Config(**sections) if not problems else None), problems
+    if problems := [*problems, *cross_checks(sections)]:
+        raise _invalid(problems, path)
+    return Config(**sections)
 
 
 def _check(raw: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-ENDLESS = ("constant", "inverse-sqrt")
-"""Curves that lead nowhere: where the run ends does not bend them."""
-
 
 @dataclass(frozen=True)
 class LearningRateCurve:
@@ -21,8 +18,7 @@ class LearningRateCurve:
     - `linear`: peak + (floor - peak) x;
     - `constant`: peak;
     - `wsd`: peak until `start`, then floor + (peak - floor) f with f = 1 - sqrt(x) or 1 - x (`decay_shape`; warm-up,
-      stable, decay: MiniCPM, arXiv 2404.06395; shapes: arXiv 2405.18392);
-    - `inverse-sqrt`: max(floor, peak sqrt(w/c)) (Transformer, arXiv 1706.03762; Megatron-LM).
+      stable, decay: MiniCPM, arXiv 2404.06395; shapes: arXiv 2405.18392).
     """
 
     shape: str
@@ -41,8 +37,6 @@ class LearningRateCurve:
             return peak * (1 - (1 - consumed / warmup) ** 2)
         if self.shape == "constant":
             return peak
-        if self.shape == "inverse-sqrt":
-            return max(floor, peak * math.sqrt(warmup / consumed))
         start = max(warmup, self.start)
         if self.shape == "wsd" and consumed <= start:
             return peak
@@ -55,13 +49,3 @@ class LearningRateCurve:
             x = passed / length
             return floor + (peak - floor) * (1 - (math.sqrt(x) if self.decay_shape == "1-sqrt" else x))
         return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * (passed / length)))
-
-    def peak_for(self, lr: float, consumed: int, floor: float) -> float:
-        """The peak with which the rate at `consumed`, behind the warm-up, is `lr` above another floor.
-
-        Raises ValueError if there is none: the curve is at its floor.
-        """
-        left = self.lr(consumed, 1.0, 0.0)  # share of the way from floor to peak
-        if left <= 0:
-            raise ValueError("the curve is at its floor, so another floor is a jump")
-        return floor + (lr - floor) / left

@@ -35,19 +35,19 @@ class SourceSection(Section):
     """One corpus of the training mixture."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the source in the metrics. Its shuffle depends on it: renaming a source reshuffles it."""
+    """Name in the metrics. The source's shuffle depends on it."""
     path: PathOrUrl
-    """Corpus directory, as written by `fsdp-data prepare`: a path, or a URL (`s3://bucket/corpus`), see storage.md."""
+    """Path or URL of a corpus, as written by `fsdp-data prepare`, see storage.md."""
     mirror: PathOrUrl | None = None
-    """Path or URL of a copy of the corpus, used when a file of `path` cannot be read or hangs. Changes no sample."""
+    """Path or URL of a copy, used when a file of `path` cannot be read or hangs."""
     weight: NotNegative | Annotated[list[WeightPoint], Field(min_length=1)] = 1.0
-    """Share of the samples, relative to the weights of the other sources: a number, or points of a ramp."""
+    """Share of the samples, relative to the other sources: a number, or points of a ramp."""
     start: Place = Progress(0, "sample")
-    """The source is not used before this place in the data: for adding a source to a running run."""
+    """Not used before this place in the data."""
     stop: Place | None = None
-    """The source is not used from this place in the data on: for dropping a source from a running run."""
+    """Not used from this place in the data on."""
     max_epochs: AboveZero | None = None
-    """How many times the source may be read; then the other sources share its weight. Default: no limit."""
+    """How often it may be read; then the others share its weight. Default: no limit."""
 
     @model_validator(mode="after")
     def _ordered(self) -> SourceSection:
@@ -64,7 +64,7 @@ class CacheSection(Section):
     """Local disk for blocks of corpora by URL, shared by the ranks of a node."""
 
     dir: FilePath
-    """Directory on a local disk of every node, for one run at a time. It may be lost between two starts."""
+    """Directory on a local disk of every node, for one run at a time."""
     size: Bytes
     """How much it may hold, such as `"200GB"`."""
 
@@ -82,36 +82,14 @@ class GLMObjective(Section):
     kind: Literal["glm"]
     """Name of the objective."""
     row: Positive
-    """Tokens of text per sample, including separators; the rest of `data.sequence_length` is for special tokens."""
+    """Tokens of text per sample; the rest of `data.sequence_length` is for special tokens."""
     slots: Positive = 4
-    """Slots of a sample. A [MASK] sample has one independent piece of row / slots tokens in each, a multi-task sample
-    one prompt."""
+    """Slots of a sample: each has an independent piece of row / slots tokens, or a prompt."""
     mask_share: Share = 0.3
     """Share of samples with [MASK] blanks; the others have one [gMASK] ending."""
-    mask_budget: Annotated[float, Field(strict=False, ge=0, le=0.5)] = 0.15
-    """Least share of a piece's tokens that is blanked."""
-    span_mean: AboveZero = 3.0
-    """Mean of the Poisson distribution of a blank's length, before that is limited to 1 to 39 tokens."""
-    single_span: Share = 0.02
-    """Share of [MASK] pieces with exactly one blank."""
-    short: Share = 0.02
-    """Share of [MASK] pieces that are cut to a random length of at least 32 tokens."""
-    ending_min: Share = 0.2
-    """Shortest [gMASK] ending, as a share of the row; the longest is the whole row."""
     overflow: Literal["truncate", "shrink"] = "shrink"
-    """What happens when blanks make a piece longer than its slot. `truncate`: its last targets (about 36% of them) are
-    lost, as in GLM-130B. `shrink`: its text is shortened beforehand."""
-    positions: Literal["glm1d", "glm2d"] = "glm1d"
-    """Scheme of position ids, see data.md. `glm2d` needs a model with two-dimensional positions."""
-    multitask_positions: Literal["arange", "mask", "unified"] = "arange"
-    """Positions of answers with `glm1d`: `arange` continues the sequence (as in training), `mask` puts all at the mask,
-    `unified` counts from the mask on."""
-    loss_norm: Literal["sequence", "tokens"] = "sequence"
-    """What counts equally in the loss. `sequence`: every sample, regardless of its number of targets, as in GLM-130B;
-    `tokens`: every target."""
-    first_special: Annotated[int, Field(ge=0)] | None = None
-    """Id of [MASK]; [gMASK], [sMASK], eod, sop and eop follow. Default: the first id after the tokenizer's
-    vocabulary."""
+    """When blanks make a piece longer than its slot, `truncate` loses its last targets (36%), as GLM-130B did; `shrink`
+    shortens its text beforehand."""
 
 
 AnyObjective = CausalObjective | GLMObjective
@@ -124,8 +102,7 @@ class SequenceStage(Section):
     length: Positive
     """Tokens per sample; it divides `data.sequence_length`."""
     until: Place
-    """End of the stage: samples or tokens read since the beginning of the run, rounded up to whole samples of
-    `data.sequence_length` tokens."""
+    """End of the stage: samples or tokens read since the beginning of the run."""
 
 
 class DataSection(Section):
@@ -134,37 +111,37 @@ class DataSection(Section):
     sequence_length: Positive
     """Tokens per sample."""
     stages: list[SequenceStage] = []
-    """Stages of shorter samples at the start of the run: one `[[data.stages]]` table each, see data.md."""
+    """Stages of shorter samples at the start: `[[data.stages]]` tables, see data.md."""
     sources: Annotated[list[SourceSection], Field(min_length=1), AfterValidator(unique_names)]
-    """The mixture: one `[[data.sources]]` table per source."""
+    """The mixture: `[[data.sources]]` tables."""
     seed: Seed = 1234
     """Seed of the data order, independent of `run.seed`."""
     cache: CacheSection | None = None
-    """Where blocks of sources by URL are kept: a `[data.cache]` table. Required if there are any."""
+    """Where blocks of sources by URL are kept: a `[data.cache]` table."""
     lanes: Positive = 256
-    """Number of places in an epoch from which consecutive samples come in turn. Changing it reshuffles the data."""
+    """Places in an epoch from which consecutive samples come in turn."""
     attention: Literal["causal", "document"] = "causal"
-    """Attention across the documents packed into a sample: `causal` allows it, `document` masks other documents."""
+    """`causal` allows attention across the documents packed into a sample, `document` masks it."""
     positions: Literal["sample", "document"] = "sample"
-    """Where positions are counted from: the start of the `sample`, or of each `document` in it."""
+    """Where positions begin: with the `sample`, or with each `document` in it."""
     loss_across_documents: bool = True
-    """Learn to predict the first token of a document from the separator before it. Off: such targets do not count."""
+    """Learn to predict the first token of a document from the separator before it."""
     objective: Objective = CausalObjective()
     """Training objective: a `[data.objective]` table."""
     skip: list[SampleRange] = []
     """Samples that are not trained: `["1200:1332 samples"]`. All other samples stay in place."""
     reshuffle: list[Place] = []
-    """Places in the data from which the rest of every source comes in another order."""
+    """Places in the data from which the rest comes in another order."""
     exclude: FilePath | None = None
-    """File of documents that stay in place but are not learned: one line `SOURCE SHARD DOCUMENT` each."""
+    """File of documents that are not learned: one line `SOURCE SHARD DOCUMENT` each."""
     prefetch: Annotated[int, Field(ge=0)] = 4
-    """Steps that the background thread prepares in advance."""
+    """Steps that a thread prepares in advance."""
     read_timeout: Seconds | None = None
-    """How long a read from a corpus may take before it counts as hanging; then the mirror is used, or the run ends with
-    exit 75. Default: a third of `parallel.timeout`, because the other ranks wait."""
+    """Time limit of a read from a corpus; then the mirror is used, or the run ends with exit 75. Default: a third of
+    `parallel.timeout`."""
     max_quarantined: Share = 1e-4
-    """Share of documents (counted as stretches in samples) that may fail the checks of the packer, which leaves them
-    out of the loss. Beyond it, the run ends with exit 78."""
+    """Share of documents that may fail the checks of the packer, which leaves them out of the loss. Beyond it, exit
+    78."""
 
     @property
     def sequence_stages(self) -> SequenceStages:
@@ -182,5 +159,5 @@ class DataSection(Section):
 
     @property
     def by_sequence(self) -> bool:
-        """Whether every sample counts equally in the loss; otherwise every target does."""
-        return isinstance(self.objective, GLMObjective) and self.objective.loss_norm == "sequence"
+        """Whether every sample counts equally in the loss, as in GLM-130B; otherwise every target does."""
+        return isinstance(self.objective, GLMObjective)

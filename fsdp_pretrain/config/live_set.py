@@ -21,16 +21,13 @@ from .schedule import Schedule
 from .timeline import Change, TimelineEntry
 from .toml_file import describe, nearest, override
 
-_INTERVALS = ("checkpoint.every", "eval.every", "eval.loss_every")
-_OF_RATE = ("optimizer.min_lr", "rewarm", "continuous")
-"""Keys whose effect is seen in the learning rate alone."""
+_RATE = ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_scale")
 
 
 def steerable() -> list[str]:
     """The keys that can be changed on a live run."""
     sections = ((name, sections_in(field.annotation)) for name, field in TimelineEntry.model_fields.items())
-    keys = [f"{name}.{key}" for name, found in sections if found for key in found[0].model_fields]
-    return [*keys, "rewarm", "continuous"]
+    return [f"{name}.{key}" for name, found in sections if found for key in found[0].model_fields]
 
 
 def ramped(change: str, over: str) -> str:
@@ -39,11 +36,12 @@ def ramped(change: str, over: str) -> str:
     return f'{key}={{to={value.strip()}, over="{over}"}}' if over else change
 
 
-def read_entry(changes: Sequence[str], *, at: int, reason: str = "") -> TimelineEntry:
-    """The timeline entry of `key=value` changes that count for the steps after `at` samples.
+def read_entry(changes: Sequence[str], schedule: Schedule, *, at: int, reason: str = "") -> TimelineEntry:
+    """The lasting timeline entry of `key=value` changes that count for the steps after `at` samples.
 
     Args:
         changes: as on the command line.
+        schedule: of the run, before them.
         reason: for the chronicle.
 
     Raises:
@@ -63,7 +61,7 @@ def read_entry(changes: Sequence[str], *, at: int, reason: str = "") -> Timeline
             problems.append(f"{key} cannot be changed on a live run" + (f"; did you mean {hint!r}?" if hint else ""))
     if not problems:
         try:
-            return TimelineEntry.model_validate(raw)
+            return _in_samples(TimelineEntry.model_validate(raw), schedule)
         except ValidationError as error:
             found = error.errors(include_url=False)
             problems = [describe(item, Path("the request"), origin, known) for item in found]
@@ -75,20 +73,14 @@ def read_entry(changes: Sequence[str], *, at: int, reason: str = "") -> Timeline
     )
 
 
-def lasting(entry: TimelineEntry, schedule: Schedule) -> TimelineEntry:
-    """An entry of `read_entry` with its lengths in samples too."""
+def _in_samples(entry: TimelineEntry, schedule: Schedule) -> TimelineEntry:
+    """An entry whose place is in samples, with its lengths in samples too."""
     at, raw = entry.at.value, plain(entry)
-
-    def samples(length: Progress) -> str:
-        end = schedule.batch.ahead(at, length.value) if length.unit == "step" else schedule.behind(at, length)
-        return str(Progress(end - at, "sample"))
-
     for key, change in entry.changes():
-        section, _, name = key.partition(".")
-        if isinstance(change, Change) and change.over is not None:
-            raw[section][name]["over"] = samples(change.over)
-    if entry.rewarm is not None:
-        raw["rewarm"] = samples(entry.rewarm)
+        if isinstance(change, Change) and (over := change.over) is not None:
+            end = schedule.batch.ahead(at, over.value) if over.unit == "step" else schedule.behind(at, over)
+            section, _, name = key.partition(".")
+            raw[section][name]["over"] = str(Progress(end - at, "sample"))
     return TimelineEntry.model_validate(raw)
 
 
@@ -121,35 +113,26 @@ def preview(before: Config, after: Config, entry: TimelineEntry, *, step: int, c
     marks = {entry.at.value, *(set(after.schedule.marks) - set(before.schedule.marks))}  # and ends of its ramps
     around = {step + batch.steps_between(consumed, mark) + more for mark in marks for more in (-1, 0, 1)}
     places = {shown: batch.ahead(consumed, shown - step) for shown in sorted(around) if shown >= max(1, step)}
+    places = {shown: place for shown, place in places.items() if place <= total}
+    values = {shown: [values_of(entry, config, place) for config in (before, after)] for shown, place in places.items()}
     return [
-        ShownValue(shown, key, *(text_of(value_at(config, key, place)) for config in (before, after)))
-        for key in shown_keys(entry)
-        for shown, place in places.items()
-        if place <= total
+        ShownValue(shown, key, str(was[key]), str(is_[key]))
+        for key in values_of(entry, before, consumed)
+        for shown, (was, is_) in values.items()
     ]
 
 
-def shown_keys(entry: TimelineEntry) -> list[str]:
-    """The keys of an entry under which its effect is seen."""
-    keys = entry.names()
-    rate = ["optimizer.lr"] if {*_OF_RATE, "optimizer.lr", "optimizer.lr_scale"} & {*keys} else []
-    return [*rate, *(key for key in keys if key not in (*_OF_RATE, *rate))]
-
-
-def value_at(config: Config, key: str, consumed: int) -> Any:
-    """The value of a steerable key that is in force in the step that ends at `consumed`, as JSON: of `optimizer.lr`,
-    what the optimiser gets."""
-    schedule = config.schedule
-    if key == "eval.loss_every":
-        return str(config.heldout_every(consumed))
-    if key in _INTERVALS:
-        return str(schedule.interval_at(key, consumed))
-    return getattr(schedule.values_at(consumed), key.partition(".")[2])
-
-
-def text_of(value: Any) -> str:
-    """A value with every bit: floats as the shortest text that reads back as the same number."""
-    return str(value) if isinstance(value, str) else repr(value)
+def values_of(entry: TimelineEntry, config: Config, consumed: int) -> dict[str, Any]:
+    """What a configuration has, in the step that ends at `consumed`, of that which an entry changes: of everything that
+    changes the learning rate, what the optimiser gets, as `optimizer.lr`."""
+    keys, values = [key for key, _ in entry.changes()], config.schedule.values_at(consumed)
+    found: dict[str, Any] = {"optimizer.lr": values.lr} if {*keys} & {*_RATE} else {}
+    for key in keys:
+        if key == "checkpoint.every":
+            found[key] = str(config.schedule.save_every(consumed))
+        elif key not in ("optimizer.lr", "optimizer.min_lr"):
+            found[key] = getattr(values, key.partition(".")[2])
+    return found
 
 
 def plain(entry: TimelineEntry) -> dict[str, Any]:

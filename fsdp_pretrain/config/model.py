@@ -19,13 +19,13 @@ class _Decoder(Section):
     heads: Positive
     """Number of query heads; must divide `hidden`."""
     vocab: Positive
-    """Number of token ids: at least the tokenizer's vocabulary and the special tokens of the objective."""
+    """Number of token ids, with the special tokens of the objective."""
     vocab_multiple: Positive = 1
-    """The rows of the embedding table are `vocab` rounded up to a multiple of this; 64 or 128 is faster on a GPU."""
+    """Rows of the embedding table are a multiple of this; 64 or 128 is faster on a GPU."""
     norm_eps: AboveZero = 1e-5
     """Epsilon of the norms."""
     declared_params: Positive | None = None
-    """Number of parameters you expect. `plan` and the trainer refuse (exit 78) if the exact count differs."""
+    """Number of parameters you expect. If the exact count differs, exit 78."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> _Decoder:
@@ -52,8 +52,13 @@ class _Decoder(Section):
         return (getattr(self, "kv_heads", None) or self.heads) * self.head_dim
 
     @property
+    def two_dimensions(self) -> bool:
+        """Whether a token has two positions: that of its blank, and that inside it."""
+        return getattr(self, "positions", None) == "rope-2d"
+
+    @property
     def uses_dropout(self) -> bool:
-        return bool(getattr(self, "dropout", 0.0) or getattr(self, "attention_dropout", 0.0))
+        return bool(getattr(self, "dropout", 0.0))
 
 
 class _Normal(_Decoder):
@@ -74,34 +79,22 @@ class RopeScaling(Section):
     """Scaling of rotary positions, for sequences longer than those the model was first trained on."""
 
     kind: Literal["linear", "llama3"]
-    """`linear` divides all positions by `factor` (arXiv 2306.15595); `llama3` divides low frequencies only."""
+    """`linear` divides all positions by `factor` (arXiv 2306.15595); `llama3` divides frequencies with less than
+    one wave in `original_length` only, leaves those with more than four, and interpolates between."""
     factor: Annotated[float, Field(strict=False, ge=1)]
     """Scaling factor."""
-    low_frequency: AboveZero = 1.0
-    """`llama3`: frequencies with fewer waves in `original_length` than this are divided by `factor`."""
-    high_frequency: AboveZero = 4.0
-    """`llama3`: frequencies with more waves in `original_length` than this stay; those between are interpolated."""
     original_length: Positive = 8192
     """`llama3`: the sequence length the model was first trained on."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> RopeScaling:
-        if self.low_frequency >= self.high_frequency:
-            raise ValueError(
-                f"low_frequency = {self.low_frequency} is not below high_frequency = {self.high_frequency}"
-            )
-        return self
 
 
 class LlamaModel(_Normal):
     """Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases; and its variants."""
 
     family: Literal["llama", "mistral", "qwen2", "qwen3"]
-    """Model family, and the class of an export. `mistral`: the same as `llama`, with a `sliding_window` of its first
-    version. `qwen2`: biases on queries, keys and values. `qwen3`: RMSNorm over each head of queries and of keys, before
-    they are rotated."""
+    """Model family, and the class of an export. `qwen2`: biases on queries, keys and values. `qwen3`: RMSNorm over each
+    head of queries and of keys."""
     head_size: Positive | None = None
-    """Width of a head; with it, `heads` need not divide `hidden`. Default: `hidden` / `heads`."""
+    """Width of a head. Default: `hidden` / `heads`."""
     kv_heads: Positive | None = None
     """Number of key/value heads (grouped-query attention). Default: `heads`."""
     ffn: Positive
@@ -113,8 +106,7 @@ class LlamaModel(_Normal):
     tied_head: bool = False
     """Use the embedding table as output matrix."""
     sliding_window: Positive | None = None
-    """`mistral`: tokens that a token sees of those up to itself. Longer sequences are refused: in shorter ones, the
-    window changes nothing. An export keeps it."""
+    """`mistral`: tokens that a token sees; longer sequences are refused. An export keeps it."""
 
     @model_validator(mode="after")
     def _llama_shapes(self) -> LlamaModel:
@@ -127,10 +119,9 @@ class LlamaModel(_Normal):
         return self
 
 
-Scores = Literal["fused", "layer_scaled", "inward"]
-_SCORES = """How attention scores are computed; all three give the same function. `fused`: PyTorch's kernels.
-`layer_scaled`: queries are also divided by the layer number, and the softmax, in fp32, is scaled back, which keeps fp16
-scores small. `inward`: the same, but queries and keys each take half of the division before the product."""
+Scores = Literal["fused", "layer_scaled"]
+_SCORES = """How attention scores are computed; both give the same function. `layer_scaled`: queries are also divided by
+the layer number, and the softmax, in fp32, is scaled back, which keeps fp16 scores small."""
 
 
 class GPTModel(_Normal):
@@ -141,14 +132,11 @@ class GPTModel(_Normal):
     ffn: Positive | None = None
     """Width of the feed-forward layer. Default: 4 * hidden."""
     positions: Positive | Literal["alibi"]
-    """Rows of the learned position table, which is the longest possible sequence; or `"alibi"`: no table, scores
-    decrease with distance."""
+    """Rows of the learned position table, the longest sequence; or `"alibi"`: scores decrease with distance."""
     embedding_norm: bool = False
     """LayerNorm after the token embedding, before positions are added (BLOOM)."""
     dropout: Dropout = 0.0
-    """Dropout on embeddings and both residual branches."""
-    attention_dropout: Dropout | None = None
-    """Dropout on attention probabilities. Default: `dropout`."""
+    """Dropout on embeddings, attention probabilities and both residual branches."""
     scores: Scores = Field(default="fused", description=_SCORES)
     tied_head: bool = True
     """Use the embedding table as output matrix."""
@@ -156,10 +144,6 @@ class GPTModel(_Normal):
     @property
     def ffn_width(self) -> int:
         return self.ffn or 4 * self.hidden
-
-    @property
-    def attention_rate(self) -> float:
-        return self.dropout if self.attention_dropout is None else self.attention_dropout
 
 
 class GLMModel(_Decoder):
@@ -169,18 +153,12 @@ class GLMModel(_Decoder):
     """Model family."""
     ffn: Positive | None = None
     """Width of the GeGLU feed-forward layer. Default: 8 * hidden / 3."""
-    deepnorm: Literal["glm", "deepnet-decoder"] = "glm"
-    """(alpha, beta) of DeepNorm for L layers. `glm`: (2L)^(1/2), (2L)^(-1/2), as in GLM-130B; `deepnet-decoder`:
-    (2L)^(1/4), (8L)^(-1/4), as in arXiv 2203.00555."""
     positions: Literal["rope", "rope-2d"] = "rope"
-    """`rope` rotates whole heads by one position; `rope-2d` rotates one half by the position of the blank, the other by
-    the position inside it. `positions` of the objective must have the same number of dimensions."""
+    """`rope-2d` rotates one half of a head by the position of the blank, the other by that inside it."""
     rope_base: AboveZero = 10_000.0
     """Base of the rotary frequencies."""
     dropout: Dropout = 0.0
-    """Dropout on embeddings and both residual branches."""
-    attention_dropout: Dropout | None = None
-    """Dropout on attention probabilities. Default: `dropout`."""
+    """Dropout on embeddings, attention probabilities and both residual branches."""
     scores: Scores = Field(default="fused", description=_SCORES)
     tied_head: bool = True
     """Use the embedding table as output matrix."""
@@ -199,10 +177,6 @@ class GLMModel(_Decoder):
     @property
     def ffn_width(self) -> int:
         return self.ffn or 8 * self.hidden // 3
-
-    @property
-    def attention_rate(self) -> float:
-        return self.dropout if self.attention_dropout is None else self.attention_dropout
 
 
 AnyModel = LlamaModel | GPTModel | GLMModel

@@ -19,14 +19,13 @@ class HealthSection(Section):
     """What the trainer does when losses, gradients or parameters go wrong, see health.md. It always reports them."""
 
     rollback: bool = True
-    """Go back to a clean checkpoint and skip the samples of an incident when the loss does not recover. Off: only
-    report; but repeated non-finite steps end the run with exit 93."""
+    """When the loss does not recover, go back to a clean checkpoint and skip the samples of the incident. Off: only
+    report."""
     stop_on_mismatch: bool = True
-    """End the run with exit 93 when replicas have different parameters, or a resumed run does not reproduce its
-    recorded steps. Off: only report."""
+    """Exit 93 when replicas have different parameters, or a resumed run does not reproduce its recorded steps. Off:
+    only report."""
     tolerance: AboveZero = 1.0
-    """Factor of the thresholds for losses and gradient norms (`fsdp_pretrain/health/limits.py`). 2: only deviations
-    that are twice as large are reported and acted on."""
+    """Factor of the thresholds for losses and gradient norms."""
 
 
 class HangSection(Section):
@@ -64,8 +63,8 @@ class LaunchSection(Section):
     """What `fsdp-pretrain launch` does when a run ends early."""
 
     attempts: Positive = 3
-    """After this many starts in a row without a newer verified checkpoint, give up: a person must look (exit 93)."""
+    """Starts in a row without a newer verified checkpoint; then exit 93."""
     join_timeout: Seconds = Seconds(300)
-    """How long the nodes of a start wait for each other. If a node is missing, the others end with exit 75."""
+    """How long the nodes of a start wait for each other; then exit 75."""
     stop_timeout: Seconds = Seconds(600)
-    """How long a stop on request (agreeing on a step, saving, verifying) may take before the processes are ended."""
+    """How long a stop on request may take before the processes are ended."""

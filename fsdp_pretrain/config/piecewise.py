@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class _Piece(Generic[T]):
 class Piecewise(Generic[T]):
     """A value along a run, by samples: constant, changed at places, with or without a linear ramp to the new value.
 
-    A change at a place counts for steps that end behind it. Values that ramp are numbers, or tuples of them.
+    A change at a place counts for steps that end behind it. Values that ramp are numbers.
     """
 
     def __init__(self, base: T) -> None:
@@ -49,17 +49,14 @@ class Piecewise(Generic[T]):
         self._behind[keep:] = [at]
         self._pieces[keep:] = [_Piece(to, begun, at, length)]
 
-    def at(self, place: int, *, behind: bool = False, within: int = 0) -> T:
-        """The value of the step that ends at `place`.
-
-        `behind`: the limit of the steps after it, where ramps of up to `within` samples are over.
-        """
+    def at(self, place: int, *, behind: bool = False) -> T:
+        """The value of the step that ends at `place`; `behind`: the limit of the steps after it."""
         piece = self._pieces[(bisect_right if behind else bisect_left)(self._behind, place) - 1]
         passed = place - piece.at
-        if passed >= piece.length or (behind and piece.length <= within):
+        if passed >= piece.length:
             return piece.to
-        value: T = _between(piece.start, piece.to, passed, piece.length)
-        return value
+        start, to = cast("float", piece.start), cast("float", piece.to)
+        return cast("T", start + (to - start) * passed / piece.length)
 
     @property
     def marks(self) -> list[int]:
@@ -69,9 +66,3 @@ class Piecewise(Generic[T]):
             end = piece.at + piece.length
             found |= {piece.at, end} if end < following else {piece.at}
         return sorted(found)
-
-
-def _between(start: Any, to: Any, passed: int, length: int) -> Any:
-    if isinstance(start, tuple):
-        return tuple(_between(one, other, passed, length) for one, other in zip(start, to, strict=True))
-    return start + (to - start) * passed / length

@@ -20,6 +20,8 @@ from .config import Config, sections_in
 from .resume_rules import class_of
 from .timeline import Change
 
+Row = tuple[str, str, str, str, str]
+"""Key, type, default, what a resume may do with it, meaning."""
 _INTRODUCTION = """\
 # Configuration
 
@@ -35,9 +37,9 @@ at every start.
 Amounts carry a unit: `"2000 steps"`, `"1_098_632 samples"`, `"2T tokens"` (K, M, B, T are powers of 1000), wall-clock
 times likewise: `"30 minutes"`. A bare number is an error.
 
-The column `resume` says what a start that resumes may do with a key. `free`: change it. `declared`: change it on
-purpose, with `--allow SECTION.KEY`, since it changes what is learned from here on. `forbidden`: leave it, since it
-would be another model or other data. See "What a resume may change" in [training.md](training.md).
+What a start that resumes may do with a key: `free`: change it. `declared`: change it on purpose, with
+`--allow SECTION.KEY`, since it changes what is learned from here on. `forbidden`: leave it, since it would be another
+model or other data. See [training.md](training.md#what-a-resume-may-change).
 """
 
 
@@ -67,23 +69,34 @@ def _lines(outer: type[Section] = Config, prefix: str = "") -> Iterator[str]:
                 yield from _lines(section, f"{key}.")
 
 
-def _table(title: str, text: str, rows: list[str]) -> Iterator[str]:
+def _table(title: str, text: str, rows: list[Row]) -> Iterator[str]:
+    """A table; what a resume may do is a column only if that differs."""
     yield f"## {title}\n"
-    if text:
-        yield f"{text.strip()}\n"
-    yield "| key | type | default | resume | meaning |"
-    yield "|---|---|---|---|---|"
-    yield from rows
+    kinds = {kind for *_, kind, _ in rows}
+    said = " ".join([text.strip(), *([f"At a resume: {kind}." for kind in kinds] if len(kinds) == 1 else [])]).strip()
+    if said:
+        yield f"{_escape(said)}\n"
+    columns = [name for name in ("key", "type", "default", "resume", "meaning") if len(kinds) > 1 or name != "resume"]
+    yield f"| {' | '.join(columns)} |"
+    yield "|---" * len(columns) + "|"
+    for key, type_, default, kind, meaning in rows:
+        yield f"| {' | '.join([key, type_, default, *([kind] if len(kinds) > 1 else []), meaning])} |"
     yield ""
 
 
-def _rows(key: str, section: type[Section]) -> list[str]:
+def _rows(key: str, section: type[Section]) -> list[Row]:
     """The row of each key of a section."""
-    rows, known = [], meanings(section)
-    for name, field in section.model_fields.items():
-        meaning, kind = _escape(known[name]), class_of(f"{key}.{name}")
-        rows.append(f"| `{field.alias or name}` | {_type(field.annotation)} | {_default(field)} | {kind} | {meaning} |")
-    return rows
+    known = meanings(section)
+    return [
+        (
+            f"`{field.alias or name}`",
+            _type(field.annotation),
+            _default(field),
+            class_of(f"{key}.{name}"),
+            _escape(known[name]),
+        )
+        for name, field in section.model_fields.items()
+    ]
 
 
 def meanings(section: type[Section]) -> dict[str, str]:

@@ -144,8 +144,7 @@ def _timeline(old: Config, new: Config) -> Iterator[ConfigChange]:
 
 
 def _class_of_entry(entry: TimelineEntry) -> str:
-    free = entry.rewarm is None and all(class_of(key) == FREE for key, _ in entry.changes())
-    return FREE if free else DECLARED
+    return FREE if all(class_of(key) == FREE for key, _ in entry.changes()) else DECLARED
 
 
 def leaves(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
@@ -172,30 +171,16 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-# ------------------------------------------------------------------------ what other versions recorded
+# ------------------------------------------------------------------------ what a start recorded
 
 
-def load_recorded(path: Path) -> tuple[Config, list[ConfigChange]]:
-    """A configuration that a start recorded, whatever version it was of, and the keys that this version does not know.
+def load_recorded(path: Path) -> Config:
+    """A configuration that a start recorded, without free keys that this version no longer has.
 
-    For what only shows, or proves its result by other means; else `load_compatible`. Raises ConfigError.
+    Raises ConfigError, also if it has other unknown keys, which may matter.
     """
     config, unknown = load_known(path)
-    return config, [
-        ConfigChange(key, f"{key}: {_short(value)}", _class_of_unknown(key)) for key, value in unknown.items()
-    ]
-
-
-def load_compatible(path: Path) -> Config:
-    """The same. Raises ConfigError also if it has keys that this version does not know, other than free ones."""
-    config, unknown = load_recorded(path)
-    refuse_unknown(path, unknown)
-    return config
-
-
-def refuse_unknown(path: Path, unknown: Iterable[ConfigChange]) -> None:
-    """Raise ConfigError if keys of a recorded configuration, not known to this version, may matter."""
-    wrong = [change.text for change in unknown if change.kind != FREE]
+    wrong = [f"{key}: {_short(value)}" for key, value in unknown.items() if _class_of_unknown(key) != FREE]
     if wrong:
         raise ConfigError(
             f"{path} has keys that this version does not know:\n    " + "\n    ".join(wrong),
@@ -203,6 +188,7 @@ def refuse_unknown(path: Path, unknown: Iterable[ConfigChange]) -> None:
             remedy="use the version that wrote them: environment.json of the segment, or manifest.json of the "
             "checkpoint, says which",
         )
+    return config
 
 
 def _class_of_unknown(key: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from fsdp_pretrain.units import Progress
 
-from .curves import ENDLESS, LearningRateCurve
+from .curves import LearningRateCurve
 from .piecewise import Piecewise
 from .sequence_stages import SequenceStages
 from .steering import SteeredValues, StepValues, jumps
@@ -116,7 +116,8 @@ class Schedule(SteeredValues):
     The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a `warmup`
     from 0; `curve` (see `curves`) leads to `min_lr` at `decay`, counted from the start of the run (None: at its
     end), within the last `decay_length` of that for `wsd`. `lengths` are those of the samples trained, if not all have
-    `sequence_length` tokens. `values` are all other values of a step, and intervals, by key; `timeline` changes them.
+    `sequence_length` tokens. `values` are all other values of a step, and the interval between checkpoints, by key;
+    `timeline` changes them.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class Schedule(SteeredValues):
         self.total = batch.consumed_at(self.steps)
         self.warmup = self.samples(warmup)
         self.decay = self.samples(decay) if decay is not None else self.total
-        self.decays = curve not in ENDLESS
+        self.decays = curve != "constant"
         problems = list[str]()
         if self.steps < 1:
             problems.append(f"a duration of {duration} is less than one step")
@@ -150,8 +151,6 @@ class Schedule(SteeredValues):
             problems.append(
                 f"the warm-up of {warmup} ({self.warmup:_} samples) is longer than the decay ({self.decay:_} samples)"
             )
-        if curve == "inverse-sqrt" and not self.warmup:
-            problems.append("optimizer.curve = inverse-sqrt is measured in warm-ups: it needs an optimizer.warmup")
         self.decay_start = self.warmup if decay_length is None else self._ahead(self.decay, decay_length)
         """Where the learning rate leaves its peak, in samples."""
         if self.decay_start < self.warmup:
@@ -203,11 +202,6 @@ class Schedule(SteeredValues):
     def steered(self, values: StepValues) -> dict[str, Any]:
         """Those of a step's values, besides the learning rate, that change in the course of the run."""
         return {name: getattr(values, name) for name in self.names}
-
-    def interval_at(self, key: str, consumed: int) -> Progress | None:
-        """The interval `key`, such as `checkpoint.every`, in force in the step that ends at `consumed`; None: never."""
-        every: Progress | None = self.value_at(key, consumed)
-        return every
 
     def jumps_to(self, other: Schedule, consumed: int) -> list[str]:
         """What differs at once if the step after `consumed` samples is of another schedule instead of this one."""

@@ -45,9 +45,9 @@ class RunSection(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run, used in logs and trackers."""
     dir: FilePath
-    """Run directory, with checkpoints, metrics, journal and evaluations. Created if missing, resumed if not."""
+    """Run directory. Created if missing, resumed if not."""
     seed: Seed = 1234
-    """Seed of parameter initialisation and dropout. The data order has its own seed, `data.seed`."""
+    """Seed of parameter initialisation and dropout; the data have `data.seed`."""
 
 
 class BatchRampSection(Section):
@@ -76,12 +76,11 @@ class LossScaleSection(Section):
     """Dynamic loss scaling of fp16, see training.md."""
 
     first: AboveZero = 65536.0
-    """First scale. tr8-104B used 4096, GLM-130B 65536."""
+    """First scale."""
     window: Positive = 2000
-    """Steps without overflow after which the scale doubles. tr8-104B used 500, GLM-130B 200 (its paper says 2000)."""
+    """Steps without overflow after which the scale doubles. tr8-104B used 500, GLM-130B 200."""
     hysteresis: Positive = 2
-    """Overflows within a window before the scale is halved; each further one in the window halves it again. The
-    published runs used 2."""
+    """Overflows within a window before the scale is halved."""
     min: AboveZero = 1.0
     """Smallest scale. A run that keeps overflowing at it ends with exit 93."""
 
@@ -98,18 +97,18 @@ class TrainSection(Section):
     duration: Progress
     """Length of the run: `"2T tokens"`, `"300 steps"`, `"1_000_000 samples"`."""
     global_batch: BatchSize
-    """Samples or tokens per optimiser step over all ranks, for any number of ranks: `"256 samples"`, `"4M tokens"`."""
+    """Samples or tokens per optimiser step over all ranks: `"256 samples"`, `"4M tokens"`."""
     micro_batch: Positive
     """Samples per rank in one forward pass; gradient accumulation makes up the global batch."""
     batch_ramp: BatchRampSection | None = None
     """Optional growth of the global batch."""
     grad_clip: NotNegative = 1.0
-    """Largest global gradient norm, to which gradients are clipped; 0: off."""
+    """Largest global gradient norm; 0: off."""
     z_loss: NotNegative = 0.0
-    """Weight of an additional loss, the squared logarithm of the softmax's denominator; 0: off. PaLM used 1e-4."""
+    """Weight of the z-loss, the squared logarithm of the softmax's denominator; 0: off. PaLM used 1e-4."""
     precision: Literal["auto", "bf16", "bf16+fp8", "fp16", "fp32"] = "auto"
-    """Precision of computation; parameters and optimiser are always fp32. `auto`: bf16 on GPU, fp32 on CPU.
-    `bf16+fp8`: bf16, with the products of the blocks' linear layers in float8; needs torchao and a GPU that has it."""
+    """Precision of computation; parameters and optimiser are fp32. `auto`: bf16 on GPU, fp32 on CPU. `bf16+fp8`: the
+    products of the blocks' linear layers in float8; needs torchao."""
     loss_scale: LossScaleSection = LossScaleSection()
     """Loss scaling, only used with fp16."""
 
@@ -123,19 +122,19 @@ class OptimizerSection(Section):
     """Learning rate at the end of the decay."""
     lr_scale: NotNegative = 1.0
     """Factor of the whole curve, warm-up and `min_lr` included."""
-    curve: Literal["cosine", "linear", "constant", "wsd", "inverse-sqrt"] = "cosine"
-    """Shape of the decay after the warm-up. `wsd` (warm-up, stable, decay) stays at `lr` until the last `decay_length`;
-    `inverse-sqrt` falls with the root of the place and does not fall below `min_lr`."""
+    curve: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape of the decay after the warm-up. `wsd` (warm-up, stable, decay) stays at `lr` until the last
+    `decay_length`."""
     warmup: Progress = Progress(0, "step")
     """Length of the warm-up from zero."""
     warmup_shape: Literal["linear", "parabolic"] = "linear"
-    """Share of `lr` after a share x of the warm-up. `linear`: x; `parabolic`: 1 - (1 - x)^2."""
+    """Share of `lr` after a share x of the warm-up: x, or 1 - (1 - x)^2."""
     decay: Length | None = None
     """Where the curve reaches `min_lr`, counted from the start of the run. Default: `train.duration`."""
     decay_length: Length | None = None
     """For `wsd`: length of the decay, which ends at `decay`."""
     decay_shape: Literal["1-sqrt", "linear"] = "1-sqrt"
-    """For `wsd`: share of the way to `min_lr` after a share x of the decay. `1-sqrt`: the root of x; `linear`: x."""
+    """For `wsd`: share of the way to `min_lr` after a share x of the decay: the root of x, or x."""
     betas: Betas = (0.9, 0.95)
     """AdamW betas."""
     eps: AboveZero = 1e-8
@@ -143,9 +142,9 @@ class OptimizerSection(Section):
     weight_decay: NotNegative = 0.1
     """Decoupled weight decay."""
     embedding_shrink: Share = 1.0
-    """Factor of the gradient of the embedding table, as in GLM-130B; 1: off. `[[timeline]]` entries change it."""
+    """Factor of the gradient of the embedding table; 1: off."""
     shrink_paths: Literal["input", "both"] = "both"
-    """Gradients that are shrunk: those through the `input` only, or also those through the logits of a tied table."""
+    """Those through the `input` only, or also those through the logits of a tied table."""
     no_decay: list[Pattern] = ["bias$", "norm.*\\.weight$"]
     """Regular expressions; parameters whose name matches one get no weight decay."""
 
@@ -167,21 +166,18 @@ class ParallelSection(Section):
     """Number of ranks that share one copy of the parameters (HSDP). `node`: the ranks of one node."""
     reshard_after_forward: bool = True
     """Free a block's parameters after its forward pass and gather them again for the backward pass: less memory, more
-    communication. `false`: parameters are gathered once per step, also for several micro-batches."""
+    communication."""
     recompute: Recompute = 0
-    """Activation checkpointing: recompute every n-th block in the backward pass. 0: off, 1: every block.
-    `feed-forward`: only the inside of every feed-forward layer, in a 7B Llama 57% of what blocks keep for 38% of their
-    work."""
+    """Recompute every n-th block in the backward pass. 0: off. `feed-forward`: only the inside of every feed-forward
+    layer, in a 7B Llama 57% of what blocks keep for 38% of their work."""
     attention: Literal["auto", "sdpa", "flex"] = "auto"
     """Kernels of masked attention. `sdpa` uses dense masks and works everywhere; `flex` skips masked blocks and needs a
-    GPU; `auto` is `flex` where possible, otherwise `sdpa`. Plain causal attention always uses PyTorch's fused
-    kernel."""
+    GPU; `auto` is `flex` where possible."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each block with torch.compile: the first step takes a minute longer, all others less time and memory.
-    `auto`: on a GPU, unless `model.scores` makes every layer another graph. On a CPU it needs a C++ compiler, and tests
-    and trials end before it pays."""
+    `auto`: on a GPU, unless `model.scores` makes every layer another graph."""
     timeout: Seconds = Seconds(600)
-    """How long a collective operation may take before the rank ends."""
+    """Time limit of a collective operation, after which the rank ends."""
 
 
 def _mirror_url(text: str) -> str:
@@ -193,28 +189,24 @@ def _mirror_url(text: str) -> str:
 class CheckpointSection(Section):
     """When checkpoints are written and which are kept."""
 
-    every: Progress
-    """Interval between checkpoints, whose multiples are counted from the start of the run. The last step is always
-    saved."""
+    every: Length
+    """Interval between checkpoints, counted from the start of the run. The last step is always saved."""
     keep_last: Annotated[int, Field(ge=2)] = 3
-    """Number of newest checkpoints to keep, at least two: one may turn out to be bad. When the next one does not fit,
-    only two are kept."""
-    keep_every: Progress | list[Progress] | None = None
+    """Newest checkpoints to keep: at least two, since one may turn out to be bad. When the next one does not fit, only
+    two are kept."""
+    keep_every: Length | list[Length] | None = None
     """Also keep, permanently, the checkpoints that complete this interval, or one of several."""
     mirror: Annotated[str, AfterValidator(_mirror_url)] | None = None
-    """URL of a directory in object storage, such as `"s3://bucket/runs"`. Checkpoints and the record are copied there
-    beside training, below the run's name; `--from-mirror` restores them, see storage.md. Credentials come from where
-    the storage's own tools look for them. Retention there is that of the run directory."""
+    """URL of a directory in object storage, such as `"s3://bucket/runs"`, to which checkpoints and the record are
+    copied, see storage.md."""
     background: bool = True
-    """Write while training continues, from a copy in host memory (as large as a rank's share of the checkpoint).
-    Training waits for the last save of a start, and for the one after a failure."""
+    """Write while training continues, from a copy in host memory as large as a rank's share of the checkpoint."""
     max_failures: Annotated[int, Field(ge=1)] = 3
     """Consecutive failed saves after which the run stops with exit 93."""
     retry: Seconds = Seconds(10)
-    """Pause before a failed save is retried; doubles with every further failure, up to 5 minutes."""
+    """Pause before a failed save is retried; doubles with every further failure."""
     max_age: Seconds | None = None
-    """How long training may continue without a new verified checkpoint before the run stops with exit 93. Default: no
-    limit."""
+    """How long training may continue without a new verified checkpoint; then exit 93. Default: no limit."""
 
     @property
     def kept_intervals(self) -> list[Progress]:
@@ -241,65 +233,59 @@ class HeldOutSource(Section):
     """A corpus of held-out documents, whose loss is measured during training."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Name of the source in the metrics. Which of its samples are measured depends on it."""
+    """Name in the metrics. Which of its samples are measured depends on it."""
     path: PathOrUrl
-    """Corpus directory, as written by `fsdp-data prepare` with the tokenizer of the training data: a path or a URL."""
+    """Path or URL of a corpus with the tokenizer of the training data."""
 
 
 class EvalSection(Section):
     """Scheduled evaluation of checkpoints by lm-eval, in separate processes, and the held-out loss during training."""
 
-    every: Progress | None = None
-    """Evaluate checkpoints that complete this interval, and the last one. Absent: no scheduled evaluation."""
+    every: Length | None = None
+    """Evaluate checkpoints that complete this interval, and the last one. Absent: none."""
     tasks: list[str] = ["heldout_bpb", "heldout_choice", "separator_probe"]
-    """lm-eval task names, patterns of such names (`mmlu_*`), and three bundled ones, which are made from
-    `eval.heldout`; others need their data in the cache of Hugging Face, or a network."""
+    """lm-eval task names, patterns of them (`mmlu_*`), and three bundled ones, made from `eval.heldout`."""
     heldout: FilePath | None = None
     """JSONL file of held-out documents (field `text`) for the bundled tasks."""
     include: list[FilePath] = []
     """Directories with more lm-eval task files."""
     offline: bool = False
-    """Never ask the network for the data of tasks. Off: the Hugging Face Hub is asked for it if it answers within five
-    seconds; else, and if `HF_HUB_OFFLINE` is set, only the cache is used. The bundled tasks need neither."""
+    """Never ask the network for the data of tasks. Off: the Hugging Face Hub is asked if it answers within five
+    seconds."""
     limit: Limit | None = None
     """Documents per task, or the share of them if below 1. Absent: all."""
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
-    """Solved examples before each question, for all tasks except those that set 0 themselves. Absent: as the tasks say,
-    else 0."""
+    """Solved examples before each question, except where tasks set 0. Absent: as the tasks say."""
     gen_kwargs: dict[str, Any] = {}
-    """Options of generating answers, such as `{max_gen_toks = 64}`. They replace those of the tasks one by one."""
+    """Options of generating answers, such as `{max_gen_toks = 64}`, which replace those of the tasks."""
     log_samples: bool = False
-    """Keep documents, prompts and responses beside the results. Off: only a hash and the metrics of each document."""
+    """Keep documents, prompts and responses beside the results, not only hashes and metrics."""
     batch: Positive = 16
     """Sequences per forward pass."""
     device: str = "cpu"
-    """Device of the evaluation process, for example `cpu` or `cuda`. Under torchrun each rank uses its own GPU, if the
-    machine has any."""
+    """Device of the evaluation process, such as `cuda`. Under torchrun each rank uses its own GPU."""
     launch: bool = True
-    """Let the trainer start the evaluation on its first node. Off: only `fsdp-eval watch` (cron, Slurm) evaluates."""
+    """Let the trainer start the evaluation on its first node. Off: only `fsdp-eval watch` evaluates."""
     attempts: Positive = 3
     """Attempts per checkpoint; then it is given up, with an alarm, until `fsdp-eval retry`."""
     retry: Seconds = Seconds(300)
     """Pause after the first failed attempt at a checkpoint; four times longer after each further one."""
     command: str | None = None
-    """Shell command that evaluates a due checkpoint elsewhere, instead of the worker: with `sbatch --wait`, `srun`,
-    `ssh`. Its environment has `EVAL_CHECKPOINT`, `EVAL_STEP`, `EVAL_TASKS`, `EVAL_RUN`, and `EVAL_RESULTS`, where the
-    results must be when it ends: `fsdp-eval run "$EVAL_CHECKPOINT" --out "$EVAL_RESULTS"`. It ends with its worker, and
-    is run again by the next; `eval.deadline` counts from its start, so it includes waiting in a queue."""
+    """Shell command that evaluates a due checkpoint elsewhere, for example with `sbatch --wait`. Its environment has
+    `EVAL_CHECKPOINT`, `EVAL_STEP`, `EVAL_TASKS`, `EVAL_RUN`, and `EVAL_RESULTS`, where the results must be when it
+    ends: `fsdp-eval run "$EVAL_CHECKPOINT" --out "$EVAL_RESULTS"`."""
     deadline: Seconds = Seconds(3600)
-    """The watchdog raises an alarm, with a stack trace, for an evaluation that takes longer. After three times this
-    limit the evaluation is ended, and the attempt has failed."""
+    """An alarm, with a stack trace, for an evaluation that takes longer. After three times this limit the attempt has
+    failed."""
     overdue: Seconds = Seconds(2 * 3600)
-    """The watchdog raises an alarm if a due checkpoint has waited this long for a worker. Set more if workers run only
-    daily."""
+    """An alarm if a due checkpoint has waited this long for a worker."""
     loss_on: Annotated[list[HeldOutSource], AfterValidator(unique_names)] = []
-    """Measure the loss of held-out samples during training: one `[[eval.loss_on]]` table per source. Empty: off."""
-    loss_every: Progress | None = None
-    """Interval between measurements of the held-out loss, which is also measured after the last step. A measurement of
-    N samples costs what training N / 3 samples does. Default: 500 times the samples of the full global batch."""
+    """Held-out samples whose loss is measured during training: one `[[eval.loss_on]]` table per source."""
+    loss_every: Length | None = None
+    """Interval between measurements of the held-out loss. N samples cost what training N / 3 does. Default: 500 full
+    global batches."""
     loss_samples: Positive | None = None
-    """Held-out samples of each source, the same in every measurement. Default: four full global batches, shared among
-    the sources (or all that a source has): with the default interval 0.27% of the time of training."""
+    """Held-out samples of each source. Default: four full global batches, shared among the sources."""
 
 
 class RecordSection(Section):
@@ -308,16 +294,14 @@ class RecordSection(Section):
     console_every: Positive = 10
     """Steps between console lines."""
     statistics_every: Progress = Progress(100, "step")
-    """Interval between statistics of groups of parameters in the record: gradient norms, Adam's second moments, updates
-    relative to weights. `"0 steps"`: never."""
+    """Interval between statistics of groups of parameters in the record; `"0 steps"`: never."""
     aim: bool = False
-    """Mirror the record into Aim during training (needs the extra `aim`). Never affects training."""
+    """Mirror the record into Aim during training (extra `aim`)."""
     aim_repo: FilePath | None = None
     """Aim repository. Default: `aim/` in the run directory."""
     tensorboard: bool = False
-    """Mirror the record into TensorBoard files in `tensorboard/` of the run directory (extra `tensorboard`)."""
+    """Mirror the record into TensorBoard files in `RUN/tensorboard/` (extra `tensorboard`)."""
     wandb: bool = False
-    """Mirror the record into an offline run of Weights & Biases in `wandb/` of the run directory (extra `wandb`);
-    `wandb sync` is yours to run."""
+    """Mirror the record into an offline run of Weights & Biases in `RUN/wandb/` (extra `wandb`)."""
     tags: list[str] = []
-    """Tags of the run in trackers, beside its model family, state and origin."""
+    """Tags of the run in trackers."""

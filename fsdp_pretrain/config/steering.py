@@ -19,9 +19,10 @@ from .timeline import Change, TimelineEntry
 
 _LARGEST_JUMP = 0.1
 """Share of a value that an entry may change at once without saying so."""
-_LR, _MIN_LR, _LR_SCALE, _REWARM = "optimizer.lr", "optimizer.min_lr", "optimizer.lr_scale", "rewarm"
-_SHRINK = "optimizer.embedding_shrink"
+_LR, _MIN_LR, _SHRINK = "optimizer.lr", "optimizer.min_lr", "optimizer.embedding_shrink"
+_SAVES = "checkpoint.every"
 _OF_STEP = {
+    "optimizer.lr_scale": 1.0,
     "optimizer.weight_decay": 0.1,
     "optimizer.betas": (0.9, 0.95),
     "train.grad_clip": 1.0,
@@ -34,11 +35,10 @@ _OF_STEP = {
 
 @dataclass(frozen=True)
 class StepValues:
-    """Everything steered in one step. `lr` is what the optimiser gets: `lr_scale` and `rewarm` are in it."""
+    """Everything steered in one step. `lr` is what the optimiser gets: `lr_scale` is in it."""
 
     lr: float
     lr_scale: float
-    rewarm: float
     weight_decay: float
     betas: tuple[float, float]
     grad_clip: float
@@ -89,7 +89,7 @@ class SteeredValues:
         behind: samples of the place that is a duration behind another, which is in samples.
 
     Raises:
-        ValueError: entries cannot be what they say, one in each of its `args`.
+        ValueError: the floor of the learning rate would be above its peak.
     """
 
     def __init__(
@@ -102,40 +102,28 @@ class SteeredValues:
         behind: Callable[[int, Progress], int],
     ) -> None:
         self._curve, self._behind = curve, behind
-        defaults = {**_OF_STEP, _MIN_LR: 0.0, _LR_SCALE: 1.0, _REWARM: 1.0}
-        self._values = {key: Piecewise(value) for key, value in {**defaults, **values}.items()}
+        self._values = {key: Piecewise(value) for key, value in {**_OF_STEP, _MIN_LR: 0.0, **values}.items()}
+        steered = {_SHRINK} if self._values[_SHRINK].at(0) != _OF_STEP[_SHRINK] else set[str]()
         placed = sorted(((place(entry.at), entry) for entry in timeline), key=lambda pair: pair[0])
-        problems, steered = list[str](), {_SHRINK} if self._values[_SHRINK].at(0) != _OF_STEP[_SHRINK] else set[str]()
         for at, entry in placed:
-            try:
-                self._enter(at, entry)
-            except ValueError as error:
-                problems.append(f"timeline, {entry}: {error}")
-            steered |= {key for key, _ in entry.changes()} | ({"rewarm"} if entry.rewarm is not None else set())
-        if problems:
-            raise ValueError(*problems)
+            for key, value in entry.changes():
+                self._change(self._values[key], at, value)
+                steered.add(key)
         self._check_floor()
-        names = {key.partition(".")[2] or key for key in steered}
-        self.names = tuple(item.name for item in fields(StepValues) if item.name in names - {"lr"})
+        self._of_step = [(key.partition(".")[2], self._values[key]) for key in _OF_STEP]
+        self.names = tuple(key.partition(".")[2] for key in _OF_STEP if key in steered)
         """Fields of `StepValues` that change, besides `lr`."""
         self.timeline = [Placed(at, entry, tuple(self._jumps(at, placed))) for at, entry in placed]
         """The entries in order, with their places and what jumps there."""
 
-    def _enter(self, at: int, entry: TimelineEntry) -> None:
-        if entry.continuous:
-            assert entry.optimizer.min_lr is not None
-            self._re_anchor(at, entry.optimizer.min_lr.to)
-        for key, value in entry.changes():
-            along = self._values.setdefault(key, Piecewise(None))
-            if isinstance(value, Change):
-                along.change(at, value.to, value.from_, self._length(at, value.over))
-            else:
-                along.change(at, value)
-        if entry.rewarm is not None:
-            self._values[_REWARM].change(at, 1.0, 0.0, self._length(at, entry.rewarm))
-
-    def _length(self, at: int, over: Progress | None) -> int:
-        return 0 if over is None else self._behind(at, over) - at
+    def _change(self, along: Piecewise[Any], at: int, value: Any) -> None:
+        """A ramp that is over when the next step ends is a change at once."""
+        if isinstance(value, Change):
+            length = 0 if value.over is None else self._behind(at, value.over) - at
+            ramped = length > self._behind(at, Progress(1, "step")) - at
+            along.change(at, value.to, *((value.from_, length) if ramped else ()))
+        else:
+            along.change(at, value)
 
     def _check_floor(self) -> None:
         for mark in {*self._values[_LR].marks, *self._values[_MIN_LR].marks}:
@@ -145,40 +133,21 @@ class SteeredValues:
                     f"timeline: from sample {mark:_} on, optimizer.min_lr = {floor:g} is above optimizer.lr = {peak:g}"
                 )
 
-    def _re_anchor(self, at: int, floor: float) -> None:
-        """Change the peak so that the curve with another floor goes on from the rate at `at`."""
-        if at < self._curve.warmup or self._curve.shape == "inverse-sqrt":
-            return
-        if self._curve.shape == "constant":
-            raise ValueError("a constant learning rate has no optimizer.min_lr")
-        lr = self._curve.lr(at, *(self._values[key].at(at, behind=True) for key in (_LR, _MIN_LR)))
-        if floor > lr:
-            raise ValueError(f"optimizer.min_lr = {floor:g} is above the learning rate there, {lr:g}")
-        self._values[_LR].change(at, self._curve.peak_for(lr, at, floor))
-
     def values_at(self, consumed: int, *, behind: bool = False) -> StepValues:
-        """The values of the step that brings the counter to `consumed`; `behind`: the limit of the steps after it, of
-        which a ramp that is no longer than a step is no part."""
-        step = self._behind(consumed, Progress(1, "step")) - consumed if behind else 0
+        """The values of the step that brings the counter to `consumed`; `behind`: the limit of the steps after it."""
+        peak, floor = (self._values[key].at(consumed, behind=behind) for key in (_LR, _MIN_LR))
+        others = {name: along.at(consumed, behind=behind) for name, along in self._of_step}
+        return StepValues(lr=self._curve.lr(consumed, peak, floor) * others["lr_scale"], **others)
 
-        def now(along: Piecewise[Any]) -> Any:
-            return along.at(consumed, behind=behind, within=step)
-
-        scale, rewarm = now(self._values[_LR_SCALE]), self._values[_REWARM].at(consumed, behind=behind)
-        lr = self._curve.lr(consumed, now(self._values[_LR]), now(self._values[_MIN_LR])) * scale * rewarm
-        others = {key.partition(".")[2]: now(self._values[key]) for key in _OF_STEP}
-        return StepValues(lr=lr, lr_scale=scale, rewarm=rewarm, **others)
-
-    def value_at(self, key: str, consumed: int) -> Any:
-        """The value of a key such as `checkpoint.every` in the step that ends at `consumed`; None: it has none."""
-        return self._values[key].at(consumed) if key in self._values else None
+    def save_every(self, consumed: int) -> Progress:
+        """Interval between checkpoints in the step that ends at `consumed`."""
+        every: Progress = self._values[_SAVES].at(consumed)
+        return every
 
     @property
     def marks(self) -> list[int]:
         """Where something changes, and where ramps end."""
-        of_step = [self._values[key] for key in (_LR, _MIN_LR, _LR_SCALE, _REWARM, *_OF_STEP)]
-        ends = [mark for along in of_step for mark in along.marks]
-        return sorted({*(placed.at for placed in self.timeline), *ends})
+        return sorted({mark for along in self._values.values() for mark in along.marks})
 
     # ------------------------------------------------------------------ continuity
 
@@ -189,7 +158,7 @@ class SteeredValues:
         here = [entry for place, entry in placed if place == at]
         meant = any(entry.allow_jump for entry in here)
         begun = {key.partition(".")[2] for entry in here for key, value in entry.changes() if _begins(value)}
-        begun |= {"lr"} if {"min_lr", "lr_scale"} & begun or any(entry.rewarm for entry in here) else set()
+        begun |= {"lr"} if {"min_lr", "lr_scale"} & begun else set()
         for jump in jumps(self.values_at(at), self.values_at(at, behind=True)):
             yield replace(jump, meant=jump.meant or meant or jump.key in begun)
 
@@ -198,7 +167,7 @@ def jumps(before: StepValues, after: StepValues) -> Iterator[Jump]:
     """What differs between two steps; meant if it is small, or a choice."""
     for item in fields(StepValues):
         was, is_ = getattr(before, item.name), getattr(after, item.name)
-        if was != is_ and item.name != "rewarm":
+        if was != is_:
             share = _share(was, is_)
             yield Jump(item.name, was, is_, share, share is None or abs(share) <= _LARGEST_JUMP)
 
@@ -208,10 +177,8 @@ def _begins(value: Any) -> bool:
 
 
 def _share(before: Any, after: Any) -> float | None:
-    """Relative change: of a beta in the number of steps that it averages over, 1 / (1 - beta). None: no numbers."""
-    if isinstance(before, tuple):
-        return max((float((1 - was) / (1 - is_) - 1) for was, is_ in zip(before, after, strict=True)), key=abs)
-    if isinstance(before, str):
+    """Relative change; None: they are no numbers."""
+    if not isinstance(before, float | int):
         return None
     return float(after) / before - 1 if before else inf
 

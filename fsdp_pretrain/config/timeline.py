@@ -21,11 +21,11 @@ class Change(Section, Generic[T]):
     """A new value, or a linear ramp to it: `4e-5` is the same as `{ to = 4e-5 }`."""
 
     from_: T | None = Field(default=None, alias="from")
-    """Value at the beginning of the ramp; a jump to it is meant. Default: the value there."""
+    """Value at the beginning of the ramp. Default: the value there."""
     to: T
     """Value from then on, or at the end of the ramp."""
     over: Length | None = None
-    """Length of the ramp. Default: none, the value changes at once."""
+    """Length of the ramp. Default: the value changes at once."""
 
     @model_validator(mode="before")
     @classmethod
@@ -56,25 +56,21 @@ class ShareChange(Change[Share]):
     """Of a value from 0 to 1."""
 
 
-class BetasChange(Change[Betas]):
-    """Of both betas."""
-
-
 class OptimizerTimeline(Section):
     """Keys of `[optimizer]` that an entry can change."""
 
     lr: PositiveChange | None = None
-    """Peak of the curve: on a running cosine, the rate moves to the cosine of this peak with the same `min_lr`."""
+    """Peak of the curve."""
     min_lr: AmountChange | None = None
-    """End of the curve; see also `continuous`."""
+    """End of the curve."""
     lr_scale: AmountChange | None = None
-    """Factor of the learning rate."""
+    """Factor of the learning rate. `{ from = 0, to = 1, over = "2000 steps" }` warms up again."""
     weight_decay: AmountChange | None = None
     """Decoupled weight decay."""
-    betas: BetasChange | None = None
-    """AdamW betas; the moments are kept."""
+    betas: Betas | None = None
+    """AdamW betas, at once; the moments are kept."""
     embedding_shrink: ShareChange | None = None
-    """Factor of the embedding's gradient, from here on instead of `optimizer.embedding_shrink`."""
+    """Factor of the embedding's gradient."""
     shrink_paths: Literal["input", "both"] | None = None
     """Gradients that are shrunk."""
 
@@ -91,17 +87,8 @@ class TrainTimeline(Section):
 class CheckpointTimeline(Section):
     """Keys of `[checkpoint]` that an entry can change."""
 
-    every: Progress | None = None
-    """Interval between checkpoints, whose multiples are counted from the start of the run."""
-
-
-class EvalTimeline(Section):
-    """Keys of `[eval]` that an entry can change."""
-
-    every: Progress | None = None
-    """Interval between evaluated checkpoints."""
-    loss_every: Progress | None = None
-    """Interval between measurements of the held-out loss."""
+    every: Length | None = None
+    """Interval between checkpoints."""
 
 
 class TimelineEntry(Section):
@@ -109,34 +96,22 @@ class TimelineEntry(Section):
     place with other settings would, and it is the same at every restart."""
 
     at: Progress
-    """Place in training: steps, samples or tokens since the beginning of the run. Also inside a step."""
+    """Place in training: steps, samples or tokens since the beginning."""
     reason: str = ""
     """Why, for the chronicle."""
-    rewarm: Length | None = None
-    """Warm up again over this length: the learning rate is multiplied by (c - at) / length."""
-    continuous: bool = False
-    """For a new `optimizer.min_lr`: lead there from the learning rate at this place, without a jump."""
     allow_jump: bool = False
-    """Jumps of more than 10% of a value are meant. Without it they are errors, unless a ramp has a `from`."""
+    """Jumps of more than 10% of a value are meant; else they are errors, unless a ramp has a `from`."""
     optimizer: OptimizerTimeline = OptimizerTimeline()
     """New values of `[optimizer]`, as `optimizer.lr = 4e-5` or `optimizer.lr = { to = 4e-5, over = "500 steps" }`."""
     train: TrainTimeline = TrainTimeline()
     """New values of `[train]`."""
     checkpoint: CheckpointTimeline = CheckpointTimeline()
     """New values of `[checkpoint]`."""
-    eval: EvalTimeline = EvalTimeline()
-    """New values of `[eval]`."""
 
     @model_validator(mode="after")
     def _means_something(self) -> TimelineEntry:
-        if self.rewarm is None and not any(True for _ in self.changes()):
-            raise ValueError("the entry changes nothing: give it a key, such as `optimizer.lr = 4e-5`, or `rewarm`")
-        for key, interval in self.changes():
-            if isinstance(interval, Progress) and interval.value < 1:
-                raise ValueError(f"{key} = {interval} is not a positive interval")
-        floor = self.optimizer.min_lr
-        if self.continuous and (floor is None or floor.over is not None or self.optimizer.lr is not None):
-            raise ValueError("`continuous` is for a new optimizer.min_lr, not a ramp, and leaves optimizer.lr out")
+        if not any(True for _ in self.changes()):
+            raise ValueError("the entry changes nothing: give it a key, such as `optimizer.lr = 4e-5`")
         return self
 
     @model_serializer(mode="wrap")
@@ -149,29 +124,20 @@ class TimelineEntry(Section):
 
     def changes(self) -> Iterator[tuple[str, Any]]:
         """(dotted key, `Change` or plain value) of everything that is set, in the order of the schema."""
-        for name in ("optimizer", "train", "checkpoint", "eval"):
+        for name in ("optimizer", "train", "checkpoint"):
             section = getattr(self, name)
             for key in type(section).model_fields:
                 if (value := getattr(section, key)) is not None:
                     yield f"{name}.{key}", value
 
     def lengths(self) -> Iterator[Progress]:
-        """The place, and the lengths of ramps; intervals are neither."""
+        """The place, and the lengths of ramps; an interval is neither."""
         yield self.at
         yield from (change.over for _, change in self.changes() if isinstance(change, Change) and change.over)
-        yield from [] if self.rewarm is None else [self.rewarm]
-
-    def names(self) -> list[str]:
-        """The dotted keys that are set, and `rewarm` and `continuous`."""
-        others = {"rewarm": self.rewarm is not None, "continuous": self.continuous}
-        return [*(key for key, _ in self.changes()), *(name for name, given in others.items() if given)]
 
     def keys(self) -> str:
-        """For people: `optimizer.lr = 4e-05, rewarm = 2_000 steps`."""
-        parts = [f"{key} = {_short(value)}" for key, value in self.changes()]
-        parts += ["continuous"] if self.continuous else []
-        parts += [f"rewarm = {self.rewarm}"] if self.rewarm is not None else []
-        return ", ".join(parts)
+        """For people: `optimizer.lr = 4e-05, train.z_loss = 0.0001`."""
+        return ", ".join(f"{key} = {_short(value)}" for key, value in self.changes())
 
     def __str__(self) -> str:
         """For people: `at 26_000 steps: optimizer.lr = 4e-05`."""

@@ -138,7 +138,7 @@ def _last_place(run: RunDir, number: int) -> tuple[int | None, list[dict[str, in
         return None if place is None else place.step, []
     at = Position(place.step, place.consumed, place.cursor)
     with contextlib.suppress(UserError):
-        return place.step, batches_after(load_recorded(segment / "config.toml")[0], at, IN_FLIGHT)
+        return place.step, batches_after(load_recorded(segment / "config.toml"), at, IN_FLIGHT)
     return place.step, []
 
 

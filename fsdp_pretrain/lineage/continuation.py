@@ -11,24 +11,21 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from data.packing.opening import check_supply, open_packer, open_skips, shares_at
-from data.packing.position import Position
+from data.packing.opening import check_supply, open_packer
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, verify_files
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.resume_rules import changes, differences, load_compatible, refuse
+from fsdp_pretrain.config.resume_rules import changes, differences, load_recorded, refuse
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.record import lineage, overrides
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lineage import BranchReport, BranchRequest, ScheduleRow
+from fsdp_pretrain.record.lineage import BranchReport, BranchRequest
 from fsdp_pretrain.record.metrics import find_step, last_records
 from fsdp_pretrain.record.overrides import Overrides
 from fsdp_pretrain.units import SampleRange
 
 from .provenance import IN_FLIGHT
-
-_AHEAD = (1, 10, 100, 1000)
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Branch:
     skip: SampleRange | None  # further samples to skip
 
     def report(self) -> BranchReport:
-        """What changes, and the schedules from this step."""
+        """What changes."""
         return BranchReport(
             step=self.state.step,
             segment=self.segment,
@@ -52,12 +49,8 @@ class Branch:
             cursor=self.state.cursor,
             skip=str(self.skip) if self.skip else None,
             changes=_changes(self.before, self.after),
-            since_checkpoint=_changes(load_compatible(self.checkpoint.path / CONFIG), self.after),
+            since_checkpoint=_changes(load_recorded(self.checkpoint.path / CONFIG), self.after),
             jumps=self.before.schedule.jumps_to(self.after.schedule, self.state.consumed),
-            schedule={
-                "before": schedule_from(self.before, self.state),
-                "after": schedule_from(self.after, self.state),
-            },
         )
 
 
@@ -157,34 +150,14 @@ def _cursor(run: RunDir, step: int) -> int:
     )
 
 
-def schedule_from(config: Config, at: Position) -> list[ScheduleRow]:
-    """The schedule 1, 10, 100 and 1000 steps after a checkpoint, up to the end of the run."""
-    rows, schedule, skips = [], config.schedule, open_skips(config)
-    for ahead in range(1, _AHEAD[-1] + 1):
-        if at.consumed >= schedule.total:
-            break
-        start, at = at.cursor, at.advance(schedule.batch, skips)
-        if ahead in _AHEAD:
-            rows.append(ScheduleRow(**vars(at), lr=schedule.lr_at(at.consumed), shares=shares_at(config, start)))
-    return rows
-
-
 def render(report: BranchReport) -> list[str]:
-    """A report as lines: what changes, and the schedules before and after."""
+    """A report as lines."""
     lines = [f"  from        step {report.step:_}, {report.consumed:_} samples trained, {report.cursor:_} read"]
     lines += [f"  skip        samples {report.skip.removesuffix(' samples')}"] if report.skip else []
     lines += [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report.changes or ["none"])]
     other = [text for text in report.since_checkpoint if text not in report.changes]
     lines += [f"  {'earlier' if not at else '':11} {text} (since the checkpoint)" for at, text in enumerate(other)]
     lines += [f"  {'jump' if not at else '':11} {text}" for at, text in enumerate(report.jumps)]
-    lines.append(f"  {'schedule':8} {'step':>12} {'consumed':>14} {'cursor':>14} {'batch':>6} {'lr':>10}  shares")
-    for name, rows in report.schedule.items():
-        for row in rows:
-            shares = ", ".join(f"{source} {share:.3g}" for source, share in row.shares.items())
-            lines.append(
-                f"  {name:8} {row.step:>12_} {row.consumed:>14_} {row.cursor:>14_} {row.batch:>6} "
-                f"{row.lr:>10.3e}  {shares}"
-            )
     return lines
 
 

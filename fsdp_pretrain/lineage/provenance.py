@@ -195,7 +195,7 @@ def _ahead(run: RunDir, last: StepRecord, step: int) -> StepInFlight | None:
     """A step that was in flight after the last record; None if it was not."""
     if not 0 < step - last.step <= IN_FLIGHT:
         return None
-    config, _ = load_recorded(run.segment(last.segment) / "config.toml")
+    config = load_recorded(run.segment(last.segment) / "config.toml")
     for batch in batches_after(config, Position(last.step, last.consumed, last.cursor), IN_FLIGHT):
         if batch["step"] == step:
             return StepInFlight(last.segment, batch["batch"], batch["cursor"])
@@ -204,7 +204,7 @@ def _ahead(run: RunDir, last: StepRecord, step: int) -> StepInFlight | None:
 
 @functools.lru_cache(maxsize=1)
 def _open(run: RunDir, segment: int) -> tuple[Config, Packer]:
-    config, _ = load_recorded(run.segment(segment) / "config.toml")  # the digest proves that it means the same
+    config = load_recorded(run.segment(segment) / "config.toml")  # the digest proves that it means the same
     return config, open_packer(config)
 
 
@@ -218,10 +218,10 @@ def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
 
 
 def describe_sample(
-    step: TrainedStep, position: int, *, world: int, tokenizer: Tokenizer | None = None, ids: bool = False
+    step: TrainedStep, position: int, *, tokenizer: Tokenizer | None = None, ids: bool = False
 ) -> ShownSample:
-    """The sample at a position of the global batch, split over `world` ranks; with text if there is a tokenizer."""
-    index, share = step.indices[position], len(step.indices) // world
+    """The sample at a position of the global batch; with text if there is a tokenizer."""
+    index, share = step.indices[position], len(step.indices) // step.world
     packed = step.packer.pack(index, 1)
     pieces = []
     for piece in step.packer.provenance(index):
@@ -246,7 +246,6 @@ def describe_sample(
 def describe_step(
     step: TrainedStep,
     *,
-    world: int | None = None,
     rank: int | None = None,
     sample: int | None = None,
     text: bool = False,
@@ -255,17 +254,14 @@ def describe_step(
     """A step and its samples.
 
     Args:
-        world: ranks to split the batch over; None is as it was trained.
         rank, sample: only the samples of this rank, the sample with this index.
         text, ids: add the text of every piece, the token ids of every sample.
 
     Raises:
-        ConfigError: the step has no such sample or rank, or the batch does not split over `world`.
+        ConfigError: the step has no such sample or rank.
     """
     record, indices = step.record, step.indices
-    number, size, world = step.number, len(indices), world or step.world
-    if size % world:
-        raise ConfigError(f"the batch of step {number}, {size} samples, does not split over {world} ranks")
+    number, size, world = step.number, len(indices), step.world
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"there is no rank {rank}: step {number} is split over ranks 0 to {world - 1}")
     if sample is not None and sample not in indices:
@@ -286,7 +282,7 @@ def describe_step(
         sequence_length=step.packer.length_of(indices),
         world=world,
         data_digest=record.data_digest if isinstance(record, StepRecord) else None,
-        samples=[describe_sample(step, at, world=world, tokenizer=tokenizer, ids=ids) for at in chosen],
+        samples=[describe_sample(step, at, tokenizer=tokenizer, ids=ids) for at in chosen],
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, FileEntry, is_permanent
 from fsdp_pretrain.checkpoint.store import MANIFEST, PINNED, Checkpoint, Store
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.resume_rules import load_compatible
+from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError, RunGoneError, UserError
 from fsdp_pretrain.record import lineage, mirror_status, run_id, state_files
 from fsdp_pretrain.record.files import RunDir
@@ -207,7 +207,7 @@ def main(path: str, own_id: str, number: str) -> int:
         signal.signal(stop, signal.SIG_IGN)
     finish, run, segment, failures = StdinCommands().finish, RunDir(Path(path)), int(number), 0
     run_id.bind(run.path, own_id)
-    config = load_compatible(run.segment(segment) / "config.toml")
+    config = load_recorded(run.segment(segment) / "config.toml")
     worker = Uploader(config, run, own_id, segment, RunMirror(config, patience=_PATIENCE))
     while True:
         try:

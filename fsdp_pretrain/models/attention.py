@@ -91,7 +91,7 @@ class Attention(nn.Module):
             return out
         if self.scores != "fused":
             assert isinstance(mask, Tensor)
-            return scaled_attention(query, key, value, mask, self.layer, self.scores == "inward", dropout)
+            return scaled_attention(query, key, value, mask, self.layer, dropout)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=grouped
         )
@@ -106,16 +106,14 @@ def biased_attention(config: GPTModel | GLMModel, layer: int) -> Attention:
         config.head_dim,
         bias=True,
         out_bias=True,
-        dropout=config.attention_rate,
+        dropout=config.dropout,
         scores=config.scores,
         layer=layer,
         alibi=config.positions == "alibi",
     )
 
 
-def scaled_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int, inward: bool, dropout: float
-) -> Tensor:
+def scaled_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, layer: int, dropout: float) -> Tensor:
     """Attention whose scores do not overflow fp16: divided by c = max(1, layer), multiplied by c again in fp32.
 
     Megatron's query-key layer scaling with an fp32 softmax, also used by GLM-130B; c cancels.
@@ -123,18 +121,12 @@ def scaled_attention(
     Args:
         query, key, value: [B, heads, S, d].
         mask: dense, see `masks.Mask`.
-        inward: divide queries and keys each by the square root of the divisor, instead of only the queries.
 
     Returns:
         [B, heads, S, d] in the dtype of the values.
     """
     scale = max(1, layer)
-    divisor = scale * math.sqrt(query.shape[-1])
-    if inward:
-        scores = (query / math.sqrt(divisor)) @ (key / math.sqrt(divisor)).transpose(2, 3)
-    else:
-        scores = (query / divisor) @ key.transpose(2, 3)
-    scores = scores.float() * scale
+    scores = ((query / (scale * math.sqrt(query.shape[-1]))) @ key.transpose(2, 3)).float() * scale
     scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     weights = F.dropout(scores.softmax(-1).to(value.dtype), dropout, training=dropout > 0)
     return weights @ value

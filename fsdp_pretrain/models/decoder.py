@@ -106,7 +106,7 @@ class Decoder(nn.Module, ABC):
         self.norm = norm
         self.head = None if config.tied_head else Head(config)
         self._recompute_every = 0
-        self._draws = config.uses_dropout
+        self._draws, self.two_dimensions = config.uses_dropout, config.two_dimensions
         self.backend: Backend = "sdpa"
         self._scales_scores = not isinstance(config, LlamaModel) and config.scores != "fused"
 

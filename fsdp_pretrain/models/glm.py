@@ -21,14 +21,10 @@ from .layers import Constant, GeGLU, Initial, NormalInit, Rotary, rotary_frequen
 from .masks import Mask
 
 
-def deepnorm_constants(kind: str, layers: int) -> tuple[float, float]:
-    """(alpha, beta) of a preset: the factor of the residual, and the gain of the matrices with smaller initial values.
-
-    `glm`: (2L)^(1/2), (2L)^(-1/2), as in GLM-130B; `deepnet-decoder`: (2L)^(1/4), (8L)^(-1/4), as in the DeepNet paper.
-    """
-    if kind == "glm":
-        return (2 * layers) ** 0.5, (2 * layers) ** -0.5
-    return (2 * layers) ** 0.25, (8 * layers) ** -0.25
+def deepnorm_constants(layers: int) -> tuple[float, float]:
+    """DeepNorm's (alpha, beta) as in GLM-130B: the factor of the residual, and the gain of the matrices with smaller
+    initial values."""
+    return (2 * layers) ** 0.5, (2 * layers) ** -0.5
 
 
 class GLMBlock(nn.Module):
@@ -37,7 +33,7 @@ class GLMBlock(nn.Module):
     def __init__(self, config: GLMModel, layer: int) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.alpha, _ = deepnorm_constants(config.deepnorm, config.layers)
+        self.alpha, _ = deepnorm_constants(config.layers)
         self.attention_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.attention = biased_attention(config, layer)
         self.mlp_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
@@ -86,7 +82,7 @@ class GLM(Decoder):
         if "norm" in kind:
             return Constant(1.0)
         config = self.config
-        _, beta = deepnorm_constants(config.deepnorm, config.layers)
+        _, beta = deepnorm_constants(config.layers)
         gain, width = {
             "query": (1.0, config.hidden),
             "key": (1.0, config.hidden),

@@ -125,7 +125,7 @@ def rotary_frequencies(size: int, base: float, scaling: RopeScaling | None, devi
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     turns = scaling.original_length * frequencies / (2 * math.pi)  # rotations over the original context length
-    blend = ((turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)).clamp(0, 1)
+    blend = ((turns - 1) / (4 - 1)).clamp(0, 1)
     return frequencies * (blend + (1 - blend) / scaling.factor)
 
 

@@ -175,7 +175,7 @@ def _flex_obstacles(model: AnyModel, device: torch.device) -> list[str]:
     if model.head_dim < 16 or model.head_dim & (model.head_dim - 1):
         found.append(f"its kernels need a head size that is a power of two from 16 on, not {model.head_dim}")
     if not isinstance(model, LlamaModel):
-        if model.attention_rate:
+        if model.dropout:
             found.append("it has no dropout of attention probabilities")
         if model.scores != "fused":
             found.append(f"model.scores = {model.scores} is computed step by step")

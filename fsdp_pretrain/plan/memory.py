@@ -127,7 +127,7 @@ def _micro_batch(config: Config) -> MicroBatch:
 
     glm = objective.kind == "glm"
     slots = objective.slots if objective.kind == "glm" else 1
-    two = objective.kind == "glm" and objective.positions == "glm2d"
+    two = config.model.two_dimensions
     masked = glm or config.data.uses_lengths
     return MicroBatch(
         tokens=integers(size, length + 1),

@@ -214,7 +214,7 @@ def _heldout(config: Config) -> HeldOut | None:
     """What the held-out loss costs; None if it is off."""
     if not config.eval.loss_on:
         return None
-    every, batch = config.heldout_every(config.schedule.total), config.schedule.batch.full
+    every, batch = config.heldout_every, config.schedule.batch.full
     samples, sources = config.heldout_samples * len(config.eval.loss_on), len(config.eval.loss_on)
     between = every.value * batch if every.unit == "step" else config.schedule.lengths.interval(every)
     return HeldOut(samples, sources, str(every), samples / (3 * max(between, batch)))

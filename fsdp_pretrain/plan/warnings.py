@@ -10,7 +10,6 @@ from typing import Any
 
 from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.curves import ENDLESS
 from fsdp_pretrain.config.model import AnyModel, GLMModel, LlamaModel
 from fsdp_pretrain.units import human_bytes, human_count
 
@@ -41,11 +40,6 @@ def in_vain(config: Config) -> Iterator[str]:
         if (value := getattr(holder, name)) != type(holder).model_fields[name].default:
             shown = "" if isinstance(value, Section) else f" = {value}"
             yield f"{key}{shown} has no effect {why}: leave it out"
-    if config.optimizer.curve == "constant":
-        for entry in config.timeline:
-            if entry.optimizer.min_lr is not None:
-                yield f"timeline, at {entry.at}: optimizer.min_lr has no effect with optimizer.curve = constant"
-    yield from _rewarm_warnings(config)
 
 
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
@@ -53,9 +47,7 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     optimizer, model = config.optimizer, config.model
     curve = f"with optimizer.curve = {optimizer.curve}"
     if optimizer.curve == "constant":
-        yield "optimizer.min_lr", curve
-    if optimizer.curve in ENDLESS:
-        yield "optimizer.decay", curve
+        yield from (("optimizer.min_lr", curve), ("optimizer.decay", curve))
     if optimizer.curve != "wsd":
         yield "optimizer.decay_shape", curve
     if not optimizer.warmup.value:
@@ -65,35 +57,12 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     if config.train.precision != "fp16":
         yield "train.loss_scale", f"with train.precision = {config.train.precision}"
     if isinstance(model, LlamaModel) and model.rope_scaling is not None and model.rope_scaling.kind == "linear":
-        for name in ("low_frequency", "high_frequency", "original_length"):
-            yield f"model.rope_scaling.{name}", "with model.rope_scaling.kind = linear"
+        yield "model.rope_scaling.original_length", "with model.rope_scaling.kind = linear"
     if not config.eval.loss_on:
         for name in ("loss_every", "loss_samples"):
             yield f"eval.{name}", "without eval.loss_on"
     if not config.record.aim:
         yield "record.aim_repo", "without record.aim"
-
-
-def _rewarm_warnings(config: Config) -> Iterator[str]:
-    schedule, until, before = config.schedule, 0, ""
-    for placed in schedule.timeline:
-        if placed.entry.rewarm is None:
-            continue
-        end = schedule.behind(placed.at, placed.entry.rewarm)
-        text = f"timeline, at {placed.entry.at}: rewarm = {placed.entry.rewarm}"
-        if placed.at < min(until, schedule.total):
-            yield (
-                f"{text} begins before the one at {before} has ended, and takes its place: the learning rate begins "
-                "at 0 again; begin it later, or make that one shorter"
-            )
-        if placed.at < schedule.total < end:
-            share = (schedule.total - placed.at) / (end - placed.at)
-            yield (
-                f"{text} is longer than the rest of the run, which ends at {share:.0%} of the learning rate; make it "
-                "shorter"
-            )
-        if end > until:
-            until, before = end, str(placed.entry.at)
 
 
 def _shape_warnings(model: AnyModel) -> Iterator[str]:
@@ -146,7 +115,7 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
     for placed in schedule.timeline:
         if placed.at >= schedule.total:
             yield f"timeline, {placed.entry}: the run has ended by then"
-    saves = config.save_every(0)
+    saves = config.schedule.save_every(0)
     if saves.unit == "step" and saves.value > schedule.steps:
         yield f"checkpoint.every = {saves} is longer than the run: only its end is saved"
 

@@ -19,7 +19,7 @@ from fsdp_pretrain.errors import StorageError
 from .files import AppendFile, RunDir, json_object, now, read_lines, seconds_of
 
 Kind = Literal[
-    "start", "fresh", "ready", "resume", "changed", "overrides", "skip", "optimizer", "loss-scale", "control",
+    "start", "fresh", "ready", "resume", "changed", "overrides", "skip", "control",
     "heldout", "milestone", "profile", "profile-failed", "stop",
     "checkpoint", "checkpoint-deleted", "checkpoint-failed", "checkpoint-late",
     "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "import", "rollback", "fork",

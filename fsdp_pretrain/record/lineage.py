@@ -36,17 +36,6 @@ class BranchRequest(StateFile):
     skip_samples: SampleRange | None = None  # instead of steps
 
 
-class ScheduleRow(StateFile):
-    """Values of the schedules after a step."""
-
-    step: int
-    consumed: int
-    cursor: int
-    batch: int
-    lr: float
-    shares: dict[str, float]  # of the sources
-
-
 class BranchReport(StateFile):
     """What a rollback or fork changes; its JSON output."""
 
@@ -58,7 +47,6 @@ class BranchReport(StateFile):
     changes: list[str]
     since_checkpoint: list[str]
     jumps: list[str] = Field(default_factory=list)  # values that the changes change at once
-    schedule: dict[str, list[ScheduleRow]]  # `before` and `after`
     abandoned: list[str] = Field(default_factory=list)  # checkpoints moved aside
     config: str = ""  # of a fork: the configuration to start with
     linked: bool = False  # the fork's checkpoint shares its bytes with the parent's

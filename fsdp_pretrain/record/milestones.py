@@ -1,7 +1,7 @@
 """Milestones of a run for the chronicle, computed in advance from its configuration.
 
 Spikes and slowdowns are often blamed on a schedule change at the same time, such as the end of the warmup or of the
-batch ramp. So the chronicle records these milestones, besides tenths of the run and round token counts.
+batch ramp. So the chronicle records these milestones.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.units import human_count
-
-_FEWEST_TOKENS = 10**9
 
 
 class Milestone(NamedTuple):
@@ -24,7 +21,7 @@ class Milestone(NamedTuple):
 def milestones(config: Config) -> list[Milestone]:
     """The milestones between the first and the last step, in order."""
     schedule = config.schedule
-    found = [(-(-schedule.total * tenth // 10), f"{tenth * 10}% of the run") for tenth in range(1, 10)]
+    found = list[tuple[int, str]]()
     if schedule.warmup:
         found.append((schedule.warmup, f"the warm-up ends: the learning rate is {schedule.lr_at(schedule.warmup):.3g}"))
     if schedule.decays and schedule.decay < schedule.total:
@@ -36,8 +33,4 @@ def milestones(config: Config) -> list[Milestone]:
         facts = "; ".join([placed.entry.keys(), *map(str, placed.jumps), *filter(None, [placed.entry.reason])])
         found.append((placed.at + 1, f"timeline: {facts}"))
     found += [(at, f"samples have {length:_} tokens from here on") for at, length in schedule.lengths.changes()]
-    tokens = _FEWEST_TOKENS
-    while tokens <= schedule.tokens(schedule.total):
-        found.append((schedule.lengths.samples(tokens), f"{human_count(tokens)} tokens"))
-        tokens = tokens * 5 // 2 if str(tokens).startswith("2") else tokens * 2  # 1, 2, 5, 10, 20, ...
     return sorted({Milestone(place, text) for place, text in found if 0 < place < schedule.total})

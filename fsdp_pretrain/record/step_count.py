@@ -30,7 +30,7 @@ class StepCount:
             if step > self._after[-1] and consumed is not None:
                 steps = step - self._after[-1]
                 as_now = not segment or batch.ahead(self._consumed[-1], steps) == consumed
-                of_then = None if as_now else load_recorded(run.segment(segment) / "config.toml")[0]
+                of_then = None if as_now else load_recorded(run.segment(segment) / "config.toml")
                 self._batches.append(batch if of_then is None else of_then.schedule.batch)
                 self._after.append(step)
                 self._consumed.append(consumed)

@@ -75,8 +75,7 @@ class Ramps(_Part):
 
     shares: dict[str, float] = Field(default_factory=dict)  # planned share of each source
     embedding_shrink: float | None = None  # factor of the embedding's gradient, if configured
-    lr_scale: float | None = None  # this and the following: if the timeline changes them; both factors are in `lr`
-    rewarm: float | None = None
+    lr_scale: float | None = None  # this and the following: if the timeline changes them; it is in `lr`
     weight_decay: float | None = None
     betas: tuple[float, float] | None = None
     grad_clip: float | None = None
@@ -105,16 +104,12 @@ class Replicas(_Part):
 
 
 class ParameterGroup(_Part):
-    """Statistics of a group of parameters in a step; None: not finite. The second moments are those after it."""
+    """Statistics of a group of parameters in a step; None: not finite."""
 
     grad_norm: float | None  # unscaled, before clipping
-    grad_share: float | None  # of the squared gradient norm of all groups
     weight_norm: float | None  # after the step
     update_ratio: float | None  # norm of the step's change of the weights, relative to theirs
-    second_moment_l1: float | None  # sum of Adam's exp_avg_sq
-    second_moment_max: float | None
-    second_moment_root_l1: float | None  # the same of its square root
-    second_moment_root_max: float | None
+    second_moment_max: float | None  # of Adam's exp_avg_sq, after the step
 
 
 class StepRecord(_Part):

@@ -13,7 +13,7 @@ from typing import Literal
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.resume_rules import load_compatible
+from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.config.step_settings import rounding_differences, same_values, value_differences
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.record import environment, journal, lineage
@@ -123,7 +123,7 @@ def _settings(run: RunDir, records: list[StepRecord]) -> tuple[Config, list[str]
     """The settings of the newest start that has the same values as the earlier ones, in their steps; what is not as
     there in the steps of the others; and which of them have other settings."""
     parts = [(number, [*steps]) for number, steps in groupby(records, key=lambda record: record.segment)]
-    configs = [load_compatible(run.segment(number) / "config.toml") for number, _ in parts]
+    configs = [load_recorded(run.segment(number) / "config.toml") for number, _ in parts]
 
     def goes_on(newest: int) -> bool:
         """Whether no start before has other values."""

@@ -54,7 +54,7 @@ class Event:
 GROUPS = {
     "starts": "start fresh ready resume import fork launch restart",
     "ends": "stop interruption",
-    "changes": "rollback skip changed overrides control optimizer loss-scale health-rollback health-skip health-again",
+    "changes": "rollback skip changed overrides control health-rollback health-skip health-again",
     "alarms": "alarm health",
     "saves": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-late checkpoint-missing "
     "checkpoint-rejected checkpoint-room on-commit-failed",
@@ -65,7 +65,7 @@ GROUPS = {
 """The rows above the curves, and the kinds of their entries."""
 _GROUP = {kind: group for group, kinds in GROUPS.items() for kind in kinds.split()}
 _LINES = frozenset("rollback fork skip health-rollback note eval-verdict checkpoint-missing".split())
-_STRIP = frozenset("checkpoint start import stop changed control optimizer milestone".split())
+_STRIP = frozenset("checkpoint start import stop changed control milestone".split())
 _SEVERITY = {"bad": Severity.CRIT, "warning": Severity.WARN}
 
 

@@ -13,20 +13,16 @@ from fsdp_pretrain.record.recorder import Recorder
 
 
 class AfterSave:
-    """Starts what a new checkpoint makes due, and tracks what is still running.
-
-    Attributes:
-        config: of the run; replaced when a live run is steered.
-    """
+    """Starts what a new checkpoint makes due, and tracks what is still running."""
 
     def __init__(self, config: Config, recorder: Recorder) -> None:
-        self.config, self._run, self._recorder = config, RunDir(config.run.dir), recorder
+        self._config, self._run, self._recorder = config, RunDir(config.run.dir), recorder
         self._worker: subprocess.Popen[bytes] | None = None
 
     def start(self, saved: SaveResult) -> None:
         """Start what is due; on rank 0."""
         assert saved.manifest is not None
-        if self.config.eval.launch and evaluation_due(self.config, saved.manifest):
+        if self._config.eval.launch and evaluation_due(self._config, saved.manifest):
             self._evaluate(saved.manifest)
 
     def running(self) -> list[str]:
@@ -42,6 +38,6 @@ class AfterSave:
         if self._evaluating and not manifest.final:
             return
         try:
-            self._worker = jobs.start_worker(self._run, self.config)
+            self._worker = jobs.start_worker(self._run, self._config)
         except OSError as error:
             self._recorder.event("eval-failed", f"could not start the evaluation process: {error}", step=manifest.step)

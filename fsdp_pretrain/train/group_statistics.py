@@ -103,13 +103,13 @@ class GroupStatistics:
         applied = {name: update for update in self._optimizer.applied for name in update.names}
         states = self._optimizer.state_by_name()
         factors, offsets = self._corrections(states)
-        rows = [torch.zeros(5, 1, dtype=torch.float64, device=self._world.device)]
+        rows = [torch.zeros(3, 1, dtype=torch.float64, device=self._world.device)]
         for stretch in self._stretches:
             rows.append(self._measure(stretch, states, applied, factors, offsets))
         values = torch.where(self._piece_members, torch.cat(rows, 1).unsqueeze(1), 0.0)
-        own = torch.cat((gradients.unsqueeze(0), values[:4].sum(-1), values[4:].amax(-1)))
+        own = torch.cat((gradients.unsqueeze(0), values[:2].sum(-1), values[2:].amax(-1)))
         every = self._world.gather_shards(own)
-        return torch.cat((every[:, :5].sum(0), every[:, 5:].amax(0)))
+        return torch.cat((every[:, :3].sum(0), every[:, 3:].amax(0)))
 
     def _corrections(self, states: dict[str, dict[str, Tensor]]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """(a, b) of every parameter, fp32 0-dim, so that Adam's update is lr / a * exp_avg / (sqrt(exp_avg_sq) + b)."""
@@ -127,7 +127,7 @@ class GroupStatistics:
         factors: tuple[Tensor, ...],
         offsets: tuple[Tensor, ...],
     ) -> Tensor:
-        """Of every piece: squared norms of weights and update, sums of the second moment and of its root, its maximum.
+        """Of every piece: squared norms of weights and update, and the maximum of the second moment.
 
         The update with decay d is -lr * (u + d * w) / (1 - lr * d), of Adam's u and the weights w after it.
         """
@@ -137,7 +137,6 @@ class GroupStatistics:
         updates = [applied.get(piece.name, _NONE) for piece in stretch]
         scales = [factors[piece.number] for piece in stretch]
         roots = list(torch._foreach_sqrt(second))
-        sums = [each.sum() for each in (*second, *roots)]
         torch._foreach_add_(roots, [offsets[piece.number] for piece in stretch])
         moved = torch._foreach_mul(weights, torch._foreach_mul(scales, [update.weight_decay for update in updates]))
         torch._foreach_addcdiv_(moved, first, roots)
@@ -145,24 +144,19 @@ class GroupStatistics:
         lengths = [
             _square(each) * (rate / scale).square() for each, rate, scale in zip(moved, rates, scales, strict=True)
         ]
-        values = [*map(_square, weights), *lengths, *sums, *(each.amax() for each in second)]
-        return torch.stack(values).double().view(5, -1)
+        values = [*map(_square, weights), *lengths, *(each.amax() for each in second)]
+        return torch.stack(values).double().view(3, -1)
 
     def read(self, measured: Tensor, *, skipped: bool) -> dict[str, ParameterGroup]:
         """By group, from what `after_update` measured, in host memory. `skipped`: the step was."""
-        total = float(measured[0].sum())
         found = {}
         for name, column in zip(self._names, measured.T.tolist(), strict=True):
-            gradients, weights, updates, second, roots, largest = column
+            gradients, weights, updates, largest = column
             found[name] = ParameterGroup(
                 grad_norm=number(gradients**0.5),
-                grad_share=number(gradients / total) if total else None,
                 weight_norm=number(weights**0.5),
                 update_ratio=0.0 if skipped else number((updates / weights) ** 0.5) if weights else None,
-                second_moment_l1=number(second),
                 second_moment_max=number(largest),
-                second_moment_root_l1=number(roots),
-                second_moment_root_max=number(largest**0.5),
             )
         return found
 

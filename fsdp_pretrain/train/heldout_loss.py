@@ -36,14 +36,10 @@ class HeldOutLoss:
         self._config, self._world, self._micro = config, world, micro
         self._sources = len(config.eval.loss_on)
 
-    def steer(self, config: Config) -> None:
-        """Go on with a configuration in which only the timeline differs."""
-        self._config = config
-
     def due(self, state: TrainState) -> bool:
         """Whether to measure after the step that led to `state`: it completes an interval, or is the last."""
         schedule, before = self._config.schedule, state.consumed - state.batch
-        last, every = state.consumed >= schedule.total, self._config.heldout_every(state.consumed)
+        last, every = state.consumed >= schedule.total, self._config.heldout_every
         return last or schedule.due(every, step=state.step, before=before, after=state.consumed)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ it, so a killed run has it wholly or not at all. Every request is answered by a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
 from fsdp_pretrain.record import overrides
 from fsdp_pretrain.record.files import now, replace_file
 from fsdp_pretrain.record.inbox import Request
+from fsdp_pretrain.record.overrides import Overrides
 from fsdp_pretrain.record.requests import Requests
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
@@ -102,20 +103,26 @@ class LiveControl:
 
     def _set(self, request: Request, here: Position, before: Config) -> tuple[TimelineEntry, Config]:
         """On rank 0: make a change last. Returns it, and the configuration with it. Raises UserError: it is refused."""
-        at, step, run = here.step if request.at is None else request.at, here.step, self._recorder.run
-        if at < step:
-            raise ConfigError(f"step {at + 1:_} has begun: the run is at step {step:_}")
-        batch = before.schedule.batch
-        place = batch.ahead(here.consumed, at - step)
-        asked = live_set.read_entry(request.changes, at=place, reason=request.reason)
-        entry, shown = live_set.lasting(asked, before.schedule), live_set.shown_keys(asked)
+        at, batch = here.step if request.at is None else request.at, before.schedule.batch
+        if at < here.step:
+            raise ConfigError(f"step {at + 1:_} has begun: the run is at step {here.step:_}")
+        place = batch.ahead(here.consumed, at - here.step)
+        entry = live_set.read_entry(request.changes, before.schedule, at=place, reason=request.reason)
         after = live_set.steer(before, entry)
-        self._refuse_unseen(request, before, shown)
-        was, is_ = (
-            {key: live_set.value_at(config, key, batch.ahead(place, 1)) for key in shown} for config in (before, after)
-        )
-        facts = {"at": at, "consumed": place, "before": was, "after": is_}
+        was, is_ = (live_set.values_of(entry, config, batch.ahead(place, 1)) for config in (before, after))
         self._guard()
+        standing = self._make_lasting(entry, after)
+        values = ", ".join(f"{key} {was[key]} -> {is_[key]}" for key in was)
+        text = f"set {', '.join(request.changes)} after step {at:_}; in step {at + 1:_}: {values}"
+        facts = {"at": at, "consumed": place, "before": was, "after": is_, "entry": live_set.plain(entry)}
+        self._answer(request, here.step, text, did="set", **facts)
+        self._recorder.status(force=True, overrides=str(standing))
+        return entry, after
+
+    def _make_lasting(self, entry: TimelineEntry, after: Config) -> Overrides:
+        """From here on every start has it. Returns what lasts. Raises ConfigError: nothing was changed; StorageError:
+        this start cannot go on."""
+        run = self._recorder.run
         try:
             standing = overrides.add_entry(run, entry)
         except OSError as error:
@@ -129,20 +136,7 @@ class LiveControl:
         with suppress(OSError):  # the first makes it outlive a power failure; the next start writes the second again
             sync_directory(run.path)
             replace_file(run.config, after.to_toml())
-        values = ", ".join(f"{key} {live_set.text_of(was[key])} -> {live_set.text_of(is_[key])}" for key in shown)
-        text = f"set {asked.keys()} after step {at:_}; in step {at + 1:_}: {values}"
-        self._answer(request, step, text, did="set", entry=live_set.plain(entry), **facts)
-        self._recorder.status(force=True, overrides=str(standing))
-        return entry, after
-
-    def _refuse_unseen(self, request: Request, before: Config, shown: Sequence[str]) -> None:
-        """Raise ConfigError if somebody else has changed what the sender of a set had in the preview."""
-        for entry in before.timeline[request.seen :] if request.seen is not None else ():
-            if changed := {*shown} & {*live_set.shown_keys(entry)}:
-                raise ConfigError(
-                    f"{', '.join(sorted(changed))} is no longer as in the preview: {entry} was set meanwhile; look at "
-                    "the new preview"
-                )
+        return standing
 
     # ------------------------------------------------------------------ pause
 

@@ -197,7 +197,7 @@ def _train(
     scaler = build_loss_scaler(config, world, state.loss_scale)
     start.record_heldout(context, samples)
     start.record_reads(context, packer, samples)
-    start.record_state(context, state, scaled=scaler is not None)
+    start.record_skips(context, state)
     if world.is_main:
         start.join_run(context, resumed)
     start.discard_requests(context)
@@ -217,11 +217,7 @@ def _train(
     if unigrams is not None:
         make_directory(unigrams.parent)
     built = fetching.begin(state) if fetching is not None else lambda _: None
-    manager = _manager(subject, recorder.number, guard, after_save, health, uploader)
-
-    def steered(config: Config) -> None:
-        manager.steer(config)
-        after_save.config = config
+    manager = _manager(subject, recorder.number, guard, health, uploader)
 
     trainer = Trainer(
         context,
@@ -236,7 +232,7 @@ def _train(
         reread=partial(_read_again, config, world),
         heldout=heldout,
         guard=guard,
-        on_set=steered,
+        on_set=manager.steer,
     )
     if world.is_main:
         start.record_ready(context, state)
@@ -250,7 +246,6 @@ def _manager(
     subject: TrainingObjects,
     segment: int,
     guard: Callable[[], None],
-    after_save: AfterSave,
     health: Health,
     uploader: UploaderProcess | None,
 ) -> CheckpointManager:
@@ -258,7 +253,7 @@ def _manager(
         subject,
         segment=segment,
         guard=guard,
-        protected=lambda: jobs.protected_steps(subject.run, after_save.config),
+        protected=lambda: jobs.protected_steps(subject.run, subject.config),
         suspicion=lambda: health.suspicion,
         clean_until=lambda: health.clean_until,
         spared=uploader.steps_in_use if uploader is not None else list,

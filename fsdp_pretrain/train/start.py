@@ -271,12 +271,8 @@ def join_run(run: RunContext, resumed: Resumed) -> None:
     run.recorder.status(force=True, total_steps=total, tokens=tokens, **at, **facts)
 
 
-def record_state(run: RunContext, state: TrainState, *, scaled: bool) -> None:
-    """Record the samples to skip, which of them come too late, and a loss scale that the checkpoint lacks."""
-    if scaled and state.step and state.loss_scale is None:
-        first = run.config.train.loss_scale.first
-        text = f"the checkpoint holds no loss scale; starting from {first:g}"
-        run.recorder.event("loss-scale", text, step=state.step)
+def record_skips(run: RunContext, state: TrainState) -> None:
+    """Record the samples to skip, and which of them come too late."""
     for first, stop in open_skips(run.config).ranges:
         late = " (before this start's position: no effect)" if stop <= state.cursor else ""
         run.recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
@@ -295,7 +291,7 @@ def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
     """Record which held-out samples are measured, and how often."""
     if heldout is not None:
         names = ", ".join(f"{count:_} of {name}" for name, count in heldout.counts.items())
-        text = f"the loss of {names} is measured every {run.config.heldout_every(0)}"
+        text = f"the loss of {names} is measured every {run.config.heldout_every}"
         run.recorder.event("heldout", text, samples=heldout.counts, corpora=heldout.fingerprints)
 
 

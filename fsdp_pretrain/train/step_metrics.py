@@ -68,10 +68,6 @@ class StepRecords:
         self._flops = partial(flops_per_token, parameters, config.model)
         self._peak = peak_flops(device_name(world.device))
 
-    def steer(self, config: Config) -> None:
-        """Go on with a configuration in which only the timeline differs."""
-        self._config = config
-
     def of(self, issued: IssuedStep) -> StepRecord:
         """The record of a step whose metrics have arrived."""
         config, world, state = self._config, self._world, issued.state
@@ -101,7 +97,7 @@ class StepRecords:
             nonfinite_rank=int(sums.bad_ranks) if bad_losses == 1 else None,
             replicas=replicas.compare(counts.checksums, world.shards) if counts.checksums else None,
             lr=issued.values.lr,
-            ramps=Ramps(shares=issued.data["shares"], **config.schedule.steered(issued.values)),
+            ramps=Ramps(**issued.data["ramps"]),
             batch=state.batch,
             sequence_length=max(tokens),
             step_tokens=sum(tokens.values()) if len(tokens) > 1 else None,

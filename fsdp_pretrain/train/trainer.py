@@ -221,10 +221,7 @@ class Trainer:
         if decided.entries:
             self.config = config = self._control.config
             self.schedule = config.schedule
-            self._records.steer(config)
             self._health.steer(config)
-            if self._heldout is not None:
-                self._heldout.steer(config)
             self._on_set(config)
         return decided
 
@@ -298,7 +295,7 @@ class Trainer:
         heldout = self._measure_heldout(state)
         times = self._clock.end_step(self.saves.take_stalled(), measured=heldout is not None)
         measured = to_host(self.world.device, counts, sums.packed, heldout, groups)
-        self._issued.append(IssuedStep(state, values, times, self._facts(batch), *measured))
+        self._issued.append(IssuedStep(state, values, times, self._facts(batch, values), *measured))
         self.state = state
 
     def _enter(self, consumed: int) -> StepValues:
@@ -404,12 +401,13 @@ class Trainer:
             if measured.penalties is not None:
                 sums.penalties.add_(measured.penalties.double().sum())
 
-    def _facts(self, batch: StepBatch) -> dict[str, Any]:
-        """Facts about a batch and what runs beside it that need no sum."""
+    def _facts(self, batch: StepBatch, values: StepValues) -> dict[str, Any]:
+        """Facts about a batch, its steered values and what runs beside it that need no sum."""
         profiled = self._profiler.beside(batch.position.step)
         beside = [*(["save"] if self.saves.in_flight else []), *profiled, *self.context.beside()]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
-        return {"shares": batch.shares, "epochs": batch.epochs, **facts}
+        ramps = {"shares": batch.shares, **self.schedule.steered(values)}
+        return {"ramps": ramps, "epochs": batch.epochs, **facts}
 
     # ------------------------------------------------------------------ what steps measured
 
@@ -473,7 +471,7 @@ class Trainer:
     def _save_due(self) -> bool:
         state = self.state
         due = self.schedule.due(
-            self.config.save_every(state.consumed),
+            self.schedule.save_every(state.consumed),
             step=state.step,
             before=state.consumed - state.batch,
             after=state.consumed,

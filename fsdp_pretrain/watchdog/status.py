@@ -237,7 +237,7 @@ def _check_next_checkpoint(report: StatusReport, run: RunDir, status: Status) ->
     if not run.config.exists() and not report.verified_checkpoint:
         return  # training has not started
     try:
-        config, _ = load_recorded(run.config)
+        config = load_recorded(run.config)
     except UserError as error:
         report.problems.append((WARN, f"{run.config} cannot be read: {error.cause.splitlines()[0]}"))
         return
@@ -264,7 +264,7 @@ def _unsaved_training(run: RunDir, config: Config, status: Status) -> UnsavedTra
     step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
     saves = journal.of_kind(journal.read(run), "checkpoint")
     return UnsavedTraining(
-        config.save_every(status.consumed or 0),
+        config.schedule.save_every(status.consumed or 0),
         steps=(status.step or 0) - step,
         samples=(status.consumed or 0) - consumed,
         tokens=(status.tokens or 0) - tokens,
@@ -289,7 +289,7 @@ def _add_alarms(report: StatusReport, run: RunDir) -> None:
 def _check_evaluations(report: StatusReport, run: RunDir) -> None:
     """Evaluations that failed, and whether they were given up."""
     try:
-        failed = failed_evaluations(run, load_recorded(run.config)[0]) if run.config.exists() else []
+        failed = failed_evaluations(run, load_recorded(run.config)) if run.config.exists() else []
     except UserError:
         return  # reported elsewhere
     report.problems += [(WARN, text) for text, given_up in failed if given_up]
@@ -306,7 +306,7 @@ def _check_watchdog(report: StatusReport, run: RunDir) -> None:
     if not report.running or age(report.status.started) < _SILENT_AT_LEAST:
         return
     try:
-        wanted = load_recorded(run.config)[0].watchdog.enabled
+        wanted = load_recorded(run.config).watchdog.enabled
     except UserError:
         return  # reported elsewhere
     if wanted and silent > _SILENT_AT_LEAST:

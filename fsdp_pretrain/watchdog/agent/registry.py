@@ -66,7 +66,7 @@ def build_detectors(
             run=run.path,
             segment=segment,
             stores=[run.checkpoints],
-            every=config.save_every,
+            every=config.schedule.save_every,
             pids=pids,
             reached=reached,
         )

@@ -76,10 +76,10 @@ def results(run: str, newest: int) -> dict[str, Any]:
         committed, `claimed` by a worker; given_up: `step` and `reason` of all that were given up.
     """
     from fsdp_pretrain.checkpoint.evaluations import without_results
-    from fsdp_pretrain.config.resume_rules import load_compatible
+    from fsdp_pretrain.config.resume_rules import load_recorded
 
     place = RunDir(Path(run))
-    config = load_compatible(place.config)
+    config = load_recorded(place.config)
     folders = sorted((path for path in place.evals.glob("step-*") if step_of(path.name) is not None), reverse=True)
     paths = itertools.islice((path for folder in folders for path in sorted(folder.glob("*/results.json"))), newest)
     found = [each for path in paths if (each := state_files.view(path, _Results)) is not None]
