@@ -131,8 +131,8 @@ def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(lab: Any, he
 
 @pytest.mark.promise("replay")
 def test_steps_are_replayed_with_the_values_they_had(lab: Any, helpers: Any, run_command: Any) -> None:
-    """Before something was set, and across the border of two starts, of which the second was set something else, and
-    has what the first was set in its file too, in another unit."""
+    """Before something was set, and in two starts, of which the second was set something else, and has what the first
+    was set in its file too, in another unit."""
     saves = {"every": "8 steps", "keep_last": 9}
     config, run = config_of(lab, parallel={}, train={"duration": "24 steps"}, checkpoint=saves), lab.path / "run"
     first = ("set", {"changes": ["optimizer.lr_scale=0.5"], "at": 6, "reason": ""})
@@ -141,7 +141,8 @@ def test_steps_are_replayed_with_the_values_they_had(lab: Any, helpers: Any, run
     with config.open("a") as file:
         file.write('\n[[timeline]]\nat = "6 steps"\nallow_jump = true\noptimizer.lr_scale = 0.5\n')
     lab.train(config, variables=scripted({16: [second]}))
-    for start, count in ((0, 6), (8, 14)):
+    stopped = helpers.journal(run, "stop")[0]["step"]
+    for start, count in ((0, 6), (8, 14), (stopped, 10)):
         done = run_command(CLI, "replay", run, "--from", start, "--steps", count)
         assert done.returncode == 0, (done.stdout, done.stderr)
 

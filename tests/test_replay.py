@@ -168,19 +168,6 @@ def test_a_device_that_was_wrong_once_is_told(lab: Any, replay: Any, fault: Any)
     assert report["steps"][2]["recorded_grad_norm"] is None and not report["circumstances"]
 
 
-def test_other_settings_are_told_where_they_begin(lab: Any, run_command: Run, replay: Any) -> None:
-    """Of two starts with other values in their own steps: equal up to the second, whatever its file says."""
-    config = lab.config(train={"duration": "12 steps"}, checkpoint={"every": "4 steps"})
-    lab.train(config, "train.duration=8 steps", "optimizer.decay=12 steps")
-    flags = ("--allow", "optimizer")
-    lab.train(config, "optimizer.decay=12 steps", "optimizer.weight_decay=0.3", "optimizer.eps=1e-6", flags=flags)
-    report = replay(lab.path / "run", "--from", 4, "--steps", 8)
-    assert [step["differs"] for step in report["steps"]] == [None] * 4 + ["settings"] * 4
-    assert any(text.startswith("from step 9 on, ") and "eps" in text for text in report["circumstances"])
-    shown = run_command(CLI, "replay", lab.path / "run", "--from", 4, "--steps", 8)
-    assert shown.returncode == 1 and shown.stdout.endswith("settings differs first, in step 9\n")
-
-
 UNSTEERED = StepValues(
     lr=1e-3, lr_scale=1.0, rewarm=1.0, weight_decay=0.1, betas=(0.9, 0.95), grad_clip=1.0, z_loss=0.0,
     embedding_shrink=1.0, shrink_paths="both",

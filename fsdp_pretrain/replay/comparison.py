@@ -39,7 +39,7 @@ class ReplayReport(BaseModel):
     Attributes:
         run, segment: whose steps were replayed.
         start: step of the checkpoint.
-        asked: number of steps that were asked for; the record may have ended before.
+        asked: number of steps that were asked for; the start may have ended before.
         precision: what was asked for; None: as trained.
         circumstances: what was not as in the recorded steps, so that equal bits cannot be expected.
         steps: the replayed steps.
@@ -59,19 +59,12 @@ class ReplayReport(BaseModel):
         return next((step for step in self.steps if step.differs), None)
 
 
-def compare(
-    replayed: StepRecord, recorded: StepRecord, unsteered: StepValues, *, same_settings: bool = True
-) -> StepComparison:
-    """Compare a replayed step with a record.
-
-    Args:
-        unsteered: what records leave out, since nothing had changed it.
-        same_settings: as far as their configurations say.
-    """
+def compare(replayed: StepRecord, recorded: StepRecord, unsteered: StepValues) -> StepComparison:
+    """Compare a replayed step with a record; `unsteered` is what records leave out, since nothing had changed it."""
     differs: Difference | None = None
     if replayed.data_digest != recorded.data_digest:
         differs = "data"
-    elif not same_settings or _settings(replayed, unsteered) != _settings(recorded, unsteered):
+    elif _settings(replayed, unsteered) != _settings(recorded, unsteered):
         differs = "settings"
     elif any(getattr(replayed, name) != getattr(recorded, name) for name in _RESULTS):
         differs = "numerics"
@@ -109,7 +102,9 @@ def render(report: ReplayReport) -> str:
         lines.append(f"  {len(report.steps) - _SHOWN_STEPS} more with --json")
     lines += [f"  not as recorded: {text}" for text in report.circumstances]
     if len(report.steps) < report.asked:
-        lines.append(f"  the record ends after {len(report.steps)} of the {report.asked} steps that were asked for")
+        lines.append(
+            f"  the record of this start ends after {len(report.steps)} of the {report.asked} steps that were asked for"
+        )
     first = report.first
     lines.append("equal" if first is None else f"{first.differs} differs first, in step {first.step}")
     return "\n".join(lines)

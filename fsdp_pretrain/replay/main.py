@@ -138,7 +138,7 @@ def _report(request: ReplayRequest, window: ReplayWindow, records: list[StepReco
     unsteered = window.config.schedule.values_at(0)
     here = Environment.model_validate(environment.describe(world, []))
     was, is_ = (side.model_dump(include=_COMPARED) for side in (window.begun, here))
-    found = [*window.circumstances, *differences(was, is_)]
+    found = differences(was, is_)
     if world.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
         found.append("some kernels of a GPU add in another order each time")
     return ReplayReport(
@@ -148,8 +148,5 @@ def _report(request: ReplayRequest, window: ReplayWindow, records: list[StepReco
         asked=request.steps,
         precision=request.precision,
         circumstances=found,
-        steps=[
-            compare(replayed, recorded, unsteered, same_settings=recorded.segment not in window.others)
-            for replayed, recorded in zip(records, window.records, strict=True)
-        ],
+        steps=[compare(*pair, unsteered) for pair in zip(records, window.records, strict=True)],
     )

@@ -1,4 +1,4 @@
-"""What is replayed: steps of the record, the checkpoint before them, and the settings they were trained with.
+"""What is replayed: steps of one start, the checkpoint before them, and the settings they were trained with.
 
 Everything is read from the run directory, which may belong to a live run, and nothing is written there.
 """
@@ -6,7 +6,6 @@ Everything is read from the run directory, which may belong to a live run, and n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +14,6 @@ from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.checkpoint.store import Checkpoint
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_compatible
-from fsdp_pretrain.config.step_settings import rounding_differences, same_values, value_differences
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.record import environment, journal, lineage
 from fsdp_pretrain.record.environment import Environment
@@ -55,10 +53,8 @@ class ReplayWindow:
         checkpoint: the state before them; None: the initial values.
         state: its counters.
         reset: the optimiser was reset there.
-        config: the settings of these steps.
-        begun: on what their start ran.
-        circumstances: what changed within the window.
-        others: segments whose steps had other settings.
+        config: of the start that trained them.
+        begun: on what it ran.
         records: of these steps, in order.
     """
 
@@ -67,8 +63,6 @@ class ReplayWindow:
     reset: bool
     config: Config
     begun: Environment
-    circumstances: list[str]
-    others: list[int]
     records: list[StepRecord]
 
 
@@ -82,7 +76,6 @@ def open_window(request: ReplayRequest) -> ReplayWindow:
     run, head = RunDir(Path(request.run)), request.segment
     records = _recorded(run, request.start + 1, request.steps, head)
     segment, before = records[0].segment, records[0].consumed - records[0].batch
-    config, circumstances, others = _settings(run, records)
     checkpoint = _checkpoint(run, request.start, head)
     state = TrainState() if checkpoint is None else TrainState.of(checkpoint.train_state())
     if state.consumed != before:
@@ -95,16 +88,14 @@ def open_window(request: ReplayRequest) -> ReplayWindow:
         checkpoint=checkpoint,
         state=state,
         reset=journal.lost_optimizer(run, segment, request.start),
-        config=config,
+        config=load_compatible(run.segment(segment) / "config.toml"),
         begun=environment.view(run, segment),
-        circumstances=circumstances,
-        others=others,
         records=records,
     )
 
 
 def _recorded(run: RunDir, first: int, count: int, head: int | None) -> list[StepRecord]:
-    """Up to `count` records from step `first` on. Raises ConfigError if there are none."""
+    """Up to `count` records from step `first` on, of the start that trained it. Raises ConfigError."""
     if head is not None and head not in [node.segment for node in lineage.nodes(run)]:
         raise ConfigError(f"{run.path} has no segment {head} that trained steps")
     records = [record for record in last_metrics(run, first + count - 1, count, head) if record.step >= first]
@@ -117,28 +108,7 @@ def _recorded(run: RunDir, first: int, count: int, head: int | None) -> list[Ste
             if others
             else f"`fsdp-pretrain status {run.path}` shows the last step",
         )
-    return records
-
-
-def _settings(run: RunDir, records: list[StepRecord]) -> tuple[Config, list[str], list[int]]:
-    """The settings of the newest start that has the same values as the earlier ones, in their steps; what is not as
-    there in the steps of the others; and which of them have other settings."""
-    parts = [(number, [*steps]) for number, steps in groupby(records, key=lambda record: record.segment)]
-    configs = [load_compatible(run.segment(number) / "config.toml") for number, _ in parts]
-
-    def goes_on(newest: int) -> bool:
-        """Whether no start before has other values."""
-        return all(same_values(configs[at], configs[newest], parts[at][1]) for at in range(newest))
-
-    config, changed = configs[max(filter(goes_on, range(len(parts))))], list[str]()
-    others = list[int]()
-    for at, (number, steps) in enumerate(parts):
-        settings, first = value_differences(configs[at], config, steps), steps[0].step
-        texts = [*environment.unlike(run, parts[0][0], number), *settings, *rounding_differences(configs[at], config)]
-        texts += ["a fresh optimizer"] if at and journal.lost_optimizer(run, number, first - 1) else []
-        changed += [f"from step {first} on, {text}" for text in texts]
-        others += [number] if settings else []
-    return config, changed, others
+    return [record for record in records if record.segment == records[0].segment]
 
 
 def _checkpoint(run: RunDir, step: int, head: int | None) -> Checkpoint | None:
