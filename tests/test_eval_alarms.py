@@ -172,13 +172,6 @@ def test_a_worse_held_out_loss_is_told_with_its_source(evaluated: Evaluated) -> 
     assert evaluated.changes() == [(key, "WARN", "resolved")]
 
 
-def test_only_the_last_results_are_read(evaluated: Evaluated) -> None:
-    evaluated.result(1, ok=False)
-    for step in range(2, 27):
-        evaluated.result(step, ok=None)
-    assert evaluated.changes() == []  # the first is the 26th from the end
-
-
 @pytest.mark.shows("C6")
 def test_a_checkpoint_that_nobody_evaluates_is_told(evaluated: Evaluated) -> None:
     key = "evaluation-overdue"

@@ -259,14 +259,12 @@ class EvalSection(Section):
     """Evaluate checkpoints that complete this interval, and the last one. Absent: no scheduled evaluation."""
     tasks: list[str] = ["heldout_bpb", "heldout_choice", "separator_probe"]
     """lm-eval task names, patterns of such names (`mmlu_*`), and three bundled ones, which are made from
-    `eval.heldout`; others need their data in the cache of Hugging Face, or a network."""
+    `eval.heldout`; others need their data in the cache of Hugging Face, or a Hub that answers within five seconds and
+    is not forbidden by `HF_HUB_OFFLINE`."""
     heldout: FilePath | None = None
     """JSONL file of held-out documents (field `text`) for the bundled tasks."""
     include: list[FilePath] = []
     """Directories with more lm-eval task files."""
-    offline: bool = False
-    """Never ask the network for the data of tasks. Off: the Hugging Face Hub is asked for it if it answers within five
-    seconds; else, and if `HF_HUB_OFFLINE` is set, only the cache is used. The bundled tasks need neither."""
     limit: Limit | None = None
     """Documents per task, or the share of them if below 1. Absent: all."""
     num_fewshot: Annotated[int, Field(ge=0)] | None = None

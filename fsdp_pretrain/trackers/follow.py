@@ -59,16 +59,8 @@ def finish_followers(run: RunDir, followers: Followers) -> None:
 
 
 def catch_up(run: RunDir) -> None:
-    """Bring the wanted views up to date with what was just added to the record, unless a follower does, or it failed
-    since the last start."""
-    try:
-        entries = journal.read(run)
-    except (UserError, OSError):
-        return
-    starts = [number for number, entry in enumerate(entries) if entry["kind"] == "start"]
-    since = entries[max(starts, default=0) :]
-    stopped = [entry.get("tracker") for entry in since if entry["kind"] == "tracker-stopped"]
-    names = [name for name in wanted(run) if is_installed(name) and name not in stopped]
+    """Bring the wanted views up to date with what was just added to the record, unless a follower does."""
+    names = filter(is_installed, wanted(run))
     started = {name: _start(run, name, "--once", stdin=subprocess.DEVNULL) for name in names}
     finish_followers(run, {name: follower for name, follower in started.items() if follower is not None})
 
