@@ -22,6 +22,7 @@ from fsdp_pretrain.checkpoint import hf_layout
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.models.masks import choose_backend
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import flops
@@ -83,6 +84,7 @@ def measure(name: str, config: Config, *, steps: int, warmup: int) -> MeasuredSt
 
 def _build_plain(config: Config, world: World) -> Network:
     model = models.build(config.model).to_empty(device=world.device)
+    model.backend = choose_backend(config.parallel.attention, config.model, world.device)
     initialise(model, config, world)
     return Network(model, list(model.blocks), model)
 

@@ -91,16 +91,13 @@ def _report(run: RunDir, name: str, reason: str) -> None:
 # ---------------------------------------------------------------- writing a view
 
 
-def write_view(
-    run: RunDir, name: str, progress: Callable[[int], object], last: Callable[[], bool], *, again: bool = False
-) -> tuple[Path, int]:
-    """Write a view, then what is added, until nothing was after the `last` round; the caller holds
-    it.
+def write_view(run: RunDir, name: str, progress: Callable[[int], object], last: Callable[[], bool]) -> tuple[Path, int]:
+    """Write a view, then what is added, until nothing was after the `last` round; the caller holds it.
 
     `progress` is called with the number of steps and evaluations so far, `last` after each round. Returns what to open,
     and that number. Raises any error of the tracker.
     """
-    view = sink(name)(place(run, name), read_facts(run), again=again)
+    view = sink(name)(place(run, name), read_facts(run))
     identity, stream, count = view.watched.stat().st_ino, RecordStream(run), 0
     more = True
     while more:
@@ -135,7 +132,7 @@ def rebuild(run: RunDir, name: str, progress: Callable[[int], object]) -> tuple[
                 remedy="none is needed: it brings the view up to date, also after the end of the run",
             )
         try:
-            return write_view(run, name, progress, lambda: True, again=True)
+            return write_view(run, name, progress, lambda: True)
         finally:
             held.release()
     except (ConfigError, BusyError):
