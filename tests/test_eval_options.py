@@ -99,16 +99,6 @@ def test_keys_of_the_configuration_can_be_replaced(run: Path, tasks: Path, tmp_p
     assert "(2 documents, 2-shot)" in done.stdout and "95% [" in done.stdout
 
 
-@pytest.mark.slow
-def test_patterns_of_task_names(run: Path, tasks: Path, run_command: Run) -> None:
-    """As lm-eval matches them; all its own tasks are among the candidates."""
-    common = ["eval.cli", "run", run, "--include", tasks, "--json", "--limit", "2"]
-    done = run_command(*common, "--tasks", "cho?s[a-f],say")
-    assert done.returncode == 0 and set(json.loads(done.stdout)["scores"]) == {"choose", "say"}, done.stderr
-    done = run_command(*common, "--tasks", "choose,no_such_*")
-    assert done.returncode == 78 and "lm-eval has no task 'no_such_*'" in done.stderr
-
-
 def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run) -> None:
     """A short line per document. Results that replace others replace their samples, and nobody else's."""
     out, beside = tmp_path / "results.json", tmp_path / "others.json"

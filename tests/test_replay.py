@@ -145,19 +145,6 @@ def test_a_bad_document_is_bad_in_another_precision_too(trained: Path, replay: A
     assert other["steps"][-1]["step"] == BAD and bad > max(before) + 0.1
 
 
-def test_other_tokens_are_named_first(trained: Path, tmp_path: Path, replay: Any) -> None:
-    """The record of a step says that it had other tokens; the state before it is as it was."""
-    run = tmp_path / "trained"
-    shutil.copytree(trained, run)
-    path = run / "segments/0001/metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    records[25]["data_digest"], records[26]["lr"] = "0" * 16, 1.0
-    records[27]["grad_norm"] = 7.0
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = replay(run, "--from", 24, "--steps", 4)
-    assert [step["differs"] for step in found["steps"]] == [None, "data", "settings", "numerics"]
-
-
 @pytest.mark.slow
 def test_a_device_that_was_wrong_once_is_told(lab: Any, replay: Any, fault: Any) -> None:
     fault("gradient", rank="all", steps=[7])
