@@ -15,7 +15,6 @@ pytest.importorskip("lm_eval")
 
 from eval import jobs
 from eval.attempt import Evaluated
-from eval.intervals import wilson
 from eval.results import Results
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
@@ -118,24 +117,6 @@ def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run)
     interval, error = results["intervals"]["heldout_bpb"]["bits_per_byte"], results["scores"]["heldout_bpb"]
     assert interval["high"] - interval["low"] == pytest.approx(2 * 1.96 * error["bits_per_byte_stderr"], rel=1e-3)
     assert results["intervals"]["heldout_choice"]["acc"]["method"] == "wilson"
-
-
-def test_shares_of_groups_and_of_single_documents_have_wilsons_interval(
-    run: Path, tasks: Path, tmp_path: Path, run_command: Run
-) -> None:
-    (tmp_path / "both.yaml").write_text(
-        "group: both\ntask: [choose, bare]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
-    )
-    done = run_command(
-        *("eval.cli", "run", run, "--include", tmp_path, "--include", tasks, "--tasks", "both", "--limit", "1"),
-        *("--out", tmp_path / "results.json"),
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
-    for task, n in (("choose", 1), ("bare", 1), ("both", 2)):
-        expected = wilson(n * results["scores"][task]["acc"], n)
-        assert results["intervals"][task]["acc"] == expected.model_dump()
-    assert done.stdout.count("95% [") == 3
 
 
 @pytest.mark.parametrize(

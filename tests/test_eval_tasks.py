@@ -137,7 +137,7 @@ def test_the_end_of_a_blank_ends_an_answer(shared_corpus: Path) -> None:
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     objective = GLMObjective(kind="glm", row=LENGTH - 8)
     eop = Specials.behind(objective, tokenizer.vocab_size).eop
-    model = build("glm", eop + 1)
+    model = build("glm", eop + 1, layers=2)
     judged = CheckpointLM(model, tokenizer, length=LENGTH, batch=2, objective=objective)
     generator = torch.Generator().manual_seed(1)
     for parameter in (each for each in model.parameters() if each.ndim > 1):
@@ -159,8 +159,8 @@ def request(*args: Any) -> Any:
     return SimpleNamespace(args=args)
 
 
-def build(family: str = "llama", vocab: int = 512) -> Decoder:
-    size = {"layers": 1, "hidden": 32, "heads": 4, "ffn": 64}
+def build(family: str = "llama", vocab: int = 512, layers: int = 1) -> Decoder:
+    size = {"layers": layers, "hidden": 32, "heads": 4, "ffn": 64}
     values = {**size, "family": family, "vocab": vocab, **({"kv_heads": 4} if family == "llama" else {})}
     return materialise(models.build(TypeAdapter(AnyModel).validate_python(values)), 1, torch.device("cpu"))
 
