@@ -194,13 +194,11 @@ def pass_over(path: Path, problem: str, damaged: dict[Path, str]) -> None:
 def _watch(args: argparse.Namespace) -> int:
     """Evaluate every due checkpoint of a run exactly once; any number of workers may run."""
     from fsdp_pretrain.checkpoint.evaluations import due_jobs, given_up_jobs
-    from fsdp_pretrain.checkpoint.store import Store
 
     from .attempt import evaluate_job
     from .jobs import drop_dead_claims, unannounced, watch_once
 
-    run, damaged = args.run, dict[Path, str]()
-    failed_in_all, state = 0, ""
+    run, failed_in_all, state = args.run, 0, ""
     while True:
         if (known := run_id.read(run.path)) is not None:
             run_id.bind(run.path, known)
@@ -212,9 +210,6 @@ def _watch(args: argparse.Namespace) -> int:
             )
         evaluated, failed = watch_once(run, config, partial(evaluate_job, run, device=args.device or ""))
         failed_in_all += failed
-        for item in Store(run.checkpoints).scan():
-            if item.problem is not None:
-                pass_over(item.path, item.problem, damaged)
         due = due_jobs(run, config)
         pausing = sum(job.pause > 0 for job in due)
         held, given_up = len(due) + len(unannounced(run)) - pausing, len(given_up_jobs(run, config))

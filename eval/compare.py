@@ -26,7 +26,7 @@ from .results import ConfidenceInterval, Results
 from .sample_files import Document, Value
 
 Values = dict[Document, Value]
-Judgement = Literal["better", "worse", "higher", "lower", "no difference", "unknown"]
+Judgement = Literal["better", "worse", "no difference", "unknown"]
 
 
 class ScoreDifference(BaseModel):
@@ -35,10 +35,10 @@ class ScoreDifference(BaseModel):
     Attributes:
         a, b: scores over the documents that were compared.
         unpaired: why the documents were not compared one by one; "" if they were.
-        documents: that both have; better, worse, equal: how many of them are so in B (if nobody says which is good,
-            better is higher).
-        verdict: `better` or `worse` (`higher` or `lower` if nobody says which is good) where the 95% interval excludes
-            0; else `no difference`. `unknown` without an interval.
+        documents: that both have; better, worse, equal: how many of them are so in B. A higher score is better unless
+            the task says otherwise.
+        verdict: `better` or `worse` where the 95% interval excludes 0, else `no difference`; `unknown` without an
+            interval.
     """
 
     task: str
@@ -57,12 +57,11 @@ class ScoreDifference(BaseModel):
 
 
 class EvaluationComparison(BaseModel):
-    """Of two evaluations; `left_out` are tasks that only one of them has."""
+    """Of two evaluations, over the tasks that both have."""
 
     a: str
     b: str
     differences: list[ScoreDifference]
-    left_out: list[str]
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,6 @@ def compare(a: EvaluationSide, b: EvaluationSide, *, tasks: Sequence[str] | None
         a=a.name,
         b=b.name,
         differences=[row for task in chosen for row in _differences(a.tasks[task], b.tasks[task])],
-        left_out=[] if tasks else sorted({*a.tasks} ^ {*b.tasks}),
     )
 
 
@@ -159,10 +157,10 @@ def _differences(a: TaskResults, b: TaskResults) -> Iterator[ScoreDifference]:
             reason = problem.cause
     up = b.results.higher_is_better.get(a.task, {})
     for metric in (name for name in a.scores if name in b.scores):
-        higher = up.get(metric, up.get(metric.partition("/")[0]))
+        higher = up.get(metric, up.get(metric.partition("/")[0], True))
         found: ScoreDifference | str = reason
         if not reason:
-            found = _paired(a, b, metric, before.get(metric, {}), after.get(metric, {}), higher is not False)
+            found = _paired(a, b, metric, before.get(metric, {}), after.get(metric, {}), higher)
         if isinstance(found, str):
             one, other = a.scores[metric], b.scores[metric]
             yield ScoreDifference(task=a.task, metric=metric, a=one, b=other, difference=other - one, unpaired=found)
@@ -216,15 +214,12 @@ def _unlike(a: TaskResults, b: TaskResults) -> str:
     return ""
 
 
-def _verdict(interval: ConfidenceInterval | None, higher: bool | None) -> Judgement:
+def _verdict(interval: ConfidenceInterval | None, higher: bool) -> Judgement:
     if interval is None:
         return "unknown"
     if interval.low <= 0 <= interval.high:
         return "no difference"
-    up = interval.low > 0
-    if higher is None:
-        return "higher" if up else "lower"
-    return "better" if up == higher else "worse"
+    return "better" if (interval.low > 0) == higher else "worse"
 
 
 def render(found: EvaluationComparison) -> str:
@@ -242,5 +237,4 @@ def render(found: EvaluationComparison) -> str:
             lines.append(
                 f"    paired over {row.documents} documents: {row.better} better, {row.worse} worse, {row.equal} equal"
             )
-    lines += [f"  only one of them has {', '.join(found.left_out)}"] if found.left_out else []
     return "\n".join(lines)

@@ -30,7 +30,7 @@ from .tasks import BUNDLED, load_tasks, read_heldout, scores
 if TYPE_CHECKING:
     from .harness import CheckpointLM
 
-_PARTS = ("results", "samples", "group_subtasks", "n-samples", "higher_is_better", "n-shot", "configs", "versions")
+_PARTS = ("results", "samples", "n-samples", "higher_is_better", "n-shot", "configs", "versions")
 """What is used of lm-eval's results."""
 
 
@@ -50,7 +50,7 @@ def evaluate(
         raise RefusedError("eval.tasks names no task")
     _silence_libraries()
     others = {*section.tasks} - {*BUNDLED, NAME}
-    offline = choose_network(wanted=bool(others) and not section.offline)
+    offline = choose_network(wanted=bool(others))
     try:
         import lm_eval
         from lm_eval import evaluator
@@ -71,7 +71,7 @@ def evaluate(
         raise
     adapter.scorer.close()
     table = scores(found["results"])
-    errors, intervals = _uncertainty(table, found["samples"], found["group_subtasks"])
+    errors, intervals = _uncertainty(table, found["samples"])
     return Results(
         step=judged.step,
         tokens=judged.tokens,
@@ -133,32 +133,21 @@ def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | No
 
 
 def _uncertainty(
-    table: dict[str, dict[str, float]],
-    samples: dict[str, list[dict[str, Any]]],
-    groups: dict[str, list[str]],
+    table: dict[str, dict[str, float]], samples: dict[str, list[dict[str, Any]]]
 ) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, ConfidenceInterval]]]:
-    """Standard errors that lm-eval has no formula for, and intervals, of every score that its samples make up.
-
-    A group has an interval where its score is a share of the documents of all its tasks.
-    """
+    """Standard errors that lm-eval has no formula for, and intervals, of every score that a task's samples make up."""
     errors: dict[str, dict[str, float]] = {}
     intervals: dict[str, dict[str, ConfidenceInterval]] = {}
-    values = {task: sample_files.values(rows) for task, rows in samples.items()}
-    for task, row in table.items():
-        parts = [values[name] for name in _tasks_of(task, groups) if name in values]
-        for metric, score in row.items():
-            found = estimate([value for part in parts for value in part.get(metric, {}).values()], score)
-            if found is None or (task not in values and found[1].method != "wilson"):
+    for task, rows in samples.items():
+        values = sample_files.values(rows)
+        for metric, score in table.get(task, {}).items():
+            found = estimate([*values.get(metric, {}).values()], score)
+            if found is None:
                 continue
             intervals.setdefault(task, {})[metric] = found[1]
-            if found[0] is not None and f"{metric}_stderr" not in row:
+            if found[0] is not None and f"{metric}_stderr" not in table[task]:
                 errors.setdefault(task, {})[f"{metric}_stderr"] = found[0]
     return errors, intervals
-
-
-def _tasks_of(name: str, groups: dict[str, list[str]]) -> list[str]:
-    """The tasks of a group, and of groups in it; a task's own name."""
-    return [task for part in groups[name] for task in _tasks_of(part, groups)] if groups.get(name) else [name]
 
 
 def _directions(found: dict[str, dict[str, bool | None]]) -> dict[str, dict[str, bool]]:

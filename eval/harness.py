@@ -73,11 +73,6 @@ class CheckpointLM(TemplateLM):
         """Longest context and continuation together."""
         return self._length
 
-    @property
-    def tokenizer_name(self) -> str:
-        """Identity of the tokenizer for lm-eval's bookkeeping."""
-        return f"{self.tokenizer.path.name}@{self.tokenizer.fingerprint[:12]}"
-
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text, nothing added."""
         del add_special_tokens, kwargs

@@ -20,28 +20,17 @@ from fsdp_pretrain.record.step_record import LossSum, StepRecord, number
 from .checkpoints import read_checkpoint
 
 
-class Loss(BaseModel):
-    """Natural log: a sum over `count` target tokens, and the mean; None where unknown or not finite."""
+class SampleLoss(ShownSample):
+    """The loss of a sample, a sum over `count` target tokens (natural log) and the mean, and its origin. None if not
+    finite, or of no targets."""
 
     sum: float | None
     count: int
     mean: float | None
 
-    @classmethod
-    def of(cls, total: float | None, count: int) -> Loss:
-        mean = number(total / count) if total is not None and count else None
-        return cls(sum=None if total is None else number(total), count=count, mean=mean)
-
-    def __str__(self) -> str:
-        return "unknown" if self.mean is None else f"{self.mean:.4f}"
-
-
-class SampleLoss(Loss, ShownSample):
-    """The loss of a sample, and its origin."""
-
 
 class StepLosses(BaseModel):
-    """The losses of a step: of the batch, as recorded in training, by source, and by sample, highest first.
+    """The losses of a step: of the batch, as recorded in training, and by sample, highest first.
 
     Attributes:
         checkpoint: step of the checkpoint whose parameters were used.
@@ -50,14 +39,18 @@ class StepLosses(BaseModel):
     step: int
     segment: int
     checkpoint: int
-    loss: Loss
-    recorded: Loss
-    sources: dict[str, Loss]
+    loss: LossSum
+    recorded: LossSum
     samples: list[SampleLoss]
 
 
 def sample_losses(
-    run: RunDir, number: int, *, checkpoint: int | None = None, segment: int | None = None, device: str | None = None
+    run: RunDir,
+    step_number: int,
+    *,
+    checkpoint: int | None = None,
+    segment: int | None = None,
+    device: str | None = None,
 ) -> StepLosses:
     """Losses of a step's global batch with the parameters of a checkpoint, dropout off.
 
@@ -69,24 +62,21 @@ def sample_losses(
     Raises:
         UserError: the step, its data, the checkpoint or the device cannot be used.
     """
-    step = trained_step(run, number, segment)
-    chosen = _choose(Store(run.checkpoints), number, checkpoint)
+    step = trained_step(run, step_number, segment)
+    chosen = _choose(Store(run.checkpoints), step_number, checkpoint)
     measured = _measure(step, chosen, device or step.config.eval.device)
     samples = []
-    for position, (_, total, count) in enumerate(measured):
-        shown = describe_sample(step, position)
-        samples.append(SampleLoss(**dict(Loss.of(total, count)), **shown.model_dump(exclude_unset=True)))
-    recorded = step.record.loss if isinstance(step.record, StepRecord) else LossSum(sum=None, count=0)
+    for position, (total, count) in enumerate(measured):
+        shown = describe_sample(step, position).model_dump(exclude_unset=True)
+        mean = number(total / count) if count else None
+        samples.append(SampleLoss(sum=number(total), count=count, mean=mean, **shown))
+    total, count = (sum(column) for column in zip(*measured, strict=True))
     return StepLosses(
-        step=number,
+        step=step_number,
         segment=step.record.segment,
         checkpoint=chosen.step,
-        loss=_total(measured),
-        recorded=Loss.of(recorded.sum, recorded.count),
-        sources={
-            source.name: _total([row for row in measured if row[0] == index])
-            for index, source in enumerate(step.config.data.sources)
-        },
+        loss=LossSum(sum=number(total), count=count),
+        recorded=step.record.loss if isinstance(step.record, StepRecord) else LossSum(sum=None, count=0),
         samples=sorted(samples, key=lambda row: math.inf if row.mean is None else -row.mean),
     )
 
@@ -104,12 +94,12 @@ def _choose(store: Store, number: int, checkpoint: int | None) -> Checkpoint:
 
 
 @torch.inference_mode()
-def _measure(step: TrainedStep, checkpoint: Checkpoint, device: str) -> list[tuple[int, float, int]]:
-    """(source, loss sum, targets) of every sample of the batch."""
+def _measure(step: TrainedStep, checkpoint: Checkpoint, device: str) -> list[tuple[float, int]]:
+    """(loss sum, targets) of every sample of the batch."""
     model, _ = read_checkpoint(checkpoint, device)
     model.eval()
     data, place = step.config.data, next(model.parameters()).device
-    rows: list[tuple[int, float, int]] = []
+    rows: list[tuple[float, int]] = []
     infilling = open_infilling(step.config, step.packer)
     for packed in step.samples():
         micro = micro_batch(
@@ -120,23 +110,19 @@ def _measure(step: TrainedStep, checkpoint: Checkpoint, device: str) -> list[tup
         )
         measured = forward.losses(model, micro, data, place)
         targets = int((measured.labels != IGNORE).sum())
-        rows.append((int(packed.sources[0]), float(measured.losses.sum().double()), targets))
+        rows.append((float(measured.losses.sum().double()), targets))
     return rows
-
-
-def _total(rows: list[tuple[int, float, int]]) -> Loss:
-    return Loss.of(sum(total for _, total, _ in rows), sum(count for _, _, count in rows))
 
 
 def render(found: StepLosses, *, top: int) -> str:
     """For people: the `top` samples of the highest loss."""
     lines = [
         f"step {found.step} of segment {found.segment} with the checkpoint of step {found.checkpoint}: "
-        f"mean loss {found.loss}; recorded in training: {found.recorded}"
+        f"mean loss {found.loss.mean:.4f}; recorded in training: {found.recorded.mean:.4f}"
     ]
-    lines += [f"  source {name}: {loss} over {loss.count} tokens" for name, loss in found.sources.items()]
     for sample in found.samples[:top]:
-        lines.append(f"sample {sample.index}: {sample}, rank {sample.rank}, source {sample.source}")
+        mean = "unknown" if sample.mean is None else f"{sample.mean:.4f}"
+        lines.append(f"sample {sample.index}: {mean}, rank {sample.rank}, source {sample.source}")
         lines += [line for piece in sample.pieces[:3] for line in piece.lines()]
         lines += [f"  and {len(sample.pieces) - 3} more"] if len(sample.pieces) > 3 else []
     if len(found.samples) > top:

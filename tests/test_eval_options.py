@@ -15,9 +15,7 @@ pytest.importorskip("lm_eval")
 
 from eval import jobs
 from eval.attempt import Evaluated
-from eval.intervals import wilson
 from eval.results import Results
-from fsdp_pretrain.checkpoint.evaluations import task_set
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record.files import RunDir
@@ -100,25 +98,6 @@ def test_keys_of_the_configuration_can_be_replaced(run: Path, tasks: Path, tmp_p
     assert "(2 documents, 2-shot)" in done.stdout and "95% [" in done.stdout
 
 
-@pytest.mark.slow
-def test_patterns_of_task_names(run: Path, tasks: Path, run_command: Run) -> None:
-    """As lm-eval matches them; all its own tasks are among the candidates."""
-    common = ["eval.cli", "run", run, "--include", tasks, "--json", "--limit", "2"]
-    done = run_command(*common, "--tasks", "cho?s[a-f],say")
-    assert done.returncode == 0 and set(json.loads(done.stdout)["scores"]) == {"choose", "say"}, done.stderr
-    done = run_command(*common, "--tasks", "choose,no_such_*")
-    assert done.returncode == 78 and "lm-eval has no task 'no_such_*'" in done.stderr
-
-
-def test_an_answer_without_tokens_is_refused(run: Path, tasks: Path, tmp_path: Path, run_command: Run) -> None:
-    """It would be the likeliest of all."""
-    text = TASK.format(name="blank", folder=tasks)
-    (tmp_path / "blank.yaml").write_text(text + 'output_type: loglikelihood\ndoc_to_target: ""\ntarget_delimiter: ""\n')
-    done = run_command("eval.cli", "run", run, "--include", tmp_path, "--tasks", "blank")
-    assert done.returncode == 78 and "'' after 'the run writes', but it has no token" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr and done.stdout == ""
-
-
 def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run) -> None:
     """A short line per document. Results that replace others replace their samples, and nobody else's."""
     out, beside = tmp_path / "results.json", tmp_path / "others.json"
@@ -138,24 +117,6 @@ def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run)
     interval, error = results["intervals"]["heldout_bpb"]["bits_per_byte"], results["scores"]["heldout_bpb"]
     assert interval["high"] - interval["low"] == pytest.approx(2 * 1.96 * error["bits_per_byte_stderr"], rel=1e-3)
     assert results["intervals"]["heldout_choice"]["acc"]["method"] == "wilson"
-
-
-def test_shares_of_groups_and_of_single_documents_have_wilsons_interval(
-    run: Path, tasks: Path, tmp_path: Path, run_command: Run
-) -> None:
-    (tmp_path / "both.yaml").write_text(
-        "group: both\ntask: [choose, bare]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
-    )
-    done = run_command(
-        *("eval.cli", "run", run, "--include", tmp_path, "--include", tasks, "--tasks", "both", "--limit", "1"),
-        *("--out", tmp_path / "results.json"),
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
-    for task, n in (("choose", 1), ("bare", 1), ("both", 2)):
-        expected = wilson(n * results["scores"][task]["acc"], n)
-        assert results["intervals"][task]["acc"] == expected.model_dump()
-    assert done.stdout.count("95% [") == 3
 
 
 @pytest.mark.parametrize(
@@ -184,19 +145,6 @@ def test_mistakes(run: Path, run_command: Run, arguments: list[str], expected: l
     done = run_command("eval.cli", "run", run, *arguments)
     assert done.returncode == 78 and "Traceback" not in done.stderr and done.stdout == ""
     assert all(part in done.stderr for part in expected), done.stderr
-
-
-def test_samples_on_the_schedule(run: Path, run_command: Run) -> None:
-    """Beside the published results."""
-    config = run / "config.toml"
-    text = config.read_text().replace("log_samples = false", "log_samples = true\nlimit = 2")
-    config.write_text(text)
-    folder = run / "evals/step-00000010" / task_set(load(config).eval.tasks)
-    assert run_command("eval.cli", "watch", run, "--once").returncode == 0
-    results = json.loads((folder / "results.json").read_text())
-    assert {path.name for path in folder.iterdir()} == {"results.json", *results["samples"].values()}
-    assert len(samples(folder / "results.json", "heldout_bpb")) == 2
-    assert "text" in samples(folder / "results.json", "heldout_bpb")[0]["doc"]
 
 
 @pytest.mark.quick

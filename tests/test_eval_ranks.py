@@ -52,9 +52,6 @@ def tasks(module_lab: Any) -> Path:
     folder: Path = module_lab.path / "tasks"
     folder.mkdir()
     (folder / "generates.yaml").write_text(GENERATES)
-    (folder / "far_too_long.yaml").write_text(
-        GENERATES.replace("task: generates", "task: far_too_long").replace("max_gen_toks: 6", "max_gen_toks: 99")
-    )
     (folder / "generates.py").write_text(GENERATES_CODE)
     return folder
 
@@ -88,20 +85,14 @@ def test_scores_do_not_depend_on_the_number_of_ranks(
     [
         (["--tasks", "heldout_bpb", "--heldout", "/nowhere"], "there is no held-out file /nowhere"),  # before the model
         (["--tokenizer", "{other}"], "scores would be meaningless"),  # while it is read
-        (["--tasks", "far_too_long", "--include", "{tasks}"], "answers of 99 tokens"),
     ],
 )
 def test_an_error_is_told_once_and_ends_all_ranks(
-    trained: Path,
-    tasks: Path,
-    tmp_path: Path,
-    start_command: Callable[..., Process],
-    options: list[str],
-    told: str,
+    trained: Path, tmp_path: Path, start_command: Callable[..., Process], options: list[str], told: str
 ) -> None:
     other = tmp_path / "tokenizer.json"
     other.write_text((trained / "tokenizer/tokenizer.json").read_text() + " ")
-    arguments = [option.format(other=other, tasks=tasks) for option in options]
+    arguments = [option.format(other=other) for option in options]
     processes = start(start_command, 2, trained, *arguments)
     codes, errors = [process.wait() for process in processes], [process.output()[1] for process in processes]
     assert codes[0] == 78 and told in errors[0], errors

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ import torch
 from pydantic import TypeAdapter
 
 pytest.importorskip("lm_eval")
+from data.packing.objectives import Specials
 from data.text.tokenizer import Tokenizer
 from eval.checkpoints import EvaluatedModel
 from eval.evaluation import evaluate
 from eval.harness import CheckpointLM, answer_limits
 from eval.tasks import choice_questions, read_heldout, scores
 from fsdp_pretrain import models
-from fsdp_pretrain.config.data_section import AnyObjective, CausalObjective
+from fsdp_pretrain.config.data_section import AnyObjective, CausalObjective, GLMObjective
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.models import Decoder
@@ -125,17 +127,40 @@ def test_an_answer_ends_before_the_first_stop(shared_corpus: Path, stops: tuple[
         for place, (token, following) in enumerate(pairwise(script)):
             model.embedding.weight[token, place] = 1.0
             model.head.weight[following, place] = 1.0
-    request = type("Request", (), {"args": ("x", {"until": list(stops), "max_gen_toks": 30})})()
     first = tokenizer.encode(["x"])[0]
     assert script[: len(first)] == first
-    assert judged.generate_until([request], disable_tqdm=True) == [answer]
+    assert judged.generate_until([request("x", {"until": list(stops), "max_gen_toks": 30})], True) == [answer]
+
+
+def test_the_end_of_a_blank_ends_an_answer(shared_corpus: Path) -> None:
+    """GLM: `eop` follows what fills a blank. Here it is likelier than one of the tokens of a greedy answer."""
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    objective = GLMObjective(kind="glm", row=LENGTH - 8)
+    eop = Specials.behind(objective, tokenizer.vocab_size).eop
+    model = build("glm", eop + 1, layers=2)
+    judged = CheckpointLM(model, tokenizer, length=LENGTH, batch=2, objective=objective)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in (each for each in model.parameters() if each.ndim > 1):
+        torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+    asked = request("a shard", {"max_gen_toks": 8, "until": []})
+    (whole,) = judged.generate_until([asked], disable_tqdm=True)
+    before, word, _ = whole.partition(" run")
+    assert before and word
+    table = model.embedding.weight if model.head is None else model.head.weight
+    with torch.no_grad():
+        table[eop] = 1.001 * table[tokenizer.encode([word])[0][0]]
+    assert judged.generate_until([asked], disable_tqdm=True) == [before]
 
 
 # ---------------------------------------------------------------- one evaluation
 
 
-def build(family: str = "llama", vocab: int = 512) -> Decoder:
-    size = {"layers": 1, "hidden": 32, "heads": 4, "ffn": 64}
+def request(*args: Any) -> Any:
+    return SimpleNamespace(args=args)
+
+
+def build(family: str = "llama", vocab: int = 512, layers: int = 1) -> Decoder:
+    size = {"layers": layers, "hidden": 32, "heads": 4, "ffn": 64}
     values = {**size, "family": family, "vocab": vocab, **({"kv_heads": 4} if family == "llama" else {})}
     return materialise(models.build(TypeAdapter(AnyModel).validate_python(values)), 1, torch.device("cpu"))
 
@@ -171,8 +196,8 @@ def test_what_an_evaluation_says_of_itself(shared_corpus: Path, tmp_path: Path) 
     lines = (tmp_path / name).read_text().splitlines()
     assert len(lines) == 3 and "doc_hash" in lines[0] and '"doc":' not in lines[0]
     texts = read_heldout(heldout)[:3]
-    requests = [type("Request", (), {"args": (text,)})() for text in texts]
-    total = sum(CheckpointLM(model, tokenizer, length=LENGTH, batch=2).loglikelihood_rolling(requests, True))
+    plain = CheckpointLM(model, tokenizer, length=LENGTH, batch=2)
+    total = sum(plain.loglikelihood_rolling([request(text) for text in texts], True))
     bits = -total / math.log(2) / sum(len(text.encode()) for text in texts)
     assert found.scores["heldout_bpb"]["bits_per_byte"] == pytest.approx(bits)
 

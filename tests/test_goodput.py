@@ -198,17 +198,6 @@ def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_a_rollback_without_a_reason_is_not_explained_by_how_the_start_before_ended(tmp_path: Path) -> None:
-    script = Script(tmp_path)
-    script.start()
-    script.train(10)
-    script.stop(0, down=0.0)
-    script.roll_back(5, reason="")
-    (back,) = script.check(steps=5 * 2.0, data=5 * 0.1).incidents
-    assert back.cause == "no reason was given" and not back.over
-
-
-@pytest.mark.quick
 def test_a_start_that_never_trains_belongs_to_the_incident_before(tmp_path: Path) -> None:
     script = Script(tmp_path)
     script.start()

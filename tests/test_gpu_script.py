@@ -90,27 +90,14 @@ def test_mistakes_are_refused(helpers: Any, tmp_path: Path, arguments: list[str]
     assert done.returncode == 78 and text in done.stderr and not (tmp_path / "out/summary.md").exists()
 
 
-def dry_run(out: Path, helpers: Any, *flags: str) -> list[str]:
-    """The names of the parts that passed."""
-    done = run(helpers, "--dry", *flags, out)
-    assert done.returncode == 0, done.stdout
-    assert not (out / "scratch").exists()
-    return [line.removeprefix("## ").partition(":")[0] for line in done.stdout.splitlines() if ": passed, " in line]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_dry_run_of_some_parts(tmp_path: Path, helpers: Any) -> None:
-    assert dry_run(tmp_path, helpers, "--only", "suite,saves") == ["suite", "saves"]
-    assert "collected" in (tmp_path / "suite.txt").read_text()
-    assert json.loads((tmp_path / "saves.json").read_text())[0]["plain"] > 0
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_dry_run_of_all_parts(tmp_path: Path, helpers: Any) -> None:
-    parts = dry_run(tmp_path, helpers, "--minutes", "15")
-    assert len(parts) > 10
+    done = run(helpers, "--dry", "--minutes", "15", tmp_path)
+    assert done.returncode == 0 and not (tmp_path / "scratch").exists(), done.stdout
+    parts = [line.removeprefix("## ").partition(":")[0] for line in done.stdout.splitlines() if ": passed, " in line]
+    assert len(parts) > 10 and "collected" in (tmp_path / "suite.txt").read_text()
     assert all((tmp_path / f"{name}.json").stat().st_size for name in parts if name != "suite")
     document = json.loads((tmp_path / "7b-document.json").read_text())
     assert document["run"] == "bench-llama-7b-layers" and document["speed"]["tokens_per_second"]
+    assert json.loads((tmp_path / "saves.json").read_text())[0]["plain"] > 0

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 from browser import Tab, browser, needs_chromium
-from laboratory import Lab
 from long_run import LongRun, write_long_run
 from sight import tree
 
@@ -363,15 +362,6 @@ def test_texts_of_the_record_stay_texts(tab: Tab, hostile: Path) -> None:
     assert tab.problems == [] and tab.requests == []
 
 
-@needs_chromium
-def test_it_prints_light_and_no_wider_than_paper(tab: Tab, written: Path, tmp_path: Path) -> None:
-    look(tab, written, dark=True)
-    pdf = tab.pdf()
-    assert pdf.startswith(b"%PDF") and 3 < pdf.count(b"/Type /Page\n") + pdf.count(b"/Type /Page ") < 40
-    assert tab.value("document.documentElement.dataset.theme") == "dark"  # and afterwards it is as before
-    assert tab.problems == []
-
-
 @pytest.mark.slow
 @needs_chromium
 def test_a_hundred_thousand_steps_and_forty_starts_fit(tab: Tab, tmp_path: Path, run_command: Any) -> None:
@@ -388,35 +378,3 @@ def test_a_hundred_thousand_steps_and_forty_starts_fit(tab: Tab, tmp_path: Path,
     assert (shown.curve("Loss", "training, left behind")[1] == 9.0).sum() == len(made.spikes) - 1
     look(tab, out)
     assert count(tab, ".plot") == 14 and tab.problems == []
-
-
-@pytest.mark.slow
-@needs_chromium
-def test_a_trained_run_with_a_rollback_and_evaluations_tells_its_story(
-    lab: Lab, tab: Tab, run_command: Any, helpers: Any
-) -> None:
-    evaluated = {"every": "10 steps", "launch": False, "tasks": ["heldout_bpb", "separator_probe"], "limit": 4}
-    config = lab.config("run", eval={**evaluated, "heldout": str(lab.heldout), "loss_every": "5 steps"})
-    run = lab.path / "run"
-    lab.train(config)
-    for line in (
-        ("eval.cli", "watch", run, "--once"),
-        ("fsdp_pretrain.cli", "rollback", run, "--to", 10, "--set", "optimizer.lr=5e-3", "--reason", "too hot"),
-        ("fsdp_pretrain.cli", "note", run, "cooler from here"),
-    ):
-        done = run_command(*line)
-        assert done.returncode == 0, done.stderr
-    lab.train(config)
-    done = run_command("fsdp_pretrain.cli", "report", run)
-    assert done.returncode == 0, done.stderr
-    shown, records = Page(run / "report.html"), helpers.metrics(run)
-    steps, losses = shown.curve("Loss", "training")
-    assert steps.tolist() == [record["step"] for record in records]
-    assert losses == pytest.approx([record["loss"]["sum"] / record["loss"]["count"] for record in records], rel=1e-5)
-    assert shown.curve("Loss", "training, left behind")[0].tolist() == list(range(11, 21))
-    kinds = {kind.lstrip("▲◆ ") for _, _, kind, _ in shown.rows("all")}
-    assert {"rollback", "note", "stop", "checkpoint"} <= kinds
-    kept, behind = shown.lines("heldout_bpb bits_per_byte")
-    assert (shown.at(kept).tolist(), shown.at(behind).tolist()) == ([10], [20])
-    look(tab, run / "report.html")
-    assert tab.problems == []

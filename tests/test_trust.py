@@ -24,11 +24,9 @@ from fsdp_pretrain.checkpoint.delivery import parse_chunk, read_archive
 from fsdp_pretrain.checkpoint.loading import Weights
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.checkpoint.tensors import METADATA, TENSORS, Chunk, StoredTensor, read_tensors, wrong_tensors
-from fsdp_pretrain.checkpoint.weights_import import import_checkpoint
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import RunDir
 
 DTYPES = get_args(StoredTensor.model_fields["dtype"].annotation)
 
@@ -217,24 +215,6 @@ def test_a_resume_passes_over_a_tensor_without_values(
     assert helpers.journal(copy, "resume")[-1]["step"] == 4
     assert helpers.losses(copy) == helpers.losses(module_lab.path / "trained")
     assert not marker.exists()
-
-
-@pytest.mark.slow
-def test_moments_of_what_is_passed_over_do_not_stay(
-    copy: Path, marker: Path, module_lab: Any, lab: Any, helpers: Any
-) -> None:
-    """The optimiser was filled when a last tensor could not be read; the checkpoint before it has only weights."""
-    new, path = copy.with_name("new"), module_lab.path / "trained.toml"
-    changed = (f"run.dir={new}", "train.duration=4 steps", "optimizer.decay=8 steps")
-    import_checkpoint(RunDir(new), copy / "checkpoints/step-00000008", load(path, changed))
-    lab.train(path, *changed)
-    before = helpers.losses(new)
-    last = list(read_tensors(new / "checkpoints/step-00000004"))[-1]
-    assert last.startswith("optim.")
-    commit_again(new, 4, lambda folder: put(folder, lambda _: saved(touch(marker)), last))
-    output = lab.train(path, *changed)
-    assert "passed over step-00000004: " in output and helpers.journal(new, "resume")[-1]["step"] == 0
-    assert helpers.losses(new) == before and not marker.exists()
 
 
 def test_nothing_but_forged_checkpoints_needs_a_person(copy: Path, module_lab: Any, lab: Any) -> None:

@@ -9,15 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.config import load
 from fsdp_pretrain.console import Parser, positive
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.parallel import mesh
-from fsdp_pretrain.parallel.mesh import World
 
 from . import children, peers, saves, sides, steps, sweep
-from .times import MeasuredSteps
 
 
 def main() -> int:
@@ -33,29 +31,25 @@ def main() -> int:
         _deliver(args, [asdict(each) for each in tried], sweep.render(tried))
         return 0 if any(each.times for each in tried) else 1
     if args.peers:
-        compared = peers.compare(config, command, sides=args.sides, rounds=args.rounds, limit=args.limit)
+        compared = peers.compare(config, command, rounds=args.rounds, limit=args.limit)
         _deliver(args, asdict(compared), peers.render(compared))
         return 1 if compared.failed else 0
     if args.side != peers.OURS:
-        _deliver(args, *_report(sides.measure(args.side, config, steps=args.steps, warmup=args.warmup)))
+        times = sides.measure(args.side, config, steps=args.steps, warmup=args.warmup)
+        _deliver(args, asdict(times), steps.render(times))
         os._exit(0)  # threads of other libraries may keep a process alive
     with mesh.connect(config.parallel) as world:
-        values, text = _measure(args, config, world)
+        values: Any
+        if args.saves:
+            found = saves.measure(config, world, args.saves, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
+            values, text = [asdict(each) for each in found], saves.render(found)
+        else:
+            counts = {"steps": args.steps, "warmup": args.warmup, "accumulation": args.accumulation}
+            times = steps.measure(config, world, **counts)
+            values, text = asdict(times), steps.render(times)
         if world.is_main:
             _deliver(args, values, text)
     return 0
-
-
-def _measure(args: argparse.Namespace, config: Config, world: World) -> tuple[Any, str]:
-    """The results as JSON values and as text. Collective."""
-    if args.saves:
-        found = saves.measure(config, world, args.saves, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
-        return [asdict(each) for each in found], saves.render(found)
-    return _report(steps.measure(config, world, steps=args.steps, warmup=args.warmup, accumulation=args.accumulation))
-
-
-def _report(times: MeasuredSteps) -> tuple[dict[str, Any], str]:
-    return asdict(times), steps.render(times)
 
 
 def _deliver(args: argparse.Namespace, values: Any, text: str) -> None:
@@ -93,13 +87,6 @@ def _parser() -> Parser:
         help="micro-batches in a step, of the steps alone (default: those of train.global_batch)",
     )
     parser.add_argument("--ranks", type=positive, help="of --sweep: on this node (default: its GPUs, or 1)")
-    parser.add_argument(
-        "--sides",
-        type=_sides,
-        default=peers.SIDES,
-        metavar="A,B",
-        help=f"of --peers, separated by commas (default: {','.join(peers.SIDES)})",
-    )
     parser.add_argument("--rounds", type=positive, default=5, help="of --peers and --saves (default: 5)")
     parser.add_argument(
         "--limit",
@@ -112,11 +99,3 @@ def _parser() -> Parser:
     )
     parser.add_argument("--json", action="store_true")
     return parser
-
-
-def _sides(text: str) -> tuple[str, ...]:
-    """Raises ArgumentTypeError."""
-    unknown = set(text.split(",")) - set(peers.SIDES)
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not one of {', '.join(peers.SIDES)}")
-    return tuple(text.split(","))

@@ -20,7 +20,7 @@ from . import children
 from .times import MeasuredSteps, Spread
 
 OURS = "ours"
-SIDES = (OURS, "minimal", "transformers")
+SIDES = (OURS, "plain", "transformers")
 
 
 @dataclass
@@ -49,20 +49,19 @@ class Comparison:
         return Spread.of(both) if both else None
 
 
-def compare(config: Config, command: Sequence[str], *, sides: Sequence[str], rounds: int, limit: float) -> Comparison:
+def compare(config: Config, command: Sequence[str], *, rounds: int, limit: float) -> Comparison:
     """Measure all sides in alternating rounds. An interrupt ends it with what is measured by then.
 
     Args:
         config: what to train.
         command: arguments of the benchmark that give it.
-        sides: of `SIDES`.
         limit: seconds after which a side's process is ended.
 
     Raises:
         ConfigError: not every side can train this.
     """
     _check(config)
-    result, left = Comparison(), list(sides)
+    result, left = Comparison(), list(SIDES)
     with contextlib.suppress(KeyboardInterrupt):
         for number in range(rounds):
             result.rounds.append(found := {})

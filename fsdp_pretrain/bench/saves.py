@@ -38,14 +38,13 @@ class SaveRound:
     Attributes:
         size: bytes of the checkpoint.
         plain: to write a plain file of that size and sync it.
-        write, save: of a save that is not read back, and of a verified one.
+        save: of a verified save.
         stall: that training waits for a background save.
         excess: by which the steps until its end were slower than usual, the wait included.
     """
 
     size: int
     plain: float
-    write: float
     save: float
     stall: float
     excess: float
@@ -78,18 +77,16 @@ def _round(
 ) -> SaveRound:
     state, facts = state_dict(trainer.model, trainer.optimizer), make_facts(trainer.config, world, trainer.state)
 
-    def save(where: World, step: int, tensors: dict[str, Any], *, read_back: bool = True) -> dcp.SaveResult:
-        now = facts.model_copy(update={"step": 3 * number + step})
-        store = Store(place)
-        return dcp.save(where, store, now, state=tensors, train_state="{}\n", config="", read_back=read_back)
+    def save(where: World, step: int, tensors: dict[str, Any]) -> dcp.SaveResult:
+        now = facts.model_copy(update={"step": 2 * number + step})
+        return dcp.save(where, Store(place), now, state=tensors, train_state="{}\n", config="")
 
-    written = save(world, 1, state, read_back=False)
-    saved = save(world, 2, state)
+    saved = save(world, 1, state)
     plain = world.decide(lambda: _write_plainly(place / "plain", saved.bytes))
     usual = statistics.median(step_bench.run_steps(trainer, 1) for _ in range(steps))
     start = time.perf_counter()
     copy = stager.copy(state_dict(trainer.model, trainer.optimizer))
-    pending = Pending(lambda: save(writers, 3, copy))
+    pending = Pending(lambda: save(writers, 2, copy))
     stall = time.perf_counter() - start
     beside = 0
     while not all(world.gather(pending.done)):
@@ -98,7 +95,7 @@ def _round(
     pending.result()
     excess = time.perf_counter() - start - beside * usual
     slowest = [max(world.gather(seconds)) for seconds in (stall, excess)]
-    return SaveRound(saved.bytes, plain, written.seconds, saved.seconds, *slowest)
+    return SaveRound(saved.bytes, plain, saved.seconds, *slowest)
 
 
 def _write_plainly(path: Path, size: int) -> float:
@@ -122,8 +119,7 @@ def render(rounds: list[SaveRound]) -> str:
         [
             f"checkpoint of {human_bytes(rounds[0].size)}, seconds in {len(rounds)} rounds, median [least to most]:",
             f"  a plain file, synced      {spread('plain')}",
-            f"  save, not read back       {spread('write')}  (bandwidth / plain: {spread('plain', 'write')})",
-            f"  save, verified            {spread('save')}",
+            f"  a verified save           {spread('save')}",
             f"  in the background: wait   {spread('stall')}  (share of a verified save: {spread('stall', 'save')})",
             f"    and slower steps        {spread('excess')}  (share: {spread('excess', 'save')})",
         ]

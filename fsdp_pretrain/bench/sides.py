@@ -1,30 +1,51 @@
 """The other sides of `--peers`, each in a process of its own: `python -m fsdp_pretrain.bench CONFIG --side NAME`.
 
-All train the same Llama on the same tokens in the same precision, in the loop of `minimal`:
+All train the same Llama on the same tokens in the same precision, in a loop as one writes it by hand: one cross-entropy
+over all logits, clipping, fused AdamW; no FSDP, no schedule, no record, no checks.
 
-- `minimal`: a model as one writes it by hand.
+- `plain`: the trainer's own model; what it gains on `ours` is the cost of everything around the model.
 - `transformers`: LlamaForCausalLM with PyTorch's attention.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint import hf_layout
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.models.masks import choose_backend
 from fsdp_pretrain.parallel import fsdp, mesh
+from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import flops
 from fsdp_pretrain.plan.plan import count_parameters
+from fsdp_pretrain.train.trainer import DataStream
 
-from .minimal import Network, PlainLoop, build_minimal
-from .steps import RandomSteps, step_times
+from .steps import RandomSteps, initialise, step_times
 from .times import MeasuredSteps
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model of any library.
+
+    Attributes:
+        module: has the parameters, fp32.
+        blocks: its decoder blocks, each compiled on its own if the configuration says so.
+        logits: int64 [B, S] -> [B, S, V], in the dtype of the parameters.
+    """
+
+    module: nn.Module
+    blocks: Sequence[nn.Module]
+    logits: Callable[[Tensor], Tensor]
 
 
 def measure(name: str, config: Config, *, steps: int, warmup: int) -> MeasuredSteps:
@@ -33,23 +54,21 @@ def measure(name: str, config: Config, *, steps: int, warmup: int) -> MeasuredSt
     Raises:
         ConfigError: its library is not installed.
     """
-    assert isinstance(config.model, LlamaModel)
     alone = mesh.SingleProcess()
     device = alone.device = mesh.device_of(mesh.RankInfo.from_environment())
     with torch.device(device):
-        network = NETWORKS[name](config.model, config.data.sequence_length)
+        network = NETWORKS[name](config, alone)
     network.module.train()
-    _initialise(network.module, config.model.std, config.run.seed)
     parameters = sum(parameter.numel() for parameter in network.module.parameters())
     assert parameters == count_parameters(config.model), f"{parameters:_} parameters"
     loop = PlainLoop(network, config, RandomSteps(config, alone), device, fsdp.compute_dtype(config, device))
     for _ in range(warmup):
         loop.step()
-    _wait(device)
+    loop.loss()  # waits for the device
     start = time.perf_counter()
     for _ in range(steps):
         loop.step()
-    _wait(device)
+    loss = loop.loss()
     seconds = (time.perf_counter() - start) / steps
     return step_times(
         config,
@@ -57,41 +76,117 @@ def measure(name: str, config: Config, *, steps: int, warmup: int) -> MeasuredSt
         batch=config.schedule.batch.full,
         steps=steps,
         seconds=seconds,
-        loss=loop.loss(),
+        loss=loss,
         memory=flops.memory_in_use(device),
         side=name,
     )
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _build_plain(config: Config, world: World) -> Network:
+    model = models.build(config.model).to_empty(device=world.device)
+    model.backend = choose_backend(config.parallel.attention, config.model, world.device)
+    initialise(model, config, world)
+    return Network(model, list(model.blocks), model)
 
 
-@torch.no_grad()
-def _initialise(module: nn.Module, std: float, seed: int) -> None:
-    """Norms 1, all else N(0, std^2): speed hardly depends on values, but it does on zeros."""
-    torch.manual_seed(seed)
-    for parameter in module.parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(std=std)
-        else:
-            parameter.fill_(1.0)
-
-
-def _build_transformers(model: LlamaModel, length: int) -> Network:
+def _build_transformers(config: Config, world: World) -> Network:
+    """With its own initial values, on the default device."""
+    del world
     try:
         import transformers
     except ImportError as error:
         raise ConfigError(f"transformers cannot be imported: {error}") from None
-    values = hf_layout.to_hf(model, sequence_length=length, eod=0, dtype="float32")
-    config = transformers.LlamaConfig.from_dict(values | {"use_cache": False})
-    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    assert isinstance(config.model, LlamaModel)
+    values = hf_layout.to_hf(config.model, sequence_length=config.data.sequence_length, eod=0, dtype="float32")
+    theirs = transformers.LlamaConfig.from_dict(values | {"use_cache": False})
+    module = transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa")
     return Network(module, list(module.model.layers), lambda tokens: module(input_ids=tokens, use_cache=False).logits)
 
 
-NETWORKS: dict[str, Callable[[LlamaModel, int], Network]] = {
-    "minimal": lambda model, length: build_minimal(model),
-    "transformers": _build_transformers,
-}
-"""Builds the model of a side for a sequence length, on the default device. Raises ConfigError."""
+NETWORKS: dict[str, Callable[[Config, World], Network]] = {"plain": _build_plain, "transformers": _build_transformers}
+"""Builds the model of a side, on the default device, which is that of the world. Raises ConfigError."""
+
+
+class PlainLoop:
+    """Trains a network: micro-batches, clipping, fused AdamW.
+
+    Precision is that of FSDP2 with fp32 parameters: matrix products in `dtype` on a copy of the parameters, gradients
+    added up, clipped and applied in fp32. With fp32 there is no copy.
+
+    Args:
+        network: on `device`.
+        config: its optimiser, clipping and whether blocks are compiled; schedules are left out.
+        batches: of which only the tokens are used.
+        dtype: of the matrix products.
+    """
+
+    def __init__(
+        self, network: Network, config: Config, batches: DataStream, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._logits, self._batches, self._device = network.logits, batches, device
+        self._limit = config.train.grad_clip
+        self._weights: list[Tensor] = list(network.module.parameters())
+        self._masters, self._copies = self._weights, dtype is not torch.float32
+        if self._copies:
+            self._masters = [weight.detach() for weight in self._weights]
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.data = weight.data.to(dtype)
+                master.grad = torch.zeros_like(master)
+        self._optimizer = _adamw(self._masters, config)
+        self._cross_entropy: Callable[[Tensor, Tensor], Tensor] = _cross_entropy
+        if fsdp.compiles(config, device):
+            self._cross_entropy = torch.compile(_cross_entropy)
+            for block in network.blocks:
+                block.compile()
+        self._loss = torch.zeros((), device=device)
+
+    def step(self) -> None:
+        """Issue one optimiser step."""
+        batch = next(self._batches)
+        self._loss.zero_()
+        for number, micro in enumerate(batch.micro):
+            tokens = micro.tokens.to(self._device, non_blocking=True)
+            loss = self._cross_entropy(self._logits(tokens[:, :-1].contiguous()), tokens[:, 1:]) / batch.targets
+            loss.backward()
+            self._loss += loss.detach()
+            if self._copies:
+                self._take_gradients(first=number == 0)
+        if self._limit:
+            nn.utils.clip_grad_norm_(self._masters, self._limit)
+        self._optimizer.step()
+        if not self._copies:
+            self._optimizer.zero_grad()
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._masters)
+
+    def loss(self) -> float:
+        """Mean loss of the last step, in nats per target; waits for the device."""
+        return float(self._loss)
+
+    @torch.no_grad()
+    def _take_gradients(self, *, first: bool) -> None:
+        """Add the gradients of a micro-batch to those of the step, in fp32."""
+        sums = [master.grad for master in self._masters if master.grad is not None]
+        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+        if first:
+            torch._foreach_copy_(sums, gradients)
+        else:
+            torch._foreach_add_(sums, gradients)
+        for weight in self._weights:
+            weight.grad = None
+
+
+def _adamw(parameters: list[Tensor], config: Config) -> torch.optim.AdamW:
+    """Fused, with the run's settings at a constant rate; vectors (norms) do not decay."""
+    section = config.optimizer
+    groups = [
+        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": section.weight_decay},
+        {"params": [each for each in parameters if each.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the loss: [B, S, V], int64 [B, S] -> fp32 scalar."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")

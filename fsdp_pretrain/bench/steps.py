@@ -100,7 +100,7 @@ def build(
     """
     check_batches([batch or config.schedule.batch.full], world.size, config.train.micro_batch)
     model, optimizer = build_model_and_optimizer(config, world)
-    _initialise(model, config, world)
+    initialise(model, config, world)
     records = MemoryRecorder()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None), heartbeat or Heartbeat()),
@@ -117,7 +117,7 @@ def build(
     return trainer, records
 
 
-def _initialise(model: Decoder, config: Config, world: World) -> None:
+def initialise(model: Decoder, config: Config, world: World) -> None:
     """Initial values; one GPU draws them itself, since a host takes many seconds for the trainer's own.
 
     Those do not depend on the mesh, which replicas need, and the trainer's promise.

@@ -93,7 +93,6 @@ def save(
     state: dict[str, Any],
     train_state: str,
     config: str,
-    read_back: bool = True,
     prune: Prune | None = None,
     guard: Callable[[], None] = lambda: None,
     fetch: Fetch | None = None,
@@ -105,7 +104,6 @@ def save(
         state: from `loading.state_dict`, live or a copy; must not change meanwhile. Has no optimiser state if only
             weights are saved (recorded in the manifest).
         train_state, config: contents of `train_state.json` and `config.toml`.
-        read_back: verify every byte afterwards.
         prune: called on rank 0 if the checkpoint does not fit, see `disk_space.make_room`.
         guard: called on rank 0 before the commit; its exception ends the save on every rank.
         fetch: returns a tensor of `state` (then on the meta device) by flat name (`model.NAME`); called one tensor at
@@ -140,8 +138,7 @@ def save(
         if world.is_main:
             store.discard(attempt)
         raise
-    if read_back:
-        checkpoint = _read_back(world, store, checkpoint)
+    checkpoint = _read_back(world, store, checkpoint)
     room: Note = ("checkpoint-room", "to make room: all but the two newest verified checkpoints")
     notes = (room,) if pruned else ()
     return SaveResult(checkpoint, promised, written, time.perf_counter() - start, notes=notes)

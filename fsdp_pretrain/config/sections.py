@@ -244,14 +244,12 @@ class EvalSection(Section):
     every: Length | None = None
     """Evaluate checkpoints that complete this interval, and the last one. Absent: none."""
     tasks: list[str] = ["heldout_bpb", "heldout_choice", "separator_probe"]
-    """lm-eval task names, patterns of them (`mmlu_*`), and three bundled ones, made from `eval.heldout`."""
+    """lm-eval task names, patterns of them (`mmlu_*`), and three bundled ones, made from `eval.heldout`; others need
+    their data in the cache of Hugging Face, or a Hub that answers and is not forbidden by `HF_HUB_OFFLINE`."""
     heldout: FilePath | None = None
     """JSONL file of held-out documents (field `text`) for the bundled tasks."""
     include: list[FilePath] = []
     """Directories with more lm-eval task files."""
-    offline: bool = False
-    """Never ask the network for the data of tasks. Off: the Hugging Face Hub is asked if it answers within five
-    seconds."""
     limit: Limit | None = None
     """Documents per task, or the share of them if below 1. Absent: all."""
     num_fewshot: Annotated[int, Field(ge=0)] | None = None

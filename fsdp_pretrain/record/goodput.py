@@ -196,8 +196,7 @@ def _judge(history: StartHistory, start: Start, after: Start | None) -> Interrup
     unplanned = not start.clean and (after is not None or start.closed)
     if not start.steps.count or not (rollbacks or unplanned):
         return None
-    cause = "no reason was given" if start.clean else start.cause
-    kind, cause = ("rollback", rollbacks[-1].reason or cause) if rollbacks else ("failure", cause)
+    kind, cause = ("rollback", rollbacks[-1].reason or "no reason was given") if rollbacks else ("failure", start.cause)
     step = int(start.steps["step"][-1])
     return Interruption(time=start.progress, segment=start.segment, step=step, kind=kind, cause=cause)
 

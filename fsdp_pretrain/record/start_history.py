@@ -45,7 +45,6 @@ class Start:
     clean: bool  # it stopped on request, or was complete
     code: int | None  # the exit code it recorded
     cause: str  # why it ended, as recorded
-    world: int  # number of ranks
 
     @property
     def progress(self) -> float:
@@ -140,7 +139,6 @@ def _start(
         clean=stop is not None and "step" in stop and code in _CLEAN,
         code=code,
         cause=cause or "ended without reporting a reason",
-        world=begun.world.size if begun.world is not None else 1,
     )
 
 

@@ -12,18 +12,12 @@ from .points import PointValues
 from .run_facts import STATES, RunFacts
 from .sink import Sink
 
-_SHOWN = "shown"
-"""Attribute of an Aim run: the newest start whose steps are in it, and the last of them. Aim writes 250 steps a second,
-so those that are there are not written again."""
-
 
 class AimSink(Sink):
     """An Aim run. What is tracked again replaces the value at that step, so a run that is there is continued; after
     a rollback, of which no point can be removed, another one is begun and the former ones are archived."""
 
-    name = "aim"
-
-    def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
+    def __init__(self, place: Path, facts: RunFacts) -> None:
         aim: Any = importlib.import_module("aim")
         place.mkdir(parents=True, exist_ok=True)
         self.watched, self.opened = place / ".aim", place
@@ -41,9 +35,6 @@ class AimSink(Sink):
         self._run = aim.Run(run_hash=self._id, repo=self._repo, **options)
         self._run["config"] = facts.config
         self._describe(facts)
-        shown = {} if again else self._run.get(_SHOWN, {})
-        later = [step for segment, step in facts.starts.items() if segment > shown.get("segment", 0)]
-        self._segment, self._shown = max(facts.starts, default=0), min([shown.get("step", 0), *later])
 
     def _chunk(self, known: str) -> Path:
         return self.watched / "meta/chunks" / known
@@ -57,15 +48,10 @@ class AimSink(Sink):
                 self._run.add_tag(tag)
 
     def write(self, points: Sequence[PointValues]) -> None:
-        """As in `Sink`, with the steps that are in it now noted behind them."""
         track = self._run._tracker._track  # as Aim's converters do: `Run.track` has no argument for the time
         for point in points:
-            if point.of_training and point.step <= self._shown:
-                continue
             for name, value in point.values.items():
                 track(value, point.time, name, point.step)
-        steps = [point.step for point in points if point.of_training]
-        self._run[_SHOWN] = {"segment": self._segment, "step": max([self._shown, *steps])}
 
     def close(self, facts: RunFacts) -> None:
         """Also index it: without an index, Aim's queries find nothing."""

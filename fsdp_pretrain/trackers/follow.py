@@ -59,16 +59,8 @@ def finish_followers(run: RunDir, followers: Followers) -> None:
 
 
 def catch_up(run: RunDir) -> None:
-    """Bring the wanted views up to date with what was just added to the record, unless a follower does, or it failed
-    since the last start."""
-    try:
-        entries = journal.read(run)
-    except (UserError, OSError):
-        return
-    starts = [number for number, entry in enumerate(entries) if entry["kind"] == "start"]
-    since = entries[max(starts, default=0) :]
-    stopped = [entry.get("tracker") for entry in since if entry["kind"] == "tracker-stopped"]
-    names = [name for name in wanted(run) if is_installed(name) and name not in stopped]
+    """Bring the wanted views up to date with what was just added to the record, unless a follower does."""
+    names = filter(is_installed, wanted(run))
     started = {name: _start(run, name, "--once", stdin=subprocess.DEVNULL) for name in names}
     finish_followers(run, {name: follower for name, follower in started.items() if follower is not None})
 
@@ -99,16 +91,13 @@ def _report(run: RunDir, name: str, reason: str) -> None:
 # ---------------------------------------------------------------- writing a view
 
 
-def write_view(
-    run: RunDir, name: str, progress: Callable[[int], object], last: Callable[[], bool], *, again: bool = False
-) -> tuple[Path, int]:
-    """Write a view, then what is added, until nothing was after the `last` round; the caller holds
-    it.
+def write_view(run: RunDir, name: str, progress: Callable[[int], object], last: Callable[[], bool]) -> tuple[Path, int]:
+    """Write a view, then what is added, until nothing was after the `last` round; the caller holds it.
 
     `progress` is called with the number of steps and evaluations so far, `last` after each round. Returns what to open,
     and that number. Raises any error of the tracker.
     """
-    view = sink(name)(place(run, name), read_facts(run), again=again)
+    view = sink(name)(place(run, name), read_facts(run))
     identity, stream, count = view.watched.stat().st_ino, RecordStream(run), 0
     more = True
     while more:
@@ -143,7 +132,7 @@ def rebuild(run: RunDir, name: str, progress: Callable[[int], object]) -> tuple[
                 remedy="none is needed: it brings the view up to date, also after the end of the run",
             )
         try:
-            return write_view(run, name, progress, lambda: True, again=True)
+            return write_view(run, name, progress, lambda: True)
         finally:
             held.release()
     except (ConfigError, BusyError):

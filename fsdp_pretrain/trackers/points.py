@@ -33,12 +33,11 @@ _VALUES = {
 
 @dataclass(frozen=True)
 class PointValues:
-    """Finite values by name at a step, of training or of an evaluation; `time` is seconds since 1970."""
+    """Finite values by name at a step; `time` is seconds since 1970."""
 
     step: int
     time: float
     values: dict[str, float]
-    of_training: bool = True
 
 
 class RecordStream:
@@ -87,7 +86,7 @@ def _scores(entry: dict[str, Any]) -> PointValues:
         for metric, value in metrics.items():
             kind = "stderr" if metric.endswith("_stderr") else "score"
             values[f"{kind}/{metric.removesuffix('_stderr')}/{task}"] = value
-    return PointValues(entry["step"], seconds_of(entry["time"]) or 0.0, _finite(values), of_training=False)
+    return PointValues(entry["step"], seconds_of(entry["time"]) or 0.0, _finite(values))
 
 
 def _finite(values: dict[str, Any]) -> dict[str, float]:

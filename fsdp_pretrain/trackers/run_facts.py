@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fsdp_pretrain.record import exit_intent, journal, lineage, lock, run_id, status
@@ -23,7 +23,6 @@ class RunFacts:
         tags: model family, `record.tags`, and the state, which is the last one.
         config: the resolved configuration.
         started, ended: seconds since 1970; `ended` is None while it runs.
-        starts: segments, and the steps that they continued from.
         views: ids of its views, 64 hexadecimal digits: one until each rollback, and last that of the line now.
     """
 
@@ -33,7 +32,6 @@ class RunFacts:
     config: dict[str, Any]
     started: float
     ended: float | None
-    starts: dict[int, int] = field(compare=False)  # a start that trained nothing changes nothing else
     views: list[str]
 
 
@@ -56,7 +54,6 @@ def read_facts(run: RunDir) -> RunFacts:
         config=config,
         started=_start(run),
         ended=ended,
-        starts={node.segment: node.step for node in nodes},
         views=[hashlib.sha256(f"{identity} {number}".encode()).hexdigest() for number in range(left + 1)],
     )
 

@@ -7,7 +7,7 @@ import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.files import RunDir
@@ -20,19 +20,16 @@ class Sink(ABC):
     """The view of a run in one tracker, to which all points are given each time. All methods may raise anything.
 
     Attributes:
-        name: of the package, the configuration key `record.NAME` and the verb.
         watched: a file or directory that exists as long as the view does.
         opened: what a person opens to see it.
     """
 
-    name: ClassVar[str]
     watched: Path
     opened: Path
 
     @abstractmethod
-    def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
-        """Begin the view in a directory, in place of the one that is there. Unless `again`, steps that are known to be
-        in it need not be written again."""
+    def __init__(self, place: Path, facts: RunFacts) -> None:
+        """Begin the view in a directory, in place of the one that is there."""
 
     @abstractmethod
     def write(self, points: Sequence[PointValues]) -> None:
@@ -44,7 +41,7 @@ class Sink(ABC):
 
 
 NAMES = ("aim", "tensorboard", "wandb")
-"""Names of all sinks, as in `record.NAME`."""
+"""Names of all sinks: of the package, the configuration key `record.NAME` and the verb."""
 
 
 def sink(name: str) -> type[Sink]:

@@ -19,9 +19,7 @@ from .sink import Sink
 class TensorboardSink(Sink):
     """The directory `kept`: the kept line. Points in event files cannot be replaced, so it is always written anew."""
 
-    name = "tensorboard"
-
-    def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
+    def __init__(self, place: Path, facts: RunFacts) -> None:
         writer: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
         self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")

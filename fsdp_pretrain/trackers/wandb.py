@@ -25,9 +25,7 @@ class WandbSink(Sink):
     """An offline run, `RUN/wandb/offline-run-TIME-ID`. W&B cannot add to one: the whole line is written again, as the
     same run, and the former directory is removed. After a rollback it is another run."""
 
-    name = "wandb"
-
-    def __init__(self, place: Path, facts: RunFacts, *, again: bool) -> None:
+    def __init__(self, place: Path, facts: RunFacts) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = importlib.import_module("wandb")
         known = facts.views[-1][:12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import sys
@@ -29,8 +30,8 @@ from .following import RunFollower
 _SECONDS = 1.0
 _SILENT = 5.0
 """Seconds without an answer of the storage until that is shown."""
-_SPLIT_SECONDS = 0.1
-"""Within which the bytes of one key come, if they do not come together: an arrow is Escape and two more."""
+_KEY = re.compile(rb"\x1b[\[O].|.", re.DOTALL)
+"""The bytes of a key: an arrow is Escape and two more."""
 _KEYS = {
     b"\x1b[A": "up", b"\x1bOA": "up", b"\x1b[B": "down", b"\x1bOB": "down", b"q": "q", b"\x04": "q",
 }  # fmt: skip
@@ -120,23 +121,14 @@ def _keys() -> Iterator[Callable[[], str]]:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     signal.signal(signal.SIGTSTP, signal.SIG_IGN)
 
-    unread = bytearray()
-
-    def arrives(seconds: float) -> bool:
-        """Wait for more bytes. An end of the input is the key to leave."""
-        if not select.select([] if terminal is None else [terminal], [], [], seconds)[0] or terminal is None:
-            return False
-        unread.extend(os.read(terminal, 1024) or b"q")
-        return True
+    keys: list[bytes] = []
 
     def pressed() -> str:
-        if not unread and not arrives(_SECONDS):
-            return ""
-        while bytes(unread) in (b"\x1b", b"\x1b[", b"\x1bO") and arrives(_SPLIT_SECONDS):
-            pass
-        key = next((key for key in _KEYS if unread.startswith(key)), bytes(unread[:1]))
-        del unread[: len(key)]
-        return _KEYS.get(key, "")
+        if not keys:
+            if not select.select([] if terminal is None else [terminal], [], [], _SECONDS)[0] or terminal is None:
+                return ""
+            keys.extend(_KEY.findall(os.read(terminal, 1024) or b"q"))  # an end of the input is the key to leave
+        return _KEYS.get(keys.pop(0), "")
 
     before = termios.tcgetattr(terminal) if terminal is not None else None
     if terminal is not None:

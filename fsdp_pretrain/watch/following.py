@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store
+from fsdp_pretrain.checkpoint.listing import Row, listed
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record import goodput, journal, state_files
-from fsdp_pretrain.record.files import RunDir, age
+from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.goodput import GoodputReport
 from fsdp_pretrain.record.lines import Line, read_lines
 from fsdp_pretrain.record.start_history import read_history
@@ -48,16 +49,6 @@ class RateLimited(Generic[T]):
 
 
 @dataclass(frozen=True)
-class ListedCheckpoint:
-    """A checkpoint as shown."""
-
-    step: int
-    age_seconds: float
-    state: str  # verified, written (not read back), or damaged
-    pinned: bool
-
-
-@dataclass(frozen=True)
 class RunView:
     """A run at one moment.
 
@@ -72,7 +63,7 @@ class RunView:
     path: Path
     report: StatusReport = field(default_factory=StatusReport)
     line: Line | None = None
-    checkpoints: list[ListedCheckpoint] = field(default_factory=list)
+    checkpoints: list[Row] = field(default_factory=list)
     alarms: list[Alarm] = field(default_factory=list)
     entries: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -135,16 +126,9 @@ def read_view(run: RunDir) -> RunView:
         run.path,
         report=inspect(run, brief=True),
         line=read_lines(run, history).kept,
-        checkpoints=[_describe(found) for found in reversed(Store(run.checkpoints).scan()[-_SHOWN:])],
+        checkpoints=[listed(found) for found in reversed(Store(run.checkpoints).scan()[-_SHOWN:])],
         alarms=open_alarms(run),
         entries=entries[-_ENTRIES:],
         evaluations=evaluations[:_SHOWN],
         account=goodput.account(history),
     )
-
-
-def _describe(found: Checkpoint) -> ListedCheckpoint:
-    if found.problem is not None:
-        return ListedCheckpoint(found.step, math.inf, "damaged", found.pinned)
-    state = "verified" if found.verified else "written"
-    return ListedCheckpoint(found.step, age(found.manifest().committed), state, found.pinned)

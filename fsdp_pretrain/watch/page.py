@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fsdp_pretrain.checkpoint.listing import Row
 from fsdp_pretrain.record.console_line import tone
 from fsdp_pretrain.record.files import age
 from fsdp_pretrain.record.goodput import State
@@ -29,7 +30,10 @@ LEVEL = {OK: "bold black on green", WARN: "bold black on yellow", ALERT: "bold w
 INK = {OK: "green", WARN: "yellow", ALERT: "bold red"}
 _SEVERITY = {Severity.INFO: "cyan", Severity.WARN: "yellow", Severity.CRIT: "bold red"}
 _TONE = {"good": "green", "warning": "yellow", "bad": "bold red", "": "cyan"}
-_CHECKPOINT = {"verified": ("✓", "green"), "written": ("·", "yellow"), "damaged": ("✗", "bold red")}
+_CHECKPOINT = {
+    "verified": ("✓", "verified", "green"), "committed": ("·", "written", "yellow"),
+    "damaged": ("✗", "damaged", "bold red"),
+}  # fmt: skip
 _WIDE, _RECENT, _COURSE, _AXIS = 140, 200, 24, 8
 """Width from which curves and facts are side by side, steps of a mean, and characters of a small curve and an axis."""
 _CURVES = (
@@ -245,10 +249,10 @@ def _heldout(line: Line | None) -> Text:
     return text.append(f"at step {step:_.0f}", "dim") if text else _line(("not measured yet", "dim"))
 
 
-def _checkpoint(found: Any) -> Text:
-    mark, ink = _CHECKPOINT[found.state]
-    ago = f" {human_time(found.age_seconds)} ago" if math.isfinite(found.age_seconds) else ""
-    return _line((mark, ink), f" {found.step:_} ", (found.state, ink), (f"{ago}{' pinned' * found.pinned}", "dim"))
+def _checkpoint(found: Row) -> Text:
+    mark, word, ink = _CHECKPOINT[found.state]
+    ago = f" {human_time(age(found.committed))} ago" if found.committed and not found.problem else ""
+    return _line((mark, ink), f" {found.step:_} ", (word, ink), (f"{ago}{' pinned' * found.pinned}", "dim"))
 
 
 def _evaluation(entry: dict[str, Any]) -> Text:

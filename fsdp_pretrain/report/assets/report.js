@@ -15,7 +15,7 @@
   const BUTTONS = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "autoScale2d"]; // none that sends anything
 
   // ---------------------------------------------------------------- clocks
-  let clock = "step", printing = false, range; // the range: in steps, ..., hours, or milliseconds since 1970
+  let clock = "step", range; // the range: in steps, ..., hours, or milliseconds since 1970
   const column = (place) => {
     if (clock === "date") return place.written.map((value) => value && value * 1000);
     if (clock === "elapsed") return place.written.map((value) => value && (value - begin) / 3600);
@@ -65,7 +65,7 @@
     const layout = {
       xaxis: { ...line, ...x, range: [...range], uirevision: clock }, yaxis: { ...line, ...figure.axis },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
-      width: printing ? (figure.scores ? 340 : 700) : undefined, height: figure.height, uirevision: "kept", // what a person chose stays
+      height: figure.height, uirevision: "kept", // what a person chose stays
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 68, r: 26, t: 24, b: clock === "date" ? 38 : 24, autoexpand: window.innerWidth < 640 },
       font: { family: "system-ui, sans-serif", size: 11, color: css("--ink") }, legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" }, modebar: { bgcolor: "rgba(0,0,0,0)", color: line.color, activecolor: css("--c0") },
       hovermode: figure.unified ? "x unified" : "closest", hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink") }, align: "left", namelength: -1 },
@@ -101,10 +101,8 @@
 
   // ---------------------------------------------------------------- the page
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const dress = (onPaper) => { printing = onPaper; root.dataset.theme = dark.matches && !onPaper ? "dark" : "light"; };
-  dark.addEventListener("change", () => { dress(false); drawAll(); });
-  window.addEventListener("beforeprint", () => { dress(true); drawAll(); });
-  window.addEventListener("afterprint", () => { dress(false); drawAll(); });
+  const dress = () => { root.dataset.theme = dark.matches ? "dark" : "light"; };
+  dark.addEventListener("change", () => { dress(); drawAll(); });
   for (const button of all("#clocks button")) button.addEventListener("click", () => choose(button.value));
   const form = document.getElementById("filter"), rows = all("#events tbody tr");
   form.addEventListener("submit", (event) => event.preventDefault());
@@ -120,7 +118,7 @@
     zoom(Math.max(first, x - (last - first) / 40), Math.min(last, x + (last - first) / 40));
     document.getElementById("panels").scrollIntoView();
   });
-  dress(false);
+  dress();
   range = extent();
   for (const at of figures.keys()) {
     await draw(at);
