@@ -164,26 +164,6 @@ def test_every_token_is_predicted_once_over_stages_sources_and_epochs(tmp_path: 
 
 @quick
 @pytest.mark.usefixtures("groups_of_6")
-def test_every_token_of_every_document_is_an_input_once_an_epoch(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Counted by what `where` shows, which is also what was trained."""
-    sources = [("a", mixed(tmp_path, tokenizer)[0][1], 1.0)]
-    packer = Packer(sources, 32, seed=3, lanes=3, stages=STAGES)
-    total, seen = packer._sources[0].epoch_length, Counter[tuple[str, int, int]]()
-    windows = 2 * -(-total // 32) + 3
-    assert total * 2 < 32 * windows and windows > 50  # both stages and two epochs
-    for sample, row in enumerate(rows(packer, 0, packer.pieces.first_sample(windows))):
-        found = packer.provenance(sample)
-        assert sum(piece.stop - piece.start for piece in found) == sum(token != packer.eod for token in row)
-        for piece in found:
-            inside = min(piece.stop, piece.start + len(row) - 1 - piece.position)  # the last token is only a label
-            seen.update((piece.shard, piece.document, at) for at in range(piece.start, inside))
-    epochs, _ = divmod(windows * 32, total)
-    assert set(seen.values()) <= {epochs, epochs + 1}
-    assert len(seen) == packer.corpora["a"].manifest.tokens
-
-
-@quick
-@pytest.mark.usefixtures("groups_of_6")
 def test_epochs_count_the_pieces(tmp_path: Path, tokenizer: Tokenizer) -> None:
     packer = Packer(mixed(tmp_path, tokenizer), 32, seed=3, lanes=3, stages=STAGES)
     tokens = Counter[int]()
@@ -315,15 +295,6 @@ def test_refused(lab: Any, data: dict[str, Any], overrides: list[str], expected:
     with pytest.raises(ConfigError) as refused:
         load(lab.config(data=data), overrides)
     assert expected in str(refused.value)
-
-
-@quick
-def test_a_run_without_stages_is_as_it_was(lab: Any) -> None:
-    """Its identity, which checkpoints of earlier versions hold, and what `data.stages = []` means."""
-    plain = load(lab.config())
-    stored = identity(plain, open_packer(plain))
-    assert "stages" not in stored.data
-    assert plain == load(lab.config(data={"stages": []})) and plain.schedule.lengths == SequenceStages.constant(32)
 
 
 def changed(lab: Any, old: dict[str, Any], new: dict[str, Any], cursor: int) -> list[str]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from laboratory import seal
 from processes import Run
 
 from data.packing.loader import Loader
@@ -202,8 +203,8 @@ def spoil_the_manifest(run: Path) -> None:
     manifest = run.parent / "corpus/manifest.json"
     content = json.loads(manifest.read_text())
     content["shards"][0]["bin_xxh3"] = "0" * 32
-    content["checksums_xxh3"] = None  # as a corpus of earlier versions
     manifest.write_text(json.dumps(content))
+    seal(run.parent / "corpus")
 
 
 @pytest.mark.parametrize(
