@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 def main() -> int:
     command = CommandLine("fsdp-data", "Tokenisers, token shards and their validation.")
-    command.add(_split, _prepare, _import, _train_tokenizer, _validate, _inspect, _checksums)
-    command.add(_bench, _quickstart_corpus)
+    command.add(_split, _prepare, _import, _train_tokenizer, _validate, _inspect, _quickstart_corpus)
     return command.run()
 
 
@@ -277,17 +276,9 @@ def _import(args: argparse.Namespace) -> int:
     argument("--out", type=_local, required=True, help="directory for tokenizer.json or tokenizer.model"),
 )
 def _train_tokenizer(args: argparse.Namespace) -> int:
-    """Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer. If it is there already, made from the same
-    text and options by the same program, it stays."""
-    from data.prepare import made
+    """Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer."""
     from data.prepare.train_tokenizer import train_tokenizer
 
-    options = {name: value for name, value in vars(args).items() if name not in ("handler", "inputs", "out")}
-    source = made.origin(args.inputs, **options)
-    if made.is_made(args.out, source):
-        print(f"{args.out}: already there, unchanged")
-        return 0
-    made.begin(args.out)
     tokenizer = train_tokenizer(
         args.inputs,
         args.out,
@@ -296,7 +287,6 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
         options=_options(args),
         max_bytes=args.max_bytes,
     )
-    made.finish(args.out, source, [tokenizer.path.name])
     separator = f"{tokenizer.decode([tokenizer.eod])!r} = {tokenizer.eod}"
     print(f"{tokenizer.path}: {tokenizer.vocab_size} tokens, separator {separator}")
     return 0
@@ -326,15 +316,13 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
     argument("--against", help="run configuration whose model, other sources and held-out data must fit the corpus"),
     _WORKERS,
     _SCRATCH,
-    argument("--no-checksums", dest="checksums", action="store_false", help="do not compare file checksums"),
     JSON,
     _QUIET,
 )
 def _validate(args: argparse.Namespace) -> int:
     """Measure what corpora really hold. Exit 0 clean, 1 warnings, 2 errors."""
     from data.text.tokenizer import Tokenizer
-    from data.validate.against import check_against
-    from data.validate.heldout import heldout_hashes
+    from data.validate.against import check_against, heldout_hashes
     from data.validate.report import render
     from data.validate.validate import validate
     from fsdp_pretrain.config.config import load
@@ -356,7 +344,6 @@ def _validate(args: argparse.Namespace) -> int:
             format=args.format,
             dtype=args.dtype,
             workers=args.workers,
-            checksums=args.checksums,
             held_out=heldout_hashes(run, directory) if run is not None else None,
             scratch=args.scratch,
             quiet=args.quiet or args.json,
@@ -399,80 +386,31 @@ def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
 )
 def _inspect(args: argparse.Namespace) -> int:
     """Show what a corpus holds, or one of its documents."""
-    from data.corpus.corpus import Corpus
-    from data.corpus.fetched import remote_manifest
-    from data.validate.inspect import document
+    from data.validate.inspect import document, opened
 
-    far = isinstance(args.directory, Url)
-    manifest = remote_manifest(args.directory) if far else Corpus(args.directory).manifest
+    with opened(args.directory) as corpus:
+        if args.doc is not None:
+            found = document(corpus, args.doc)
+            print(f"{found.shard}, document {found.number}: {found.tokens} tokens", file=sys.stderr)
+            print(found.text)
+            return 0
+    manifest = corpus.manifest
     if args.json:
         print(manifest.model_dump_json(indent=1))
         return 0
-    if args.doc is None:
-        entry = manifest.tokenizer
-        print(f"{args.directory}: {manifest.documents:_} documents, {manifest.tokens:_} tokens of {manifest.dtype}")
-        identity = f"separator id {entry.eod}, {entry.fingerprint[:12]}"
-        print(row("tokenizer", f"{entry.kind}, {entry.vocab_size} tokens, {identity}"))
-        print(row("separators", f"stored with each document: {manifest.separators}"))
-        if manifest.pairs:
-            print(row("documents", "in pairs: a prompt, then its answer"))
-        if holdout := manifest.statistics.get("holdout"):
-            print(row("held out", f"{manifest.statistics['held_out']:_} documents ({holdout})"))
-        print(row("fingerprint", manifest.fingerprint))
-        for shard in manifest.shards:
-            where = f" ({shard.path})" if shard.path else ""
-            print(f"  {shard.name}: {shard.documents:_} documents, {shard.tokens:_} tokens{where}")
-        return 0
-    found = document(args.directory, manifest, args.doc)
-    print(f"{found.shard}, document {found.number}: {found.tokens} tokens", file=sys.stderr)
-    print(found.text)
-    return 0
-
-
-@verb(
-    "checksums",
-    "runs/quickstart/corpus\n  fsdp-data checksums s3://bucket/corpora/web",
-    argument("directory", type=_place, metavar="CORPUS"),
-    _WORKERS,
-    _SCRATCH,
-    _QUIET,
-)
-def _checksums(args: argparse.Namespace) -> int:
-    """Add the checksums of its blocks to a corpus of an earlier version, so that it can be used by URL. Reads and
-    checks all shards; the corpus keeps its fingerprint. Interrupted runs continue where they stopped."""
-    from data.prepare.checksums import add_checksums
-
-    added = add_checksums(args.directory, workers=args.workers, scratch=args.scratch, quiet=args.quiet)
-    print(f"{args.directory}: " + (f"checksums of {added:_} blocks added" if added else "has its checksums already"))
-    return 0
-
-
-@verb(
-    "bench",
-    "runs/quickstart/corpus --sequence-length 2048",
-    argument("directory", type=_place, nargs="?", metavar="DIR", help="corpus, or its URL (default: a synthetic one)"),
-    _SCRATCH,
-    argument("--tokens", type=_tokens, default=10**8, help="size of the synthetic corpus (default: 100M)"),
-    argument("--sequence-length", type=positive, default=2048, help="tokens per sample (default: 2048)"),
-    argument("--batch", type=positive, default=8, help="samples per call (default: 8)"),
-    argument("--seconds", type=float, default=1.5, help="length of each of three rounds (default: 1.5)"),
-    argument("--cold", action="store_true", help="do not read the corpus into memory first"),
-    JSON,
-)
-def _bench(args: argparse.Namespace) -> int:
-    """Time the packer on a corpus, or on a synthetic one."""
-    from . import bench
-
-    figures = bench.bench(
-        args.directory,
-        tokens=args.tokens,
-        sequence_length=args.sequence_length,
-        batch=args.batch,
-        seconds=args.seconds,
-        warm=not args.cold,
-        scratch=args.scratch,
-    )
-    print(json.dumps(figures, indent=1) if args.json else bench.render(figures))
+    entry = manifest.tokenizer
+    print(f"{args.directory}: {manifest.documents:_} documents, {manifest.tokens:_} tokens of {manifest.dtype}")
+    identity = f"separator id {entry.eod}, {entry.fingerprint[:12]}"
+    print(row("tokenizer", f"{entry.kind}, {entry.vocab_size} tokens, {identity}"))
+    print(row("separators", f"stored with each document: {manifest.separators}"))
+    if manifest.pairs:
+        print(row("documents", "in pairs: a prompt, then its answer"))
+    if holdout := manifest.statistics.get("holdout"):
+        print(row("held out", f"{manifest.statistics['held_out']:_} documents ({holdout})"))
+    print(row("fingerprint", manifest.fingerprint))
+    for shard in manifest.shards:
+        where = f" ({shard.path})" if shard.path else ""
+        print(f"  {shard.name}: {shard.documents:_} documents, {shard.tokens:_} tokens{where}")
     return 0
 
 
@@ -482,18 +420,15 @@ def _bench(args: argparse.Namespace) -> int:
     argument("--out", type=Path, required=True, help="directory for train.jsonl and heldout.jsonl"),
 )
 def _quickstart_corpus(args: argparse.Namespace) -> int:
-    """Write a real corpus from what every Python installation carries (no download). If it is there already, made
-    from the same installation by the same program, it stays."""
-    from .prepare import made, quickstart
+    """Write a real corpus from what every Python installation carries (no download). If it is there already, it
+    stays."""
+    from .prepare import quickstart
 
-    source = made.origin(quickstart.sources())
-    if made.is_made(args.out, source):
+    if all((args.out / f"{split}.jsonl").exists() for split in quickstart.SPLITS):
         print(f"{args.out}: already there, unchanged")
         return 0
-    made.begin(args.out)
     for split, sizes in quickstart.build(args.out).items():
         print(f"{args.out / (split + '.jsonl')}: {len(sizes)} documents, {sum(sizes) / 1e6:.2f} MB")
-    made.finish(args.out, source, ["train.jsonl", "heldout.jsonl"])
     return 0
 
 

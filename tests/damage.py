@@ -34,7 +34,8 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-from data.bench import synthetic_corpus  # noqa: E402
+from corpora import synthetic_corpus  # noqa: E402
+
 from data.corpus.cached import CacheUse  # noqa: E402
 from data.corpus.corpus import Corpus  # noqa: E402
 from data.packing.loader import Loader  # noqa: E402
@@ -111,7 +112,7 @@ def make(folder: Path) -> list[int]:
     """A corpus, and a cache that holds it; the digests of its batches."""
     (folder / "corpus").mkdir(parents=True)
     synthetic_corpus(folder / "corpus", TOKENS, block_tokens=BLOCK)
-    cache = CacheUse(folder / "cache", 1 << 40)
+    cache = CacheUse(folder / "cache")
     far = Corpus(Url(f"file://{folder / 'corpus'}"), cache=cache)
     for block in range(len(far.blocks)):
         far.block(block)
@@ -200,7 +201,7 @@ def run(number: int, seed: int, made: Path, expected: list[int], folder: Path) -
     if case.place == "cache":
         shutil.copytree(made / "cache", folder / "cache")
         corpus = Url(f"file://{made / 'corpus'}")
-        reader = Reader(corpus, case, expected, prefetch, cache=CacheUse(folder / "cache", 1 << 40))
+        reader = Reader(corpus, case, expected, prefetch, cache=CacheUse(folder / "cache"))
         damage = lambda: damage_cache(folder / "cache", case.kind, case.live, rng)  # noqa: E731
     else:
         shutil.copytree(made / "corpus", folder / "corpus")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ def write_tokens(path: Path, documents: list[list[int]], tokenizer: Any, dtype: 
     """A corpus of the given token lists, unchanged, dealt over its shards in turn."""
     import numpy as np
 
-    from data.corpus.corpus import write_corpus
     from data.corpus.shards import ShardWriter
+    from data.corpus.writing import write_corpus
 
     (path / "shards").mkdir(parents=True)
     entries = []
@@ -49,6 +50,20 @@ def write_tokens(path: Path, documents: list[list[int]], tokenizer: Any, dtype: 
             entries.append(writer.finish())
     write_corpus(path, tokenizer, entries, np.dtype(dtype), {})
     return path
+
+
+def seal(corpus: Path) -> None:
+    """Make the checksums of a corpus those of its shards as they are now; its fingerprint stays."""
+    import numpy as np
+
+    from data.corpus.manifest import read_manifest
+    from data.corpus.writing import write_corpus
+    from data.text.tokenizer import Tokenizer
+
+    manifest = read_manifest(corpus)
+    entries = [asdict(shard) for shard in manifest.shards]
+    tokenizer = Tokenizer.load(corpus / manifest.tokenizer.file, eod=manifest.tokenizer.eod)
+    write_corpus(corpus, tokenizer, entries, np.dtype(manifest.dtype), manifest.statistics, manifest.separators)
 
 
 class Lab:

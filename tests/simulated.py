@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
+from corpora import word_tokenizer
 
-from data.bench import word_tokenizer
-from data.corpus.corpus import build_blocks, write_corpus
 from data.corpus.shards import Shard, encode_index
+from data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
 from data.packing.packer import Packer
 from data.text.tokenizer import EOD
 from fsdp_pretrain.config.schedule import share_of
@@ -35,15 +34,14 @@ def simulated_corpus(directory: Path, tokens: int, shards: int) -> None:
         _variant(directory / f"shards/variant-{number}", number, tokens // shards)
         for number in range(min(_VARIANTS, shards))
     ]
-    entries, blocks = [], []
+    entries = []
     for number in range(shards):
-        entry, rows = variants[number % len(variants)]
+        entry = variants[number % len(variants)]
         for suffix in (".bin", ".idx"):
             os.link(directory / f"shards/{entry['name']}{suffix}", directory / f"shards/shard-{number:05d}{suffix}")
         entries.append({**entry, "name": f"shard-{number:05d}"})
-        blocks.append(rows + np.array([number, 0, 0, 0, 0]))
     tokenizer = word_tokenizer(directory / "tokenizer.json", {"w0": 0, EOD: 1})  # sparse files hold token 0
-    write_corpus(directory, tokenizer, entries, _DTYPE, {}, blocks=np.concatenate(blocks))
+    write_corpus(directory, tokenizer, entries, _DTYPE, {})
 
 
 def check_shares(packer: Packer, samples: int, world: int, rng: np.random.Generator, steps: int = 20) -> int:
@@ -65,8 +63,8 @@ def check_shares(packer: Packer, samples: int, world: int, rng: np.random.Genera
     return len(starts)
 
 
-def _variant(prefix: Path, seed: int, tokens: int) -> tuple[dict[str, Any], npt.NDArray[np.int64]]:
-    """One shard: (its manifest entry, its rows of the block table as shard 0)."""
+def _variant(prefix: Path, seed: int, tokens: int) -> dict[str, Any]:
+    """One shard: its manifest entry, with its blocks."""
     rng = np.random.default_rng(seed)
     lengths = np.maximum(1, rng.lognormal(np.log(_MEDIAN), _SPREAD, 2 * tokens // _MEDIAN)).astype(np.int64)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
@@ -74,12 +72,12 @@ def _variant(prefix: Path, seed: int, tokens: int) -> tuple[dict[str, Any], npt.
     with prefix.with_suffix(".bin").open("wb") as file:
         file.truncate(total * _DTYPE.itemsize)
     prefix.with_suffix(".idx").write_bytes(index)
-    entry = {
+    return {
         "name": prefix.name,
         "documents": len(lengths),
         "tokens": total,
         "bytes": total * _DTYPE.itemsize,
         "bin_xxh3": "0" * 32,  # zeros, never compared
         "idx_xxh3": xxhash.xxh3_128(index).hexdigest(),
+        "blocks": ShardBlocks.of(Shard(prefix), BLOCK_TOKENS, 0, pairs=False).to_json(),
     }
-    return entry, build_blocks([Shard(prefix)])

@@ -118,9 +118,8 @@ def test_urls_name_files_as_paths_do(text: Path) -> None:
         ("prepare URL/b.jsonl.zst --tokenizer T --out s3://key:secret@bucket/x", "must not hold credentials"),
         ("import LOCAL/shards --tokenizer T --separators none --out URL/new", "not in the same storage"),
         ("validate URL --vocab-size 512 --eod 0", "holds text, not tokens"),
-        ("inspect URL", "text is not a corpus, or an unfinished one"),
+        ("inspect URL", "text is not a corpus: it has no manifest.json"),
         ("prepare LOCAL --tokenizer URL/t --out OUT", "copy the tokenizer from there"),
-        ("checksums URL", "text is not a corpus, or an unfinished one"),
     ],
 )
 def test_what_cannot_be_done_says_so(
@@ -334,34 +333,3 @@ def test_inspect_fetches_only_what_it_shows(local: Path, object_store: ObjectSto
     assert shown.stdout == run_command("data.cli", "inspect", local, "--doc", 77).stdout
     assert 0 < object_store.bytes_read("corpus/shards") < 2 * 2 * 3000
     assert len(object_store.requests("corpus/shards")) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "faults",
-    [
-        Faults(objects="corpus/", failing=0.1, corrupt=0.05),
-        Faults(objects="corpus/(blocks|shards/.*json)", corrupt=0.3),
-    ],
-    ids=["any", "tables"],
-)
-def test_checksums_are_added_to_an_older_corpus_in_a_bucket(
-    local: Path, object_store: ObjectStore, run_command: Run, faults: Faults
-) -> None:
-    """An answer that is wrong once is asked for again, also that with the checksums of one shard."""
-    url = object_store.put_folder(local, "corpus")
-    manifest = json.loads(object_store.get("corpus/manifest.json"))
-    del manifest["checksums_xxh3"]
-    object_store.put("corpus/manifest.json", json.dumps(manifest).encode())
-    object_store.delete("corpus/checksums.npy")
-    refused = run_command("data.cli", "inspect", url, "--doc", 1)
-    assert refused.returncode == 78 and "fsdp-data checksums" in refused.stderr
-    object_store.faults = faults
-    done = run_command("data.cli", "checksums", url, "--quiet")
-    assert done.returncode == 0, done.stderr
-    object_store.faults = Faults()
-    require_same(
-        local,
-        [name.removeprefix("corpus/") for name in object_store.names("corpus/")],
-        lambda name: object_store.get(f"corpus/{name}"),
-    )

@@ -110,8 +110,7 @@ CODES = {
 NOT_RUN = {"--nnodes 16": "needs 16 nodes", "--tasks hellaswag": "needs the documents of that task"}
 LONG = (
     *("fsdp-pretrain launch", "fsdp-pretrain doctor", "torchrun"),  # start several ranks
-    *("fsdp-data bench", "fsdp-data quickstart-corpus"),
-    *("fsdp-pretrain aim", "fsdp-pretrain tensorboard", "fsdp-pretrain wandb"),
+    *("fsdp-data quickstart-corpus", "fsdp-pretrain aim", "fsdp-pretrain tensorboard", "fsdp-pretrain wandb"),
     "python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --peers",  # a process per side and round
     "python -m fsdp_pretrain.bench configs/bench/llama-tiny.toml --sweep",  # a process per way
 )

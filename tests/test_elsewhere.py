@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from corpora import word_tokenizer
 from object_store import NODE, Faults, ObjectStore
 from sight import CALM, PATIENCE, WATCHED, alarms, intent, until
 
-from data.bench import word_tokenizer
-from data.corpus.corpus import write_corpus
 from data.corpus.shards import ShardWriter
+from data.corpus.writing import write_corpus
 from data.packing.loader import Loader
 from data.packing.packer import Packer
 from data.text.tokenizer import EOD
@@ -120,11 +120,6 @@ def newest_step(run: Path) -> int:
     return 0
 
 
-def record(run: Path, node: int) -> list[dict[str, Any]]:
-    """What the fetchers of a node have recorded, one line for every fetcher and interval."""
-    return [json.loads(line) for line in (run / f"storage/node-{node}.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture
 def elsewhere(lab: Any, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`elsewhere(tokens)`: a corpus of that size in object storage."""
@@ -135,6 +130,7 @@ def elsewhere(lab: Any, object_store: ObjectStore, monkeypatch: pytest.MonkeyPat
     return lambda tokens: Elsewhere(lab, object_store, tokens)
 
 
+@pytest.mark.promise("remote-corpora")
 def test_a_run_from_a_bucket_is_the_run_from_a_disk(lab: Any, object_store: ObjectStore, helpers: Any) -> None:
     """On one node, past the end of an epoch, through a cache for a part of the corpus, with failed and wrong answers."""
     there, batch, total = Elsewhere(lab, object_store, 300_000), 256, 20
@@ -151,8 +147,6 @@ def test_a_run_from_a_bucket_is_the_run_from_a_disk(lab: Any, object_store: Obje
     facts = [[(line["step"], line["data_digest"], line["loss"]) for line in run] for run in runs]
     assert facts[0] == facts[1] and len(facts[0]) == total
     assert {"failing", "corrupt"} <= {request.fault for request in object_store.log}
-    (line,) = record(there.run, 0)
-    assert line["corrupted"] > 0 and line["retries"] > 0 and line["evictions"] > 0
 
 
 @pytest.mark.slow
@@ -194,13 +188,9 @@ def test_two_epochs_through_a_small_cache_and_every_fault(
     assert [line["step"] for line in trained] == list(range(1, total + 1))
     assert [line["data_digest"] for line in trained] == digests(there.corpus, batch, total)
     assert {request.fault for request in store.log} >= {"failing", "corrupt", "cut"}
-    for number, node in enumerate(NODES):
+    for node in NODES:
         fetched = sum(store.bytes_read(f"corpus/shards/shard-{name}", node) for name in there.bytes)
         assert whole < fetched < 1.1 * 2 * whole, (node, fetched / whole)
-        lines = record(there.run, number)
-        assert sum(line["corrupted"] for line in lines) > 0 and sum(line["retries"] for line in lines) > 0
-        assert all(line["cached"] <= whole // part for line in lines)
-        assert sum(line["requests"] for line in lines) <= len(store.requests("corpus/shards", node=node)) + 50
         held = sum(path.stat().st_size for path in (there.disk / node / "cache").rglob("blocks/*"))
         assert held <= whole // part
 

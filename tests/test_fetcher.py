@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import random
 import signal
@@ -15,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import tomli_w
-from sight import PATIENT, alarms, until
+from sight import until
 from watch import Watch
 
-from data.corpus.corpus import write_corpus
 from data.corpus.shards import ShardWriter
-from data.fetch.process import NodeFetching, check_size
+from data.corpus.writing import write_corpus
+from data.fetch import room
+from data.fetch.process import NodeFetching
 from data.packing.opening import open_packer, open_skips
 from data.packing.packer import Packer
 from data.packing.position import Position
@@ -94,9 +92,7 @@ class Node:
 
     @property
     def pid(self) -> int:
-        assert self.fetching._process is not None
-        process = until(lambda: self.fetching._process.process)  # type: ignore[union-attr]
-        return int(process.pid)
+        return int(until(lambda: self.fetching.process).pid)
 
     def train(self, steps: int) -> list[int]:
         """The digest of each step."""
@@ -113,11 +109,9 @@ class Node:
     def status(self) -> FetcherStatus:
         return until(lambda: fetcher_status.read(self.fetching.status))  # type: ignore[no-any-return]
 
-    def end(self) -> FetcherStatus:
-        """End the fetcher; what it recorded last."""
-        self.fetching.close()
-        (found,) = fetcher_status.newest(self.run)
-        return found
+    def at(self, step: int) -> FetcherStatus:
+        """What the fetcher says once it has seen a step."""
+        return until(lambda: self.status if self.status.step == step else None)  # type: ignore[no-any-return]
 
     @property
     def sizes(self) -> Any:
@@ -145,7 +139,7 @@ def local(corpus: Path, steps: int) -> list[int]:
 
 @pytest.mark.promise("remote-corpora")
 def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path, tmp_path: Path) -> None:
-    """It needs no state, and not even the cache: the same samples as from files."""
+    """It needs no state, and not even the cache: the same samples as from files. It ends with its rank."""
     node = nodes()
     found = node.train(200)
     killed = node.pid
@@ -154,20 +148,21 @@ def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path,
         block.unlink()
     found += node.train(250)
     assert found == local(corpus, 450)
-    last = node.end()
-    assert last.pid != killed and last.blocks and not last.problem and last.step == 450
+    assert node.at(450).blocks and not node.status.problem and node.pid != killed
+    node.fetching.close()
+    until(lambda: node.fetching.process.poll() is not None)
 
 
 @pytest.mark.slow
-def test_every_block_comes_once_an_epoch(nodes: Any, corpus: Path) -> None:
+def test_every_block_comes_once_an_epoch(nodes: Any, corpus: Path, tmp_path: Path) -> None:
     """Over an epoch and a half, with a cache of a fifth of the corpus."""
     node, steps = nodes(), 2300
-    check_size(node.config, node.packer)
+    room.check(node.config, node.packer)
     assert node.train(steps) == local(corpus, steps)
-    last, epochs = node.end(), steps * BATCH / node.packer.epoch_samples["text"]
+    epochs = steps * BATCH / node.packer.epoch_samples["text"]
     ahead = 85_000  # half of the cache
-    assert last.bytes < 1.1 * epochs * int(node.sizes.sum()) + ahead
-    assert last.cached <= 170_000 and last.requests == 2 * last.blocks
+    assert node.at(steps).bytes < 1.1 * epochs * int(node.sizes.sum()) + ahead
+    assert sum(block.stat().st_size for block in present(tmp_path)) <= 170_000
 
 
 def present(path: Path) -> list[Path]:
@@ -177,7 +172,7 @@ def present(path: Path) -> list[Path]:
 def test_a_cache_below_the_working_set_is_refused(nodes: Any) -> None:
     node = nodes("100KB")
     with pytest.raises(ConfigError, match=r"data\.cache\.size is 100KB, but a node uses 1\d\d KiB of blocks at a time"):
-        check_size(node.config, node.packer)
+        room.check(node.config, node.packer)
 
 
 @pytest.mark.slow
@@ -240,7 +235,7 @@ def test_what_fails_is_told_and_ends_by_itself(nodes: Any, corpus: Path, tmp_pat
         path.write_bytes(bytes(len(content)))
     os.kill(node.pid, signal.SIGKILL)  # the next try would be in half a minute
     told = until(lambda: node.status if "checksum" in node.status.problem else None)
-    assert told.corrupted and ".bin" in told.problem
+    assert told.lasting and ".bin" in told.problem
     for path, content in whole.items():
         path.write_bytes(content)
     os.kill(node.pid, signal.SIGKILL)
@@ -263,7 +258,7 @@ def test_a_full_disk_is_told_and_training_goes_on(
         ballast.write_bytes(bytes(space.f_bavail * space.f_frsize - (16 << 10)))
         found += node.train(1500)
         assert found == local(corpus, 1550)
-        assert node.end().size < 800_000
+        assert sum(block.stat().st_size for block in disk.glob("cache/*/blocks/*")) < 800_000
     finally:
         node.fetching.close()
 
@@ -281,7 +276,7 @@ def test_the_alarm_says_what_fails_and_whether_training_waits(tmp_path: Path) ->
         replace(found, time=time.time()).write(path)
         watch.advance(seconds)
 
-    well = FetcherStatus(host="host-3", ready=7_200)
+    well = FetcherStatus(ready=7_200)
     busy = replace(well, problem="the storage of s3://b/x is busy: SlowDown", since=time.time())
     say(well)
     say(busy)
@@ -302,55 +297,3 @@ def test_the_alarm_says_what_fails_and_whether_training_waits(tmp_path: Path) ->
     replace(well, time=time.time() - 60).write(path)
     watch.advance(31)
     assert watch.transitions()[5:] == [(key, "WARN", "open")] and "has said nothing" in watch.changes[-1].summary
-
-
-# ------------------------------------------------------------------ training
-
-
-@pytest.mark.slow
-@pytest.mark.promise("remote-corpora")
-def test_training_from_a_url_is_training_from_files(lab: Any, corpus: Path, tmp_path: Path) -> None:
-    """Two ranks; the fetcher is killed, then a rank: the same batches, to the bit, and a record."""
-    data = {"sequence_length": LENGTH, "lanes": LANES, "sources": [{"name": "text", "path": str(corpus)}]}
-    train = {"duration": "16 steps", "global_batch": "16 samples", "micro_batch": 2}
-    sections = {"train": train, "checkpoint": {"every": "4 steps"}, "watchdog": PATIENT}
-    assert lab.start(lab.config("files", data=data, **sections), ranks=2).wait() == [0] * 2
-    cached = {**data, "sources": [{"name": "text", "path": f"file://{corpus}"}]}
-    cached["cache"] = {"dir": str(tmp_path / "cache"), "size": "170KB"}
-    config, run = lab.config("urls", data=cached, **sections), lab.path / "urls"
-    job = lab.start(config, ranks=2)
-    until(lambda: (run / "checkpoints/step-00000008").exists())
-    fetchers = _fetchers(run)
-    assert len(fetchers) == 1
-    os.kill(fetchers[0], signal.SIGKILL)
-    job.kill(1)
-    job.wait_or_kill(20)
-    job = lab.start(config, ranks=2)
-    assert job.wait() == [0] * 2, job.output()
-    assert _batches(lab.path / "files") == _batches(run)
-    assert len(fetcher_status.newest(run)) == 1 and not alarms(run, "corpus-storage")
-    until(lambda: not _fetchers(run))
-    too_small = lab.start(config, "data.cache.size='50KB'", "train.duration='20 steps'", ranks=2)
-    assert too_small.wait() == [78] * 2 and "a node uses" in too_small.output()
-
-
-def _fetchers(run: Path) -> list[int]:
-    """Process ids."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        with contextlib.suppress(psutil.Error, OSError):
-            own = Path(f"/proc/{process.pid}/fd/1").readlink()
-            if "data.fetch" in (process.info["cmdline"] or ()) and run in own.parents:
-                found.append(process.pid)
-    return found
-
-
-def _batches(run: Path) -> list[Any]:
-    found = {}
-    for segment in sorted(run.glob("segments/*")):
-        for line in (
-            (segment / "metrics.jsonl").read_text().splitlines() if (segment / "metrics.jsonl").exists() else ()
-        ):
-            record = json.loads(line)
-            found[record["step"]] = (record["data_digest"], record["loss"])
-    return [found[step] for step in sorted(found)]

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from data.corpus.corpus import Corpus, build_blocks
+from data.corpus.corpus import Corpus
 from data.corpus.hashing import hashes, uniforms
+from data.corpus.writing import build_blocks
 from data.packing.loader import Loader, StepBatch
 from data.packing.objectives import IGNORE, Infilled, Infilling, Slot, SpanSampler, Specials, continue_text, fill_blanks
 from data.packing.opening import open_infilling, open_packer

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laboratory import write_tokens
 
-from data.corpus.corpus import build_blocks
 from data.corpus.hashing import permutation
 from data.corpus.manifest import read_manifest
 from data.corpus.shards import LENGTHS_AT, Shard
+from data.corpus.writing import ShardBlocks, build_blocks
 from data.packing.packer import Packer
 from data.packing.source import STRETCH
 from data.text.tokenizer import Tokenizer
@@ -124,7 +124,7 @@ def test_no_single_change_of_an_index_goes_unnoticed(tmp_path: Path, tokenizer: 
     path = write_tokens(tmp_path / "c", [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10]], tokenizer, shards=1)
     index, count = path / "shards/s0.idx", 4
     sound = index.read_bytes()
-    Shard(index.with_suffix("")).require_sound(0, count)
+    Shard(index.with_suffix("")).rows(0, count)
     places = [(LENGTHS_AT + 4 * n, 4) for n in range(count)] + [
         (LENGTHS_AT + 4 * count + 8 * n, 8) for n in range(count)
     ]
@@ -132,7 +132,7 @@ def test_no_single_change_of_an_index_goes_unnoticed(tmp_path: Path, tokenizer: 
         value = int.from_bytes(sound[at : at + size], "little") + change
         index.write_bytes(sound[:at] + value.to_bytes(size, "little", signed=True) + sound[at + size :])
         with pytest.raises(DataError):
-            Shard(index.with_suffix("")).require_sound(0, count)
+            Shard(index.with_suffix("")).rows(0, count)
 
 
 def with_blocks(path: Path, length: int, seed: int, lanes: int, block: int) -> Packer:
@@ -140,7 +140,9 @@ def with_blocks(path: Path, length: int, seed: int, lanes: int, block: int) -> P
     packer = Packer([("a", path, 1.0)], length, seed=seed, lanes=lanes)
     source = packer._sources[0]
     shards = [Shard(path / "shards" / entry.name) for entry in source.corpus.manifest.shards]
-    source.corpus.blocks, source.corpus.checksums = build_blocks(shards, block), None
+    cut = [ShardBlocks.of(shard, block, 0, pairs=False) for shard in shards]
+    source.corpus.blocks = build_blocks(shards, block)
+    source.corpus.checksums = np.concatenate([own.checksums for own in cut])
     source.block_lengths = source.corpus.blocks[:, 4] + source.corpus.blocks[:, 3]
     return packer
 

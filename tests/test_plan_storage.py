@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from test_forecast import fetch_all
 
-from data.corpus.corpus import write_corpus
 from data.corpus.shards import ShardWriter
-from data.fetch.forecast import Forecast, Upcoming
+from data.corpus.writing import write_corpus
+from data.fetch.forecast import Forecast
+from data.fetch.window import Window
 from data.packing.packer import Packer
 from data.packing.position import Position
 from fsdp_pretrain.config.schedule import BatchSchedule
@@ -65,7 +66,7 @@ def test_what_is_planned_is_what_a_node_uses(module_lab: Any, run_command: Any, 
     whole, end = int(sizes["text"].sum()), STEPS * BATCH
     assert said["whole"] == whole and 2 * said["least"] - 1 <= said["recommended"] <= 2 * said["least"]
     forecast = Forecast(packer, BatchSchedule(BATCH), Skips(), Position(), world=1, ranks=range(1), until=end)
-    fetched = fetch_all(Upcoming(forecast, {0: "text"}), sizes, said["recommended"])
+    fetched = fetch_all(Window(forecast, {0: "text"}, sizes), said["recommended"])
     assert fetched < 1.1 * whole * packer.epochs_read(end)["text"]
     enough = plan(run_command, config(module_lab, corpus, "1GB", f"file://{corpus}"), "--json")
     assert not any("cache" in warning for warning in enough["warnings"])

@@ -326,8 +326,7 @@ def test_tokenizers_of_the_hub_by_name(
     tmp_path: Path, run_command: Run, shared_corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the cache that its tools fill: a snapshot of links into blobs. Else what to download is said."""
-    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     command = [
         "prepare",
@@ -347,7 +346,6 @@ def test_tokenizers_of_the_hub_by_name(
         (model / "blobs").mkdir(exist_ok=True)
         (model / "blobs/1234").write_bytes((shared_corpus / "tokenizer/tokenizer.json").read_bytes())
         (model / "snapshots" / revision / "tokenizer.json").symlink_to("../../blobs/1234")
-    assert "several revisions" in run_command("data.cli", *command).stderr
     (model / "refs").mkdir()
     (model / "refs/main").write_text("new")
     done = run_command("data.cli", *command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,46 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import ROOT, Run
+from processes import ROOT
 
 UNCHANGED = "already there, unchanged"
-
-
-@pytest.mark.parametrize(
-    ("change", "again"),
-    [("nothing", False), ("option", True), ("text", True), ("result", True), ("code", True), ("interrupted", True)],
-)
-def test_a_tokenizer_is_trained_once(
-    tmp_path: Path, shared_corpus: Path, run_command: Run, change: str, again: bool
-) -> None:
-    """The same command leaves the file as it is; whatever could change the result makes it again."""
-    text = shutil.copy(shared_corpus / "train.jsonl", tmp_path / "text.jsonl")
-    out, size = tmp_path / "out", 300
-
-    def train() -> str:
-        done = run_command("data.cli", "train-tokenizer", text, "--kind", "bpe", "--vocab-size", size, "--out", out)
-        assert done.returncode == 0, done.stderr
-        return str(done.stdout)
-
-    assert UNCHANGED not in train()
-    file, record = out / "tokenizer.json", out / "made.json"
-    before = file.stat().st_ino
-    match change:
-        case "option":
-            size = 301
-        case "text":
-            os.utime(text, ns=(1, 1))
-        case "result":
-            file.write_text(file.read_text() + " ")
-            before = file.stat().st_ino
-        case "code":
-            made = json.loads(record.read_text())
-            record.write_text(json.dumps({**made, "origin": {**made["origin"], "code": "another"}}))
-        case "interrupted":
-            record.unlink()
-    assert (UNCHANGED not in train()) == again
-    assert (file.stat().st_ino != before) == again
-    assert UNCHANGED in train()
 
 
 @pytest.mark.slow

@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 from sight import until
 
-from data.corpus.corpus import Corpus, write_corpus
+from data.corpus.corpus import Corpus
 from data.corpus.files import reading
 from data.corpus.shards import Shard, ShardWriter
+from data.corpus.writing import write_corpus
 from data.packing.loader import Loader
 from data.packing.packer import Packer
 from data.packing.position import Position

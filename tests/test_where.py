@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from laboratory import seal
 from processes import Run
 
 from data.packing.loader import Loader
@@ -174,8 +175,8 @@ def spoil_the_manifest(run: Path) -> None:
     manifest = run.parent / "corpus/manifest.json"
     content = json.loads(manifest.read_text())
     content["shards"][0]["bin_xxh3"] = "0" * 32
-    content["checksums_xxh3"] = None  # as a corpus of earlier versions
     manifest.write_text(json.dumps(content))
+    seal(run.parent / "corpus")
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,17 @@
 """Blocks of corpora in remote storage, and the directory on local disk that keeps some of them.
 
-    CACHE/manifests/<hash of a URL>                the manifest there
     CACHE/<corpus fingerprint>/blocks.npy, checksums.npy, tokenizer.*
     CACHE/<corpus fingerprint>/blocks/00001234     int32 lengths of the documents of a block, then its tokens, as stored
-    CACHE/<corpus fingerprint>/blocks/.00001234.*.partial
-    CACHE/lock                                     held by the one live run that uses the cache
+    CACHE/lock                                     held by the one live run that trains from the cache
 
 A block is written beside its name, made durable and renamed: whoever sees the name may read it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import posixpath
 import time
-import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fsdp_pretrain.errors import DataError, naming
+from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Remote, Url, is_url
 
 from .shards import LENGTHS_AT
@@ -38,10 +34,8 @@ if TYPE_CHECKING:
 LENGTH_BYTES = 4
 _TRIES = 4
 """Of a part of a block whose checksum is wrong."""
-_LOCKED_SECONDS = 1.0
-"""Within which a file that was created is locked."""
-_LOCK_PAUSE = 0.05
-"""Between two attempts at a lock, seconds."""
+_LEFT_SECONDS = 3600.0
+"""After which a half-written file is what a killed process left."""
 
 
 class WrongChecksumError(DataError):
@@ -184,53 +178,37 @@ class BlockCache:
                         found[int(entry.name)] = entry.stat().st_mtime, entry.stat().st_size
         return found
 
-    def put(self, block: int, lengths: bytes, tokens: bytes) -> None:
+    def put(self, block: int, content: bytes) -> None:
         """Store a block that was checked; it is seen whole or not at all, also after a crash. Raises OSError."""
-        path = self.path(block)
         self._blocks.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
-        try:
-            with naming(path), partial.open("wb") as file:
-                with suppress(OSError):  # a file system without locks
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                file.write(lengths)
-                file.write(tokens)
-                file.flush()
-                os.fsync(file.fileno())
-                partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        replace_file(self.path(block), content)
 
     def drop(self, block: int) -> None:
         """Remove a block. Raises OSError."""
         self.path(block).unlink(missing_ok=True)
 
     def clean(self) -> None:
-        """Remove what killed processes left half-written: nobody holds its lock, nor is about to take it."""
+        """Remove what killed processes left half-written."""
         for partial in self._blocks.glob(".*.partial"):
-            with suppress(OSError), partial.open("rb") as file:
-                if time.time() - os.fstat(file.fileno()).st_mtime > _LOCKED_SECONDS:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with suppress(OSError):
+                if time.time() - partial.stat().st_mtime > _LEFT_SECONDS:
                     partial.unlink()
 
 
-def fetch_block(
-    remote: Remote, corpus: RemoteCorpus, block: int, corrupted: Callable[[], None] = lambda: None
-) -> tuple[bytes, bytes]:
-    """The bytes of the lengths and of the tokens of a block, as stored and checked; two requests.
+def fetch_block(remote: Remote, corpus: RemoteCorpus, block: int) -> bytes:
+    """The lengths and the tokens of a block, as stored and checked; two requests.
 
     Args:
         remote: of the corpus.
-        corrupted: called for each answer with a wrong checksum; it is asked for again, a few times.
 
     Raises:
         RemoteError: the storage failed for as long as `remote` is patient.
-        WrongChecksumError: other bytes come than were stored.
+        WrongChecksumError: other bytes come than were stored, each time.
         DataError: the corpus contradicts itself.
     """
     ranges, expected = corpus.ranges(block), corpus.checksums[block].tolist()
-    lengths_raw = _checked(remote, corpus, ranges.lengths, expected[0], corrupted)
-    tokens_raw = _checked(remote, corpus, ranges.tokens, expected[1], corrupted)
+    lengths_raw = _checked(remote, corpus, ranges.lengths, expected[0])
+    tokens_raw = _checked(remote, corpus, ranges.tokens, expected[1])
     lengths = np.frombuffer(lengths_raw, "<i4") - corpus.manifest.carried
     _, _, _, nonempty, tokens = corpus.blocks[block].tolist()
     if (lengths < 0).any() or (int((lengths > 0).sum()), int(lengths.sum(dtype=np.int64))) != (nonempty, tokens):
@@ -240,32 +218,16 @@ def fetch_block(
             effect="samples would begin and end at other tokens than the run expects",
             remedy="upload the corpus again, whole",
         )
-    return lengths_raw, tokens_raw
+    return lengths_raw + tokens_raw
 
 
-def _checked(
-    remote: Remote, corpus: RemoteCorpus, part: ByteRange, expected: int, corrupted: Callable[[], None]
-) -> bytes:
+def _checked(remote: Remote, corpus: RemoteCorpus, part: ByteRange, expected: int) -> bytes:
     for _ in range(_TRIES):
         content = remote.read(part.name, part.start, part.stop)
         if xxhash.xxh3_64_intdigest(content) == expected:
             return content
-        corrupted()
     raise WrongChecksumError(_whole(corpus.url, part.name), part.start, part.stop)
 
 
 def _whole(url: Url, name: str) -> str:
     return name if is_url(name) else f"{url}/{name}"
-
-
-def take_lock(descriptor: int, seconds: float) -> bool:
-    """Lock an open file of a cache for this process; whether nobody else held it for so long. Raises OSError."""
-    until = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > until:
-                return False
-            time.sleep(_LOCK_PAUSE)

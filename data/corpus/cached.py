@@ -1,16 +1,15 @@
 """A corpus by URL, read through a cache directory: its tables at the start, its blocks when they are needed.
 
-A block that the cache lacks is fetched by this process; in training, where the node's fetcher brings the blocks in the
-order of their use, it is waited for.
+In training the node's fetcher brings the blocks in the order of their use, and removes them: a block that the cache
+lacks is waited for. Every other process fetches what it lacks, and leaves it there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +21,10 @@ import xxhash
 from data.text.tokenizer import fingerprint_of
 from fsdp_pretrain import fetcher_status
 from fsdp_pretrain.atomic import replace_file
-from fsdp_pretrain.errors import DataError, Exit
+from fsdp_pretrain.errors import DataError, Exit, StorageError
 from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
 
-from .cache import BlockCache, RemoteCorpus, fetch_block, take_lock
+from .cache import BlockCache, RemoteCorpus, fetch_block
 from .files import now_reading
 from .stored import ChangedError, StoredBlock, cached_block
 
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 
 _TRIES = 4
 """Of an object whose checksum is wrong."""
-_LOCK_SECONDS = 30.0
-_SEAL = 32
-"""Bytes of a checksum before a manifest that is kept."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 Parse = Callable[[bytes, str], "CorpusManifest"]
 
@@ -47,13 +43,11 @@ class CacheUse:
 
     Attributes:
         directory: of the cache.
-        size: bytes it may hold.
         fetcher: file in which the node's fetcher says what is wrong (`problem`); missing blocks are waited for, except
             those of a mirror. None: this process fetches them.
     """
 
     directory: Path
-    size: int
     fetcher: Path | None = None
 
     def problem(self) -> str:
@@ -82,9 +76,10 @@ class CachedCopy:
         place: the URL.
         directory: with its manifest, tables and tokenizer, checked.
         corpus: what is needed to fetch its blocks.
+        remote: from where; its patience may be changed.
 
     Raises:
-        DataError: not a corpus, damaged, or without checksums; FetchError: the storage does not answer.
+        DataError: not a corpus, or damaged; FetchError: the storage does not answer.
     """
 
     def __init__(
@@ -100,47 +95,27 @@ class CachedCopy:
             manifest = parse(self._manifest(), str(url))
             self.blocks = BlockCache(use.directory, manifest.fingerprint)
             self.directory = self.blocks.directory
-            self.directory.mkdir(exist_ok=True)
-            with _locked(self.directory / ".lock"):
-                self.corpus = RemoteCorpus(url, manifest, *self._tables(manifest))
-                self._keep_tokenizer(manifest)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.corpus = RemoteCorpus(url, manifest, *self._tables(manifest))
+            self._keep_tokenizer(manifest)
         except RemoteError as error:
             raise FetchError(error) from None
         except OSError as error:
             raise DataError(f"cannot write to the cache {use.directory}: {error.strerror}") from None
 
     def _manifest(self) -> bytes:
-        """The manifest; if the storage does not answer, the one that it had when it last did, kept with its checksum.
-
-        Raises:
-            DataError: there is none; RemoteError; OSError.
-        """
-        path = self._use.directory / "manifests" / xxhash.xxh3_128_hexdigest(self.place.encode())
-        path.parent.mkdir(parents=True, exist_ok=True)
-        kept = path.read_bytes() if path.exists() else b""
+        """Raises DataError if there is none; RemoteError."""
         try:
-            text = self.remote.read("manifest.json")
+            return self.remote.read("manifest.json")
         except RemoteError as error:
-            if error.problem is Problem.MISSING:
-                raise DataError(
-                    f"{self.place} is not a corpus: it has no manifest.json",
-                    remedy="make one with `fsdp-data prepare` or `fsdp-data import`",
-                ) from None
-            if not error.is_temporary or kept != _sealed(kept[_SEAL:]):
+            if error.problem is not Problem.MISSING:
                 raise
-            print(f"warning: {error.cause}; going on with its manifest of before", file=sys.stderr, flush=True)
-            return kept[_SEAL:]
-        if kept != _sealed(text):
-            replace_file(path, _sealed(text))
-        return text
+            raise DataError(
+                f"{self.place} is not a corpus: it has no manifest.json",
+                remedy="make one with `fsdp-data prepare` or `fsdp-data import`",
+            ) from None
 
     def _tables(self, manifest: CorpusManifest) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        if manifest.checksums_xxh3 is None:
-            raise DataError(
-                f"{self.place} has no checksums of its blocks",
-                effect="a corrupted answer of the storage could not be told from the corpus",
-                remedy=f"run `fsdp-data checksums {self.place}`",
-            )
         blocks = self._object("blocks.npy", lambda raw: xxhash.xxh3_128_hexdigest(raw) == manifest.blocks_xxh3)
         sums = self._object("checksums.npy", lambda raw: xxhash.xxh3_128_hexdigest(raw) == manifest.checksums_xxh3)
         return _array(blocks), _array(sums)
@@ -181,7 +156,8 @@ class CachedCopy:
                 if self._use.fetcher is not None:
                     self._wait(block)
                 else:
-                    self._fetch(block)
+                    now_reading(self.blocks.path(block))
+                    self.fetch(block)
             except ChangedError as error:
                 damaged += 1
                 self._drop(block, str(error))
@@ -216,44 +192,27 @@ class CachedCopy:
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE)
 
-    def _fetch(self, block: int) -> None:
-        """Fetch a block into the cache, in place of the oldest ones of this corpus if it is full."""
-        now_reading(self.blocks.path(block))
-        with _locked(self.directory / ".fetching"):  # the ranks of a node often want the same one
-            if self.blocks.has(block):
-                return
-            try:
-                lengths, tokens = fetch_block(self.remote, self.corpus, block)
-                self._make_room(len(lengths) + len(tokens))
-                self.blocks.put(block, lengths, tokens)
-            except RemoteError as error:
-                raise FetchError(error) from None
-            except OSError as error:
-                raise DataError(f"cannot write to the cache {self._use.directory}: {error.strerror}") from None
+    def fetch(self, block: int) -> int:
+        """Fetch a block into the cache; its bytes.
 
-    def _make_room(self, size: int) -> None:
-        """Drop the oldest blocks of this corpus as far as is needed for one of `size` bytes."""
-        caches = (BlockCache(self._use.directory, found.parent.name) for found in self._use.directory.glob("*/blocks"))
-        excess = sum(own for cache in caches for _, own in cache.present().values()) + size - self._use.size
-        for block, (_, own) in sorted(self.blocks.present().items(), key=lambda item: item[1]):
-            if excess <= 0:
-                return
-            self.blocks.drop(block)
-            excess -= own
-
-
-def _sealed(text: bytes) -> bytes:
-    return xxhash.xxh3_128_hexdigest(text).encode() + text
+        Raises:
+            DataError: it is damaged; FetchError: the storage does not answer; StorageError: the cache fails.
+        """
+        try:
+            content = fetch_block(self.remote, self.corpus, block)
+            self.blocks.put(block, content)
+        except RemoteError as error:
+            if error.problem is Problem.DENIED:  # credentials may be renewed: connect again
+                self.remote = Remote(self.place, patience=self.remote.patience)
+            raise FetchError(error) from None
+        except OSError as error:
+            raise StorageError(
+                f"the cache {self._use.directory} cannot be written: {error.strerror}",
+                remedy="free space there, or name another data.cache.dir",
+            ) from None
+        return len(content)
 
 
 def _array(raw: bytes) -> npt.NDArray[Any]:
     table: npt.NDArray[Any] = np.load(io.BytesIO(raw), allow_pickle=False)
     return table
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that only saves requests: after a while, go on without it. Raises OSError."""
-    with path.open("wb") as file:
-        take_lock(file.fileno(), _LOCK_SECONDS)
-        yield

@@ -16,7 +16,7 @@ import dataclasses
 import io
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,18 +25,16 @@ import numpy.typing as npt
 import xxhash
 
 from data.text.tokenizer import Tokenizer, fingerprint_of
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import PATIENCE, Location, Url
 
 from .cached import CachedCopy, CacheUse
 from .files import File, KeptFiles
-from .manifest import CorpusManifest, Separators, ShardEntry, parse_manifest, read_manifest, write_manifest
+from .manifest import CorpusManifest, ShardEntry, parse_manifest, read_manifest
 from .reading import READ_TIMEOUT, MirroredPlaces
 from .shards import Shard
 from .stored import ChangedError, Piece, StoredBlock, local_block
 
-BLOCK_TOKENS = 4_000_000
 BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "tokens")
 CHECKSUMS = "checksums.npy"
 _FILES = KeptFiles(128)
@@ -47,135 +45,6 @@ _TRIES = 4
 """Of a block that changes whenever it is open."""
 K = TypeVar("K")
 T = TypeVar("T")
-
-
-def build_blocks(
-    shards: Iterable[Shard], block_tokens: int = BLOCK_TOKENS, carried: int = 0, *, pairs: bool = False
-) -> npt.NDArray[np.int64]:
-    """Cut each shard into runs of documents of about `block_tokens`; int64 [blocks, 5], see `BLOCK_COLUMNS`.
-
-    Separators that documents carry (`carried` each) are not counted, so the table does not depend on how documents are
-    stored. With `pairs`, no block separates a prompt from its answer.
-    """
-    rows = []
-    for number, shard in enumerate(shards):
-        lengths = shard.lengths - carried
-        ends = np.cumsum(lengths, dtype=np.int64)
-        full = np.cumsum(lengths > 0, dtype=np.int64)
-        first, done_tokens, done_full = 0, 0, 0
-        while first < shard.documents:
-            stop = int(np.searchsorted(ends, done_tokens + block_tokens)) + 1
-            stop = min(stop + (stop % 2 if pairs else 0), shard.documents)
-            tokens, nonempty = int(ends[stop - 1]), int(full[stop - 1])
-            if nonempty > done_full:
-                rows.append((number, first, stop - first, nonempty - done_full, tokens - done_tokens))
-            first, done_tokens, done_full = stop, tokens, nonempty
-    return np.asarray(rows, dtype=np.int64).reshape(-1, len(BLOCK_COLUMNS))
-
-
-@dataclasses.dataclass(frozen=True)
-class ShardBlocks:
-    """The blocks of one shard.
-
-    Attributes:
-        table: int64 [blocks, 4], the columns of `BLOCK_COLUMNS` after the shard.
-        checksums: uint64 [blocks, 2], xxh3-64 of the bytes of each block's lengths and tokens.
-    """
-
-    table: npt.NDArray[np.int64]
-    checksums: npt.NDArray[np.uint64]
-
-    @classmethod
-    def of(cls, shard: Shard, block_tokens: int, carried: int, *, pairs: bool) -> ShardBlocks:
-        """Cut a shard and read it. Raises DataError if its documents do not follow each other from its start."""
-        table = build_blocks([shard], block_tokens, carried, pairs=pairs)[:, 1:]
-        return cls(table, block_checksums(shard, table))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"table": self.table.tolist(), "checksums": self.checksums.tolist()}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> ShardBlocks:
-        table = np.asarray(value["table"], dtype=np.int64).reshape(-1, len(BLOCK_COLUMNS) - 1)
-        return cls(table, np.asarray(value["checksums"], dtype=np.uint64).reshape(-1, 2))
-
-
-def block_checksums(shard: Shard, table: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """Checksums of blocks of a shard, see `ShardBlocks`. Raises DataError, as there."""
-    shard.require_sound(0, shard.documents)
-    if shard.documents and int(shard.pointers[0]):
-        raise DataError(f"the first document of {shard.prefix}.bin does not begin at its start")
-    item, found = shard.dtype.itemsize, []
-    for first, documents in table[:, :2].tolist():
-        last = first + documents - 1
-        tokens = shard.tokens[
-            int(shard.pointers[first]) // item : int(shard.pointers[last]) // item + int(shard.lengths[last])
-        ]
-        found.append([xxhash.xxh3_64_intdigest(part.data) for part in (shard.lengths[first : last + 1], tokens)])
-    return np.asarray(found, dtype=np.uint64).reshape(-1, 2)
-
-
-def write_corpus(
-    directory: Path,
-    tokenizer: Tokenizer,
-    entries: list[dict[str, Any]],
-    dtype: np.dtype[Any],
-    statistics: dict[str, Any],
-    separators: Separators = "none",
-    *,
-    pairs: bool = False,
-    block_tokens: int = BLOCK_TOKENS,
-    blocks: npt.NDArray[np.int64] | None = None,
-) -> CorpusManifest:
-    """Write tables, tokenizer copy and finally, atomically, the manifest of shards already in place.
-
-    Args:
-        entries: of the shards. The blocks of one that was cut when it was made are with it, as JSON of `ShardBlocks`
-            under `blocks`; other shards are read.
-        blocks: the block table, if it is known; then no shard is read, and the corpus has no checksums.
-    """
-    entries, cut = [{**entry} for entry in entries], list[ShardBlocks]()
-    for entry in entries:
-        held = entry.pop("blocks", None)
-        if held is not None:
-            cut.append(ShardBlocks.from_json(held))
-        elif blocks is None:
-            shard = Shard(ShardEntry(**entry).prefix(directory))
-            cut.append(ShardBlocks.of(shard, block_tokens, int(separators != "none"), pairs=pairs))
-    checksums_xxh3 = None
-    if blocks is None:
-        rows = [np.insert(own.table, 0, number, axis=1) for number, own in enumerate(cut)]
-        blocks = np.concatenate([np.zeros((0, len(BLOCK_COLUMNS)), np.int64), *rows])
-        checksums = np.concatenate([np.zeros((0, 2), np.uint64), *(own.checksums for own in cut)])
-        checksums_xxh3 = write_table(directory / CHECKSUMS, checksums)
-    description = tokenizer.describe()
-    description["file"] = "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
-    replace_file(directory / description["file"], tokenizer.path.read_bytes())
-    manifest = CorpusManifest.model_validate(
-        {
-            "format": 1,
-            "dtype": dtype.name,
-            "separators": separators,
-            "pairs": pairs,
-            "tokenizer": description,
-            "documents": sum(entry["documents"] for entry in entries),
-            "tokens": sum(entry["tokens"] for entry in entries),
-            "blocks_xxh3": write_table(directory / "blocks.npy", blocks),
-            "checksums_xxh3": checksums_xxh3,
-            "shards": entries,
-            "statistics": statistics,
-        }
-    )
-    write_manifest(directory, manifest)
-    return manifest
-
-
-def write_table(path: Path, table: npt.NDArray[Any]) -> str:
-    """Write an array durably; returns the checksum of the file. Raises OSError."""
-    buffer = io.BytesIO()
-    np.save(buffer, table)
-    replace_file(path, buffer.getvalue())
-    return xxhash.xxh3_128_hexdigest(buffer.getvalue())
 
 
 class Corpus:
@@ -189,7 +58,7 @@ class Corpus:
 
     Attributes:
         blocks: int64 [blocks, 5].
-        checksums: uint64 [blocks, 2], see `ShardBlocks`; None if the corpus was made without.
+        checksums: uint64 [blocks, 2], see `ShardBlocks`.
         places: the directories, with read times and notices.
         copies: of the places, those that are read through a cache, by URL.
 
@@ -215,7 +84,8 @@ class Corpus:
         self._entries.setdefault(directory, self.manifest.shards)
         if mirror is not None and mirror not in self._entries:
             self._check_mirror(mirror, read_timeout)
-        self.blocks, self.checksums = self.places.read("blocks.npy", self._read_blocks), self._read_checksums()
+        self.blocks = self.places.read("blocks.npy", self._read_blocks)
+        self.checksums = self.places.read(CHECKSUMS, self._read_checksums)
         if not len(self.blocks):
             raise DataError(f"{directory} holds no tokens")
         self._blocks: OrderedDict[int, StoredBlock] = OrderedDict()
@@ -264,19 +134,15 @@ class Corpus:
             remedy="restore both files from the same copy of the corpus, or run `fsdp-data prepare` again",
         )
 
-    def _read_checksums(self) -> npt.NDArray[np.uint64] | None:
-        def read(place: Location) -> npt.NDArray[np.uint64]:
-            if isinstance(place, Url):
-                return self._copy(place).corpus.checksums
-            return _read_table(
-                place / CHECKSUMS,
-                expected,
-                effect="damaged blocks could not be told from whole ones",
-                remedy=f"run `fsdp-data checksums {place}`, which checks every shard and makes it again",
-            )
-
-        expected = self.manifest.checksums_xxh3 or ""
-        return self.places.read(CHECKSUMS, read) if expected else None
+    def _read_checksums(self, place: Location) -> npt.NDArray[np.uint64]:
+        if isinstance(place, Url):
+            return self._copy(place).corpus.checksums
+        return _read_table(
+            place / CHECKSUMS,
+            self.manifest.checksums_xxh3,
+            effect="damaged blocks could not be told from whole ones",
+            remedy="restore both files from the same copy of the corpus, or run `fsdp-data prepare` again",
+        )
 
     def lengths(self, number: int) -> npt.NDArray[np.int32]:
         """[documents], tokens of each document of block `number` as stored; compared as by `copy`.
@@ -288,8 +154,6 @@ class Corpus:
 
     def copy(self, number: int, pieces: Sequence[Piece], row: npt.NDArray[Any]) -> None:
         """Copy tokens of block `number` to a row, see `StoredBlock.copy`.
-
-        They are those of the checksums, or what they were when the block was opened if there are none.
 
         Raises:
             DataError: they cannot be read, or are damaged.
@@ -384,8 +248,7 @@ class Corpus:
         if isinstance(place, Url):
             return self._copy(place).open(number)
         shard, first, documents = self.blocks[number, :3].tolist()
-        expected = self.checksums[number].tolist() if self.checksums is not None else None
-        return local_block(place, self._shard_at(place, shard), first, documents, expected)
+        return local_block(place, self._shard_at(place, shard), first, documents, self.checksums[number].tolist())
 
     def shard(self, number: int) -> Shard:
         """Shard `number` in manifest order of a corpus in files, opened. Raises DataError."""

@@ -13,12 +13,12 @@ from pathlib import Path
 import xxhash
 
 from data.text.remote_files import remote_of
-from fsdp_pretrain.errors import DataError, StorageError, naming
+from fsdp_pretrain.errors import StorageError, naming
 from fsdp_pretrain.remote import Location, Problem, RemoteError, Url
 from fsdp_pretrain.units import human_bytes
 
 from .corpus import CHECKSUMS
-from .manifest import CorpusManifest, parse_manifest
+from .manifest import parse_manifest
 
 _PREFIX = "fsdp-data-"
 _PIECE = 16 << 20
@@ -102,20 +102,6 @@ def fetched(
                 if fetch(Url(file + suffix), path.with_name(path.name + suffix)) == expected or expected is None:
                     break
         yield path
-
-
-def remote_manifest(url: Url) -> CorpusManifest:
-    """The manifest of a corpus by URL. Raises DataError if it is absent, damaged or of another format; RemoteError."""
-    try:
-        return parse_manifest(read_twice(url / "manifest.json"), f"{url}/manifest.json")
-    except RemoteError as error:
-        if error.problem is not Problem.MISSING:
-            raise
-        raise DataError(
-            f"{url} is not a corpus, or an unfinished one: {error.cause}",
-            remedy="check the URL; make one with `fsdp-data prepare` or `fsdp-data import`, and repeat "
-            "a command that was interrupted",
-        ) from None
 
 
 def fetch_tables(url: Url, here: Path) -> Path:

@@ -13,11 +13,9 @@ from pathlib import Path
 from threading import Lock, get_ident
 
 import numpy as np
-import numpy.typing as npt
 
 from fsdp_pretrain.remote import Location
 
-Bytes = npt.NDArray[np.uint8]
 reading: dict[int, Location] = {}
 """The file that each thread reads just now, by thread identity; see `data.corpus.reading`."""
 NOT_AT_ONCE = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)
@@ -93,9 +91,3 @@ class KeptFiles:
         """Close a file, if it is open."""
         with self._lock:
             self._files.pop((owner, path), None)
-
-
-def map_file(path: Path) -> Bytes:
-    """A file's bytes, memory-mapped, for tools. Raises OSError."""
-    size = path.stat().st_size
-    return np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from data.text.files import DAMAGED, TEXT_SUFFIXES, files_below, readable, require_file
 from data.text.remote_files import objects_below, parse_url
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Location, Url
+from fsdp_pretrain.remote import Location, Url, is_url
 
 from .shards import Shard, mapped_file
 
@@ -122,37 +122,40 @@ def token_files(path: Location, format: Format | None = None) -> dict[Location, 
     `path` is a file, the prefix of a Megatron pair, or a directory to search. Raises DataError if nothing is found, or
     a directory holds several formats and `format` is None; RemoteError.
     """
+    below = not isinstance(path, Url) and path.is_dir()
     if isinstance(path, Url):
-        return _token_objects(path, format)
-    if not path.is_dir():
-        kind = format or detect_format(path)
-        if kind == "megatron":
-            path = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-        require_file(path.with_name(path.name + ".idx") if kind == "megatron" else path)
-        return {path: kind}
-    kind, names = _of_one_format(list(map(str, files_below(path))), format, path)
-    for name in names:
-        require_file(Path(f"{name}.idx" if kind == "megatron" else name))
-    return {Path(name): kind for name in names}
+        names = [name for name in objects_below(path) if name]
+    else:
+        names = [str(file.relative_to(path)) for file in files_below(path)] if below else []
+    if names or below:
+        kind, found = _of_one_format(names, format, path)
+        texts = [f"{path}/{name}" for name in found]
+    else:
+        stem = str(path).removesuffix(".bin").removesuffix(".idx")
+        paired = bool(objects_below(Url(f"{stem}.idx"))) if isinstance(path, Url) else Path(f"{stem}.idx").exists()
+        kind = format or ("megatron" if paired else _named_format(path))
+        texts = [stem if kind == "megatron" else str(path)]
+    for text in texts:
+        _require_there(f"{text}.idx" if kind == "megatron" else text)
+    return {parse_url(text) if is_url(text) else Path(text): kind for text in texts}
 
 
-def _token_objects(url: Url, format: Format | None) -> dict[Location, Format]:  # noqa: A002
-    objects = objects_below(url)
-    if set(objects) - {""}:
-        kind, names = _of_one_format(list(objects), format, url)
-        return {parse_url(f"{url}/{name}"): kind for name in names}
-    stem = Url(url.removesuffix(".bin").removesuffix(".idx"))
-    paired = bool(set(objects_below(Url(f"{stem}.idx"))))
-    named = (kind for kind, suffixes in _SUFFIXES.items() if url.endswith(suffixes))
-    found = format or ("megatron" if paired else next(named, None))
-    if found == "megatron" and paired:
-        return {stem: found}
-    if not objects:
-        raise DataError(f"there is no {url}", remedy="look for a mistake in the URL")
-    if found is None:
-        _refuse_text(url, [url])
-        raise DataError(f"the format of {url} cannot be told from its name", remedy="say it with --format")
-    return {url: found}
+def _require_there(name: str) -> None:
+    """Raise DataError unless there is such an object or file."""
+    if not is_url(name):
+        require_file(Path(name))
+    elif not objects_below(parse_url(name)):
+        raise DataError(f"there is no {name}", remedy="look for a mistake in the URL")
+
+
+def _named_format(path: Location) -> Format:
+    """The format of one file by its name. Raises DataError."""
+    for kind, suffixes in _SUFFIXES.items():
+        if path.name.endswith(suffixes):
+            return kind
+    _require_there(str(path))
+    _refuse_text(path, [path.name])
+    raise DataError(f"the format of {path} cannot be told from its name", remedy="say it with --format")
 
 
 def _of_one_format(
@@ -181,19 +184,6 @@ def _refuse_text(where: Location, names: Sequence[str]) -> None:
     """Raise DataError if there are files that `prepare` would read."""
     if any(name.endswith(TEXT_SUFFIXES) for name in names):
         raise DataError(f"{where} holds text, not tokens", remedy="make a corpus of it with `fsdp-data prepare`")
-
-
-def detect_format(path: Path) -> Format:
-    """Format of one file by its name; a prefix or `.bin` with an `.idx` beside it is `megatron`. Raises DataError."""
-    stem = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    if stem.with_name(stem.name + ".idx").exists():
-        return "megatron"
-    for kind, suffixes in _SUFFIXES.items():
-        if path.name.endswith(suffixes):
-            return kind
-    require_file(path)
-    _refuse_text(path, [path.name])
-    raise DataError(f"the format of {path} cannot be told from its name", remedy="say it with --format")
 
 
 def open_file(

@@ -95,8 +95,7 @@ class CorpusManifest(BaseModel):
     documents: Count
     tokens: Count
     blocks_xxh3: str
-    checksums_xxh3: str | None = None
-    """Of checksums.npy, which corpora of earlier versions lack."""
+    checksums_xxh3: str
     shards: list[ShardEntry]
     statistics: dict[str, Any] = {}
 

@@ -21,7 +21,7 @@ import xxhash
 
 from fsdp_pretrain.errors import DataError, naming
 
-from .files import Bytes, File, map_file
+from .files import File
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -222,14 +222,10 @@ class Shard:
             )
         return found
 
-    def require_sound(self, first: int, stop: int) -> None:
-        """Raise DataError as `rows` does."""
-        self.rows(first, stop)
-
     # ------------------------------------------------------------------ for tools: memory-mapped
 
     @cached_property
-    def _index(self) -> Bytes:
+    def _index(self) -> npt.NDArray[np.uint8]:
         return mapped_file(self.index_path)
 
     @cached_property
@@ -300,10 +296,10 @@ def _begin_of(path: Path) -> tuple[int, bytes]:
         raise _unreadable(path, error) from None
 
 
-def mapped_file(path: Path) -> Bytes:
-    """See `map_file`. Raises DataError."""
+def mapped_file(path: Path) -> npt.NDArray[np.uint8]:
+    """A file's bytes, memory-mapped, for tools. Raises DataError."""
     try:
-        return map_file(path)
+        return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
     except OSError as error:
         raise _unreadable(path, error) from None
 

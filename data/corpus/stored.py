@@ -65,7 +65,6 @@ class StoredBlock:
         dtype: of a token.
         lengths: of the documents, int32.
         tokens: of all documents as stored, one after the other.
-        expected: None if the corpus has no checksums.
 
     Attributes:
         path: of the file of its tokens.
@@ -83,13 +82,13 @@ class StoredBlock:
         dtype: np.dtype[Any],
         lengths: FilePart,
         tokens: FilePart,
-        expected: Checksums | None,
+        expected: Checksums,
     ) -> None:
         self.place, self.name, self.path, self.keeps_file = place, name, str(tokens.path), isinstance(place, Path)
         self._dtype, self._lengths, self._tokens = dtype, lengths, tokens
         self._stretch = dtype.itemsize << STRETCH_BITS
         self._sum = xxh3_64_intdigest(lengths.read())
-        if expected is not None and self._sum != expected[0]:
+        if self._sum != expected[0]:
             raise ChangedError("the lengths of its documents have another checksum than checksums.npy says")
         self._hashes, whole = array("Q"), xxh3_64()
         file, path, step = self.file(), tokens.path, _AT_ONCE * self._stretch
@@ -97,7 +96,7 @@ class StoredBlock:
             content = FilePart(path, tokens.start + start, min(step, tokens.size - start)).read(file)
             whole.update(content)
             self._hashes.extend(self._hashes_of(content))
-        if expected is not None and whole.intdigest() != expected[1]:
+        if whole.intdigest() != expected[1]:
             raise ChangedError("its tokens have another checksum than checksums.npy says")
 
     def _hashes_of(self, content: memoryview) -> list[int]:
@@ -188,11 +187,8 @@ class StoredBlock:
         return True
 
 
-def local_block(place: Path, shard: Shard, first: int, count: int, expected: Checksums | None) -> StoredBlock:
+def local_block(place: Path, shard: Shard, first: int, count: int, expected: Checksums) -> StoredBlock:
     """Documents [first, first + count) of a shard in files.
-
-    Args:
-        expected: None if the corpus has no checksums.
 
     Raises:
         DataError: it cannot be read, its index is damaged, or it is not what was prepared.

@@ -5,80 +5,66 @@ It ends when its input does: with the rank that started it, however that ends. S
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import tomllib
+from pathlib import Path
 
+from data.corpus.cached import CachedCopy
 from data.packing.opening import open_packer, open_skips
-from data.packing.packer import Packer
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.fetcher_status import FetcherStatus
+from fsdp_pretrain.fetcher_status import FetcherStatus, status_file
 from fsdp_pretrain.remote import Url
 
-from .fetcher import Fetcher, FetcherPlaces, slowest
-from .forecast import Forecast, Upcoming
+from .fetcher import Fetcher, slowest
+from .forecast import Forecast
 from .process import FetcherSettings
-from .transfers import Copy
+from .window import Window
 
-_AGAIN_SECONDS, _TURN = 5.0, 0.02
+_TURN = 0.02
 
 
-def main() -> int:
-    """Run a fetcher to its end."""
+def main() -> None:
+    """Run a fetcher."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # requests to stop, to every process of a job
         signal.signal(number, signal.SIG_IGN)
-    settings = FetcherSettings.from_json(sys.stdin.readline())
-    ended = threading.Event()
-    threading.Thread(target=_wait_for_end, args=(ended,), daemon=True).start()
-    config = Config.model_validate(tomllib.loads(settings.config))
-    packer = _open(config, settings, ended)
-    fetcher = None if packer is None else _build(config, packer, settings, ended)
-    if fetcher is not None:
-        fetcher.run()
-    _clean(settings)
-    return 0
+    settings = FetcherSettings(*json.loads(sys.stdin.readline()))
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    try:
+        made = fetcher(settings)
+    except UserError as error:  # the ranks fail for the same reason, or the storage has failed since
+        said = FetcherStatus(time.time(), error.cause, time.time(), lasting=True)
+        said.write(status_file(Path(settings.pages), settings.first))
+        raise SystemExit(str(error)) from None
+    made.run()
 
 
-def _wait_for_end(ended: threading.Event) -> None:
-    while sys.stdin.readline():
-        pass
-    ended.set()
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(0)  # a thread may wait for an answer of the storage
 
 
-def _open(config: Config, settings: FetcherSettings, ended: threading.Event) -> Packer | None:
-    """The packer, as soon as the corpora can be opened; None if the rank ended first."""
-    since = time.time()
-    while not ended.is_set():
-        try:
-            return open_packer(config)
-        except UserError as error:  # the ranks fail for the same reason, or the storage has failed since
-            status = FetcherStatus(
-                time.time(), socket.gethostname(), settings.node, os.getpid(), error.cause, since, lasting=True
-            )
-            with contextlib.suppress(OSError):
-                status.write(settings.status)
-            ended.wait(_AGAIN_SECONDS)
-    return None
+def fetcher(settings: FetcherSettings) -> Fetcher:
+    """The fetcher, once the ranks have said where they are.
 
-
-def _build(config: Config, packer: Packer, settings: FetcherSettings, ended: threading.Event) -> Fetcher | None:
-    """The fetcher, once the ranks have said where they are; None if they ended first."""
-    while (start := slowest(settings.pages, settings.ranks)) is None:
-        if ended.wait(_TURN):
-            return None
-    copies, cached = dict[str, list[Copy]](), dict[int, str]()
+    Raises:
+        UserError: a corpus cannot be opened.
+    """
+    config, pages = Config.model_validate(tomllib.loads(settings.config)), Path(settings.pages)
+    schedule, cache, ranks = config.schedule, config.data.cache, range(settings.first, settings.stop)
+    packer = open_packer(config)
+    while (start := slowest(pages, ranks)) is None:
+        time.sleep(_TURN)
+    copies, cached = dict[str, list[CachedCopy]](), dict[int, str]()
     for number, corpus in enumerate(packer.corpora.values()):
         if isinstance(corpus.directory, Url):
             cached[number] = fingerprint = corpus.manifest.fingerprint
-            found = copies.setdefault(fingerprint, [])
-            found += [Copy(copy.corpus, copy.blocks) for copy in corpus.copies.values()]
-    schedule, cache = config.schedule, config.data.cache
+            copies.setdefault(fingerprint, []).extend(corpus.copies.values())
     beyond = (config.data.prefetch + 2) * schedule.batch.full  # batches that loaders prepare and nobody trains
     forecast = Forecast(
         packer,
@@ -86,29 +72,21 @@ def _build(config: Config, packer: Packer, settings: FetcherSettings, ended: thr
         open_skips(config),
         start,
         world=settings.world,
-        ranks=settings.ranks,
+        ranks=ranks,
         until=schedule.total + beyond,
     )
+    sizes = {fingerprint: found[0].corpus.sizes for fingerprint, found in copies.items()}
     assert cache is not None
     return Fetcher(
-        Upcoming(forecast, cached),
+        Window(forecast, cached, sizes),
         copies,
-        FetcherPlaces(settings.pages, settings.status, settings.record),
         cache=cache.dir,
         size=cache.size.value,
-        ranks=settings.ranks,
-        node=settings.node,
-        stop=ended,
+        pages=pages,
+        ranks=ranks,
+        status=status_file(pages, settings.first),
     )
-
-
-def _clean(settings: FetcherSettings) -> None:
-    with contextlib.suppress(OSError):
-        settings.status.unlink(missing_ok=True)
-        settings.pages.rmdir()  # unless it is also that of a watchdog, or of another rank
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # a thread may wait for an answer of the storage
+    main()

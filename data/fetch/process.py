@@ -3,124 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
-import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from data.corpus.cache import take_lock
 from data.packing import progress
 from data.packing.packer import Packer
 from data.packing.position import Position
-from data.packing.source import Ints
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, DataError
-from fsdp_pretrain.fetcher_status import record_folder, status_file
-from fsdp_pretrain.remote import Url
-from fsdp_pretrain.units import human_bytes
+from fsdp_pretrain.fetcher_status import log_folder, status_file
 
-from .window import RECOMMENDED, bytes_in_use
+from . import room
 
-_FIRST_PAUSE, _LONGEST_PAUSE, _STEADY_SECONDS, _END_SECONDS = 0.1, 30.0, 60.0, 5.0
-_LOCK_SECONDS = 20.0
+_PAUSE, _END_SECONDS = 2.0, 5.0
+"""Before it is started again; for it to end."""
+_LOCK_SECONDS, _LOCK_PAUSE = 20.0, 0.05
 """For a rank of an earlier start to end."""
 
 
-@dataclass(frozen=True)
-class FetcherSettings:
-    """What a fetcher needs to know.
-
-    Attributes:
-        config: of the run, as TOML.
-        run: its directory.
-        pages: folder in local memory for the ranks' positions and the status.
-        node: number of this node.
-        world: ranks that split a batch.
-        ranks: those of this node.
-    """
+class FetcherSettings(NamedTuple):
+    """What a fetcher needs to know: the first line of its input, as JSON."""
 
     config: str
-    run: Path
-    pages: Path
-    node: int
+    """Of the run, as TOML."""
+    pages: str
+    """Folder in local memory for the ranks' positions and the status."""
     world: int
-    ranks: range
-
-    @property
-    def status(self) -> Path:
-        return status_file(self.pages, self.ranks.start)
-
-    @property
-    def record(self) -> Path:
-        return record_folder(self.run) / f"node-{self.node}.jsonl"
-
-    def to_json(self) -> str:
-        paths = {"run": str(self.run), "pages": str(self.pages)}
-        return json.dumps({**vars(self), **paths, "ranks": [self.ranks.start, self.ranks.stop]})
-
-    @classmethod
-    def from_json(cls, text: str) -> FetcherSettings:
-        found = json.loads(text)
-        return cls(
-            **{**found, "run": Path(found["run"]), "pages": Path(found["pages"]), "ranks": range(*found["ranks"])}
-        )
-
-
-class FetcherProcess:
-    """The fetcher of this node, as long as the rank that starts it lives or until `close`.
-
-    It writes its record and a log if the run directory has the folder for them.
-    """
-
-    def __init__(self, settings: FetcherSettings) -> None:
-        self._settings, self._closed = settings, threading.Event()
-        self.process: subprocess.Popen[bytes] | None = None
-        settings.pages.mkdir(parents=True, exist_ok=True)
-        self._tending = threading.Thread(target=self._tend, name="fetcher", daemon=True)
-        self._tending.start()
-
-    def _tend(self) -> None:
-        """Start it, again and again; a process of its own cannot take the rank down."""
-        pause = _FIRST_PAUSE
-        while not self._closed.is_set():
-            begun = time.monotonic()
-            with contextlib.suppress(OSError):
-                self.process = self._start()
-                self.process.wait()
-            pause = _FIRST_PAUSE if time.monotonic() - begun > _STEADY_SECONDS else min(2 * pause, _LONGEST_PAUSE)
-            self._closed.wait(pause)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        output = None
-        with contextlib.suppress(OSError):  # the run directory is full, or gone
-            output = (record_folder(self._settings.run) / f"node-{self._settings.node}.log").open("ab")
-        try:
-            out = output if output is not None else subprocess.DEVNULL
-            process = start_module("data.fetch", stdin=subprocess.PIPE, stdout=out, stderr=out)
-        finally:
-            if output is not None:
-                output.close()
-        assert process.stdin is not None
-        process.stdin.write(self._settings.to_json().encode() + b"\n")
-        process.stdin.flush()  # and kept open: its end tells the fetcher that this process has ended
-        return process
-
-    def close(self) -> None:
-        """Let it write its record, and end."""
-        self._closed.set()
-        process = self.process
-        if process is None or process.stdin is None:
-            return
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_SECONDS)
+    """Ranks that split a batch; those of this node are `first` to `stop` - 1."""
+    first: int
+    stop: int
 
 
 class NodeFetching:
@@ -135,6 +54,7 @@ class NodeFetching:
 
     Attributes:
         status: the file in which the fetcher says what is wrong.
+        process: the fetcher, if it runs and this rank has started it.
 
     Raises:
         ConfigError: another run uses the cache; DataError: it cannot be written.
@@ -143,35 +63,66 @@ class NodeFetching:
     def __init__(
         self, config: Config, pages: Path, *, rank: int, world: int, local_rank: int, local_world: int, node: int
     ) -> None:
-        self._config, self._page = config, progress.page_of(pages, rank)
-        ranks = range(rank - local_rank, rank - local_rank + local_world)
-        settings = FetcherSettings(config.to_toml(), config.run.dir, pages, node, world, ranks)
-        self.status, self._process, self._lock = settings.status, None, -1
-        if local_rank == 0:
+        self._config, self._pages, self._page = config, pages, progress.page_of(pages, rank)
+        self._leads, self._closed = local_rank == 0, threading.Event()
+        self._log = log_folder(config.run.dir) / f"node-{node}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        first = rank - local_rank
+        self.status = status_file(pages, first)
+        if self._leads:
             assert config.data.cache is not None
-            self._lock = lock_cache(config.data.cache.dir, config.run.dir)
-            for other in ranks:  # of an earlier start in the same process group
+            self._lock = _lock_cache(config.data.cache.dir, config.run.dir)
+            pages.mkdir(parents=True, exist_ok=True)
+            for other in range(first, first + local_world):  # of an earlier start in the same process group
                 progress.page_of(pages, other).unlink(missing_ok=True)
-            self._process = FetcherProcess(settings)
+            settings = FetcherSettings(config.to_toml(), str(pages), world, first, first + local_world)
+            threading.Thread(target=self._tend, args=(settings,), name="fetcher", daemon=True).start()
+
+    def _tend(self, settings: FetcherSettings) -> None:
+        """Start it, again and again; a process of its own cannot take the rank down."""
+        while not self._closed.is_set():
+            with contextlib.suppress(OSError):
+                self.process = self._start(settings)
+                self.process.wait()
+            self._closed.wait(_PAUSE)
+
+    def _start(self, settings: FetcherSettings) -> subprocess.Popen[bytes]:
+        with contextlib.ExitStack() as stack:
+            try:
+                output = stack.enter_context(self._log.open("ab"))
+            except OSError:  # the run directory is full, or gone
+                output = stack.enter_context(Path(os.devnull).open("wb"))
+            process = start_module("data.fetch", stdin=subprocess.PIPE, stdout=output, stderr=output)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        process.stdin.flush()  # and kept open: its end tells the fetcher that this process has ended
+        return process
 
     def check(self, packer: Packer) -> None:
         """Raise ConfigError if the cache is too small. `packer`: of the run's corpora."""
-        if self._process is not None:
-            check_size(self._config, packer)
+        if self._leads:
+            room.check(self._config, packer)
 
     def begin(self, start: Position) -> Callable[[Position], None]:
         """Tell the fetcher where training begins; returns what is to be called with the position after each batch."""
         return progress.ProgressPage(self._page, start).built
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.close()
+        """End the fetcher, if this rank has started it."""
+        if self._leads and not self._closed.is_set():
+            self._closed.set()
+            if self.process is not None and self.process.stdin is not None:
+                with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                    self.process.stdin.close()
+                    self.process.wait(_END_SECONDS)
             os.close(self._lock)
-            self._process = None
+            self.status.unlink(missing_ok=True)
         self._page.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # unless it is also that of a watchdog, or of another rank
+            self._pages.rmdir()
 
 
-def lock_cache(cache: Path, run: Path) -> int:
+def _lock_cache(cache: Path, run: Path) -> int:
     """Hold a cache directory for a run, until the descriptor that is returned is closed, at the latest by the end of
     this process. Two fetchers would drop what the other needs.
 
@@ -183,57 +134,23 @@ def lock_cache(cache: Path, run: Path) -> int:
         lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise DataError(f"cannot write to the cache {cache}: {error.strerror}") from None
-    try:
-        taken = take_lock(lock, _LOCK_SECONDS)
-    except OSError:  # a file system without locks
-        return lock
-    if not taken:
-        holder = os.pread(lock, 4096, 0).decode(errors="replace")
-        os.close(lock)
-        raise ConfigError(
-            f"data.cache.dir = {cache} is in use by the run {holder}",
-            effect="each run would drop the blocks that the other needs",
-            remedy="name another directory on a local disk of this node, or wait for the end of that run",
-        )
+    until = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > until:
+                holder = os.pread(lock, 4096, 0).decode(errors="replace")
+                os.close(lock)
+                raise ConfigError(
+                    f"data.cache.dir = {cache} is in use by the run {holder}",
+                    effect="each run would drop the blocks that the other needs",
+                    remedy="name another directory on a local disk of this node, or wait for the end of that run",
+                ) from None
+            time.sleep(_LOCK_PAUSE)
+        except OSError:  # a file system without locks
+            return lock
     os.truncate(lock, 0)
     os.pwrite(lock, str(run).encode(), 0)
     return lock
-
-
-def block_sizes(packer: Packer) -> Mapping[str, Ints]:
-    """Bytes of the blocks of each source by URL, int64 [blocks], by name."""
-    opened = {name: (corpus.directory, corpus.copies) for name, corpus in packer.corpora.items()}
-    return {
-        name: copies[place].corpus.sizes
-        for name, (place, copies) in opened.items()
-        if isinstance(place, Url) and place in copies
-    }
-
-
-def check_size(config: Config, packer: Packer) -> None:
-    """Raise ConfigError if the cache, or the room on its disk, is smaller than what a node uses at a time.
-
-    Args:
-        config: of the run.
-        packer: of its corpora.
-    """
-    cache, sizes = config.data.cache, block_sizes(packer)
-    if not sizes or cache is None:
-        return
-    least = bytes_in_use(packer, sizes, config.schedule.batch.full)
-    if cache.size.value < least:
-        raise ConfigError(
-            f"data.cache.size is {cache.size}, but a node uses {human_bytes(least)} of blocks at a time",
-            effect="blocks would be fetched again and again, and training would wait for them",
-            remedy=f"set data.cache.size to {human_bytes(RECOMMENDED * least)} or more",
-        )
-    copies = [copy for corpus in packer.corpora.values() for copy in corpus.copies.values()]
-    held = sum(size for copy in copies for _, size in copy.blocks.present().values())
-    room = shutil.disk_usage(cache.dir).free + held
-    if room < least:
-        raise ConfigError(
-            f"the disk of data.cache.dir = {cache.dir} has room for {human_bytes(room)}, but a node uses "
-            f"{human_bytes(least)} of blocks at a time",
-            effect="training would wait for blocks that cannot be kept",
-            remedy="free space there, or name another directory",
-        )

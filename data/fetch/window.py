@@ -1,96 +1,104 @@
-"""Which blocks to fetch and which to drop, since the order of use is known. Pure.
+"""Which blocks a cache should hold, since the order of use is known: a window of the steps ahead. Pure.
 
-The blocks that are used soonest, up to half of the cache, are the *window*: what is missing of it is fetched, in the
-order of use. Room is made by dropping blocks outside the window, first those without a use as far as is forecast, then
-the one that is used again last. The other half of the cache therefore keeps what is used again soon after the window,
-such as a block at the border of two lanes; without it, such a block would come twice.
+The window is as many steps as have blocks for half of the cache. What is missing of them is fetched, in the order of
+use. Room is made by dropping the blocks outside the window, the one used longest ago first. The other half of the cache
+therefore keeps what is used again soon after the window, such as a block at the border of two stretches of a lane;
+without it, such a block would come twice.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Mapping
 
-import numpy as np
+from data.packing.source import Ints
 
-from data.packing.packer import Packer
-from data.packing.source import STRETCH, Ints
+from .forecast import Forecast
 
-from .forecast import Key
-
+Key = tuple[str, int]
+"""A block: (corpus fingerprint, row of the block table)."""
 _SHARE = 0.5
 """Of the cache, for the window."""
-RECOMMENDED = 2.0
-"""Size of a cache in `bytes_in_use`; `_SHARE` of it then holds them, and the window moves on while they are read."""
+_MOST_USES = 300_000
+"""Of blocks in a window: about 50 MB, minutes to hours of training."""
 
 
-@dataclass(frozen=True)
 class Window:
-    """What to do now.
+    """The steps ahead of a node's ranks, and the blocks of a cache.
+
+    Args:
+        forecast: of the node's ranks.
+        cached: fingerprint of the corpus of each source by URL; the blocks of others do not count.
+        sizes: bytes of the blocks of each of these corpora, by fingerprint.
 
     Attributes:
-        wanted: blocks of the window in the order of use, present or not.
-        droppable: present blocks outside the window, the first to be dropped first.
-        urgent: how many of `wanted` the next step reads.
-        until: the last step whose blocks all belong to it; None: the last that is forecast.
+        uses: of each block of the window, the steps that read it, ascending.
+        held: bytes of the blocks that are there or on their way, the one that was used longest ago first.
     """
 
-    wanted: list[Key]
-    droppable: list[Key]
-    urgent: int
-    until: int | None = None
+    def __init__(self, forecast: Forecast, cached: Mapping[int, str], sizes: Mapping[str, Ints]) -> None:
+        self._forecast, self._cached, self._sizes = forecast, cached, sizes
+        self._order, self._bytes, self._ended = deque[tuple[int, Key]](), 0, False
+        self._done = forecast.position.step
+        self.uses: dict[Key, deque[int]] = {}
+        self.held: dict[Key, int] = {}
 
+    @property
+    def last_step(self) -> int:
+        """The last step of the window."""
+        return self._forecast.position.step
 
-def window_of(
-    order: Sequence[Key],
-    first_use: Mapping[Key, int],
-    present: Sequence[Key],
-    sizes: Mapping[str, Ints],
-    *,
-    next_step: int,
-    limit: int,
-) -> Window:
-    """The window of a cache that may hold `limit` bytes.
+    def size_of(self, key: Key) -> int:
+        """Bytes of a block."""
+        return int(self._sizes[key[0]][key[1]])
 
-    Args:
-        order: the blocks that are used, the one that is used next first.
-        first_use: the step of the next use of each of them.
-        present: the blocks in the cache, the one that came first, first.
-        sizes: bytes of the blocks of each corpus by fingerprint.
-        next_step: its blocks belong to the window whatever their size.
-    """
-    wanted, total, urgent, until = list[Key](), 0, 0, None
-    for key in order:
-        total += int(sizes[key[0]][key[1]])
-        if first_use[key] <= next_step:
-            urgent += 1
-        elif total > _SHARE * limit:
-            until = first_use[key] - 1
-            break
-        wanted.append(key)
-    held = set(wanted)
-    outside = [key for key in present if key not in held]
-    unused = [key for key in outside if key not in first_use]
-    later = sorted((key for key in outside if key in first_use), key=first_use.__getitem__, reverse=True)
-    return Window(wanted, unused + later, urgent, until)
+    def extend(self, limit: int) -> bool:
+        """Add a step, if the window is not full; whether there may be room for another.
 
+        Args:
+            limit: bytes that the cache may hold. The next step belongs to the window whatever its size.
+        """
+        full = self._bytes >= _SHARE * limit or len(self._order) >= _MOST_USES
+        if self._ended or (full and self.last_step > self._done):
+            return False
+        uses = self._forecast.advance()
+        self._ended = uses is None
+        for source, block in uses or ():
+            if source in self._cached:
+                key = self._cached[source], block
+                if key not in self.uses:
+                    self.uses[key] = deque()
+                    self._bytes += self.size_of(key)
+                self.uses[key].append(self.last_step)
+                self._order.append((self.last_step, key))
+        return not self._ended
 
-def bytes_in_use(packer: Packer, sizes: Mapping[str, Ints], batch: int) -> int:
-    """About how many bytes of blocks a node uses at a time: the least that a cache must hold.
+    def drop(self, step: int) -> None:
+        """All ranks have built their batches up to a step."""
+        self._done = step
+        while self._order and self._order[0][0] <= step:
+            _, key = self._order.popleft()
+            self.uses[key].popleft()
+            if not self.uses[key]:
+                del self.uses[key]
+                self._bytes -= self.size_of(key)
+                if key in self.held:  # now the one that was used last
+                    self.held[key] = self.held.pop(key)
 
-    While a stretch of a lane is read, all blocks that it touches are in use: 1 + stretch / block on average, and more
-    by chance if the lanes are few. All lanes of a source reach their next stretch together.
+    def missing(self) -> list[Key]:
+        """The blocks of the window that are not there, the one that is used next first."""
+        return sorted((key for key in self.uses if key not in self.held), key=lambda key: self.uses[key][0])
 
-    Args:
-        sizes: bytes of the blocks of each source by URL, int64 [blocks], by its name.
-        batch: samples of a step.
-    """
-    found = 0.0
-    for name, stream in zip(packer.mixture.names, packer.streams, strict=True):
-        if name in sizes:
-            own, lane = sizes[name], stream.epoch_length / stream.lanes
-            stretch = min(lane, (STRETCH + batch / stream.lanes) * stream.length)
-            touched = stream.lanes * (1 + stretch / float(stream.block_lengths.mean())) + 2 * math.sqrt(stream.lanes)
-            found += min(float(own.sum()), max(touched * float(own.mean()), 2.0 * float(np.max(own))))
-    return int(found)
+    def is_urgent(self, key: Key) -> bool:
+        """Whether the next step reads a block of the window."""
+        return self.uses[key][0] <= self._done + 1
+
+    def excess(self, limit: int) -> list[Key]:
+        """Forget blocks outside the window until the others fit into `limit` bytes; returns those forgotten."""
+        left, forgotten = sum(self.held.values()) - limit, list[Key]()
+        for key in [key for key in self.held if key not in self.uses]:
+            if left <= 0:
+                break
+            left -= self.held.pop(key)
+            forgotten.append(key)
+        return forgotten

@@ -51,7 +51,7 @@ def open_packer(config: Config, fetcher: Path | None = None) -> Packer:
 def cache_use(config: Config, fetcher: Path | None = None) -> CacheUse | None:
     """How the run's corpora by URL are read; None if it names no cache."""
     cache = config.data.cache
-    return None if cache is None else CacheUse(cache.dir, cache.size.value, fetcher)
+    return None if cache is None else CacheUse(cache.dir, fetcher)
 
 
 def windows_at(data: DataSection, places: Sequence[Place]) -> list[int]:

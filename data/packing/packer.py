@@ -201,16 +201,6 @@ class Packer:
         return {source.name: source.corpus for source in self._sources}
 
     @property
-    def warnings(self) -> list[str]:
-        """Of corpora whose blocks cannot be checked."""
-        return [
-            f"{name}: {corpus.directory} has no checksums of its blocks: damage of its files would be trained on; "
-            f"run `fsdp-data checksums {corpus.directory}`"
-            for name, corpus in self.corpora.items()
-            if corpus.checksums is None
-        ]
-
-    @property
     def streams(self) -> Sequence[SourceStream]:
         """Of the sources, numbered as in `mixture.names`."""
         return self._sources

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.corpus.corpus import BLOCK_TOKENS, ShardBlocks, write_corpus
 from data.corpus.fetched import PAIR, fetched, require_room, scratch_directory
 from data.corpus.formats import Format, open_file, token_files
 from data.corpus.manifest import CorpusManifest, Separators, Vocabulary
 from data.corpus.shards import DTYPES, MAGIC, Shard, ShardWriter, file_checksum, token_dtype
+from data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
 from data.text.files import InputFile, input_file, stamp_of
 from data.text.remote_files import at_once, remote_of
 from data.text.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ def ingest(
     far = any(isinstance(file, Url) for file in files)
     with scratch_directory(scratch) if far else nullcontext() as room, open_output(out, scratch) as place:
         tasks = [
-            Task(f"shards/{name}", (file, options, int(stamp[0]), room), int(stamp[0]))
+            Task(f"shards/{name}", (file, options, room), int(stamp[0]))
             for name, file, stamp in zip(_names(files), files, stamps, strict=True)
         ]
         claim(place, _job(files, stamps, tokenizer, options), len(files), overwrite=overwrite)
@@ -206,17 +206,14 @@ def ingest_file(
     prefix: Path,
     source: Location,
     options: ImportOptions,
-    size: int,
     scratch: Path | None,
     tokenizer: Tokenizer,
-    report: Any,
 ) -> None:
     """Check one file, copy it if asked to, and write its `.json` record, which marks it done.
 
     Args:
         source: file, or prefix of a Megatron pair.
         options: with the format resolved.
-        size: bytes of the file, for progress.
         scratch: where it is fetched to; None if all files are local.
 
     Raises:
@@ -225,7 +222,7 @@ def ingest_file(
     kind, declared = options.format, options.separators
     assert kind is not None
     checker = TokenChecker("", Vocabulary.of(tokenizer), declared, flat=kind in ("npy", "bin"))
-    dtype, digest, shown = token_dtype(tokenizer.vocab_size), xxhash.xxh3_128(), 0
+    dtype, digest = token_dtype(tokenizer.vocab_size), xxhash.xxh3_128()
     with ExitStack() as stack:
         here = stack.enter_context(fetched(source, PAIR if kind == "megatron" else ("",), scratch))
         writer = stack.enter_context(ShardWriter(prefix, dtype)) if options.copy else None
@@ -240,15 +237,11 @@ def ingest_file(
                 lengths = run.lengths - separators
                 kept = run.tokens[run.tokens != tokenizer.eod] if separators.any() else run.tokens
                 writer.extend(kept.astype(dtype), lengths[lengths > 0].tolist())
-            step = min(run.tokens.nbytes, size - shown)
-            report(step)
-            shown += step
         checker.require(str(source), file, tokenizer)
         entry = writer.finish() if writer else _entry(prefix.name, source, here, checker, digest.hexdigest())
         carried = int(declared != "none" and not options.copy)
         made = Shard(prefix if options.copy else here)
         entry["blocks"] = ShardBlocks.of(made, BLOCK_TOKENS, carried, pairs=False).to_json()
-    report(size - shown)
     counts = {"documents": checker.documents, "empty": checker.empty, "unterminated": checker.unterminated}
     write_record(prefix, {"entry": entry, "counts": counts, "source": str(source)})
 

@@ -7,8 +7,6 @@ come to lie is a `Output`.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import as_completed
@@ -30,11 +28,11 @@ from fsdp_pretrain.remote import Problem, RemoteError
 from .outputs import Output
 
 PLAN = "plan.json"
-READINGS = 3
-"""Of an object in remote storage, before it counts as damaged: an answer may be wrong once."""
+_READINGS = 3
+"""Of a record, before it counts as damaged."""
 
 Make = Callable[..., None]
-"""`make(prefix, *arguments, tokenizer, report)` makes a shard; `report(bytes)` shows progress. Importable by name."""
+"""`make(prefix, *arguments, tokenizer)` makes a shard. Importable by name."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,6 @@ class Task:
 
     def is_done(self, names: Collection[str], suffixes: Sequence[str] = (".json", ".bin", ".idx")) -> bool:
         return all(self.name + suffix in names for suffix in suffixes)
-
-
-Call = tuple[Make, Output, Task]
 
 
 def claim(out: Output, content: dict[str, Any], shards: int, *, overwrite: bool) -> None:
@@ -109,24 +104,15 @@ def _seal(record: dict[str, Any]) -> str:
 
 
 def gather(out: Output, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """The records of all shards, which must be done. Deletes what killed processes left half-written.
-
-    Raises:
-        DataError: a record is damaged.
-    """
-    out.delete([name for name in out.names() if name.startswith("shards/") and name.endswith(".partial")])
-    return records(out, tasks)
-
-
-def records(out: Output, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """What `write_record` wrote of each shard.
+    """What `write_record` wrote of each shard; all must be done. Deletes what killed processes left half-written.
 
     Raises:
         DataError: a record matches its seal in none of several readings (remote storage may answer wrongly once).
     """
+    out.delete([name for name in out.names() if name.startswith("shards/") and name.endswith(".partial")])
     found = dict[str, dict[str, Any]]()
     names = missing = [f"{task.name}.json" for task in tasks]
-    for _ in range(READINGS):
+    for _ in range(_READINGS):
         for name, content in zip(missing, out.read(missing), strict=True):
             with suppress(ValueError, RecursionError, AttributeError):
                 record = json.loads(content)
@@ -180,57 +166,32 @@ def make_all(
     """
     out.require_room([task.size for task in todo], workers)
     total, left = (sum(task.size for task in some) for some in (tasks, todo))
-    calls: list[Call] = [(make, out, task) for task in todo]
     with tqdm(total=total, initial=total - left, unit="B", unit_scale=True, **bar) as shown:
-        if min(workers, len(calls)) > 1:
-            _make_in_pool(calls, tokenizer, min(workers, len(calls)), shown)
-        else:
-            for call in calls:
-                _make(*call, tokenizer, shown.update)
-
-
-def _make(make: Make, out: Output, task: Task, tokenizer: Tokenizer | None, report: Callable[[int], object]) -> None:
-    with out.making(task.name) as prefix:
-        make(prefix, *task.arguments, tokenizer, report)
-
-
-def _make_in_pool(calls: Sequence[Call], tokenizer: Tokenizer | None, workers: int, bar: Any) -> None:
-    progress = multiprocessing.get_context("spawn").Value("q", 0)
-    given = None if tokenizer is None else (tokenizer.path, tokenizer.eod)
-    stop = threading.Event()
-    shown = threading.Thread(target=_show, args=(progress, bar, stop), daemon=True)
-    shown.start()
-    try:
-        with worker_processes(workers, _start_worker, given, progress) as pool:
-            for future in as_completed([pool.submit(_work, call) for call in calls]):
+        if min(workers, len(todo)) <= 1:
+            for task in todo:
+                _make(make, out, task, tokenizer)
+                shown.update(task.size)
+            return
+        given = None if tokenizer is None else (tokenizer.path, tokenizer.eod)
+        with worker_processes(min(workers, len(todo)), _start_worker, given) as pool:
+            futures = {pool.submit(_work, make, out, task): task.size for task in todo}
+            for future in as_completed(futures):
                 future.result()
-    finally:
-        stop.set()
-        shown.join()
+                shown.update(futures[future])
 
 
-def _show(progress: Any, bar: Any, stop: threading.Event) -> None:
-    shown, ended = 0, False
-    while not ended:
-        ended = stop.wait(0.2)
-        done = progress.value
-        bar.update(done - shown)
-        shown = done
+def _make(make: Make, out: Output, task: Task, tokenizer: Tokenizer | None) -> None:
+    with out.making(task.name) as prefix:
+        make(prefix, *task.arguments, tokenizer)
 
 
-_worker: tuple[Tokenizer | None, Any]
+_worker: Tokenizer | None = None
 
 
-def _start_worker(tokenizer: tuple[Path, int] | None, progress: Any) -> None:
+def _start_worker(tokenizer: tuple[Path, int] | None) -> None:
     global _worker
-    _worker = None if tokenizer is None else Tokenizer.load(*tokenizer), progress
+    _worker = None if tokenizer is None else Tokenizer.load(*tokenizer)
 
 
-def _work(call: Call) -> None:
-    tokenizer, progress = _worker
-
-    def report(size: int) -> None:
-        with progress.get_lock():
-            progress.value += size
-
-    _make(*call, tokenizer, report)
+def _work(make: Make, out: Output, task: Task) -> None:
+    _make(make, out, task, _worker)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import xxhash
 
@@ -29,31 +28,9 @@ _LAST = (".json", "manifest.json")
 """Of several files made together, what names the others is uploaded last."""
 
 
-class Output(Protocol):
-    """Names are relative to the place: `shards/shard-00001.json`."""
-
-    def names(self) -> set[str]:
-        """Of the files in it and in its `shards/`."""
-
-    def read(self, names: Sequence[str]) -> list[bytes]:
-        """Whole files. Raises OSError, RemoteError."""
-
-    def write(self, name: str, content: bytes) -> None:
-        """Create or replace a file, which is seen whole or not at all."""
-
-    def delete(self, names: Iterable[str]) -> None: ...
-
-    def making(self, name: str = "") -> AbstractContextManager[Path]:
-        """A local path: what is made there, at that path and beside it with a suffix, is in the place afterwards.
-        Without a name it is a directory."""
-
-    def require_room(self, sizes: Iterable[int], workers: int) -> None:
-        """Raise StorageError if files of these bytes, `workers` at a time, cannot be made."""
-
-
 @dataclass(frozen=True)
 class LocalOutput:
-    """A directory."""
+    """A directory. Names are relative to it: `shards/shard-00001.json`."""
 
     path: Path
 
@@ -61,13 +38,16 @@ class LocalOutput:
         return str(self.path)
 
     def names(self) -> set[str]:
+        """Of the files in it and in its `shards/`."""
         found = [*self.path.iterdir(), *self.path.glob("shards/*")] if self.path.exists() else []
         return {str(path.relative_to(self.path)) for path in found}
 
     def read(self, names: Sequence[str]) -> list[bytes]:
+        """Whole files. Raises OSError."""
         return [(self.path / name).read_bytes() for name in names]
 
     def write(self, name: str, content: bytes) -> None:
+        """Create or replace a file, which is seen whole or not at all."""
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         replace_file(self.path / name, content)
 
@@ -79,17 +59,20 @@ class LocalOutput:
 
     @contextmanager
     def making(self, name: str = "") -> Iterator[Path]:
+        """A local path: what is made there, at that path and beside it with a suffix, is in the place afterwards.
+        Without a name it is a directory."""
         path = self.path / name
         (path.parent if name else path).mkdir(parents=True, exist_ok=True)
         yield path
 
     def require_room(self, sizes: Iterable[int], workers: int) -> None:
-        pass  # what is made stays: a full disk is found when it is full, and nothing is lost
+        """Raise StorageError if files of these bytes, `workers` at a time, cannot be made."""
+        # what is made stays: a full disk is found when it is full, and nothing is lost
 
 
 @dataclass(frozen=True)
 class RemoteOutput:
-    """A URL, and the local directory where what is in work lies."""
+    """A URL, and the local directory where what is in work lies. See `LocalOutput`."""
 
     url: Url
     scratch: Path
@@ -145,6 +128,9 @@ class RemoteOutput:
                 return
         text = f"what was written reads back as other bytes, {_ATTEMPTS} times"
         raise RemoteError(self.url / name, Problem.FAILED, text)
+
+
+Output = LocalOutput | RemoteOutput
 
 
 @contextmanager

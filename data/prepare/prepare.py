@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from data.corpus.corpus import BLOCK_TOKENS, ShardBlocks, write_corpus
 from data.corpus.manifest import CorpusManifest
 from data.corpus.shards import Shard, ShardWriter, token_dtype
+from data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
 from data.text.bad_records import BadRecord, BadRecords, passed_over, too_many
 from data.text.files import InputFile, find_files, missing_numbers, stamp_of
 from data.text.holdout import Holdout
 from data.text.inputs import Document, Unit, plan_shards, read_documents
-from data.text.tokenizer import Progress as Report
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location
@@ -226,7 +225,7 @@ class _Counts:
         self.utf8_bytes += sum(len(text.encode("utf-8")) for text in document.texts)
 
 
-def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokenizer: Tokenizer, report: Report) -> None:
+def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokenizer: Tokenizer) -> None:
     """Tokenise `units` into the shard at `prefix` and write its `.json`, which marks it done.
 
     Raises:
@@ -242,7 +241,7 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
         for unit in units:
             place = {"path": unit.path, "start": unit.start}
             sources.append({**place, "stop": unit.stop, "first_document": writer.documents})
-            for document, encoded in _encoded(unit, options, tokenizer, bad, report):
+            for document, encoded in _encoded(unit, options, tokenizer, bad):
                 kept += 1
                 counts.repaired += document.repaired
                 tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
@@ -274,22 +273,13 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
 
 
 def _encoded(
-    unit: Unit, options: PrepareOptions, tokenizer: Tokenizer, bad: BadRecords, report: Report
+    unit: Unit, options: PrepareOptions, tokenizer: Tokenizer, bad: BadRecords
 ) -> Iterator[tuple[Document, list[list[int]]]]:
-    """Each document with the ids of its texts. Progress counts characters, slightly fewer than the unit's bytes."""
-    left = unit.size
-
-    def show(characters: int) -> None:
-        nonlocal left
-        step = min(characters, left)
-        left -= step
-        report(step)
-
+    """Each document that is not held out, with the ids of its texts."""
     for batch in _batches(unit, options, bad):
-        encoded = iter(tokenizer.encode([text for document in batch for text in document.texts], show))
+        encoded = iter(tokenizer.encode([text for document in batch for text in document.texts]))
         for document in batch:
             yield document, [next(encoded) for _ in document.texts]
-    show(left)
 
 
 def _batches(unit: Unit, options: PrepareOptions, bad: BadRecords) -> Iterator[list[Document]]:

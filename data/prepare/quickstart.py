@@ -21,18 +21,21 @@ from fsdp_pretrain.errors import DataError, naming
 
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "turtledemo"}
 _HELDOUT_ONE_IN = 16
+SPLITS = ("train", "heldout")
 
 
 def build(out: Path) -> dict[str, list[int]]:
-    """Write `train.jsonl` and `heldout.jsonl` (fields `text`, `source`) into `out`; returns the texts' sizes in bytes.
+    """Write `train.jsonl` and `heldout.jsonl` (fields `text`, `source`) into `out`, which get their names once they are
+    whole; returns the texts' sizes in bytes.
 
     Raises:
         DataError: this Python has no standard-library sources (a stripped image).
     """
     out.mkdir(parents=True, exist_ok=True)
-    texts: dict[str, list[int]] = {"train": [], "heldout": []}
+    texts: dict[str, list[int]] = {split: [] for split in SPLITS}
+    partial = {split: out / f".{split}.partial" for split in SPLITS}
     with naming(out), ExitStack() as stack:
-        files = {name: stack.enter_context((out / f"{name}.jsonl").open("w", encoding="utf-8")) for name in texts}
+        files = {split: stack.enter_context(path.open("w", encoding="utf-8")) for split, path in partial.items()}
         for source, text in _documents():
             held_out = xxhash.xxh3_64_intdigest(source.partition("#")[0].encode()) % _HELDOUT_ONE_IN == 0
             split = "heldout" if held_out else "train"
@@ -43,20 +46,17 @@ def build(out: Path) -> dict[str, list[int]]:
             f"this Python installation holds only {sum(texts['train'])} bytes of standard-library sources",
             remedy="use a full Python installation, or `fsdp-data prepare` on text of your own",
         )
+    for split, path in partial.items():
+        path.rename(out / f"{split}.jsonl")
     return texts
-
-
-def sources() -> list[Path]:
-    """The files that the corpus is made from, ordered by path, besides the pydoc topics of this Python."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return [p for p in sorted(root.rglob("*.py")) if not _SKIPPED & set(p.relative_to(root).parts)]
 
 
 def _documents() -> Iterator[tuple[str, str]]:
     """(source, text), ordered by path; texts derived from a file have its name before a `#`."""
     root = Path(sysconfig.get_paths()["stdlib"])
+    sources = [path for path in sorted(root.rglob("*.py")) if not _SKIPPED & set(path.relative_to(root).parts)]
     seen: set[str] = set()
-    for path in tqdm(sources(), desc="quickstart corpus", unit="file", disable=None):
+    for path in tqdm(sources, desc="quickstart corpus", unit="file", disable=None):
         try:
             text = path.read_text(encoding="utf-8")
             tree = ast.parse(text)

@@ -26,7 +26,6 @@ from data.corpus.manifest import load_json
 from data.text.bad_records import BadRecords
 from data.text.holdout import text_digest
 from data.text.inputs import Document, Unit, plan_shards
-from data.text.tokenizer import Progress as Report
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError, naming
 from fsdp_pretrain.units import human_count
@@ -113,7 +112,7 @@ def split(
     return report
 
 
-def make_part(prefix: Path, units: list[Unit], options: PrepareOptions, tokenizer: None, report: Report) -> None:
+def make_part(prefix: Path, units: list[Unit], options: PrepareOptions, tokenizer: None) -> None:
     """Write the held-out documents of `units`, sorted, each line after its digest; then the `.json` with the counts.
 
     Raises:
@@ -122,16 +121,11 @@ def make_part(prefix: Path, units: list[Unit], options: PrepareOptions, tokenize
     bad, empty = BadRecords(options.max_bad), 0
     lines: list[bytes] = []
     for unit in units:
-        left = unit.size
         for document in options.read(unit, bad):
-            step = min(left, sum(map(len, document.texts)))
-            left -= step
-            report(step)
             if not all(document.texts):
                 empty += 1
             elif options.holds_out(document):
                 lines.append(_line(document))
-        report(left)
     lines.sort()
     replace_file(prefix.with_name(prefix.name + ".jsonl"), b"".join(lines))
     counts = {"read": bad.good, "empty": empty, "bad": bad.count, "held_out": len(lines)}

@@ -41,8 +41,6 @@ _NUMBERED = re.compile(r"(.*)[-.](\d{5})-of-(\d{5})\b")
 DAMAGED = "the file is cut off, damaged or not what its name says: restore it or fetch it again"
 _UNPACKED = 64 << 20
 """Maximum bytes of a document in a packed file, unless the file is larger: a few kB can unpack to any size."""
-_SNIFFED = 1 << 16
-_FIRST_BYTES = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet"}
 
 
 def input_file(name: str) -> InputFile:
@@ -72,8 +70,8 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str] = (), only: str | 
     `only` names the one to take.
 
     Raises:
-        DataError: an input does not exist or is not a file, looks like another format than its name says, a directory
-            holds several splits and `only` is None, or nothing is found.
+        DataError: an input does not exist or is not a file, its name does not say its format, a directory holds several
+            splits and `only` is None, or nothing is found.
         RemoteError: remote storage cannot be read.
     """
     wanted = tuple(suffix + packed for suffix in suffixes for packed in ("", *PACKED)) or TEXT_SUFFIXES
@@ -108,8 +106,12 @@ def _found(name: str, wanted: tuple[str, ...], only: str | None) -> Sequence[Inp
     for file in files:
         if isinstance(file, Path):
             require_file(file)
-        if folder is None:
-            _check_name(file)
+        if folder is None and not file.name.endswith((*wanted, *TEXT_SUFFIXES)):
+            raise DataError(
+                f"the name of {file} does not say its format",
+                remedy="rename it, or name a symbolic link to it that ends in .txt, .jsonl or .parquet (packed: and in "
+                ".gz or .zst); plain text may also end in what --suffix says",
+            )
     return files
 
 
@@ -206,27 +208,6 @@ def require_file(path: Path) -> None:
         effect="its content cannot be read in parts, nor again when the command continues",
         remedy="write the data to a file whose name tells its format, such as .txt, .jsonl.zst or .parquet",
     )
-
-
-def _check_name(path: InputFile) -> None:
-    """Raise DataError if a file that would be read as text looks like another format."""
-    if kind_of(path) != "text":
-        return
-    with readable(path), open_unpacked(path) as file:
-        head = file.read(_SNIFFED)
-    suffix = next((suffix for magic, suffix in _FIRST_BYTES.items() if head.startswith(magic)), None)
-    if suffix is None and ".txt" not in path.suffixes and head.startswith(b"{"):
-        line, end, _ = head.partition(b"\n")
-        try:
-            suffix = ".jsonl" if isinstance(parse_json(line), dict) else None
-        except ValueError:
-            suffix = ".jsonl" if not end and len(head) == _SNIFFED and head.startswith(b'{"') else None
-    if suffix is not None:
-        raise DataError(
-            f"{path} looks like {suffix}, but its name does not end in it",
-            effect="it would be read as plain text",
-            remedy=f"rename it, or name a symbolic link to it that ends in {suffix}",
-        )
 
 
 def kind_of(path: PurePath | RemoteFile) -> Kind:

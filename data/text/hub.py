@@ -13,10 +13,9 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 def cache() -> Path:
     """The cache directory, where `huggingface_hub` has it."""
-    if named := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+    if named := os.environ.get("HF_HUB_CACHE"):
         return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("HF_HOME") or f"{base}/huggingface").expanduser() / "hub"
+    return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
 
 
 def cached_model(name: str, files: tuple[str, ...]) -> Path:
@@ -28,22 +27,15 @@ def cached_model(name: str, files: tuple[str, ...]) -> Path:
     if not _NAME.fullmatch(name):
         raise DataError(f"there is no tokenizer at {name}")
     folder = cache() / f"models--{name.replace('/', '--')}"
-    revisions = [path for path in sorted(folder.glob("snapshots/*")) if any((path / file).exists() for file in files)]
     main = folder / "refs/main"
     if main.is_file():
         current = folder / "snapshots" / main.read_text().strip()
-        revisions = [current] if current in revisions else revisions
-    if len(revisions) == 1:
-        return revisions[0]
-    if revisions:
-        raise DataError(
-            f"{folder} holds several revisions", remedy=f"name one of them: {', '.join(map(str, revisions))}"
-        )
+        if any((current / file).exists() for file in files):
+            return current
     local = f"tokenizers/{name.rpartition('/')[2]}"
-    what = "has no tokenizer" if folder.exists() else "is not"
     download = f"hf download {name} tokenizer.json tokenizer_config.json --local-dir {local}"
     raise DataError(
-        f"there is no tokenizer at {name}, and a model of that name {what} in the Hugging Face cache {cache()}",
+        f"there is no tokenizer at {name}, nor one of such a model (revision main) in the Hugging Face cache {cache()}",
         remedy=f"on a machine with network: `{download}` (tokenizer.model, where it has no tokenizer.json); copy the "
         f"folder here and pass --tokenizer {local}",
     )

@@ -82,10 +82,6 @@ class RemoteFile:
     def suffix(self) -> str:
         return PurePosixPath(self.name).suffix
 
-    @property
-    def suffixes(self) -> list[str]:
-        return PurePosixPath(self.name).suffixes
-
     def open(self, mode: str = "rb", buffering: int = _PIECE) -> IO[bytes]:
         """Its bytes, read by ranges; without a buffer (0) a request for each read. Reading raises RemoteError."""
         assert mode == "rb"

@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.errors import DataError
 
 from .hub import cached_model
-from .splitting import can_cut, parts
 
 EOD = "<|endoftext|>"
 """Separator of the tokenizers trained here with `--kind bpe`; sentencepiece models use their `</s>`."""
@@ -26,9 +24,6 @@ _KNOWN_EODS = (EOD, "</s>", "<eod>", "<|end_of_text|>", "<｜end▁of▁sentence
 _UNKNOWN = "\u3402 \U00012000 \U0010fffd"
 """Text in no vocabulary: shows whether the separator is also the unknown token."""
 _FILES = ("tokenizer.json", "tokenizer.model")
-_AT_ONCE = 1 << 19
-"""Longer texts are encoded in parts, if possible; this many characters at once take 80 MB."""
-Progress = Callable[[int], None]
 
 
 class Tokenizer(ABC):
@@ -103,12 +98,10 @@ class Tokenizer(ABC):
         """Load the file at `path`; sets `vocab_size` and `specials`."""
 
     @abstractmethod
-    def encode(self, texts: Sequence[str], progress: Progress = lambda characters: None) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text: nothing added, special tokens in the text treated as plain text.
 
-        Args:
-            texts: of any length; see `data.text.splitting` for long ones.
-            progress: called with the number of characters encoded since the last call.
+        The library `tokenizers` needs 160 bytes of memory per character of all texts.
         """
 
     @abstractmethod
@@ -144,22 +137,9 @@ class _Tokenizers(Tokenizer):
         added = self._model.get_added_tokens_decoder()
         self.specials = {number: token.content for number, token in added.items() if token.special}
         self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
-        normalize = self._model.normalizer.normalize_str if self._model.normalizer is not None else str
-        normalized = {token.content: normalize(token.content) for token in added.values()}
-        self._cuts = can_cut(json.loads(self._model.to_str()), normalized)
 
-    def encode(self, texts: Sequence[str], progress: Progress = lambda characters: None) -> list[list[int]]:
-        if not self._cuts or max(map(len, texts), default=0) <= _AT_ONCE:
-            return self._at_once(texts, progress)
-        return [
-            list(chain.from_iterable(self._at_once([part], progress)[0] for part in parts(text, _AT_ONCE)))
-            for text in texts
-        ]
-
-    def _at_once(self, texts: Sequence[str], progress: Progress) -> list[list[int]]:
-        ids = [item.ids for item in self._model.encode_batch_fast(texts, add_special_tokens=False)]
-        progress(sum(map(len, texts)))
-        return ids
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [item.ids for item in self._model.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._model.decode([int(number) for number in ids], skip_special_tokens=False))
@@ -200,11 +180,10 @@ class _SentencePiece(Tokenizer):
         self._control = {n: self._model.IdToPiece(n) for n in pieces if self._model.IsControl(n)}
         self.specials = dict(self._control)
 
-    def encode(self, texts: Sequence[str], progress: Progress = lambda characters: None) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self._model.Encode(
             list(texts), out_type=int, add_bos=False, add_eos=False, num_threads=1
         )
-        progress(sum(map(len, texts)))
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,18 +1,16 @@
-"""One document of a corpus, for `fsdp-data inspect`."""
+"""What `fsdp-data inspect` shows: a corpus, or one of its documents."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from data.corpus.cached import CacheUse
 from data.corpus.corpus import Corpus
 from data.corpus.fetched import scratch_directory
-from data.corpus.manifest import CorpusManifest
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location, Url
 
@@ -29,37 +27,32 @@ class ShownDocument:
     text: str
 
 
-def document(place: Location, manifest: CorpusManifest, wanted: int) -> ShownDocument:
-    """Document `wanted`, counted over all shards. Of a corpus by URL only its block is fetched.
+@contextmanager
+def opened(place: Location) -> Iterator[Corpus]:
+    """A corpus; of one by URL, what is read is fetched into a scratch directory. Raises DataError."""
+    if not isinstance(place, Url):
+        yield Corpus(place)
+        return
+    with scratch_directory(None) as room:
+        yield Corpus(place, cache=CacheUse(room))
+
+
+def document(corpus: Corpus, wanted: int) -> ShownDocument:
+    """Document `wanted`, counted over all shards; only its block is read.
 
     Raises:
-        DataError: there is no such document, or the corpus is damaged; RemoteError.
+        DataError: there is no such document, or the corpus is damaged.
     """
-    ends = np.cumsum([shard.documents for shard in manifest.shards])
-    documents = int(ends[-1]) if len(ends) else 0
-    if not 0 <= wanted < documents:
-        raise DataError(f"there is no document {wanted}: the corpus has {documents}")
+    shards, table = corpus.manifest.shards, corpus.blocks
+    ends = np.cumsum([shard.documents for shard in shards])
+    if not 0 <= wanted < int(ends[-1]):
+        raise DataError(f"there is no document {wanted}: the corpus has {int(ends[-1])}")
     index = int(ends.searchsorted(wanted, "right"))
-    shard = manifest.shards[index]
-    number = wanted - (int(ends[index]) - shard.documents)
-    with ExitStack() as stack:
-        if isinstance(place, Url):
-            room = stack.enter_context(scratch_directory(None))
-            corpus = Corpus(place, cache=CacheUse(room, 1 << 62))
-            tokens = _from_block(corpus, index, number)
-        else:
-            corpus = Corpus(place)
-            tokens = corpus.shard(index).document(number)
-        text = decode_any(tokens.tolist(), corpus.tokenizer())
-        return ShownDocument(shard.name, number, len(tokens), text)
-
-
-def _from_block(corpus: Corpus, shard: int, number: int) -> npt.NDArray[Any]:
-    """A document from the block that holds it; those of no block are empty."""
-    table = corpus.blocks
-    inside = (table[:, 0] == shard) & (table[:, 1] <= number) & (number < table[:, 1] + table[:, 2])
-    for row in np.flatnonzero(inside).tolist():
-        lengths, at = corpus.lengths(row).astype(np.int64), number - int(table[row, 1])
+    number = wanted - (int(ends[index]) - shards[index].documents)
+    inside = (table[:, 0] == index) & (table[:, 1] <= number) & (number < table[:, 1] + table[:, 2])
+    ids = list[int]()  # a document of no block is empty
+    for block in np.flatnonzero(inside).tolist():
+        lengths, at = corpus.lengths(block).astype(np.int64), number - int(table[block, 1])
         begin = int(lengths[:at].sum())
-        return corpus.tokens(row, begin, begin + int(lengths[at]))
-    return np.zeros(0, dtype=np.dtype(corpus.manifest.dtype))
+        ids = corpus.tokens(block, begin, begin + int(lengths[at])).tolist()
+    return ShownDocument(shards[index].name, number, len(ids), decode_any(ids, corpus.tokenizer()))

@@ -28,7 +28,7 @@ _LENGTH_BINS = 64 * 58
 
 @dataclass
 class Measurement:
-    """What was measured of a file, or of a part of it.
+    """What was measured of a file.
 
     Attributes:
         findings: of the file.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -52,7 +52,6 @@ class ValidationReport:
         fingerprint: of the tokenizer, if one is known.
         lengths: quantiles of the document lengths, in tokens.
         specials: by id.
-        boundaries: decoded text around the first document boundaries.
     """
 
     directory: str
@@ -65,7 +64,6 @@ class ValidationReport:
     lengths: dict[str, int]
     specials: dict[int, SpecialPlaces]
     files: list[FileFigures]
-    boundaries: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -82,7 +80,6 @@ class ValidationReport:
             "lengths": self.lengths,
             "specials": {number: asdict(places) for number, places in self.specials.items()},
             "files": [asdict(file) for file in self.files],
-            "boundaries": self.boundaries,
         }
 
     def rate(self, finding: Finding) -> float | None:
@@ -104,8 +101,6 @@ def render(report: ValidationReport, write: Callable[[str], None] = print) -> No
         write(f"  encoding    at least {min(agreement):.1%} of each file's sampled ids survive re-encoding")
     for number, places in report.specials.items():
         write(f"  special     {number} {places}")
-    for text in report.boundaries:
-        write(f"  boundary    {text!r}")
     for finding in sorted(report.findings.by_code.values(), key=lambda item: item.kind.severity):
         _render_finding(finding, report.rate(finding), write)
     if not report.findings.by_code:

@@ -15,18 +15,18 @@ import numpy.typing as npt
 from data.text.documents import FOREIGN_AGREEMENT, repeated
 
 from .findings import EXAMPLES, Example, Findings
-from .heldout import Hashes
 from .meter import LONGEST, Measurement, length_quantile
 from .report import FileFigures, SpecialPlaces
 
 GIANT_TIMES, GIANT_SHARE = 20, 0.01
 """A document is giant at 20 times the 99th percentile of the lengths and a hundredth of the corpus's tokens."""
 _JUDGED_DOCUMENTS = 3
+Hashes = npt.NDArray[np.uint64]
 _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
 class Totals:
-    """Adds up the measurements of named files, which come file by file and part by part."""
+    """Adds up the measurements of named files."""
 
     def __init__(self, names: list[str]) -> None:
         self.findings = Findings()
@@ -34,8 +34,7 @@ class Totals:
         self.files = [FileFigures(name) for name in names]
         self._lengths: npt.NDArray[np.int64] | None = None
         self._longest: list[tuple[int, int, int]] = []
-        self._hashes: list[tuple[int, int, npt.NDArray[np.uint64]]] = []
-        self._agreement: list[list[float]] = [[] for _ in names]
+        self._hashes: list[tuple[int, int, Hashes]] = []
         self._specials: Counter[tuple[int, int]] = Counter()
 
     def add(self, file: int, measured: Measurement) -> None:
@@ -43,28 +42,21 @@ class Totals:
         self.findings.merge(measured.findings)
         self.documents += measured.documents
         self.tokens += measured.tokens
-        self.files[file].documents += measured.documents
-        self.files[file].tokens += measured.tokens
+        self.files[file].documents, self.files[file].tokens = measured.documents, measured.tokens
         self._lengths = measured.lengths if self._lengths is None else self._lengths + measured.lengths
         here = [(tokens, file, document) for tokens, document in measured.longest]
         self._longest = sorted([*self._longest, *here], key=lambda item: (-item[0], *item[1:]))[:LONGEST]
         self._hashes += [(file, first, hashes) for first, hashes in measured.hashes]
-        self._agreement[file] += measured.agreement
+        self._judge(self.files[file], measured.agreement)
         for number, counts in measured.specials.items():
             self._specials.update({(number, place): count for place, count in enumerate(counts)})
 
     def add_findings(self, held_out: Mapping[str, Hashes]) -> None:
-        """Add the findings about the whole: giants, duplicates, held-out documents, files of another tokenizer."""
+        """Add the findings about the whole: giants, duplicates, held-out documents."""
         self._giants()
         self._duplicates()
         for name, hashes in held_out.items():
             self._held_out(name, hashes)
-        for file, agreement in zip(self.files, self._agreement, strict=True):
-            if len(agreement) >= _JUDGED_DOCUMENTS:
-                file.agreement = float(np.median(agreement))
-                if file.agreement < FOREIGN_AGREEMENT:
-                    note = f"{file.agreement:.1%} of the ids survive re-encoding (median of {len(agreement)} documents)"
-                    self.findings.note("foreign-tokens", file.name, note)
 
     def lengths(self) -> dict[str, int]:
         """Quantiles of the document lengths, in tokens as stored."""
@@ -77,6 +69,14 @@ class Totals:
         """Occurrences of each special token, with its text if that is known."""
         numbers = sorted({number for number, _ in self._specials})
         return {n: SpecialPlaces(texts.get(n, ""), *(self._specials[n, place] for place in range(3))) for n in numbers}
+
+    def _judge(self, file: FileFigures, agreement: list[float]) -> None:
+        """Whether a file is of the tokenizer."""
+        if len(agreement) >= _JUDGED_DOCUMENTS:
+            file.agreement = float(np.median(agreement))
+            if file.agreement < FOREIGN_AGREEMENT:
+                note = f"{file.agreement:.1%} of the ids survive re-encoding (median of {len(agreement)} documents)"
+                self.findings.note("foreign-tokens", file.name, note)
 
     def _giants(self) -> None:
         if self._lengths is None:

@@ -29,13 +29,11 @@ from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location, Problem, RemoteError, Url
 
 from .checker import TokenChecker
-from .findings import EXAMPLES, Example, Findings
-from .heldout import Hashes
+from .findings import Findings
 from .meter import Measurement, Meter
 from .report import ValidationReport, add_texts
-from .totals import Totals
+from .totals import Hashes, Totals
 
-_PART_BYTES = 256_000_000
 _MEASURED_FILES = 8
 _POOL_BYTES = 32_000_000
 """Below this, starting processes takes longer than measuring."""
@@ -57,14 +55,13 @@ class _Rules:
     separators: Separators
     tokenizer: tuple[Path, int] | None
     dtype: str | None
-    checksums: bool
     scratch: Path | None
     """Where remote files are fetched to."""
 
     def fetched(self, file: _File) -> AbstractContextManager[Path]:
         """The file as a local one. Raises RemoteError."""
         entry, suffixes = file.entry, PAIR if file.format == "megatron" else ("",)
-        expected = dict(zip(PAIR, (entry.bin_xxh3, entry.idx_xxh3), strict=True)) if entry and self.checksums else None
+        expected = dict(zip(PAIR, (entry.bin_xxh3, entry.idx_xxh3), strict=True)) if entry else None
         return fetched(file.path, suffixes, self.scratch, expected)
 
     def open(self, file: _File, here: Path) -> TokenFile:
@@ -84,17 +81,6 @@ class _Subject:
     fingerprint: str | None
 
 
-@dataclass(frozen=True)
-class _Work:
-    """One file, or one part of a large one."""
-
-    number: int
-    file: _File
-    part: int
-    parts: int
-    bytes: int
-
-
 def validate(
     directory: Location,
     *,
@@ -104,7 +90,6 @@ def validate(
     format: Format | None = None,  # noqa: A002
     dtype: str | None = None,
     workers: int = 1,
-    checksums: bool = True,
     held_out: Mapping[str, Hashes] | None = None,
     scratch: Path | None = None,
     quiet: bool = False,
@@ -117,7 +102,6 @@ def validate(
         vocabulary: overrides the manifest's.
         separators: what documents of files without a manifest should carry; None takes what most of them do.
         format, dtype: of files without a manifest, see `open_file`; None takes the format from their names.
-        checksums: also read every file once more and compare checksums.
         held_out: hashes of documents that should not be here, by the name of their corpus.
         scratch: local directory to which remote files are fetched, one for each worker; None takes the system's.
 
@@ -131,19 +115,19 @@ def validate(
         room = stack.enter_context(scratch_directory(scratch)) if isinstance(directory, Url) else None
         here = fetch_tables(directory, room) if isinstance(directory, Url) and room else directory
         if isinstance(here, Path) and (here / "manifest.json").exists():
-            subject = _declared(directory, here, tokenizer, vocabulary, separators, checksums, room, findings)
+            subject = _declared(directory, here, tokenizer, vocabulary, separators, room, findings)
         else:
             subject = _bare(directory, tokenizer, vocabulary, separators, format, dtype, room)
-        works = list(_split(subject.files))
+        sizes = at_once(_size, subject.files)
         if room is not None:
-            require_room(room, [work.bytes for work in works], workers)
+            require_room(room, sizes, workers)
         totals = Totals([file.name for file in subject.files])
         totals.findings.merge(findings)
-        size = sum(work.bytes for work in works)
-        with tqdm(total=size, unit="B", unit_scale=True, desc="validate", disable=True if quiet else None) as bar:
-            for work, measured in zip(works, _each(subject.rules, works, workers), strict=True):
-                totals.add(work.number, measured)
-                bar.update(work.bytes)
+        each = _each(subject.rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
+        with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=quiet or None) as bar:
+            for number, (size, measured) in enumerate(zip(sizes, each, strict=True)):
+                totals.add(number, measured)
+                bar.update(size)
         totals.add_findings(held_out or {})
         if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
             totals.findings.by_code.pop("one-token-documents", None)
@@ -156,7 +140,6 @@ def _declared(
     tokenizer: Tokenizer | None,
     vocabulary: Vocabulary | None,
     separators: Separators | None,
-    checksums: bool,
     room: Path | None,
     findings: Findings,
 ) -> _Subject:
@@ -167,10 +150,10 @@ def _declared(
             f"the manifest of {directory} declares separators `{manifest.separators}`, not `{separators}`",
             remedy="leave --separators out; validate judges by the manifest and reports what differs",
         )
-    entry, held = manifest.tokenizer, _compare(here, manifest, tokenizer, checksums, findings)
+    entry, held = manifest.tokenizer, _compare(here, manifest, tokenizer, findings)
     stored = held if held is not None and held.fingerprint == entry.fingerprint else entry
     ids = vocabulary or Vocabulary.of(stored)
-    rules = _Rules(ids, manifest.separators, _named(held), manifest.dtype, checksums, room)
+    rules = _Rules(ids, manifest.separators, _named(held), manifest.dtype, room)
     files = [_File(shard.location(directory), "megatron", shard.name, shard) for shard in manifest.shards]
     return _Subject(files, rules, manifest, "declared by the manifest", entry.fingerprint)
 
@@ -197,14 +180,14 @@ def _bare(
             f"{directory} has no manifest that defines its ids",
             remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
         )
-    rules, because = _Rules(vocabulary, separators or "none", _named(tokenizer), dtype, False, room), "declared"
+    rules, because = _Rules(vocabulary, separators or "none", _named(tokenizer), dtype, room), "declared"
     if separators is None:
         rules, because = _detect_separators(rules, files)
     return _Subject(files, rules, None, because, tokenizer.fingerprint if tokenizer else None)
 
 
 def _compare(
-    directory: Path, manifest: CorpusManifest, tokenizer: Tokenizer | None, checksums: bool, findings: Findings
+    directory: Path, manifest: CorpusManifest, tokenizer: Tokenizer | None, findings: Findings
 ) -> Tokenizer | None:
     """Compare the manifest with its files and the given tokenizer; returns the tokenizer of the corpus, if any."""
     entry, stored = manifest.tokenizer, None
@@ -219,7 +202,7 @@ def _compare(
             findings.note("manifest-mismatch", shard.name, note)
     for name, expected in (("blocks.npy", manifest.blocks_xxh3), (CHECKSUMS, manifest.checksums_xxh3)):
         try:
-            if checksums and expected and file_checksum(directory / name) != expected:
+            if file_checksum(directory / name) != expected:
                 findings.note("checksum", name, "not the table that the manifest names")
         except OSError as error:
             _unreadable(findings, name, error)
@@ -259,13 +242,6 @@ def _detect_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
     return replace(rules, separators=found), because
 
 
-def _split(files: list[_File]) -> Iterator[_Work]:
-    """The work; Megatron files beyond 256 MB in parts, so that one file occupies all workers."""
-    for number, (file, size) in enumerate(zip(files, at_once(_size, files), strict=True)):
-        parts = max(1, -(-size // _PART_BYTES)) if file.format == "megatron" and isinstance(file.path, Path) else 1
-        yield from (_Work(number, file, part, parts, size // parts) for part in range(parts))
-
-
 def _size(file: _File) -> int:
     """Bytes of the file with the tokens, 0 if it is absent."""
     if isinstance(file.path, Url) and file.entry is not None:
@@ -281,55 +257,37 @@ def _size(file: _File) -> int:
         return 0
 
 
-def _each(rules: _Rules, works: list[_Work], workers: int) -> Iterator[Measurement]:
-    """Measurements in the order of the works, so that reports do not depend on timing; the queue is bounded."""
-    if workers <= 1 or len(works) == 1 or sum(work.bytes for work in works) < _POOL_BYTES:
-        yield from (_measure(rules, work) for work in works)
+def _each(rules: _Rules, files: list[_File], workers: int) -> Iterator[Measurement]:
+    """Measurements in the order of the files, so that reports do not depend on timing; the queue is bounded."""
+    if min(workers, len(files)) <= 1:
+        yield from (_measure(rules, file) for file in files)
         return
-    with worker_processes(min(workers, len(works))) as pool:
+    with worker_processes(min(workers, len(files))) as pool:
         waiting: deque[Future[Measurement]] = deque()
-        for work in works:
-            waiting.append(pool.submit(_measure, rules, work))
+        for file in files:
+            waiting.append(pool.submit(_measure, rules, file))
             if len(waiting) > 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
 
 
-def _measure(rules: _Rules, work: _Work) -> Measurement:
-    """Measure one part of a file; what concerns the whole file is reported with its first part."""
+def _measure(rules: _Rules, file: _File) -> Measurement:
+    """Measure a file; of one that is damaged, what precedes the damage."""
+    checker = TokenChecker(file.name, rules.vocabulary, rules.separators, flat=file.format in ("npy", "bin"))
+    meter = Meter(checker, rules.vocabulary, _load(rules.tokenizer))
     try:
-        with rules.fetched(work.file) as here:
-            return _measure_here(rules, work, here)
+        with rules.fetched(file) as here:
+            opened = rules.open(file, here)
+            if _is_readable(opened.shard, file, rules, checker.findings):
+                for run in opened.runs(MEASURED_TOKENS):
+                    meter.add(run)
+    except (DataError, OSError) as error:
+        _unreadable(checker.findings, file.name, error)
     except RemoteError as error:
         if error.problem is not Problem.MISSING:
             raise
-        findings = Findings()
-        findings.note("unreadable", work.file.name, error.cause)
-        return Measurement(findings)
-
-
-def _measure_here(rules: _Rules, work: _Work, here: Path) -> Measurement:
-    findings, name = Findings(), work.file.name
-    file = _open(rules, work, here, findings)
-    if work.part:
-        findings = Findings()
-    if file is None:
-        return Measurement(findings)
-    checker = TokenChecker(name, rules.vocabulary, rules.separators, flat=work.file.format in ("npy", "bin"))
-    checker.findings.merge(findings)
-    meter = Meter(checker, rules.vocabulary, _load(rules.tokenizer))
-    begin, stop = (work.bytes * part for part in (work.part, work.part + 1))
-    offset = 0
-    try:
-        for run in file.runs(MEASURED_TOKENS):
-            if offset >= stop and work.part < work.parts - 1:
-                break
-            if offset >= begin:
-                meter.add(run)
-            offset += run.tokens.nbytes
-    except (DataError, OSError) as error:  # what precedes the damage is measured
-        _unreadable(checker.findings, name, error)
+        checker.findings.note("unreadable", file.name, error.cause)
     return meter.finish()
 
 
@@ -346,23 +304,19 @@ def _load(tokenizer: tuple[Path, int] | None) -> Tokenizer | None:
     return Tokenizer.load(*tokenizer) if tokenizer is not None else None
 
 
-def _open(rules: _Rules, work: _Work, here: Path, findings: Findings) -> TokenFile | None:
-    """The opened file if it can be read in order; otherwise None, with findings."""
-    try:
-        file = rules.open(work.file, here)
-        if shard := file.shard:
-            if work.part == 0 and work.file.entry is not None:
-                _compare_shard(shard, work.file, work.file.entry, rules, findings)
-            if problem := shard.index_problem():
-                findings.note("index", work.file.name, problem)
-                return None
-            beyond = shard.bytes - shard.listed_bytes
-            if beyond and work.file.entry is None:  # against a manifest, the sizes were compared
-                findings.note("index", work.file.name, f"{beyond} bytes of .bin belong to no document")
-        return file
-    except (DataError, OSError) as error:
-        _unreadable(findings, work.file.name, error)
-        return None
+def _is_readable(shard: Shard | None, file: _File, rules: _Rules, findings: Findings) -> bool:
+    """Whether a file can be read in order; what is wrong with the index of a shard is noted."""
+    if shard is None:
+        return True
+    if file.entry is not None:
+        _compare_shard(shard, file, file.entry, rules, findings)
+    if problem := shard.index_problem():
+        findings.note("index", file.name, problem)
+        return False
+    beyond = shard.bytes - shard.listed_bytes
+    if beyond and file.entry is None:  # against a manifest, the sizes were compared
+        findings.note("index", file.name, f"{beyond} bytes of .bin belong to no document")
+    return True
 
 
 def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, findings: Findings) -> None:
@@ -375,10 +329,9 @@ def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, 
     ):
         if held != said:
             findings.note("manifest-mismatch", file.name, f"{what}: {held}, the manifest says {said}")
-    if rules.checksums:
-        for suffix, expected in ((".bin", entry.bin_xxh3), (".idx", entry.idx_xxh3)):
-            if file_checksum(shard.prefix.with_name(shard.prefix.name + suffix)) != expected:
-                findings.note("checksum", file.name + suffix, "")
+    for path, expected in ((shard.path, entry.bin_xxh3), (shard.index_path, entry.idx_xxh3)):
+        if file_checksum(path) != expected:
+            findings.note("checksum", file.name + path.suffix, "")
 
 
 def _report(directory: Location, subject: _Subject, totals: Totals) -> ValidationReport:
@@ -397,13 +350,10 @@ def _report(directory: Location, subject: _Subject, totals: Totals) -> Validatio
         files=totals.files,
     )
     if tokenizer is not None:
-        opened = next((file.name for file in totals.files if file.tokens), None)
-        boundaries = [Example(opened, n, 0) for n in range(1, EXAMPLES + 1)] if opened else []
-        examples = [e for finding in totals.findings.by_code.values() for e in finding.examples] + boundaries
+        examples = [example for finding in totals.findings.by_code.values() for example in finding.examples]
         wanted = {example.file for example in examples if example.document is not None}
         for file in subject.files:
             if file.name in wanted:
                 with rules.fetched(file) as here:
                     add_texts(examples, {file.name: rules.open(file, here)}, tokenizer)
-        report.boundaries = [example.text for example in boundaries if example.text is not None]
     return report

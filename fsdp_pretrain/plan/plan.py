@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from data.fetch import room
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded
@@ -93,7 +94,7 @@ class Plan:
     checkpoints_kept: int
     disk_bytes: int
     sources: dict[str, epochs.SourceEpochs] | None
-    storage: storage.StorageNeed | None
+    storage: room.CacheNeed | None
     heldout: HeldOut | None
     schedule: list[dict[str, Any]]
     timeline: list[preview.TimelineRow]
@@ -176,8 +177,7 @@ def plan(
     packer = epochs.open_corpora(config)
     sources = None if packer is None else epochs.read_epochs(config, packer)
     warnings += epochs.warnings(sources or {})
-    warnings += packer.warnings if packer is not None else []
-    fetched = None if packer is None else storage.need(config, packer)
+    fetched = None if packer is None else room.need(config, packer)
     if packer is not None and fetched is not None:
         warnings += storage.warnings(fetched, packer)
     layout = None if world is None else _layout(config, world, gpus_per_node, device, available)

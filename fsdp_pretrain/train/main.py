@@ -196,7 +196,7 @@ def _train(
     heldout = None if samples is None else world.together(partial(build_heldout_loss, config, samples, world))
     scaler = build_loss_scaler(config, world, state.loss_scale)
     start.record_heldout(context, samples)
-    start.record_reads(context, packer, samples)
+    start.record_reads(context, samples)
     start.record_skips(context, state)
     if world.is_main:
         start.join_run(context, resumed)

@@ -295,12 +295,8 @@ def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
         run.recorder.event("heldout", text, samples=heldout.counts, corpora=heldout.fingerprints)
 
 
-def record_reads(run: RunContext, training: Packer, heldout: HeldOutSamples | None) -> None:
-    """Record which corpora cannot be checked, and what was wrong while the held-out ones were read; batches tell of the
-    others."""
-    for packer in [training, *([heldout.packer] if heldout is not None else [])]:
-        for text in packer.warnings:
-            run.recorder.event("data-read", text)
+def record_reads(run: RunContext, heldout: HeldOutSamples | None) -> None:
+    """Record what was wrong while the held-out corpora were read; batches tell of the others."""
     for corpus in heldout.packer.corpora.values() if heldout is not None else ():
         for text in corpus.places.take_notices():
             run.recorder.note("data-read", f"rank {run.world.rank}: {text}")

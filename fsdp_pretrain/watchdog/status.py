@@ -21,7 +21,6 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.console import row
 from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.fetcher_status import newest
 from fsdp_pretrain.record import goodput, journal, lineage, state_files
 from fsdp_pretrain.record.environment import ENVIRONMENT, Environment
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT, ExitIntent
@@ -92,7 +91,6 @@ class StatusReport(BaseModel):
         verified_checkpoint: the newest; None without one.
         damaged: lines of the record that were passed over.
         goodput: in one line.
-        storage: what the fetchers of the nodes last recorded, one line each.
         evaluations: what is to be said of those that failed and are tried again.
     """
 
@@ -110,7 +108,6 @@ class StatusReport(BaseModel):
     watchdog: _WatchdogSnapshot | None = None
     damaged: int = 0
     goodput: str = ""
-    storage: list[str] = []
     evaluations: list[str] = []
 
     @property
@@ -154,8 +151,6 @@ def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
     _check_checkpoints(report, run, report.status)
     _check_next_checkpoint(report, run, report.status)
-    if recorded := newest(run.path):
-        report.storage = [str(node) for node in recorded]
     checks = (_add_alarms, _check_evaluations, _check_watchdog, _check_files)
     for each in (_add_progress, _add_goodput) * (not brief) + checks:
         each(report, run)
@@ -400,9 +395,6 @@ def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
     if "disk_free_bytes" in report.model_fields_set:
         room = f"room for {report.checkpoints_that_fit:_} checkpoints"
         yield "disk", f"{human_bytes(report.disk_free_bytes)} free, {room}"
-    if report.storage:
-        more = f" (and {len(report.storage) - 1} other nodes)" if len(report.storage) > 1 else ""
-        yield "storage", report.storage[0] + more
     yield from (("evaluation", text) for text in report.evaluations)
     if report.watchdog is not None and report.running:
         yield "watchdog", _watchdog_line(report.watchdog)
