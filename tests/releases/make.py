@@ -2,8 +2,8 @@
 
     python tests/releases/make.py tests/releases/0.1.0.tar.xz
 
-The run was rolled back, evaluated, pinned, and
-finally killed; `rollback.json` is a second rollback of it that was decided and not carried out.
+The run was rolled back, evaluated, pinned, and finally killed; `rollback.json` is a second rollback of it that was
+decided and not carried out.
 """
 
 from __future__ import annotations
