@@ -200,7 +200,8 @@ def test_a_model_transformers_cannot_express_is_not_exported(module_lab: Any, od
 def test_tokenizers_encode_alike_in_transformers(shared_corpus: Path, kind: str, family: str, tmp_path: Path) -> None:
     ours = learn(shared_corpus / "train.jsonl", tmp_path / "tokenizer", kind)
     (tmp_path / "out").mkdir()
-    export_tokenizer(ours, tmp_path / "out", sequence_length=32)
+    printed = export_tokenizer(ours, tmp_path / "out", sequence_length=32)
+    assert ("converted" in printed) == (kind == "sentencepiece")
     (tmp_path / "out/config.json").write_text(json.dumps({"model_type": family}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     texts = [*samples(ours), *(json.loads(line)["text"] for line in (shared_corpus / "heldout.jsonl").open())]

@@ -98,33 +98,32 @@ def compare_with_folder(tokenizer: Tokenizer, folder: Path, *, accept: bool) -> 
 
 
 def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int) -> str:
-    """Write a tokenizer and `tokenizer_config.json` for transformers' AutoTokenizer. Returns what was written, for
-    people.
+    """Write `tokenizer.json` and `tokenizer_config.json` for transformers' AutoTokenizer.
 
-    A `tokenizer.json` encodes like ours: nothing is added, and special token names inside a text are plain text. A
-    sentencepiece model is copied, and transformers converts it. `sequence_length` is written as `model_max_length`.
+    The export encodes like ours: nothing is added, and special token names inside a text are plain text. A
+    sentencepiece model is converted if the result encodes all `samples` equally, else copied. `sequence_length` is
+    written as `model_max_length`. Returns what was written, for people.
     """
+    said = "tokenizer.json"
+    if tokenizer.kind == "tokenizers":
+        content = _plain(json.loads(tokenizer.path.read_text(encoding="utf-8")))
+    else:
+        converted = _from_sentencepiece(tokenizer)
+        if converted is None:
+            shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
+            return "tokenizer.model as it is: no tokenizer.json encodes every sample alike, so AutoTokenizer may differ"
+        content, said = converted, "tokenizer.json, converted from sentencepiece; equal on all samples"
     settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.specials[tokenizer.eod],
         "model_max_length": sequence_length,
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
+        "fix_mistral_regex": False,  # it encodes as in training; else transformers suggests to change that
     }
-    if tokenizer.kind == "tokenizers":
-        _write(folder / "tokenizer.json", _plain(json.loads(tokenizer.path.read_text(encoding="utf-8"))))
-        # It encodes as in training; else transformers suggests to change that.
-        settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "fix_mistral_regex": False}
-        said = "tokenizer.json"
-    else:
-        shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
-        settings |= {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": False}
-        said = "tokenizer.model as it is; transformers converts it, and AutoTokenizer may encode some texts otherwise"
-    _write(folder / "tokenizer_config.json", settings)
+    for name, value in (("tokenizer.json", content), ("tokenizer_config.json", settings)):
+        (folder / name).write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     return said
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:
@@ -136,4 +135,45 @@ def _plain(content: dict[str, Any]) -> dict[str, Any]:
     steps = processor.get("processors", [processor])  # a Sequence has several
     if any(step.get("type") not in (None, "ByteLevel") for step in steps):
         content["post_processor"] = None  # ByteLevel only trims offsets, so it may stay
+    return content
+
+
+def _from_sentencepiece(tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """A sentencepiece BPE model as `tokenizer.json`; None if it does not encode all samples equally."""
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import AddedToken, decoders, normalizers
+    from tokenizers import Tokenizer as Model
+    from tokenizers.models import BPE
+
+    pieces = SentencePieceProcessor()
+    pieces.Load(str(tokenizer.path))
+    size = pieces.GetPieceSize()
+    vocab = {pieces.IdToPiece(n): n for n in range(size)}
+    joined = {
+        piece: n for piece, n in vocab.items() if not (pieces.IsControl(n) or pieces.IsUnknown(n) or pieces.IsByte(n))
+    }
+    merges = sorted(
+        (-pieces.GetScore(number), joined[piece[:cut]], joined[piece[cut:]], piece[:cut], piece[cut:])
+        for piece, number in joined.items()
+        for cut in range(1, len(piece))
+        if piece[:cut] in joined and piece[cut:] in joined
+    )
+    fallback = any(pieces.IsByte(n) for n in range(size))
+    unknown = pieces.IdToPiece(pieces.unk_id())
+    pairs = [(left, right) for _, _, _, left, right in merges]
+    model = Model(BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=fallback))
+    prefixed = pieces.EncodeAsPieces("a")[0].startswith("▁")
+    model.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁")] * prefixed + [normalizers.Replace(" ", "▁")],
+    )
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        + [decoders.Strip(" ", left=1)] * prefixed,
+    )
+    model.add_special_tokens([AddedToken(text, normalized=False) for _, text in sorted(tokenizer.specials.items())])
+    model.encode_special_tokens = True
+    encoded = [item.ids for item in model.encode_batch(samples(tokenizer))]
+    if first_difference(tokenizer, encoded) is not None:
+        return None
+    content: dict[str, Any] = json.loads(model.to_str())
     return content
