@@ -318,7 +318,7 @@ def test_what_cannot_work_is_refused_at_start(
         f'slack="https://x/{SECRET}"',
         f"slack.url={SECRET}",
         f'pagerduty="{SECRET}"',
-        f'prometheus="{SECRET}@h"',
+        f'metrics="{SECRET}@h"',
     ],
 )
 def test_a_secret_in_the_configuration_is_refused_and_not_shown(run_command: Any, helpers: Any, given: str) -> None:

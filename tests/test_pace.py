@@ -79,15 +79,14 @@ def test_a_slow_decline_is_found() -> None:
 
 
 @pytest.mark.quick
-def test_an_incident_ends_worsens_and_is_told_once() -> None:
+def test_an_incident_ends_and_is_told_once() -> None:
     times = noise(3, 6000)
     times[1000:2000] *= 1.06
     times[3000:] *= 1.06
     times[4000:] *= 1.06
     found = changes(times)
-    assert [c.kind for c in found] == ["slower", "back", "slower", "slower still"]
+    assert [c.kind for c in found] == ["slower", "back", "slower"]
     assert 2000 < found[1].step < 2000 + 16 * 6
-    assert found[3].ratio == pytest.approx(1.06**2, abs=0.015)
 
 
 @pytest.mark.quick

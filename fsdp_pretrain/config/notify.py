@@ -37,6 +37,6 @@ class NotifySection(Section):
     ping: bool = False
     """A dead man's switch: the URL in `$WATCHDOG_PING_URL` is fetched once a minute as long as the watchdog really
     observes the run. A monitoring service alerts you when the pings stop."""
-    prometheus: Annotated[str, AfterValidator(_address)] | None = None
+    metrics: Annotated[str, AfterValidator(_address)] | None = None
     """`HOST:PORT` to serve `/metrics` for Prometheus on, such as `127.0.0.1:9464`; port 0: any. There is no log-in:
     anyone who can reach it can read it."""

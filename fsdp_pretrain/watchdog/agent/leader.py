@@ -94,7 +94,7 @@ class Leader:
             self._ping = Ping() if section.ping else None
         except ConfigError as error:  # the trainer checked it, but secrets may be gone since
             self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent")
-        self._exporter = Exporter(section.prometheus)
+        self._exporter = Exporter(section.metrics)
         begun = environment.view(self._run, segment)
         for alarm in list(self.alarms):  # an earlier agent may have opened some in this start
             if alarm.detector in _PER_START and alarm.opened < (begun.time or "9"):

@@ -22,8 +22,8 @@ _SLACK, _LIMIT = (0.015, 1.0), (0.045, 5.0)
 """Allowance and limit of the CUSUM: at least the first, and this many deviations."""
 _LARGEST = 0.10
 """Maximum contribution of a block: one long stall is not a drift."""
-_SKIPPED, _SETTLING = 2, 8
-"""First blocks, not learned from; blocks after an alarm that show the new level."""
+_SKIPPED = 2
+"""First blocks, not learned from."""
 _BACK, _BACK_BLOCKS = 0.01, 4
 _FASTER, _FASTER_BLOCKS = 0.02, 30
 
@@ -33,13 +33,13 @@ class PaceChange:
     """The pace changed.
 
     Attributes:
-        kind: `slower` opens an incident, `slower still` worsens it, `back` ends it; `faster` is a new baseline.
+        kind: `slower` opens an incident, `back` ends it; `faster` is a new baseline.
         ratio: step time relative to the baseline.
         step: the last step of the last block.
         since: the first step of the block in which it started.
     """
 
-    kind: Literal["slower", "slower still", "back", "faster"]
+    kind: Literal["slower", "back", "faster"]
     ratio: float
     step: int
     since: int
@@ -73,8 +73,8 @@ class PaceCusum:
         self._steps: list[tuple[int, float]] = []
         self._learned: list[float] = []
         self._baseline: float | None = None
-        self._noise = self._level = self._sum = 0.0
-        self._begun = self._settling = 0
+        self._noise = self._sum = 0.0
+        self._begun = 0
         self._recent: list[_Block] = []
 
     def add(self, step: int, seconds: float, phase: Hashable = None) -> PaceChange | None:
@@ -106,38 +106,28 @@ class PaceCusum:
         """Set the baseline, and the noise of blocks about it."""
         self._baseline, deviation = spread(values)
         self._noise = max(deviation, _LEAST_NOISE)
-        self._level, self._sum, self._recent, self._settling, self.ratio = 0.0, 0.0, [], 0, 1.0
+        self._sum, self._recent, self.ratio = 0.0, [], 1.0
 
     def _judge(self, block: _Block, baseline: float) -> PaceChange | None:
         above = [recent.above for recent in self._recent]
-        if self.slow and len(above) >= _BACK_BLOCKS and max(above[-_BACK_BLOCKS:]) < _BACK:
-            return self._end(block)
-        if self._settling:
-            self._settling -= 1
-            if not self._settling:
-                level = median(above[-_SETTLING:])
-                if level < _BACK:
-                    return self._end(block)
-                self._level = max(self._level, level)
-            return None
-        if not self.slow and len(above) == _FASTER_BLOCKS and max(above) < -_FASTER:
+        if self.slow:
+            is_back = len(above) >= _BACK_BLOCKS and max(above[-_BACK_BLOCKS:]) < _BACK
+            return self._end(block) if is_back else None
+        if len(above) == _FASTER_BLOCKS and max(above) < -_FASTER:
             since = self._recent[0].first
             self._adopt([baseline + value for value in above])
             return PaceChange("faster", math.exp(median(above)), block.last, since)
         slack, limit = (max(least, times * self._noise) for least, times in (_SLACK, _LIMIT))
         if self._sum == 0.0:
             self._begun = block.first
-        self._sum = max(0.0, self._sum + min(block.above - self._level, _LARGEST) - slack)
+        self._sum = max(0.0, self._sum + min(block.above, _LARGEST) - slack)
         if self._sum <= limit:
             return None
         since_begun = [recent.above for recent in self._recent if recent.first >= self._begun]
-        change = PaceChange(
-            "slower still" if self.slow else "slower", math.exp(median(since_begun)), block.last, self._begun
-        )
-        self.slow, self._sum, self._settling = True, 0.0, _SETTLING
-        return change
+        self.slow, self._sum = True, 0.0
+        return PaceChange("slower", math.exp(median(since_begun)), block.last, self._begun)
 
     def _end(self, block: _Block) -> PaceChange:
         assert self.ratio is not None
-        self.slow, self._sum, self._settling, self._level = False, 0.0, 0, 0.0
+        self.slow, self._sum = False, 0.0
         return PaceChange("back", self.ratio, block.last, self._recent[-_BACK_BLOCKS:][0].first)

@@ -67,7 +67,7 @@ def make_channels(section: NotifySection, environment: Mapping[str, str] = os.en
     found: list[Channel] = []
     problems: list[str] = []
     for name, value in section:
-        if not value or name == "prometheus":
+        if not value or name == "metrics":
             continue
         try:
             if name == "ping":
