@@ -241,7 +241,11 @@ def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "exit_intent.json is damaged",
             ],
         ),
-        (("status",), 2, ["damaged lines, passed over: 9", "step 24 verified", "config.toml cannot be read"]),
+        (
+            ("status",),
+            2,
+            ["damaged lines, passed over: 9", "0003 (copy), 0003x, old", "step 24 verified", "cannot be read"],
+        ),
         (("checkpoints", "list"), 0, ["24  "]),
         (("checkpoints", "verify"), 0, ["16  "]),
         (("alarms",), 2, ["rank-died"]),
