@@ -28,8 +28,8 @@ def python_path(*folders: object) -> str:
 
 
 def clean_environment(**extra: str) -> dict[str, str]:
-    """The environment of a user's shell: this checkout, no rank variables."""
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "PYTEST")
+    """The environment of a user's shell: this checkout, no rank variables. The current test stays, for `mutants.py`."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "PYTEST_ADDOPTS", "PYTEST_X")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     environment.update(
         PYTHONPATH=python_path(),
