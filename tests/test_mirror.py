@@ -7,7 +7,8 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,37 @@ def test_a_killed_uploader_comes_back(carried: Carried) -> None:
     report = mirror_status.read(carried.run, 1)
     assert report is not None and (report.newest, report.problem, process.steps_in_use()) == (10, "", [])
     assert report.pid != first.pid and mirror_status.read(carried.run, 2) is None
+
+
+@pytest.mark.shows("F53")
+def test_storage_that_stays_away_is_asked_again_and_again(carried: Carried, constants: Callable[..., None]) -> None:
+    """After more failures than there are pauses, too."""
+    constants("fsdp_pretrain.mirror.uploader", _PAUSES=[0.01, 0.02], _PATIENCE=0.05)
+    carried.place.write_text("in the way")
+    process = carried.process()
+    carried.save(10)
+    until(lambda: (report := mirror_status.read(carried.run)) is not None and report.problem)
+    time.sleep(0.5)
+    assert not process.ended
+    carried.place.unlink()
+    process.finish()
+    until(lambda: process.ended)
+    assert process.finished and carried.whole() == [10]
+
+
+@pytest.mark.parametrize(
+    ("error", "needs_person"),
+    [
+        (OSError(28, "no space"), False),
+        (RemoteError("s3://bucket", Problem.FAILED, "busy"), False),
+        (RemoteError("s3://bucket", Problem.DENIED, "no access"), True),
+        (MirrorError("another run"), True),
+    ],
+)
+def test_what_does_not_pass_by_itself_needs_a_person(carried: Carried, error: Any, needs_person: bool) -> None:
+    carried.uploader().failed(error)
+    report = mirror_status.read(carried.run)
+    assert report is not None and report.problem and report.needs_person == needs_person
 
 
 @pytest.mark.shows("F53")

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,18 @@ def test_storage_that_fails_is_told_and_heals(
     process.finish()
     until(lambda: process.ended)
     assert whole(stored) == [10, 20]
+
+
+@pytest.mark.shows("F53")
+def test_a_complete_run_waits_for_its_mirror_as_long_as_is_said(
+    lab: Any, object_store: ObjectStore, constants: Callable[..., None]
+) -> None:
+    """Not as long as one that was asked to stop."""
+    constants("fsdp_pretrain.train.mirroring", _COMPLETE_SECONDS=1.5, _STOP_SECONDS=100_000.0)
+    object_store.faults = Faults(corrupt=1.0, objects="runs/run/checkpoints/.*distcp")
+    policy = {"every": "2 steps", "mirror": f"{object_store.url}/runs"}
+    output = lab.train(lab.config("run", train={"duration": "4 steps"}, checkpoint=policy))
+    assert "waiting up to 1.5s for the mirror" in output and "the mirror lacks the end of this start" in output
 
 
 @pytest.mark.slow
