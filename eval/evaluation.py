@@ -50,7 +50,7 @@ def evaluate(
         raise RefusedError("eval.tasks names no task")
     _silence_libraries()
     others = {*section.tasks} - {*BUNDLED, NAME}
-    offline = choose_network(wanted=bool(others))
+    offline = choose_network(wanted=bool(others) and not section.offline)
     try:
         import lm_eval
         from lm_eval import evaluator

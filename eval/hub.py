@@ -11,6 +11,7 @@ import sys
 import urllib.error
 import urllib.request
 
+_SWITCHES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 _FALSE = ("", "0", "false", "off", "no")
 _SECONDS = 5.0
 """For the Hub to answer."""
@@ -21,13 +22,13 @@ def choose_network(*, wanted: bool) -> str:
 
     Returns why they will not; "" if they will.
     """
-    switch = os.environ.get("HF_HUB_OFFLINE", "0")
+    forbidden = [f"{name}={os.environ[name]}" for name in _SWITCHES if os.environ.get(name, "0").lower() not in _FALSE]
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     reason = ""
     if not wanted:
-        reason = "no task needs it"
-    elif switch.lower() not in _FALSE:
-        reason = f"HF_HUB_OFFLINE={switch}"
+        reason = "eval.offline"
+    elif forbidden:
+        reason = forbidden[0]
     elif not _answers(endpoint):
         reason = f"{endpoint} does not answer"
         print(f"{reason}: the data of tasks is taken from the cache", file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from damage import write
+from sight import until
 from test_block_cache import build, url
 
 from data.corpus.cached import CacheUse
@@ -148,3 +149,27 @@ def test_a_run_whose_shards_were_damaged_is_refused_until_they_are_whole(lab: An
         path.write_bytes(whole)
     lab.train(config)
     assert batches(helpers, lab.path / "files") == batches(helpers, lab.path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["flip", "zero", "exchange"])
+def test_a_live_run_whose_cache_is_damaged(lab: Any, helpers: Any, kind: str) -> None:
+    """Two ranks, while they train: whatever is written over the blocks, again and again, the batches are the same."""
+    corpus = build(lab.path / "corpus", Tokenizer.load(lab.tokenizer))
+    train = {"duration": "60 steps", "global_batch": "16 samples"}
+    lab.train(lab.config("whole", data=sources(corpus), train=train), ranks=2)
+    data = {**sources(url(corpus)), "cache": {"dir": str(lab.path / "cache"), "size": "1GB"}}
+    run = lab.path / "run"
+    job = lab.start(lab.config(data=data, train=train), ranks=2)
+    for step in range(5, 50, 5):
+        until(lambda step=step: len(helpers.metrics(run)) >= step or None not in job.codes(), what=job.output)  # type: ignore[misc]
+        blocks = sorted((lab.path / "cache").glob("*/blocks/*"))
+        for path, other in zip(blocks, blocks[1:] + blocks[:1], strict=True):
+            try:
+                content, size = other.read_bytes(), path.stat().st_size
+                write(path, 0, content[:size] if kind == "exchange" else bytes(size) if kind == "zero" else b"\xff")
+            except FileNotFoundError:  # dropped meanwhile
+                continue
+    assert job.wait() == [0, 0], job.output()
+    assert batches(helpers, run) == batches(helpers, lab.path / "whole")
+    assert told(helpers, run) and "Traceback" not in job.output()

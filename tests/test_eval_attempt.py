@@ -76,3 +76,8 @@ def test_the_stack_of_one_that_is_late_is_kept_and_it_may_still_end(tmp_path: Pa
     assert guarded(slow, tmp_path, 0.05) is None
     assert "test_eval_attempt.py" in (tmp_path / "stack").read_text()
     assert state_files.read(tmp_path / "results.json", Results) == results()
+
+
+def test_a_refusal_keeps_its_three_parts(tmp_path: Path) -> None:
+    failure = guarded(raises(RefusedError("a", "b", "c")), tmp_path, 600.0)
+    assert failure is not None and failure.refused == ["a", "b", "c"]

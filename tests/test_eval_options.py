@@ -167,3 +167,22 @@ def test_sample_files_count_once_their_results_are_published(lab: Any) -> None:
         (job.folder / "claim.json").write_text(claim)
         assert jobs.publish(mine, found)
     assert {path.name for path in job.folder.iterdir()} == {"attempt-1", "results.json", "samples_a.jsonl"}
+
+
+def test_an_answer_without_tokens_is_refused(run: Path, tasks: Path, tmp_path: Path, run_command: Run) -> None:
+    """It would be the likeliest of all."""
+    text = TASK.format(name="blank", folder=tasks)
+    (tmp_path / "blank.yaml").write_text(text + 'output_type: loglikelihood\ndoc_to_target: ""\ntarget_delimiter: ""\n')
+    done = run_command("eval.cli", "run", run, "--include", tmp_path, "--tasks", "blank")
+    assert done.returncode == 78 and "'' after 'the run writes', but it has no token" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+@pytest.mark.slow
+def test_patterns_of_task_names(run: Path, tasks: Path, run_command: Run) -> None:
+    """As lm-eval matches them; all its own tasks are among the candidates."""
+    common = ["eval.cli", "run", run, "--include", tasks, "--json", "--limit", "2"]
+    done = run_command(*common, "--tasks", "cho?s[a-f],say")
+    assert done.returncode == 0 and set(json.loads(done.stdout)["scores"]) == {"choose", "say"}, done.stderr
+    done = run_command(*common, "--tasks", "choose,no_such_*")
+    assert done.returncode == 78 and "lm-eval has no task 'no_such_*'" in done.stderr

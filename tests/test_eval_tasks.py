@@ -136,7 +136,7 @@ def test_the_end_of_a_blank_ends_an_answer(shared_corpus: Path) -> None:
     """GLM: `eop` follows what fills a blank. Here it is likelier than one of the tokens of a greedy answer."""
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     objective = GLMObjective(kind="glm", row=LENGTH - 8)
-    eop = Specials.behind(objective, tokenizer.vocab_size).eop
+    eop = Specials.behind(tokenizer.vocab_size).eop
     model = build("glm", eop + 1, layers=2)
     judged = CheckpointLM(model, tokenizer, length=LENGTH, batch=2, objective=objective)
     generator = torch.Generator().manual_seed(1)

@@ -5,9 +5,11 @@ transformers is the reference here; the program itself imports it only for `benc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -38,6 +40,7 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.lease import this_process
 
 pytestmark = pytest.mark.slow  # the default suite has no room for it
 
@@ -460,3 +463,24 @@ def test_memory_is_that_of_a_file_not_of_the_model(lab: Any, helpers: Any) -> No
     start, imported, exported = json.loads(done.stdout)
     assert sum(path.stat().st_size for path in (lab.path / "out").glob("*.safetensors")) > 400e6
     assert imported - start < 150 and exported - start < 150, (start, imported, exported)
+
+
+def test_what_a_killed_export_left_behind_goes_with_the_next(
+    trained: Callable[[str], RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not what an export that still runs writes."""
+    run, out = trained("gpt"), tmp_path / "out"
+    if (pid := os.fork()) == 0:
+        monkeypatch.setattr(hf, "save_file", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        with contextlib.suppress(BaseException):
+            hf.export_checkpoint(run, 4, out, dtype="fp32", shard_bytes=10**9)
+        os._exit(1)
+    os.waitpid(pid, 0)
+    (killed,) = tmp_path.iterdir()
+    hf.export_checkpoint(run, 4, out, dtype="fp32", shard_bytes=10**9)
+    assert {*tmp_path.iterdir()} == {out} and not (out / "lease.json").exists()
+    (running := killed.with_name(killed.name.replace("out", "other"))).mkdir()
+    state_files.write(running / "lease.json", {"token": "other", **this_process()})
+    with pytest.raises(ConfigError, match="another process is exporting"):
+        hf.export_checkpoint(run, 4, tmp_path / "other", dtype="fp32", shard_bytes=10**9)
+    assert {*tmp_path.iterdir()} == {out, running}

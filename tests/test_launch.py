@@ -440,3 +440,21 @@ def test_preflight(lab: Any, run_command: Any, small_disk: Any, helpers: Any) ->
     helpers_host = os.uname().nodename
     (run / "avoid_hosts").write_text(f"other\n{helpers_host}\n")
     assert f"host {helpers_host} is in {run}/avoid_hosts" in refused(76)
+
+
+@pytest.mark.slow
+def test_two_launchers_on_one_machine(launch: Launch, lab: Any, helpers: Any) -> None:
+    """One of them hosts the rendezvous. Both start again together when a rank dies, and the record has each start once."""
+    meet = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{helpers.port()}")
+    config = lab.config(train={"duration": "60 steps"}, checkpoint={"every": "10 steps"}, launch=HASTE)
+    jobs = [
+        launch(config, options=(*meet, "--local-addr", "127.0.0.1", "--rdzv-conf", f"is_host={host}"))
+        for host in ("true", "false")
+    ]
+    jobs[0].reaches(12)
+    jobs[1].ranks()[0].kill()
+    for job in jobs:
+        job.ends(0)
+    assert helpers.metrics(jobs[0].run)[-1]["step"] == 60
+    starts = [entry["world"] for entry in helpers.journal(jobs[0].run, "start")]
+    assert starts == [2, 2] and len(helpers.journal(jobs[0].run, "restart")) == 1

@@ -368,3 +368,15 @@ def test_through_storage_that_lies_and_kills_every_whole_copy_comes_back(
     folders = {name.split("/")[3] for name in object_store.names("runs/run/checkpoints/")}
     assert folders == {f"step-{step:08d}" for step in (last + 10, last + 20)}
     assert os.path.commonpath(object_store.names("runs/run/record/")) == "runs/run/record"
+
+
+@pytest.mark.quick
+def test_a_mirror_with_a_later_checkpoint(carried: Carried) -> None:
+    """The same starts in both, and the run directory has lost its newest checkpoint."""
+    carried.copy()
+    shutil.rmtree(carried.run.checkpoints / "step-00000020")
+    with pytest.raises(MirrorError, match=r"holds step 20 of start 2, and .* has step 10 and 2 starts"):
+        carried.look()
+    assert carried.look(fresh=True) is None
+    with pytest.raises(MirrorError, match="holds step 20"):
+        carried.look(restore=True)

@@ -26,6 +26,7 @@ from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError, ConfigError, StorageError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.lease import Lease, drop_if_dead
 from fsdp_pretrain.units import human_bytes
 
 from .hf_folder import INDEX, Folder
@@ -36,6 +37,7 @@ from .tokenizer import QWEN2_WARNING, compare_with_folder, export_tokenizer, fin
 from .weights_import import Imported, begin, refuse_another_model, refuse_begun
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_LEASE, _SILENT_SECONDS = "lease.json", 90.0
 
 
 # ------------------------------------------------------------------------ export
@@ -133,32 +135,41 @@ def _split_into_files(sizes: dict[HFTensor, int], shard_bytes: int) -> dict[str,
 
 @contextmanager
 def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
-    """A temporary folder beside `out`: made durable and renamed to `out` on success, else removed.
+    """A temporary folder beside `out`: made durable and renamed to `out` on success, else removed. Raises StorageError.
 
-    Raises ConfigError, StorageError.
+    It holds a lease, so that the next export to `out` can remove what a killed one left behind.
     """
     partial = out.with_name(f".{out.name}.writing")
+    if drop_if_dead(partial / _LEASE, _SILENT_SECONDS):
+        shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(
-            f"another process is exporting to {out}, or was killed", remedy=f"wait for it, or remove {partial}"
+            f"another process is exporting to {out}", remedy=f"wait for it, or remove {partial}"
         ) from None
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror}", effect="nothing was exported") from None
+    mine = None
     try:
+        mine = Lease.take(partial / _LEASE, purpose="an export")
         free = shutil.disk_usage(partial).free
         if free < needed:
             raise StorageError(f"the export needs {human_bytes(needed)}, {out.parent} has {human_bytes(free)} free")
         yield partial
-        for path in (*partial.iterdir(), partial):
+        if mine is not None:
+            mine.release()
+        for path in partial.iterdir():
             sync_file(path)
+        sync_file(partial)
         partial.rename(out)
         sync_file(out.parent)
     except (OSError, SafetensorError) as error:
         cause = getattr(error, "strerror", None) or error
         raise StorageError(f"cannot write {out}: {cause}", effect="nothing was exported") from None
     finally:
+        if mine is not None:
+            mine.release()
         shutil.rmtree(partial, ignore_errors=True)
 
 

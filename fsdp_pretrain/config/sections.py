@@ -244,8 +244,9 @@ class EvalSection(Section):
     every: Length | None = None
     """Evaluate checkpoints that complete this interval, and the last one. Absent: none."""
     tasks: list[str] = ["heldout_bpb", "heldout_choice", "separator_probe"]
-    """lm-eval task names, patterns of them (`mmlu_*`), and three bundled ones, made from `eval.heldout`; others need
-    their data in the cache of Hugging Face, or a Hub that answers and is not forbidden by `HF_HUB_OFFLINE`."""
+    """lm-eval task names, patterns of them (`mmlu_*`), and three bundled ones, made from `eval.heldout`."""
+    offline: bool = False
+    """Take the data of tasks from the cache of Hugging Face only. Off: its Hub is asked if it answers."""
     heldout: FilePath | None = None
     """JSONL file of held-out documents (field `text`) for the bundled tasks."""
     include: list[FilePath] = []
