@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections import Counter
 from itertools import pairwise
@@ -331,21 +330,3 @@ def test_parts_of_a_long_document_do_not_follow_each_other(tmp_path: Path, token
         own = [start for start in starts if start // 500 == lane]
         assert sum(abs(a - b) == 1 for a, b in pairwise(own)) < 10
         assert abs(np.corrcoef(own[:-1], own[1:])[0, 1]) < 0.2
-
-
-def test_bench_measures_a_corpus(shared_corpus: Path, run_command: Any) -> None:
-    done = run_command(
-        *("data.cli", "bench", shared_corpus / "corpus", "--sequence-length", 32, "--batch", 4),
-        *("--seconds", 0.05, "--json"),
-    )
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
-    assert figures["tokens"] == read_manifest(shared_corpus / "corpus").tokens
-    assert figures["tokens_per_second_best"] >= figures["tokens_per_second_worst"] > 0
-    assert 0 < figures["random_sample_ms_median"] <= figures["random_sample_ms_max"] and figures["state_bytes"] < 1024
-
-
-def test_bench_makes_its_own_corpus(run_command: Any) -> None:
-    done = run_command("data.cli", "bench", "--tokens", "40K", "--sequence-length", 64, "--seconds", 0.05)
-    assert done.returncode == 0, done.stderr
-    assert "tokens per second best" in done.stdout
