@@ -2,6 +2,7 @@
 
     python tests/mutants.py                                12 changes of each subject, seed 1
     python tests/mutants.py --seed 7 --each 20 --only mirror evaluation
+    python tests/mutants.py --only mirror --tests tests/test_mirror.py tests/test_mirror_damage.py
     python tests/mutants.py --seed 7 --list                only show the changes
     python tests/mutants.py --repeat 'data/packing/mixture.py::Mixture.source_of: < -> <='
 
@@ -220,11 +221,12 @@ def add_notes(tree: Path, mutants: list[Mutant]) -> None:
         (tree / file).write_text(content)
 
 
-def tests_by(tree: Path, mutants: list[Mutant], budget: float) -> dict[Mutant, list[str]]:
-    """The tests that come by each change, fast ones first, as many as take `budget` seconds."""
+def tests_by(tree: Path, mutants: list[Mutant], among: list[str], budget: float) -> dict[Mutant, list[str]]:
+    """The tests that come by each change, fast ones first, as many as take `budget` seconds; `among` these files, if
+    any are named."""
     add_notes(tree, mutants)
     report = tree / "came-by" / "report.xml"
-    run(tree, ["-n3", "--dist=loadfile", "--no-loadscope-reorder", f"--junitxml={report}"], quiet=False)
+    run(tree, ["-n3", "--dist=loadfile", "--no-loadscope-reorder", f"--junitxml={report}", *among], quiet=False)
     seconds = dict[str, float]()
     for case in ElementTree.parse(report).iter("testcase"):
         file = case.get("classname", "").replace(".", "/") + ".py"
@@ -278,11 +280,11 @@ def copies(number: int, parent: Path) -> Iterator[Path]:
         yield tree
 
 
-def verdicts(mutants: list[Mutant], jobs: int, budget: float) -> Iterator[tuple[Mutant, int, str]]:
+def verdicts(mutants: list[Mutant], jobs: int, among: list[str], budget: float) -> Iterator[tuple[Mutant, int, str]]:
     """For each change how many tests come by, and which kills it."""
     with tempfile.TemporaryDirectory(prefix="mutants") as parent, ThreadPoolExecutor(jobs) as pool:
         noted, *others = copies(jobs + 1, Path(parent))
-        tests = tests_by(noted, mutants, budget)
+        tests = tests_by(noted, mutants, among, budget)
         free: SimpleQueue[Path] = SimpleQueue()
         for tree in others:
             free.put(tree)
@@ -308,6 +310,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=list(SUBJECTS), default=list(SUBJECTS), metavar="SUBJECT")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--budget", type=float, default=200.0, help="seconds of tests for each change")
+    parser.add_argument("--tests", nargs="*", default=[], metavar="FILE", help="only these, not the default suite")
     parser.add_argument("--least", type=float, default=75.0, help="percent of each subject")
     parser.add_argument("--list", action="store_true", help="show the sample, run nothing")
     parser.add_argument("--repeat", metavar="NAME", help="only this change")
@@ -328,7 +331,7 @@ def main() -> int:
         return 0
     survived = set[Mutant]()
     for mutant, tests, killer in tqdm(
-        verdicts(mutants, options.jobs, options.budget), total=len(mutants), unit="change"
+        verdicts(mutants, options.jobs, options.tests, options.budget), total=len(mutants), unit="change"
     ):
         if not killer:
             survived.add(mutant)
