@@ -40,7 +40,7 @@ class Watch:
         return sum(thread.name.startswith(THREADS) for thread in set(threading.enumerate()) - self._before)
 
     def advance(self, seconds: float = 0.0, hanging: int = 0) -> None:
-        """Move the clock, and wait until only `hanging` probes are under way."""
+        """Move the clock, and wait until only `hanging` probes are under way, and what their answers led to."""
         self.now += seconds
         quiet = 0
 
@@ -49,7 +49,7 @@ class Watch:
             for detector in self.detectors:
                 detector.tick(self.now)
             quiet = quiet + 1 if self._looking() <= hanging else 0
-            return quiet == 2
+            return quiet == 6  # a pass starts a probe, one takes its answer, which may ask for another probe
 
         until(settled, what=lambda: f"the answers of {self._looking()} probes", every=0.002)
 
