@@ -196,8 +196,6 @@ def write_format(path: Path, format_: str, docs: list[list[int]]) -> Path:
     flat = np.array([token for document in docs for token in document], dtype=np.uint16)
     if format_ == "npy":
         np.save(path / "a.npy", flat)
-    elif format_ == "bin":
-        flat.tofile(path / "a.bin")
     else:
         table = pa.table({"tokens": pa.array(docs, pa.list_(pa.uint32()))})
         with pa.ipc.new_file(path / "a.arrow", table.schema) as writer:
@@ -205,7 +203,7 @@ def write_format(path: Path, format_: str, docs: list[list[int]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("format_", ["npy", "bin", "arrow"])
+@pytest.mark.parametrize("format_", ["npy", "arrow"])
 @pytest.mark.promise("separators-measured")
 def test_every_format_is_measured(
     tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, format_: str
