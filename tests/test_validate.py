@@ -16,7 +16,6 @@ from processes import Run
 
 from data.corpus.manifest import Vocabulary, read_manifest
 from data.text.tokenizer import Tokenizer
-from data.validate import meter
 from data.validate import validate as validation
 from data.validate.findings import CATALOGUE
 from data.validate.report import SpecialPlaces
@@ -155,13 +154,6 @@ def test_measures_of_the_corpus(tmp_path: Path, documents: list[list[int]], toke
     (example,) = report.findings.by_code["special-token"].examples
     assert (example.document, example.token) == (20, 7)
     assert report.specials == {248: SpecialPlaces("", start=0, end=0, inside=1)}
-
-
-def test_length_quantiles_hold_at_every_scale() -> None:
-    lengths = np.array([0, 1, 127, 128, 255, 256, 65_535, 65_536, 10**9, 2**40 + 1])
-    for length in lengths.tolist():
-        bins = np.bincount(meter._length_bin(np.array([length])), minlength=64 * 58)
-        assert length * (1 - 1 / 64) <= meter.length_quantile(bins, 0.5) <= length
 
 
 def test_bare_megatron_shards(
