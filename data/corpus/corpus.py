@@ -84,8 +84,9 @@ class Corpus:
         self._entries.setdefault(directory, self.manifest.shards)
         if mirror is not None and mirror not in self._entries:
             self._check_mirror(mirror, read_timeout)
-        self.blocks = self.places.read("blocks.npy", self._read_blocks)
-        self.checksums = self.places.read(CHECKSUMS, self._read_checksums)
+        said = self.manifest
+        self.blocks = self.places.read("blocks.npy", lambda place: self._table(place, "blocks.npy", said.blocks_xxh3))
+        self.checksums = self.places.read(CHECKSUMS, lambda place: self._table(place, CHECKSUMS, said.checksums_xxh3))
         if not len(self.blocks):
             raise DataError(f"{directory} holds no tokens")
         self._blocks: OrderedDict[int, StoredBlock] = OrderedDict()
@@ -124,25 +125,11 @@ class Corpus:
             raise DataError(f"{url} could not be opened at the start")
         return self.copies[url]
 
-    def _read_blocks(self, place: Location) -> npt.NDArray[np.int64]:
+    def _table(self, place: Location, name: str, xxh3: str) -> npt.NDArray[Any]:
         if isinstance(place, Url):
-            return self._copy(place).corpus.blocks
-        return _read_table(
-            place / "blocks.npy",
-            self.manifest.blocks_xxh3,
-            effect="samples would begin and end at other tokens than the run expects",
-            remedy="restore both files from the same copy of the corpus, or run `fsdp-data prepare` again",
-        )
-
-    def _read_checksums(self, place: Location) -> npt.NDArray[np.uint64]:
-        if isinstance(place, Url):
-            return self._copy(place).corpus.checksums
-        return _read_table(
-            place / CHECKSUMS,
-            self.manifest.checksums_xxh3,
-            effect="damaged blocks could not be told from whole ones",
-            remedy="restore both files from the same copy of the corpus, or run `fsdp-data prepare` again",
-        )
+            tables = self._copy(place).corpus
+            return tables.checksums if name == CHECKSUMS else tables.blocks
+        return _read_table(place / name, xxh3)
 
     def lengths(self, number: int) -> npt.NDArray[np.int32]:
         """[documents], tokens of each document of block `number` as stored; compared as by `copy`.
@@ -303,8 +290,10 @@ def _keep(kept: OrderedDict[K, T], key: K, value: T, most: int) -> None:
         kept.popitem(last=False)
 
 
-def _read_table(path: Path, xxh3: str, *, effect: str, remedy: str) -> npt.NDArray[Any]:
+def _read_table(path: Path, xxh3: str) -> npt.NDArray[Any]:
     """A table beside the manifest. Raises DataError if it is not the one with that checksum."""
+    effect = "samples would be other tokens than the run expects, or damaged ones"
+    remedy = "restore both files from the same copy of the corpus, or run `fsdp-data prepare` again"
     try:
         raw = path.read_bytes()
     except OSError as error:
