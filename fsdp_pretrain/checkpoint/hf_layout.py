@@ -287,6 +287,8 @@ def read_model(folder: Path) -> AnyModel:
     kind, problems, values, theirs = content.get("model_type"), list[str](), None, dict[str, str]()
     if content.get("quantization_config"):
         problems.append("quantization_config: quantised weights cannot be trained")
+    if content.get("transformers_weights"):
+        problems.append("transformers_weights: the weights are in a file of another name")
     if isinstance(kind, str) and kind in _LLAMA_CLASSES:
         values = _llama_from_hf(kind, content, problems)
         theirs = {ours: key for ours, key, _ in (*_LLAMA_KEYS, *_LLAMA_CLASSES[kind].keys)}
@@ -348,7 +350,14 @@ def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) ->
         for name, ours in (("low_freq_factor", 1.0), ("high_freq_factor", 4.0)):
             if (theirs := rope.get(name)) != ours:
                 problems.append(f"{name} = {reprlib.repr(theirs)}; ours is {ours}")
-    base = rope.get("rope_theta", content.get("rope_theta", 10_000.0))
+    places = {"config.json": content, **{name: content.get(name) for name in ("rope_parameters", "rope_scaling")}}
+    bases = {
+        name: each["rope_theta"] for name, each in places.items() if isinstance(each, dict) and "rope_theta" in each
+    }
+    base = rope.get("rope_theta", next(iter(bases.values()), 10_000.0))
+    if any(value != base for value in bases.values()):
+        said = ", ".join(f"{reprlib.repr(value)} in {name}" for name, value in bases.items())
+        problems.append(f"rope_theta = {said}: which one counts depends on the version of transformers")
     return {"family": family, **values, "rope_base": base, "rope_scaling": scaling}
 
 
