@@ -2,8 +2,8 @@
 
 The process evaluates the checkpoint itself, or becomes the shell of `eval.command`. A task is a program of other
 people: it may hang, or be killed for its memory, and the worker goes on. At the deadline the process saves its stack,
-after three times as long the worker ends it. It also ends with its worker; then the evaluation begins again. Every
-attempt has a folder of its own, so what comes late changes nothing.
+and the worker ends it. It also ends with its worker; then the evaluation begins again. Every attempt has a folder of
+its own, so what comes late changes nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from fsdp_pretrain.units import human_time
 
 from .results import EvaluationError, RefusedError, Results
 
-_TIMES_DEADLINE = 3.0
 _POLL_SECONDS = 1.0
+_DUMP_SECONDS = 5.0
+"""For a process to save its stack at the deadline."""
 _END_SECONDS = 10.0
 """For a process to end by itself after SIGTERM."""
 _TAIL_LINES, _TAIL_CHARACTERS = 5, 600
@@ -71,14 +72,10 @@ class Evaluated:
     place: Path
 
 
-def evaluate_job(run: RunDir, work: Work, late: Callable[[str], None], *, device: str = "") -> Evaluated | None:
+def evaluate_job(run: RunDir, work: Work) -> Evaluated | None:
     """Evaluate a claimed job in a new attempt; None if the claim was lost.
 
     Its folder stands until `drop_attempts`, which belongs after the publication.
-
-    Args:
-        late: called with a text when the deadline has passed.
-        device: of an evaluation in the process; "": `eval.device`.
 
     Raises:
         RefusedError: the tasks cannot be evaluated, whatever the checkpoint.
@@ -93,7 +90,7 @@ def evaluate_job(run: RunDir, work: Work, late: Callable[[str], None], *, device
             output = files.enter_context((place / "log").open("ab")) if elsewhere else None
             process = start_module(
                 *("eval.attempt", str(run.path.absolute()), str(job.checkpoint.path.absolute()), str(place.absolute())),
-                *(str(os.getpid()), device),
+                str(os.getpid()),
                 environment={name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -102,7 +99,7 @@ def evaluate_job(run: RunDir, work: Work, late: Callable[[str], None], *, device
     except OSError as error:
         raise EvaluationError(f"its process cannot be started: {error}") from None
     try:
-        in_time = _wait(process, work, place, late)
+        in_time = _wait(process, work)
     finally:
         _end(process)
     if in_time is None:
@@ -121,20 +118,14 @@ def drop_attempts(folder: Path) -> None:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _wait(process: subprocess.Popen[bytes], work: Work, place: Path, late: Callable[[str], None]) -> bool | None:
-    """Whether the process ended in time; None once the claim is lost."""
-    section, start, told = work.job.section, time.monotonic(), False
-    deadline = section.deadline.value
+def _wait(process: subprocess.Popen[bytes], work: Work) -> bool | None:
+    """Whether the process ended before its deadline; None once the claim is lost."""
+    until = time.monotonic() + work.job.section.deadline.value + _DUMP_SECONDS
     while process.poll() is None:
-        took = time.monotonic() - start
         if not work.claim.still_mine():
             return None
-        if took > _TIMES_DEADLINE * deadline:
+        if time.monotonic() > until:
             return False
-        if took > deadline and not told:
-            told = True
-            where = "its stack is in stack" if section.command is None else "the output of its command is in log"
-            late(f"has taken {human_time(deadline)}; {where} of {place}")
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_SECONDS)
     return True if work.claim.still_mine() else None
@@ -181,8 +172,9 @@ def _failure(code: int | None, job: Job, place: Path) -> EvaluationError | Refus
     if failure is not None:
         return EvaluationError(failure.reason)
     if code is None:
-        took = human_time(_TIMES_DEADLINE * job.section.deadline.value)
-        return EvaluationError(f"given up after {took} without results: it hangs, or eval.deadline is too short for it")
+        took = human_time(job.section.deadline.value)
+        where = f"its stack is in {place}" if job.section.command is None else f"its output is in {place}"
+        return EvaluationError(f"no results after {took}: it hangs, or eval.deadline is too short for it; {where}")
     how = f"was ended by signal {-code}" if code < 0 else f"ended with {code}" if code else "left no results"
     if job.section.command is None:
         return EvaluationError(f"its process {how}")
@@ -196,7 +188,7 @@ def _failure(code: int | None, job: Job, place: Path) -> EvaluationError | Refus
 
 
 def main() -> int:
-    """Evaluate a checkpoint as its run says, into a folder: `RUN CHECKPOINT PLACE WORKER DEVICE`."""
+    """Evaluate a checkpoint as its run says, into a folder: `RUN CHECKPOINT PLACE WORKER`."""
     run, path, place = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
     die_with_parent(int(sys.argv[4]))
     section = load_recorded(run.config).eval
@@ -209,8 +201,6 @@ def main() -> int:
             "EVAL_RUN": str(run.path),
         }
         os.execve("/bin/sh", ["sh", "-c", section.command], {**os.environ, **facts})
-    if sys.argv[5]:
-        section = section.model_copy(update={"device": sys.argv[5]})
     failure = guarded(lambda: _evaluate(path, section, place), place, section.deadline.value)
     if failure is not None:
         state_files.write(place / "failure.json", failure)
@@ -228,9 +218,9 @@ def _evaluate(path: Path, section: EvalSection, place: Path) -> Results:
 
 
 def guarded(work: Callable[[], Results], place: Path, deadline: float) -> AttemptFailure | None:
-    """Write the results of `work` into a folder, or say why there are none. Its stack is saved at each deadline."""
+    """Write the results of `work` into a folder, or say why there are none. Its stack is saved at the deadline."""
     with (place / "stack").open("w") as stack:
-        faulthandler.dump_traceback_later(deadline, repeat=True, file=stack)
+        faulthandler.dump_traceback_later(deadline, file=stack)
         try:
             replace_file(place / "results.json", work().to_json() + "\n")
             return None

@@ -23,13 +23,6 @@ from fsdp_pretrain.parallel.fsdp import compute_dtype, shard_for_inference
 from fsdp_pretrain.parallel.mesh import SingleProcess, World
 
 
-class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not the one that was written: `problem` is what is wrong at `path`."""
-
-    path: Path
-    problem: str
-
-
 @dataclass(frozen=True)
 class EvaluatedModel:
     """A checkpoint or an exported folder, before its weights are read.
@@ -54,12 +47,12 @@ class EvaluatedModel:
     trained: Config | None = None
 
 
-def open_checkpoint(checkpoint: Checkpoint, tokenizer_path: Path | None = None) -> EvaluatedModel:
+def open_checkpoint(checkpoint: Checkpoint) -> EvaluatedModel:
     """A checkpoint to evaluate.
 
     Raises:
-        DamagedCheckpointError: a small file is damaged; those with weights are checked as they are read.
-        UserError: the checkpoint or the tokenizer cannot be used.
+        UserError: a small file is damaged (those with weights are checked as they are read), or the checkpoint or the
+            tokenizer cannot be used.
     """
     with _whole(checkpoint):
         check_files(checkpoint, TRAIN_STATE)
@@ -68,7 +61,7 @@ def open_checkpoint(checkpoint: Checkpoint, tokenizer_path: Path | None = None) 
         path=checkpoint.path,
         step=checkpoint.step,
         tokens=checkpoint.train_state().tokens,
-        tokenizer=find_tokenizer(checkpoint, trained, tokenizer_path),
+        tokenizer=find_tokenizer(checkpoint, trained),
         length=trained.data.sequence_length,
         objective=trained.data.objective,
         read=lambda device, world: read_checkpoint(checkpoint, device, world)[0],
@@ -88,8 +81,7 @@ def read_checkpoint(checkpoint: Checkpoint, device: str, world: World | None = N
         world: ranks to shard the model over, on their devices, which all call this; None: this process has all of it.
 
     Raises:
-        DamagedCheckpointError: a file is not the one that was written.
-        CheckpointError: it cannot be read, or the device does not exist.
+        CheckpointError: a file is not the one that was written, or it cannot be read, or the device does not exist.
     """
     ranks = world or SingleProcess()
     config = ranks.decide(lambda: _configuration(checkpoint))
@@ -103,7 +95,7 @@ def read_checkpoint(checkpoint: Checkpoint, device: str, world: World | None = N
 
 
 def _configuration(checkpoint: Checkpoint) -> Config:
-    """What a checkpoint was trained with. Raises DamagedCheckpointError, ConfigError."""
+    """What a checkpoint was trained with. Raises CheckpointError, ConfigError."""
     with _whole(checkpoint):
         check_files(checkpoint, CONFIG)
     return load_recorded(checkpoint.path / CONFIG)
@@ -111,16 +103,16 @@ def _configuration(checkpoint: Checkpoint) -> Config:
 
 @contextmanager
 def _whole(checkpoint: Checkpoint) -> Iterator[None]:
-    """Say which checkpoint is damaged: raise DamagedCheckpointError."""
+    """Say which checkpoint is damaged: raise CheckpointError."""
     try:
         yield
     except DamagedError as error:
-        named = DamagedCheckpointError(
+        named = CheckpointError(
             f"{checkpoint.path} is damaged: {error.cause}",
             effect="it was not evaluated: the scores would be those of another model",
             remedy="evaluate another step; `fsdp-pretrain checkpoints RUN verify` says which are whole",
         )
-        named.shared, named.path, named.problem = error.shared, checkpoint.path, error.cause
+        named.shared = error.shared
         raise named from None
 
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,7 +67,6 @@ def main() -> int:
     ),
     argument("--limit", metavar="N", help="documents per task, or the share of them if below 1"),
     _DEVICE,
-    argument("--tokenizer", type=Path, help="tokenizer, if the checkpoint was moved out of its run"),
     argument(
         "--out", type=Path, metavar="FILE", help="write results here, and the samples beside (default: only print)"
     ),
@@ -78,24 +75,15 @@ def main() -> int:
 )
 def _run(args: argparse.Namespace) -> int:
     """Evaluate one checkpoint (of a run: the newest) and print the scores."""
-    from .checkpoints import DamagedCheckpointError
     from .evaluation import assist, evaluate
     from .ranks import join, together
 
-    damaged: dict[Path, str] = {}
     with join() as world:
-        while True:
-            try:
-                judged, section = together(world, lambda: _choose(args, damaged))
-                if world is not None and not world.is_main:
-                    assist(judged, section, world)
-                    return 0
-                results = evaluate(judged, section, world=world, out=args.out)
-                break
-            except DamagedCheckpointError as error:  # on every rank
-                if args.step is not None or error.path == args.path:
-                    raise
-                pass_over(error.path, error.problem, damaged)
+        judged, section = together(world, lambda: _choose(args))
+        if world is not None and not world.is_main:
+            assist(judged, section, world)
+            return 0
+        results = evaluate(judged, section, world=world, out=args.out)
     text = results.to_json()
     print(text if args.json else table(results))
     results.tell_alarms()
@@ -104,8 +92,8 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[EvaluatedModel, EvalSection]:
-    """What `run` evaluates, and how; `damaged` is what is wrong with checkpoints of the run. Raises UserError."""
+def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
+    """What `run` evaluates, and how. Raises UserError."""
     from fsdp_pretrain.config.config import replace_in
     from fsdp_pretrain.config.sections import EvalSection
 
@@ -119,9 +107,9 @@ def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[Evaluat
     if is_exported(args.path):
         if args.step is not None:
             raise ConfigError(f"{args.path} is one exported checkpoint: --step {args.step} chooses one of a run")
-        judged, before = open_exported(args.path, args.tokenizer), EvalSection()
+        judged, before = open_exported(args.path), EvalSection()
     else:
-        judged = open_checkpoint(find_checkpoint(args.path, args.step, damaged), args.tokenizer)
+        judged = open_checkpoint(_find_checkpoint(args.path, args.step))
         before = judged.trained.eval if judged.trained is not None else EvalSection()
     given = {key: getattr(args, key) for key in ("tasks", "heldout", "device")}
     settings = {"include": args.include, **{key: value for key, value in given.items() if value is not None}}
@@ -139,13 +127,8 @@ def _choose(args: argparse.Namespace, damaged: dict[Path, str]) -> tuple[Evaluat
     return judged, section
 
 
-def find_checkpoint(path: Path, step: int | None, damaged: dict[Path, str]) -> Checkpoint:
+def _find_checkpoint(path: Path, step: int | None) -> Checkpoint:
     """The checkpoint at a `step-N` directory; or of a run directory: that of a step, or the newest.
-
-    Damaged ones that are newer are passed over, each with a line on standard error.
-
-    Args:
-        damaged: what is known to be wrong, by path of the checkpoint; what is found is added.
 
     Raises:
         ConfigError: the path is neither.
@@ -161,21 +144,10 @@ def find_checkpoint(path: Path, step: int | None, damaged: dict[Path, str]) -> C
     run = RunDir(path)
     check_begun(run)
     found = Store(run.checkpoints)
-    if step is not None:
-        return found.find(step)
-    for checkpoint in reversed(found.scan()):
-        if checkpoint.problem is not None:
-            pass_over(checkpoint.path, checkpoint.problem, damaged)
-        elif checkpoint.path not in damaged:
-            return checkpoint
-    raise CheckpointError(f"{found.directory} holds no complete checkpoint")
-
-
-def pass_over(path: Path, problem: str, damaged: dict[Path, str]) -> None:
-    """Add to what is known to be damaged, and say so once."""
-    if path not in damaged and os.environ.get("RANK", "0") == "0":
-        print(f"passed over {path}: {problem}", file=sys.stderr, flush=True)
-    damaged[path] = problem
+    newest = found.newest() if step is None else found.find(step)
+    if newest is None:
+        raise CheckpointError(f"{found.directory} holds no complete checkpoint")
+    return newest
 
 
 @verb(
@@ -189,7 +161,6 @@ def pass_over(path: Path, problem: str, damaged: dict[Path, str]) -> None:
         help="with --once: also wait for evaluations of other workers, and out pauses after failed attempts",
     ),
     argument("--interval", type=positive, default=60, help="seconds between checks (default: 60)"),
-    _DEVICE,
 )
 def _watch(args: argparse.Namespace) -> int:
     """Evaluate every due checkpoint of a run exactly once; any number of workers may run."""
@@ -203,12 +174,7 @@ def _watch(args: argparse.Namespace) -> int:
         if (known := run_id.read(run.path)) is not None:
             run_id.bind(run.path, known)
         config = _scheduled(run)
-        if args.device and config.eval.command is not None:
-            raise ConfigError(
-                f"{run.config} evaluates with eval.command: --device {args.device} would change nothing",
-                remedy="leave it out; name the device in the command",
-            )
-        evaluated, failed = watch_once(run, config, partial(evaluate_job, run, device=args.device or ""))
+        evaluated, failed = watch_once(run, config, lambda work: evaluate_job(run, work))
         failed_in_all += failed
         due = due_jobs(run, config)
         pausing = sum(job.pause > 0 for job in due)
@@ -238,7 +204,6 @@ def _scheduled(run: RunDir) -> Config:
     "runs/quickstart/run",
     RUN,
     argument("step", nargs="?", type=positive, metavar="STEP", help="of the checkpoint (default: all given up)"),
-    argument("--drop", action="store_true", help="instead: never evaluate them, so that retention may delete them"),
 )
 def _retry(args: argparse.Namespace) -> int:
     """Forget the failed attempts of evaluations that were given up: workers try them again, at once."""
@@ -248,9 +213,9 @@ def _retry(args: argparse.Namespace) -> int:
     run = args.run
     unfinished = without_results(run, _scheduled(run))
     if args.step is None:
-        chosen = [job for job in unfinished if job.given_up and not job.dropped]
+        chosen = [job for job in unfinished if job.given_up]
     else:
-        chosen = [job for job in unfinished if job.checkpoint.step == args.step and (job.failures or job.dropped)]
+        chosen = [job for job in unfinished if job.checkpoint.step == args.step and job.failures]
         if not chosen:
             raise ConfigError(
                 f"no evaluation of step {args.step} has failed",
@@ -258,12 +223,8 @@ def _retry(args: argparse.Namespace) -> int:
             )
     for job in chosen:
         step, count = job.checkpoint.step, len(job.failures)
-        if args.drop:
-            job.drop(who())
-            text = f"will not be evaluated, after {count} failed attempts"
-        else:
-            job.forget_failures()
-            text = f"will be evaluated again; {count} failed attempts are forgotten"
+        job.forget_failures()
+        text = f"will be evaluated again; {count} failed attempts are forgotten"
         add(run, "eval-retry", text, step=step, by=who())
         print(f"step {step}: {text}")
     if not chosen:
@@ -328,13 +289,9 @@ def _report(args: argparse.Namespace) -> int:
 
 @verb(
     "compare",
-    "runs/quickstart/run 150 300",
-    argument(
-        "results",
-        nargs="+",
-        metavar="RUN A B",
-        help="a run and two of its steps; or, without RUN, two results.json files or directories of results (step-N)",
-    ),
+    "runs/quickstart/run/evals/step-00000150 runs/quickstart/run/evals/step-00000300",
+    argument("a", type=Path, metavar="A", help="results.json, or a directory of results, such as RUN/evals/step-N"),
+    argument("b", type=Path, metavar="B", help="the same of the other evaluation"),
     argument("--tasks", type=names, metavar="NAMES", help="comma-separated task names (default: all that both have)"),
     JSON,
 )
@@ -342,17 +299,16 @@ def _compare(args: argparse.Namespace) -> int:
     """Compare two evaluations document by document: what B gains over A, and how sure that is."""
     from . import compare
 
-    found = compare.compare(*compare.sides(args.results), tasks=args.tasks)
+    found = compare.compare(compare.read_side(args.a), compare.read_side(args.b), tasks=args.tasks)
     print(json.dumps(found.model_dump(), indent=1) if args.json else compare.render(found))
     return 0
 
 
 def table(results: Results) -> str:
-    """Scores for people: value ± standard error, 95% interval, documents, few-shot examples."""
+    """Scores for people: value ± standard error, documents, few-shot examples."""
     lines = [f"step {results.step:_}, {results.tokens:_} tokens, {results.seconds}s"]
-    for task, metric, value, stderr, interval in results.metrics():
+    for task, metric, value, stderr in results.metrics():
         spread = "" if stderr is None else f" ± {stderr:.4f}"
-        spread += "" if interval is None else f"  95% {interval}"
         counted = f"{results.documents.get(task, '?')} documents"
         shown = f"{counted}, {results.num_fewshot[task]}-shot" if task in results.num_fewshot else counted
         lines.append(f"  {task:24} {metric:16} {value:.4f}{spread}  ({shown})")

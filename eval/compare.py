@@ -1,8 +1,7 @@
 """Two evaluations compared document by document. No torch here.
 
 The difference of two scores over the same documents is far more certain than each score: what makes a document hard
-makes it hard for both (see `eval.intervals.paired`). Of evaluations that cannot be paired, the scores are shown and the
-reason.
+makes it hard for both. Of evaluations that cannot be paired, the scores are shown and the reason.
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from fsdp_pretrain.checkpoint.store import directory_name
 from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.arguments import check_begun
-from fsdp_pretrain.record.files import RunDir
 
 from . import sample_files
-from .intervals import Array, Form, as_array, form_of, paired
-from .results import ConfidenceInterval, Results
+from .results import Results
 from .sample_files import Document, Value
+from .uncertainty import Z95, as_array, by_document, influence, score_of, standard_error
 
 Values = dict[Document, Value]
 Judgement = Literal["better", "worse", "no difference", "unknown"]
+_ENOUGH = 10
+"""Documents that a verdict needs: five that all improve are no proof, though their standard error is small."""
 
 
 class ScoreDifference(BaseModel):
@@ -37,8 +35,8 @@ class ScoreDifference(BaseModel):
         unpaired: why the documents were not compared one by one; "" if they were.
         documents: that both have; better, worse, equal: how many of them are so in B. A higher score is better unless
             the task says otherwise.
-        verdict: `better` or `worse` where the 95% interval excludes 0, else `no difference`; `unknown` without an
-            interval.
+        verdict: `better` or `worse` where the difference is more than 1.96 standard errors, else `no difference`;
+            `unknown` without a standard error, or of fewer than ten documents.
     """
 
     task: str
@@ -47,7 +45,6 @@ class ScoreDifference(BaseModel):
     b: float
     difference: float
     stderr: float | None = None
-    interval: ConfidenceInterval | None = None
     unpaired: str = ""
     documents: int | None = None
     better: int | None = None
@@ -93,42 +90,22 @@ class EvaluationSide:
     tasks: dict[str, TaskResults]
 
 
-def sides(words: Sequence[str]) -> tuple[EvaluationSide, EvaluationSide]:
-    """What `RUN A B` names, or `A B`, where A and B are steps of the run, results files or directories of results.
+def read_side(path: Path) -> EvaluationSide:
+    """What a results file holds, or a directory of results: a step's in `RUN/evals`, or of one task set there.
 
     Raises:
-        ConfigError: something else is given, or there are no such results.
+        ConfigError: there are no results.
     """
-    if len(words) not in (2, 3):
-        raise ConfigError(
-            f"{len(words)} arguments name no two evaluations", remedy="fsdp-eval compare RUN STEP STEP, or two results"
-        )
-    run = RunDir(Path(words[0])) if len(words) == 3 else None
-    if run is not None:
-        check_begun(run)
-    first, second = (_side(word, run) for word in words[-2:])
-    return first, second
-
-
-def _side(word: str, run: RunDir | None) -> EvaluationSide:
-    if run is not None and word.isdecimal():
-        name, paths = f"step {int(word)}", sorted((run.evals / directory_name(int(word))).glob("*/results.json"))
-    else:
-        name, path = word, Path(word)
-        paths = [path] if path.is_file() else sorted([*path.glob("results.json"), *path.glob("*/results.json")])
+    paths = [path] if path.is_file() else sorted([*path.glob("results.json"), *path.glob("*/results.json")])
     if not paths:
-        steps = (
-            sorted({int(path.parent.parent.name[5:]) for path in run.evals.glob("step-*/*/results.json")})
-            if run
-            else []
+        raise ConfigError(
+            f"there are no results in {path}", remedy="name RUN/evals/step-N, or what `run --out FILE` has written"
         )
-        known = f" (there are: {', '.join(map(str, steps))})" if steps else ""
-        raise ConfigError(f"there are no results of {name}{known}", remedy="fsdp-eval watch RUN, or run --out FILE")
     tasks: dict[str, TaskResults] = {}
     read = [(path, results) for path in paths if (results := state_files.read(path, Results)) is not None]
-    for path, results in sorted(read, key=lambda item: item[1].time):  # the newest, if several have a task
-        tasks |= {task: TaskResults(task, results, path.parent) for task in results.scores}
-    return EvaluationSide(name, tasks)
+    for found, results in sorted(read, key=lambda item: item[1].time):  # the newest, if several have a task
+        tasks |= {task: TaskResults(task, results, found.parent) for task in results.scores}
+    return EvaluationSide(str(path), tasks)
 
 
 def compare(a: EvaluationSide, b: EvaluationSide, *, tasks: Sequence[str] | None = None) -> EvaluationComparison:
@@ -165,41 +142,40 @@ def _differences(a: TaskResults, b: TaskResults) -> Iterator[ScoreDifference]:
             one, other = a.scores[metric], b.scores[metric]
             yield ScoreDifference(task=a.task, metric=metric, a=one, b=other, difference=other - one, unpaired=found)
         else:
-            yield found.model_copy(update={"verdict": _verdict(found.interval, higher)})
+            yield found
 
 
 def _paired(
     a: TaskResults, b: TaskResults, metric: str, before: Values, after: Values, up: bool
 ) -> ScoreDifference | str:
     """The difference over the documents that both have; the reason if there is none. `up`: higher is better."""
-    form = form_of([*before.values()], a.scores[metric])
-    if form is None or form != form_of([*after.values()], b.scores[metric]):
+    if any(as_array([*values.values()], side.scores[metric]) is None for side, values in ((a, before), (b, after))):
         return "the score is no mean or ratio of its documents' values"
     common = [document for document in before if document in after]
     x, y = as_array([before[document] for document in common]), as_array([after[document] for document in common])
     if x is None or y is None or x.ndim != y.ndim:
         return "they have no document in common"
-    stderr, interval = paired(form, x, y)
-    gains = (_by_document(form, y) - _by_document(form, x)) * (1 if up else -1)
+    gains = (by_document(y) - by_document(x)) * (1 if up else -1)
     better, worse = int((gains > 0).sum()), int((gains < 0).sum())
+    difference, stderr = score_of(y) - score_of(x), standard_error(influence(y) - influence(x))
+    verdict: Judgement = "no difference"
+    if stderr is None or len(common) < _ENOUGH:
+        verdict = "unknown"
+    elif abs(difference) > Z95 * stderr:
+        verdict = "better" if (difference > 0) == up else "worse"
     return ScoreDifference(
         task=a.task,
         metric=metric,
-        a=form.score(x),
-        b=form.score(y),
-        difference=form.score(y) - form.score(x),
+        a=score_of(x),
+        b=score_of(y),
+        difference=difference,
         stderr=stderr,
-        interval=interval,
         documents=len(common),
         better=better,
         worse=worse,
         equal=len(common) - better - worse,
+        verdict=verdict,
     )
-
-
-def _by_document(form: Form, x: Array) -> Array:
-    """The level of every document alone."""
-    return form.factor * (x if x.ndim == 1 else x[:, 0] / x[:, 1])
 
 
 def _unlike(a: TaskResults, b: TaskResults) -> str:
@@ -214,20 +190,11 @@ def _unlike(a: TaskResults, b: TaskResults) -> str:
     return ""
 
 
-def _verdict(interval: ConfidenceInterval | None, higher: bool) -> Judgement:
-    if interval is None:
-        return "unknown"
-    if interval.low <= 0 <= interval.high:
-        return "no difference"
-    return "better" if (interval.low > 0) == higher else "worse"
-
-
 def render(found: EvaluationComparison) -> str:
     """For people."""
-    lines = [f"A: {found.a}, B: {found.b}; differences are B - A, with 95% intervals"]
+    lines = [f"A: {found.a}, B: {found.b}; differences are B - A ± standard error"]
     for row in found.differences:
         error = "" if row.stderr is None else f" ± {row.stderr:.4f}"
-        error += "" if row.interval is None else f"  {row.interval}"
         lines.append(
             f"  {row.task:24} {row.metric:16} {row.a:.4f} -> {row.b:.4f}  {row.difference:+.4f}{error}  {row.verdict}"
         )

@@ -20,12 +20,11 @@ from fsdp_pretrain.record.files import now
 
 from . import sample_files
 from .checkpoints import EvaluatedModel
-from .hub import choose_network
-from .intervals import estimate
 from .ranks import follow, lead, together
-from .results import ConfidenceInterval, RefusedError, Results
+from .results import RefusedError, Results
 from .separators import NAME, Probed, Subject, separator_probe
 from .tasks import BUNDLED, load_tasks, read_heldout, scores
+from .uncertainty import as_array, influence, standard_error
 
 if TYPE_CHECKING:
     from .harness import CheckpointLM
@@ -49,16 +48,15 @@ def evaluate(
     if not section.tasks:
         raise RefusedError("eval.tasks names no task")
     _silence_libraries()
-    others = {*section.tasks} - {*BUNDLED, NAME}
-    offline = choose_network(wanted=bool(others) and not section.offline)
+    if section.offline or not {*section.tasks} - {*BUNDLED, NAME}:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when lm-eval is imported
     try:
         import lm_eval
         from lm_eval import evaluator
     except ImportError:
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
     start = time.perf_counter()
-    length = judged.length - (2 if judged.objective.kind == "glm" else 0)
-    tasks = lead(world, lambda: load_tasks(section, length=length, offline=offline))
+    tasks = lead(world, lambda: load_tasks(section))
     adapter = open_adapter(judged, section, world)
     try:
         found: dict[str, Any] = {part: {} for part in _PARTS}
@@ -71,7 +69,7 @@ def evaluate(
         raise
     adapter.scorer.close()
     table = scores(found["results"])
-    errors, intervals = _uncertainty(table, found["samples"])
+    errors = _standard_errors(table, found["samples"])
     return Results(
         step=judged.step,
         tokens=judged.tokens,
@@ -79,7 +77,6 @@ def evaluate(
         tasks=task_set(section.tasks),
         scores={task: row | errors.get(task, {}) for task, row in table.items()}
         | {name: each.scores for name, each in probed.items()},
-        intervals=intervals,
         documents={name: counts["effective"] for name, counts in found["n-samples"].items()}
         | {name: each.documents for name, each in probed.items()},
         verdicts=[each.verdict for each in probed.values()],
@@ -110,7 +107,6 @@ def _probe(adapter: CheckpointLM, judged: EvaluatedModel, section: EvalSection) 
 def assist(judged: EvaluatedModel, section: EvalSection, world: World) -> None:
     """On ranks other than 0: take part in `evaluate`. Raises UserError, as there."""
     _silence_libraries()
-    choose_network(wanted=False)  # rank 0 loads the tasks
     follow(world)
     open_adapter(judged, section, world).scorer.serve()
 
@@ -132,22 +128,19 @@ def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | No
     return together(world, build)
 
 
-def _uncertainty(
+def _standard_errors(
     table: dict[str, dict[str, float]], samples: dict[str, list[dict[str, Any]]]
-) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, ConfidenceInterval]]]:
-    """Standard errors that lm-eval has no formula for, and intervals, of every score that a task's samples make up."""
+) -> dict[str, dict[str, float]]:
+    """Standard errors that lm-eval has no formula for, of every score that a task's samples make up."""
     errors: dict[str, dict[str, float]] = {}
-    intervals: dict[str, dict[str, ConfidenceInterval]] = {}
     for task, rows in samples.items():
         values = sample_files.values(rows)
         for metric, score in table.get(task, {}).items():
-            found = estimate([*values.get(metric, {}).values()], score)
-            if found is None:
-                continue
-            intervals.setdefault(task, {})[metric] = found[1]
-            if found[0] is not None and f"{metric}_stderr" not in table[task]:
-                errors.setdefault(task, {})[f"{metric}_stderr"] = found[0]
-    return errors, intervals
+            x = as_array([*values.get(metric, {}).values()], score)
+            error = None if x is None else standard_error(influence(x))
+            if error is not None and f"{metric}_stderr" not in table[task]:
+                errors.setdefault(task, {})[f"{metric}_stderr"] = error
+    return errors
 
 
 def _directions(found: dict[str, dict[str, bool | None]]) -> dict[str, dict[str, bool]]:

@@ -41,11 +41,8 @@ class _Weights:
         out.copy_(self._folder.read(name)[rows.start : rows.stop])
 
 
-def open_exported(path: Path, tokenizer: Path | None = None) -> EvaluatedModel:
+def open_exported(path: Path) -> EvaluatedModel:
     """An exported folder to evaluate, in the precision of its weights. It is untrusted: everything is checked.
-
-    Args:
-        tokenizer: path of the tokenizer, if it is not in the folder.
 
     Raises:
         ConfigError: the model is not one of this trainer's, or the folder is not one of its exports.
@@ -60,11 +57,11 @@ def open_exported(path: Path, tokenizer: Path | None = None) -> EvaluatedModel:
         )
     content, folder = read_json_object(path / "config.json"), Folder(path, model, model)
     dtype = _DTYPES.get(str(content.get("dtype") or content.get("torch_dtype")), torch.float32)
-    known = Tokenizer.load(tokenizer or path, eod=facts.eod)
+    known = Tokenizer.load(path, eod=facts.eod)
     if known.vocab_size > model.rows:
         raise DataError(
             f"{known.path} has {known.vocab_size:_} ids, the model of {path} {model.rows:_} rows",
-            remedy="name its own tokenizer with --tokenizer",
+            remedy="put its own tokenizer into the folder",
         )
 
     def read(device: str, world: World | None) -> Decoder:

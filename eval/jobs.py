@@ -30,8 +30,8 @@ from .attempt import Evaluated, Work, drop_attempts
 from .results import EvaluationError, RefusedError, Results
 
 _SILENT_SECONDS = 120.0
-Evaluate = Callable[[Work, Callable[[str], None]], Evaluated | None]
-"""Evaluates a claimed job; calls with a text when it is late. See `attempt.evaluate_job`."""
+Evaluate = Callable[[Work], Evaluated | None]
+"""Evaluates a claimed job, see `attempt.evaluate_job`."""
 
 
 def protected_steps(run: RunDir, config: Config) -> set[int]:
@@ -49,7 +49,7 @@ def claim(job: Job) -> Iterator[Work | None]:
     """Hold a job for the block, with its deadline in the claim; None: another worker holds it, or it is not due now."""
     with _hold(job.folder, deadline=job.section.deadline.value) as mine:
         gone = not job.checkpoint.path.exists()  # deleted by retention before it was claimed
-        over = job.done or job.given_up or job.dropped or job.pause > 0  # by another worker, or by a person
+        over = job.done or job.given_up or job.pause > 0  # by another worker
         yield None if mine is None or gone or over else Work(job, mine)
 
 
@@ -158,11 +158,8 @@ def _evaluate(run: RunDir, held: Work, evaluate: Evaluate, journal: Journal) -> 
     """Whether results of a claimed job were published; None if the claim was lost."""
     job, step, section = held.job, held.job.checkpoint.step, held.job.section
 
-    def late(text: str) -> None:
-        journal.write("eval-late", f"the evaluation {text}", step=step)
-
     try:
-        found = evaluate(held, late)
+        found = evaluate(held)
     except RefusedError as refused:
         if all(entry["text"] != refused.cause for entry in read(run) if entry["kind"] == "eval-refused"):
             journal.write("eval-refused", refused.cause, step=step)  # every later worker would report the same

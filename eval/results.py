@@ -6,15 +6,12 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.state_files import StateFile
-
-Z95 = 1.959963984540054
-"""Standard errors on either side of the mean of a normal distribution that hold 95% of it."""
 
 
 class Verdict(BaseModel):
@@ -33,28 +30,6 @@ class Verdict(BaseModel):
     text: str
 
 
-class ConfidenceInterval(BaseModel):
-    """A 95% confidence interval.
-
-    Attributes:
-        method: `normal`: value ± 1.96 standard errors; `log`: the same of the logarithm; of shares `wilson`, and of
-            their differences `agresti-min`: see `eval.intervals`.
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True)
-
-    low: float
-    high: float
-    method: Literal["normal", "log", "wilson", "agresti-min"] = "normal"
-
-    @classmethod
-    def normal(cls, value: float, stderr: float) -> ConfidenceInterval:
-        return cls(low=value - Z95 * stderr, high=value + Z95 * stderr, method="normal")
-
-    def __str__(self) -> str:
-        return f"[{self.low:.4f}, {self.high:.4f}]" + (f" ({self.method})" if self.method != "normal" else "")
-
-
 Score = Annotated[
     float,
     BeforeValidator(lambda value: math.nan if value is None else value),
@@ -71,8 +46,6 @@ class Results(StateFile):
         committed: when the checkpoint was committed; None outside a run.
         scores, documents: by task: metrics, and number of documents used.
         tasks, limit: the task set, and maximum documents per task (below 1: the share of them).
-        intervals: by task and metric, where the values of its documents are known to make up the score; for other
-            scores, take `ConfidenceInterval.normal` of their standard error.
         num_fewshot: by task.
         gen_kwargs: options of generating answers, by task that generates.
         samples: by task, name of the file beside this one with a line per document, see `eval.sample_files`.
@@ -93,7 +66,6 @@ class Results(StateFile):
     documents: dict[str, int] = Field(default_factory=dict)
     higher_is_better: dict[str, dict[str, bool]] = Field(default_factory=dict)
     verdicts: list[Verdict] = Field(default_factory=list)
-    intervals: dict[str, dict[str, ConfidenceInterval]] = Field(default_factory=dict)
     num_fewshot: dict[str, int] = Field(default_factory=dict)
     gen_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict)
     samples: dict[str, str] = Field(default_factory=dict)
@@ -107,17 +79,12 @@ class Results(StateFile):
         """The text of the file."""
         return json.dumps(self.model_dump(exclude_unset=True), indent=1, default=str)
 
-    def metrics(self) -> Iterator[tuple[str, str, float, float | None, ConfidenceInterval | None]]:
-        """(task, metric, score, standard error, interval) of all scores; None where unknown."""
+    def metrics(self) -> Iterator[tuple[str, str, float, float | None]]:
+        """(task, metric, score, standard error) of all scores; None where unknown."""
         for task, row in self.scores.items():
             for metric, value in row.items():
-                if metric.endswith("_stderr"):
-                    continue
-                stderr = row.get(f"{metric}_stderr")
-                interval = self.intervals.get(task, {}).get(metric)
-                if interval is None and stderr is not None:
-                    interval = ConfidenceInterval.normal(value, stderr)
-                yield task, metric, value, stderr, interval
+                if not metric.endswith("_stderr"):
+                    yield task, metric, value, row.get(f"{metric}_stderr")
 
     def alarms(self) -> Iterator[tuple[str, str]]:
         """(probe or task, sentence) of what a person must know: bad verdicts, and scores that are no finite number."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
 import xxhash
@@ -42,18 +41,13 @@ def read_heldout(path: Path) -> list[str]:
     return texts
 
 
-def load_tasks(section: EvalSection, *, length: int, offline: str = "") -> dict[str, Any]:
+def load_tasks(section: EvalSection) -> dict[str, Any]:
     """lm-eval's task objects for the configured tasks but the probe, groups nested, as its `evaluate` takes them.
 
     Few-shot examples and options of generating answers are applied as by lm-eval's own command line.
 
-    Args:
-        length: tokens that the model reads.
-        offline: why the libraries do not use the network; "" if they do.
-
     Raises:
-        RefusedError: a task or a directory does not exist, or a task lacks its documents or needs an unsupported
-            option.
+        RefusedError: a task or a directory does not exist, or a task lacks its documents.
         DataError: the held-out file cannot be used.
     """
     names, include = [name for name in section.tasks if name != NAME], section.include
@@ -83,20 +77,18 @@ def load_tasks(section: EvalSection, *, length: int, offline: str = "") -> dict[
         )
     makers = {"heldout_bpb": _bits_per_byte, "heldout_choice": _choice}
     chosen = dict.fromkeys(found for name in names for found in matching.get(name, [name]))
-    tasks = _build([makers[name](texts) if name in makers else name for name in chosen], manager, include, offline)
+    tasks = _build([makers[name](texts) if name in makers else name for name in chosen], manager)
     shots = section.num_fewshot
     for task in _single(tasks):
-        if task.OUTPUT_TYPE == "generate_until":
-            if section.gen_kwargs:
-                task.set_config("generation_kwargs", dict(section.gen_kwargs), update=True)
-            _check_generation(task, length)
+        if task.OUTPUT_TYPE == "generate_until" and section.gen_kwargs:
+            task.set_config("generation_kwargs", dict(section.gen_kwargs), update=True)
         if task.get_config("num_fewshot") is None or (shots is not None and task.get_config("num_fewshot") != 0):
             task.set_config("num_fewshot", shots or 0)  # a task that sets 0 itself is never given any
         task.set_fewshot_seed(_FEWSHOT_SEED)
     return tasks
 
 
-def _build(specs: Sequence[Any], manager: Any, include: Sequence[Path], offline: str) -> dict[str, Any]:
+def _build(specs: Sequence[Any], manager: Any) -> dict[str, Any]:
     """lm-eval's task objects, with their data. Raises RefusedError with the first line of whatever they raise."""
     from lm_eval.tasks import get_task_dict
 
@@ -104,16 +96,10 @@ def _build(specs: Sequence[Any], manager: Any, include: Sequence[Path], offline:
         tasks: dict[str, Any] = get_task_dict(specs, manager)
     except Exception as error:  # tasks are programs, and what fetches their data raises anything
         text = (str(error).strip() or "no reason given").splitlines()[0][:300]
-        folders = [folder.absolute() for folder in include]
-        frames = [
-            frame for frame in extract_tb(error.__traceback__) if any(map(Path(frame.filename).is_relative_to, folders))
-        ]
-        place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
         named = ", ".join(spec for spec in specs if isinstance(spec, str))
         raise RefusedError(
-            f"lm-eval cannot load {named}: {type(error).__name__}: {text}{place}",
-            remedy="if its data is missing, load the task once where there is a network, with the same cache (HF_HOME)"
-            + (f"; here nothing is downloaded: {offline}" if offline else ""),
+            f"lm-eval cannot load {named}: {type(error).__name__}: {text}",
+            remedy="if its data is missing, load the task once where there is a network, with the same cache (HF_HOME)",
         ) from None
     return tasks
 
@@ -125,21 +111,6 @@ def _single(tasks: dict[Any, Any]) -> Iterator[Any]:
             yield from _single(task)
         else:
             yield task
-
-
-def _check_generation(task: Any, length: int) -> None:
-    """Raise RefusedError if a task that generates answers asks for what cannot be done."""
-    from .harness import answer_limits  # imports lm-eval
-
-    try:
-        answer_limits(task.get_config("generation_kwargs") or {}, length)
-    except ValueError as error:
-        raise RefusedError(
-            f"task {task.get_config('task')} asks for {error}",
-            effect="its scores would be those of another task",
-            remedy="leave it out of eval.tasks, or put a copy of it with other generation_kwargs into a directory of "
-            "eval.include, under another name",
-        ) from None
 
 
 def _task(name: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

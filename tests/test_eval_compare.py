@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import records
+from eval.intervals import agresti_min, estimate, wilson
 from processes import Run
 
 from eval import compare, sample_files
-from eval.intervals import agresti_min, estimate, wilson
 from eval.results import Z95, Results
 from fsdp_pretrain.record import state_files
 

@@ -149,7 +149,7 @@ def test_finished_results_are_published_though_reads_of_the_claim_fail(
 # ---------------------------------------------------------------- attempts that fail
 
 
-def fails(work: Work, late: Any) -> Evaluated:
+def fails(work: Work) -> Evaluated:
     raise EvaluationError("no such partition")
 
 
@@ -158,7 +158,7 @@ def evaluated(work: Work, **values: Any) -> Evaluated:
     return Evaluated(Results(**records.results(step=step, **values)), work.job.folder)
 
 
-def works(work: Work, late: Any) -> Evaluated:
+def works(work: Work) -> Evaluated:
     return evaluated(work)
 
 
@@ -217,7 +217,7 @@ def test_a_failure_that_a_wrong_clock_has_dated_holds_nobody_up(run: Path) -> No
 def test_a_score_that_is_no_number_is_a_result(run: Path, helpers: Any, value: float) -> None:
     """Published, in the journal and told, in JSON that any program reads."""
 
-    def broken(work: Work, late: Any) -> Evaluated:
+    def broken(work: Work) -> Evaluated:
         return evaluated(work, scores={"heldout_bpb": {"bits_per_byte": value, "byte_perplexity": 2.0}})
 
     assert watch(run, broken) == (3, 0) and due(run) == []

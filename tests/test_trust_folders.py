@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from data.prepare.prepare import PrepareOptions
 from data.prepare.train_tokenizer import train_tokenizer
 from fsdp_pretrain import models
-from fsdp_pretrain.checkpoint.hf import import_folder
 from fsdp_pretrain.checkpoint.hf_layout import to_hf, weights
+from fsdp_pretrain.checkpoint.weights_import import import_folder
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.record.files import RunDir
@@ -146,7 +146,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "rope-text": (set_config(rope_scaling=None, rope_parameters="default"), "rope_parameters = 'default'"),
     "rope-list": (set_config(rope_scaling=[1]), r"rope_parameters = \[1\]"),
     "rope-kind": (set_config(rope_scaling={"rope_type": {}}), r"rope_type = \{\}"),
-    "rope-factor": (set_config(rope_scaling={"rope_type": "linear", "factor": "2"}), "factor = '2': not a number"),
+    "rope-factor": (
+        set_config(rope_scaling={"rope_type": "linear", "factor": "2"}),
+        "factor = '2': Input should be a valid number",
+    ),
     "rope-texts": (set_config(rope_scaling=None, rope_parameters={"rope_theta": "1e4"}), "rope_base = '1e4'"),
     "base": (set_config(rope_parameters=None, rope_theta=[1e4]), r"rope_base = \[10000.0\]"),
     "two-types": (
@@ -196,7 +199,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "other-eps": (set_config(rms_norm_eps=1e-3), "model.norm_eps: 0.001 -> "),
     "two-differences": (set_config(rms_norm_eps=1e-3, num_hidden_layers=3), "(?s)layers: 3 -> 2.*norm_eps"),
     "gemma": (set_config(model_type="gemma"), "model_type = 'gemma'"),
-    "experts": (set_config(model_type="qwen3_moe"), "mixtures of experts are not built"),
+    "experts": (set_config(model_type="qwen3_moe"), "model_type = 'qwen3_moe'"),
     "family": (set_config(model_type="mistral"), '(?s)family: "mistral" -> "llama".*sliding_window: 4096 -> absent'),
     "two-bases": (set_config(rope_theta=5e5), "500000.0 in config.json, 10000.0 in rope_parameters: which one counts"),
     "yarn": (set_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type = 'yarn'"),

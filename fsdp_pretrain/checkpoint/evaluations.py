@@ -1,8 +1,8 @@
 """Which checkpoints of a run are to be evaluated, and how far that is. No torch.
 
 Workers (`eval.jobs`), retention, the watchdog and `status` read the same files, in `RUN/evals/step-N/TASKS/`:
-`results.json`, one `failed-ID.json` for each failed attempt, and `dropped.json` if a person has decided that there will
-be no results. All of them name the commit time of the checkpoint, so nothing counts for another one of the same step.
+`results.json`, and one `failed-ID.json` for each failed attempt. They name the commit time of the checkpoint, so
+nothing counts for another one of the same step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xxhash
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import RunDir, now, seconds_of
+from fsdp_pretrain.record.files import RunDir, seconds_of
 from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.units import human_time
 
@@ -33,14 +33,6 @@ class FailedAttempt(StateFile):
     time: str
     reason: str
     committed: str
-
-
-class Dropped(StateFile):
-    """`dropped.json`: who decided, and when, that the checkpoint of this commit time is not evaluated."""
-
-    committed: str
-    by: str
-    time: str
 
 
 class _Published(StateFile):
@@ -75,12 +67,6 @@ class Job:
         return results is not None and results.committed == self.committed
 
     @property
-    def dropped(self) -> bool:
-        """Whether a person decided that it is not evaluated."""
-        dropped = state_files.view(self._dropped, Dropped)
-        return dropped is not None and dropped.committed == self.committed
-
-    @property
     def failures(self) -> list[FailedAttempt]:
         """Its failed attempts, the last one last."""
         found = [
@@ -107,16 +93,8 @@ class Job:
 
     def forget_failures(self) -> None:
         """Begin again with the first attempt, at once. Raises OSError."""
-        for path in (self._dropped, *self.folder.glob("failed-*.json")):
+        for path in self.folder.glob("failed-*.json"):
             path.unlink(missing_ok=True)
-
-    def drop(self, by: str) -> None:
-        """Note that it is not to be evaluated. Raises OSError."""
-        state_files.write(self._dropped, Dropped(committed=self.committed, by=by, time=now()))
-
-    @property
-    def _dropped(self) -> Path:
-        return self.folder / "dropped.json"
 
 
 def pause_after(section: EvalSection, failures: int) -> float:
@@ -131,7 +109,7 @@ def task_set(tasks: list[str]) -> str:
 
 
 def without_results(run: RunDir, config: Config) -> list[Job]:
-    """Evaluations that are due and not done, oldest first, including those given up and dropped."""
+    """Evaluations that are due and not done, oldest first, including those given up."""
     whole = {item.step: item for item in Store(run.checkpoints).scan() if item.problem is None}  # one per step
     jobs = []
     for checkpoint in whole.values():
@@ -143,12 +121,12 @@ def without_results(run: RunDir, config: Config) -> list[Job]:
 
 def due_jobs(run: RunDir, config: Config) -> list[Job]:
     """Evaluations that are due and neither done nor given up, oldest first, including claimed and pausing ones."""
-    return [job for job in without_results(run, config) if not job.given_up and not job.dropped]
+    return [job for job in without_results(run, config) if not job.given_up]
 
 
 def given_up_jobs(run: RunDir, config: Config) -> list[Job]:
-    """Evaluations of which all attempts failed, and nobody has decided yet what to do; oldest first."""
-    return [job for job in without_results(run, config) if job.given_up and not job.dropped]
+    """Evaluations of which all attempts failed; oldest first."""
+    return [job for job in without_results(run, config) if job.given_up]
 
 
 def failed_evaluations(run: RunDir, config: Config) -> list[tuple[str, bool]]:
@@ -156,7 +134,7 @@ def failed_evaluations(run: RunDir, config: Config) -> list[tuple[str, bool]]:
     found = []
     for job in without_results(run, config):
         failures = job.failures
-        if not failures or job.dropped:
+        if not failures:
             continue
         step, count, reason = job.checkpoint.step, len(failures), failures[-1].reason
         ended = f"was given up after {count} failed attempts" if job.given_up else f"failed {count} times"

@@ -1,12 +1,12 @@
-"""Export to Hugging Face folders, file by file, and import from them, tensor by tensor: no model has to fit into
-memory as a whole."""
+"""Export to Hugging Face folders, file by file: no model has to fit into memory as a whole."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Collection, Iterator
+import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,29 +18,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from data.packing.opening import open_packer
 from fsdp_pretrain import __version__, models
-from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError, ConfigError, StorageError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lease import Lease, drop_if_dead
 from fsdp_pretrain.units import human_bytes
 
-from .hf_folder import INDEX, Folder
-from .hf_layout import FACTS, ExportFacts, HFTensor, read_model, to_hf, weights
+from .hf_folder import INDEX
+from .hf_layout import FACTS, ExportFacts, HFTensor, to_hf, weights
 from .loading import Weights
 from .store import CONFIG, Checkpoint, Store, sync_file, verify_files
-from .tokenizer import QWEN2_WARNING, compare_with_folder, export_tokenizer, find_tokenizer
-from .weights_import import Imported, begin, refuse_another_model, refuse_begun
+from .tokenizer import QWEN2_WARNING, export_tokenizer, find_tokenizer
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_LEASE, _SILENT_SECONDS = "lease.json", 90.0
-
-
-# ------------------------------------------------------------------------ export
 
 
 @dataclass(frozen=True)
@@ -54,9 +45,7 @@ class Exported:
     tokenizer: str
 
 
-def export_checkpoint(
-    run: RunDir, step: int, out: Path, *, dtype: str, shard_bytes: int, tokenizer_path: Path | None = None
-) -> Exported:
+def export_checkpoint(run: RunDir, step: int, out: Path, *, dtype: str, shard_bytes: int) -> Exported:
     """Write the weights, configuration and tokenizer of a checkpoint as a folder that transformers loads.
 
     Reads checkpoints of any mesh in one process, also of live runs, and verifies every checksum first. The folder is
@@ -65,7 +54,6 @@ def export_checkpoint(
     Args:
         dtype: key of `DTYPES`.
         shard_bytes: largest size of a weights file (a larger tensor gets its own file); one is in memory at a time.
-        tokenizer_path: of the tokenizer, if not the run's copy.
 
     Raises:
         ConfigError: `out` exists, or transformers has no such model.
@@ -76,7 +64,7 @@ def export_checkpoint(
         raise ConfigError(f"{out} exists", remedy="name a folder that does not; nothing is overwritten")
     checkpoint = Store(run.checkpoints).find(step)
     config = load_recorded(checkpoint.path / CONFIG)
-    tokenizer = find_tokenizer(checkpoint, config, tokenizer_path)
+    tokenizer = find_tokenizer(checkpoint, config)
     type_name = str(DTYPES[dtype]).removeprefix("torch.")
     length = config.data.sequence_length
     content = to_hf(config.model, sequence_length=length, eod=tokenizer.eod, dtype=type_name)
@@ -135,30 +123,18 @@ def _split_into_files(sizes: dict[HFTensor, int], shard_bytes: int) -> dict[str,
 
 @contextmanager
 def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
-    """A temporary folder beside `out`: made durable and renamed to `out` on success, else removed. Raises StorageError.
-
-    It holds a lease, so that the next export to `out` can remove what a killed one left behind.
-    """
-    partial = out.with_name(f".{out.name}.writing")
-    if drop_if_dead(partial / _LEASE, _SILENT_SECONDS):
-        shutil.rmtree(partial, ignore_errors=True)
+    """A temporary folder beside `out`: made durable and renamed to it on success, else removed. Raises StorageError."""
     try:
-        partial.mkdir(parents=True)
-    except FileExistsError:
-        raise ConfigError(
-            f"another process is exporting to {out}", remedy=f"wait for it, or remove {partial}"
-        ) from None
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.writing-", dir=out.parent))
     except OSError as error:
         raise StorageError(f"cannot write {out}: {error.strerror}", effect="nothing was exported") from None
-    mine = None
     try:
-        mine = Lease.take(partial / _LEASE, purpose="an export")
+        partial.chmod(0o755)
         free = shutil.disk_usage(partial).free
         if free < needed:
             raise StorageError(f"the export needs {human_bytes(needed)}, {out.parent} has {human_bytes(free)} free")
         yield partial
-        if mine is not None:
-            mine.release()
         for path in partial.iterdir():
             sync_file(path)
         sync_file(partial)
@@ -168,8 +144,6 @@ def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
         cause = getattr(error, "strerror", None) or error
         raise StorageError(f"cannot write {out}: {cause}", effect="nothing was exported") from None
     finally:
-        if mine is not None:
-            mine.release()
         shutil.rmtree(partial, ignore_errors=True)
 
 
@@ -182,34 +156,3 @@ def _to_hf(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> Tensor:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-# ------------------------------------------------------------------------ import
-
-
-def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[str] = ()) -> Imported:
-    """Write a new run's step-0 checkpoint from a Hugging Face folder: fp32 weights, no optimiser state.
-
-    Args:
-        run: a new or empty directory.
-        folder: has `config.json` and safetensors.
-        accept: problems that the user accepts: `tokenizer`; `import --help` says what it is.
-
-    Raises:
-        ConfigError: the configuration is for another model or another run, or the run was already started.
-        DataError: the folder is incomplete, inconsistent or has non-finite values, or its tokenizer is not that of the
-            corpora.
-        StorageError: the checkpoint cannot be written.
-    """
-    refuse_begun(run, config)
-    theirs = read_model(folder)
-    refuse_another_model(folder, theirs, config.model)
-    source = Folder(folder, theirs, config.model)
-    packer = open_packer(config)
-    tokenizer = next(iter(packer.corpora.values())).tokenizer()
-    said = compare_with_folder(tokenizer, folder, accept="tokenizer" in accept)
-    window = config.model.sliding_window if isinstance(config.model, LlamaModel) else None
-    if window:
-        length = config.data.sequence_length
-        said += f"; its sliding_window of {window} tokens is not in force, since samples have {length}"
-    return begin(run, config, packer, source, folder, said)

@@ -297,32 +297,20 @@ def read_model(folder: Path) -> AnyModel:
         values = {"family": "gpt", **values}
     else:
         known = f"known are {', '.join(_LLAMA_CLASSES)} and gpt2"
-        experts = "; mixtures of experts are not built" if str(kind).endswith("_moe") or kind == "mixtral" else ""
-        problems.append(f"model_type = {reprlib.repr(kind)}; {known}{experts}")
+        problems.append(f"model_type = {reprlib.repr(kind)}; {known}")
     model: AnyModel | None = None
     if values is not None:
         try:
-            model = TypeAdapter[AnyModel](Model).validate_python(values)
+            model = TypeAdapter[AnyModel](Model).validate_json(json.dumps(values), strict=True)
         except ValidationError as error:
             for item in error.errors(include_url=False):
                 key = ".".join(theirs.get(str(part), str(part)) for part in item["loc"][1:])
                 problems.append(f"{key} = {reprlib.repr(item['input'])}: {item['msg']}" if key else item["msg"])
-    if model is not None:
-        problems += _not_numbers(values or {}, theirs)
     if isinstance(model, LlamaModel) and model.head_dim * model.heads == model.hidden:
         model = model.model_copy(update={"head_size": None})
     if problems or model is None:
         raise ConfigError(f"{path} describes a model that this trainer does not have:\n    " + "\n    ".join(problems))
     return model
-
-
-def _not_numbers(values: dict[str, Any], theirs: dict[str, str]) -> Iterator[str]:
-    """Problems for strings and booleans in place of numbers: our configuration accepts some, `config.json` may not."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _not_numbers(value, theirs)
-        elif isinstance(value, str | bool) and key not in ("family", "kind", "tied_head"):
-            yield f"{theirs.get(key, key)} = {reprlib.repr(value)}: not a number"
 
 
 def _values(
@@ -343,7 +331,7 @@ def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) ->
     content = {**known.defaults, **content}
     values = _values(content, (*_LLAMA_KEYS, *known.keys), (*_LLAMA_FIXED, *known.fixed), problems)
     if family.startswith("qwen"):
-        problems += _qwen_window(content, values["layers"])
+        problems += _qwen_window(content)
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         problems.append(f"rope_parameters = {reprlib.repr(rope)}: not a JSON object")
@@ -367,25 +355,18 @@ def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) ->
         name: each["rope_theta"] for name, each in places.items() if isinstance(each, dict) and "rope_theta" in each
     }
     base = rope.get("rope_theta", next(iter(bases.values()), 10_000.0))
-    if len({value for value in bases.values() if isinstance(value, int | float)}) > 1:
+    if any(value != base for value in bases.values()):
         said = ", ".join(f"{reprlib.repr(value)} in {name}" for name, value in bases.items())
         problems.append(f"rope_theta = {said}: which one counts depends on the version of transformers")
     return {"family": family, **values, "rope_base": base, "rope_scaling": scaling}
 
 
-def _qwen_window(content: dict[str, Any], layers: Any) -> Iterator[str]:
+def _qwen_window(content: dict[str, Any]) -> Iterator[str]:
     """A problem if some layers see a window only. Most folders have the keys, but not in force."""
-    kinds, first = content.get("layer_types"), content.get("max_window_layers", 28)
-    if kinds is None and content.get("use_sliding_window", False) and content.get("sliding_window", 4096) is not None:
-        windowed = not (isinstance(first, int) and isinstance(layers, int) and first >= layers)
-    else:
-        full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
-        windowed = kinds is not None and not full
-    if windowed:
-        yield (
-            "use_sliding_window, layer_types: some layers see a window only, which is not built; for sequences that "
-            'fit into it, "use_sliding_window": false without layer_types is the same model'
-        )
+    kinds = content.get("layer_types") or []
+    full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+    if content.get("use_sliding_window") or not full:
+        yield "use_sliding_window, layer_types: some layers see a window only, which is not built"
 
 
 _FREE = {"declared_params", "init_std", "dropout", "scores", "vocab", "vocab_multiple"}

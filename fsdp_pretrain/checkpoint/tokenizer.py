@@ -30,8 +30,8 @@ QWEN2_WARNING = (
 )
 
 
-def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = None) -> Tokenizer:
-    """The tokenizer of a run: the given path, or the copy in the run directory, or that of its first corpus.
+def find_tokenizer(checkpoint: Checkpoint, config: Config) -> Tokenizer:
+    """The tokenizer of a run: the copy in the run directory, or that of its first corpus.
 
     Raises:
         CheckpointError: the model was trained with another one.
@@ -39,13 +39,13 @@ def find_tokenizer(checkpoint: Checkpoint, config: Config, named: Path | None = 
     """
     recorded = checkpoint.train_state().identity.tokenizer
     copy = checkpoint.path.parent.parent / "tokenizer"
-    path = named or (copy if copy.exists() else config.data.sources[0].path)
+    path = copy if copy.exists() else config.data.sources[0].path
     tokenizer = Tokenizer.load(path, eod=recorded.eod)
     if tokenizer.fingerprint != recorded.fingerprint:
         raise CheckpointError(
             f"{tokenizer.path} is not the tokenizer of {checkpoint.path.name} (fingerprint differs)",
             effect="its ids would mean other texts: scores would be meaningless",
-            remedy="name the right one with --tokenizer",
+            remedy=f"put the right one at {copy}",
         )
     return tokenizer
 

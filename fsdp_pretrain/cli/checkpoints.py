@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, verb
@@ -112,15 +111,13 @@ def _print(rows: list[Row], *, as_json: bool) -> int:
     argument("out", type=Path, metavar="OUT", help="folder to make; must not exist"),
     argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16"),
     argument("--shard-size", type=byte_count, default=byte_count("5GB"), help="largest file of weights (default: 5GB)"),
-    argument("--tokenizer", type=Path, help="tokenizer, if the run directory has lost its copy"),
     JSON,
 )
 def _export(args: argparse.Namespace) -> int:
     """Write a checkpoint of any mesh as a folder that transformers loads: safetensors, config.json, tokenizer."""
     check_begun(args.run)
-    done = _hf().export_checkpoint(
-        args.run, args.step, args.out, dtype=args.dtype, shard_bytes=args.shard_size, tokenizer_path=args.tokenizer
-    )
+    hf = import_extra("fsdp_pretrain.checkpoint.hf", _CONVERTED)
+    done = hf.export_checkpoint(args.run, args.step, args.out, dtype=args.dtype, shard_bytes=args.shard_size)
     if args.json:
         print(json.dumps({**vars(done), "folder": str(done.folder)}, indent=1))
     else:
@@ -133,9 +130,7 @@ def _export(args: argparse.Namespace) -> int:
 @verb(
     "import",
     "runs/quickstart/hf \\\n    --config configs/runs/quickstart.toml run.name=warm run.dir=runs/quickstart/warm",
-    argument(
-        "source", type=Path, metavar="SOURCE", help="folder with config.json and safetensors, or checkpoints/step-..."
-    ),
+    argument("source", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors"),
     argument(
         "--config",
         nargs="+",
@@ -153,31 +148,23 @@ def _export(args: argparse.Namespace) -> int:
     JSON,
 )
 def _import(args: argparse.Namespace) -> int:
-    """Make the first checkpoint (step 0) of a new run from the weights of a Hugging Face folder, or of a checkpoint
-    of another run, to train them on. RUN is created; optimiser, counters and data start from the beginning."""
+    """Make the first checkpoint (step 0) of a new run from the weights of a Hugging Face folder, to train them on.
+
+    RUN is created; optimiser, counters and data start from the beginning.
+    """
     import tomli_w
 
     from fsdp_pretrain.checkpoint.hf_layout import read_model
-    from fsdp_pretrain.checkpoint.store import CONFIG
     from fsdp_pretrain.config.config import load
-    from fsdp_pretrain.config.resume_rules import load_recorded
 
-    native = (args.source / CONFIG).exists()
     if args.show_model:
-        model = load_recorded(args.source / CONFIG).model if native else read_model(args.source)
-        print(tomli_w.dumps({"model": model.model_dump(mode="json", exclude_none=True)}), end="")
+        print(tomli_w.dumps({"model": read_model(args.source).model_dump(mode="json", exclude_none=True)}), end="")
         return 0
     if args.config is None:
         raise ConfigError("--config is missing: an import is the first checkpoint of a configured run")
     config = load(args.config[0], args.config[1:])
-    if native and args.accept:
-        raise ConfigError(f"--accept {args.accept[0]} is for Hugging Face folders; {args.source} is a checkpoint")
-    if native:
-        done = import_extra("fsdp_pretrain.checkpoint.weights_import", _CONVERTED).import_checkpoint(
-            args.run, args.source, config
-        )
-    else:
-        done = _hf().import_folder(args.run, args.source, config, args.accept)
+    importer = import_extra("fsdp_pretrain.checkpoint.weights_import", _CONVERTED)
+    done = importer.import_folder(args.run, args.source, config, args.accept)
     checkpoint = done.saved.checkpoint
     if args.json:
         facts = {"path": str(checkpoint.path), "bytes": done.saved.bytes, "seconds": done.saved.seconds}
@@ -188,7 +175,3 @@ def _import(args: argparse.Namespace) -> int:
             print(f"rows of the embedding table: {done.padded} are not in the source and got the mean of the others")
         print(f"tokenizer: {done.tokenizer}")
     return 0
-
-
-def _hf() -> ModuleType:
-    return import_extra("fsdp_pretrain.checkpoint.hf", _CONVERTED)

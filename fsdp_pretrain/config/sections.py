@@ -246,7 +246,7 @@ class EvalSection(Section):
     tasks: list[str] = ["heldout_bpb", "heldout_choice", "separator_probe"]
     """lm-eval task names, patterns of them (`mmlu_*`), and three bundled ones, made from `eval.heldout`."""
     offline: bool = False
-    """Take the data of tasks from the cache of Hugging Face only. Off: its Hub is asked if it answers."""
+    """Take the data of tasks from the cache of Hugging Face only, as for a machine without a network."""
     heldout: FilePath | None = None
     """JSONL file of held-out documents (field `text`) for the bundled tasks."""
     include: list[FilePath] = []
@@ -273,9 +273,8 @@ class EvalSection(Section):
     """Shell command that evaluates a due checkpoint elsewhere, for example with `sbatch --wait`. Its environment has
     `EVAL_CHECKPOINT`, `EVAL_STEP`, `EVAL_TASKS`, `EVAL_RUN`, and `EVAL_RESULTS`, where the results must be when it
     ends: `fsdp-eval run "$EVAL_CHECKPOINT" --out "$EVAL_RESULTS"`."""
-    deadline: Seconds = Seconds(3600)
-    """An alarm, with a stack trace, for an evaluation that takes longer. After three times this limit the attempt has
-    failed."""
+    deadline: Seconds = Seconds(3 * 3600)
+    """An attempt that takes longer has failed; its stack is kept."""
     overdue: Seconds = Seconds(2 * 3600)
     """An alarm if a due checkpoint has waited this long for a worker."""
     loss_on: Annotated[list[HeldOutSource], AfterValidator(unique_names)] = []

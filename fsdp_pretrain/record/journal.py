@@ -25,7 +25,7 @@ Kind = Literal[
     "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "import", "rollback", "fork",
     "health", "health-again", "health-rollback", "health-skip", "data-read",
     "launch", "restart", "avoid-hosts",
-    "eval", "eval-failed", "eval-late", "eval-refused", "eval-retry", "eval-verdict",
+    "eval", "eval-failed", "eval-refused", "eval-retry", "eval-verdict",
     "alarm", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)

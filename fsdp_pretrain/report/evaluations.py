@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.results import Results
+from eval.uncertainty import Z95
 from fsdp_pretrain.record import journal, lineage
 from fsdp_pretrain.record.files import seconds_of
 from fsdp_pretrain.record.lines import Lines, Position
@@ -39,7 +40,7 @@ def read_scores(entries: list[dict[str, Any]], lines: Lines) -> dict[tuple[str, 
         }
         facts = {"step": entry["step"], "time": entry["time"], "committed": entry.get("committed")}
         at = lines.locate(entry["step"], seconds_of(facts["committed"] or entry["time"]))
-        for task, metric, value, _, interval in Results(tokens=0, scores=scores, seconds=0.0, **facts).metrics():
-            low, high = (None, None) if interval is None else (interval.low, interval.high)
+        for task, metric, value, stderr in Results(tokens=0, scores=scores, seconds=0.0, **facts).metrics():
+            low, high = (None, None) if stderr is None else (value - Z95 * stderr, value + Z95 * stderr)
             found.setdefault((task, metric), []).append(ScorePoint(at, value, low, high, id(entry) not in kept))
     return found

@@ -58,7 +58,7 @@ GROUPS = {
     "alarms": "alarm health",
     "saves": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-late checkpoint-missing "
     "checkpoint-rejected checkpoint-room on-commit-failed",
-    "evaluations": "eval eval-failed eval-late eval-refused eval-retry eval-verdict",
+    "evaluations": "eval eval-failed eval-refused eval-retry eval-verdict",
     "notes": "note",
     "milestones": "milestone",
 }

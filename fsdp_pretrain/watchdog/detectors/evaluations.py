@@ -65,7 +65,7 @@ class EvaluationDetector(Detector):
             f"no scores of step {_steps(given_up)}: all eval.attempts failed: {given_up[-1]['reason']}",
             "training is not affected; a mistake in the data or the model would not be seen in the scores. The oldest "
             "checkpoint.keep_last of them are not deleted",
-            f"see evals/log; mend the cause, then: fsdp-eval retry {self._run} (or retry --drop: no scores are wanted)",
+            f"see evals/log; mend the cause, then: fsdp-eval retry {self._run}",
             facts={"steps": [each["step"] for each in given_up]},
         )
 

@@ -85,8 +85,6 @@ def results(run: str, newest: int) -> dict[str, Any]:
     found = [each for path in paths if (each := state_files.view(path, _Results)) is not None]
     late, given_up = list[dict[str, Any]](), list[dict[str, Any]]()
     for job in without_results(place, config):
-        if job.dropped:
-            continue
         if job.given_up:
             given_up.append({"step": job.checkpoint.step, "reason": job.failures[-1].reason})
         elif job.checkpoint.step > max((each.step for each in found), default=-1):
@@ -94,7 +92,7 @@ def results(run: str, newest: int) -> dict[str, Any]:
             claimed = held is not None and lease.is_alive(held) is not False
             allowed = config.eval.overdue.value
             if held is not None and claimed:
-                allowed += 3 * (held.deadline or 0.0)  # then its worker has ended it
+                allowed += held.deadline or 0.0  # then its worker has ended it
             seconds = time.time() - (seconds_of(job.committed) or time.time())
             if seconds > allowed:
                 late.append({"step": job.checkpoint.step, "seconds": seconds, "claimed": claimed})

@@ -1,0 +1,65 @@
+"""Standard errors of scores from the values of their documents.
+
+Two kinds of scores are known here: the mean of the values, and bits per byte, a ratio of sums (log-likelihood over
+bytes). Which one a metric is, is told by which reproduces its score; of others (f1, perplexities) nothing is said.
+
+The first-order change of such a score when a document is added is that document's influence u_i. The standard error is
+that of a mean of the u_i (the delta method). For a ratio R = sum(a) / sum(b), u_i = (a_i - R b_i) / mean(b): Cochran,
+Sampling Techniques (1977), theorem 2.5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .sample_files import Value
+
+Array = NDArray[np.float64]
+Z95 = 1.96
+"""Standard errors on either side of the mean of a normal distribution that hold 95% of it."""
+_TO_BITS = -1 / math.log(2)
+_CLOSE = 1e-9
+"""Relative difference from a score."""
+
+
+def as_array(values: Sequence[Value], score: float | None = None) -> Array | None:
+    """Values of a mean, float64 [n], or numerators and denominators of bits per byte, [n, 2].
+
+    None if there are none, if they are of both kinds, or if they do not give the `score`.
+    """
+    if not values or len({isinstance(value, tuple) for value in values}) > 1:
+        return None
+    x = np.array(values, dtype=np.float64)
+    if x.ndim == 2:
+        x[:, 0] *= _TO_BITS
+    with np.errstate(all="ignore"):
+        fits = score is None or math.isclose(score_of(x), score, rel_tol=_CLOSE, abs_tol=1e-12)
+    return x if fits else None
+
+
+def score_of(x: Array) -> float:
+    """The score of documents."""
+    return float(x.mean() if x.ndim == 1 else x[:, 0].sum() / x[:, 1].sum())
+
+
+def by_document(x: Array) -> Array:
+    """The score of every document alone."""
+    return x if x.ndim == 1 else x[:, 0] / x[:, 1]
+
+
+def influence(x: Array) -> Array:
+    """Of every document on the score: [n], with mean 0."""
+    if x.ndim == 1:
+        return x - score_of(x)
+    found: Array = (x[:, 0] - score_of(x) * x[:, 1]) / x[:, 1].mean()
+    return found
+
+
+def standard_error(influences: Array) -> float | None:
+    """Of the mean of n independent values; None of fewer than two."""
+    n = len(influences)
+    return float(influences.std(ddof=1) / math.sqrt(n)) if n > 1 else None
