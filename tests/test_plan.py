@@ -183,12 +183,12 @@ def test_every_shipped_configuration_is_the_size_it_declares(path: Path) -> None
             ["model.init_std=0.02", "--world-size", "16", "--device", "NVIDIA A100-SXM4-80GB"],
             GOLDEN["tr8-104b"],
             ["hidden / layers is 512", "heads up to 256, not 512", "init_std = 0.02 is 4.0 times", "takes 6_494 steps",
-             "floor from 126_953_125 of 300_001_504", "limits the run to 16 ranks", "has 80 GiB: shard over more"],
+             "floor from 126_953_125 of 300_001_504", "has 80 GiB: shard over more"],
         ),
         (
             "glm-130b",
             [],
-            GOLDEN["glm-130b"], ["limits the run to 24 ranks"],
+            GOLDEN["glm-130b"], [],
         ),
     ],
     ids=["tr8-104b", "glm-130b"],
@@ -229,15 +229,8 @@ def test_a_warm_up_that_the_ramp_makes_long() -> None:
         (["model.heads=40", "model.hidden=5200", "model.ffn=13_866"], ["head size of 130 is not a multiple of 8:"]),
         (["model.heads=16", "model.hidden=2560", "model.ffn=6912"], ["head size of 160 is not a multiple of 64:"]),
         (["model.ffn=4096"], ["ffn / hidden is 1.00, where the family has about 2.67"]),
-        (["model.vocab=50_257"], ["50257 rows, not a multiple of 64"]),
-        (["model.vocab=50_257", "model.vocab_multiple=128"], []),
         (["model.layers=10"], ["hidden / layers is 410"]),
         (["optimizer.decay=100_000 steps"], ["learning rate is at its floor from 25_600_000 of 488_281_344"]),
-        (["checkpoint.every=2_000_000 steps"], ["is longer than the run"]),
-        (
-            ["optimizer.decay_shape=linear"],
-            ["optimizer.decay_shape = linear has no effect with optimizer.curve = cosi"],
-        ),
     ],
 )
 def test_warnings(overrides: list[str], expected: list[str]) -> None:

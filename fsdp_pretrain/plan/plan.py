@@ -152,7 +152,7 @@ def plan(
     checkpoint = upcoming.first_need(parameters, world or 1)
     kept = config.checkpoint.keep_last + 1
     length = config.data.sequence_length
-    warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
+    warnings = advice.warnings(config)
     warnings += _space_warning(config, checkpoint)
     packer = epochs.open_corpora(config)
     sources = None if packer is None else epochs.read_epochs(config, packer)

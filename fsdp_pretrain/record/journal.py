@@ -9,7 +9,6 @@ import getpass
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -126,13 +125,3 @@ def lost_optimizer(run: RunDir, segment: int, step: int) -> bool:
     """Whether a start that continued from a step began with a fresh optimizer."""
     resumed = [entry for entry in of_kind(read(run), "resume") if entry.get("segment") == segment]
     return any(entry.get("step") == step and entry.get("optimizer") is False for entry in resumed)
-
-
-def follow(run: RunDir) -> Iterator[dict[str, Any]]:
-    """All entries, then new ones as they are added; never ends."""
-    offset = 0
-    while True:
-        for entry, behind in entries(run.journal, offset):
-            offset = behind
-            yield entry
-        time.sleep(_POLL_SECONDS)
