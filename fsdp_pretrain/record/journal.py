@@ -28,7 +28,6 @@ Kind = Literal[
     "alarm", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
-_POLL_SECONDS = 0.5
 _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "checkpoint": {"step": int, "seconds": (int, float), "bytes": (int, float)},
     "eval": {"step": int, "scores": dict},
