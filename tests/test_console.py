@@ -42,7 +42,7 @@ def test_a_mistake_in_the_arguments_is_no_finding(run_command: Run, module: str,
         *("status", "alarms", "ack {} hang", "notify", "rollback {} --to 2", "fork {} --at 2 NEW"),
         *("control {} save", "watch", "where {} --step 2", "journal", "goodput", "note {} text", "doctor --run {}"),
         *("aim", "tensorboard", "wandb"),
-        *(f"checkpoints {{}} {action}" for action in ("list", "verify", "pin 2", "unpin 2", "export 2 OUT")),
+        *(f"checkpoints {{}} {action}" for action in ("list", "verify", "export 2 OUT")),
         *(f"eval {rest}" for rest in ("run", "watch {} --once", "samples {} --step 2", "report")),
     ],
 )

@@ -22,7 +22,6 @@ from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.masks import Slots
-from fsdp_pretrain.plan.plan import HeldOut, plan, render
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.goodput import State, goodput
 from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector
@@ -225,26 +224,6 @@ def test_what_cannot_be_measured_is_refused_at_once(
     ):
         with pytest.raises(ConfigError, match=text):
             load(lab.config(eval=wrong))
-
-
-@pytest.mark.shows("D18")
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("changes", "samples", "every", "share"),
-    [
-        ({}, 32, "4_000 samples", 32 / (3 * 4000)),  # four batches of 8 in 500
-        ({"loss_samples": 10, "loss_every": "50 steps"}, 20, "50 steps", 20 / (3 * 8 * 50)),
-        ({"loss_every": "64_000 tokens"}, 32, "64_000 tokens", 32 / (3 * 2000)),
-    ],
-    ids=str,
-)
-def test_its_cost_does_not_depend_on_a_ramp(
-    lab: Any, sources: list[dict[str, str]], changes: dict[str, Any], samples: int, every: str, share: float
-) -> None:
-    for train in ({}, {"batch_ramp": RAMP}):
-        found = plan(load(lab.config(train=train, eval={"loss_on": sources, **changes})))
-        assert found.heldout == HeldOut(samples, 2, every, pytest.approx(share))
-        assert f"{samples} samples of 2 sources every {every}: about {share:.2%} of the time" in render(found)
 
 
 # ------------------------------------------------------------------------ who shows it

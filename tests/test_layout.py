@@ -66,18 +66,13 @@ def test_every_element_is_written_once_and_evenly(replicas: int, shards: int) ->
 
 
 @pytest.mark.quick
-def test_large_files_are_split_and_the_descriptions_are_kept() -> None:
+def test_large_files_are_split_and_the_layout_is_kept() -> None:
     lengths = [FILE_BYTES // 2, FILE_BYTES // 2, 7, FILE_BYTES + 1, 5]
     assert list(places(lengths)) == [
         (0, 0, lengths[0]), (0, lengths[0], lengths[1]), (1, 0, 7), (1, 7, lengths[3]), (2, 0, 5)
     ]  # fmt: skip
     layout = lay_out(specs(), 2, 2)
     assert lay_out(specs(), 2, 2) is layout
-    sizes = [[piece.size + 1000 for piece in pieces] for pieces in layout.pieces]
-    first = layout.descriptions(sizes)
-    assert layout.descriptions([list(each) for each in sizes]) is first  # not described again at the next save
-    sizes[0][0] += 1
-    assert layout.descriptions(sizes) != first
 
 
 @pytest.mark.quick

@@ -179,33 +179,20 @@ def test_an_unfinished_copy_is_no_beginning(carried: Carried) -> None:
 
 @pytest.mark.quick
 def test_a_slow_mirror_gets_what_is_kept_and_what_leads_to_it(tmp_path: Path) -> None:
-    """Of many new checkpoints the last two, pinned and permanent ones; a checkpoint never without its record; and never
+    """Of many new checkpoints the last two and permanent ones; a checkpoint never without its record; and never
     one that is damaged in the run directory."""
     made = Carried(tmp_path, keep_every="40 steps").begin()
     for step in range(10, 80, 10):
         made.save(step)
-    Store(made.run.checkpoints).find(20).pin(True)
     flip(made.run.checkpoints / "step-00000060/__0_0.distcp", 3)
     worker = made.uploader()
     assert worker.work(finish=False) == 0 and made.whole() == [70]
     assert RunMirror(made.config).look().records
     made.copy()
-    assert made.whole() == [20, 40, 70]
+    assert made.whole() == [40, 70]
     (missed,) = made.messages("mirror-missed")
     assert "step-00000060 is damaged in the run directory" in missed
     run_id.unbind(made.run.path)
-
-
-@pytest.mark.quick
-def test_a_pin_comes_back(carried: Carried) -> None:
-    Store(carried.run.checkpoints).find(20).pin(True)
-    carried.copy()
-    restored(carried, 20)
-    assert Store(carried.run.checkpoints).find(20).pinned
-    for step in (30, 40, 50):
-        carried.save(step, segment=2)
-        carried.copy()
-    assert carried.whole() == [20, 40, 50]
 
 
 @pytest.mark.quick

@@ -24,7 +24,7 @@ from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.plan import warnings as advice
-from fsdp_pretrain.plan.flops import hardware_flops_per_token, peak_flops, speed
+from fsdp_pretrain.plan.flops import peak_flops
 from fsdp_pretrain.plan.plan import count_parameters
 from fsdp_pretrain.units import human_count
 
@@ -68,10 +68,6 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
         (["parallel.shard=3", "--world-size", "4"], ["parallel.shard = 3 does not divide the world size 4"]),
         (["--seconds-per-step", "2"], ["--seconds-per-step needs a positive time and --world-size"]),
         (["--seconds-per-step", "2", "--world-size", "2", "--at", "4 steps"], ["exclude each other"]),
-        (["--mfu", "40%"], ["--mfu needs --world-size and --device"]),
-        (["--mfu", "40%", "--world-size", "2"], ["that of None is not known", "NVIDIA H100"]),
-        (["--mfu", "40%", "--world-size", "2", "--device", "NVIDIA A9000"], ["that of 'NVIDIA A9000' is not known"]),
-        (["--mfu", "0.4", "--world-size", "2"], ["is not a share such as 45%"]),
         (["--device", "NVIDIA A100-SXM4-80GB"], ["what a rank needs: give --world-size as well"]),
         (["--seconds-per-step", "nan", "--world-size", "2"], ["--seconds-per-step needs a positive time"]),
         (["optimizer.betas=[nan,0.9]", "optimizer.lr=inf"], ["2 problems", "optimizer.betas.0 = nan", "lr = inf"]),
@@ -113,8 +109,8 @@ def test_the_schedule_at_a_point(lab: Any, run_command: Run) -> None:
     assert (row["consumed"], row["cursor"], row["shares"]) == (32, 64, {"a": 0.75, "b": 0.25})
 
 
-def test_epochs_and_days(lab: Any, run_command: Run) -> None:
-    """Of every source, against their tokens; the days against the formula."""
+def test_epochs(lab: Any, run_command: Run) -> None:
+    """Of every source, against their tokens."""
     corpus = read_manifest(lab.corpus)
     stream = corpus.tokens + corpus.documents  # a separator after each
     sources = [{"name": "a", "path": str(lab.corpus), "weight": 3.0}, {"name": "b", "path": str(lab.corpus)}]
@@ -131,11 +127,6 @@ def test_epochs_and_days(lab: Any, run_command: Run) -> None:
     assert f"{result['sources']['a']['epochs']:.3g} times" in warning and "2305.16264" in warning
     shown = run_command("fsdp_pretrain.cli", "plan", config, "train.duration=1K tokens").stdout
     assert f"data        b: {human_count(corpus.tokens)} tokens, read 0.0" in shown and " is read " not in shown
-    options = ["--world-size", 2, "--device", "NVIDIA H100 80GB HBM3", "--mfu", "40%", "--json"]
-    rates = json.loads(run_command("fsdp_pretrain.cli", "plan", config, *options).stdout)
-    rate = 2 * 989e12 * 0.4 / result["flops_per_token"]
-    assert rates["mfu"] == pytest.approx(0.4) and rates["tokens_per_second"] == pytest.approx(rate)
-    assert rates["days"] == pytest.approx(result["tokens"] / rate / 86_400, rel=0.01)
     elsewhere = run_command(
         "fsdp_pretrain.cli", "plan", lab.config("away", data={"sources": [{**sources[0], "path": "/none"}]})
     )
@@ -192,12 +183,12 @@ def test_every_shipped_configuration_is_the_size_it_declares(path: Path) -> None
             ["model.init_std=0.02", "--world-size", "16", "--device", "NVIDIA A100-SXM4-80GB"],
             GOLDEN["tr8-104b"],
             ["hidden / layers is 512", "heads up to 256, not 512", "init_std = 0.02 is 4.0 times", "takes 6_494 steps",
-             "floor from 126_953_125 of 300_001_504", "limits the run to 16 ranks", "has 80 GiB: shard over more"],
+             "floor from 126_953_125 of 300_001_504", "has 80 GiB: shard over more"],
         ),
         (
             "glm-130b",
             [],
-            GOLDEN["glm-130b"], ["limits the run to 24 ranks"],
+            GOLDEN["glm-130b"], [],
         ),
     ],
     ids=["tr8-104b", "glm-130b"],
@@ -238,15 +229,8 @@ def test_a_warm_up_that_the_ramp_makes_long() -> None:
         (["model.heads=40", "model.hidden=5200", "model.ffn=13_866"], ["head size of 130 is not a multiple of 8:"]),
         (["model.heads=16", "model.hidden=2560", "model.ffn=6912"], ["head size of 160 is not a multiple of 64:"]),
         (["model.ffn=4096"], ["ffn / hidden is 1.00, where the family has about 2.67"]),
-        (["model.vocab=50_257"], ["50257 rows, not a multiple of 64"]),
-        (["model.vocab=50_257", "model.vocab_multiple=128"], []),
         (["model.layers=10"], ["hidden / layers is 410"]),
         (["optimizer.decay=100_000 steps"], ["learning rate is at its floor from 25_600_000 of 488_281_344"]),
-        (["checkpoint.every=2_000_000 steps"], ["is longer than the run"]),
-        (
-            ["optimizer.decay_shape=linear"],
-            ["optimizer.decay_shape = linear has no effect with optimizer.curve = cosi"],
-        ),
     ],
 )
 def test_warnings(overrides: list[str], expected: list[str]) -> None:
@@ -278,30 +262,6 @@ def test_unknown_devices_have_no_peak() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
     for unknown in ("cpu", "NVIDIA GeForce RTX 9999", "H100", ""):
         assert peak_flops(unknown) is None
-
-
-@pytest.mark.shows("A1")
-@pytest.mark.parametrize(("batch", "seconds", "tflops"), [(4224, 88.5, 134.15), (6144, 122.5, 140.97)])
-def test_megatron_formula_gives_the_logged_tflops_of_glm_130b(batch: int, seconds: float, tflops: float) -> None:
-    config = load(str(ROOT / "configs/runs/glm-130b.toml"))
-    rates = speed(config, GOLDEN["glm-130b"], batch=batch, seconds=seconds, devices=768, device="NVIDIA A100")
-    assert rates.hardware_tflops_per_device == pytest.approx(tflops, abs=0.005)
-    assert rates.hfu == pytest.approx(tflops / 312, abs=1e-4)
-    if batch == 4224:
-        assert rates.mfu == pytest.approx(0.324, abs=0.0005)
-
-
-def test_hardware_flops_know_the_real_shape() -> None:
-    """Counted matrix by matrix: Llama 3 8B has fewer KV heads and ffn = 3.5 hidden."""
-    shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
-    model = LlamaModel(family="llama", **shape)  # type: ignore[arg-type]
-    matrices = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
-    forward = 32 * (2 * matrices + 4 * 4096 * 8192)
-    assert hardware_flops_per_token(model, 8192) == 3 * (forward + 2 * 4096 * 128256)
-    assert hardware_flops_per_token(model, 8192, recompute=2) == 3 * (forward + 2 * 4096 * 128256) + forward / 2
-    inside = 32 * 2 * 2 * 4096 * 14336  # gate and up
-    recomputed = hardware_flops_per_token(model, 8192, recompute="feed-forward")
-    assert recomputed == pytest.approx(3 * (forward + 2 * 4096 * 128256) + inside)
 
 
 def test_speed_of_a_measured_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -368,8 +368,6 @@ def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ("control", "RUN", "save"),
         ("rollback", "RUN", "--to", 16),
         ("fork", "RUN", "--at", 16, "RUN-new"),
-        ("checkpoints", "RUN", "pin", 16),
-        ("checkpoints", "RUN", "unpin", 8),
     ],
     ids=lambda arguments: " ".join(map(str, arguments[:1] + arguments[2:3])),
 )

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
-import records
 import torch
 from machines import Disk
-from processes import Run
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_pretrain.checkpoint.async_save import Stager
@@ -54,20 +51,6 @@ def test_names_can_run_out_before_bytes(small_disk: Disk) -> None:
         (disk / str(n)).touch()
     with pytest.raises(StorageError, match=r"in 5 files, .* room for"):
         make_room(disk, SpaceNeeded(1000, 5), None)
-
-
-@pytest.mark.shows("D21")
-@pytest.mark.quick
-def test_pinned_checkpoints_stay(tmp_path: Path, run_command: Run) -> None:
-    store = Store(tmp_path / "checkpoints")
-    (tmp_path / "segments").mkdir()
-    for step in (1, 2, 3, 4, 5):
-        records.commit(store, step)
-    pinned = run_command("fsdp_pretrain.cli", "checkpoints", tmp_path, "pin", 2, "--json")
-    assert [row["pinned"] for row in json.loads(pinned.stdout)] == [True]
-    assert [checkpoint.step for checkpoint in store.retain(2, lambda _: False)] == [1, 3]
-    assert run_command("fsdp_pretrain.cli", "checkpoints", tmp_path, "unpin", 2).returncode == 0
-    assert [checkpoint.step for checkpoint in store.retain(2, lambda _: False)] == [2]
 
 
 @pytest.mark.shows("C3", "F1", "F36")

@@ -129,7 +129,6 @@ class Save:
     batch: int
     verified: bool
     final: bool = False
-    pin: int | None = None
     protect: int | None = None
 
 
@@ -143,7 +142,7 @@ def must_stay(made: dict[int, dict[str, Any]], keep_last: int, every: list[str],
     for step, facts in made.items():
         crossed = any(facts[units[e][0]] // units[e][1] > facts["last"][units[e][0]] // units[e][1] for e in every)
         newer = step > verified[keep_last - 1]
-        if newer or facts["pinned"] or facts["final"] or crossed:
+        if newer or facts["final"] or crossed:
             stay.add(step)
     return stay & set(made)
 
@@ -162,12 +161,8 @@ def play(store: Store, keep_last: int, every: list[str], saves: list[Save]) -> t
         new = {"step": last["step"] + 1, "consumed": consumed, "tokens": consumed * 32}
         step = new["step"]
         checkpoint = commit(store, step, verified=save.verified, batch=save.batch, final=save.final, consumed=consumed)
-        made[step] = {**new, "last": last, "verified": save.verified, "final": save.final, "pinned": False}
+        made[step] = {**new, "last": last, "verified": save.verified, "final": save.final}
         last = new
-        if save.pin is not None:
-            pinned = sorted(made)[save.pin % len(made)]
-            made[pinned]["pinned"] = not made[pinned]["pinned"]
-            store.find(pinned).pin(made[pinned]["pinned"])
         protected = set() if save.protect is None else {max(1, step - save.protect)}
         gone = store.retain(
             keep_last, lambda found: is_permanent(config, found.manifest(), config.checkpoint.kept_intervals), protected
@@ -198,13 +193,13 @@ SAVES = st.builds(
     batch=st.integers(1, 40),
     verified=st.booleans(),
     final=st.sampled_from([False] * 9 + [True]),
-    pin=st.none() | st.integers(0, 100),
     protect=st.none() | st.integers(0, 10),
 )
 
 
 @settings(max_examples=15, deadline=None)
 @given(keep_last=st.integers(2, 4), every=st.lists(st.sampled_from(INTERVALS), unique=True), saves=st.lists(SAVES, max_size=25))  # fmt: skip
+@pytest.mark.shows("D21")
 @pytest.mark.promise("successor-first")
 def test_any_saves_leave_exactly_the_policy(keep_last: int, every: list[str], saves: list[Save]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -10,7 +10,6 @@ import pytest
 from processes import Run
 
 from fsdp_pretrain.bench import children, sweep
-from fsdp_pretrain.bench.children import NotMeasured
 from fsdp_pretrain.bench.times import MeasuredSteps
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.plan.flops import Speed
@@ -21,7 +20,7 @@ Key = tuple[str, ...]
 def times(config: Config, seconds: float, accumulation: int) -> MeasuredSteps:
     batch = accumulation * config.train.micro_batch
     rate = batch * config.data.sequence_length / seconds
-    speed = Speed(batch, seconds, 1, "cpu", rate, rate, 0.0, 0.0, None, None, 1.0)
+    speed = Speed(batch, seconds, 1, "cpu", rate, rate, 0.0, None, 1.0)
     return MeasuredSteps("run", "ours", "2.13", "float32", False, 1, 1, 1, 8, speed, 2**30, 6.0, None)
 
 
@@ -32,7 +31,7 @@ class Device:
         self.path, self.fits = path, fits
         self.tried: list[Key] = []
 
-    def measure(self, command: list[str], *, limit: float, ranks: int) -> MeasuredSteps | NotMeasured:
+    def measure(self, command: list[str], *, limit: float, ranks: int) -> MeasuredSteps | str:
         keys = [text for text in command if "=" in text]
         config = load(self.path, keys)
         accumulation = int(command[command.index("--accumulation") + 1])
@@ -40,7 +39,7 @@ class Device:
         self.tried.append((*keys[-3 if ranks > 1 else -2 :], str(accumulation)))
         need = size * {0: 4, "feed-forward": 2, 1: 1}[recompute]
         if need > self.fits:
-            return NotMeasured("torch.OutOfMemoryError: CUDA out of memory")
+            return "torch.OutOfMemoryError: CUDA out of memory"
         per_sample = {0: 3.0, "feed-forward": 3.5, 1: 4.0}[recompute] + 1 / size
         return times(config, per_sample * size * accumulation, accumulation)
 

@@ -362,8 +362,3 @@ def test_labels_that_cross_documents_can_be_left_out(
     (total / count).backward()
     norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]))
     assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-
-
-def test_a_start_warns_once_of_what_is_set_in_vain(lab: Any) -> None:
-    config = lab.config(optimizer={"decay_shape": "linear"}, train={"duration": "5 steps"})
-    assert lab.train(config, ranks=2).count("warning: optimizer.decay_shape = linear has no effect") == 1

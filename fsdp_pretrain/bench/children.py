@@ -8,7 +8,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_pretrain.child_process import run_module
@@ -19,15 +18,8 @@ LIMIT = 900.0
 """Seconds after which a process is ended: a compilation and slow steps fit in."""
 
 
-@dataclass(frozen=True)
-class NotMeasured:
-    """Why there is no result."""
-
-    text: str
-
-
-def measure(command: Sequence[str], *, limit: float, ranks: int = 1) -> MeasuredSteps | NotMeasured:
-    """The result of `python -m fsdp_pretrain.bench COMMAND` on some ranks of this node."""
+def measure(command: Sequence[str], *, limit: float, ranks: int = 1) -> MeasuredSteps | str:
+    """The result of `python -m fsdp_pretrain.bench COMMAND` on some ranks of this node, or why there is none."""
     # Not passed on otherwise: torchrun sets it for ranks.
     threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
     module = ["fsdp_pretrain.bench"]
@@ -38,9 +30,9 @@ def measure(command: Sequence[str], *, limit: float, ranks: int = 1) -> Measured
         try:
             done = run_module(*module, *command, "--result", str(result), environment=threads, limit=limit)
         except subprocess.TimeoutExpired:
-            return NotMeasured(f"not finished after {limit:.0f} seconds")
+            return f"not finished after {limit:.0f} seconds"
         if done.returncode or not result.exists():
-            return NotMeasured(reason(done.stderr.decode(errors="replace")))
+            return reason(done.stderr.decode(errors="replace"))
         return MeasuredSteps.from_json(json.loads(result.read_text(encoding="utf-8")))
 
 

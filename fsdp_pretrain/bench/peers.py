@@ -67,12 +67,11 @@ def compare(config: Config, command: Sequence[str], *, rounds: int, limit: float
             result.rounds.append(found := {})
             for side in left if number % 2 == 0 else left[::-1]:
                 times = children.measure([*command, "--side", side], limit=limit)
-                if isinstance(times, MeasuredSteps):
-                    found[side] = times
+                if isinstance(times, str):
+                    result.failed[side] = times
                 else:
-                    result.failed[side] = times.text
-                said = times if isinstance(times, MeasuredSteps) else times.text
-                print(f"round {number + 1} of {rounds}, {side}: {said}", file=sys.stderr, flush=True)
+                    found[side] = times
+                print(f"round {number + 1} of {rounds}, {side}: {times}", file=sys.stderr, flush=True)
             left = [side for side in left if side in found]
     return result
 

@@ -80,7 +80,7 @@ def sweep(
                 ]
                 accumulation = str(min(_ACCUMULATION, max(1, batch // ranks // int(size))))
                 found = children.measure([*command, *keys, "--accumulation", accumulation], limit=limit, ranks=ranks)
-                way = TriedWay(keys, found) if isinstance(found, MeasuredSteps) else TriedWay(keys, None, found.text)
+                way = TriedWay(keys, None, found) if isinstance(found, str) else TriedWay(keys, found)
                 tried.append(way)
                 print(way, file=sys.stderr, flush=True)
                 if way.times is None:

@@ -84,7 +84,7 @@ def _bytes(path: Path) -> int:
 def prunable(checkpoints: Iterable[Checkpoint]) -> SpaceNeeded:
     """Upper bound of what may be deleted for the next checkpoint; `keep_every` may protect some of it."""
     verified = [item for item in checkpoints if item.problem is None and item.verified]
-    files = [entry for item in verified[:-2] if not item.pinned for entry in item.files()]
+    files = [entry for item in verified[:-2] for entry in item.files()]
     return SpaceNeeded(sum(entry.bytes for entry in files), len(files))
 
 

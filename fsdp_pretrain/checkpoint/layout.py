@@ -11,7 +11,7 @@ import heapq
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,13 +71,12 @@ class TensorRows:
         return (self.first, *(0 for _ in self.shape[1:])) if self.shape else ()
 
 
-@dataclass
+@dataclass(frozen=True)
 class SaveLayout:
     """The pieces that each rank writes, in this order; of each piece one replica writes one copy."""
 
     tensors: tuple[TensorSpec, ...]
     pieces: tuple[tuple[TensorRows, ...], ...]
-    _known: tuple[tuple[bytes, ...], dict[str, str | bytes]] = field(default=((), {}), init=False)
 
     @property
     def size(self) -> int:
@@ -91,23 +90,18 @@ class SaveLayout:
         return sum(1 + size // FILE_BYTES for size in used)
 
     def descriptions(self, lengths: Sequence[Sequence[int]]) -> dict[str, str | bytes]:
-        """Contents of `tensors.json` and `.metadata`; kept, since a layout's lengths hardly ever change.
+        """Contents of `tensors.json` and `.metadata`.
 
         Args:
             lengths: bytes of every piece, by rank.
         """
-        key = tuple(torch.tensor(each, dtype=torch.int64).numpy().tobytes() for each in lengths)
-        known, contents = self._known
-        if key != known or not contents:
-            chunks: dict[str, list[Chunk]] = {spec.name: [] for spec in self.tensors}
-            for rank, (pieces, sizes) in enumerate(zip(self.pieces, lengths, strict=True)):
-                for piece, (number, start, length) in zip(pieces, places(sizes), strict=True):
-                    rows, file = piece.shape[0] if piece.shape else 1, file_name(rank, number)
-                    chunk = Chunk(first=piece.first, rows=rows, file=file, start=start, length=length)
-                    chunks[piece.tensor.name].append(chunk)
-            contents = {TENSORS: self._ours(chunks), METADATA: pickle.dumps(self._dcp(chunks))}
-            self._known = key, contents  # at once: a writer that is stuck may share the layout
-        return contents
+        chunks: dict[str, list[Chunk]] = {spec.name: [] for spec in self.tensors}
+        for rank, (pieces, sizes) in enumerate(zip(self.pieces, lengths, strict=True)):
+            for piece, (number, start, length) in zip(pieces, places(sizes), strict=True):
+                rows, file = piece.shape[0] if piece.shape else 1, file_name(rank, number)
+                chunk = Chunk(first=piece.first, rows=rows, file=file, start=start, length=length)
+                chunks[piece.tensor.name].append(chunk)
+        return {TENSORS: self._ours(chunks), METADATA: pickle.dumps(self._dcp(chunks))}
 
     def _ours(self, chunks: Mapping[str, list[Chunk]]) -> str:
         tensors = {

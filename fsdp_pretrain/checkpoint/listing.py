@@ -23,7 +23,6 @@ class Row(BaseModel):
     bytes: int | None = None
     committed: str | None = None
     world: WorldShape | None = None
-    pinned: bool
     suspect: str | None = None
     optimizer: bool = True
     problem: str | None = None
@@ -31,7 +30,6 @@ class Row(BaseModel):
     def __str__(self) -> str:
         size = human_bytes(self.bytes) if self.bytes is not None else "-"
         line = f"{self.step:>12_}  {size:>9}  {self.state:<10} {self.committed or '-':<25} "
-        line += "pinned " * self.pinned
         line += f"suspect: {self.suspect} " if self.suspect else ""
         line += self.problem or ("" if self.optimizer else "weights alone ")
         return line.rstrip()
@@ -43,7 +41,6 @@ def listed(checkpoint: Checkpoint) -> Row:
         step=checkpoint.step,
         path=str(checkpoint.path),
         state="damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed",
-        pinned=checkpoint.pinned,
         problem=checkpoint.problem,
     )
     with contextlib.suppress(CheckpointError):

@@ -27,7 +27,6 @@ from fsdp_pretrain.record.files import make_directory, now
 from .manifest import CheckpointManifest, FileEntry, SavedState
 
 MANIFEST, VERIFIED, TRAIN_STATE, CONFIG = "manifest.json", "verified.json", "train_state.json", "config.toml"
-PINNED = "pinned.json"
 _NAME = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _LEFTOVER = re.compile(r"^step-\d{8,}\.(writing|deleting)-")
 
@@ -40,14 +39,12 @@ class Checkpoint:
         step: optimiser steps taken.
         problem: why it must not be used, by its manifest, names and sizes; None if it looks whole.
         verified: its bytes were read back after it was written.
-        pinned: retention must not delete it.
     """
 
     step: int
     path: Path
     problem: str | None
     verified: bool
-    pinned: bool = False
 
     def manifest(self) -> CheckpointManifest:
         """Raises CheckpointError."""
@@ -81,22 +78,11 @@ class Checkpoint:
 
     def mark_verified(self) -> Checkpoint:
         """Record that the bytes were read back and match. Returns the updated checkpoint. Raises StorageError."""
-        self._mark(VERIFIED, "verified")
-        return replace(self, verified=True)
-
-    def pin(self, pinned: bool) -> None:
-        """Protect it from retention, or no longer. Raises StorageError."""
-        self._mark(PINNED, "pinned" if pinned else None)
-
-    def _mark(self, name: str, key: str | None) -> None:
-        """Write a mark file, or remove it if `key` is None."""
         try:
-            if key is not None:
-                state_files.write(self.path / name, {key: now()})
-            else:
-                (self.path / name).unlink(missing_ok=True)
+            state_files.write(self.path / VERIFIED, {"verified": now()})
         except OSError as error:
-            raise StorageError(f"cannot write {self.path / name}: {error}") from None
+            raise StorageError(f"cannot write {self.path / VERIFIED}: {error}") from None
+        return replace(self, verified=True)
 
 
 def directory_name(step: int) -> str:
@@ -203,8 +189,8 @@ class Store:
     ) -> list[Checkpoint]:
         """Delete checkpoints that the policy does not keep.
 
-        Kept: the newest `keep_last` verified checkpoints, unverified ones newer than the oldest of these, pinned ones,
-        those that `keep` accepts, the steps in `protected`, and damaged ones. With fewer than `keep_last` verified
+        Kept: the newest `keep_last` verified checkpoints, unverified ones newer than the oldest of these, those
+        that `keep` accepts, the steps in `protected`, and damaged ones. With fewer than `keep_last` verified
         checkpoints nothing is deleted.
 
         Returns:
@@ -218,7 +204,7 @@ class Store:
         deleted = []
         for checkpoint in whole:
             step = checkpoint.step
-            if step in recent or step > min(recent) or step in protected or checkpoint.pinned or keep(checkpoint):
+            if step in recent or step > min(recent) or step in protected or keep(checkpoint):
                 continue
             self._delete(checkpoint.path)
             deleted.append(checkpoint)
@@ -249,8 +235,8 @@ class Store:
 
 
 def _inspect(step: int, path: Path) -> Checkpoint:
-    # Only the existence of marks matters; their contents are for people.
-    found = Checkpoint(step, path, None, (path / VERIFIED).is_file(), (path / PINNED).is_file())
+    # Only the existence of the mark matters; its content is for people.
+    found = Checkpoint(step, path, None, (path / VERIFIED).is_file())
     return replace(found, problem=_problem(found))
 
 

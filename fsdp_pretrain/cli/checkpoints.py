@@ -1,4 +1,4 @@
-"""`fsdp-pretrain checkpoints RUN ...`: list, verify, pin, export and import checkpoints."""
+"""`fsdp-pretrain checkpoints RUN ...`: list, verify, export and import checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add(command: CommandLine) -> None:
     """Add the verb `checkpoints` with its actions."""
     parser = command.add(_checkpoints)
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    for action in (_list, _verify, _pin, _unpin, _export):
+    for action in (_list, _verify, _export):
         action.add_to(actions, "fsdp-pretrain checkpoints runs/quickstart/run")
     _import.add_to(actions, "fsdp-pretrain checkpoints runs/quickstart/warm")
 
@@ -36,7 +36,7 @@ def add(command: CommandLine) -> None:
     argument("run", type=lambda text: RunDir(Path(text)), metavar="RUN", help="run directory"),
 )
 def _checkpoints(args: argparse.Namespace) -> int:
-    """The checkpoints of a run: list, verify, pin, export to Hugging Face, import from it. Each has its --help."""
+    """The checkpoints of a run: list, verify, export to Hugging Face, import from it. Each has its --help."""
     raise AssertionError("an action is required")
 
 
@@ -66,26 +66,6 @@ def _verify(args: argparse.Namespace) -> int:
         found.find(args.step)
     bar = tqdm(chosen, desc="reading back", delay=2, disable=None)
     return _print([read_back(item) for item in bar], as_json=args.json)
-
-
-@verb("pin", "300", _STEP, JSON)
-def _pin(args: argparse.Namespace) -> int:
-    """Keep a checkpoint whatever the retention policy says."""
-    return _set_pinned(args, True)
-
-
-@verb("unpin", "300", _STEP, JSON)
-def _unpin(args: argparse.Namespace) -> int:
-    """Leave a pinned checkpoint to the retention policy again."""
-    return _set_pinned(args, False)
-
-
-def _set_pinned(args: argparse.Namespace, pinned: bool) -> int:
-    from fsdp_pretrain.checkpoint.listing import listed
-
-    found = _store(args.run)
-    found.find(args.step).pin(pinned)
-    return _print([listed(found.find(args.step))], as_json=args.json)
 
 
 def _store(run: RunDir) -> Store:

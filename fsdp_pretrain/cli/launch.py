@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdp_pretrain.console import CommandLine
 from fsdp_pretrain.errors import BusyError, ConfigError
-from fsdp_pretrain.launch.arguments import add_check_options, add_torchrun_options
+from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.record.arguments import parse_trainer, run_directory, seconds
 
 
@@ -51,7 +51,7 @@ def add(command: CommandLine) -> None:
     parser.add_argument(
         "--run", type=run_directory, metavar="RUN", help="refuse if a job of this run directory is running"
     )
-    add_check_options(parser)
+    parser.add_argument("--json", action="store_true")
     add_torchrun_options(parser)
 
 
@@ -92,6 +92,5 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.nproc_per_node == "gpu":  # with a number of ranks the check itself says what is missing
         check_devices("gpu")
     args.rdzv_id = args.rdzv_id or "doctor"
-    options = ["--slow", str(args.slow), "--slow-sum", str(args.slow_sum)]
-    options += ["--json"] if args.json else []
+    options = ["--json"] if args.json else []
     return torchrun.run_once(torchrun.command(args, args.passed_on, "fsdp_pretrain.launch.doctor", options))

@@ -7,11 +7,8 @@ A handler imports what it runs, see `fsdp_pretrain.console`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
-import time
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +16,7 @@ from fsdp_pretrain.console import JSON, CommandLine, argument, positive, row, ve
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.arguments import RUN, SEGMENT
-from fsdp_pretrain.record.files import stamp
-from fsdp_pretrain.units import Seconds, human_bytes
+from fsdp_pretrain.units import human_bytes
 
 from . import alarms, checkpoints, init, launch, plan, steps, trackers
 from .control import control
@@ -143,20 +139,9 @@ def _where(args: argparse.Namespace) -> int:
     return 0
 
 
-def _since(text: str) -> str:
-    """A time or age as a journal timestamp. Raises ArgumentTypeError."""
-    with contextlib.suppress(ValueError):
-        return stamp(time.time() - Seconds.parse(text).value)
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a time such as 2026-06-01T12:00 nor '24 h'") from None
-    return stamp((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
-
-
 @verb(
     "journal",
-    "runs/quickstart/run --kind changed --kind stop --since '24 h'",
+    "runs/quickstart/run --kind changed --kind stop",
     RUN,
     argument(
         "--kind",
@@ -165,19 +150,15 @@ def _since(text: str) -> str:
         metavar="KIND",
         help=f"only entries of this kind; repeatable; one of {', '.join(sorted(journal.KINDS))}",
     ),
-    argument(
-        "--since", type=_since, metavar="TIME", help="only entries after a UTC time (2026-06-01T12:00) or within '24 h'"
-    ),
-    argument("--follow", action="store_true", help="keep showing what is added, until interrupted"),
     argument("--json", action="store_true", help="one JSON object per line"),
 )
 def _journal(args: argparse.Namespace) -> int:
     """The chronicle of a run: every start and what changed, every stop and what was at risk, saves, alarms, notes."""
     damaged: list[bytes] = []
     known = (entry for entry, _ in journal.entries(args.run.journal, on_damaged=damaged.append))
-    for entry in journal.follow(args.run) if args.follow else known:
-        if (args.kind is None or entry["kind"] in args.kind) and (args.since is None or entry["time"] >= args.since):
-            print(json.dumps(entry) if args.json else journal.render(entry), flush=args.follow)
+    for entry in known:
+        if args.kind is None or entry["kind"] in args.kind:
+            print(json.dumps(entry) if args.json else journal.render(entry))
     if damaged:
         print(f"damaged lines, passed over: {len(damaged):_}", file=sys.stderr)
     return 0

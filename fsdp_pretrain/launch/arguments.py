@@ -1,9 +1,8 @@
-"""Options of torchrun and of the hardware check, for the commands that start them and those that read them."""
+"""Options of torchrun, for the commands that start it."""
 
 from __future__ import annotations
 
 import argparse
-import math
 
 
 def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
@@ -37,22 +36,3 @@ def _ranks(text: str) -> str:
     if text not in ("gpu", "cpu", "auto") and not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number of ranks nor gpu, cpu or auto")
     return text
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return value
-
-
-def add_check_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the hardware check, as `fsdp-pretrain doctor` passes them to `fsdp_pretrain.launch.doctor`."""
-    parser.add_argument(
-        "--slow",
-        type=_positive,
-        default=1.15,
-        help="a matrix product that takes this many times the median is slow (default: 1.15)",
-    )
-    parser.add_argument("--slow-sum", type=_positive, default=1.5, help="the same for all-reduce sums (default: 1.5)")
-    parser.add_argument("--json", action="store_true")

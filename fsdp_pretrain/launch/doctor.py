@@ -28,7 +28,6 @@ from fsdp_pretrain.parallel.mesh import RankInfo, device_of
 from fsdp_pretrain.units import human_bytes
 
 from . import torchrun
-from .arguments import add_check_options
 
 _REPEATS = 20
 _TIMEOUT = timedelta(seconds=120)
@@ -65,7 +64,11 @@ class NodeSum:
 def main() -> int:
     """Check, print on rank 0, exit 0 or 1."""
     parser = Parser(prog="python -m fsdp_pretrain.launch.doctor", description=__doc__)
-    add_check_options(parser)
+    parser.add_argument(
+        "--slow", type=float, default=1.15, help="of the median time of a matrix product (default: 1.15)"
+    )
+    parser.add_argument("--slow-sum", type=float, default=1.5, help="the same for all-reduce sums (default: 1.5)")
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torchrun.die_with_launcher()
     return run_guarded(lambda: _check(args))

@@ -74,7 +74,7 @@ class Launcher:
         while True:
             self._check_place()
             if not self._args.no_preflight:
-                for warning in preflight(self._config, self._run, self._args.nproc_per_node, self._nodes):
+                for warning in preflight(self._config, self._run, self._args.nproc_per_node):
                     _say(f"preflight: {warning}")
             if not self._history and self._run.begun:  # the end of queueing; see `record.goodput`
                 self._journal("launch", f"launched on {self._host}")

@@ -1,4 +1,4 @@
-"""Checks of a node before ranks start: storage, disk space, devices, sockets. No torch."""
+"""Checks of a node before ranks start: storage, disk space, devices. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from fsdp_pretrain import open_files
 from fsdp_pretrain.checkpoint.upcoming import next_fit
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
@@ -18,8 +17,8 @@ from fsdp_pretrain.severity import Severity
 from .outcome import avoided
 
 
-def preflight(config: Config, run: RunDir, nproc: str, nodes: int = 1) -> list[str]:
-    """Check this node, one of `nodes`, to run `nproc` ranks (a number, `gpu`, `cpu` or `auto`); returns warnings.
+def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
+    """Check this node, to run `nproc` ranks (a number, `gpu`, `cpu` or `auto`); returns warnings.
 
     Raises:
         UserError: the start would fail; exit 76 if this host is to be avoided.
@@ -36,7 +35,6 @@ def preflight(config: Config, run: RunDir, nproc: str, nodes: int = 1) -> list[s
     _write_test(run.path)
     _write_test(run.checkpoints)
     check_devices(nproc)
-    _check_open_files(config, _ranks(nproc), nodes)
     return list(_check_space(config, run))
 
 
@@ -83,16 +81,6 @@ def check_devices(nproc: str) -> None:
             effect="two ranks would share a device, or find none",
             remedy="start one rank per GPU; if one is missing, check the driver and run fsdp-pretrain doctor",
         )
-
-
-def _ranks(nproc: str) -> int:
-    return int(nproc) if nproc.isdecimal() else gpu_count() or 1
-
-
-def _check_open_files(config: Config, ranks: int, nodes: int) -> None:
-    """Raises ConfigError if the ranks could not open sockets to all others."""
-    shards = ranks if config.parallel.shard == "node" else config.parallel.shard
-    open_files.check_limit(open_files.files_needed(ranks * nodes, shards))
 
 
 def _check_space(config: Config, run: RunDir) -> Iterator[str]:

@@ -25,7 +25,6 @@ import xxhash
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, FileEntry
 from fsdp_pretrain.checkpoint.store import (
     MANIFEST,
-    PINNED,
     describe_file,
     difference,
     directory_name,
@@ -91,10 +90,6 @@ class MirroredCheckpoint:
     def name(self) -> str:
         """Of the directory, relative to the mirror."""
         return f"checkpoints/{directory_name(self.step)}"
-
-    @property
-    def pinned(self) -> bool:
-        return PINNED in self.objects
 
     def manifest(self) -> CheckpointManifest:
         """Raises CheckpointError."""

@@ -139,9 +139,7 @@ def _fetch(mirror: RunMirror, item: MirroredCheckpoint, store: Store, stop: thre
     if wrong:
         store.discard(attempt)
         raise CheckpointError(wrong[0])
-    made = store.commit(attempt, manifest).mark_verified()
-    made.pin(item.pinned)
-    return made
+    return store.commit(attempt, manifest).mark_verified()
 
 
 @contextlib.contextmanager

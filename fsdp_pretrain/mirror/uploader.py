@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest, FileEntry, is_permanent
-from fsdp_pretrain.checkpoint.store import MANIFEST, PINNED, Checkpoint, Store
+from fsdp_pretrain.checkpoint.store import MANIFEST, Checkpoint, Store
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError, RunGoneError, UserError
@@ -75,7 +75,6 @@ class Uploader:
         refuse_another(self._run, state, self._mirror.url)
         waiting, nodes = self._waiting(local, state), lineage.nodes(self._run)
         on_line = [item for item in state.whole if not item.is_left(nodes)]
-        self._copy_pins(local, state)
         self._retain(state, on_line, {item.step for item in waiting})
         newest, copying = on_line[-1].step if on_line else None, waiting[0].step if waiting else None
         self.tell(newest=newest, copying=copying)
@@ -115,7 +114,7 @@ class Uploader:
         that a rollback left."""
         there = {item.raw for item in state.whole}
         recent = {item.step for item in local[-self._config.checkpoint.keep_last :]}
-        wanted = [item for item in local if item.step in recent or item.pinned or self._is_permanent(item)]
+        wanted = [item for item in local if item.step in recent or self._is_permanent(item)]
         return [item for item in reversed(wanted) if _raw(item) not in there | self._given_up]
 
     def _is_permanent(self, item: Checkpoint | MirroredCheckpoint) -> bool:
@@ -150,18 +149,6 @@ class Uploader:
 
     # ------------------------------------------------------------------ retention
 
-    def _copy_pins(self, local: list[Checkpoint], state: MirrorState) -> None:
-        """Give the mirror's checkpoints the marks of the local ones."""
-        pinned = {item.step: item.pinned for item in local}
-        for item in state.whole:
-            wanted = pinned.get(item.step, item.pinned)
-            if wanted and not item.pinned:
-                self._mirror.remote.write(f"{item.name}/{PINNED}", b"{}\n")
-                item.objects[PINNED] = 3
-            elif item.pinned and not wanted:
-                self._mirror.remote.delete([f"{item.name}/{PINNED}"])
-                del item.objects[PINNED]
-
     def _retain(self, state: MirrorState, on_line: list[MirroredCheckpoint], waiting: set[int]) -> None:
         """Delete from the mirror what the policy does not keep, as `Store.retain`, and what is left of unfinished
         copies. Damaged ones that may be permanent stay, for a person to see."""
@@ -169,7 +156,7 @@ class Uploader:
         if len(recent) < self._config.checkpoint.keep_last:
             return
         for item in state.checkpoints:
-            spared = item.step >= min(recent) or item.pinned or item.step in waiting
+            spared = item.step >= min(recent) or item.step in waiting
             if not spared and not ((item.problem is not None or item in on_line) and self._may_be_permanent(item)):
                 self._mirror.remove(item)
 

@@ -20,10 +20,10 @@ from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
-from . import epochs, memory, preview, storage
+from . import epochs, memory, preview
 from . import warnings as advice
-from .devices import find, names
-from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, peak_flops, run_flops, speed
+from .devices import find
+from .flops import Speed, flops_per_token, run_flops, speed
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,6 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """What measuring the held-out loss costs.
-
-    Attributes:
-        samples: in a measurement; fewer if a corpus has fewer.
-        sources: that they come from.
-        every: interval between measurements.
-        share: of the time of training, at the full batch: a forward pass takes a third of a step.
-    """
-
-    samples: int
-    sources: int
-    every: str
-    share: float
-
-
-@dataclass(frozen=True)
 class Plan:
     """The result of `plan`.
 
@@ -71,7 +54,6 @@ class Plan:
         sequence_lengths: samples of the run by their length.
         sources: how often each is read; None if the corpora are not here.
         storage: what sources by URL need, or None.
-        heldout: of the held-out loss, or None.
         schedule: rows of `Schedule.preview`.
         timeline: what changes in the course of the run, and what of it jumps.
         world: on a given number of ranks, or None.
@@ -82,7 +64,6 @@ class Plan:
     parameters: int
     declared_params: int | None
     flops_per_token: float
-    hardware_flops_per_token: float
     steps: int
     samples: int
     tokens: int
@@ -95,7 +76,6 @@ class Plan:
     disk_bytes: int
     sources: dict[str, epochs.SourceEpochs] | None
     storage: room.CacheNeed | None
-    heldout: HeldOut | None
     schedule: list[dict[str, Any]]
     timeline: list[preview.TimelineRow]
     warnings: list[str]
@@ -172,14 +152,11 @@ def plan(
     checkpoint = upcoming.first_need(parameters, world or 1)
     kept = config.checkpoint.keep_last + 1
     length = config.data.sequence_length
-    warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
+    warnings = advice.warnings(config)
     warnings += _space_warning(config, checkpoint)
     packer = epochs.open_corpora(config)
     sources = None if packer is None else epochs.read_epochs(config, packer)
     warnings += epochs.warnings(sources or {})
-    fetched = None if packer is None else room.need(config, packer)
-    if packer is not None and fetched is not None:
-        warnings += storage.warnings(fetched, packer)
     layout = None if world is None else _layout(config, world, gpus_per_node, device, available)
     if layout is not None:
         warnings += _memory_warning(layout, device)
@@ -189,7 +166,6 @@ def plan(
         parameters=parameters,
         declared_params=config.model.declared_params,
         flops_per_token=flops_per_token(parameters, config.model, length),
-        hardware_flops_per_token=hardware_flops_per_token(config.model, length, config.parallel.recompute),
         steps=schedule.steps,
         samples=schedule.total,
         tokens=schedule.tokens(schedule.total),
@@ -201,23 +177,12 @@ def plan(
         checkpoints_kept=kept,
         disk_bytes=checkpoint.bytes * kept,
         sources=sources,
-        storage=fetched,
-        heldout=_heldout(config),
+        storage=None if packer is None else room.need(config, packer),
         schedule=schedule.preview(),
         timeline=preview.entries(config),
         warnings=warnings,
         world=layout,
     )
-
-
-def _heldout(config: Config) -> HeldOut | None:
-    """What the held-out loss costs; None if it is off."""
-    if not config.eval.loss_on:
-        return None
-    every, batch = config.heldout_every, config.schedule.batch.full
-    samples, sources = config.heldout_samples * len(config.eval.loss_on), len(config.eval.loss_on)
-    between = every.value * batch if every.unit == "step" else config.schedule.lengths.interval(every)
-    return HeldOut(samples, sources, str(every), samples / (3 * max(between, batch)))
 
 
 def _check_float8(model: models.Decoder, device: str | None) -> None:
@@ -255,31 +220,17 @@ def _layout(config: Config, world: int, gpus_per_node: int, device: str | None, 
         accumulates=micro_batches[-1] > 1,
         device=torch.device("cpu" if device == "cpu" else "cuda"),
     )
-    available = available or (device_memory(device) if device else None)
+    if available is None and (kind := find(device or "")) is not None:
+        available = kind.bytes
     state = 2 * parts.parameters + parts.optimizer
     return Layout(world, shards, world // shards, micro_batches, state, parts, available)
 
 
-def measured(
-    config: Config, *, devices: int, device: str | None, seconds: float | None = None, mfu: float | None = None
-) -> Speed:
-    """Throughput and days for what was measured: the seconds of a step at the full batch, or a share of the peak.
-
-    Raises:
-        ConfigError: the size is not the declared one, or an MFU is of a device whose peak is not known.
-    """
+def measured(config: Config, *, devices: int, device: str | None, seconds: float) -> Speed:
+    """Throughput and days, if a step of the full batch takes so long. Raises ConfigError for an undeclared size."""
     parameters = count_parameters(config.model)
     check_declared(config.model, parameters)
-    batch, peak = config.schedule.batch.full, peak_flops(device or "")
-    if mfu is not None:
-        if peak is None:
-            raise ConfigError(
-                f"--mfu is a share of the peak of a device, and that of {device!r} is not known",
-                remedy=f"name one of these with --device: {', '.join(names())}",
-            )
-        length = config.data.sequence_length
-        seconds = batch * length * flops_per_token(parameters, config.model, length) / (devices * peak * mfu)
-    assert seconds is not None
+    batch = config.schedule.batch.full
     return speed(config, parameters, batch=batch, seconds=seconds, devices=devices, device=device or "unknown")
 
 
@@ -289,8 +240,7 @@ def render(plan: Plan) -> str:
         f"{plan.run}: {plan.family}, {plan.parameters:_} parameters ({human_count(plan.parameters)})",
         f"  run         {plan.steps:_} steps, {plan.samples:_} samples, {plan.tokens:_} tokens "
         f"({human_count(plan.tokens)}), {plan.flops:.3g} FLOPs",
-        f"  per token   {human_count(plan.flops_per_token)} FLOPs of the model, "
-        f"{human_count(plan.hardware_flops_per_token)} of the hardware",
+        f"  per token   {human_count(plan.flops_per_token)} FLOPs",
         f"  batch       {_range(plan.global_batches)} samples",
         f"  ranks       feasible: {_shorten(plan.world_sizes)}",
         f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
@@ -301,12 +251,11 @@ def render(plan: Plan) -> str:
         lines.append(f"  lengths     {', then '.join(lengths)}")
     lines += _render_sources(plan)
     if plan.storage is not None:
-        lines.append(storage.render(plan.storage))
-    if plan.heldout is not None:
-        lines.append(
-            f"  held-out    loss of {plan.heldout.samples:_} samples of {plan.heldout.sources} sources every "
-            f"{plan.heldout.every}: about {plan.heldout.share:.2%} of the time of training"
+        least, whole, advised, size = (
+            human_bytes(getattr(plan.storage, part)) for part in ("least", "whole", "recommended", "size")
         )
+        used = f"{least} of {whole} by URL in use at a time, at least {advised} recommended"
+        lines.append(f"  cache       {used}; data.cache.size is {size}")
     if plan.world is not None:
         lines += _render_layout(plan.world)
     lines += preview.render_rows(plan.schedule)
@@ -337,17 +286,13 @@ def _render_layout(layout: Layout) -> list[str]:
 
 def render_measured(speed: Speed) -> str:
     """`measured` for people."""
-
-    def share(value: float | None) -> str:
-        return f"{value:.1%}" if value is not None else "unknown (no peak on file)"
-
+    mfu = "unknown (no peak on file)" if speed.mfu is None else f"{speed.mfu:.1%}"
     return "\n".join(
         [
             f"{speed.batch:_} samples in {speed.seconds_per_step:g}s on {speed.devices} x {speed.device}",
             f"  tokens/s    {human_count(speed.tokens_per_second)} "
             f"({human_count(speed.tokens_per_second_per_device)} per device)",
-            f"  model       {speed.model_tflops_per_device:.2f} TFLOP/s per device, MFU {share(speed.mfu)}",
-            f"  hardware    {speed.hardware_tflops_per_device:.2f} TFLOP/s per device, HFU {share(speed.hfu)}",
+            f"  FLOPs       {speed.tflops_per_device:.2f} TFLOP/s per device, MFU {mfu}",
             f"  time        {speed.days:.3g} days for the whole run at this rate, without saves and failures",
         ]
     )

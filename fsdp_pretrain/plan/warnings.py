@@ -6,11 +6,9 @@ Every warning is based on a real run or on a kernel; none is an error.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.model import AnyModel, GLMModel, LlamaModel
+from fsdp_pretrain.config.model import AnyModel, GLMModel
 from fsdp_pretrain.units import human_bytes, human_count
 
 from .flops import feed_forward
@@ -27,42 +25,7 @@ _LARGEST_FUSED_HEAD = 256
 
 def warnings(config: Config) -> list[str]:
     """Sentences about what is legal but probably unintended."""
-    return [*_shape_warnings(config.model), *_schedule_warnings(config), *in_vain(config)]
-
-
-def in_vain(config: Config) -> Iterator[str]:
-    """Sentences about what is set and does nothing, or not what it says. Every start shows them."""
-    for key, why in _without_effect(config):
-        section, _, name = key.rpartition(".")
-        holder: Any = config
-        for part in section.split("."):
-            holder = getattr(holder, part)
-        if (value := getattr(holder, name)) != type(holder).model_fields[name].default:
-            shown = "" if isinstance(value, Section) else f" = {value}"
-            yield f"{key}{shown} has no effect {why}: leave it out"
-
-
-def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
-    """Keys that the rest of the configuration gives nothing to do, and why."""
-    optimizer, model = config.optimizer, config.model
-    curve = f"with optimizer.curve = {optimizer.curve}"
-    if optimizer.curve == "constant":
-        yield from (("optimizer.min_lr", curve), ("optimizer.decay", curve))
-    if optimizer.curve != "wsd":
-        yield "optimizer.decay_shape", curve
-    if not optimizer.warmup.value:
-        yield "optimizer.warmup_shape", "without optimizer.warmup"
-    if optimizer.embedding_shrink == 1.0 and all(entry.optimizer.embedding_shrink is None for entry in config.timeline):
-        yield "optimizer.shrink_paths", "without optimizer.embedding_shrink"
-    if config.train.precision != "fp16":
-        yield "train.loss_scale", f"with train.precision = {config.train.precision}"
-    if isinstance(model, LlamaModel) and model.rope_scaling is not None and model.rope_scaling.kind == "linear":
-        yield "model.rope_scaling.original_length", "with model.rope_scaling.kind = linear"
-    if not config.eval.loss_on:
-        for name in ("loss_every", "loss_samples"):
-            yield f"eval.{name}", "without eval.loss_on"
-    if not config.record.aim:
-        yield "record.aim_repo", "without record.aim"
+    return [*_shape_warnings(config.model), *_schedule_warnings(config)]
 
 
 def _shape_warnings(model: AnyModel) -> Iterator[str]:
@@ -83,8 +46,6 @@ def _shape_warnings(model: AnyModel) -> Iterator[str]:
             f"ffn / hidden is {ffn / model.hidden:.2f}, where the family has about {usual:.2f}: is ffn = {ffn} left "
             "over from another model? (A run planned as 104B trained 57B parameters this way.)"
         )
-    if model.rows % 64:
-        yield f"the embedding has {model.rows} rows, not a multiple of 64; model.vocab_multiple = 64 is faster on a GPU"
     std, largest = None if isinstance(model, GLMModel) else model.std, (2 / (5 * model.hidden)) ** 0.5
     if std is not None and std > 3 * largest:
         yield (
@@ -111,22 +72,6 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
         yield (
             f"the learning rate ends at {schedule.lr_at(schedule.total):.3g}, above its floor of "
             f"{config.optimizer.min_lr:.3g}: optimizer.decay is longer than the run; leave it out to end with the run"
-        )
-    for placed in schedule.timeline:
-        if placed.at >= schedule.total:
-            yield f"timeline, {placed.entry}: the run has ended by then"
-    saves = config.schedule.save_every(0)
-    if saves.unit == "step" and saves.value > schedule.steps:
-        yield f"checkpoint.every = {saves} is longer than the run: only its end is saved"
-
-
-def ramp_warning(config: Config, largest: int) -> Iterator[str]:
-    """Warn if the batch ramp, not the full batch, limits the world size; `largest` is the largest feasible one."""
-    alone = config.schedule.batch.full // config.train.micro_batch
-    if config.schedule.batch.ramp is not None and largest < alone:
-        yield (
-            f"the batch ramp limits the run to {largest} ranks, where the full batch of {config.schedule.batch.full} "
-            f"would allow {alone}; larger `train.batch_ramp.first` and `by` lift that"
         )
 
 

@@ -9,7 +9,6 @@ import getpass
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,7 +28,6 @@ Kind = Literal[
     "alarm", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
-_POLL_SECONDS = 0.5
 _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "checkpoint": {"step": int, "seconds": (int, float), "bytes": (int, float)},
     "eval": {"step": int, "scores": dict},
@@ -126,13 +124,3 @@ def lost_optimizer(run: RunDir, segment: int, step: int) -> bool:
     """Whether a start that continued from a step began with a fresh optimizer."""
     resumed = [entry for entry in of_kind(read(run), "resume") if entry.get("segment") == segment]
     return any(entry.get("step") == step and entry.get("optimizer") is False for entry in resumed)
-
-
-def follow(run: RunDir) -> Iterator[dict[str, Any]]:
-    """All entries, then new ones as they are added; never ends."""
-    offset = 0
-    while True:
-        for entry, behind in entries(run.journal, offset):
-            offset = behind
-            yield entry
-        time.sleep(_POLL_SECONDS)

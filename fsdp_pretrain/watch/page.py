@@ -252,7 +252,7 @@ def _heldout(line: Line | None) -> Text:
 def _checkpoint(found: Row) -> Text:
     mark, word, ink = _CHECKPOINT[found.state]
     ago = f" {human_time(age(found.committed))} ago" if found.committed and not found.problem else ""
-    return _line((mark, ink), f" {found.step:_} ", (word, ink), (f"{ago}{' pinned' * found.pinned}", "dim"))
+    return _line((mark, ink), f" {found.step:_} ", (word, ink), (ago, "dim"))
 
 
 def _evaluation(entry: dict[str, Any]) -> Text:

@@ -2,7 +2,7 @@
 
     python tests/releases/make.py tests/releases/0.1.0.tar.xz
 
-The run was rolled back, evaluated, pinned, and finally killed; `rollback.json` is a second rollback of it that was
+The run was rolled back, evaluated, and finally killed; `rollback.json` is a second rollback of it that was
 decided and not carried out.
 """
 
@@ -77,7 +77,6 @@ def texts(seed: int, count: int) -> str:
 def make_run(run: Path) -> None:
     """Train, roll back, continue, evaluate, kill."""
     assert train("watchdog.enabled=false").wait() == 0
-    command("fsdp_pretrain.cli", "checkpoints", run, "pin", 8)
     command("fsdp_pretrain.cli", "note", run, "a person's line", "--step", 8)
     command(
         "fsdp_pretrain.cli",
