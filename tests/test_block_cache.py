@@ -157,23 +157,10 @@ def facts(run: Path) -> list[tuple[Any, ...]]:
     return [(record["step"], record["data_digest"], record["loss"], record.get("heldout")) for record in records]
 
 
-@pytest.mark.parametrize("remote", ["directory", "mirror"])
-def test_a_mirror_may_be_by_url_or_of_one(tmp_path: Path, tokenizer: Tokenizer, remote: str, capfd: Any) -> None:
-    """Also where a fetcher brings the blocks of the source itself: it knows nothing of the mirror."""
-    first, second = build(tmp_path / "first", tokenizer), build(tmp_path / "second", tokenizer)
-    expected = Packer([("a", second, 1.0)], 32, seed=5, lanes=6).pack(0, 200).digest
-    places = (url(first), second) if remote == "directory" else (first, url(second))
-    cache = CacheUse(tmp_path / "cache", tmp_path / "fetcher.json" if remote == "mirror" else None)
-    packer = Packer([("a", places[0], 1.0)], 32, seed=5, lanes=6, mirrors={"a": places[1]}, cache=cache)
-    (first / "shards/s2.bin").unlink()
-    assert packer.pack(0, 200).digest == expected
-    assert str(places[1]) in capfd.readouterr().err
-
-
 def test_a_missing_block_is_waited_for(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """With a fetcher, a process fetches nothing itself."""
     files, by_url = packers(tmp_path, tokenizer, "pairs", CacheUse(tmp_path / "cache", tmp_path / "fetcher.json"))
-    copies = [copy for corpus in by_url.corpora.values() for copy in corpus.copies.values()]
+    copies = [corpus.cached for corpus in by_url.corpora.values() if corpus.cached is not None]
     assert not any(copy.blocks.present() for copy in copies)
 
     def fetch() -> None:

@@ -43,8 +43,8 @@ class CacheUse:
 
     Attributes:
         directory: of the cache.
-        fetcher: file in which the node's fetcher says what is wrong (`problem`); missing blocks are waited for, except
-            those of a mirror. None: this process fetches them.
+        fetcher: file in which the node's fetcher says what is wrong (`problem`); missing blocks are waited for. None:
+            this process fetches them.
     """
 
     directory: Path
@@ -171,7 +171,7 @@ class CachedCopy:
     def _open(self, block: int) -> StoredBlock:
         corpus, path = self.corpus, self.blocks.path(block)
         documents, dtype, size = int(corpus.blocks[block, 2]), np.dtype(corpus.manifest.dtype), int(corpus.sizes[block])
-        return cached_block(self.place, path, documents, dtype, size, corpus.checksums[block].tolist())
+        return cached_block(path, documents, dtype, size, corpus.checksums[block].tolist())
 
     def _drop(self, block: int, why: str) -> None:
         """Remove a damaged block from the cache; it is told by the process that removes it."""
@@ -185,7 +185,7 @@ class CachedCopy:
         self._tell(f"{path} is damaged: {why}; it was removed, and block {block} of {self.place} is fetched again")
 
     def _wait(self, block: int) -> None:
-        """Until the fetcher has brought a block. Whoever asked for it gives up before, see `MirroredPlaces`."""
+        """Until the fetcher has brought a block. Whoever asked for it gives up before, see `CorpusReads`."""
         now_reading(self.blocks.path(block))
         pause = _FIRST_PAUSE
         while not self.blocks.has(block):
