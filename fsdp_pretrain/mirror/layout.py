@@ -52,10 +52,6 @@ class MirrorError(UserError):
     exit = Exit.NEEDS_PERSON
 
 
-class SourceDamagedError(CheckpointError):
-    """A local file is not the one that its manifest describes."""
-
-
 @dataclass(frozen=True)
 class MirroredRecord:
     """A copy of the record, as the name of the object says it.
@@ -226,7 +222,7 @@ class RunMirror:
             source: a file with its entry, or the contents.
 
         Raises:
-            SourceDamagedError: the file is not that of the entry.
+            CheckpointError: the file is not that of the entry.
         """
         if isinstance(source, bytes):
             entry = FileEntry(name=name.rpartition("/")[2], bytes=len(source), xxh3=xxhash.xxh3_128_hexdigest(source))
@@ -236,7 +232,7 @@ class RunMirror:
         assert entry is not None
         if wrong := self.fetch(name, entry):
             if isinstance(source, Path) and (local := difference(entry, describe_file(source))):
-                raise SourceDamagedError(f"{source.parent.name} is damaged in the run directory: {local}")
+                raise CheckpointError(f"{source.parent.name} is damaged in the run directory: {local}")
             raise RemoteError(str(self.url / name), Problem.FAILED, f"after it was written, {wrong}")
 
 
