@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, row, verb
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Location, Url, is_url
+from fsdp_pretrain.remote import is_url
 from fsdp_pretrain.units import Progress
 
 if TYPE_CHECKING:
@@ -61,24 +61,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _place(text: str) -> Location:
-    """A local path, or a URL of remote storage."""
-    try:
-        return Url(text) if is_url(text) else Path(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _local(text: str) -> Path:
+def _path(text: str) -> Path:
     if is_url(text):
-        raise argparse.ArgumentTypeError(f"{text} is a URL; this is written to a local directory: copy it from there")
+        raise argparse.ArgumentTypeError(f"{text} is a URL; these commands work on files: copy or mount it")
     return Path(text)
-
-
-def _tokenizer(text: str) -> str:
-    if is_url(text):
-        raise argparse.ArgumentTypeError(f"{text} is a URL; copy the tokenizer from there to a local directory")
-    return text
 
 
 def _processors() -> int:
@@ -91,7 +77,8 @@ _INPUTS = (
         "inputs",
         nargs="+",
         metavar="INPUT",
-        help="text, JSONL or parquet files (.gz, .zst too), or directories; or URLs: 's3://bucket/text/*.jsonl.zst'",
+        type=_path,
+        help="text, JSONL or parquet files (.gz, .zst too), or directories",
     ),
     argument("--text-field", default="text", help="JSONL field or parquet column (default: text)"),
     argument("--split", choices=("file", "lines"), default="file", help="a text file is one document, or each line is"),
@@ -115,18 +102,10 @@ _WITHOUT = argument(
     help="leave out the documents that `fsdp-data split` writes with this share, such as 0.1%%",
 )
 _EOD = argument("--eod", help="text of the separator token, if the tokenizer does not define one")
-_CORPUS = argument("--out", type=_place, required=True, help="corpus directory, or URL: s3://bucket/corpora/web")
-_SCRATCH = argument(
-    "--scratch",
-    type=_local,
-    metavar="DIR",
-    help="local directory for the shards in work on the way to or from a URL, one per worker (default: the system's "
-    "for temporary files)",
-)
+_CORPUS = argument("--out", type=_path, required=True, help="corpus directory")
 _WORKERS = argument("--workers", type=positive, default=_processors(), help="processes (default: all processors)")
 _OVERWRITE = argument("--overwrite", action="store_true", help="replace a corpus made from other inputs or options")
 _QUIET = argument("--quiet", action="store_true", help="no progress bar")
-_DTYPE = argument("--dtype", help="integer type of bin files (default: uint16)")
 
 
 @verb(
@@ -135,7 +114,7 @@ _DTYPE = argument("--dtype", help="integer type of bin files (default: uint16)")
     *_INPUTS,
     _ANSWER,
     argument("--holdout", type=_holdout, required=True, metavar="SHARE", help="share of the documents, such as 0.1%%"),
-    argument("--out", type=_local, required=True, help="directory for heldout.jsonl"),
+    argument("--out", type=_path, required=True, help="directory for heldout.jsonl"),
     _WORKERS,
     argument("--overwrite", action="store_true", help="replace what was split from other inputs or options"),
     JSON,
@@ -160,16 +139,13 @@ def _split(args: argparse.Namespace) -> int:
 
 @verb(
     "prepare",
-    "runs/quickstart/text/train.jsonl --tokenizer runs/quickstart/tokenizer \\\n    --out runs/quickstart/corpus\n"
-    "  fsdp-data prepare 's3://bucket/text/*.jsonl.zst' --tokenizer runs/quickstart/tokenizer \\\n"
-    "    --out s3://bucket/corpora/web --part 1/8",
+    "runs/quickstart/text/train.jsonl --tokenizer runs/quickstart/tokenizer \\\n    --out runs/quickstart/corpus",
     *_INPUTS,
     argument(
         "--tokenizer",
-        type=_tokenizer,
+        type=_path,
         required=True,
-        help="tokenizer.json, sentencepiece .model, a directory with one, or the name of a model in the cache of the "
-        "Hugging Face Hub",
+        help="tokenizer.json, sentencepiece .model, or a directory with one",
     ),
     _EOD,
     _ANSWER,
@@ -183,7 +159,6 @@ def _split(args: argparse.Namespace) -> int:
         "--block-tokens", type=_tokens, metavar="N", help="tokens of a block, the unit of shuffling (default: 4M)"
     ),
     argument("--part", type=_part, default=(1, 1), metavar="I/N", help="make only part I of N, for job arrays"),
-    _SCRATCH,
     _OVERWRITE,
     _QUIET,
 )
@@ -200,7 +175,6 @@ def _prepare(args: argparse.Namespace) -> int:
         workers=args.workers,
         part=args.part,
         overwrite=args.overwrite,
-        scratch=args.scratch,
         quiet=args.quiet,
     )
     if manifest is None:
@@ -222,14 +196,10 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
 @verb(
     "import",
     "runs/quickstart/corpus/shards --tokenizer runs/quickstart/tokenizer --separators none \\\n"
-    "    --out runs/quickstart/adopted\n"
-    "  fsdp-data import s3://bucket/megatron --tokenizer runs/quickstart/tokenizer --separators trailing \\\n"
-    "    --out s3://bucket/corpora/adopted",
-    argument("sources", nargs="+", type=_place, metavar="SRC", help="token files, or directories of them; or URLs"),
-    argument(
-        "--format", choices=("megatron", "arrow", "npy", "bin"), help="format of the files (default: by their names)"
-    ),
-    argument("--tokenizer", type=_tokenizer, required=True, help="the tokenizer that made the tokens"),
+    "    --out runs/quickstart/adopted",
+    argument("sources", nargs="+", type=_path, metavar="SRC", help="token files, or directories of them"),
+    argument("--format", choices=("megatron", "arrow", "npy"), help="format of the files (default: by their names)"),
+    argument("--tokenizer", type=_path, required=True, help="the tokenizer that made the tokens"),
     _EOD,
     argument(
         "--separators",
@@ -240,8 +210,6 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
     _CORPUS,
     _WORKERS,
     argument("--copy", action="store_true", help="copy Megatron shards instead of pointing to them"),
-    _DTYPE,
-    _SCRATCH,
     _OVERWRITE,
     _QUIET,
 )
@@ -255,10 +223,9 @@ def _import(args: argparse.Namespace) -> int:
         args.sources,
         Tokenizer.load(args.tokenizer, args.eod),
         args.out,
-        import_corpus.ImportOptions(args.format, args.separators, args.copy, args.dtype),
+        import_corpus.ImportOptions(args.format, args.separators, args.copy),
         workers=args.workers,
         overwrite=args.overwrite,
-        scratch=args.scratch,
         quiet=args.quiet,
     )
     print(import_corpus.summary(manifest, args.out))
@@ -273,7 +240,7 @@ def _import(args: argparse.Namespace) -> int:
     argument("--vocab-size", type=positive, required=True),
     _WITHOUT,
     argument("--max-bytes", type=byte_count, default=2 * 10**9, help="text to train on, sampled evenly (default: 2GB)"),
-    argument("--out", type=_local, required=True, help="directory for tokenizer.json or tokenizer.model"),
+    argument("--out", type=_path, required=True, help="directory for tokenizer.json or tokenizer.model"),
 )
 def _train_tokenizer(args: argparse.Namespace) -> int:
     """Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer."""
@@ -294,17 +261,12 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 
 @verb(
     "validate",
-    "runs/quickstart/corpus --json\n  fsdp-data validate s3://bucket/corpora/web --scratch /local/scratch",
+    "runs/quickstart/corpus --json",
+    argument("directories", nargs="+", type=_path, metavar="DIR", help="corpora, or token files without a manifest"),
     argument(
-        "directories", nargs="+", type=_place, metavar="DIR", help="corpora, or token files without a manifest; or URLs"
+        "--format", choices=("megatron", "arrow", "npy"), help="of files without a manifest (default: by their names)"
     ),
-    argument(
-        "--format",
-        choices=("megatron", "arrow", "npy", "bin"),
-        help="of files without a manifest (default: by their names)",
-    ),
-    _DTYPE,
-    argument("--tokenizer", type=_tokenizer, help="compare with this tokenizer"),
+    argument("--tokenizer", type=_path, help="compare with this tokenizer"),
     argument("--vocab-size", type=positive, help="for shards without a manifest: vocabulary size"),
     argument("--eod", type=int, help="for shards without a manifest: id of the separator"),
     argument("--bos", type=int, help="for shards without a manifest: id of the beginning-of-sequence token"),
@@ -315,7 +277,6 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
     ),
     argument("--against", help="run configuration whose model, other sources and held-out data must fit the corpus"),
     _WORKERS,
-    _SCRATCH,
     JSON,
     _QUIET,
 )
@@ -329,8 +290,7 @@ def _validate(args: argparse.Namespace) -> int:
 
     tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
     vocabulary = _vocabulary(args)
-    local = [place for place in args.directories if isinstance(place, Path)]
-    missing = [str(d) for d in local if not (d.exists() or d.with_name(d.name + ".idx").exists())]
+    missing = [str(d) for d in args.directories if not (d.exists() or d.with_name(d.name + ".idx").exists())]
     if missing:
         raise DataError(f"there is no {', '.join(missing)}", remedy="look for a mistake in the path")
     run = load(args.against) if args.against else None
@@ -342,10 +302,8 @@ def _validate(args: argparse.Namespace) -> int:
             vocabulary=vocabulary,
             separators=None if args.separators == "auto" else args.separators,
             format=args.format,
-            dtype=args.dtype,
             workers=args.workers,
             held_out=heldout_hashes(run, directory) if run is not None else None,
-            scratch=args.scratch,
             quiet=args.quiet or args.json,
         )
         if run is not None:
@@ -379,21 +337,22 @@ def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
 
 @verb(
     "inspect",
-    "runs/quickstart/corpus --doc 7\n  fsdp-data inspect s3://bucket/corpora/web --doc 1_000_000",
-    argument("directory", type=_place, metavar="DIR", help="corpus, or its URL: only what is shown is fetched"),
+    "runs/quickstart/corpus --doc 7",
+    argument("directory", type=_path, metavar="DIR", help="corpus"),
     argument("--doc", type=int, help="number of the document to show, counted over all shards"),
     JSON,
 )
 def _inspect(args: argparse.Namespace) -> int:
     """Show what a corpus holds, or one of its documents."""
-    from data.validate.inspect import document, opened
+    from data.corpus.corpus import Corpus
+    from data.validate.inspect import document
 
-    with opened(args.directory) as corpus:
-        if args.doc is not None:
-            found = document(corpus, args.doc)
-            print(f"{found.shard}, document {found.number}: {found.tokens} tokens", file=sys.stderr)
-            print(found.text)
-            return 0
+    corpus = Corpus(args.directory)
+    if args.doc is not None:
+        found = document(corpus, args.doc)
+        print(f"{found.shard}, document {found.number}: {found.tokens} tokens", file=sys.stderr)
+        print(found.text)
+        return 0
     manifest = corpus.manifest
     if args.json:
         print(manifest.model_dump_json(indent=1))

@@ -213,7 +213,7 @@ def code_of(example: str) -> int:
 @pytest.mark.promise("documented")
 def test_examples_of_help_run(quickstart: Path, examples: list[str], run_command: Any) -> None:
     """One after the other in one directory, as a reader would try them."""
-    short = [text for text in examples if not text.startswith(LONG) and "s3://" not in text]  # see test_data_urls.py
+    short = [text for text in examples if not text.startswith(LONG)]
     wrong = []
     for text in short:
         command, *arguments = shlex.split(text.removeprefix("python -m "))

@@ -82,8 +82,6 @@ def store(folder: Path, name: str, docs: Documents, format: str, dtype: str = "<
         megatron(folder / name, docs, dtype)
     elif format == "npy":
         np.save(folder / f"{name}.npy", flat)
-    elif format == "bin":
-        flat.tofile(folder / f"{name}.bin")
     else:
         arrow(folder / f"{name}.arrow", docs, format)
 
@@ -124,7 +122,7 @@ def test_storage_does_not_show_in_the_samples(
     ("format", "separators"),
     [
         *product(["megatron", "copy", "batches", "rows", "stream"], ["trailing", "leading", "none"]),
-        *product(["npy", "bin"], ["trailing", "leading"]),
+        *product(["npy"], ["trailing", "leading"]),
     ],
 )
 def test_every_format_gives_the_same_samples(
@@ -191,10 +189,10 @@ def some(docs: Documents, change: Callable[[Documents], Documents], every: int =
         (lambda d: d, "trailing", "rows", ["separator-missing: 120 of 120", "`--separators none`: declare that"]),
         (lambda d: [[*x, EOD, EOD] for x in d], "trailing", "megatron", ["separator-doubled: 120 of 120", "separators are doubled"]),
         (lambda d: [[*x, EOD, EOD] for x in d], "trailing", "npy", ["separator-doubled: 120 of 240 documents"]),
-        (lambda d: [[EOD, EOD, *x] for x in d], "leading", "bin", ["separator-doubled: 120 of"]),
+        (lambda d: [[EOD, EOD, *x] for x in d], "leading", "npy", ["separator-doubled: 120 of"]),
         (lambda d: some(carry(d, "trailing"), lambda x: carry(x, "trailing")), "trailing", "npy", ["12 of 132 documents (9.091%)", "doubled"]),
         (lambda d: d, "leading", "npy", ["separator-missing: 1 of 1 documents", "`--separators none`"]),
-        (lambda d: carry(d, "leading"), "trailing", "bin", ["separator-doubled: 1 of", "begins with a separator", "`--separators leading`: declare that"]),
+        (lambda d: carry(d, "leading"), "trailing", "npy", ["separator-doubled: 1 of", "begins with a separator", "`--separators leading`: declare that"]),
         (lambda d: carry(d, "trailing"), "leading", "npy", ["ends with a separator", "`--separators trailing`: declare that"]),
         (both, "trailing", "megatron", ["separator-at-start: 120 of 120", "separators are doubled"]),
         (both, "leading", "rows", ["120 of 120", "separators are doubled"]),
@@ -269,8 +267,8 @@ def test_flat_files_may_begin_or_end_inside_a_document(tmp_path: Path, run_comma
     """Shards of equal size cut documents in two: the parts are kept, and counted."""
     flat = np.array([token for doc in carry(documents(), "leading") for token in doc], dtype="<u2")[1:]
     for number, part in enumerate(np.array_split(flat, 3)):
-        part.tofile(tmp_path / f"p{number}.bin")
-    arguments = [*sorted(tmp_path.glob("p*.bin")), "--tokenizer", tokenizer.path, "--separators", "leading"]
+        np.save(tmp_path / f"p{number}.npy", part)
+    arguments = [*sorted(tmp_path.glob("p*.npy")), "--tokenizer", tokenizer.path, "--separators", "leading"]
     done = run_command("data.cli", "import", *arguments, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "files begin or end inside a document" in done.stdout
@@ -326,8 +324,7 @@ def truncate(path: Path) -> None:
         ("npy", lambda f: truncate(f / "s.npy"), "as a NumPy array"),
         ("npy", lambda f: np.save(f / "s.npy", np.ones((3, 4), dtype="<u2")), "shape (3, 4)"),
         ("npy", lambda f: np.save(f / "s.npy", np.ones(9)), "float64"),
-        ("bin", lambda f: truncate(f / "s.bin"), "not a whole number of uint16"),
-        ("bin", lambda f: (f / "s.bin").write_bytes(b""), "no documents"),
+        ("npy", lambda f: np.save(f / "s.npy", np.ones(0, dtype="<u2")), "no documents"),
         ("npy", lambda f: megatron(f / "t", [[1]]), "several formats"),
         ("npy", lambda f: (f / "s.npy").rename(f / "s.dat"), "holds no token files"),
     ],

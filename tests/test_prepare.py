@@ -322,37 +322,6 @@ def test_folders_of_the_hub_ask_for_a_split(tmp_path: Path, run_command: Run, sh
     assert len(find_files([str(folder / "en/test-00000-of-00001.parquet"), str(folder / "de/dev")])) == 2
 
 
-def test_tokenizers_of_the_hub_by_name(
-    tmp_path: Path, run_command: Run, shared_corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the cache that its tools fill: a snapshot of links into blobs. Else what to download is said."""
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    command = [
-        "prepare",
-        shared_corpus / "heldout.jsonl",
-        "--tokenizer",
-        "some-org/Model-7b",
-        "--out",
-        tmp_path / "out",
-    ]
-    absent = run_command("data.cli", *command)
-    assert absent.returncode == 78 and str(tmp_path / "hf/hub") in absent.stderr
-    hint = "hf download some-org/Model-7b tokenizer.json tokenizer_config.json --local-dir tokenizers/Model-7b"
-    assert hint in absent.stderr
-    model = tmp_path / "hf/hub/models--some-org--Model-7b"
-    for revision in ("old", "new"):
-        (model / "snapshots" / revision).mkdir(parents=True)
-        (model / "blobs").mkdir(exist_ok=True)
-        (model / "blobs/1234").write_bytes((shared_corpus / "tokenizer/tokenizer.json").read_bytes())
-        (model / "snapshots" / revision / "tokenizer.json").symlink_to("../../blobs/1234")
-    (model / "refs").mkdir()
-    (model / "refs/main").write_text("new")
-    done = run_command("data.cli", *command)
-    assert done.returncode == 0, done.stderr
-    assert Corpus(tmp_path / "out").tokenizer().path == tmp_path / "out/tokenizer.json"
-
-
 def test_missing_inputs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no input"):
         find_files([str(tmp_path / "absent")])

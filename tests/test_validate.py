@@ -16,7 +16,6 @@ from processes import Run
 
 from data.corpus.manifest import Vocabulary, read_manifest
 from data.text.tokenizer import Tokenizer
-from data.validate import meter
 from data.validate import validate as validation
 from data.validate.findings import CATALOGUE
 from data.validate.report import SpecialPlaces
@@ -157,13 +156,6 @@ def test_measures_of_the_corpus(tmp_path: Path, documents: list[list[int]], toke
     assert report.specials == {248: SpecialPlaces("", start=0, end=0, inside=1)}
 
 
-def test_length_quantiles_hold_at_every_scale() -> None:
-    lengths = np.array([0, 1, 127, 128, 255, 256, 65_535, 65_536, 10**9, 2**40 + 1])
-    for length in lengths.tolist():
-        bins = np.bincount(meter._length_bin(np.array([length])), minlength=64 * 58)
-        assert length * (1 - 1 / 64) <= meter.length_quantile(bins, 0.5) <= length
-
-
 def test_bare_megatron_shards(
     tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, run_command: Run, helpers: Any
 ) -> None:
@@ -196,8 +188,6 @@ def write_format(path: Path, format_: str, docs: list[list[int]]) -> Path:
     flat = np.array([token for document in docs for token in document], dtype=np.uint16)
     if format_ == "npy":
         np.save(path / "a.npy", flat)
-    elif format_ == "bin":
-        flat.tofile(path / "a.bin")
     else:
         table = pa.table({"tokens": pa.array(docs, pa.list_(pa.uint32()))})
         with pa.ipc.new_file(path / "a.arrow", table.schema) as writer:
@@ -205,7 +195,7 @@ def write_format(path: Path, format_: str, docs: list[list[int]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("format_", ["npy", "bin", "arrow"])
+@pytest.mark.parametrize("format_", ["npy", "arrow"])
 @pytest.mark.promise("separators-measured")
 def test_every_format_is_measured(
     tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, format_: str

@@ -3,7 +3,7 @@
     megatron  PREFIX.bin and PREFIX.idx, the Megatron-Core indexed dataset
     arrow     Arrow IPC, file or stream: a list column with a document per row, or an integer column with a document
               per record batch (the layout of fms-fsdp)
-    npy, bin  one flat array of tokens, cut at the separator
+    npy       one flat array of tokens, cut at the separator
 
 Reading is streaming and memory-mapped. A run holds about 4M tokens and never cuts a document.
 """
@@ -21,25 +21,18 @@ import numpy as np
 import numpy.typing as npt
 
 from data.text.files import DAMAGED, TEXT_SUFFIXES, files_below, readable, require_file
-from data.text.remote_files import objects_below, parse_url
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Location, Url, is_url
 
-from .shards import Shard, mapped_file
+from .shards import Shard
 
-Format = Literal["megatron", "arrow", "npy", "bin"]
+Format = Literal["megatron", "arrow", "npy"]
 Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[Any]
 RUN_TOKENS = 4_000_000
 MEASURED_TOKENS = 1_000_000
 """Tokens per run where it is read more than once: it then still is in the processor's cache."""
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
-_SUFFIXES: dict[Format, tuple[str, ...]] = {
-    "megatron": (".idx",),
-    "arrow": (".arrow",),
-    "npy": (".npy",),
-    "bin": (".bin",),
-}
+_SUFFIXES: dict[str, Format] = {".idx": "megatron", ".arrow": "arrow", ".npy": "npy"}
 
 
 @dataclass(frozen=True)
@@ -116,74 +109,39 @@ def _join(held: list[tuple[Ints, Tokens]]) -> tuple[Ints, Tokens]:
     return held[0] if len(held) == 1 else (np.concatenate(lengths), np.concatenate(tokens))
 
 
-def token_files(path: Location, format: Format | None = None) -> dict[Location, Format]:  # noqa: A002
+def token_files(path: Path, format: Format | None = None) -> dict[Path, Format]:  # noqa: A002
     """The token files at a path with their formats, ordered by name; for a Megatron pair, the prefix.
 
     `path` is a file, the prefix of a Megatron pair, or a directory to search. Raises DataError if nothing is found, or
-    a directory holds several formats and `format` is None; RemoteError.
+    a directory holds several formats and `format` is None.
     """
-    below = not isinstance(path, Url) and path.is_dir()
-    if isinstance(path, Url):
-        names = [name for name in objects_below(path) if name]
+    if path.is_dir():
+        kind, files = _of_one_format(path, files_below(path), format)
     else:
-        names = [str(file.relative_to(path)) for file in files_below(path)] if below else []
-    if names or below:
-        kind, found = _of_one_format(names, format, path)
-        texts = [f"{path}/{name}" for name in found]
-    else:
-        stem = str(path).removesuffix(".bin").removesuffix(".idx")
-        paired = bool(objects_below(Url(f"{stem}.idx"))) if isinstance(path, Url) else Path(f"{stem}.idx").exists()
-        kind = format or ("megatron" if paired else _named_format(path))
-        texts = [stem if kind == "megatron" else str(path)]
-    for text in texts:
-        _require_there(f"{text}.idx" if kind == "megatron" else text)
-    return {parse_url(text) if is_url(text) else Path(text): kind for text in texts}
+        index = path.with_name(path.name.removesuffix(".bin").removesuffix(".idx") + ".idx")
+        one = index if format in (None, "megatron") and index.exists() else path
+        kind, files = (format, [one]) if format else _of_one_format(path, [one], format)
+    for file in files:
+        require_file(file)
+    return {file.with_suffix("") if kind == "megatron" else file: kind for file in files}
 
 
-def _require_there(name: str) -> None:
-    """Raise DataError unless there is such an object or file."""
-    if not is_url(name):
-        require_file(Path(name))
-    elif not objects_below(parse_url(name)):
-        raise DataError(f"there is no {name}", remedy="look for a mistake in the URL")
-
-
-def _named_format(path: Location) -> Format:
-    """The format of one file by its name. Raises DataError."""
-    for kind, suffixes in _SUFFIXES.items():
-        if path.name.endswith(suffixes):
-            return kind
-    _require_there(str(path))
-    _refuse_text(path, [path.name])
-    raise DataError(f"the format of {path} cannot be told from its name", remedy="say it with --format")
-
-
-def _of_one_format(
-    names: Sequence[str],
-    format: Format | None,  # noqa: A002
-    where: Location,
-) -> tuple[Format, list[str]]:
-    """Of names, those of token files, and their format. Raises DataError, see `token_files`."""
-    held, there = dict[Format, list[str]](), set(names)
-    for name in names:
-        for kind, suffixes in _SUFFIXES.items():
-            if name.endswith(suffixes) and not (kind == "bin" and f"{name.removesuffix('.bin')}.idx" in there):
-                held.setdefault(kind, []).append(name.removesuffix(".idx") if kind == "megatron" else name)
-    if format is None and len(held) > 1:
-        counts = ", ".join(f"{len(files)} {kind}" for kind, files in held.items())
+def _of_one_format(where: Path, files: Sequence[Path], format: Format | None) -> tuple[Format, list[Path]]:  # noqa: A002
+    """Of files, those with tokens, and their format. Raises DataError, see `token_files`."""
+    held = dict[Format, list[Path]]()
+    for file in files:
+        if (kind := _SUFFIXES.get(file.suffix)) is not None and format in (None, kind):
+            held.setdefault(kind, []).append(file)
+    if len(held) > 1:
+        counts = ", ".join(f"{len(found)} {kind}" for kind, found in held.items())
         raise DataError(f"{where} holds files of several formats: {counts}", remedy="say which with --format")
-    found = format or next(iter(held), None)
-    if found is None or not held.get(found):
-        _refuse_text(where, names)
-        suffixes = _SUFFIXES[format] if format else tuple(suffix for kind in _SUFFIXES.values() for suffix in kind)
-        raise DataError(f"{where} holds no {format or 'token'} files (names ending in {', '.join(suffixes)})")
-    return found, held[found]
-
-
-def _refuse_text(where: Location, names: Sequence[str]) -> None:
-    """Raise DataError if there are files that `prepare` would read."""
-    if any(name.endswith(TEXT_SUFFIXES) for name in names):
+    if held:
+        return next(iter(held.items()))
+    if not where.exists():
+        raise DataError(f"there is no file {where}")
+    if any(file.name.endswith(TEXT_SUFFIXES) for file in files):
         raise DataError(f"{where} holds text, not tokens", remedy="make a corpus of it with `fsdp-data prepare`")
+    raise DataError(f"{where} holds no {format or 'token'} files (names ending in {', '.join(_SUFFIXES)})")
 
 
 def open_file(
@@ -191,16 +149,14 @@ def open_file(
     format: Format,  # noqa: A002
     eod: int,
     *,
-    dtype: str | None = None,
     leading: bool = False,
 ) -> TokenFile:
     """Open one file of a format.
 
     Args:
         path: from `token_files`.
-        eod: id of the separator, at which `npy` and `bin` are cut.
-        dtype: NumPy name of the integer type of `bin` (default: uint16).
-        leading: in `npy` and `bin` each separator begins a document; otherwise it ends one.
+        eod: id of the separator, at which `npy` is cut.
+        leading: in `npy` each separator begins a document; otherwise it ends one.
 
     Raises:
         DataError: not readable, not of this format, or truncated.
@@ -210,8 +166,7 @@ def open_file(
         return TokenFile(partial(_shard_chunks, shard), shard)
     if format == "arrow":
         return TokenFile(_ArrowFile(path).chunks)
-    tokens = _read_npy(path) if format == "npy" else _read_bin(path, dtype or "uint16")
-    return TokenFile(partial(_flat_chunks, tokens, eod, leading))
+    return TokenFile(partial(_flat_chunks, _read_npy(path), eod, leading))
 
 
 def _shard_chunks(shard: Shard, size: int) -> Iterator[tuple[Ints, Tokens]]:
@@ -328,19 +283,3 @@ def _read_npy(path: Path) -> Tokens:
     if (behind := path.stat().st_size - tokens.offset - tokens.nbytes) != 0:
         raise DataError(f"{path} has {behind} bytes after its array", remedy=DAMAGED)
     return tokens
-
-
-def _read_bin(path: Path, dtype: str) -> Tokens:
-    try:
-        kind = np.dtype(dtype)
-    except TypeError:
-        kind = np.dtype(bool)
-    if kind.kind not in "iu":
-        raise DataError(f"{dtype!r} is not an integer type such as uint16, uint32, int32 or int64")
-    raw = mapped_file(path)
-    if len(raw) % kind.itemsize:
-        raise DataError(
-            f"{path} has {len(raw)} bytes, not a whole number of {dtype}: truncated, or of another type",
-            remedy="name the type with --dtype",
-        )
-    return np.frombuffer(raw, kind)

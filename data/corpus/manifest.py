@@ -15,9 +15,6 @@ from pydantic.dataclasses import dataclass
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Location, Url, is_url
-
-from .cache import stored_at
 
 MAX_VOCABULARY = 1 << 24
 """More is a mistake: the tables would not fit into memory."""
@@ -72,13 +69,6 @@ class ShardEntry:
     def prefix(self, directory: Path) -> Path:
         """Path of the shard, without suffix."""
         return directory / (self.path or f"shards/{self.name}")
-
-    def location(self, corpus: Location) -> Location:
-        """Path or URL of the shard, without suffix. Raises DataError if it is not in the storage of the corpus."""
-        if not isinstance(corpus, Url):
-            return self.prefix(corpus)
-        name = stored_at(corpus, self)
-        return Url(name if is_url(name) else f"{corpus}/{name}")
 
 
 class CorpusManifest(BaseModel):

@@ -1,14 +1,13 @@
 """A corpus made shard by shard: claimed by one job, spread over processes, resumed after a kill.
 
-A shard is done when its `.json` record exists; the result does not depend on the number of processes. Where the shards
-come to lie is a `Output`.
+A shard is done when its `.json` record exists; the result does not depend on the number of processes.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,38 +17,56 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from data.corpus.manifest import CorpusManifest
+from data.corpus.manifest import CorpusManifest, load_json
 from data.text.tokenizer import Tokenizer
 from data.text.workers import worker_processes
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Problem, RemoteError
-
-from .outputs import Output
 
 PLAN = "plan.json"
-_READINGS = 3
-"""Of a record, before it counts as damaged."""
-
 Make = Callable[..., None]
 """`make(prefix, *arguments, tokenizer)` makes a shard. Importable by name."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A shard to make: its name in the place without suffix, the further arguments of `make`, and its bytes for
-    progress."""
+    """A shard to make.
+
+    Attributes:
+        name: in the directory, without suffix: `shards/shard-00001`.
+        arguments: the further ones of `make`.
+        size: bytes, for progress.
+        suffixes: of the files that are there when it is done.
+    """
 
     name: str
     arguments: tuple[Any, ...]
     size: int
-
-    def is_done(self, names: Collection[str], suffixes: Sequence[str] = (".json", ".bin", ".idx")) -> bool:
-        return all(self.name + suffix in names for suffix in suffixes)
+    suffixes: tuple[str, ...] = (".json", ".bin", ".idx")
 
 
-def claim(out: Output, content: dict[str, Any], shards: int, *, overwrite: bool) -> None:
-    """Make `out` this job's place. Raises DataError if it holds anything else.
+def undone(out: Path, tasks: Sequence[Task]) -> list[Task]:
+    """Those that are still to be made."""
+    names = _names(out)
+    return [task for task in tasks if not all(task.name + suffix in names for suffix in task.suffixes)]
+
+
+def _names(out: Path) -> set[str]:
+    """Of the files in a directory and in its `shards/`."""
+    found = [*out.iterdir(), *out.glob("shards/*")] if out.exists() else []
+    return {str(path.relative_to(out)) for path in found}
+
+
+def delete(out: Path, names: Iterable[str]) -> None:
+    """Delete files of a job, as far as they are there, and `shards/` if nothing is left in it."""
+    for name in names:
+        (out / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        (out / "shards").rmdir()
+
+
+def claim(out: Path, content: dict[str, Any], shards: int, *, overwrite: bool) -> None:
+    """Make the directory `out` this job's place. Raises DataError if it holds anything else.
 
     Args:
         content: everything that decides the shards, as JSON values.
@@ -57,7 +74,7 @@ def claim(out: Output, content: dict[str, Any], shards: int, *, overwrite: bool)
         overwrite: discard another job's work.
     """
     job = xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    names, held = out.names(), _held_job(out)  # in this order: the plan of another part is written first
+    names, held = _names(out), _held_job(out)  # in this order: the plan of another part is written first
     if held == job:
         return
     if held is None and names:
@@ -68,29 +85,27 @@ def claim(out: Output, content: dict[str, Any], shards: int, *, overwrite: bool)
             remedy="choose another --out, or pass --overwrite to replace it",
         )
     results = ("manifest.json", "blocks.npy", "checksums.npy", "split.json")
-    out.delete([*results, *sorted(name for name in names if name.endswith(".jsonl") or name.startswith("shards/"))])
-    out.write(PLAN, json.dumps({"job": job, "shards": shards}).encode())
+    delete(out, [*results, *sorted(name for name in names if name.endswith(".jsonl") or name.startswith("shards/"))])
+    out.mkdir(parents=True, exist_ok=True)
+    replace_file(out / PLAN, json.dumps({"job": job, "shards": shards}))
 
 
-def _held_job(out: Output) -> Any:
+def _held_job(out: Path) -> Any:
     """What the plan of `out` says; None without one. Raises DataError if it is damaged."""
     try:
-        held = _parsed(f"{out}/{PLAN}", out.read([PLAN])[0])
+        held = json.loads((out / PLAN).read_bytes())
     except FileNotFoundError:
         return None
-    except RemoteError as error:
-        if error.problem is not Problem.MISSING:
-            raise
-        return None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"cannot read {out / PLAN}: {error}", remedy="delete it and repeat the command") from None
     return held.get("job") if isinstance(held, dict) else ""
 
 
-def release(out: Output) -> None:
+def release(out: Path) -> None:
     """Undo `claim` for a refused job without finished shards: the corrected command is another job."""
-    names = out.names()
-    shards = [name for name in names if name.startswith("shards/")]
+    shards = [name for name in _names(out) if name.startswith("shards/")]
     if not any(name.endswith(".json") for name in shards):
-        out.delete([PLAN, *shards])
+        delete(out, [PLAN, *shards])
 
 
 def write_record(prefix: Path, record: dict[str, Any]) -> None:
@@ -103,36 +118,25 @@ def _seal(record: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
 
 
-def gather(out: Output, tasks: Sequence[Task]) -> list[dict[str, Any]]:
+def gather(out: Path, tasks: Sequence[Task]) -> list[dict[str, Any]]:
     """What `write_record` wrote of each shard; all must be done. Deletes what killed processes left half-written.
 
     Raises:
-        DataError: a record matches its seal in none of several readings (remote storage may answer wrongly once).
+        DataError: a record does not match its seal.
     """
-    out.delete([name for name in out.names() if name.startswith("shards/") and name.endswith(".partial")])
-    found = dict[str, dict[str, Any]]()
-    names = missing = [f"{task.name}.json" for task in tasks]
-    for _ in range(_READINGS):
-        for name, content in zip(missing, out.read(missing), strict=True):
-            with suppress(ValueError, RecursionError, AttributeError):
-                record = json.loads(content)
-                if record.pop("xxh3", None) == _seal(record):
-                    found[name] = record
-        missing = [name for name in names if name not in found]
-    if missing:
-        raise DataError(f"{out}/{missing[0]} is damaged", remedy="delete it and repeat the command")
-    return [found[name] for name in names]
-
-
-def _parsed(name: str, content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"cannot read {name}: {error}", remedy="delete it and repeat the command") from None
+    delete(out, [name for name in _names(out) if name.startswith("shards/") and name.endswith(".partial")])
+    found = []
+    for task in tasks:
+        path = out / f"{task.name}.json"
+        record = load_json(path)
+        if not isinstance(record, dict) or record.pop("xxh3", None) != _seal(record):
+            raise DataError(f"{path} is damaged", remedy="delete it and repeat the command")
+        found.append(record)
+    return found
 
 
 def summed(done: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """The sums of the counts of all shards; those of an earlier version may lack some."""
+    """The sums of the counts of all shards."""
     totals: Counter[str] = Counter()
     for record in done:
         totals.update(record["counts"])
@@ -146,14 +150,13 @@ def describe(manifest: CorpusManifest) -> str:
 
 def make_all(
     make: Make,
-    out: Output,
+    out: Path,
     tasks: Sequence[Task],
-    todo: Sequence[Task],
     tokenizer: Tokenizer | None,
     workers: int,
     **bar: Any,
 ) -> None:
-    """Make the shards of `todo`, which are some of `tasks`, with a progress bar.
+    """Make the shards that are not done yet, with a progress bar.
 
     Args:
         tokenizer: for `make`; None if it needs none.
@@ -162,14 +165,14 @@ def make_all(
 
     Raises:
         DataError: from `make`, or a process was killed.
-        StorageError: no room for what is in work.
     """
-    out.require_room([task.size for task in todo], workers)
+    (out / "shards").mkdir(parents=True, exist_ok=True)
+    todo = undone(out, tasks)
     total, left = (sum(task.size for task in some) for some in (tasks, todo))
     with tqdm(total=total, initial=total - left, unit="B", unit_scale=True, **bar) as shown:
         if min(workers, len(todo)) <= 1:
             for task in todo:
-                _make(make, out, task, tokenizer)
+                make(out / task.name, *task.arguments, tokenizer)
                 shown.update(task.size)
             return
         given = None if tokenizer is None else (tokenizer.path, tokenizer.eod)
@@ -180,11 +183,6 @@ def make_all(
                 shown.update(futures[future])
 
 
-def _make(make: Make, out: Output, task: Task, tokenizer: Tokenizer | None) -> None:
-    with out.making(task.name) as prefix:
-        make(prefix, *task.arguments, tokenizer)
-
-
 _worker: Tokenizer | None = None
 
 
@@ -193,5 +191,5 @@ def _start_worker(tokenizer: tuple[Path, int] | None) -> None:
     _worker = None if tokenizer is None else Tokenizer.load(*tokenizer)
 
 
-def _work(make: Make, out: Output, task: Task) -> None:
-    _make(make, out, task, _worker)
+def _work(make: Make, out: Path, task: Task) -> None:
+    make(out / task.name, *task.arguments, _worker)

@@ -21,15 +21,14 @@ from data.corpus.manifest import CorpusManifest
 from data.corpus.shards import Shard, ShardWriter, token_dtype
 from data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
 from data.text.bad_records import BadRecord, BadRecords, passed_over, too_many
-from data.text.files import InputFile, find_files, missing_numbers, stamp_of
+from data.text.files import find_files, missing_numbers, stamp_of
 from data.text.holdout import Holdout
 from data.text.inputs import Document, Unit, plan_shards, read_documents
 from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Location
 
-from .jobs import Task, claim, describe, gather, make_all, summed, write_record
-from .outputs import Output, open_output
+from .jobs import Task, claim, describe, gather, make_all, summed, undone, write_record
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 _ROUND_TRIPS_PER_SHARD = 32
@@ -60,7 +59,7 @@ class PrepareOptions:
     def pairs(self) -> bool:
         return self.answer_field is not None
 
-    def find(self, inputs: Sequence[str]) -> list[InputFile]:
+    def find(self, inputs: Sequence[str | Path]) -> list[Path]:
         """The input files; says on standard error which numbered ones are missing. Raises DataError."""
         files = find_files(inputs, self.suffixes, self.only)
         for text in missing_numbers(files):
@@ -81,24 +80,22 @@ class PrepareOptions:
 
 
 def prepare(
-    inputs: Sequence[str],
+    inputs: Sequence[str | Path],
     tokenizer: Tokenizer,
-    out: Location,
+    out: Path,
     options: PrepareOptions,
     *,
     workers: int,
     part: tuple[int, int] = (1, 1),
     overwrite: bool = False,
-    scratch: Path | None = None,
     quiet: bool = False,
 ) -> CorpusManifest | None:
-    """Tokenise `inputs` into the corpus `out`, a directory or a URL.
+    """Tokenise `inputs` into the corpus directory `out`.
 
     Args:
         out: created if absent; continued if it holds the same job, refused if it holds another one.
         part: (i, n), 1-based: make only every n-th shard, for job arrays; the last to finish writes the manifest.
         overwrite: discard what `out` holds.
-        scratch: see `open_output`.
 
     Returns:
         The manifest, or None if shards of other parts are still missing.
@@ -107,7 +104,6 @@ def prepare(
         DataError: unreadable input, too many bad records, another job in `out`, or too many documents that contain
             special tokens.
         OSError: the input cannot be read, `out` cannot be written, or the storage failed.
-        RemoteError: remote storage failed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
     files = options.find(inputs)
@@ -119,23 +115,20 @@ def prepare(
         Task(f"shards/shard-{number:05d}", (units, options), sum(unit.size for unit in units))
         for number, units in enumerate(shards)
     ]
-    with open_output(out, scratch) as place:
-        claim(place, _job(shards, stamps, tokenizer, options), len(shards), overwrite=overwrite)
-        mine, names = tasks[part[0] - 1 :: part[1]], place.names()
-        todo = [task for task in mine if not task.is_done(names)]
-        make_all(make_shard, place, mine, todo, tokenizer, workers, desc="prepare", disable=quiet or None)
-        names = place.names()
-        if not all(task.is_done(names) for task in tasks):
-            return None
-        _require_unchanged(stamps, input_stamps(find_files(inputs, options.suffixes, options.only), shards))
-        return _finish(place, tasks, tokenizer, options)
+    claim(out, _job(shards, stamps, tokenizer, options), len(shards), overwrite=overwrite)
+    mine = tasks[part[0] - 1 :: part[1]]
+    make_all(make_shard, out, mine, tokenizer, workers, desc="prepare", disable=quiet or None)
+    if undone(out, tasks):
+        return None
+    _require_unchanged(stamps, input_stamps(find_files(inputs, options.suffixes, options.only), shards))
+    return _finish(out, tasks, tokenizer, options)
 
 
-def _finish(place: Output, tasks: Sequence[Task], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
+def _finish(out: Path, tasks: Sequence[Task], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
     """Write what makes a corpus of the shards, the manifest last. Raises DataError."""
-    done = gather(place, tasks)
-    counts = {**asdict(_Counts()), **summed(done)}  # shards of an earlier version lack some
-    list_bad(place, done, counts, options.max_bad)
+    done = gather(out, tasks)
+    counts = summed(done)
+    list_bad(out, done, counts, options.max_bad)
     full = [record["entry"] for record in done if record["entry"]["documents"]]
     if not full:
         raise DataError(
@@ -146,27 +139,26 @@ def _finish(place: Output, tasks: Sequence[Task], tokenizer: Tokenizer, options:
     if options.holdout is not None:
         statistics["holdout"] = str(options.holdout)
     dtype, size = token_dtype(tokenizer.vocab_size), options.block_tokens or BLOCK_TOKENS
-    with place.making() as directory:
-        return write_corpus(directory, tokenizer, full, dtype, statistics, pairs=options.pairs, block_tokens=size)
+    return write_corpus(out, tokenizer, full, dtype, statistics, pairs=options.pairs, block_tokens=size)
 
 
-def list_bad(place: Output, done: Sequence[dict[str, Any]], counts: dict[str, int], limit: int) -> None:
+def list_bad(out: Path, done: Sequence[dict[str, Any]], counts: dict[str, int], limit: int) -> None:
     """Write and show the bad records of all shards, if any. Raises DataError if they are too many."""
     if not counts["bad"]:
         return
     found = [record for shard in done for record in shard.get("bad", [])]
-    place.write(BAD_RECORDS, "".join(json.dumps(record) + "\n" for record in found).encode())
+    replace_file(out / BAD_RECORDS, "".join(json.dumps(record) + "\n" for record in found))
     first = [str(BadRecord(**record)) for record in found[:5]]
     if counts["bad"] > limit:
         raise too_many(counts["bad"], counts["read"] + counts["bad"], limit, first)
-    print(passed_over(counts["bad"], first, f"{place}/{BAD_RECORDS}"), file=sys.stderr)
+    print(passed_over(counts["bad"], first, str(out / BAD_RECORDS)), file=sys.stderr)
 
 
-Stamps = dict[str, list[int | str]]
+Stamps = dict[str, list[int]]
 
 
-def input_stamps(files: Iterable[InputFile], shards: Iterable[Iterable[Unit]]) -> Stamps:
-    """Size and time of change, or version, of each file that is read: a job goes on only with the same input. Raises
+def input_stamps(files: Iterable[Path], shards: Iterable[Iterable[Unit]]) -> Stamps:
+    """Size and time of change of each file that is read: a job goes on only with the same input. Raises
     OSError."""
     read = {unit.path for shard in shards for unit in shard}
     return {str(file): stamp_of(file) for file in files if str(file) in read}
@@ -183,8 +175,8 @@ def _require_unchanged(before: Stamps, now: Stamps) -> None:
             )
 
 
-def _shown(stamp: list[int | str] | None) -> str:
-    return f"{stamp[0]:_} bytes of version {stamp[1]}" if stamp else "gone"
+def _shown(stamp: list[int] | None) -> str:
+    return f"{stamp[0]:_} bytes of time {stamp[1]}" if stamp else "gone"
 
 
 def _job(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
@@ -298,7 +290,7 @@ def _batches(unit: Unit, options: PrepareOptions, bad: BadRecords) -> Iterator[l
         yield batch
 
 
-def summary(manifest: CorpusManifest, out: Location) -> str:
+def summary(manifest: CorpusManifest, out: Path) -> str:
     """The final message of `prepare`."""
     numbers = manifest.statistics
     ratio = numbers["utf8_bytes"] / max(1, manifest.tokens)

@@ -30,8 +30,7 @@ from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError, naming
 from fsdp_pretrain.units import human_count
 
-from .jobs import Task, claim, gather, make_all, summed, write_record
-from .outputs import LocalOutput
+from .jobs import Task, claim, delete, gather, make_all, summed, write_record
 from .prepare import PrepareOptions, input_stamps, list_bad
 
 HELDOUT, REPORT = "heldout.jsonl", "split.json"
@@ -62,7 +61,13 @@ class SplitReport:
 
 
 def split(
-    inputs: Sequence[str], out: Path, options: PrepareOptions, *, workers: int, overwrite: bool, quiet: bool = False
+    inputs: Sequence[str | Path],
+    out: Path,
+    options: PrepareOptions,
+    *,
+    workers: int,
+    overwrite: bool,
+    quiet: bool = False,
 ) -> SplitReport:
     """Write the documents that `options.holdout` takes into the directory `out`.
 
@@ -84,22 +89,19 @@ def split(
         "lines": options.lines,
         "holdout": options.holdout.bound,
     }
-    place = LocalOutput(out)
-    claim(place, job, len(parts), overwrite=overwrite)
+    claim(out, job, len(parts), overwrite=overwrite)
     if (out / REPORT).exists():
         done = SplitReport(**load_json(out / REPORT))
         if done.bad <= options.max_bad:
             return done
     tasks = [
-        Task(f"shards/part-{number:05d}", (units, options), sum(unit.size for unit in units))
+        Task(f"shards/part-{number:05d}", (units, options), sum(unit.size for unit in units), (".json", ".jsonl"))
         for number, units in enumerate(parts)
     ]
-    names = place.names()
-    todo = [task for task in tasks if not task.is_done(names, (".json", ".jsonl"))]
-    make_all(make_part, place, tasks, todo, None, workers, desc="split", disable=quiet or None)
-    finished = gather(place, tasks)
+    make_all(make_part, out, tasks, None, workers, desc="split", disable=quiet or None)
+    finished = gather(out, tasks)
     counts = summed(finished)
-    list_bad(place, finished, counts, options.max_bad)
+    list_bad(out, finished, counts, options.max_bad)
     if not counts["held_out"]:
         raise DataError(
             f"--holdout {options.holdout} holds out none of {counts['read']:_} documents", remedy="use a larger share"
@@ -108,7 +110,7 @@ def split(
     numbers = {**counts, "duplicates": counts["held_out"] - written, "characters": characters}
     report = SplitReport(holdout=str(options.holdout), **numbers)
     replace_file(out / REPORT, json.dumps(asdict(report), indent=1) + "\n")
-    place.delete(task.name + suffix for task in tasks for suffix in (".json", ".jsonl"))
+    delete(out, (task.name + suffix for task in tasks for suffix in task.suffixes))
     return report
 
 

@@ -22,7 +22,7 @@ from .prepare import PrepareOptions
 
 
 def train_tokenizer(
-    inputs: Sequence[str], out: Path, *, kind: str, vocab_size: int, options: PrepareOptions, max_bytes: int
+    inputs: Sequence[str | Path], out: Path, *, kind: str, vocab_size: int, options: PrepareOptions, max_bytes: int
 ) -> Tokenizer:
     """Train a tokenizer and store it in the directory `out`.
 
@@ -45,7 +45,7 @@ def train_tokenizer(
     return Tokenizer.load(out / name)
 
 
-def _sample(inputs: Sequence[str], options: PrepareOptions, max_bytes: int) -> Iterator[str]:
+def _sample(inputs: Sequence[str | Path], options: PrepareOptions, max_bytes: int) -> Iterator[str]:
     shards = plan_shards(options.find(inputs), None, lines=options.lines)
     units = [unit for shard in shards for unit in shard]
     every = max(1, -(-sum(unit.size for unit in units) // max_bytes))

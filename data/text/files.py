@@ -17,11 +17,7 @@ from pathlib import Path, PurePath
 from typing import IO, Any, Literal
 
 from fsdp_pretrain.errors import DataError, naming
-from fsdp_pretrain.remote import is_url
 
-from .remote_files import RemoteFile, find_objects, parse_url
-
-InputFile = Path | RemoteFile
 Kind = Literal["text", "jsonl", "parquet"]
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 PACKED = {".gz": "gzip", ".zst": "zstd"}
@@ -43,27 +39,14 @@ _UNPACKED = 64 << 20
 """Maximum bytes of a document in a packed file, unless the file is larger: a few kB can unpack to any size."""
 
 
-def input_file(name: str) -> InputFile:
-    """The file of a path or URL. Raises RemoteError if a URL names no object."""
-    return RemoteFile.at(parse_url(name)) if is_url(name) else Path(name)
-
-
-def size_of(file: InputFile) -> int:
-    """In bytes. Raises OSError."""
-    return file.info.size if isinstance(file, RemoteFile) else file.stat().st_size
-
-
-def stamp_of(file: InputFile) -> list[int | str]:
-    """Size, and time of change or version. Raises OSError."""
-    if isinstance(file, RemoteFile):
-        return [file.info.size, file.info.version]
+def stamp_of(file: Path) -> list[int]:
+    """Size, and time of change. Raises OSError."""
     stamp = file.stat()
     return [stamp.st_size, stamp.st_mtime_ns]
 
 
-def find_files(inputs: Sequence[str], suffixes: Sequence[str] = (), only: str | None = None) -> list[InputFile]:
-    """The named files and those in named directories, without duplicates (symbolic links resolved). Inputs may be URLs,
-    of objects, folders or patterns: see `find_objects`.
+def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = (), only: str | None = None) -> list[Path]:
+    """The named files and those in named directories, without duplicates (symbolic links resolved).
 
     Their order fixes the document numbers. From directories, only files that end in one of `suffixes` are taken, by
     default `.txt`, JSONL and parquet, and nothing whose name begins with a dot. If a directory holds several splits,
@@ -72,46 +55,38 @@ def find_files(inputs: Sequence[str], suffixes: Sequence[str] = (), only: str | 
     Raises:
         DataError: an input does not exist or is not a file, its name does not say its format, a directory holds several
             splits and `only` is None, or nothing is found.
-        RemoteError: remote storage cannot be read.
     """
     wanted = tuple(suffix + packed for suffix in suffixes for packed in ("", *PACKED)) or TEXT_SUFFIXES
-    missing = [name for name in inputs if not is_url(name) and not Path(name).exists()]
+    missing = [str(name) for name in inputs if not Path(name).exists()]
     if missing:
         raise DataError(f"there is no input {', '.join(missing)}", remedy="look for a mistake in the path")
-    found: dict[Path | str, InputFile] = {}
+    found: dict[Path, Path] = {}
     for name in inputs:
-        for file in _found(name, wanted, only):
-            found.setdefault(file.url if isinstance(file, RemoteFile) else file.resolve(), file)
+        for file in _found(Path(name), wanted, only):
+            found.setdefault(file.resolve(), file)
     if not found:
         raise DataError(
-            f"no input files in {', '.join(inputs)}",
+            f"no input files in {', '.join(map(str, inputs))}",
             remedy=f"files should end in {', '.join(wanted[:4])} ... or be named one by one",
         )
     return list(found.values())
 
 
-def _found(name: str, wanted: tuple[str, ...], only: str | None) -> Sequence[InputFile]:
+def _found(path: Path, wanted: tuple[str, ...], only: str | None) -> Sequence[Path]:
     """The files of one input."""
-    folder: Path | str | None
-    files: Sequence[InputFile]
-    if is_url(name):
-        objects = find_objects(name)
-        files, folder = objects.files, objects.folder
-    else:
-        path = Path(name)
-        files, folder = (files_below(path), path) if path.is_dir() else ([path], None)
-    if folder is not None:
-        inside = {PurePath(str(file).removeprefix(f"{folder}/")): file for file in files if file.name.endswith(wanted)}
-        files = _of_split(folder, {path: file for path, file in inside.items() if not _hidden(path)}, only)
+    files = [path]
+    if path.is_dir():
+        inside = {file.relative_to(path): file for file in files_below(path) if file.name.endswith(wanted)}
+        files = _of_split(path, {name: file for name, file in inside.items() if not _hidden(name)}, only)
+    elif not path.name.endswith((*wanted, *TEXT_SUFFIXES)):
+        require_file(path)
+        raise DataError(
+            f"the name of {path} does not say its format",
+            remedy="rename it, or name a symbolic link to it that ends in .txt, .jsonl or .parquet (packed: and in "
+            ".gz or .zst); plain text may also end in what --suffix says",
+        )
     for file in files:
-        if isinstance(file, Path):
-            require_file(file)
-        if folder is None and not file.name.endswith((*wanted, *TEXT_SUFFIXES)):
-            raise DataError(
-                f"the name of {file} does not say its format",
-                remedy="rename it, or name a symbolic link to it that ends in .txt, .jsonl or .parquet (packed: and in "
-                ".gz or .zst); plain text may also end in what --suffix says",
-            )
+        require_file(file)
     return files
 
 
@@ -136,7 +111,7 @@ def split_of(path: PurePath) -> str | None:
     return numbered[1] if numbered else None
 
 
-def _of_split(directory: object, files: dict[PurePath, InputFile], only: str | None) -> list[InputFile]:
+def _of_split(directory: object, files: dict[Path, Path], only: str | None) -> list[Path]:
     """Of files by their paths below a directory, those of one split. Raises DataError if there are several and none was
     named, or not that one."""
     splits = list(map(split_of, files))
@@ -157,7 +132,7 @@ def _of_split(directory: object, files: dict[PurePath, InputFile], only: str | N
     return list(files.values())
 
 
-def missing_numbers(files: Sequence[InputFile]) -> list[str]:
+def missing_numbers(files: Sequence[Path]) -> list[str]:
     """Sets of files `NAME-00000-of-00042...` of which some are not there, described."""
     sets: dict[tuple[str, str, int], set[int]] = {}
     for file in files:
@@ -210,7 +185,7 @@ def require_file(path: Path) -> None:
     )
 
 
-def kind_of(path: PurePath | RemoteFile) -> Kind:
+def kind_of(path: PurePath) -> Kind:
     """How a file is read, by its suffix; anything unknown is text. Packed `.json` is JSONL, as published."""
     name = path.name
     for packed in PACKED:
@@ -220,7 +195,7 @@ def kind_of(path: PurePath | RemoteFile) -> Kind:
 
 
 @contextmanager
-def readable(path: InputFile) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
     """Turn a library's errors about the content of `path` into DataError; other OSErrors get its name.
 
     Errors of the libraries have no error number, those of the operating system have one.
@@ -235,7 +210,7 @@ def readable(path: InputFile) -> Iterator[None]:
 
 
 @contextmanager
-def open_unpacked(path: InputFile) -> Iterator[IO[bytes]]:
+def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
     """A file's bytes, decompressed if its name ends in `.gz` or `.zst`; members or frames are concatenated.
 
     Reading raises OSError without a number if the last of them is truncated or followed by something else.
@@ -246,7 +221,7 @@ def open_unpacked(path: InputFile) -> Iterator[IO[bytes]]:
             return
         from pyarrow import CompressedInputStream
 
-        if not size_of(path):
+        if not path.stat().st_size:
             raise DataError(f"{path} is empty, not a valid {path.suffix} file", remedy=DAMAGED)
         yield io.BufferedReader(CompressedInputStream(file, PACKED[path.suffix]), 1 << 16)
 
@@ -254,9 +229,9 @@ def open_unpacked(path: InputFile) -> Iterator[IO[bytes]]:
 class BoundedReader:
     """Reads a file from `open_unpacked` whole or by lines; refuses pieces longer than a packed file may hold."""
 
-    def __init__(self, file: IO[bytes], path: InputFile) -> None:
+    def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file, self._path = file, path
-        self._longest = max(_UNPACKED, size_of(path)) if path.suffix in PACKED else None
+        self._longest = max(_UNPACKED, path.stat().st_size) if path.suffix in PACKED else None
 
     def line(self) -> bytes:
         """The next line, empty at the end. Raises DataError."""

@@ -22,14 +22,11 @@ from .files import (
     DAMAGED,
     PACKED,
     BoundedReader,
-    InputFile,
     Kind,
-    input_file,
     kind_of,
     open_unpacked,
     parse_json,
     readable,
-    size_of,
 )
 
 _OPTIONS = ("--text-field", "--answer-field")
@@ -73,7 +70,7 @@ class Document:
         return self.texts[0]
 
 
-def plan_shards(files: Iterable[InputFile], shard_bytes: int | None, *, lines: bool) -> list[list[Unit]]:
+def plan_shards(files: Iterable[Path], shard_bytes: int | None, *, lines: bool) -> list[list[Unit]]:
     """Group the input into shards of about `shard_bytes` of text: a function of the files and arguments alone.
 
     Without `shard_bytes` it is 1/32 of the input, between 8 MiB and 1 GiB. With `lines` a line is a document.
@@ -93,12 +90,12 @@ def plan_shards(files: Iterable[InputFile], shard_bytes: int | None, *, lines: b
     return [shard for shard in shards if shard]
 
 
-def _text_bytes(path: InputFile) -> int:
-    return size_of(path) * (_EXPANSION if path.suffix in PACKED or path.suffix == ".parquet" else 1)
+def _text_bytes(path: Path) -> int:
+    return path.stat().st_size * (_EXPANSION if path.suffix in PACKED or path.suffix == ".parquet" else 1)
 
 
-def _units(path: InputFile, size: int, *, lines: bool) -> Iterator[Unit]:
-    kind, total = kind_of(path), size_of(path)
+def _units(path: Path, size: int, *, lines: bool) -> Iterator[Unit]:
+    kind, total = kind_of(path), path.stat().st_size
     if kind == "parquet" and path.suffix == ".parquet":
         with readable(path), _parquet(path) as file:
             sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
@@ -123,7 +120,7 @@ def read_documents(
         DataError: unreadable file; from `on_bad`, by default at the first bad record.
         OSError: the storage failed, or the file cannot be read.
     """
-    path, names = input_file(unit.path), [text_field, *([answer_field] if answer_field is not None else [])]
+    path, names = Path(unit.path), [text_field, *([answer_field] if answer_field is not None else [])]
     if unit.kind == "text" and answer_field is not None:
         raise DataError(f"{path} is plain text and has no field {answer_field!r}", remedy="use JSONL or parquet files")
     with readable(path):
@@ -154,7 +151,7 @@ class _Line:
     offset: int
 
 
-def _read_lines(path: InputFile, unit: Unit) -> Iterator[_Line]:
+def _read_lines(path: Path, unit: Unit) -> Iterator[_Line]:
     """The lines that start inside the unit."""
     with open_unpacked(path) as file:
         whole, pieces = path.suffix in PACKED, BoundedReader(file, path)
@@ -171,13 +168,13 @@ def _read_lines(path: InputFile, unit: Unit) -> Iterator[_Line]:
             number, offset = number + 1, offset + len(line)
 
 
-def _bad_line(path: InputFile, line: _Line, reason: str, remedy: str) -> BadRecord:
+def _bad_line(path: Path, line: _Line, reason: str, remedy: str) -> BadRecord:
     number = _lines_before(path, line.first) + line.number + 1
     return BadRecord(str(path), "line", number, line.first + line.offset, reason, remedy)
 
 
 @lru_cache(maxsize=4)
-def _lines_before(path: InputFile, byte: int) -> int:
+def _lines_before(path: Path, byte: int) -> int:
     """Number of lines of a plain file before the one that starts at a byte."""
     count = 0
     if byte:
@@ -246,7 +243,7 @@ def _decode(raw: bytes | str) -> tuple[str, bool]:
 
 
 @contextmanager
-def _parquet(path: InputFile) -> Iterator[Any]:
+def _parquet(path: Path) -> Iterator[Any]:
     import pyarrow
     from pyarrow import parquet
 
@@ -255,14 +252,13 @@ def _parquet(path: InputFile) -> Iterator[Any]:
             with open_unpacked(path) as file:
                 yield parquet.ParquetFile(pyarrow.BufferReader(BoundedReader(file, path).rest()))
         else:
-            source = path if isinstance(path, Path) else path.open(buffering=0)
-            with parquet.ParquetFile(source) as file:
+            with parquet.ParquetFile(path) as file:
                 yield file
     except pyarrow.ArrowException as error:
         raise DataError(f"cannot read {path} as parquet: {error}", remedy=DAMAGED) from None
 
 
-def _read_parquet(path: InputFile, unit: Unit, names: list[str], on_bad: OnBad) -> Iterator[Document]:
+def _read_parquet(path: Path, unit: Unit, names: list[str], on_bad: OnBad) -> Iterator[Document]:
     with _parquet(path) as file:
         for name, option in zip(names, _OPTIONS, strict=False):
             _check_column(path, file.schema_arrow, name, option)
@@ -283,7 +279,7 @@ def _read_parquet(path: InputFile, unit: Unit, names: list[str], on_bad: OnBad) 
             raise DataError(f"{path} has {number} rows where its footer promises {promised}", remedy=DAMAGED)
 
 
-def _check_column(path: InputFile, schema: Any, name: str, option: str) -> None:
+def _check_column(path: Path, schema: Any, name: str, option: str) -> None:
     """Raise DataError unless there is one column of that name, and it holds texts."""
     found = [field for field in schema if field.name == name]
     if len(found) != 1:

@@ -15,8 +15,6 @@ from typing import Any
 
 from fsdp_pretrain.errors import DataError
 
-from .hub import cached_model
-
 EOD = "<|endoftext|>"
 """Separator of the tokenizers trained here with `--kind bpe`; sentencepiece models use their `</s>`."""
 
@@ -65,8 +63,7 @@ class Tokenizer(ABC):
         """Open a tokenizer.
 
         Args:
-            path: `tokenizer.json`, a sentencepiece `.model`, a directory that holds one of them, or the name of a model
-                in the cache of the Hugging Face Hub.
+            path: `tokenizer.json`, a sentencepiece `.model`, or a directory that holds one of them.
             eod: separator, as text or id; needed only if the tokenizer does not name one.
 
         Raises:
@@ -208,8 +205,6 @@ class _SentencePiece(Tokenizer):
 
 
 def _find(path: Path) -> Path:
-    if not path.exists() and path.suffix not in (".json", ".model"):
-        path = cached_model(str(path), _FILES)
     if path.is_dir():
         found = [path / name for name in _FILES if (path / name).is_file()] or sorted(path.glob("*.model"))
         if len(found) != 1:
@@ -217,7 +212,11 @@ def _find(path: Path) -> Path:
             raise DataError(f"{path} holds {what}", remedy="name the tokenizer.json or .model file itself, by its path")
         return found[0]
     if not path.is_file():
-        raise DataError(f"there is no tokenizer at {path}")
+        raise DataError(
+            f"there is no tokenizer at {path}",
+            remedy="nothing is downloaded; of a model of the Hugging Face Hub: `hf download NAME tokenizer.json "
+            "tokenizer_config.json --local-dir tokenizers/NAME` (tokenizer.model, where it has no tokenizer.json)",
+        )
     return path
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 
 from data.corpus.corpus import Corpus
@@ -10,7 +13,6 @@ from data.packing.opening import cache_use
 from data.text.documents import document_hashes
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Location, Url
 
 from .findings import Findings
 from .report import ValidationReport
@@ -43,14 +45,11 @@ def check_against(report: ValidationReport, run: Config) -> Findings:
     return findings
 
 
-def heldout_hashes(run: Config, directory: Location) -> dict[str, Hashes]:
+def heldout_hashes(run: Config, directory: Path) -> dict[str, Hashes]:
     """Hashes of the documents of each corpus of `eval.loss_on` but `directory`, by name. Raises DataError."""
-    sources = [source for source in run.eval.loss_on if _whole(source.path) != _whole(directory)]
+    here = os.path.realpath(directory)
+    sources = [source for source in run.eval.loss_on if os.path.realpath(source.path) != here]
     return {source.name: _hashes(Corpus(source.path, cache=cache_use(run))) for source in sources}
-
-
-def _whole(place: Location) -> Location:
-    return place if isinstance(place, Url) else place.resolve()
 
 
 def _hashes(corpus: Corpus) -> Hashes:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
-from data.corpus.cached import CacheUse
 from data.corpus.corpus import Corpus
-from data.corpus.fetched import scratch_directory
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Location, Url
 
 from .report import decode_any
 
@@ -25,16 +20,6 @@ class ShownDocument:
     number: int
     tokens: int
     text: str
-
-
-@contextmanager
-def opened(place: Location) -> Iterator[Corpus]:
-    """A corpus; of one by URL, what is read is fetched into a scratch directory. Raises DataError."""
-    if not isinstance(place, Url):
-        yield Corpus(place)
-        return
-    with scratch_directory(None) as room:
-        yield Corpus(place, cache=CacheUse(room))
 
 
 def document(corpus: Corpus, wanted: int) -> ShownDocument:

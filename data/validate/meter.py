@@ -1,13 +1,14 @@
 """Measurements of one token file, run by run, for `validate`.
 
 One pass, a few vectorised operations per run of a million tokens; what needs Python per token or a second pass is done
-for rare events (special tokens, suspects) or on a sample (decoding). Memory: some 20 bytes per token of a run, and 8
-bytes per document of the file.
+for rare events (special tokens, suspects) or on a sample (decoding). Memory: some 20 bytes per token of a run, and 10
+to 12 per document of the file.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,15 @@ from data.text.tokenizer import Tokenizer
 from .checker import TokenChecker
 from .findings import EXAMPLES, Findings
 
-LONGEST = 100
-"""Longest documents kept of a file; no more than these can each be a hundredth of a corpus."""
 _SAMPLED_DOCUMENTS, _SAMPLED_PER_RUN = 16, 8
-_LENGTH_BINS = 64 * 58
+
+
+class RunDocuments(NamedTuple):
+    """The documents of a run: the number of the first, and of each the length and the hash, see `document_hashes`."""
+
+    first: int
+    lengths: npt.NDArray[np.integer]
+    hashes: npt.NDArray[np.uint64]
 
 
 @dataclass
@@ -33,9 +39,7 @@ class Measurement:
     Attributes:
         findings: of the file.
         documents, tokens: as stored, separators included.
-        lengths: int64 [bins], documents by length; see `length_quantile`.
-        longest: (tokens, document) of the `LONGEST` longest.
-        hashes: (number of the first document, uint64 [documents]) of each run.
+        runs: the documents of each run.
         specials: see `TokenChecker.specials`.
         agreement: of each sampled document with its re-encoding; see `data.text.documents.agreements`.
     """
@@ -43,9 +47,7 @@ class Measurement:
     findings: Findings
     documents: int = 0
     tokens: int = 0
-    lengths: Ints = field(default_factory=lambda: np.zeros(_LENGTH_BINS, dtype=np.int64))
-    longest: list[tuple[int, int]] = field(default_factory=list)
-    hashes: list[tuple[int, npt.NDArray[np.uint64]]] = field(default_factory=list)
+    runs: list[RunDocuments] = field(default_factory=list)
     specials: dict[int, list[int]] = field(default_factory=dict)
     agreement: list[float] = field(default_factory=list)
 
@@ -63,12 +65,12 @@ class Meter:
 
     def add(self, run: Run) -> None:
         """Measure one run."""
-        result = self._result
         checked = self._checker.add(run)
         short = np.flatnonzero(checked.text == 1)
         self._checker.count(run, "one-token-documents", short, run.starts[short])
-        self._add_lengths(run)
-        result.hashes.append((run.first, document_hashes(run.tokens, run.starts, run.ends)))
+        lengths = run.lengths.astype(np.min_scalar_type(int(run.lengths.max(initial=0))))
+        hashes = document_hashes(run.tokens, run.starts, run.ends)
+        self._result.runs.append(RunDocuments(run.first, lengths, hashes))
         self._find_degenerate(run)
         if self._tokenizer is not None:
             self._sample(run, checked.text, min(self._vocabulary.size, self._tokenizer.vocab_size))
@@ -89,15 +91,6 @@ class Meter:
                 found.append(self._checker.example(run, document, note=note))
         self._result.findings.add("degenerate-documents", len(found), found[:EXAMPLES])
 
-    def _add_lengths(self, run: Run) -> None:
-        result, lengths = self._result, run.lengths
-        result.lengths += np.bincount(_length_bin(lengths), minlength=_LENGTH_BINS)
-        least = result.longest[-1][0] if len(result.longest) == LONGEST else -1
-        if len(lengths) and int(lengths.max()) > least:
-            order = np.argsort(-lengths, kind="stable")[:LONGEST]
-            here = [(int(lengths[n]), run.first + int(n)) for n in order]
-            result.longest = sorted([*result.longest, *here], key=lambda pair: (-pair[0], pair[1]))[:LONGEST]
-
     def _sample(self, run: Run, text: Ints, size: int) -> None:
         """Keep the beginnings of a few documents of this run."""
         wanted = min(_SAMPLED_PER_RUN, _SAMPLED_DOCUMENTS - len(self._samples))
@@ -107,20 +100,3 @@ class Meter:
         for n in chosen:
             ids = run.tokens[run.starts[n] : run.ends[n]][:SAMPLE_TOKENS].tolist()
             self._samples.append([i for i in ids if 0 <= i < size and i not in hidden])
-
-
-def _length_bin(lengths: Ints) -> Ints:
-    """Bins of lengths: exact below 128, then 64 per doubling."""
-    octave = np.maximum(np.frexp(lengths.astype(np.float64))[1].astype(np.int64) - 7, 0)
-    bins: Ints = octave * 64 + (lengths >> octave)
-    return bins
-
-
-def length_quantile(bins: Ints, share: float) -> int:
-    """Length below which a share of the documents lies, exact below 128 and low by at most 1.6 % above."""
-    total = int(bins.sum())
-    if not total:
-        return 0
-    found = int(np.searchsorted(np.cumsum(bins), min(total, int(share * (total - 1)) + 1)))
-    octave = max(0, found // 64 - 1)
-    return (found - octave * 64) << octave

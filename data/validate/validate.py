@@ -10,23 +10,18 @@ import functools
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
 
 from data.corpus.corpus import CHECKSUMS
-from data.corpus.fetched import PAIR, fetch_tables, fetched, require_room, scratch_directory
 from data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, open_file, token_files
 from data.corpus.manifest import CorpusManifest, Separators, ShardEntry, Vocabulary, read_manifest
 from data.corpus.shards import Shard, file_checksum
-from data.text.files import input_file, size_of
-from data.text.remote_files import at_once
 from data.text.tokenizer import Tokenizer
 from data.text.workers import worker_processes
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Location, Problem, RemoteError, Url
 
 from .checker import TokenChecker
 from .findings import Findings
@@ -41,7 +36,7 @@ _POOL_BYTES = 32_000_000
 
 @dataclass(frozen=True)
 class _File:
-    path: Location
+    path: Path
     format: Format
     name: str
     entry: ShardEntry | None = None
@@ -55,19 +50,10 @@ class _Rules:
     separators: Separators
     tokenizer: tuple[Path, int] | None
     dtype: str | None
-    scratch: Path | None
-    """Where remote files are fetched to."""
+    """That the manifest declares."""
 
-    def fetched(self, file: _File) -> AbstractContextManager[Path]:
-        """The file as a local one. Raises RemoteError."""
-        entry, suffixes = file.entry, PAIR if file.format == "megatron" else ("",)
-        expected = dict(zip(PAIR, (entry.bin_xxh3, entry.idx_xxh3), strict=True)) if entry else None
-        return fetched(file.path, suffixes, self.scratch, expected)
-
-    def open(self, file: _File, here: Path) -> TokenFile:
-        """`here` is from `fetched`."""
-        leading = self.separators == "leading"
-        return open_file(here, file.format, self.vocabulary.eod, dtype=self.dtype, leading=leading)
+    def open(self, file: _File) -> TokenFile:
+        return open_file(file.path, file.format, self.vocabulary.eod, leading=self.separators == "leading")
 
 
 @dataclass(frozen=True)
@@ -82,90 +68,76 @@ class _Subject:
 
 
 def validate(
-    directory: Location,
+    directory: Path,
     *,
     tokenizer: Tokenizer | None = None,
     vocabulary: Vocabulary | None = None,
     separators: Separators | None = None,
     format: Format | None = None,  # noqa: A002
-    dtype: str | None = None,
     workers: int = 1,
     held_out: Mapping[str, Hashes] | None = None,
-    scratch: Path | None = None,
     quiet: bool = False,
 ) -> ValidationReport:
     """Check every document of a corpus, or of token files without a manifest.
 
     Args:
-        directory: path or URL, with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be
-            given.
+        directory: with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
         vocabulary: overrides the manifest's.
         separators: what documents of files without a manifest should carry; None takes what most of them do.
-        format, dtype: of files without a manifest, see `open_file`; None takes the format from their names.
+        format: of files without a manifest; None takes it from their names.
         held_out: hashes of documents that should not be here, by the name of their corpus.
-        scratch: local directory to which remote files are fetched, one for each worker; None takes the system's.
 
     Raises:
-        RemoteError: remote storage failed. An absent object is a finding.
         DataError: the directory holds no shards, nothing says what the ids should be, or `separators` is given for a
             corpus whose manifest declares them.
     """
     findings = Findings()
-    with ExitStack() as stack:
-        room = stack.enter_context(scratch_directory(scratch)) if isinstance(directory, Url) else None
-        here = fetch_tables(directory, room) if isinstance(directory, Url) and room else directory
-        if isinstance(here, Path) and (here / "manifest.json").exists():
-            subject = _declared(directory, here, tokenizer, vocabulary, separators, room, findings)
-        else:
-            subject = _bare(directory, tokenizer, vocabulary, separators, format, dtype, room)
-        sizes = at_once(_size, subject.files)
-        if room is not None:
-            require_room(room, sizes, workers)
-        totals = Totals([file.name for file in subject.files])
-        totals.findings.merge(findings)
-        each = _each(subject.rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
-        with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=quiet or None) as bar:
-            for number, (size, measured) in enumerate(zip(sizes, each, strict=True)):
-                totals.add(number, measured)
-                bar.update(size)
-        totals.add_findings(held_out or {})
-        if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
-            totals.findings.by_code.pop("one-token-documents", None)
-        return _report(directory, subject, totals)
+    if (directory / "manifest.json").exists():
+        subject = _declared(directory, tokenizer, vocabulary, separators, findings)
+    else:
+        subject = _bare(directory, tokenizer, vocabulary, separators, format)
+    sizes = [_size(file) for file in subject.files]
+    totals = Totals([file.name for file in subject.files])
+    totals.findings.merge(findings)
+    each = _each(subject.rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
+    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=quiet or None) as bar:
+        for number, (size, measured) in enumerate(zip(sizes, each, strict=True)):
+            totals.add(number, measured)
+            bar.update(size)
+    totals.add_findings(held_out or {})
+    if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
+        totals.findings.by_code.pop("one-token-documents", None)
+    return _report(directory, subject, totals)
 
 
 def _declared(
-    directory: Location,
-    here: Path,
+    directory: Path,
     tokenizer: Tokenizer | None,
     vocabulary: Vocabulary | None,
     separators: Separators | None,
-    room: Path | None,
     findings: Findings,
 ) -> _Subject:
-    """A corpus with a manifest; its tables are in `here`."""
-    manifest = read_manifest(here)
+    """A corpus with a manifest."""
+    manifest = read_manifest(directory)
     if separators not in (None, manifest.separators):
         raise DataError(
             f"the manifest of {directory} declares separators `{manifest.separators}`, not `{separators}`",
             remedy="leave --separators out; validate judges by the manifest and reports what differs",
         )
-    entry, held = manifest.tokenizer, _compare(here, manifest, tokenizer, findings)
+    entry, held = manifest.tokenizer, _compare(directory, manifest, tokenizer, findings)
     stored = held if held is not None and held.fingerprint == entry.fingerprint else entry
     ids = vocabulary or Vocabulary.of(stored)
-    rules = _Rules(ids, manifest.separators, _named(held), manifest.dtype, room)
-    files = [_File(shard.location(directory), "megatron", shard.name, shard) for shard in manifest.shards]
+    rules = _Rules(ids, manifest.separators, _named(held), manifest.dtype)
+    files = [_File(shard.prefix(directory), "megatron", shard.name, shard) for shard in manifest.shards]
     return _Subject(files, rules, manifest, "declared by the manifest", entry.fingerprint)
 
 
 def _bare(
-    directory: Location,
+    directory: Path,
     tokenizer: Tokenizer | None,
     vocabulary: Vocabulary | None,
     separators: Separators | None,
     format: Format | None,  # noqa: A002
-    dtype: str | None,
-    room: Path | None,
 ) -> _Subject:
     """A directory of token files without a manifest."""
     found = token_files(directory, format)
@@ -180,7 +152,7 @@ def _bare(
             f"{directory} has no manifest that defines its ids",
             remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
         )
-    rules, because = _Rules(vocabulary, separators or "none", _named(tokenizer), dtype, room), "declared"
+    rules, because = _Rules(vocabulary, separators or "none", _named(tokenizer), None), "declared"
     if separators is None:
         rules, because = _detect_separators(rules, files)
     return _Subject(files, rules, None, because, tokenizer.fingerprint if tokenizer else None)
@@ -227,13 +199,12 @@ def _detect_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
     checker = TokenChecker("", rules.vocabulary, "none", flat=False)
     for source in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
         try:
-            with rules.fetched(source) as here:
-                file = rules.open(source, here)
-                if file.shard and file.shard.index_problem():
-                    continue
-                run = next(file.runs(MEASURED_TOKENS), None)
-                if run is not None:
-                    checker.add(run)
+            file = rules.open(source)
+            if file.shard and file.shard.index_problem():
+                continue
+            run = next(file.runs(MEASURED_TOKENS), None)
+            if run is not None:
+                checker.add(run)
         except (DataError, OSError):
             continue  # reported when the file is measured
     documents, end, begin = checker.documents - checker.empty, checker.ending, checker.beginning
@@ -244,16 +215,10 @@ def _detect_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
 
 def _size(file: _File) -> int:
     """Bytes of the file with the tokens, 0 if it is absent."""
-    if isinstance(file.path, Url) and file.entry is not None:
-        return file.entry.bytes
-    name = f"{file.path}.bin" if file.format == "megatron" else str(file.path)
+    path = Path(f"{file.path}.bin") if file.format == "megatron" else file.path
     try:
-        return size_of(input_file(name))
+        return path.stat().st_size
     except FileNotFoundError:
-        return 0
-    except RemoteError as error:
-        if error.problem is not Problem.MISSING:
-            raise
         return 0
 
 
@@ -274,20 +239,15 @@ def _each(rules: _Rules, files: list[_File], workers: int) -> Iterator[Measureme
 
 def _measure(rules: _Rules, file: _File) -> Measurement:
     """Measure a file; of one that is damaged, what precedes the damage."""
-    checker = TokenChecker(file.name, rules.vocabulary, rules.separators, flat=file.format in ("npy", "bin"))
+    checker = TokenChecker(file.name, rules.vocabulary, rules.separators, flat=file.format == "npy")
     meter = Meter(checker, rules.vocabulary, _load(rules.tokenizer))
     try:
-        with rules.fetched(file) as here:
-            opened = rules.open(file, here)
-            if _is_readable(opened.shard, file, rules, checker.findings):
-                for run in opened.runs(MEASURED_TOKENS):
-                    meter.add(run)
+        opened = rules.open(file)
+        if _is_readable(opened.shard, file, rules, checker.findings):
+            for run in opened.runs(MEASURED_TOKENS):
+                meter.add(run)
     except (DataError, OSError) as error:
         _unreadable(checker.findings, file.name, error)
-    except RemoteError as error:
-        if error.problem is not Problem.MISSING:
-            raise
-        checker.findings.note("unreadable", file.name, error.cause)
     return meter.finish()
 
 
@@ -334,7 +294,7 @@ def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, 
             findings.note("checksum", file.name + path.suffix, "")
 
 
-def _report(directory: Location, subject: _Subject, totals: Totals) -> ValidationReport:
+def _report(directory: Path, subject: _Subject, totals: Totals) -> ValidationReport:
     """Assemble the report and decode the text around its examples."""
     rules, tokenizer = subject.rules, _load(subject.rules.tokenizer)
     report = ValidationReport(
@@ -354,6 +314,5 @@ def _report(directory: Location, subject: _Subject, totals: Totals) -> Validatio
         wanted = {example.file for example in examples if example.document is not None}
         for file in subject.files:
             if file.name in wanted:
-                with rules.fetched(file) as here:
-                    add_texts(examples, {file.name: rules.open(file, here)}, tokenizer)
+                add_texts(examples, {file.name: rules.open(file)}, tokenizer)
     return report
