@@ -12,7 +12,6 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,16 +132,8 @@ class RemoteError(UserError):
         return self.problem in (Problem.BUSY, Problem.FAILED)
 
 
-@dataclass(frozen=True)
-class ObjectInfo:
-    """Size in bytes, and a text that changes when the object is written again (an ETag, or the time of change)."""
-
-    size: int
-    version: str
-
-
 class Remote:
-    """A directory in remote storage. Names are relative to it, `shards/shard-00001.bin`, or whole URLs of its scheme.
+    """A directory in remote storage. Names are relative to it: `shards/shard-00001.bin`.
 
     Methods may be called from several threads.
 
@@ -174,34 +165,23 @@ class Remote:
 
         return self._call(name, act)
 
-    def info(self, name: str) -> ObjectInfo:
-        """Raises RemoteError; `Problem.MISSING` if there is no such object, also where objects lie below that name."""
-
-        def act() -> ObjectInfo:
-            facts = self._files.info(self._path(name))
-            if facts.get("type") == "directory":
-                raise FileNotFoundError(name)
-            return _info(facts)
-
-        return self._call(name, act)
-
-    def list(self, name: str = "") -> dict[str, ObjectInfo]:
-        """All objects below a directory, by name relative to this one; empty if there are none.
+    def list(self) -> dict[str, int]:
+        """The bytes of all objects by name; empty if there are none.
 
         Raises RemoteError, also if there is no bucket.
         """
 
-        def act() -> dict[str, ObjectInfo]:
+        def act() -> dict[str, int]:
             try:
-                found = self._files.find(self._path(name), detail=True)
+                found = self._files.find(self._root, detail=True)
             except FileNotFoundError as error:
                 if _NO_BUCKET in str(error):
                     raise
                 return {}
             prefix = self._root.rstrip("/") + "/"
-            return {str(path).removeprefix(prefix): _info(facts) for path, facts in found.items()}
+            return {str(path).removeprefix(prefix): int(facts.get("size") or 0) for path, facts in found.items()}
 
-        return self._call(name, act)
+        return self._call("", act)
 
     def write(self, name: str, content: bytes) -> None:
         """Create or replace an object. Raises RemoteError."""
@@ -225,7 +205,7 @@ class Remote:
                 Path(self._path(name)).rmdir()
 
     def _path(self, name: str) -> str:
-        return _place(Url(name)) if is_url(name) else f"{self._root}/{name}".rstrip("/")
+        return f"{self._root}/{name}"
 
     def _call(self, name: str, act: Callable[[], T]) -> T:
         until, pause = float("inf"), _FIRST_PAUSE
@@ -237,7 +217,7 @@ class Remote:
                 problem = _problem(_real(error))
                 if problem is None:
                     raise
-                object_url = name if is_url(name) else f"{self.url}/{name}".rstrip("/")
+                object_url = f"{self.url}/{name}".rstrip("/")
                 failure = _failure(object_url, problem, error)
             waited = min(time.monotonic() - begun, _READ_SECONDS)
             until = min(until, time.monotonic() - waited + self.patience)
@@ -302,12 +282,6 @@ def _status(error: BaseException | None) -> int | None:
             return status
         error = error.__cause__
     return None
-
-
-def _info(facts: dict[str, Any]) -> ObjectInfo:
-    names = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified")
-    version = next((str(facts[name]) for name in names if facts.get(name) is not None), "")
-    return ObjectInfo(int(facts.get("size") or 0), version)
 
 
 def _real(error: Exception) -> Exception:

@@ -93,6 +93,8 @@ class CachedCopy:
         self.place, self._use, self.remote, self._tell = url, use, Remote(url, patience=patience), tell
         try:
             manifest = parse(self._manifest(), str(url))
+            if any(entry.path is not None for entry in manifest.shards):
+                raise DataError(f"{url} has shards that lie elsewhere", remedy="import the files with --copy")
             self.blocks = BlockCache(use.directory, manifest.fingerprint)
             self.directory = self.blocks.directory
             self.directory.mkdir(parents=True, exist_ok=True)

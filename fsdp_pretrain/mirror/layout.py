@@ -156,13 +156,13 @@ class RunMirror:
         found = self.remote.list()
         folders: defaultdict[int, dict[str, int]] = defaultdict(dict)
         records = []
-        for name, info in sorted(found.items()):
+        for name, size in sorted(found.items()):
             folder, _, file = name.removeprefix("checkpoints/").partition("/")
             if match := _RECORD.fullmatch(name):
-                entry = FileEntry(name=match[1], bytes=info.size, xxh3=match[4])
+                entry = FileEntry(name=match[1], bytes=size, xxh3=match[4])
                 records.append(MirroredRecord(int(match[2]), match[3], entry))
             elif (step := step_of(folder)) is not None and file:
-                folders[step][file] = info.size
+                folders[step][file] = size
         manifests = {step: self._manifest(step) for step, objects in folders.items() if MANIFEST in objects}
         every = [MirroredCheckpoint(step, manifests.get(step), objects) for step, objects in sorted(folders.items())]
         return MirrorState(records[::-1], every)
