@@ -20,7 +20,6 @@ from data.corpus.manifest import Vocabulary
 from data.prepare.prepare import PrepareOptions
 from data.prepare.train_tokenizer import train_tokenizer
 from data.text.tokenizer import Tokenizer
-from data.validate.report import SpecialPlaces
 from data.validate.validate import validate
 
 Docs = list[list[int]]
@@ -308,4 +307,3 @@ def test_examples_show_the_boundary(tmp_path: Path, trained: dict[str, Tokenizer
     (example, _) = report.findings.by_code["separator-doubled"].examples
     assert (example.file, example.document, example.token) == ("s0", 0, len(one))
     assert "ends here<|endoftext|><|endoftext|> ‖ and the second" in str(example.text)
-    assert report.specials == {tokenizer.eod: SpecialPlaces("<|endoftext|>", start=0, end=2, inside=2)}

@@ -63,7 +63,6 @@ class TokenChecker:
         empty: documents without any token except their declared separator.
         unterminated: pieces at an edge of a flat file that lack their separator.
         beginning, ending: documents that begin or end with a separator.
-        specials: {id: [at document starts, at ends, inside]}, occurrences of each special token.
     """
 
     def __init__(self, name: str, vocabulary: Vocabulary, declared: Separators, *, flat: bool) -> None:
@@ -73,7 +72,6 @@ class TokenChecker:
         self.documents = self.tokens = self.empty = self.unterminated = self.beginning = self.ending = 0
         self._separators = self._both_ends = 0
         self._fitting: Counter[Separators] = Counter()
-        self.specials: dict[int, list[int]] = {}
         ids = sorted(vocabulary.specials | {vocabulary.eod})
         breaks = [0, *(n for n in range(1, len(ids)) if ids[n] != ids[n - 1] + 1), len(ids)]
         self._ranges = [(ids[a], ids[b - 1]) for a, b in pairwise(breaks)]
@@ -90,7 +88,6 @@ class TokenChecker:
             at = np.setdiff1d(at, outside)
         inside, ids = run.document_of(at), run.tokens[at]
         first, last = at == run.starts[inside], at == run.ends[inside] - 1
-        self._tabulate(ids, first, last)
         specials = _Specials(at, inside, ids == self._vocabulary.eod, first, last)
         begin, end, separators = self._add_separators(run, specials.where(specials.is_separator))
         carrying = {"none": np.zeros_like(begin), "trailing": end, "leading": begin}[self._declared]
@@ -187,12 +184,6 @@ class TokenChecker:
             hit = tokens == low if low == high else (tokens >= low) & (tokens <= high)
             mask = hit if mask is None else np.logical_or(mask, hit, out=mask)
         return np.flatnonzero(mask) if mask is not None and mask.any() else np.zeros(0, dtype=np.int64)
-
-    def _tabulate(self, ids: npt.NDArray[Any], first: Mask, last: Mask) -> None:
-        places = np.where(first, 0, np.where(last, 1, 2))
-        pairs, counts = np.unique(ids.astype(np.int64) * 3 + places, return_counts=True)
-        for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
-            self.specials.setdefault(pair // 3, [0, 0, 0])[pair % 3] += count
 
     def _add_separators(self, run: Run, held: _Specials) -> tuple[Mask, Mask, Ints]:
         """Count separators; [documents] whether each begins, and ends, with one, and how many it has."""

@@ -40,7 +40,6 @@ class Measurement:
         findings: of the file.
         documents, tokens: as stored, separators included.
         runs: the documents of each run.
-        specials: see `TokenChecker.specials`.
         agreement: of each sampled document with its re-encoding; see `data.text.documents.agreements`.
     """
 
@@ -48,7 +47,6 @@ class Measurement:
     documents: int = 0
     tokens: int = 0
     runs: list[RunDocuments] = field(default_factory=list)
-    specials: dict[int, list[int]] = field(default_factory=dict)
     agreement: list[float] = field(default_factory=list)
 
 
@@ -79,7 +77,6 @@ class Meter:
         """The measurement, after all runs were added."""
         self._checker.finish()
         self._result.documents, self._result.tokens = self._checker.documents, self._checker.tokens
-        self._result.specials = self._checker.specials
         if self._tokenizer is not None:
             self._result.agreement = agreements(self._samples, self._tokenizer)
         return self._result

@@ -28,20 +28,6 @@ class FileFigures:
 
 
 @dataclass
-class SpecialPlaces:
-    """Occurrences of a special token by place in its document."""
-
-    text: str
-    start: int
-    end: int
-    inside: int
-
-    def __str__(self) -> str:
-        counts = ((self.start, "at document starts"), (self.end, "at ends"), (self.inside, "inside"))
-        return f"{self.text!r}: " + ", ".join(f"{count:_} {where}" for count, where in counts if count)
-
-
-@dataclass
 class ValidationReport:
     """Result of validating one corpus.
 
@@ -51,7 +37,6 @@ class ValidationReport:
         vocabulary: that the ids were checked against.
         fingerprint: of the tokenizer, if one is known.
         lengths: quantiles of the document lengths, in tokens.
-        specials: by id.
     """
 
     directory: str
@@ -62,7 +47,6 @@ class ValidationReport:
     fingerprint: str | None
     findings: Findings
     lengths: dict[str, int]
-    specials: dict[int, SpecialPlaces]
     files: list[FileFigures]
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,7 +62,6 @@ class ValidationReport:
             "exit": self.findings.exit_code,
             "findings": [finding.as_dict(self.rate(finding)) for finding in found],
             "lengths": self.lengths,
-            "specials": {number: asdict(places) for number, places in self.specials.items()},
             "files": [asdict(file) for file in self.files],
         }
 
@@ -99,8 +82,6 @@ def render(report: ValidationReport, write: Callable[[str], None] = print) -> No
     agreement = [file.agreement for file in report.files if file.agreement is not None]
     if agreement:
         write(f"  encoding    at least {min(agreement):.1%} of each file's sampled ids survive re-encoding")
-    for number, places in report.specials.items():
-        write(f"  special     {number} {places}")
     for finding in sorted(report.findings.by_code.values(), key=lambda item: item.kind.severity):
         _render_finding(finding, report.rate(finding), write)
     if not report.findings.by_code:

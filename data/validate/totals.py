@@ -5,7 +5,6 @@ Memory: 10 to 12 bytes per document (hashes and lengths).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
 
@@ -16,7 +15,7 @@ from data.text.documents import FOREIGN_AGREEMENT, repeated
 
 from .findings import EXAMPLES, Example, Findings
 from .meter import Measurement, RunDocuments
-from .report import FileFigures, SpecialPlaces
+from .report import FileFigures
 
 GIANT_TIMES, GIANT_SHARE = 20, 0.01
 """A document is giant at 20 times the 99th percentile of the lengths and a hundredth of the corpus's tokens."""
@@ -33,7 +32,6 @@ class Totals:
         self.documents = self.tokens = 0
         self.files = [FileFigures(name) for name in names]
         self._runs: list[tuple[int, RunDocuments]] = []
-        self._specials: Counter[tuple[int, int]] = Counter()
 
     def add(self, file: int, measured: Measurement) -> None:
         """Add a measurement of file number `file`."""
@@ -43,8 +41,6 @@ class Totals:
         self.files[file].documents, self.files[file].tokens = measured.documents, measured.tokens
         self._runs += [(file, run) for run in measured.runs]
         self._judge(self.files[file], measured.agreement)
-        for number, counts in measured.specials.items():
-            self._specials.update({(number, place): count for place, count in enumerate(counts)})
 
     def add_findings(self, held_out: Mapping[str, Hashes]) -> None:
         """Add the findings about the whole: giants, duplicates, held-out documents."""
@@ -61,11 +57,6 @@ class Totals:
         lengths = np.concatenate([run.lengths for _, run in self._runs])
         found = np.quantile(lengths, [*_QUANTILES, 1], method="lower").tolist()
         return dict(zip([*(f"p{share * 100:g}" for share in _QUANTILES), "max"], found, strict=True))
-
-    def specials(self, texts: Mapping[int, str]) -> dict[int, SpecialPlaces]:
-        """Occurrences of each special token, with its text if that is known."""
-        numbers = sorted({number for number, _ in self._specials})
-        return {n: SpecialPlaces(texts.get(n, ""), *(self._specials[n, place] for place in range(3))) for n in numbers}
 
     def _judge(self, file: FileFigures, agreement: list[float]) -> None:
         """Whether a file is of the tokenizer."""

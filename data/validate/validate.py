@@ -306,7 +306,6 @@ def _report(directory: Path, subject: _Subject, totals: Totals) -> ValidationRep
         fingerprint=subject.fingerprint,
         findings=totals.findings,
         lengths=totals.lengths(),
-        specials=totals.specials(tokenizer.specials if tokenizer else {}),
         files=totals.files,
     )
     if tokenizer is not None:
