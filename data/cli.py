@@ -62,8 +62,8 @@ def _count(text: str) -> int:
 
 
 def _path(text: str) -> Path:
-    if is_url(text):
-        raise argparse.ArgumentTypeError(f"{text} is a URL; these commands work on files: copy or mount it")
+    if is_url(text):  # not shown: it may hold a secret
+        raise argparse.ArgumentTypeError("a URL; these commands work on files: copy or mount it")
     return Path(text)
 
 

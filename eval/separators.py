@@ -108,7 +108,7 @@ def separator_rates(config: Config) -> tuple[float, float] | None:
     rates: list[float] = []
     for source in config.data.sources:
         try:
-            manifest = Corpus(source.path, source.mirror, cache=cache_use(config)).manifest
+            manifest = Corpus(source.path, cache=cache_use(config)).manifest
         except DataError:
             return None
         if not manifest.pairs:

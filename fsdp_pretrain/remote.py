@@ -1,6 +1,6 @@
 """Objects in remote storage: `s3://`, `gs://`, `az://`, `https://`, and directories as `file://`, through fsspec.
 
-Every call is one object or a range of one, retried with growing pauses while the storage is busy or fails, and counted.
+Every call is one object or a range of one, retried with growing pauses while the storage is busy or fails.
 Credentials come from where fsspec and the vendor's library look for them, never from the configuration. No torch.
 """
 
@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import random
 import re
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,9 +32,9 @@ _CREDENTIALS = re.compile(r"credential|token.*expired|(expired|invalid).*token|\
 _SETTINGS = re.compile(r"ParamValidation|ProfileNotFound|ConfigParse|InvalidConfig|NoRegion|Invalid endpoint")
 """In errors of the vendors' libraries before they ask for anything: a wrong name of a bucket, profile or endpoint."""
 _NO_BUCKET = "bucket does not exist"
-_CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
-_QUERY = dict.fromkeys(PACKAGES, re.compile(r"\?[^/]*[=&]"))  # names and patterns may have a question mark
-_QUERY |= {"https": re.compile(r"\?"), "http": re.compile(r"\?"), "file": re.compile(r"(?!)")}
+_CHECKSUMS = dict.fromkeys(("request_checksum_calculation", "response_checksum_validation"), "when_required")
+"""None of botocore's own, which other servers (rclone, older MinIO and Ceph) answer with errors: what is read
+here has checksums of ours, and what is written is read back."""
 _BUSY = re.compile(r"slow ?down|throttl|too ?many ?requests|service ?unavailable", re.IGNORECASE)
 
 
@@ -55,7 +51,7 @@ class Url(str):
         scheme, found, rest = text.partition("://")
         if not found or scheme not in PACKAGES:
             raise ValueError(f"{text!r} is not a URL of remote storage: {', '.join(f'{name}://' for name in PACKAGES)}")
-        if "@" in rest.partition("/")[0] or _QUERY[scheme].search(rest):
+        if "@" in rest.partition("/")[0] or ("?" in rest and scheme != "file"):
             raise ValueError(
                 f"{CREDENTIALS}, nor a query (?key=value), which may be some: leave them where the storage's own tools "
                 "look for them"
@@ -136,32 +132,10 @@ class RemoteError(UserError):
         return self.problem in (Problem.BUSY, Problem.FAILED)
 
 
-@dataclass
-class Traffic:
-    """What calls have cost so far."""
-
-    requests: int = 0
-    retries: int = 0
-    """Of the requests, those that repeat a failed one."""
-    bytes_read: int = 0
-    bytes_written: int = 0
-
-    def since(self, earlier: Traffic) -> Traffic:
-        return Traffic(**{name: value - getattr(earlier, name) for name, value in asdict(self).items()})
-
-
-@dataclass(frozen=True)
-class ObjectInfo:
-    """Size in bytes, and a text that changes when the object is written again (an ETag, or the time of change)."""
-
-    size: int
-    version: str
-
-
 class Remote:
-    """A directory in remote storage. Names are relative to it, `shards/shard-00001.bin`, or whole URLs of its scheme.
+    """A directory in remote storage. Names are relative to it: `shards/shard-00001.bin`.
 
-    Methods may be called from several threads. `traffic` counts what they did.
+    Methods may be called from several threads.
 
     Args:
         url: of the directory.
@@ -174,16 +148,9 @@ class Remote:
 
     def __init__(self, url: Url, *, patience: float = PATIENCE) -> None:
         self.url, self.patience = url, patience
-        self._traffic, self._lock = Traffic(), threading.Lock()
         self._files = _file_system(url.scheme)
         self._whole = {"max_concurrency": 1} if url.scheme == "s3" else {}  # or it asks for the size first
         self._root = _place(url)
-
-    @property
-    def traffic(self) -> Traffic:
-        """A copy of the counts."""
-        with self._lock:
-            return Traffic(**asdict(self._traffic))
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
         """An object, or its bytes [start, stop). Raises RemoteError, also for fewer bytes than asked for."""
@@ -196,74 +163,34 @@ class Remote:
                 raise OSError(f"{len(content)} bytes instead of {stop - start} from {start} on")
             return content
 
-        content = self._call(name, act)
-        self._count(bytes_read=len(content))
-        return content
-
-    def info(self, name: str) -> ObjectInfo:
-        """Raises RemoteError; `Problem.MISSING` if there is no such object, also where objects lie below that name."""
-
-        def act() -> ObjectInfo:
-            facts = self._files.info(self._path(name))
-            if facts.get("type") == "directory":
-                raise FileNotFoundError(name)
-            return _info(facts)
-
         return self._call(name, act)
 
-    def list(self, name: str = "") -> dict[str, ObjectInfo]:
-        """All objects below a directory, by name relative to this one; empty if there are none.
+    def list(self) -> dict[str, int]:
+        """The bytes of all objects by name; empty if there are none.
 
         Raises RemoteError, also if there is no bucket.
         """
 
-        def act() -> dict[str, ObjectInfo]:
+        def act() -> dict[str, int]:
             try:
-                found = self._files.find(self._path(name), detail=True)
+                found = self._files.find(self._root, detail=True)
             except FileNotFoundError as error:
                 if _NO_BUCKET in str(error):
                     raise
                 return {}
             prefix = self._root.rstrip("/") + "/"
-            return {str(path).removeprefix(prefix): _info(facts) for path, facts in found.items()}
+            return {str(path).removeprefix(prefix): int(facts.get("size") or 0) for path, facts in found.items()}
 
-        return self._call(name, act)
+        return self._call("", act)
 
     def write(self, name: str, content: bytes) -> None:
-        """Create or replace an object, which is seen whole or not at all. Raises RemoteError."""
-
-        def act() -> None:
-            if self.url.scheme != "file":
-                self._files.pipe_file(self._path(name), content)
-                return
-            with _replacing(Path(self._path(name))) as partial:
-                partial.write_bytes(content)
-
-        self._call(name, act)
-        self._count(bytes_written=len(content))
+        """Create or replace an object. Raises RemoteError."""
+        self._call(name, lambda: self._files.pipe_file(self._path(name), content))
 
     def upload(self, path: Path, name: str) -> None:
-        """Copy a local file to an object, which is seen whole or not at all. Raises RemoteError, OSError of `path`."""
-        size = path.stat().st_size
-
-        def act() -> None:
-            if self.url.scheme != "file":
-                self._files.put_file(str(path), self._path(name))
-                return
-            with _replacing(Path(self._path(name))) as partial:
-                self._files.put_file(str(path), str(partial))
-
-        self._call(name, act)
-        self._count(bytes_written=size)
-
-    def download(self, name: str, path: Path) -> None:
-        """Copy an object to a local file, which takes the place of what is there once it is whole.
-
-        Raises RemoteError, OSError of `path`.
-        """
-        with _replacing(path) as partial:
-            self._call(name, lambda: self._files.get_file(self._path(name), str(partial)))
-            self._count(bytes_read=partial.stat().st_size)
+        """Copy a local file to an object. Raises RemoteError, OSError of `path`."""
+        path.stat()
+        self._call(name, lambda: self._files.put_file(str(path), self._path(name)))
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; absent ones are no error. Raises RemoteError."""
@@ -278,17 +205,11 @@ class Remote:
                 Path(self._path(name)).rmdir()
 
     def _path(self, name: str) -> str:
-        return _place(Url(name)) if is_url(name) else f"{self._root}/{name}".rstrip("/")
-
-    def _count(self, **more: int) -> None:
-        with self._lock:
-            for name, value in more.items():
-                setattr(self._traffic, name, getattr(self._traffic, name) + value)
+        return f"{self._root}/{name}"
 
     def _call(self, name: str, act: Callable[[], T]) -> T:
         until, pause = float("inf"), _FIRST_PAUSE
         while True:
-            self._count(requests=1)
             begun = time.monotonic()
             try:
                 return act()
@@ -296,7 +217,7 @@ class Remote:
                 problem = _problem(_real(error))
                 if problem is None:
                     raise
-                object_url = name if is_url(name) else f"{self.url}/{name}".rstrip("/")
+                object_url = f"{self.url}/{name}".rstrip("/")
                 failure = _failure(object_url, problem, error)
             waited = min(time.monotonic() - begun, _READ_SECONDS)
             until = min(until, time.monotonic() - waited + self.patience)
@@ -304,19 +225,6 @@ class Remote:
                 raise failure from None
             time.sleep(pause * random.uniform(0.5, 1.0))  # not all nodes at once
             pause = min(2 * pause, _LONGEST_PAUSE)
-            self._count(retries=1)
-
-
-@contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A path beside the target whose file takes its place on success."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        yield partial
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _place(url: Url) -> str:
@@ -376,12 +284,6 @@ def _status(error: BaseException | None) -> int | None:
     return None
 
 
-def _info(facts: dict[str, Any]) -> ObjectInfo:
-    names = ("ETag", "etag", "generation", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified")
-    version = next((str(facts[name]) for name in names if facts.get(name) is not None), "")
-    return ObjectInfo(int(facts.get("size") or 0), version)
-
-
 def _real(error: Exception) -> Exception:
     """The error that fsspec reports over HTTP as a file that does not exist, if it is another."""
     cause = error.__cause__
@@ -408,7 +310,7 @@ def _file_system(scheme: str) -> Any:
             "connect_timeout": _CONNECT_SECONDS,
             "read_timeout": _READ_SECONDS,
             "max_pool_connections": 32,
-            **_checksum_settings(),
+            **_CHECKSUMS,
         }
     if scheme == "file":
         options = {"auto_mkdir": True, "skip_instance_cache": True}
@@ -416,35 +318,8 @@ def _file_system(scheme: str) -> Any:
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
-        options["client_kwargs"] = {"timeout": timeout, "raise_for_status": _refuse_whole_objects}
+        options["client_kwargs"] = {"timeout": timeout}
     files = fsspec.filesystem(scheme, **options)
     if scheme == "s3":
         files.retries = 1
     return files
-
-
-def _checksum_settings() -> dict[str, str]:
-    """Settings for botocore, as far as the user has not chosen: no checksums of its own where none is required.
-
-    Servers that are not AWS (rclone, older MinIO and Ceph) answer the checksums that it adds by default with errors or
-    with others. What is read here has checksums of ours, and what is written is read back.
-    """
-    import botocore.config
-    import botocore.exceptions
-    import botocore.session
-
-    chosen: dict[str, str] = {}
-    with contextlib.suppress(botocore.exceptions.BotoCoreError):  # told by the first call
-        chosen = botocore.session.Session().get_scoped_config()
-    known = botocore.config.Config.OPTION_DEFAULTS  # without them an older version, which adds none
-    free = (name for name in _CHECKSUMS if name in known and name not in chosen)
-    return {name: "when_required" for name in free if f"AWS_{name.upper()}" not in os.environ}
-
-
-async def _refuse_whole_objects(response: Any) -> None:
-    """Before the body of an answer is read: raise _NoRangesError if it is a whole object instead of a range."""
-    asked = re.fullmatch(r"bytes=(\d+)-(\d*)", response.request_info.headers.get("Range", ""))
-    if asked is None or response.status != 200:
-        return
-    if int(asked[1]) or not asked[2] or response.content_length not in (None, int(asked[2]) + 1):
-        raise _NoRangesError

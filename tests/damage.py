@@ -7,8 +7,8 @@
 A case copies a small corpus, or a cache that holds all of one by URL, and reads it with the real loader over more than an
 epoch. On the way, or before, it damages what is read: flips a bit, writes zeros over the last page or everything, cuts a
 file, exchanges two blocks, or changes a length. Every batch must have the digest of the undamaged corpus. Through a
-cache, or with a mirror, all batches come. Without a mirror the loader may end with an error that names the file, and once
-that is whole again, the rest comes. Exit 0 if no case fails; the last line is a summary as JSON.
+cache all batches come. From files the loader may end with an error that names the file, and once that is whole again,
+the rest comes. Exit 0 if no case fails; the last line is a summary as JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fsdp_pretrain.errors import DataError  # noqa: E402
 from fsdp_pretrain.remote import Url  # noqa: E402
 
 TOKENS, BLOCK, LENGTH, BATCH, STEPS = 80_000, 6_000, 64, 64, 26
-PLACES = ("cache", "files", "files with a mirror")
+PLACES = ("cache", "files")
 KINDS = ("flip", "zero the last page", "zero all", "truncate", "exchange", "length")
 
 
@@ -205,8 +205,7 @@ def run(number: int, seed: int, made: Path, expected: list[int], folder: Path) -
         damage = lambda: damage_cache(folder / "cache", case.kind, case.live, rng)  # noqa: E731
     else:
         shutil.copytree(made / "corpus", folder / "corpus")
-        mirror = {"mirrors": {"text": made / "corpus"}} if case.place != "files" else {}
-        reader = Reader(folder / "corpus", case, expected, prefetch, **mirror)
+        reader = Reader(folder / "corpus", case, expected, prefetch)
         damage = lambda: damage_files(folder / "corpus", case.kind, case.live, rng)  # noqa: E731
     try:
         if case.live:

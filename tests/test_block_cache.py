@@ -31,7 +31,7 @@ from fsdp_pretrain.units import Progress
 
 pytest.importorskip("fsspec")
 pytestmark = pytest.mark.quick
-KINDS = ("plain", "empty", "trailing", "leading", "pairs", "wide", "beside", "absolute")
+KINDS = ("plain", "empty", "trailing", "leading", "pairs", "wide")
 BLOCK = 400
 
 
@@ -50,18 +50,13 @@ def documents(kind: str, tokenizer: Tokenizer, shard: int) -> list[list[int]]:
 def build(path: Path, tokenizer: Tokenizer, kind: str = "plain", block_tokens: int = BLOCK) -> Path:
     """A corpus of small blocks in three shards, of which the middle one holds nothing."""
     dtype, entries = np.dtype("<i4" if kind == "wide" else "<u2"), []
-    shards = path.parent / f"{path.name}-shards" if kind in ("beside", "absolute") else path / "shards"
-    for folder in (path, shards):
-        folder.mkdir(parents=True, exist_ok=True)
+    shards = path / "shards"
+    shards.mkdir(parents=True, exist_ok=True)
     for number in range(3):
         with ShardWriter(shards / f"s{number}", dtype) as writer:
             for document in documents(kind, tokenizer, number) if number != 1 else [[]] * (kind == "empty"):
                 writer.append(np.array(document, dtype))
             entries.append(writer.finish())
-        if kind == "beside":
-            entries[-1]["path"] = f"../{shards.name}/s{number}"
-        if kind == "absolute":
-            entries[-1]["path"] = str(shards / f"s{number}")
     separators: Any = kind if kind in ("trailing", "leading") else "none"
     write_corpus(path, tokenizer, entries, dtype, {}, separators, pairs=kind == "pairs", block_tokens=block_tokens)
     return path
@@ -86,17 +81,16 @@ def test_the_block_table_says_where_blocks_lie(tmp_path: Path, tokenizer: Tokeni
         start, last = int(shard.pointers[first]), first + count - 1
         stop = int(shard.pointers[last]) + int(shard.lengths[last]) * shard.dtype.itemsize
         expected = [shard.lengths[first : first + count].tobytes(), shard.tokens.tobytes()[start:stop]]
-        ranges = found.ranges(number)
-        parts = [ranges.lengths, ranges.tokens]
+        parts = found.parts(number)
         assert [remote.read(part.name, part.start, part.stop) for part in parts] == expected
-        assert ranges.size == found.sizes[number] == sum(map(len, expected))
-        assert found.checksums[number].tolist() == [xxhash.xxh3_64_intdigest(part) for part in expected]
+        assert found.sizes[number] == sum(map(len, expected))
+        assert [part.checksum for part in parts] == [xxhash.xxh3_64_intdigest(part) for part in expected]
         assert fetch_block(remote, found, number) == b"".join(expected)
 
 
 PACKERS: dict[str, dict[str, Any]] = {
     "sources": {"kinds": ("plain", "empty", "trailing", "leading", "wide")},
-    "reshuffled": {"kinds": ("plain", "beside"), "reshuffle": [50, 120]},
+    "reshuffled": {"kinds": ("plain", "wide"), "reshuffle": [50, 120]},
     "stages": {"kinds": ("plain", "empty"), "stages": SequenceStages.of([(8, Progress(160, "sample"))], 32)},
     "pairs": {"kinds": ("pairs", "plain"), "slots": (4, 24)},
 }
@@ -157,23 +151,10 @@ def facts(run: Path) -> list[tuple[Any, ...]]:
     return [(record["step"], record["data_digest"], record["loss"], record.get("heldout")) for record in records]
 
 
-@pytest.mark.parametrize("remote", ["directory", "mirror"])
-def test_a_mirror_may_be_by_url_or_of_one(tmp_path: Path, tokenizer: Tokenizer, remote: str, capfd: Any) -> None:
-    """Also where a fetcher brings the blocks of the source itself: it knows nothing of the mirror."""
-    first, second = build(tmp_path / "first", tokenizer), build(tmp_path / "second", tokenizer)
-    expected = Packer([("a", second, 1.0)], 32, seed=5, lanes=6).pack(0, 200).digest
-    places = (url(first), second) if remote == "directory" else (first, url(second))
-    cache = CacheUse(tmp_path / "cache", tmp_path / "fetcher.json" if remote == "mirror" else None)
-    packer = Packer([("a", places[0], 1.0)], 32, seed=5, lanes=6, mirrors={"a": places[1]}, cache=cache)
-    (first / "shards/s2.bin").unlink()
-    assert packer.pack(0, 200).digest == expected
-    assert str(places[1]) in capfd.readouterr().err
-
-
 def test_a_missing_block_is_waited_for(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """With a fetcher, a process fetches nothing itself."""
     files, by_url = packers(tmp_path, tokenizer, "pairs", CacheUse(tmp_path / "cache", tmp_path / "fetcher.json"))
-    copies = [copy for corpus in by_url.corpora.values() for copy in corpus.copies.values()]
+    copies = [corpus.cached for corpus in by_url.corpora.values() if corpus.cached is not None]
     assert not any(copy.blocks.present() for copy in copies)
 
     def fetch() -> None:
@@ -259,7 +240,7 @@ def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
 def test_a_wrong_byte_is_found_and_its_object_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = build(tmp_path / "corpus", tokenizer)
     corpus, remote = remote_corpus(path, tmp_path / "cache"), Remote(url(path))
-    part = corpus.ranges(1).tokens
+    part = corpus.parts(1)[1]
     with (path / part.name).open("r+b") as file:
         file.seek(part.start)
         file.write(b"\xff")

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from fsdp_pretrain.config.config import Config, load, schema_keys
 from fsdp_pretrain.config.reference import meanings, reference
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.plan.warnings import in_vain
 from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import Bytes, Progress, Seconds
 
@@ -205,8 +206,33 @@ def test_every_problem_of_the_schedule_is_reported(good: Path) -> None:
     assert "2 problems" in text and "begins within the warm-up" in text and "is longer than the decay" in text
 
 
-@pytest.mark.parametrize("place", ["data.sources.0.path", "data.sources.0.mirror"])
-def test_a_corpus_by_url_needs_a_cache(good: Path, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (["curve=constant", "min_lr=1e-5"], "optimizer.min_lr = 1e-05 has no effect with optimizer.curve = constant"),
+        (["curve=constant", "decay=50 steps"], "optimizer.decay = 50 steps has no effect"),
+        (["decay_shape=linear"], "optimizer.decay_shape = linear has no effect with optimizer.curve = cosine"),
+        (["warmup_shape=parabolic"], "optimizer.warmup_shape = parabolic has no effect without optimizer.warmup"),
+        (["shrink_paths=input"], "optimizer.shrink_paths = input has no effect without optimizer.embedding_shrink"),
+        (["train.loss_scale.window=500"], "train.loss_scale has no effect with train.precision = auto"),
+        (["model.rope_scaling={kind='linear', factor=2, original_length=64}"], "original_length = 64 has no effect"),
+        (["eval.loss_samples=8"], "eval.loss_samples = 8 has no effect without eval.loss_on"),
+        (["record.aim_repo=x"], "has no effect without record.aim"),
+        (["curve=wsd", "decay_length=10 steps", "decay_shape=linear", "min_lr=1e-5", "decay=90 steps"], None),
+        (["curve=constant", "warmup=5 steps", "warmup_shape=parabolic"], None),
+        (["shrink_paths=input", "timeline=[{at='9 steps',optimizer={embedding_shrink=0.95}}]"], None),
+        (["train.precision=fp16", "train.loss_scale.window=500"], None),
+    ],
+)
+def test_what_is_set_in_vain_is_warned_of(good: Path, overrides: list[str], warned: str | None) -> None:
+    whole = ("train.", "model.", "checkpoint.", "eval.", "record.", "timeline=")
+    config = load(good, [text if text.startswith(whole) else f"optimizer.{text}" for text in overrides])
+    found = list(in_vain(config))
+    assert found == [] if warned is None else len(found) == 1 and warned in found[0]
+
+
+def test_a_corpus_by_url_needs_a_cache(good: Path, tmp_path: Path) -> None:
+    place = "data.sources.0.path"
     url = f'{place}="s3://bucket/corpora/web"'
     with pytest.raises(ConfigError) as caught:
         load(good, [url, "optimizer.min_lr=100.0"])
@@ -220,7 +246,7 @@ def test_a_corpus_by_url_needs_a_cache(good: Path, place: str, tmp_path: Path) -
     assert config.data.cache is not None and config.data.cache.size.value == 1536 * 2**30
     again = tmp_path / "again.toml"
     again.write_text(config.to_toml())
-    assert load(again) == config and isinstance(getattr(load(again).data.sources[0], place.split(".")[-1]), Url)
+    assert load(again) == config and isinstance(load(again).data.sources[0].path, Url)
     with pytest.raises(ConfigError, match="amount of storage"):
         load(good, [url, *cache[:1], "data.cache.size=200"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ pytest.importorskip("fsspec")
 )
 @pytest.mark.promise("prepared-bits")
 def test_no_damage_makes_another_batch(cases: int, seed: int, helpers: Any) -> None:
-    """In caches and in files, with a mirror and without, live and between starts."""
+    """In caches and in files, live and between starts."""
     line = [sys.executable, str(Path(__file__).with_name("damage.py")), "--cases", str(cases), "--seed", str(seed)]
     done = subprocess.run(line, capture_output=True, text=True, env=helpers.environment())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,7 +55,7 @@ def test_each_damaged_block_of_a_cache_is_told_once(
         write(path, path.stat().st_size - 1, b"\xff")
     packer = packer if live else packer_of(url(corpus), cache=cache)
     assert packer.pack(0, 200).digest == packer.pack(0, 200).digest == expected
-    told, (notices,) = capfd.readouterr().err, [own.places.take_notices() for own in packer.corpora.values()]
+    told, (notices,) = capfd.readouterr().err, [own.reads.take_notices() for own in packer.corpora.values()]
     assert len(notices) == len(blocks)
     for path in blocks:
         assert sum(str(path) in notice for notice in notices) == told.count(f"warning: {path} is damaged") == 1
@@ -73,32 +72,22 @@ def test_a_damaged_table_of_a_cache_is_fetched_again(tmp_path: Path, tokenizer: 
     again = Corpus(url(corpus), cache=cache)
     assert path.read_bytes() == content
     assert again.manifest == whole.manifest and again.tokenizer().fingerprint == tokenizer.fingerprint
-    assert again.places.take_notices()
+    assert again.reads.take_notices()
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["shards/s2.bin", "shards/s2.idx", "checksums.npy", "tokenizer.json"])
-@pytest.mark.parametrize("mirrored", [False, True])
-def test_damaged_files_are_named_or_read_from_the_mirror(
-    tmp_path: Path, tokenizer: Tokenizer, name: str, mirrored: bool
-) -> None:
+def test_damaged_files_are_named(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
     corpus = build(tmp_path / "corpus", tokenizer)
-    mirror = Path(shutil.copytree(corpus, tmp_path / "mirror"))
-    expected, path = packer_of(mirror).pack(0, 200).digest, corpus / name
+    path = corpus / name
     content = path.read_bytes()
     at = 34 if path.suffix == ".idx" else len(content) // 2
     write(path, at, bytes([content[at] ^ 1]))
 
-    def read() -> int:
-        packer = packer_of(corpus, **({"mirrors": {"text": mirror}} if mirrored else {}))
-        packer.corpora["text"].tokenizer()
-        return packer.pack(0, 200).digest
-
-    if mirrored:
-        assert read() == expected
-        return
     with pytest.raises(DataError) as caught:
-        read()
+        packer = packer_of(corpus)
+        packer.corpora["text"].tokenizer()
+        packer.pack(0, 200)
     assert str(path.with_suffix("")) in caught.value.cause and caught.value.remedy
     assert caught.value.exit == Exit.REFUSED
 

@@ -115,7 +115,9 @@ class Node:
 
     @property
     def sizes(self) -> Any:
-        return next(iter(self.packer.corpora["text"].copies.values())).corpus.sizes
+        cached = self.packer.corpora["text"].cached
+        assert cached is not None
+        return cached.corpus.sizes
 
 
 @pytest.fixture
@@ -209,7 +211,7 @@ def test_a_damaged_block_is_fetched_again_while_the_node_trains(nodes: Any, corp
             file.seek(-1, os.SEEK_END)
             file.write(bytes([last[0] ^ 1]))
     assert found + node.train(300) == local(corpus, 320)
-    assert node.packer.corpora["text"].places.take_notices()
+    assert node.packer.corpora["text"].reads.take_notices()
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ def test_an_unfinished_copy_is_no_beginning(carried: Carried) -> None:
     with pytest.raises(MirrorError, match=r"3 checkpoints, none of them valid:\n    step 30: .*incomplete") as refused:
         carried.restore()
     assert "step 20: __0_0.distcp" in str(refused.value) and "step 10" in str(refused.value)
-    assert run_id.read(carried.run.path) is None and not list(carried.run.path.glob("journal*"))
+    assert run_id.read(carried.run.path) is None
     for step in (10, 20):
         shutil.rmtree(carried.mirror / f"checkpoints/step-{step:08d}")
     carried.restore()

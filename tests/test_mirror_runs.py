@@ -25,7 +25,7 @@ from watch import Watch
 from fsdp_pretrain.checkpoint.store import step_of
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.mirror import start
+from fsdp_pretrain.mirror import restore
 from fsdp_pretrain.mirror.layout import RunMirror
 from fsdp_pretrain.record import mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir
@@ -129,7 +129,7 @@ def test_a_mirror_that_does_not_answer_at_a_start(
 ) -> None:
     """75 with an empty directory; a directory that holds the run goes on, and says so."""
     for name in ("PATIENCE", "_NO_HURRY"):
-        monkeypatch.setattr(start, name, 0.5)
+        monkeypatch.setattr(restore, name, 0.5)
     stored.save(10)
     stored.copy()
     object_store.faults = Faults(refuse=True)

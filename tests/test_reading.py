@@ -1,4 +1,4 @@
-"""Corpora on storage that hangs, fails or changes: an error that names the file in time, or the mirror's copy."""
+"""Corpora on storage that hangs, fails or changes: an error that names the file in time, and a copy carries the run on."""
 
 from __future__ import annotations
 
@@ -52,11 +52,6 @@ def corpus(tmp_path: Path, shared_corpus: Path) -> Path:
     return build(tmp_path / "corpus", shared_corpus, 4, 40)
 
 
-@pytest.fixture
-def mirror(tmp_path: Path, corpus: Path) -> Path:
-    return Path(shutil.copytree(corpus, tmp_path / "mirror"))
-
-
 @pytest.fixture(autouse=True)
 def waiting_threads_end() -> Iterator[None]:
     """Open the other end of every pipe, so that no thread of this process stays stuck."""
@@ -81,10 +76,8 @@ def packed(packer: Packer, samples: int = 160) -> list[list[int]]:
     return packer.pack(0, samples).tokens.tolist()
 
 
-def open_packer(corpus: Path, mirror: Path | None = None, timeout: float = 60) -> Packer:
-    return Packer(
-        [("a", corpus, 1.0)], 48, seed=1, lanes=4, mirrors={"a": mirror} if mirror else None, read_timeout=timeout
-    )
+def open_packer(corpus: Path, timeout: float = 60) -> Packer:
+    return Packer([("a", corpus, 1.0)], 48, seed=1, lanes=4, read_timeout=timeout)
 
 
 def damage(kind: str, path: Path) -> None:
@@ -113,80 +106,34 @@ def test_a_shard_that_hangs_is_named_in_time(corpus: Path, suffix: str, prefetch
         for _ in range(20):
             next(loader)
     assert str(pipe) in caught.value.cause and "did not answer for 1 s" in caught.value.cause
-    assert "mirror" in caught.value.remedy and caught.value.exit == Exit.RESUME
+    assert "copy of the corpus" in caught.value.remedy and caught.value.exit == Exit.RESUME
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["manifest.json", "blocks.npy"])
-def test_opening_a_corpus_that_hangs_ends_in_time(corpus: Path, mirror: Path, name: str, capfd: Any) -> None:
-    expected = packed(open_packer(mirror))
+def test_opening_a_corpus_that_hangs_ends_in_time(corpus: Path, name: str) -> None:
     pipe = hang(corpus / name)
     with pytest.raises(ReadTimeoutError, match=str(pipe)):
         open_packer(corpus, timeout=1)
-    assert packed(open_packer(corpus, mirror, timeout=1)) == expected
-    assert str(pipe) in capfd.readouterr().err
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("suffix", [".idx", ".bin"])
-@pytest.mark.parametrize("kind", ["truncated", "grown", "missing", "directory", "hangs"])
-def test_the_mirror_gives_the_same_samples_and_both_files_are_named(
-    corpus: Path, mirror: Path, capfd: Any, kind: str, suffix: str
-) -> None:
-    expected, timeout = packed(open_packer(corpus)), 1 if kind == "hangs" else 60
-    path = corpus / f"shards/shard-1{suffix}"
-    damage(kind, path)
+@pytest.mark.parametrize("kind", ["truncated", "grown", "missing", "directory"])
+def test_a_shard_that_cannot_be_read_is_named(corpus: Path, kind: str, suffix: str) -> None:
+    damage(kind, corpus / f"shards/shard-1{suffix}")
     with pytest.raises(DataError, match="shard-1"):
-        packed(open_packer(corpus, timeout=timeout))
-    packer = open_packer(corpus, mirror, timeout)
-    capfd.readouterr()
-    assert packed(packer) == expected
-    assert packer.provenance(0)
-    notices = [
-        notice for corpus in packer.corpora.values() for notice in corpus.places.take_notices() if str(mirror) in notice
-    ]
-    output = capfd.readouterr().err
-    assert len(notices) == 1 and notices[0] in output
-    assert str(corpus / "shards/shard-1") in notices[0] and str(mirror / "shards/shard-1") in notices[0]
-
-
-@pytest.mark.quick
-def test_a_hanging_mount_costs_the_timeout_once(corpus: Path, mirror: Path, capfd: Any) -> None:
-    expected = packed(open_packer(corpus))
-    for path in sorted(corpus.glob("shards/*.bin")):
-        hang(path)
-    assert packed(open_packer(corpus, mirror, timeout=2)) == expected
-    assert capfd.readouterr().err.count("did not answer for 2 s") == 1  # not once for each of four shards
-
-
-@pytest.mark.quick
-def test_a_mirror_that_fails_too_is_an_error_about_the_mirror(corpus: Path, mirror: Path) -> None:
-    packer = open_packer(corpus, mirror)
-    (corpus / "shards/shard-1.bin").unlink()
-    (mirror / "shards/shard-1.bin").unlink()
-    with pytest.raises(DataError, match=f"cannot open {mirror}/shards/shard-1.bin"):
-        packed(packer)
-
-
-@pytest.mark.quick
-def test_a_mirror_of_another_corpus_is_refused(corpus: Path, mirror: Path, shared_corpus: Path) -> None:
-    with pytest.raises(DataError, match="is not a copy of"):
-        open_packer(corpus, shared_corpus / "corpus")
-    (mirror / "manifest.json").unlink()
-    with pytest.raises(DataError, match="is not a corpus"):
-        open_packer(corpus, mirror)
+        packed(open_packer(corpus))
 
 
 @pytest.mark.shows("D3")
 @pytest.mark.quick
-def test_a_shard_cut_while_it_is_open_is_an_error_and_no_signal(corpus: Path, mirror: Path) -> None:
+def test_a_shard_cut_while_it_is_open_is_an_error_and_no_signal(corpus: Path) -> None:
     """A mapped file would be a signal here (SIGBUS)."""
     path = corpus / "shards/shard-0.bin"
-    both, alone, whole = Corpus(corpus, mirror), Corpus(corpus), Shard(mirror / "shards/shard-0").tokens.tolist()
-    for reader in (both, alone):
-        assert reader.tokens(0, 0, 2000).tolist() == reader.tokens(0, 0, 2000).tolist() == whole
+    alone, whole = Corpus(corpus), Shard(corpus / "shards/shard-0").tokens.tolist()
+    assert alone.tokens(0, 0, 2000).tolist() == alone.tokens(0, 0, 2000).tolist() == whole
     os.truncate(path, 0)
-    assert both.tokens(0, 0, 2000).tolist() == whole
     with pytest.raises(DataError, match=r"shard-0\.bin"):
         alone.tokens(0, 0, 2000)
     with pytest.raises(DataError, match=r"shard-0\.bin"):
@@ -208,7 +155,7 @@ def test_storage_that_must_be_asked_gives_the_same_samples(
     monkeypatch.setattr("data.corpus.stored.preadv", refuse)
     packer = open_packer(corpus)
     assert (packed(packer), packed(packer)) == expected
-    assert packer.corpora["a"].places.take_times().reads > 320
+    assert packer.corpora["a"].reads.take_times().reads > 320
 
 
 @pytest.mark.quick
@@ -229,7 +176,7 @@ def test_what_is_read_is_said_only_while_it_is_read(corpus: Path) -> None:
 @pytest.mark.quick
 def test_reads_are_counted_and_the_slowest_is_named(corpus: Path) -> None:
     packer = open_packer(corpus)
-    packer.corpora["a"].places.take_times()
+    packer.corpora["a"].reads.take_times()
     step = Loader(packer, BATCHES, rank=0, world=1, micro_batch=4, prefetch=0).build(Position())
     assert step.reads.reads >= 4  # each shard was opened
     assert 0 < step.reads.slowest <= step.reads.seconds
@@ -271,10 +218,9 @@ def test_thousands_of_shards_need_few_descriptors(tmp_path: Path, shared_corpus:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 256  # the limit was the child's
 
 
-def on(path: Path, timeout: str = "3 s", mirror: str | None = None, **more: Any) -> dict[str, Any]:
+def on(path: Path, timeout: str = "3 s", **more: Any) -> dict[str, Any]:
     """The data section of a run on a corpus."""
-    source = {"name": "text", "path": str(path), **({"mirror": mirror} if mirror else {})}
-    return {"sources": [source], "read_timeout": timeout, **more}
+    return {"sources": [{"name": "text", "path": str(path)}], "read_timeout": timeout, **more}
 
 
 @pytest.mark.parametrize(
@@ -291,12 +237,12 @@ def test_a_run_on_a_hanging_shard_ends_on_every_rank(lab: Any, corpus: Path, suf
 
 
 @pytest.mark.shows("A17")
-def test_one_rank_alone_ends_the_run_on_all_and_the_mirror_carries_it_on(
+def test_one_rank_alone_ends_the_run_on_all_and_a_copy_carries_it_on(
     lab: Any, tmp_path: Path, shared_corpus: Path, helpers: Any
 ) -> None:
     """Rank 1 opens the pipe, rank 0 does not need that shard: both end at once, with the file in the journal."""
     corpus = build(tmp_path / "wide", shared_corpus, 40, 4)
-    mirror = Path(shutil.copytree(corpus, tmp_path / "mirror"))
+    copy = Path(shutil.copytree(corpus, tmp_path / "copy"))
     packer = Packer([("text", corpus, 1.0)], 32, seed=1234, lanes=8)
     halves = [{piece.shard for i in range(4 * h, 4 * h + 4) for piece in packer.provenance(i)} for h in range(20)]
     step, name = next(  # first needed by rank 1, and by rank 0 only after the ranks have agreed
@@ -305,23 +251,19 @@ def test_one_rank_alone_ends_the_run_on_all_and_the_mirror_carries_it_on(
         for name in sorted(halves[2 * step + 1])
         if not any(name in half for half in [*halves[: 2 * step + 1], *halves[2 * step + 2 : 2 * step + 6 : 2]])
     )
-    lab.train(lab.config("whole", data=on(mirror)), ranks=2)
+    lab.train(lab.config("whole", data=on(copy)), ranks=2)
     pipe = hang(corpus / f"shards/{name}.bin")
     output = lab.train(lab.config(data=on(corpus, prefetch=0)), "checkpoint.every=1 steps", ranks=2, expect=75)
     assert "Traceback" not in output
     (stop,) = helpers.journal(lab.path / "run", "stop")
     assert stop["text"].startswith("exit 75: rank 1:") and str(pipe) in stop["text"]
     assert helpers.metrics(lab.path / "run")[-1]["step"] == step  # later steps are not recorded
-    lab.train(lab.config(data=on(corpus, mirror=str(mirror))), ranks=2)
+    lab.train(lab.config(data=on(copy)), ranks=2)
     ours, whole = (helpers.metrics(lab.path / run) for run in ("run", "whole"))
     assert [r["data_digest"] for r in ours] == [r["data_digest"] for r in whole]
-    notes = helpers.journal(lab.path / "run", "data-read")
-    assert notes and all(str(pipe) in note["text"] and str(mirror) in note["text"] for note in notes)
 
 
 @pytest.mark.quick
 def test_waiting_longer_than_the_other_ranks_is_refused(lab: Any, run_command: Any) -> None:
     done = run_command("fsdp_pretrain.cli", "plan", lab.config(data=on(lab.corpus, "60 s")))
     assert done.returncode == 78 and "data.read_timeout = 60" in done.stderr
-    done = run_command("fsdp_pretrain.cli", "plan", lab.config(data=on(lab.corpus, "31 s", mirror=str(lab.corpus))))
-    assert done.returncode == 78 and "then for its mirror" in done.stderr

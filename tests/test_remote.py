@@ -1,4 +1,4 @@
-"""Reading and writing remote storage through every fault: what it means, what is repeated, what is counted."""
+"""Reading and writing remote storage through every fault: what it means, what is repeated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from object_store import Faults, ObjectStore
 from processes import clean_environment
 
 from fsdp_pretrain.errors import ConfigError, Exit
-from fsdp_pretrain.remote import Problem, Remote, RemoteError, Traffic, Url
+from fsdp_pretrain.remote import Problem, Remote, RemoteError, Url
 
 CONTENT = bytes(range(256)) * 40
 
@@ -38,30 +38,17 @@ def test_objects_are_written_read_listed_and_removed(remote: Remote, tmp_path: P
     remote.write("a", CONTENT)
     (tmp_path / "local").write_bytes(CONTENT)
     remote.upload(tmp_path / "local", "below/b c+é%.bin")
-    remote.download("below/b c+é%.bin", tmp_path / "new/copy")
-    assert (tmp_path / "new/copy").read_bytes() == remote.read("a") == CONTENT
+    assert remote.read("below/b c+é%.bin") == remote.read("a") == CONTENT
     assert remote.read("a", 100, 1100) == CONTENT[100:1100] and remote.read("a", 10_000) == CONTENT[10_000:]
-    assert {name: info.size for name, info in remote.list().items()} == {"a": 10_240, "below/b c+é%.bin": 10_240}
-    assert list(remote.list("below")) == ["below/b c+é%.bin"]
-    first = remote.info("a")
-    assert first.size == 10_240 and first == remote.list()["a"]
-    remote.write("a", b"changed")
-    assert remote.info("a").version != first.version
+    assert remote.list() == {"a": 10_240, "below/b c+é%.bin": 10_240}
     remote.delete(["a", "never there"])
     assert list(remote.list()) == ["below/b c+é%.bin"]
-    traffic = remote.traffic
-    assert (traffic.retries, traffic.bytes_written) == (0, 5 + 10_240 + 10_240 + 7)
-    assert traffic.bytes_read == 10_240 * 2 + 1000 + 240
-    if remote.url.scheme == "file":
-        assert not list(tmp_path.rglob("*.partial"))
 
 
-def test_absent_objects_and_wrong_ranges(remote: Remote, tmp_path: Path) -> None:
-    for read in (lambda: remote.read("x"), lambda: remote.info("x"), lambda: remote.download("x", tmp_path / "x")):
-        with pytest.raises(RemoteError, match=r"here/x does not exist") as raised:
-            read()
-        assert raised.value.problem is Problem.MISSING and not raised.value.is_temporary
-    assert remote.traffic == Traffic(requests=3)
+def test_absent_objects_and_wrong_ranges(remote: Remote) -> None:
+    with pytest.raises(RemoteError, match=r"here/x does not exist") as raised:
+        remote.read("x")
+    assert raised.value.problem is Problem.MISSING and not raised.value.is_temporary
     remote.write("short", b"0123456789")
     remote.patience = 0.0
     for start, stop in ((5, 15), (10, 12), (40, 50)):
@@ -94,7 +81,7 @@ def test_a_fault_is_told_after_one_request(object_store: ObjectStore, scheme: st
     with pytest.raises(RemoteError, match=f"{remote.url}/a") as raised:
         remote.read("a", 0, 1000)
     assert raised.value.problem is problem, raised.value
-    assert remote.traffic == Traffic(requests=1) and len(object_store.log) == (0 if faults.refuse else 1)
+    assert len(object_store.log) == (0 if faults.refuse else 1)
     object_store.faults = Faults()
     assert remote.read("a", 0, 1000) == CONTENT[:1000]
 
@@ -106,18 +93,15 @@ def test_every_call_tells_a_fault(object_store: ObjectStore, tmp_path: Path, fau
     remote = Remote(object_store.url, patience=0.0)
     object_store.faults = faults
     calls: list[Any] = [
-        lambda: remote.info("a"),
         lambda: remote.list(),
         lambda: remote.write("a", CONTENT),
         lambda: remote.upload(tmp_path / "a", "a"),
-        lambda: remote.download("a", tmp_path / "copy"),
         lambda: remote.delete(["a"]),
     ]
     for call in calls:
         with pytest.raises(RemoteError) as raised:
             call()
         assert raised.value.problem is problem, raised.value
-    assert remote.traffic == Traffic(requests=len(calls))
     if fault != "expired":  # then the vendor's library asks for the region once
         assert len(object_store.log) == (0 if faults.refuse else len(calls))
     assert object_store.names() == []
@@ -132,8 +116,7 @@ def test_what_fails_now_and_then_is_repeated(object_store: ObjectStore, fault: F
     for name in "abcdef":
         assert remote.read(name, 10, 2010) == CONTENT[10:2010]
     wrong = sum(bool(request.fault) for request in object_store.log)
-    assert 0 < wrong == remote.traffic.retries
-    assert remote.traffic == Traffic(requests=6 + wrong, retries=wrong, bytes_read=12_000)
+    assert 0 < wrong == len(object_store.log) - 6
 
 
 def test_storage_that_comes_back_is_read(object_store: ObjectStore) -> None:
@@ -245,24 +228,15 @@ def test_a_bucket_that_does_not_exist_is_told_before_anything_is_written(object_
         assert raised.value.problem is Problem.MISSING and "buckets are not created" in raised.value.remedy
 
 
-def test_no_checksums_but_our_own(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Servers that are not AWS fail at those of the vendor's library; a user who wants them says so."""
+def test_no_checksums_but_our_own(object_store: ObjectStore, tmp_path: Path) -> None:
+    """Other servers fail at those of the vendor's library."""
 
-    def sent(remote: Remote) -> set[str]:
-        object_store.log.clear()
-        remote.write("a", CONTENT)
-        (tmp_path / "a").write_bytes(CONTENT)
-        remote.upload(tmp_path / "a", "b")
-        assert remote.read("a") == CONTENT and len(remote.read("b", 0, 100)) == 100
-        return {name.lower() for request in object_store.log for name in request.checksums}
-
-    assert sent(Remote(object_store.url)) == set()
-    (tmp_path / "config").write_text("[default]\nrequest_checksum_calculation = when_supported\n")
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
-    asked = sent(Remote(object_store.url))
-    assert "x-amz-sdk-checksum-algorithm" in asked and "x-amz-checksum-mode" not in asked
-    monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_supported")
-    assert "x-amz-checksum-mode" in sent(Remote(object_store.url))
+    remote = Remote(object_store.url)
+    remote.write("a", CONTENT)
+    (tmp_path / "a").write_bytes(CONTENT)
+    remote.upload(tmp_path / "a", "b")
+    assert remote.read("a") == CONTENT and len(remote.read("b", 0, 100)) == 100
+    assert not any(request.checksums for request in object_store.log)
 
 
 @pytest.mark.quick
@@ -290,33 +264,29 @@ def test_a_query_may_hold_a_secret(text: str, lab: Any, run_command: Any) -> Non
     assert done.returncode == 78 and "S3CR3T" not in done.stdout + done.stderr, done.stderr
 
 
-def test_names_and_patterns_may_have_a_question_mark() -> None:
-    assert Url("s3://bucket/what?") / "a?.txt" == "s3://bucket/what?/a?.txt"
-    assert Url("file:///data/a?b=c").name == "a?b=c"
-
-
 @pytest.mark.quick
 def test_a_server_without_ranges_is_told_at_once(tmp_path: Path) -> None:
-    """Before a whole object is read for each of its ranges; nothing is tried again."""
+    """Nothing is tried again."""
+    asked = list[str]()
 
     class Handler(SimpleHTTPRequestHandler):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args, directory=str(tmp_path))
 
         def log_message(self, *args: Any) -> None:
-            pass
+            asked.append(self.path)
 
     (tmp_path / "a").write_bytes(CONTENT)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         remote = Remote(Url(f"http://127.0.0.1:{server.server_port}"))
         assert remote.read("a") == remote.read("a", 0, len(CONTENT)) == CONTENT
-        for start, stop in ((0, 100), (100, 200), (100, None)):
-            before = remote.traffic
+        for start, stop in ((0, 100), (100, 200)):
+            asked.clear()
             with pytest.raises(RemoteError, match="does not send ranges of an object") as raised:
                 remote.read("a", start, stop)
             assert raised.value.problem is Problem.NO_RANGES and raised.value.exit == Exit.REFUSED
-            assert remote.traffic.since(before) == Traffic(requests=1)
+            assert asked == ["/a"]
         server.shutdown()
 
 
@@ -326,6 +296,8 @@ def test_waiting_for_an_answer_counts_as_patience(object_store: ObjectStore, mon
     object_store.put("a", CONTENT)
     remote = Remote(object_store.url, patience=2.0)
     object_store.faults = Faults(hang=True)
+    paused = list[float]()
+    monkeypatch.setattr("fsdp_pretrain.remote.time.sleep", paused.append)
     with pytest.raises(RemoteError, match="imeout"):
         remote.read("a", 0, 10)
-    assert remote.traffic.requests == 2
+    assert len(paused) == 1

@@ -10,13 +10,12 @@ A block is written beside its name, made durable and renamed: whoever sees the n
 from __future__ import annotations
 
 import os
-import posixpath
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +23,12 @@ import xxhash
 
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Remote, Url, is_url
+from fsdp_pretrain.remote import Remote, Url
 
 from .shards import LENGTHS_AT
 
 if TYPE_CHECKING:
-    from .manifest import CorpusManifest, ShardEntry
+    from .manifest import CorpusManifest
 
 LENGTH_BYTES = 4
 _TRIES = 4
@@ -51,30 +50,13 @@ class WrongChecksumError(DataError):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """Bytes [start, stop) of an object, named relative to the corpus or by a whole URL."""
+class BlockPart(NamedTuple):
+    """Bytes [start, stop) of an object of a corpus, with their xxh3-64."""
 
     name: str
     start: int
     stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRanges:
-    """Where a block is stored: the lengths of its documents in an `.idx`, its tokens in a `.bin`."""
-
-    lengths: ByteRange
-    tokens: ByteRange
-
-    @property
-    def size(self) -> int:
-        """Bytes of the block, and of its file in a cache."""
-        return self.lengths.size + self.tokens.size
+    checksum: int
 
 
 @dataclass(frozen=True)
@@ -95,7 +77,7 @@ class RemoteCorpus:
     @cached_property
     def sizes(self) -> npt.NDArray[np.int64]:
         """Bytes of each block's file: int64 [blocks]."""
-        return self._stored * self._item + self.blocks[:, 2] * LENGTH_BYTES
+        return self._stored * np.dtype(self.manifest.dtype).itemsize + self.blocks[:, 2] * LENGTH_BYTES
 
     @cached_property
     def _stored(self) -> npt.NDArray[np.int64]:
@@ -115,35 +97,16 @@ class RemoteCorpus:
         starts: npt.NDArray[np.int64] = before - before[first_blocks][of_block]
         return starts + self.manifest.carried * self.blocks[:, 1]
 
-    @property
-    def _item(self) -> int:
-        return np.dtype(self.manifest.dtype).itemsize
-
-    def ranges(self, block: int) -> BlockRanges:
-        """Where a block is stored. Raises DataError if its shard is not in remote storage."""
+    def parts(self, block: int) -> tuple[BlockPart, BlockPart]:
+        """Where the lengths of a block's documents are stored, and its tokens."""
         shard, first, documents = self.blocks[block, :3].tolist()
-        name, start = stored_at(self.url, self.manifest.shards[shard]), int(self._starts[block])
-        lengths = LENGTHS_AT + LENGTH_BYTES * first
-        return BlockRanges(
-            ByteRange(f"{name}.idx", lengths, lengths + LENGTH_BYTES * documents),
-            ByteRange(f"{name}.bin", start * self._item, (start + int(self._stored[block])) * self._item),
+        name, item = f"shards/{self.manifest.shards[shard].name}", np.dtype(self.manifest.dtype).itemsize
+        lengths, start = LENGTHS_AT + LENGTH_BYTES * first, int(self._starts[block]) * item
+        sums = self.checksums[block].tolist()
+        return (
+            BlockPart(f"{name}.idx", lengths, lengths + LENGTH_BYTES * documents, sums[0]),
+            BlockPart(f"{name}.bin", start, start + int(self._stored[block]) * item, sums[1]),
         )
-
-
-def stored_at(url: Url, entry: ShardEntry) -> str:
-    """The objects of a shard of the corpus at `url`, without suffix: relative to the corpus, or a URL. Raises DataError
-    if they are not in that storage."""
-    if entry.path is None:
-        return f"shards/{entry.name}"
-    scheme, _, place = url.partition("://")
-    if not is_url(entry.path) and (scheme == "file" or not entry.path.startswith("/")):
-        return f"{scheme}://" + posixpath.normpath(posixpath.join(place, entry.path))
-    if entry.path.startswith(f"{scheme}://"):
-        return entry.path
-    raise DataError(
-        f"the manifest of {url} says that shard {entry.name} is at {entry.path}, not in that storage",
-        remedy="import the files with --copy, and upload that corpus",
-    )
 
 
 class BlockCache:
@@ -204,30 +167,13 @@ def fetch_block(remote: Remote, corpus: RemoteCorpus, block: int) -> bytes:
     Raises:
         RemoteError: the storage failed for as long as `remote` is patient.
         WrongChecksumError: other bytes come than were stored, each time.
-        DataError: the corpus contradicts itself.
     """
-    ranges, expected = corpus.ranges(block), corpus.checksums[block].tolist()
-    lengths_raw = _checked(remote, corpus, ranges.lengths, expected[0])
-    tokens_raw = _checked(remote, corpus, ranges.tokens, expected[1])
-    lengths = np.frombuffer(lengths_raw, "<i4") - corpus.manifest.carried
-    _, _, _, nonempty, tokens = corpus.blocks[block].tolist()
-    if (lengths < 0).any() or (int((lengths > 0).sum()), int(lengths.sum(dtype=np.int64))) != (nonempty, tokens):
-        raise DataError(
-            f"{_whole(corpus.url, ranges.lengths.name)} does not hold the documents that blocks.npy lists "
-            f"(block {block} of {corpus.url})",
-            effect="samples would begin and end at other tokens than the run expects",
-            remedy="upload the corpus again, whole",
-        )
-    return lengths_raw + tokens_raw
+    return b"".join(_checked(remote, corpus.url, part) for part in corpus.parts(block))
 
 
-def _checked(remote: Remote, corpus: RemoteCorpus, part: ByteRange, expected: int) -> bytes:
+def _checked(remote: Remote, url: Url, part: BlockPart) -> bytes:
     for _ in range(_TRIES):
         content = remote.read(part.name, part.start, part.stop)
-        if xxhash.xxh3_64_intdigest(content) == expected:
+        if xxhash.xxh3_64_intdigest(content) == part.checksum:
             return content
-    raise WrongChecksumError(_whole(corpus.url, part.name), part.start, part.stop)
-
-
-def _whole(url: Url, name: str) -> str:
-    return name if is_url(name) else f"{url}/{name}"
+    raise WrongChecksumError(url / part.name, part.start, part.stop)

@@ -43,8 +43,8 @@ class CacheUse:
 
     Attributes:
         directory: of the cache.
-        fetcher: file in which the node's fetcher says what is wrong (`problem`); missing blocks are waited for, except
-            those of a mirror. None: this process fetches them.
+        fetcher: file in which the node's fetcher says what is wrong (`problem`); missing blocks are waited for. None:
+            this process fetches them.
     """
 
     directory: Path
@@ -93,6 +93,8 @@ class CachedCopy:
         self.place, self._use, self.remote, self._tell = url, use, Remote(url, patience=patience), tell
         try:
             manifest = parse(self._manifest(), str(url))
+            if any(entry.path is not None for entry in manifest.shards):
+                raise DataError(f"{url} has shards that lie elsewhere", remedy="import the files with --copy")
             self.blocks = BlockCache(use.directory, manifest.fingerprint)
             self.directory = self.blocks.directory
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -171,7 +173,7 @@ class CachedCopy:
     def _open(self, block: int) -> StoredBlock:
         corpus, path = self.corpus, self.blocks.path(block)
         documents, dtype, size = int(corpus.blocks[block, 2]), np.dtype(corpus.manifest.dtype), int(corpus.sizes[block])
-        return cached_block(self.place, path, documents, dtype, size, corpus.checksums[block].tolist())
+        return cached_block(path, documents, dtype, size, corpus.checksums[block].tolist())
 
     def _drop(self, block: int, why: str) -> None:
         """Remove a damaged block from the cache; it is told by the process that removes it."""
@@ -185,7 +187,7 @@ class CachedCopy:
         self._tell(f"{path} is damaged: {why}; it was removed, and block {block} of {self.place} is fetched again")
 
     def _wait(self, block: int) -> None:
-        """Until the fetcher has brought a block. Whoever asked for it gives up before, see `MirroredPlaces`."""
+        """Until the fetcher has brought a block. Whoever asked for it gives up before, see `CorpusReads`."""
         now_reading(self.blocks.path(block))
         pause = _FIRST_PAUSE
         while not self.blocks.has(block):

@@ -12,7 +12,6 @@ training sample: 20 MB for a corpus of 2T tokens.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 from collections import OrderedDict
@@ -30,8 +29,8 @@ from fsdp_pretrain.remote import PATIENCE, Location, Url
 
 from .cached import CachedCopy, CacheUse
 from .files import File, KeptFiles
-from .manifest import CorpusManifest, ShardEntry, parse_manifest, read_manifest
-from .reading import READ_TIMEOUT, MirroredPlaces
+from .manifest import ShardEntry, parse_manifest, read_manifest
+from .reading import READ_TIMEOUT, CorpusReads
 from .shards import Shard
 from .stored import ChangedError, Piece, StoredBlock, local_block
 
@@ -43,93 +42,59 @@ _OPEN_BLOCKS = 4096
 """A block takes 10 kB of memory for the hashes of 4M tokens."""
 _TRIES = 4
 """Of a block that changes whenever it is open."""
-K = TypeVar("K")
 T = TypeVar("T")
 
 
 class Corpus:
     """A corpus opened for reading; shards and blocks are opened when first needed, and a bounded number stays open.
 
-    What cannot be read from `directory` is read from its copy `mirror`.
-
     Args:
-        directory, mirror: paths, or URLs of remote storage.
-        cache: for URLs.
+        directory: path, or URL of remote storage.
+        cache: for a URL.
 
     Attributes:
         blocks: int64 [blocks, 5].
         checksums: uint64 [blocks, 2], see `ShardBlocks`.
-        places: the directories, with read times and notices.
-        copies: of the places, those that are read through a cache, by URL.
+        reads: times and notices of reads.
+        cached: of a URL: how it is read.
 
     Raises:
-        ConfigError: a URL without a cache.
-        DataError: not a corpus, other tables than the manifest names, or a mirror of another corpus.
+        DataError: not a corpus, other tables than the manifest names, or a URL without a cache.
     """
 
     def __init__(
-        self,
-        directory: Location,
-        mirror: Location | None = None,
-        *,
-        read_timeout: float = READ_TIMEOUT,
-        cache: CacheUse | None = None,
+        self, directory: Location, *, read_timeout: float = READ_TIMEOUT, cache: CacheUse | None = None
     ) -> None:
-        self.directory, self._cache, self._patience = directory, cache, min(PATIENCE, read_timeout / 2)
-        self.copies: dict[Url, CachedCopy] = {}
-        self._entries: dict[Location, list[ShardEntry]] = {}
-        problem = cache.problem if cache is not None else str
-        self.places = MirroredPlaces([directory, mirror] if mirror is not None else [directory], read_timeout, problem)
-        self.manifest = self._keep(*self.places.read("manifest.json", self._open_copy))
-        self._entries.setdefault(directory, self.manifest.shards)
-        if mirror is not None and mirror not in self._entries:
-            self._check_mirror(mirror, read_timeout)
-        said = self.manifest
-        self.blocks = self.places.read("blocks.npy", lambda place: self._table(place, "blocks.npy", said.blocks_xxh3))
-        self.checksums = self.places.read(CHECKSUMS, lambda place: self._table(place, CHECKSUMS, said.checksums_xxh3))
+        self.directory = directory
+        self.reads = CorpusReads(read_timeout, cache.problem if cache is not None else str)
+        self.cached: CachedCopy | None = None
+        if not isinstance(directory, Url):
+            self.manifest = self._read("manifest.json", lambda: read_manifest(directory))
+            self.blocks = self._read_table("blocks.npy", self.manifest.blocks_xxh3)
+            self.checksums = self._read_table(CHECKSUMS, self.manifest.checksums_xxh3)
+        elif cache is None:
+            raise DataError(
+                f"{directory} is a URL, and there is no cache for it", remedy="set data.cache.dir and .size"
+            )
+        else:
+            patience, warn = min(PATIENCE, read_timeout / 2), self.reads.warn
+            self.cached = self._read(
+                "manifest.json", lambda: CachedCopy(directory, cache, parse_manifest, patience, warn)
+            )
+            self.manifest = self.cached.corpus.manifest
+            self.blocks, self.checksums = self.cached.corpus.blocks, self.cached.corpus.checksums
         if not len(self.blocks):
             raise DataError(f"{directory} holds no tokens")
         self._blocks: OrderedDict[int, StoredBlock] = OrderedDict()
         self._opened = object()  # owns the files that stay open, and outlives them
         self._buffer = memoryview(b"")
 
-    def _open_copy(self, place: Location) -> tuple[Location, CorpusManifest, CachedCopy | None]:
-        if not isinstance(place, Url):
-            return place, read_manifest(place), None
-        if self._cache is None:
-            raise DataError(f"{place} is a URL, and no cache is given for it", remedy="set data.cache.dir and .size")
-        use = self._cache if place == self.directory else dataclasses.replace(self._cache, fetcher=None)
-        copy = CachedCopy(place, use, parse_manifest, self._patience, self.places.warn)
-        return place, copy.corpus.manifest, copy
+    def _read(self, name: str, act: Callable[[], T]) -> T:
+        """See `CorpusReads.read`."""
+        return self.reads.read(self.directory / name, act)
 
-    def _keep(self, place: Location, manifest: CorpusManifest, copy: CachedCopy | None) -> CorpusManifest:
-        self._entries[place] = manifest.shards
-        if copy is not None:
-            self.copies[copy.place] = copy
-        return manifest
-
-    def _check_mirror(self, mirror: Location, timeout: float) -> None:
-        """The mirror has the same shards, possibly under other paths. Raises DataError for another corpus."""
-        found = self._keep(*MirroredPlaces([mirror], timeout).read("manifest.json", self._open_copy))
-        if found.fingerprint != self.manifest.fingerprint:
-            raise DataError(
-                f"{mirror} is not a copy of {self.directory}: their manifests have different fingerprints "
-                f"({found.fingerprint[:12]}, {self.manifest.fingerprint[:12]})",
-                effect="reading from it would change the data in the middle of a run",
-                remedy="copy the corpus again, or remove the source's mirror from the configuration",
-            )
-
-    def _copy(self, url: Url) -> CachedCopy:
-        """Raises DataError if it could not be opened."""
-        if url not in self.copies:
-            raise DataError(f"{url} could not be opened at the start")
-        return self.copies[url]
-
-    def _table(self, place: Location, name: str, xxh3: str) -> npt.NDArray[Any]:
-        if isinstance(place, Url):
-            tables = self._copy(place).corpus
-            return tables.checksums if name == CHECKSUMS else tables.blocks
-        return _read_table(place / name, xxh3)
+    def _read_table(self, name: str, xxh3: str) -> npt.NDArray[Any]:
+        return self._read(name, lambda: _table(Path(self.directory, name), xxh3))
 
     def lengths(self, number: int) -> npt.NDArray[np.int32]:
         """[documents], tokens of each document of block `number` as stored; compared as by `copy`.
@@ -154,7 +119,7 @@ class Corpus:
             try:
                 if self._copied_at_once(number, pieces, row):
                     return
-                block, (file, read) = self._read(number, take)
+                block, (file, read) = self._read_block(number, take)
                 if block.keeps_file:
                     _FILES.keep(self._opened, block.path, file)
                 block.copy(pieces, row, read)
@@ -196,13 +161,13 @@ class Corpus:
         """What is taken out of a block. If that changed, it is opened again."""
         for _ in range(_TRIES):
             try:
-                return self._read(number, take)[1]
+                return self._read_block(number, take)[1]
             except ChangedError as error:
                 changed = error
                 self._close(number)
         raise self._restless(number, changed)
 
-    def _read(self, number: int, take: Callable[[StoredBlock], T]) -> tuple[StoredBlock, T]:
+    def _read_block(self, number: int, take: Callable[[StoredBlock], T]) -> tuple[StoredBlock, T]:
         """A block, opened if need be, and what is taken out of it, in the thread that may wait for storage.
 
         Raises:
@@ -211,12 +176,15 @@ class Corpus:
         """
         held, shard = self._blocks.get(number), self.manifest.shards[int(self.blocks[number, 0])]
 
-        def read(place: Location) -> tuple[StoredBlock, T]:
-            block = held if held is not None and held.place == place else self._open_block(place, number)
+        def read() -> tuple[StoredBlock, T]:
+            block = held or self._open_block(number)
             return block, take(block)
 
-        block, found = self.places.read(f"shards/{shard.name}", read)
-        _keep(self._blocks, number, block, _OPEN_BLOCKS)
+        block, found = self._read(f"shards/{shard.name}", read)
+        self._blocks[number] = block
+        self._blocks.move_to_end(number)
+        if len(self._blocks) > _OPEN_BLOCKS:
+            self._blocks.popitem(last=False)
         return block, found
 
     def _close(self, number: int) -> None:
@@ -231,23 +199,22 @@ class Corpus:
             remedy="find what writes to it; if nothing does, the machine's memory or the storage is faulty",
         )
 
-    def _open_block(self, place: Location, number: int) -> StoredBlock:
-        if isinstance(place, Url):
-            return self._copy(place).open(number)
+    def _open_block(self, number: int) -> StoredBlock:
+        if self.cached is not None:
+            return self.cached.open(number)
         shard, first, documents = self.blocks[number, :3].tolist()
-        return local_block(place, self._shard_at(place, shard), first, documents, self.checksums[number].tolist())
+        return local_block(self._shard_here(shard), first, documents, self.checksums[number].tolist())
 
     def shard(self, number: int) -> Shard:
         """Shard `number` in manifest order of a corpus in files, opened. Raises DataError."""
-        return self.places.read(
-            f"shards/{self.manifest.shards[number].name}", lambda place: self._shard_at(place, number)
-        )
+        return self._read(f"shards/{self.manifest.shards[number].name}", lambda: self._shard_here(number))
 
-    def _shard_at(self, place: Location, number: int) -> Shard:
+    def _shard_here(self, number: int) -> Shard:
         """A shard, checked against the manifest. Raises DataError."""
-        if isinstance(place, Url):
-            raise DataError(f"{place} is a URL: it has blocks, but no shards in files")
-        return self._open_shard(self._entries[place][number].prefix(place), self.manifest.shards[number])
+        if isinstance(self.directory, Url):
+            raise DataError(f"{self.directory} is a URL: it has blocks, but no shards in files")
+        entry = self.manifest.shards[number]
+        return self._open_shard(entry.prefix(self.directory), entry)
 
     def _open_shard(self, prefix: Path, entry: ShardEntry) -> Shard:
         """Open a shard and check its index and sizes against the manifest."""
@@ -266,8 +233,8 @@ class Corpus:
         """The tokenizer stored with the corpus. Raises DataError if it is not the one the manifest names."""
         entry = self.manifest.tokenizer
 
-        def load(place: Location) -> Tokenizer:
-            path = (self._copy(place).directory if isinstance(place, Url) else place) / entry.file
+        def load() -> Tokenizer:
+            path = Path(self.directory if self.cached is None else self.cached.directory, entry.file)
             try:
                 whole = fingerprint_of(path.read_bytes(), entry.eod) == entry.fingerprint
             except OSError as error:
@@ -280,20 +247,13 @@ class Corpus:
                 )
             return Tokenizer.load(path, eod=entry.eod)
 
-        return self.places.read(entry.file, load)
+        return self._read(entry.file, load)
 
 
-def _keep(kept: OrderedDict[K, T], key: K, value: T, most: int) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    if len(kept) > most:
-        kept.popitem(last=False)
-
-
-def _read_table(path: Path, xxh3: str) -> npt.NDArray[Any]:
+def _table(path: Path, xxh3: str) -> npt.NDArray[Any]:
     """A table beside the manifest. Raises DataError if it is not the one with that checksum."""
-    effect = "samples would be other tokens than the run expects, or damaged ones"
-    remedy = "restore both files from the same copy of the corpus, or run `fsdp-data prepare` again"
+    effect = "samples would begin and end at other tokens than the run expects, or damage would not be seen"
+    remedy = "restore it and the manifest from the same copy of the corpus, or run `fsdp-data prepare` again"
     try:
         raw = path.read_bytes()
     except OSError as error:

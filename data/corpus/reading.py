@@ -1,4 +1,4 @@
-"""Reading from storage that may be slow, hang or fail: with a timeout, timings and a mirror.
+"""Reading from storage that may be slow, hang or fail: with a timeout and timings.
 
 A read that hangs cannot be interrupted, so reads run in another thread and the caller waits with a timeout. A stuck
 thread is abandoned (it is a daemon: the process ends without it) and the next read gets a new one. Handing a read over
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock, get_ident
 from typing import TypeVar
 
 from fsdp_pretrain.deadline import NoAnswerError, Worker
-from fsdp_pretrain.errors import DataError, ReadTimeoutError
+from fsdp_pretrain.errors import ReadTimeoutError
 from fsdp_pretrain.remote import Location, Url
 
 from .files import reading
@@ -30,7 +30,7 @@ _SLOW = 0.1
 
 @dataclass(slots=True)
 class ReadTimes:
-    """Reads from storage (or the page cache) since `MirroredPlaces.take_times` was last called."""
+    """Reads from storage (or the page cache) since `CorpusReads.take_times` was last called."""
 
     reads: int = 0
     seconds: float = 0.0
@@ -55,45 +55,30 @@ def _read(path: Location, act: Callable[[], T]) -> T:
         del reading[get_ident()]
 
 
-class MirroredPlaces:
-    """Directories or URLs with the same content, the first of which is used as long as possible.
+class CorpusReads:
+    """The reads of a corpus: each runs in another thread, for at most `timeout` seconds.
 
-    Every read runs in another thread with a `timeout` in seconds. A file that fails in one place is read from the next
-    from then on. A place where a read hangs is not used again at all: every further file could cost the timeout once
-    more. Time in which the process is suspended does not count: waiting is done in short turns. Changes of place and
-    slow reads are reported on standard error, and kept for the journal. `problem` says why blocks of URLs do not come.
+    Time in which the process is suspended does not count: waiting is done in short turns. Slow reads are reported on
+    standard error, and kept for the journal. `problem` says why blocks of a URL do not come.
     """
 
-    def __init__(self, places: Sequence[Location], timeout: float, problem: Callable[[], str] = str) -> None:
-        self._places, self._timeout, self._problem = list(places), timeout, problem
-        self._failed: set[tuple[str, Location]] = set()
+    def __init__(self, timeout: float, problem: Callable[[], str] = str) -> None:
+        self._timeout, self._problem = timeout, problem
         self._worker: Worker | None = None
         self._turn = Lock()  # a loader that ends may still read when the next one begins
         self._times, self._slowest_reported = ReadTimes(), timeout * _SLOW
         self._notices: list[str] = []
 
-    def read(self, name: str, act: Callable[[Location], T]) -> T:
-        """Return `act(place)`, which reads file `name` of a place, for the first place where it succeeds.
+    def read(self, path: Location, act: Callable[[], T]) -> T:
+        """Return or raise what `act` does, which reads a file or object.
 
         It runs in another thread, possibly forever: it must not change anything shared.
 
         Raises:
-            DataError: from the last place; ReadTimeoutError if it did not answer.
+            ReadTimeoutError: it takes too long.
         """
-        while True:
-            left = [place for place in self._places if (name, place) not in self._failed] or self._places[-1:]
-            try:
-                with self._turn:
-                    return self._watched(left[0] / name, partial(act, left[0]))
-            except DataError as error:
-                if len(left) == 1:
-                    raise
-                if isinstance(error, ReadTimeoutError):
-                    self._places.remove(left[0])
-                    self.warn(f"{error.cause}; it and all further files are read from {left[1]}: {left[1] / name}")
-                else:
-                    self._failed.add((name, left[0]))
-                    self.warn(f"{error.cause}; read from {left[1] / name} instead")
+        with self._turn:
+            return self._watched(path, act)
 
     def take_times(self) -> ReadTimes:
         """Reads since the last call."""
@@ -111,7 +96,6 @@ class MirroredPlaces:
         self._notices.append(text)
 
     def _watched(self, path: Location, act: Callable[[], T]) -> T:
-        """Return or raise what `act` does; ReadTimeoutError if it takes too long."""
         worker = self._worker = self._worker or Worker("data-read")
         started = time.perf_counter()
         try:
@@ -125,14 +109,14 @@ class MirroredPlaces:
                     f"{file if isinstance(file, Url) else path} did not come within {self._timeout:g} s"
                     + (f": {problem}" if problem else ""),
                     effect="training cannot go on without it; it can be resumed from the last checkpoint",
-                    remedy="check the storage, the network and the credentials, or name a copy of the corpus as the "
-                    "source's mirror; data.read_timeout is how long a read may take",
+                    remedy="check the storage, the network and the credentials, or set the source's path to a copy of "
+                    "the corpus; data.read_timeout is how long a read may take",
                 ) from None
             raise ReadTimeoutError(
                 f"{file} did not answer for {self._timeout:g} s: the read hangs",
                 effect="training cannot go on without it; it can be resumed from the last checkpoint",
-                remedy="check the file system or mount (does `head` read the file?), or name a copy of the corpus as "
-                "the source's mirror; data.read_timeout is how long a read may take",
+                remedy="check the file system or mount (does `head` read the file?), or set the source's path to a "
+                "copy of the corpus; data.read_timeout is how long a read may take",
             ) from None
         finally:
             if self._worker is worker:

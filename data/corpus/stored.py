@@ -18,7 +18,6 @@ import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.remote import Location, Url
 
 from .cache import LENGTH_BYTES
 from .files import NOT_AT_ONCE, File
@@ -60,16 +59,15 @@ class StoredBlock:
     """A block of one copy of a corpus, compared with its checksums.
 
     Args:
-        place: of the copy.
         name: of its shard, without suffix, for messages.
         dtype: of a token.
         lengths: of the documents, int32.
         tokens: of all documents as stored, one after the other.
+        keeps_file: its file may stay open between reads. That of a cache may not: it would take up room after it was
+            dropped.
 
     Attributes:
         path: of the file of its tokens.
-        keeps_file: its file may stay open between reads. That of a cache may not: it would take up room after it was
-            dropped.
 
     Raises:
         ChangedError: it is not what was stored, or cannot be read.
@@ -77,14 +75,15 @@ class StoredBlock:
 
     def __init__(
         self,
-        place: Location,
         name: str,
         dtype: np.dtype[Any],
         lengths: FilePart,
         tokens: FilePart,
         expected: Checksums,
+        *,
+        keeps_file: bool,
     ) -> None:
-        self.place, self.name, self.path, self.keeps_file = place, name, str(tokens.path), isinstance(place, Path)
+        self.name, self.path, self.keeps_file = name, str(tokens.path), keeps_file
         self._dtype, self._lengths, self._tokens = dtype, lengths, tokens
         self._stretch = dtype.itemsize << STRETCH_BITS
         self._sum = xxh3_64_intdigest(lengths.read())
@@ -187,7 +186,7 @@ class StoredBlock:
         return True
 
 
-def local_block(place: Path, shard: Shard, first: int, count: int, expected: Checksums) -> StoredBlock:
+def local_block(shard: Shard, first: int, count: int, expected: Checksums) -> StoredBlock:
     """Documents [first, first + count) of a shard in files.
 
     Raises:
@@ -198,26 +197,24 @@ def local_block(place: Path, shard: Shard, first: int, count: int, expected: Che
     begin, stop = int(index.pointers[0]), int(index.pointers[-1]) + int(index.lengths[-1]) * item
     try:
         return StoredBlock(
-            place,
             str(shard.prefix),
             shard.dtype,
             FilePart(shard.index_path, shard.lengths_at(first), count * LENGTH_BYTES),
             FilePart(shard.path, begin, stop - begin),
             expected,
+            keeps_file=True,
         )
     except ChangedError as error:
         raise DataError(
             f"{shard.prefix}.bin or .idx is damaged in the block of documents {first} to {first + count - 1} "
             f"(tokens {begin // item} to {stop // item - 1}): {error}",
             effect="its tokens are not those that were prepared; nothing was trained on them",
-            remedy="restore both files from where the corpus came from, or name a copy of the corpus as the "
-            "source's mirror; `fsdp-data validate` finds all that is damaged",
+            remedy="restore both files from where the corpus came from, or set the source's path to a copy of the "
+            "corpus; `fsdp-data validate` finds all that is damaged",
         ) from None
 
 
-def cached_block(
-    place: Url, path: Path, documents: int, dtype: np.dtype[Any], size: int, sums: Checksums
-) -> StoredBlock:
+def cached_block(path: Path, documents: int, dtype: np.dtype[Any], size: int, sums: Checksums) -> StoredBlock:
     """A block's file in a cache.
 
     Raises:
@@ -227,4 +224,5 @@ def cached_block(
     if (found := path.stat().st_size) != size:
         raise ChangedError(f"it has {found} bytes instead of {size}")
     split = documents * LENGTH_BYTES
-    return StoredBlock(place, str(path), dtype, FilePart(path, 0, split), FilePart(path, split, size - split), sums)
+    lengths, tokens = FilePart(path, 0, split), FilePart(path, split, size - split)
+    return StoredBlock(str(path), dtype, lengths, tokens, sums, keeps_file=False)

@@ -19,7 +19,6 @@ from data.packing.opening import open_packer, open_skips
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.fetcher_status import FetcherStatus, status_file
-from fsdp_pretrain.remote import Url
 
 from .fetcher import Fetcher, slowest
 from .forecast import Forecast
@@ -60,11 +59,11 @@ def fetcher(settings: FetcherSettings) -> Fetcher:
     packer = open_packer(config)
     while (start := slowest(pages, ranks)) is None:
         time.sleep(_TURN)
-    copies, cached = dict[str, list[CachedCopy]](), dict[int, str]()
+    copies, cached = dict[str, CachedCopy](), dict[int, str]()
     for number, corpus in enumerate(packer.corpora.values()):
-        if isinstance(corpus.directory, Url):
+        if corpus.cached is not None:
             cached[number] = fingerprint = corpus.manifest.fingerprint
-            copies.setdefault(fingerprint, []).extend(corpus.copies.values())
+            copies[fingerprint] = corpus.cached
     beyond = (config.data.prefetch + 2) * schedule.batch.full  # batches that loaders prepare and nobody trains
     forecast = Forecast(
         packer,
@@ -75,7 +74,7 @@ def fetcher(settings: FetcherSettings) -> Fetcher:
         ranks=ranks,
         until=schedule.total + beyond,
     )
-    sizes = {fingerprint: found[0].corpus.sizes for fingerprint, found in copies.items()}
+    sizes = {fingerprint: copy.corpus.sizes for fingerprint, copy in copies.items()}
     assert cache is not None
     return Fetcher(
         Window(forecast, cached, sizes),

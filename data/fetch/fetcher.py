@@ -29,7 +29,7 @@ class Fetcher:
 
     Args:
         window: of the node's ranks.
-        copies: the places of each cached corpus by fingerprint, the preferred one first.
+        copies: the corpora by URL, by fingerprint.
         cache: the cache directory.
         size: bytes that it may hold.
         pages: folder of the ranks' positions.
@@ -40,7 +40,7 @@ class Fetcher:
     def __init__(
         self,
         window: Window,
-        copies: Mapping[str, Sequence[CachedCopy]],
+        copies: Mapping[str, CachedCopy],
         *,
         cache: Path,
         size: int,
@@ -50,7 +50,7 @@ class Fetcher:
     ) -> None:
         self._window, self._transfers, self._cache, self._size = window, Transfers(copies), cache, size
         self._pages, self._ranks, self._status = pages, ranks, status
-        self._largest = max((int(found[0].corpus.sizes.max()) for found in copies.values()), default=0)
+        self._largest = max((int(copy.corpus.sizes.max()) for copy in copies.values()), default=0)
         self._step, self._ready_until, self._listed, self._said = 0, 0, float("-inf"), float("-inf")
 
     def run(self) -> None:

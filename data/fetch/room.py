@@ -14,7 +14,6 @@ from data.packing.packer import Packer
 from data.packing.source import STRETCH, Ints
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import human_bytes
 
 RECOMMENDED = 2.0
@@ -40,11 +39,7 @@ class CacheNeed:
 
 def need(config: Config, packer: Packer) -> CacheNeed | None:
     """What the sources by URL need; None if there are none. It is that of the order without `data.reshuffle`."""
-    sizes = {
-        name: corpus.copies[corpus.directory].corpus.sizes
-        for name, corpus in packer.corpora.items()
-        if isinstance(corpus.directory, Url) and corpus.directory in corpus.copies
-    }
+    sizes = {name: corpus.cached.corpus.sizes for name, corpus in packer.corpora.items() if corpus.cached is not None}
     if not sizes or config.data.cache is None:
         return None
     whole = sum(int(own.sum()) for own in sizes.values())

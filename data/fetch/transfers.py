@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ class Transfers:
     """Fetches blocks in threads.
 
     Args:
-        copies: the places of each corpus by fingerprint, the preferred one first. They take turns at failures.
+        copies: the corpora by URL, by fingerprint.
 
     Attributes:
         in_flight: the blocks that are being fetched.
@@ -50,13 +50,13 @@ class Transfers:
         blocks, bytes: how much has come.
     """
 
-    def __init__(self, copies: Mapping[str, Sequence[CachedCopy]]) -> None:
+    def __init__(self, copies: Mapping[str, CachedCopy]) -> None:
         self._copies, self._pool = copies, ThreadPoolExecutor(AT_ONCE, "fetch")
         self.in_flight: dict[Key, Future[int]] = {}
         self.failures: dict[Key, Failure] = {}
         self.blocks = self.bytes = 0
         self.arrived = threading.Event()
-        for copy in (copy for found in copies.values() for copy in found):
+        for copy in copies.values():
             copy.remote.patience = PATIENCE
 
     def may_start(self, key: Key) -> bool:
@@ -66,8 +66,7 @@ class Transfers:
 
     def start(self, key: Key) -> None:
         """Fetch a block that is not in flight."""
-        copies, failure = self._copies[key[0]], self.failures.get(key)
-        self.in_flight[key] = self._pool.submit(copies[(failure.tries if failure else 0) % len(copies)].fetch, key[1])
+        self.in_flight[key] = self._pool.submit(self._copies[key[0]].fetch, key[1])
         self.in_flight[key].add_done_callback(lambda _: self.arrived.set())
 
     def take_failed(self) -> list[Key]:

@@ -62,7 +62,7 @@ class StepBatch:
             for any number of ranks.
         shares, epochs: by source: the planned share around this step, and epochs read after it.
         reads: reads from storage for this share.
-        notices: problems that were worked around (a shard read from the mirror), for the journal.
+        notices: slow reads, and damage that was repaired, for the journal.
         distance: of the share's tokens from those typical of the run, see `Unigrams.score`; None if unknown.
     """
 
@@ -187,8 +187,8 @@ class Loader(Iterator[StepBatch]):
             tokens += [packed.tokens] if packed.lasts is None else packed.rows
         step.digest = (step.digest + 2**63) % 2**64 - 2**63
         for corpus in self._packer.corpora.values():
-            step.reads.add(corpus.places.take_times())
-            step.notices += corpus.places.take_notices()
+            step.reads.add(corpus.reads.take_times())
+            step.notices += corpus.reads.take_notices()
         if self._unigrams is not None:
             step.distance = self._unigrams.score(tokens, step.shares)
         return step

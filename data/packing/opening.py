@@ -32,7 +32,6 @@ def open_packer(config: Config, fetcher: Path | None = None) -> Packer:
         max_epochs={source.name: source.max_epochs for source in data.sources if source.max_epochs is not None},
         reshuffle=windows_at(data, data.reshuffle),
         exclude=_read_exclusions(data.exclude) if data.exclude is not None else (),
-        mirrors={source.name: source.mirror for source in data.sources if source.mirror is not None},
         read_timeout=config.read_timeout,
         slots=slots_of(data),
         stages=data.sequence_stages,

@@ -153,7 +153,6 @@ class Packer:
         max_epochs: Mapping[str, float] | None = None,
         reshuffle: Sequence[int] = (),
         exclude: Collection[tuple[str, str, int]] = (),
-        mirrors: Mapping[str, Location] | None = None,
         read_timeout: float = READ_TIMEOUT,
         slots: tuple[int, int] | None = None,
         stages: SequenceStages | None = None,
@@ -164,7 +163,7 @@ class Packer:
         self._sources: list[SourceStream] = []
         weights: dict[str, MixtureWeight] = {}
         for name, path, given in sources:
-            corpus = Corpus(path, (mirrors or {}).get(name), read_timeout=read_timeout, cache=cache)
+            corpus = Corpus(path, read_timeout=read_timeout, cache=cache)
             if corpus.manifest.pairs:
                 source: SourceStream = _paired(name, corpus, seed, lanes, slots)
             else:

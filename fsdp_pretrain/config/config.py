@@ -38,7 +38,6 @@ from .skips import Skips
 from .timeline import TimelineEntry
 from .toml_file import describe, override, read_toml
 
-_PLACES = ("path", "mirror")
 _TAGS = ("llama", "gpt", "glm", "causal")
 _HELDOUT_EVERY, _HELDOUT_BATCHES = 500, 4
 """Defaults of the held-out loss, in full global batches: a ramp of the batch changes neither samples nor their cost."""
@@ -187,13 +186,12 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             yield from schedule.unmeant()
         except ValueError as error:
             yield from map(str, error.args)
-    if data and parallel and data.read_timeout is not None:
-        waits = 2 if any(source.mirror is not None for source in data.sources) else 1
-        if not 0 < data.read_timeout.value * waits < parallel.timeout.value:
-            yield (
-                f"data.read_timeout = {data.read_timeout}{' (for the source, then for its mirror)' * (waits - 1)} must "
-                f"end before parallel.timeout = {parallel.timeout}, or the other ranks time out first"
-            )
+    asked = data and data.read_timeout
+    if asked and parallel and not 0 < asked.value < parallel.timeout.value:
+        yield (
+            f"data.read_timeout = {asked} must end before parallel.timeout = {parallel.timeout}, "
+            "or the other ranks time out first"
+        )
     if evaluation and evaluation.every is not None and evaluation.heldout is None:
         bundled = [task for task in evaluation.tasks if task.startswith("heldout_") or task == "separator_probe"]
         if bundled:
@@ -206,9 +204,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
 
 
 def _cache_checks(data: DataSection, evaluation: EvalSection | None) -> Iterator[str]:
-    named = {
-        f"data.sources.{n}.{key}": getattr(source, key) for n, source in enumerate(data.sources) for key in _PLACES
-    }
+    named = {f"data.sources.{n}.path": source.path for n, source in enumerate(data.sources)}
     named |= {
         f"eval.loss_on.{n}.path": source.path for n, source in enumerate(evaluation.loss_on if evaluation else [])
     }

@@ -38,8 +38,6 @@ class SourceSection(Section):
     """Name in the metrics. The source's shuffle depends on it."""
     path: PathOrUrl
     """Path or URL of a corpus, as written by `fsdp-data prepare`, see storage.md."""
-    mirror: PathOrUrl | None = None
-    """Path or URL of a copy, used when a file of `path` cannot be read or hangs."""
     weight: NotNegative | Annotated[list[WeightPoint], Field(min_length=1)] = 1.0
     """Share of the samples, relative to the other sources: a number, or points of a ramp."""
     start: Place = Progress(0, "sample")
@@ -137,7 +135,7 @@ class DataSection(Section):
     prefetch: Annotated[int, Field(ge=0)] = 4
     """Steps that a thread prepares in advance."""
     read_timeout: Seconds | None = None
-    """Time limit of a read from a corpus; then the mirror is used, or the run ends with exit 75. Default: a third of
+    """Time limit of a read from a corpus; then the run ends with exit 75. Default: a third of
     `parallel.timeout`."""
     max_quarantined: Share = 1e-4
     """Share of documents that may fail the checks of the packer, which leaves them out of the loss. Beyond it, exit

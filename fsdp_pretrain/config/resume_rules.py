@@ -39,7 +39,6 @@ CLASSES: dict[str, str] = {
     "data.objective": FORBIDDEN,
     "data.sources": DECLARED,  # what lies ahead; the past is identity
     "data.sources.path": FREE,  # the corpus's fingerprint is identity
-    "data.sources.mirror": FREE,
     "data.cache": FREE,
     "data.skip": DECLARED,
     "data.reshuffle": DECLARED,

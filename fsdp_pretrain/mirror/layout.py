@@ -51,10 +51,6 @@ class MirrorError(UserError):
     exit = Exit.NEEDS_PERSON
 
 
-class SourceDamagedError(CheckpointError):
-    """A local file is not the one that its manifest describes."""
-
-
 @dataclass(frozen=True)
 class MirroredRecord:
     """A copy of the record, as the name of the object says it.
@@ -155,13 +151,13 @@ class RunMirror:
         found = self.remote.list()
         folders: defaultdict[int, dict[str, int]] = defaultdict(dict)
         records = []
-        for name, info in sorted(found.items()):
+        for name, size in sorted(found.items()):
             folder, _, file = name.removeprefix("checkpoints/").partition("/")
             if match := _RECORD.fullmatch(name):
-                entry = FileEntry(name=match[1], bytes=info.size, xxh3=match[4])
+                entry = FileEntry(name=match[1], bytes=size, xxh3=match[4])
                 records.append(MirroredRecord(int(match[2]), match[3], entry))
             elif (step := step_of(folder)) is not None and file:
-                folders[step][file] = info.size
+                folders[step][file] = size
         manifests = {step: self._manifest(step) for step, objects in folders.items() if MANIFEST in objects}
         every = [MirroredCheckpoint(step, manifests.get(step), objects) for step, objects in sorted(folders.items())]
         return MirrorState(records[::-1], every)
@@ -221,7 +217,7 @@ class RunMirror:
             source: a file with its entry, or the contents.
 
         Raises:
-            SourceDamagedError: the file is not that of the entry.
+            CheckpointError: the file is not that of the entry.
         """
         if isinstance(source, bytes):
             entry = FileEntry(name=name.rpartition("/")[2], bytes=len(source), xxh3=xxhash.xxh3_128_hexdigest(source))
@@ -231,7 +227,7 @@ class RunMirror:
         assert entry is not None
         if wrong := self.fetch(name, entry):
             if isinstance(source, Path) and (local := difference(entry, describe_file(source))):
-                raise SourceDamagedError(f"{source.parent.name} is damaged in the run directory: {local}")
+                raise CheckpointError(f"{source.parent.name} is damaged in the run directory: {local}")
             raise RemoteError(str(self.url / name), Problem.FAILED, f"after it was written, {wrong}")
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import zstandard
 
 from fsdp_pretrain.checkpoint.store import describe_file
-from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.record import lineage, mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir
 
@@ -23,8 +22,8 @@ from .layout import MirroredRecord, MirrorState, RunMirror
 
 _ARCHIVE = "record.tar.zst"
 _CORE = ("config.toml", "journal.jsonl", "overrides.toml", "segments", "tokenizer")
-"""What a start needs. While a run is live, nothing of it is deleted."""
-_MORE = ("avoid_hosts", "evals", "rollback.json", "status.json", "watchdog")
+"""What a start needs."""
+_MORE = ("avoid_hosts", "evals", "rollback.json", "watchdog")
 _PASSING = re.compile(r"^\.|(lease|claim)\.json$|^log$|\.log$|^samples_.*\.jsonl$")
 """Names of files that only matter to processes that live, and of large ones."""
 _OF_WATCHDOG = frozenset(("alarms.jsonl", "pace.json", "unigrams.json"))
@@ -55,15 +54,12 @@ class RecordCopy:
             before: what the mirror holds, newest first.
 
         Raises:
-            StorageError: files are gone that no live run deletes: the mirror does not follow.
             RemoteError, RunGoneError, DamagedFileError, OSError.
         """
         lineage.nodes(self._run)  # with a damaged one no start goes on
         found = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in record_files(self._run)}
         if found == self._copied:
             return
-        if lost := [name for name in self._copied if name not in found and name.startswith(_CORE)]:
-            raise StorageError(f"{self._run.path} has lost {lost[0]} of its record", effect="the mirror keeps it")
         packed = mirror_status.folder(self._run) / _ARCHIVE
         _pack(self._run, packed)
         run_id.check()
@@ -93,9 +89,9 @@ def _pack(run: RunDir, target: Path) -> None:
 
 
 def restore_record(
-    mirror: RunMirror, state: MirrorState, into: Path, shown: Callable[[int], object]
+    mirror: RunMirror, state: MirrorState, into: Path, work: Path, shown: Callable[[int], object]
 ) -> MirroredRecord | None:
-    """Unpack the newest whole copy of the record below a directory; files are as old as they were.
+    """Unpack the newest whole copy of the record into `into`, by way of `work`; files are as old as they were.
 
     Returns:
         Which copy it is; None if none is whole.
@@ -103,7 +99,7 @@ def restore_record(
     Raises:
         RemoteError, OSError.
     """
-    packed = into / _ARCHIVE
+    packed = work / _ARCHIVE
     for record in state.records:
         if not mirror.fetch(f"record/{record.entry.name}", record.entry, packed, shown):
             with (
@@ -112,7 +108,5 @@ def restore_record(
                 tarfile.open(mode="r|", fileobj=content) as archive,
             ):
                 archive.extractall(into, filter="data")
-            packed.unlink()
             return record
-    packed.unlink(missing_ok=True)
     return None

@@ -1,34 +1,41 @@
-"""Restores a run directory from its mirror: the record, the newest valid checkpoint, and the run id last. No torch.
+"""What a start does about the mirror: compares the run directory with it, and restores an empty one. No torch.
 
-Only a checkpoint is needed. What is lost of the record is told; without its lineage the start that wrote the checkpoint
-counts as the first one. Until it has its id, the directory is nobody's run, and `RUN/restoring/` marks it: an attempt
-that was cut off is begun again.
+The record comes first, then the newest valid checkpoint, the run id last. Only a checkpoint is needed. What is lost of
+the record is told; without its lineage the start that wrote the checkpoint counts as the first one. Until it has its
+id, the directory is nobody's run, and `RUN/restoring/` marks it: an attempt that was cut off is begun again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from tqdm import tqdm
 
 from fsdp_pretrain.checkpoint.manifest import FileEntry
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store, directory_name, sync_directory, sync_file
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store, directory_name, sync_directory
+from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, Interrupted, StorageError
 from fsdp_pretrain.record import journal, lineage, run_id
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import hold
+from fsdp_pretrain.remote import PATIENCE, RemoteError, Url
 
 from .layout import MirroredCheckpoint, MirrorError, MirrorState, RunMirror
 from .record_copy import restore_record
-from .start import RESTORING, Restoration
 
 AT_ONCE = 4
 """Files that are copied at the same time."""
+RESTORING = "restoring"
+"""Directory in a run directory, until the run id is there: it is being restored."""
+_NO_HURRY = 15.0
+"""Seconds for which a start waits for a mirror that it can do without."""
+Restoration = tuple[RunMirror, MirrorState]
+"""From where `--from-mirror` has to restore."""
 
 
 def restore(task: Restoration, run: RunDir, stop: threading.Event | None = None) -> None:
@@ -45,7 +52,7 @@ def restore(task: Restoration, run: RunDir, stop: threading.Event | None = None)
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         with hold(run, "restore"):
-            _restore(task.mirror, task.state, run, stop or threading.Event())
+            _restore(*task, run, stop or threading.Event())
     except OSError as error:
         raise StorageError(
             f"cannot restore into {run.path}: {error}", remedy="free space or repair it, then start again"
@@ -54,22 +61,21 @@ def restore(task: Restoration, run: RunDir, stop: threading.Event | None = None)
 
 def _restore(mirror: RunMirror, state: MirrorState, run: RunDir, stop: threading.Event) -> None:
     work, known = run.path / RESTORING, state.records[0].run_id if state.records else ""
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
+    work.mkdir(exist_ok=True)
     sync_directory(run.path)
     with _progress(sum(record.entry.bytes for record in state.records[:1]), "record", stop) as shown:
-        copy = restore_record(mirror, state, work, shown)
-    made, passed_over = _restore_checkpoint(mirror, state, run, lineage.nodes(RunDir(work)), stop)
+        copy = restore_record(mirror, state, run.path, work, shown)
+    made, passed_over = _restore_checkpoint(mirror, state, run, lineage.nodes(run), stop)
     text = f"{'no checkpoint' if made is None else made.path.name} from {mirror.url}"
     if copy is None:
         text += "; the record is lost: journal, metrics, evaluations, and changes of overrides.toml"
     else:
         text += f", with the record of {copy}"
         text += f", as the one of {state.records[0]} is damaged" if copy != state.records[0] else ""
-    if _complete_lineage(RunDir(work), None if made is None else made.manifest().segment, state):
+    if _complete_lineage(run, None if made is None else made.manifest().segment, state):
         text += "; whether a rollback had left this checkpoint is not known, nor which steps lead to it"
     text += "".join(f"; passed over {problem}" for problem in passed_over)
-    _move(work, run.path)
+    os.sync()  # the record; checkpoints are durable
     print(f"mirror: restored {text}", flush=True)
     journal.add(run, "mirror-restored", text, step=None if made is None else made.step, passed_over=passed_over)
     run_id.assign(run.path, known)
@@ -156,15 +162,90 @@ def _progress(size: int, what: str, stop: threading.Event) -> Iterator[Callable[
         yield shown
 
 
-def _move(source: Path, target: Path) -> None:
-    """Move files into a directory, durably, in place of those of the same names."""
-    for path in sorted(source.iterdir()):
-        place = target / path.name
-        if path.is_dir() and place.is_dir():
-            _move(path, place)
-            continue
-        for file in path.rglob("*") if path.is_dir() else [path]:
-            if file.is_file():
-                sync_file(file)
-        path.replace(place)
-    sync_directory(target)
+def compare_with_mirror(config: Config, *, restore: bool, fresh: bool) -> Restoration | None:
+    """Compare the run directory with its mirror, if there is one; says what it finds. Changes nothing.
+
+    Args:
+        restore: an empty run directory may be restored (`--from-mirror`).
+        fresh: the start may begin again at step 0 (`--allow-fresh`).
+
+    Returns:
+        What is to be restored; None: nothing.
+
+    Raises:
+        MirrorError: the mirror is another run's, holds what the run directory lacks, or holds nothing to restore.
+        RemoteError: it does not answer, and the run directory has no run.
+    """
+    run = RunDir(config.run.dir)
+    cut_off = run_id.read(run.path) is None and (run.path / RESTORING).is_dir()
+    empty = cut_off or (run_id.read(run.path) is None and not run.begun)
+    if config.checkpoint.mirror is None:
+        if restore or cut_off:
+            raise _nothing_to_restore(run, "checkpoint.mirror is not set")
+        return None
+    try:
+        mirror = RunMirror(config, patience=PATIENCE if empty else _NO_HURRY)
+        state = mirror.look()
+    except RemoteError as error:
+        if empty:
+            error.effect = "nothing was started: whether its mirror holds this run is not known"
+            error.remedy = "start again when the storage answers, with its credentials"
+            raise
+        print(f"mirror: {error.cause}; going on with {run.path}, which may lack what the mirror has", flush=True)
+        return None
+    if not empty:
+        refuse_another(run, state, mirror.url)
+        if not fresh:
+            _refuse_later(run, state, mirror.url)
+        return None
+    if not state.records and not state.whole:
+        if restore:
+            raise _nothing_to_restore(run, f"{mirror.url} holds no run")
+        return None
+    print(f"mirror: {mirror.url} holds {state}", flush=True)
+    if restore:
+        return mirror, state
+    raise MirrorError(
+        f"{run.path} {'was being restored and is not complete' if cut_off else 'is empty'}, and its mirror "
+        f"{mirror.url} holds {state}",
+        effect="nothing was done: training would begin at step 0, and replace what the mirror holds",
+        remedy="if the run directory should hold the run, check that its file system is mounted; otherwise the same "
+        "command with --from-mirror restores it. For a new run, give it another run.name",
+    )
+
+
+def refuse_another(run: RunDir, state: MirrorState, url: Url) -> None:
+    """Raise MirrorError if the mirror is known to be another run's."""
+    if state.records and state.records[0].run_id != run_id.read(run.path):
+        raise MirrorError(
+            f"{url} is the mirror of another run, with the id {state.records[0].run_id}",
+            effect="nothing was done or copied: two runs in one mirror would replace each other's checkpoints",
+            remedy="give this run another run.name or another checkpoint.mirror. To continue the run of the mirror, "
+            "name an empty run directory and pass --from-mirror",
+        )
+
+
+def _refuse_later(run: RunDir, state: MirrorState, url: Url) -> None:
+    """Raise MirrorError if the mirror has a later checkpoint of the kept line, or one of a start that is not here."""
+    local, nodes = Store(run.checkpoints).newest(), lineage.nodes(run)
+    parts, last = lineage.line(nodes), max((node.segment for node in nodes), default=0)
+    step = -1 if local is None else local.step
+    for item in state.whole:
+        segment = item.manifest().segment or 0
+        if segment > last or (item.step > step and lineage.holds(parts, segment, item.step)):
+            raise MirrorError(
+                f"{url} holds step {item.step:_} of start {segment}, and {run.path} has "
+                + ("no whole checkpoint" if local is None else f"step {step:_} and {last} starts"),
+                effect="nothing was done: training would go on from an older state, and replace what the mirror holds",
+                remedy="to go on from the mirror, move the run directory aside and start with --from-mirror; to go on "
+                "without it, name another checkpoint.mirror",
+            )
+
+
+def _nothing_to_restore(run: RunDir, why: str) -> MirrorError:
+    return MirrorError(
+        f"there is nothing to restore {run.path} from: {why}",
+        effect="nothing was done: training would begin at step 0",
+        remedy="correct checkpoint.mirror and run.name; to begin a new run, leave --from-mirror out, and remove "
+        f"{run.path / RESTORING} if there is one",
+    )

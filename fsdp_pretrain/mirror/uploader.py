@@ -30,9 +30,9 @@ from fsdp_pretrain.record.journal import Journal
 from fsdp_pretrain.record.mirror_status import MirrorReport
 from fsdp_pretrain.units import human_bytes, human_time
 
-from .layout import MirroredCheckpoint, MirrorState, RunMirror, SourceDamagedError
+from .layout import MirroredCheckpoint, MirrorState, RunMirror
 from .record_copy import RecordCopy
-from .start import refuse_another
+from .restore import refuse_another
 
 AT_ONCE = 8
 """Files that are copied at the same time."""
@@ -136,7 +136,7 @@ class Uploader:
         try:
             with ThreadPoolExecutor(AT_ONCE) as pool:
                 list(pool.map(send, files))
-        except SourceDamagedError as error:
+        except CheckpointError as error:
             self._given_up.add(raw)
             self._journal.write("mirror-missed", f"{self._mirror.url} will not get it: {error.cause}", step=item.step)
             return
@@ -174,25 +174,20 @@ def _raw(item: Checkpoint) -> bytes:
     return b""
 
 
-class StdinCommands:
-    """What the rank that started this process says, read by a thread."""
-
-    def __init__(self) -> None:
-        self.finish = threading.Event()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        if sys.stdin.readline():
-            self.finish.set()
-        sys.stdin.read()
-        os._exit(0)  # the rank is gone: the job goes on elsewhere or later, with an uploader of its own
+def _listen(finish: threading.Event) -> None:
+    """Hear what the rank says that started this process."""
+    if sys.stdin.readline():
+        finish.set()
+    sys.stdin.read()
+    os._exit(0)  # the rank is gone: the job goes on elsewhere or later, with an uploader of its own
 
 
 def main(path: str, own_id: str, number: str) -> int:
     """Copy until the rank says that it ends, and everything is copied."""
     for stop in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):  # requests to stop, to every process of a job
         signal.signal(stop, signal.SIG_IGN)
-    finish, run, segment, failures = StdinCommands().finish, RunDir(Path(path)), int(number), 0
+    finish, run, segment, failures = threading.Event(), RunDir(Path(path)), int(number), 0
+    threading.Thread(target=_listen, args=(finish,), daemon=True).start()
     run_id.bind(run.path, own_id)
     config = load_recorded(run.segment(segment) / "config.toml")
     worker = Uploader(config, run, own_id, segment, RunMirror(config, patience=_PATIENCE))

@@ -11,8 +11,7 @@ from fsdp_pretrain.checkpoint.async_save import Pending
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.mirror.restore import restore
-from fsdp_pretrain.mirror.start import compare_with_mirror
+from fsdp_pretrain.mirror.restore import compare_with_mirror, restore
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record import mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir, make_directory
@@ -35,7 +34,7 @@ def restored_from_mirror(config: Config, world: World, terms: ResumeOptions, hea
         Whether it was restored: what was read of it before does not count any more.
 
     Raises:
-        UserError: see `mirror.start.compare_with_mirror` and `mirror.restore.restore`.
+        UserError: see `mirror.restore`.
     """
     run, box, stop = RunDir(config.run.dir), list[Pending[None]](), threading.Event()
 

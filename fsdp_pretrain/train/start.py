@@ -295,7 +295,7 @@ def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
 def record_reads(run: RunContext, heldout: HeldOutSamples | None) -> None:
     """Record what was wrong while the held-out corpora were read; batches tell of the others."""
     for corpus in heldout.packer.corpora.values() if heldout is not None else ():
-        for text in corpus.places.take_notices():
+        for text in corpus.reads.take_notices():
             run.recorder.note("data-read", f"rank {run.world.rank}: {text}")
 
 

@@ -77,8 +77,8 @@ class MountDetector(Detector):
                 f"data-shard/{name}",
                 Severity.CRIT,
                 f"source {name}: {found['count']} file{'s' * (found['count'] > 1)} of {path}: {found['wrong'][0]}",
-                "training stops when it reads them, unless the source has a mirror",
-                "restore the files, or name a copy (data.sources.mirror); see `fsdp-data validate`",
+                "training stops when it reads them",
+                "restore the files, or set the path to a copy; see `fsdp-data validate`",
                 facts={"wrong": found["wrong"]},
             )
         else:
