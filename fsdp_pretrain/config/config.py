@@ -183,8 +183,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     timeline = sections.get("timeline")
     if data and train and optimizer and checkpoint and timeline is not None:
         try:
-            schedule = _build_schedule(data, train, optimizer, checkpoint, timeline)
-            yield from schedule.unmeant()
+            _build_schedule(data, train, optimizer, checkpoint, timeline)
         except ValueError as error:
             yield from map(str, error.args)
     if data and parallel and data.read_timeout is not None:

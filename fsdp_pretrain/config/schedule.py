@@ -206,17 +206,7 @@ class Schedule(SteeredValues):
     def jumps_to(self, other: Schedule, consumed: int) -> list[str]:
         """What differs at once if the step after `consumed` samples is of another schedule instead of this one."""
         following = consumed + other.batch.batch_at(consumed)
-        return [str(jump) for jump in jumps(self.values_at(following), other.values_at(following))]
-
-    def unmeant(self) -> list[str]:
-        """Jumps of the timeline that no entry says are meant, one sentence each."""
-        return [
-            f"timeline, {placed.entry}: {jump} jumps in one step; ramp it with `over`, or say that it is meant with "
-            "allow_jump = true"
-            for placed in self.timeline
-            for jump in placed.jumps
-            if not jump.meant
-        ]
+        return jumps(self.values_at(following), other.values_at(following))
 
     def due(self, every: Progress | None, *, step: int, before: int, after: int) -> bool:
         """Whether step number `step`, which took `consumed` from `before` to `after`, completed an interval."""
