@@ -114,9 +114,7 @@ class OptimizerSection(Section):
     decay: Length | None = None
     """Where the curve reaches `min_lr`, counted from the start of the run. Default: `train.duration`."""
     decay_length: Length | None = None
-    """For `wsd`: length of the decay, which ends at `decay`."""
-    decay_shape: Literal["1-sqrt", "linear"] = "1-sqrt"
-    """For `wsd`: share of the way to `min_lr` after a share x of the decay: the root of x, or x."""
+    """For `wsd`: length of the decay, which ends at `decay`. After a share x of it, the root of x is done."""
     betas: Betas = (0.9, 0.95)
     """AdamW betas."""
     eps: AboveZero = 1e-8

@@ -7,7 +7,7 @@ at `at` itself are the last of before, and a ramp over n reaches its end at `at`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdp_pretrain.units import Progress
@@ -127,13 +127,3 @@ class SteeredValues:
     def marks(self) -> list[int]:
         """Where something changes, and where ramps end."""
         return sorted({mark for along in self._values.values() for mark in along.marks})
-
-
-def jumps(before: StepValues, after: StepValues) -> list[str]:
-    """What differs between two steps: `lr 4.53e-05 -> 2.46e-05`."""
-    values = ((item.name, getattr(before, item.name), getattr(after, item.name)) for item in fields(StepValues))
-    return [f"{name} {_short(was)} -> {_short(is_)}" for name, was, is_ in values if was != is_]
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
