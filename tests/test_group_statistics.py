@@ -56,18 +56,16 @@ def expected(
     found: dict[str, Counter[str]] = {}
     for name in (key.removeprefix("model.") for key in after if key.startswith("model.")):
         group = found.setdefault(group_of(name, 2), Counter())
-        weights, old = (side[f"model.{name}"].double() for side in (after, before))
+        weights = after[f"model.{name}"].double()
         m, was = (side[f"optim.{name}.exp_avg"].double() for side in (after, before))
         v = after[f"optim.{name}.exp_avg_sq"].double()
         group["gradient"] += float(((m - 0.9 * was) / 0.1 / clip).square().sum())
         group["weights"] += float(weights.square().sum())
-        group["update"] += float((weights - old).square().sum())
         group["second_moment_max"] = max(group["second_moment_max"], float(v.max()))
     return {
         name: {
             "grad_norm": group["gradient"] ** 0.5,
             "weight_norm": group["weights"] ** 0.5,
-            "update_ratio": (group["update"] / group["weights"]) ** 0.5,
             "second_moment_max": group["second_moment_max"],
         }
         for name, group in found.items()

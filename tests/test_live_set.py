@@ -140,7 +140,7 @@ def test_steps_are_replayed_with_the_values_they_had(lab: Any, helpers: Any, run
     second = ("set", {"changes": [ramped("optimizer.weight_decay=0.02", "4 steps")], "reason": ""})
     lab.train(config, expect=75, variables=scripted({2: [first], 10: [("stop", {})]}))
     with config.open("a") as file:
-        file.write('\n[[timeline]]\nat = "6 steps"\nallow_jump = true\noptimizer.lr_scale = 0.5\n')
+        file.write('\n[[timeline]]\nat = "6 steps"\noptimizer.lr_scale = 0.5\n')
     lab.train(config, variables=scripted({16: [second]}))
     for start, count in ((0, 6), (8, 14)):
         done = run_command(CLI, "replay", run, "--from", start, "--steps", count)
@@ -161,8 +161,8 @@ def test_what_was_set_stays_where_it_was_set(lab: Any, helpers: Any, run_command
 
     place = 8 * stopped + 16 * (17 - stopped)
     assert timeline(run) == [
-        {"at": "64 samples", "allow_jump": True, "optimizer": {"lr_scale": {"to": 0.5, "over": "64 samples"}}},
-        {"at": f"{place} samples", "allow_jump": True, "optimizer": {"lr_scale": {"to": 0.25}}},
+        {"at": "64 samples", "optimizer": {"lr_scale": {"to": 0.5, "over": "64 samples"}}},
+        {"at": f"{place} samples", "optimizer": {"lr_scale": {"to": 0.25}}},
     ]
     records = helpers.metrics(run)
     scales = [1 - min(0.5, max(0.0, at - 64) / 128) if at <= place else 0.25 for at in (r["consumed"] for r in records)]

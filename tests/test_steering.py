@@ -35,7 +35,7 @@ def recipe(name: str, *overrides: str) -> Config:
 
 def schedule(*entries: dict[str, Any], steps: int = 100, **options: Any) -> Schedule:
     """Steps of 4 samples of 10 tokens."""
-    parsed = [TimelineEntry.model_validate({"allow_jump": True, **entry}) for entry in entries]
+    parsed = [TimelineEntry.model_validate(entry) for entry in entries]
     values: dict[str, Any] = {"curve": "constant", "lr": 1.0, "min_lr": 0.0, "warmup": "0 steps", "decay": None}
     values |= options
     for key in ("warmup", "decay", "decay_length"):
@@ -102,7 +102,7 @@ def test_curves_are_their_closed_forms(
         ("timeline=[{at='9 steps',optimizer={lr={to=1e-5,over='0 steps'}}}]", "optimizer.lr.over = '0 steps'"),
         ("timeline=[{at='9 steps',optimizer={beta=1}}]", "unknown key"),
         ("timeline=[{at=9,optimizer={lr=1e-4}}]", "a bare number has no unit"),
-        ("timeline=[{at='9 steps',allow_jump=true,optimizer={min_lr=1.0}}]", "min_lr = 1 is above optimizer.lr"),
+        ("timeline=[{at='9 steps',optimizer={min_lr=1.0}}]", "min_lr = 1 is above optimizer.lr"),
         ("timeline=[{at='9 steps',checkpoint={every='0 steps'}}]", "0 steps is no length"),
     ],
 )
@@ -168,7 +168,7 @@ def test_values_are_those_of_restarts(entries: list[tuple[int, float]], step: in
 def test_another_floor_without_a_jump(curve: str) -> None:
     options = {"curve": curve, "warmup": "10 steps", "decay_length": "60 steps" if curve == "wsd" else None}
     ramp = {"to": 0.05, "over": "20 steps"}
-    entry = {"at": "70 steps", "allow_jump": False, "optimizer": {"min_lr": ramp}}
+    entry = {"at": "70 steps", "optimizer": {"min_lr": ramp}}
     before, after = schedule(min_lr=0.2, **options), schedule(entry, min_lr=0.2, **options)
     assert lrs(after, *range(1, 71)) == lrs(before, *range(1, 71)) and not after.timeline[0].jumps
     assert lrs(after, *range(90, 101)) == lrs(schedule(min_lr=0.05, **options), *range(90, 101))
@@ -177,7 +177,7 @@ def test_another_floor_without_a_jump(curve: str) -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        "{at='9 steps',allow_jump=true,optimizer={lr=5e-5}}",
+        "{at='9 steps',optimizer={lr=5e-5}}",
         "{at='9 steps',optimizer={lr={from=5e-5,to=1e-4,over='5 steps'}}}",
         "{at='9 steps',optimizer={lr={to=5e-5,over='5 steps'}}}",
         "{at='9 steps',train={grad_clip={to=0.1,over='2 steps'}}}",
@@ -393,7 +393,7 @@ def test_every_key_of_a_step_is_one_of_the_schema() -> None:
     assert {*schema_keys()} >= SCHEDULED | ROUNDING and not SCHEDULED & ROUNDING
 
 
-SCALED = "timeline=[{{at='{}',allow_jump=true,optimizer={{lr_scale=0.5}}}}]"
+SCALED = "timeline=[{{at='{}',optimizer={{lr_scale=0.5}}}}]"
 
 
 @pytest.mark.quick

@@ -193,8 +193,7 @@ class Resume:
             here = [change for change in here if change.kind != DECLARED or change.key == "train.duration"]
         missing = undeclared(here, self._terms.changes, content.consumed) if content.consumed else []  # nothing learned
         wrong = forbidden(content.identity, self._identity, content.cursor)
-        at_once = stands.schedule.jumps_to(self._config.schedule, content.consumed)
-        refuse(str(checkpoint.path), wrong, missing, content.cursor, at_once)
+        refuse(str(checkpoint.path), wrong, missing, content.cursor)
         changed = [change.text for change in changes(wrote, self._config)]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
         return changed, [change.text for change in undeclared(here, (), content.consumed)]

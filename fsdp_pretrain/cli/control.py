@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_pretrain.console import JSON, argument, row, verb
+from fsdp_pretrain.console import JSON, argument, verb
 from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
 from fsdp_pretrain.record.arguments import RUN, seconds
 from fsdp_pretrain.units import human_time
@@ -80,13 +80,12 @@ def _set(args: argparse.Namespace, report: StatusReport) -> int:
     after = steer(config, entry)
     rows = preview(config, after, entry, step=step, consumed=consumed)
     if not args.json:
-        jumps = next((placed.jumps for placed in after.schedule.timeline if placed.entry == entry), ())
         exact = "" if args.at is not None else "; the job acts at the next step that all ranks have before them"
         head = f"{', '.join(changes)} after step {at:_}{exact}"
-        print("\n".join([head, *_table(rows), *(row("jump", str(jump)) for jump in jumps)]), flush=True)
+        print("\n".join([head, *_table(rows)]), flush=True)
     if not args.yes:
         _confirm()
-    answer = _ask(args, report, reason=args.reason, changes=changes, at=args.at, seen=len(config.timeline))
+    answer = _ask(args, report, reason=args.reason, changes=changes, at=args.at)
     _show(args, answer=answer, preview=[asdict(each) for each in rows])
     return 0
 

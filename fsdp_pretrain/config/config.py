@@ -137,7 +137,6 @@ def _build_schedule(
         warmup=optimizer.warmup,
         decay=optimizer.decay,
         warmup_shape=optimizer.warmup_shape,
-        decay_shape=optimizer.decay_shape,
         decay_length=optimizer.decay_length,
         values={
             "optimizer.lr_scale": optimizer.lr_scale,
@@ -182,8 +181,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     timeline = sections.get("timeline")
     if data and train and optimizer and checkpoint and timeline is not None:
         try:
-            schedule = _build_schedule(data, train, optimizer, checkpoint, timeline)
-            yield from schedule.unmeant()
+            _build_schedule(data, train, optimizer, checkpoint, timeline)
         except ValueError as error:
             yield from map(str, error.args)
     asked = data and data.read_timeout

@@ -47,7 +47,7 @@ def read_entry(changes: Sequence[str], schedule: Schedule, *, at: int, reason: s
     Raises:
         ConfigError: it lists every problem.
     """
-    raw: dict[str, Any] = {"at": str(Progress(at, "sample")), "reason": reason, "allow_jump": True}
+    raw: dict[str, Any] = {"at": str(Progress(at, "sample")), "reason": reason}
     keys, known, origin = [text.partition("=")[0].strip() for text in changes], steerable(), dict[str, str]()
     problems = [] if changes else ["nothing to change: give KEY=VALUE"]
     for number, (key, text) in enumerate(zip(keys, changes, strict=True)):

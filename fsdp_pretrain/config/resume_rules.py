@@ -234,16 +234,13 @@ def is_ahead(change: ConfigChange, consumed: int | None) -> bool:
     return consumed is not None and change.at is not None and change.at >= consumed
 
 
-def refuse(
-    where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange], cursor: int, jumps: Sequence[str] = ()
-) -> None:
+def refuse(where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange], cursor: int) -> None:
     """Raise ConfigError, with every change in one report, if there are any.
 
     Args:
         where, cursor: the checkpoint, and the samples read at it.
         forbidden: texts of what may not be changed.
         declared: what `undeclared` found.
-        jumps: what differs at once, from the next step on.
     """
     parts, remedies = [], []
     if forbidden:
@@ -257,7 +254,6 @@ def refuse(
     if declared:
         lines = "\n    ".join(change.text for change in declared)
         parts.append(f"these changes affect what is learned from here on, and need --allow:\n    {lines}")
-        parts += ["from the next step on:\n    " + "\n    ".join(jumps)] if jumps else []
         keys = dict.fromkeys(change.key for change in declared)
         remedies += [change.advice for change in declared if change.advice]
         remedies.append("if it is meant, add:  " + " ".join(f"--allow {key}" for key in keys))

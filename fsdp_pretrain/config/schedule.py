@@ -21,7 +21,7 @@ from fsdp_pretrain.units import Progress
 from .curves import LearningRateCurve
 from .piecewise import Piecewise
 from .sequence_stages import SequenceStages
-from .steering import SteeredValues, StepValues, jumps
+from .steering import SteeredValues, StepValues
 from .timeline import TimelineEntry
 
 
@@ -132,7 +132,6 @@ class Schedule(SteeredValues):
         warmup: Progress,
         decay: Progress | None,
         warmup_shape: str = "linear",
-        decay_shape: str = "1-sqrt",
         decay_length: Progress | None = None,
         values: Mapping[str, Any] | None = None,
         timeline: Sequence[TimelineEntry] = (),
@@ -160,7 +159,7 @@ class Schedule(SteeredValues):
         super().__init__(
             {"optimizer.lr": lr, "optimizer.min_lr": min_lr, **(values or {})},
             timeline,
-            curve=LearningRateCurve(curve, self.warmup, self.decay, self.decay_start, warmup_shape, decay_shape),
+            curve=LearningRateCurve(curve, self.warmup, self.decay, self.decay_start, warmup_shape),
             place=self.samples,
             behind=self.behind,
         )
@@ -202,21 +201,6 @@ class Schedule(SteeredValues):
     def steered(self, values: StepValues) -> dict[str, Any]:
         """Those of a step's values, besides the learning rate, that change in the course of the run."""
         return {name: getattr(values, name) for name in self.names}
-
-    def jumps_to(self, other: Schedule, consumed: int) -> list[str]:
-        """What differs at once if the step after `consumed` samples is of another schedule instead of this one."""
-        following = consumed + other.batch.batch_at(consumed)
-        return [str(jump) for jump in jumps(self.values_at(following), other.values_at(following))]
-
-    def unmeant(self) -> list[str]:
-        """Jumps of the timeline that no entry says are meant, one sentence each."""
-        return [
-            f"timeline, {placed.entry}: {jump} jumps in one step; ramp it with `over`, or say that it is meant with "
-            "allow_jump = true"
-            for placed in self.timeline
-            for jump in placed.jumps
-            if not jump.meant
-        ]
 
     def due(self, every: Progress | None, *, step: int, before: int, after: int) -> bool:
         """Whether step number `step`, which took `consumed` from `before` to `after`, completed an interval."""

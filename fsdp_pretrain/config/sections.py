@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -26,17 +25,6 @@ from .base import (
     Share,
     unique_names,
 )
-
-
-def _compiles(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
-    return pattern
-
-
-Pattern = Annotated[str, AfterValidator(_compiles)]
 
 
 class RunSection(Section):
@@ -72,23 +60,17 @@ class BatchRampSection(Section):
         return self
 
 
+SMALLEST_SCALE = 1.0
+"""Of the fp16 loss. A run that keeps overflowing at it ends with exit 93."""
+
+
 class LossScaleSection(Section):
     """Dynamic loss scaling of fp16, see training.md."""
 
-    first: AboveZero = 65536.0
+    first: Annotated[float, Field(strict=False, ge=1)] = 65536.0
     """First scale."""
     window: Positive = 2000
     """Steps without overflow after which the scale doubles. tr8-104B used 500, GLM-130B 200."""
-    hysteresis: Positive = 2
-    """Overflows within a window before the scale is halved."""
-    min: AboveZero = 1.0
-    """Smallest scale. A run that keeps overflowing at it ends with exit 93."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> LossScaleSection:
-        if self.min > self.first:
-            raise ValueError(f"min = {self.min} is above first = {self.first}")
-        return self
 
 
 class TrainSection(Section):
@@ -132,21 +114,17 @@ class OptimizerSection(Section):
     decay: Length | None = None
     """Where the curve reaches `min_lr`, counted from the start of the run. Default: `train.duration`."""
     decay_length: Length | None = None
-    """For `wsd`: length of the decay, which ends at `decay`."""
-    decay_shape: Literal["1-sqrt", "linear"] = "1-sqrt"
-    """For `wsd`: share of the way to `min_lr` after a share x of the decay: the root of x, or x."""
+    """For `wsd`: length of the decay, which ends at `decay`. After a share x of it, the root of x is done."""
     betas: Betas = (0.9, 0.95)
     """AdamW betas."""
     eps: AboveZero = 1e-8
     """AdamW epsilon."""
     weight_decay: NotNegative = 0.1
-    """Decoupled weight decay."""
+    """Decoupled weight decay of all parameters but biases and the weights of norms."""
     embedding_shrink: Share = 1.0
     """Factor of the gradient of the embedding table; 1: off."""
     shrink_paths: Literal["input", "both"] = "both"
     """Those through the `input` only, or also those through the logits of a tied table."""
-    no_decay: list[Pattern] = ["bias$", "norm.*\\.weight$"]
-    """Regular expressions; parameters whose name matches one get no weight decay."""
 
     @model_validator(mode="after")
     def _one_curve(self) -> OptimizerSection:
@@ -205,8 +183,6 @@ class CheckpointSection(Section):
     """Consecutive failed saves after which the run stops with exit 93."""
     retry: Seconds = Seconds(10)
     """Pause before a failed save is retried; doubles with every further failure."""
-    max_age: Seconds | None = None
-    """How long training may continue without a new verified checkpoint; then exit 93. Default: no limit."""
 
     @property
     def kept_intervals(self) -> list[Progress]:

@@ -6,9 +6,8 @@ at `at` itself are the last of before, and a ramp over n reaches its end at `at`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from math import inf
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from fsdp_pretrain.units import Progress
@@ -17,8 +16,6 @@ from .curves import LearningRateCurve
 from .piecewise import Piecewise
 from .timeline import Change, TimelineEntry
 
-_LARGEST_JUMP = 0.1
-"""Share of a value that an entry may change at once without saying so."""
 _LR, _MIN_LR, _SHRINK = "optimizer.lr", "optimizer.min_lr", "optimizer.embedding_shrink"
 _SAVES = "checkpoint.every"
 _OF_STEP = {
@@ -53,29 +50,11 @@ class StepValues:
 
 
 @dataclass(frozen=True)
-class Jump:
-    """A value that differs between the steps before and after a place. `share`: of the value before, None: a choice."""
-
-    key: str
-    before: Any
-    after: Any
-    share: float | None
-    meant: bool
-    """It is small, or the entry says that it is meant."""
-
-    def __str__(self) -> str:
-        """`lr 4.53e-05 -> 2.46e-05 (-45.7%)`."""
-        percent = "" if self.share in (None, inf) else f" ({self.share:+.1%})"
-        return f"{self.key} {_short(self.before)} -> {_short(self.after)}{percent}"
-
-
-@dataclass(frozen=True)
 class Placed:
-    """A timeline entry and its place in samples; `jumps` are of all entries of this place."""
+    """A timeline entry and its place in samples."""
 
     at: int
     entry: TimelineEntry
-    jumps: tuple[Jump, ...] = ()
 
 
 class SteeredValues:
@@ -113,8 +92,8 @@ class SteeredValues:
         self._of_step = [(key.partition(".")[2], self._values[key]) for key in _OF_STEP]
         self.names = tuple(key.partition(".")[2] for key in _OF_STEP if key in steered)
         """Fields of `StepValues` that change, besides `lr`."""
-        self.timeline = [Placed(at, entry, tuple(self._jumps(at, placed))) for at, entry in placed]
-        """The entries in order, with their places and what jumps there."""
+        self.timeline = [Placed(at, entry) for at, entry in placed]
+        """The entries in order, with their places."""
 
     def _change(self, along: Piecewise[Any], at: int, value: Any) -> None:
         """A ramp that is over when the next step ends is a change at once."""
@@ -148,40 +127,3 @@ class SteeredValues:
     def marks(self) -> list[int]:
         """Where something changes, and where ramps end."""
         return sorted({mark for along in self._values.values() for mark in along.marks})
-
-    # ------------------------------------------------------------------ continuity
-
-    def _jumps(self, at: int, placed: Sequence[tuple[int, TimelineEntry]]) -> Iterator[Jump]:
-        """What jumps at a place; at the beginning of the run, nothing can."""
-        if at == 0:
-            return
-        here = [entry for place, entry in placed if place == at]
-        meant = any(entry.allow_jump for entry in here)
-        begun = {key.partition(".")[2] for entry in here for key, value in entry.changes() if _begins(value)}
-        begun |= {"lr"} if {"min_lr", "lr_scale"} & begun else set()
-        for jump in jumps(self.values_at(at), self.values_at(at, behind=True)):
-            yield replace(jump, meant=jump.meant or meant or jump.key in begun)
-
-
-def jumps(before: StepValues, after: StepValues) -> Iterator[Jump]:
-    """What differs between two steps; meant if it is small, or a choice."""
-    for item in fields(StepValues):
-        was, is_ = getattr(before, item.name), getattr(after, item.name)
-        if was != is_:
-            share = _share(was, is_)
-            yield Jump(item.name, was, is_, share, share is None or abs(share) <= _LARGEST_JUMP)
-
-
-def _begins(value: Any) -> bool:
-    return isinstance(value, Change) and value.from_ is not None
-
-
-def _share(before: Any, after: Any) -> float | None:
-    """Relative change; None: they are no numbers."""
-    if not isinstance(before, float | int):
-        return None
-    return float(after) / before - 1 if before else inf
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -99,8 +99,6 @@ class TimelineEntry(Section):
     """Place in training: steps, samples or tokens since the beginning."""
     reason: str = ""
     """Why, for the chronicle."""
-    allow_jump: bool = False
-    """Jumps of more than 10% of a value are meant; else they are errors, unless a ramp has a `from`."""
     optimizer: OptimizerTimeline = OptimizerTimeline()
     """New values of `[optimizer]`, as `optimizer.lr = 4e-5` or `optimizer.lr = { to = 4e-5, over = "500 steps" }`."""
     train: TrainTimeline = TrainTimeline()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from fsdp_pretrain import statistics
 from fsdp_pretrain.config.operations import HealthSection
+from fsdp_pretrain.config.sections import SMALLEST_SCALE
 from fsdp_pretrain.record.step_record import HealthFinding
 from fsdp_pretrain.severity import Severity
 
@@ -244,8 +245,7 @@ class LossSpikeRule:
 class LossScaleRule:
     """The fp16 loss scale: `scale/collapse`. Decreasing from an initial value that is too high is not a collapse."""
 
-    def __init__(self, smallest: float) -> None:
-        self._smallest = smallest
+    def __init__(self) -> None:
         self._scales: deque[float] = deque(maxlen=_BLOCKS * _BLOCK)
         self._good, self._settled = 0, False
         self.at_min = 0  # steps in a row that overflowed at the smallest scale
@@ -253,7 +253,7 @@ class LossScaleRule:
 
     def step(self, step: int, scale: float, overflow: bool) -> list[HealthFinding]:
         """Add the loss scale of a step, and whether it overflowed."""
-        self.at_min = self.at_min + 1 if overflow and scale <= self._smallest else 0
+        self.at_min = self.at_min + 1 if overflow and scale <= SMALLEST_SCALE else 0
         self._good = 0 if overflow else self._good + 1
         self._settled |= self._good >= 20
         if not self._settled:

@@ -50,7 +50,6 @@ class Branch:
             skip=str(self.skip) if self.skip else None,
             changes=_changes(self.before, self.after),
             since_checkpoint=_changes(load_recorded(self.checkpoint.path / CONFIG), self.after),
-            jumps=self.before.schedule.jumps_to(self.after.schedule, self.state.consumed),
         )
 
 
@@ -157,7 +156,6 @@ def render(report: BranchReport) -> list[str]:
     lines += [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report.changes or ["none"])]
     other = [text for text in report.since_checkpoint if text not in report.changes]
     lines += [f"  {'earlier' if not at else '':11} {text} (since the checkpoint)" for at, text in enumerate(other)]
-    lines += [f"  {'jump' if not at else '':11} {text}" for at, text in enumerate(report.jumps)]
     return lines
 
 

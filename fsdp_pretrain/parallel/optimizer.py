@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from fsdp_pretrain.config.sections import LossScaleSection, OptimizerSection
-from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.config.sections import SMALLEST_SCALE, LossScaleSection, OptimizerSection
 
 from .mesh import local_part
 
+_HYSTERESIS = 2
+"""Overflows within a window before the loss scale is halved."""
 
-def parameter_groups(model: nn.Module, patterns: list[str]) -> tuple[list[str], list[str]]:
-    """Names of the parameters with and without weight decay.
 
-    Raises:
-        ConfigError: a pattern that is not a default matches no parameter.
-    """
+def parameter_groups(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Names of the parameters with weight decay; and of those without: biases, and the weights of norms."""
     names = [name for name, _ in model.named_parameters()]
-    # Norms have no bias in some families: a default pattern may match nothing, a configured one may not.
-    defaults = OptimizerSection.model_fields["no_decay"].get_default()
-    for pattern in patterns:
-        if pattern not in defaults and not any(re.search(pattern, name) for name in names):
-            raise ConfigError(
-                f"optimizer.no_decay has {pattern!r}, which matches no parameter",
-                effect="parameters meant to be exempt would decay",
-                remedy=f"names look like {names[0]!r}, {names[-1]!r}",
-            )
-    spared = [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+    spared = [name for name in names if re.search(r"bias$|norm.*\.weight$", name)]
     return [name for name in names if name not in set(spared)], spared
-
-
-@dataclass(frozen=True)
-class AppliedUpdate:
-    """What the fused kernel was called with for some parameters."""
-
-    names: list[str]
-    lr: float
-    weight_decay: float
-    betas: tuple[float, float]
 
 
 class AdamW:
@@ -53,18 +31,13 @@ class AdamW:
 
     Attributes:
         state: by parameter name, {"step", "exp_avg", "exp_avg_sq"}; the moments are sharded like the parameter.
-        applied: how the last step updated which parameters.
-
-    Raises:
-        ConfigError: see `parameter_groups`.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerSection) -> None:
         self._config, self._parameters = config, dict(model.named_parameters())
-        decaying, spared = parameter_groups(model, config.no_decay)
+        decaying, spared = parameter_groups(model)
         self._groups = ((decaying, True), (spared, False))
         self.state: dict[str, dict[str, Tensor]] = {}
-        self.applied: list[AppliedUpdate] = []
 
     @torch.no_grad()
     def step(
@@ -84,12 +57,10 @@ class AdamW:
             skip: the same on every rank, fp32 0-dim: 1 to leave parameters, moments and step counts unchanged, else 0.
                 None never skips.
         """
-        self.applied = []
         decay = self._config.weight_decay if weight_decay is None else weight_decay
         betas = self._config.betas if betas is None else betas
         for names, decays in self._groups:
             used = [name for name in names if self._parameters[name].grad is not None]
-            update = AppliedUpdate(names, lr, decay if decays else 0.0, betas)
             parameters, states = [self._parameters[name] for name in used], [self._state_of(name) for name in used]
             adamw(
                 [local_part(parameter).detach() for parameter in parameters],
@@ -104,12 +75,11 @@ class AdamW:
                 amsgrad=False,
                 beta1=betas[0],
                 beta2=betas[1],
-                lr=update.lr,
-                weight_decay=update.weight_decay,
+                lr=lr,
+                weight_decay=decay if decays else 0.0,
                 eps=self._config.eps,
                 maximize=False,
             )
-            self.applied.append(update)
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -141,8 +111,8 @@ class LossScaler:
     """
 
     def __init__(self, section: LossScaleSection, device: torch.device, state: list[float] | None = None) -> None:
-        self._section = section
-        start = [section.first, section.hysteresis, 0.0]
+        self._window = section.window
+        start = [section.first, _HYSTERESIS, 0.0]
         self._state = torch.tensor(state or start, dtype=torch.float32, device=device)
 
     @property
@@ -157,12 +127,11 @@ class LossScaler:
 
     def advance(self, overflow: Tensor) -> None:
         """Update after a step; `overflow`: 0-dim, the same on every rank, 1 if the step was skipped, else 0."""
-        law = self._section
         scale, left, good = self._state.unbind()
-        halved = torch.where(left > 1, scale, (scale / 2).clamp(min=law.min))
+        halved = torch.where(left > 1, scale, (scale / 2).clamp(min=SMALLEST_SCALE))
         after_overflow = torch.stack((halved, (left - 1).clamp(min=1), torch.zeros_like(good)))
-        doubled = torch.stack((scale * 2, torch.full_like(left, law.hysteresis), torch.zeros_like(good)))
-        after_good = torch.where(good + 1 >= law.window, doubled, torch.stack((scale, left, good + 1)))
+        doubled = torch.stack((scale * 2, torch.full_like(left, _HYSTERESIS), torch.zeros_like(good)))
+        after_good = torch.where(good + 1 >= self._window, doubled, torch.stack((scale, left, good + 1)))
         self._state = torch.where(overflow > 0, after_overflow, after_good)
 
 

@@ -55,7 +55,7 @@ class Plan:
         sources: how often each is read; None if the corpora are not here.
         storage: what sources by URL need, or None.
         schedule: rows of `Schedule.preview`.
-        timeline: what changes in the course of the run, and what of it jumps.
+        timeline: what changes in the course of the run.
         world: on a given number of ranks, or None.
     """
 

@@ -18,14 +18,13 @@ _COLUMNS = {"step": "10_", "consumed": "14_", "cursor": "14_", "tokens": "8", "b
 
 @dataclass(frozen=True)
 class TimelineRow:
-    """A timeline entry, after which step it counts, and what differs at once between that step and the next."""
+    """A timeline entry, after which step it counts."""
 
     step: int
     samples: int
     tokens: int
     text: str
     reason: str
-    jumps: list[str]
 
 
 def entries(config: Config) -> list[TimelineRow]:
@@ -38,7 +37,6 @@ def entries(config: Config) -> list[TimelineRow]:
             tokens=schedule.tokens(placed.at),
             text=placed.entry.keys(),
             reason=placed.entry.reason,
-            jumps=[str(jump) for jump in placed.jumps],
         )
         for placed in schedule.timeline
     ]
@@ -90,11 +88,10 @@ def render_rows(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def render_entries(timeline: Sequence[TimelineRow]) -> Iterator[str]:
-    """The entries of a timeline, each with what jumps."""
+    """The entries of a timeline."""
     for entry in timeline:
         reason = f" ({entry.reason})" if entry.reason else ""
         yield f"  timeline    after step {entry.step:_}, {entry.samples:_} samples: {entry.text}{reason}"
-        yield from (f"  {'':11} jump: {jump}" for jump in entry.jumps)
 
 
 def _text(value: Any) -> str:

@@ -6,9 +6,11 @@ Every warning is based on a real run or on a kernel; none is an error.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.model import AnyModel, GLMModel
+from fsdp_pretrain.config.model import AnyModel, GLMModel, LlamaModel
 from fsdp_pretrain.units import human_bytes, human_count
 
 from .flops import feed_forward
@@ -25,7 +27,40 @@ _LARGEST_FUSED_HEAD = 256
 
 def warnings(config: Config) -> list[str]:
     """Sentences about what is legal but probably unintended."""
-    return [*_shape_warnings(config.model), *_schedule_warnings(config)]
+    return [*_shape_warnings(config.model), *_schedule_warnings(config), *in_vain(config)]
+
+
+def in_vain(config: Config) -> Iterator[str]:
+    """Sentences about what is set and does nothing, or not what it says. Every start shows them."""
+    for key, why in _without_effect(config):
+        section, _, name = key.rpartition(".")
+        holder: Any = config
+        for part in section.split("."):
+            holder = getattr(holder, part)
+        if (value := getattr(holder, name)) != type(holder).model_fields[name].default:
+            shown = "" if isinstance(value, Section) else f" = {value}"
+            yield f"{key}{shown} has no effect {why}: leave it out"
+
+
+def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys that the rest of the configuration gives nothing to do, and why."""
+    optimizer, model = config.optimizer, config.model
+    curve = f"with optimizer.curve = {optimizer.curve}"
+    if optimizer.curve == "constant":
+        yield from (("optimizer.min_lr", curve), ("optimizer.decay", curve))
+    if not optimizer.warmup.value:
+        yield "optimizer.warmup_shape", "without optimizer.warmup"
+    if optimizer.embedding_shrink == 1.0 and all(entry.optimizer.embedding_shrink is None for entry in config.timeline):
+        yield "optimizer.shrink_paths", "without optimizer.embedding_shrink"
+    if config.train.precision != "fp16":
+        yield "train.loss_scale", f"with train.precision = {config.train.precision}"
+    if isinstance(model, LlamaModel) and model.rope_scaling is not None and model.rope_scaling.kind == "linear":
+        yield "model.rope_scaling.original_length", "with model.rope_scaling.kind = linear"
+    if not config.eval.loss_on:
+        for name in ("loss_every", "loss_samples"):
+            yield f"eval.{name}", "without eval.loss_on"
+    if not config.record.aim:
+        yield "record.aim_repo", "without record.aim"
 
 
 def _shape_warnings(model: AnyModel) -> Iterator[str]:
@@ -46,6 +81,8 @@ def _shape_warnings(model: AnyModel) -> Iterator[str]:
             f"ffn / hidden is {ffn / model.hidden:.2f}, where the family has about {usual:.2f}: is ffn = {ffn} left "
             "over from another model? (A run planned as 104B trained 57B parameters this way.)"
         )
+    if model.rows % 64:
+        yield f"the embedding has {model.rows} rows, not a multiple of 64; model.vocab_multiple = 64 is faster on a GPU"
     std, largest = None if isinstance(model, GLMModel) else model.std, (2 / (5 * model.hidden)) ** 0.5
     if std is not None and std > 3 * largest:
         yield (
@@ -73,6 +110,12 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
             f"the learning rate ends at {schedule.lr_at(schedule.total):.3g}, above its floor of "
             f"{config.optimizer.min_lr:.3g}: optimizer.decay is longer than the run; leave it out to end with the run"
         )
+    for placed in schedule.timeline:
+        if placed.at >= schedule.total:
+            yield f"timeline, {placed.entry}: the run has ended by then"
+    saves = config.schedule.save_every(0)
+    if saves.unit == "step" and saves.value > schedule.steps:
+        yield f"checkpoint.every = {saves} is longer than the run: only its end is saved"
 
 
 def memory_warning(total: int, available: int, device: str) -> Iterator[str]:

@@ -22,7 +22,7 @@ Kind = Literal[
     "heldout", "milestone", "profile", "profile-failed", "stop",
     "checkpoint", "checkpoint-deleted", "checkpoint-failed", "checkpoint-late",
     "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "import", "rollback", "fork",
-    "health", "health-again", "health-rollback", "health-skip", "data-read",
+    "health", "health-rollback", "health-skip", "data-read",
     "launch", "restart", "avoid-hosts",
     "eval", "eval-failed", "eval-refused", "eval-retry", "eval-verdict",
     "alarm", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
@@ -32,7 +32,6 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "checkpoint": {"step": int, "seconds": (int, float), "bytes": (int, float)},
     "eval": {"step": int, "scores": dict},
     "health-rollback": {"key": str, "start": int},
-    "health-again": {"step": int, "repeats": bool},
 }
 """Keys and types that programs need in entries of a kind."""
 

@@ -46,7 +46,6 @@ class BranchReport(StateFile):
     skip: str | None
     changes: list[str]
     since_checkpoint: list[str]
-    jumps: list[str] = Field(default_factory=list)  # values that the changes change at once
     abandoned: list[str] = Field(default_factory=list)  # checkpoints moved aside
     config: str = ""  # of a fork: the configuration to start with
     linked: bool = False  # the fork's checkpoint shares its bytes with the parent's

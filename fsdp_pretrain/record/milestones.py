@@ -30,7 +30,7 @@ def milestones(config: Config) -> list[Milestone]:
         full = schedule.batch.stages[-1].consumed
         found.append((full, f"the batch ramp ends: {schedule.batch.full:_} samples a step from here on"))
     for placed in schedule.timeline:
-        facts = "; ".join([placed.entry.keys(), *map(str, placed.jumps), *filter(None, [placed.entry.reason])])
+        facts = "; ".join(filter(None, [placed.entry.keys(), placed.entry.reason]))
         found.append((placed.at + 1, f"timeline: {facts}"))
     found += [(at, f"samples have {length:_} tokens from here on") for at, length in schedule.lengths.changes()]
     return sorted({Milestone(place, text) for place, text in found if 0 < place < schedule.total})

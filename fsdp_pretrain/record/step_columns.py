@@ -52,7 +52,7 @@ class StepColumns(dict[str, Column]):
     """Columns of a segment's metrics by name, one row per record, float64, NaN where a record has no finite value.
 
     Beside those in `_COLUMNS`: `loss/NAME`, `heldout/NAME`, `share/NAME` (mean losses and planned share of a source),
-    `gradient/NAME`, `update/NAME`, `second_moment/NAME` (of a group of parameters).
+    `gradient/NAME`, `second_moment/NAME` (of a group of parameters).
     """
 
     @property
@@ -145,7 +145,6 @@ def _row(record: StepRecord) -> dict[str, float]:
     row |= {f"share/{name}": share for name, share in record.ramps.shares.items()}
     for name, group in (record.groups or {}).items():
         row[f"gradient/{name}"] = group.grad_norm
-        row[f"update/{name}"] = group.update_ratio
         row[f"second_moment/{name}"] = group.second_moment_max
     return {name: math.nan if value is None else value for name, value in row.items()}
 

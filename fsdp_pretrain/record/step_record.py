@@ -108,7 +108,6 @@ class ParameterGroup(_Part):
 
     grad_norm: float | None  # unscaled, before clipping
     weight_norm: float | None  # after the step
-    update_ratio: float | None  # norm of the step's change of the weights, relative to theirs
     second_moment_max: float | None  # of Adam's exp_avg_sq, after the step
 
 
@@ -141,7 +140,6 @@ class StepRecord(_Part):
     mixture: dict[str, float]  # share of each source in the target tokens
     epochs: dict[str, float] = Field(default_factory=dict)  # how often each source was read
     data_digest: str  # of the tokens of the global batch, 16 hex digits
-    data_distance: float | None = None  # of the batch's tokens from those of the first steps, in deviations
     documents: int  # this and the next three: in the batch, see `data.packing.packer`
     separators: int
     adjacent_specials: int

@@ -1,8 +1,7 @@
 """Saves checkpoints during training, and handles failed saves.
 
 A save is started when it is due; its end is noticed through the counts summed in every step, so all ranks act after the
-same step. A failure raises an alarm. Retries block training, with exponential backoff, until too many failed in a row
-or the newest verified checkpoint is too old.
+same step. A failure raises an alarm. Retries block training, with exponential backoff, until too many failed in a row.
 """
 
 from __future__ import annotations
@@ -11,10 +10,10 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from fsdp_pretrain.checkpoint.async_save import Pending
 from fsdp_pretrain.checkpoint.dcp import SaveResult
+from fsdp_pretrain.checkpoint.manager import CheckpointManager
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import StorageError, UserError
@@ -25,19 +24,6 @@ from fsdp_pretrain.units import human_bytes, human_time
 _LONGEST_PAUSE = 300.0
 _PATIENCE = 1.0
 """Seconds of waiting for an earlier save that are worth a journal entry."""
-
-
-class Saver(Protocol):
-    """Makes checkpoints; see `checkpoint.manager.CheckpointManager`. Collective."""
-
-    def save(self, state: TrainState, *, final: bool) -> SaveResult:
-        """Make one while the caller waits. Raises StorageError on every rank."""
-
-    def begin(self, state: TrainState) -> Pending[SaveResult]:
-        """Make one in the background."""
-
-    def renew(self) -> None:
-        """Recover background saving after an unexpected failure."""
 
 
 class Checkpointing:
@@ -56,7 +42,7 @@ class Checkpointing:
         self,
         config: Config,
         world: World,
-        saver: Saver | None,
+        saver: CheckpointManager | None,
         after_save: Callable[[SaveResult], None],
         recorder: Recorder,
         step: int,
@@ -68,11 +54,10 @@ class Checkpointing:
         self._pending: Pending[SaveResult] | None = None
         self._pending_step, self._number, self._reported = step, 0, False
         self._failures, self._retry_at = 0, math.inf
-        self._safe_at = time.monotonic()
         self._stalled = 0.0
 
     @property
-    def _saver(self) -> Saver:
+    def _saver(self) -> CheckpointManager:
         assert self._maker is not None, "a trainer without a saver saves nothing"
         return self._maker
 
@@ -81,11 +66,6 @@ class Checkpointing:
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
-    def exclude_pause(self, seconds: float) -> None:
-        """A pause of training is no wait for saves, and does not age the newest checkpoint."""
-        self.take_stalled()
-        self._safe_at += seconds
-
     @property
     def in_flight(self) -> bool:
         """Whether a background save is running."""
@@ -93,10 +73,10 @@ class Checkpointing:
 
     # ------------------------------------------------------------------ agreed on by all ranks with every step
 
-    def signals(self) -> tuple[int, bool, bool]:
-        """This rank's part: the number of the save its writer has finished (or 0), retry now, overdue.
+    def signals(self) -> tuple[int, bool]:
+        """This rank's part: the number of the save its writer has finished (or 0), retry now.
 
-        The first is summed over the ranks and passed to `all_ended`; the others follow rank 0's clock.
+        The first is summed over the ranks and passed to `all_ended`; the other follows rank 0's clock.
         """
         pending, done = self._pending, 0
         if pending is not None and pending.done:
@@ -104,22 +84,11 @@ class Checkpointing:
             if pending.error is not None and not self._reported:  # the alarm does not wait for the other ranks
                 self._reported = True
                 self._report_failure(self._failures + 1, _cause(pending.error))
-        now, limit = time.monotonic(), self._config.max_age
-        retry = self._world.is_main and now >= self._retry_at
-        overdue = self._world.is_main and limit is not None and now - self._safe_at > limit.value
-        return done, retry, overdue
+        return done, self._world.is_main and time.monotonic() >= self._retry_at
 
     def all_ended(self, total: int) -> bool:
         """Whether the writers of all ranks have finished the save in flight, from the sum of their `signals`."""
         return self._pending is not None and total == self._world.size * self._number
-
-    def refuse_to_go_on(self) -> None:
-        """Raise StorageError: the newest verified checkpoint is older than `checkpoint.max_age`."""
-        raise StorageError(
-            f"no checkpoint was verified for longer than checkpoint.max_age = {self._config.max_age}",
-            effect=f"steps after {self.saved_step} are in no checkpoint",
-            remedy="repair the storage, then start again; training continues from the last checkpoint",
-        ).on_all_ranks()
 
     # ------------------------------------------------------------------ saving
 
@@ -216,7 +185,6 @@ class Checkpointing:
 
     def _succeed(self, step: int, saved: SaveResult) -> None:
         self._failures, self._retry_at, self.saved_step = 0, math.inf, step
-        self._safe_at = time.monotonic()
         manifest = saved.manifest
         consumed = manifest.consumed if manifest is not None else None
         self._recorder.event(

@@ -17,9 +17,8 @@ from functools import partial
 import torch
 
 from data.packing.heldout import open_heldout
-from data.packing.loader import StepBatch, check_batches
+from data.packing.loader import check_batches
 from data.packing.opening import check_supply, open_packer
-from data.packing.position import Position
 from eval import jobs
 from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.manager import CheckpointManager
@@ -39,7 +38,7 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.record import lineage, overrides, run_id
 from fsdp_pretrain.record.arguments import parse_trainer
-from fsdp_pretrain.record.files import RunDir, make_directory
+from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import RunLock
 from fsdp_pretrain.record.overrides import Overrides, load_run
 from fsdp_pretrain.record.requests import Inbox, interrupt_on_signal
@@ -213,9 +212,6 @@ def _train(
             if uploader is not None:
                 uploader.ensure_running()
 
-    unigrams = run_dir.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
-    if unigrams is not None:
-        make_directory(unigrams.parent)
     built = fetching.begin(state) if fetching is not None else lambda _: None
     manager = _manager(subject, recorder.number, guard, health, uploader)
 
@@ -224,12 +220,11 @@ def _train(
         model=model,
         optimizer=optimizer,
         scaler=scaler,
-        data=build_data(config, packer, world, state, unigrams=unigrams, built=built),
+        data=build_data(config, packer, world, state, built=built),
         saves=Checkpointing(config, world, manager, saved, recorder, state.step),
         state=state,
         health=health,
         provenance=provenance(config, world.size),
-        reread=partial(_read_again, config, world),
         heldout=heldout,
         guard=guard,
         on_set=manager.steer,
@@ -284,8 +279,3 @@ def _health(subject: TrainingObjects, segment: int, resumed: Resumed) -> Health:
             exact=exact,
         )
     )
-
-
-def _read_again(config: Config, world: World, before: Position) -> StepBatch:
-    """This rank's share of the batch after a position, with a packer of its own. Raises DataError."""
-    return build_data(config, open_packer(config), world, before).build(before)

@@ -25,6 +25,7 @@ from fsdp_pretrain.launch.outcome import newest_segment
 from fsdp_pretrain.lineage.rollback import abandon_all
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import flops
+from fsdp_pretrain.plan.warnings import in_vain
 from fsdp_pretrain.record import environment as environments
 from fsdp_pretrain.record import exit_intent, lineage, overrides, run_id, state_files, status
 from fsdp_pretrain.record.environment import ENVIRONMENT
@@ -226,6 +227,8 @@ def record_overrides(recorder: Recorder, lasting: Overrides) -> None:
 def record_start(recorder: Recorder, subject: TrainingObjects, parameters: int) -> None:
     """Record what is trained, on what."""
     world, config, device = subject.world, subject.config, flops.device_name(subject.world.device)
+    for warning in in_vain(config):
+        recorder.say(f"warning: {warning}")
     recorder.event(
         "start",
         f"{config.run.name}: {config.model.family} with {human_count(parameters)} parameters "

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from data.packing.loader import StepBatch
@@ -25,8 +24,7 @@ from fsdp_pretrain.errors import DataError, Exit, UserError
 from fsdp_pretrain.health import limits
 from fsdp_pretrain.health.journal import Provenance, record_findings
 from fsdp_pretrain.health.monitor import Health, RollbackRequest
-from fsdp_pretrain.models import Decoder, forward
-from fsdp_pretrain.models.loss import IGNORE
+from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.record.inbox import Request
@@ -39,11 +37,12 @@ from .garbage import collect_garbage, collection_at_steps
 from .group_statistics import GroupStatistics
 from .heldout_loss import HeldOutLoss
 from .live_control import Decided, LiveControl
+from .passes import Passes
 from .profiling import StepProfiler
 from .run_context import RunContext
 from .step_clock import StepClock
 from .step_metrics import IssuedStep, StepRecords
-from .step_sums import StepCounts, StepSums
+from .step_sums import StepCounts
 
 LAG = 2
 """Steps between issuing a step and reading its metrics on the host."""
@@ -61,10 +60,6 @@ class DataStream(Protocol):
         """A batch of the shape due at this position, without targets."""
 
 
-Reread = Callable[[Position], StepBatch]
-"""The position before a batch -> this rank's share of it."""
-
-
 @dataclass
 class AgreedActions:
     """What the ranks agreed on, from the sums of the steps collected since the last actions."""
@@ -74,7 +69,6 @@ class AgreedActions:
     profile: bool = False
     steer: bool = False
     saved: int = 0
-    overdue: bool = False
     rollback: RollbackRequest | None = None
 
 
@@ -90,7 +84,6 @@ class Trainer:
         state: counters to continue from.
         health: judges the steps.
         provenance: names the documents of a batch, for the journal.
-        reread: rebuilds a batch, while `data` may be prefetching others.
         heldout: measures the held-out loss.
         guard: raises UserError if this job may not write into the run directory any more.
         on_set: called on every rank with the configuration after `control set`.
@@ -112,7 +105,6 @@ class Trainer:
         state: TrainState,
         health: Health,
         provenance: Provenance | None = None,
-        reread: Reread | None = None,
         heldout: HeldOutLoss | None = None,
         guard: Callable[[], None] = lambda: None,
         on_set: Callable[[Config], None] = lambda config: None,
@@ -127,7 +119,7 @@ class Trainer:
         compiled = fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, run.heartbeat, compiled=compiled)
         self._profiler = StepProfiler(run)
-        self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
+        self._health, self._provenance, self._heldout = health, provenance, heldout
         self._control, self._on_set = LiveControl(run, guard), on_set
         self.rollback: RollbackRequest | None = None
         self._first = state.step
@@ -135,8 +127,7 @@ class Trainer:
         self._agreed = AgreedActions()
         self._stretches = self._quarantined = 0
         self._data_error: DataError | None = None
-        self._widths = set[int]()
-        self._compiles_anew = compiled and bool(config.data.stages)
+        self._passes = Passes(config, world, model, scaler, run.heartbeat, compiled=compiled)
 
     # ------------------------------------------------------------------ the loop
 
@@ -172,8 +163,6 @@ class Trainer:
                 return self._end_for(agreed.rollback)
             if agreed.profile:
                 self._profiler.agree(self.state.step)
-            if agreed.overdue:
-                self.saves.refuse_to_go_on()
             if self.saves.all_ended(agreed.saved):
                 self._heartbeat.beat(Phase.SAVE)
                 self.saves.finish()
@@ -211,7 +200,7 @@ class Trainer:
         self.saves.finish()
         stop = self._control.hold(pause, self.state.step, self._look_while_held, self._act_while_held)
         seconds = time.perf_counter() - start
-        self.saves.exclude_pause(seconds)
+        self.saves.take_stalled()  # a pause is no wait for saves
         self._clock.go_on(seconds)
         return stop
 
@@ -221,12 +210,11 @@ class Trainer:
         if decided.entries:
             self.config = config = self._control.config
             self.schedule = config.schedule
-            self._health.steer(config)
             self._on_set(config)
         return decided
 
     def _look_while_held(self) -> Requests:
-        asked, (_, retry, _) = self.context.inbox.take(), self.saves.signals()
+        asked, (_, retry) = self.context.inbox.take(), self.saves.signals()
         self._profiler.ask(asked.profile)
         return replace(asked, save=asked.save or retry)
 
@@ -241,40 +229,19 @@ class Trainer:
     def _end_for(self, rollback: RollbackRequest) -> Exit:
         """End without saving: the steps since the incident are discarded."""
         self.saves.abandon()
-        self.rollback = replace(rollback, repeats=self._is_reproducible(rollback))
+        self.rollback = rollback
         return Exit.RESUME
-
-    def _is_reproducible(self, rollback: RollbackRequest) -> bool | None:
-        """Whether the last non-finite step is so again when repeated from its batch; None if that cannot be determined.
-
-        Collective; changes no parameter. The parameters are the same except for steps that were in flight, so a cause
-        in the data or the state shows again; a device fault does not.
-        """
-        before, reread = rollback.before, self._reread
-        if before is None or reread is None:
-            return None
-        try:
-            batch = self.world.together(lambda: reread(before))
-        except DataError:
-            return None
-        self._seed_dropout(rollback.end)
-        values = self._enter(batch.position.consumed)
-        sums = self._accumulate(batch, StepCounts.of(batch).sum_over(self.world), values)
-        self._heartbeat.beat(Phase.REDUCE)
-        sums.sum_over(self.world, optim.local_norm(self.model))
-        return bool(sums.not_finite().item())
 
     def step(self) -> None:
         """Issue one optimiser step: read a batch, run its micro-batches, reduce, clip, decide, apply."""
         with self._clock.reading(self.state.step + 1):
             batch = self._next_batch()
         state = TrainState.at(batch.position)
-        self._seed_dropout(state.step)
-        values = self._enter(state.consumed)
+        values = self.schedule.values_at(state.consumed)
         counts = self._sum_counts(batch)
         measures = self._statistics.due(state)
         self._clock.begin_forward()
-        sums = self._accumulate(batch, counts, values)
+        sums = self._passes.run(batch, counts, values)
         self._clock.begin_update()
         norm = optim.local_norm(self.model)
         self._heartbeat.beat(Phase.REDUCE)
@@ -298,12 +265,6 @@ class Trainer:
         self._issued.append(IssuedStep(state, values, times, self._facts(batch, values), *measured))
         self.state = state
 
-    def _enter(self, consumed: int) -> StepValues:
-        """The steered values of the step that brings the counter to `consumed`; the model gets its own."""
-        values = self.schedule.values_at(consumed)
-        self.model.embedding.shrink, self.model.embedding.shrink_head = values.embedding_shrink, values.shrink_head
-        return values
-
     def _measure_heldout(self, state: TrainState) -> Tensor | None:
         """See `HeldOutLoss.measure`; None unless it is due after the step that led to `state`."""
         if self._heldout is None or not self._heldout.due(state):
@@ -325,15 +286,10 @@ class Trainer:
                 self._data_error = error
         return self.data.blank(self.state)
 
-    def _seed_dropout(self, step: int) -> None:
-        """Random numbers of a step depend on (seed, step, rank) alone, so a resume needs no RNG state."""
-        if self.config.model.uses_dropout:
-            torch.manual_seed(((self.config.run.seed * 1_000_003 + step) * 65_537 + self.world.rank) % 2**64)
-
     def _sum_counts(self, batch: StepBatch) -> Tensor:
         """Packed `StepCounts` of all ranks, on the device; periodically with checksums of the parameters."""
         asked = self.context.inbox.take()
-        saved, retry, overdue = self.saves.signals()
+        saved, retry = self.saves.signals()
         counts = replace(
             StepCounts.of(batch),
             stop=asked.stop,
@@ -342,7 +298,6 @@ class Trainer:
             steer=asked.steer,
             without_data=self._data_error is not None,
             saved=saved,
-            overdue=overdue,
         )
         for text in batch.notices:
             self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
@@ -352,60 +307,11 @@ class Trainer:
         due = (self.state.step - self._first) % limits.COMPARE_EVERY in (0, 2)
         return counts.sum_over(self.world, replica_check.checksums(self.model, self.world) if due else None)
 
-    def _accumulate(self, batch: StepBatch, counts: Tensor, values: StepValues) -> StepSums:
-        """Forward and backward of a batch's micro-batches, accumulating gradients; returns what this rank measured.
-
-        Args:
-            batch: this rank's share.
-            counts: packed `StepCounts` of all ranks, on the device.
-            values: steered values of the step.
-        """
-        # Mean over the global batch: FSDP averages gradients over ranks, so each rank's sum is scaled by the world
-        # size and divided by the number of targets, or of samples with targets, of all ranks.
-        divisor = StepCounts.element(counts, "samples" if self.config.data.by_sequence else "targets")
-        factor = self.world.size / divisor.float()
-        if self.scaler is not None:  # as if each micro-batch were averaged separately, or fp16 would underflow
-            factor *= self.scaler.scale * len(batch.micro)
-        sums = StepSums.zeros(len(self.config.data.sources), self.world.device)
-        reshard = self.config.parallel.reshard_after_forward
-        for index, micro in enumerate(batch.micro):
-            self._heartbeat.beat(Phase.LOAD if self._compiles_for(micro.tokens.shape[1]) else Phase.COMPUTE)
-            fsdp.set_last_micro_batch(self.model, index == len(batch.micro) - 1, reshard=reshard)
-            self._micro_step(micro, factor, values.z_loss, sums)
-        return sums
-
-    def _compiles_for(self, width: int) -> bool:
-        """Whether the first pass over samples of this width is to come and compiles: for minutes, which is no hang."""
-        known = width in self._widths
-        self._widths.add(width)
-        return self._compiles_anew and not known
-
-    def _micro_step(self, micro: forward.PackedBatch, factor: Tensor, weight: float, sums: StepSums) -> None:
-        """Forward and backward of one micro-batch; adds what it measures to `sums`.
-
-        Args:
-            factor: multiplies the loss of a target (or a sample's mean loss, if samples are weighted equally).
-            weight: of the z-loss.
-        """
-        device = self.world.device
-        measured = forward.losses(self.model, micro, self.config.data, device, with_penalties=weight > 0)
-        losses, targets = measured.losses.sum(1), (measured.labels != IGNORE).sum(1)
-        objective = losses if measured.penalties is None else losses + weight * measured.penalties.sum(1)
-        means = 1 / targets.clamp(min=1)
-        (objective * (factor * means if self.config.data.by_sequence else factor)).sum().backward()
-        with torch.no_grad():
-            of = micro.sources.to(device, non_blocking=True)
-            sums.losses.index_add_(0, of, losses.double())
-            sums.targets.index_add_(0, of, targets.double())
-            sums.sample_losses.add_((losses * means).double().sum())
-            if measured.penalties is not None:
-                sums.penalties.add_(measured.penalties.double().sum())
-
     def _facts(self, batch: StepBatch, values: StepValues) -> dict[str, Any]:
         """Facts about a batch, its steered values and what runs beside it that need no sum."""
         profiled = self._profiler.beside(batch.position.step)
         beside = [*(["save"] if self.saves.in_flight else []), *profiled, *self.context.beside()]
-        facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
+        facts = {"data_read": asdict(batch.reads), "beside": beside}
         ramps = {"shares": batch.shares, **self.schedule.steered(values)}
         return {"ramps": ramps, "epochs": batch.epochs, **facts}
 
@@ -430,7 +336,6 @@ class Trainer:
             self._agreed.profile |= counts.profile > 0
             self._agreed.steer |= counts.steer > 0
             self._agreed.saved = max(self._agreed.saved, counts.saved)
-            self._agreed.overdue |= counts.overdue > 0
             self._clock.finish(issued.times)
             record = self._records.of(issued)
             self._stretches += record.documents + record.batch  # a document may span several samples

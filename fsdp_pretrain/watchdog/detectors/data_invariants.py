@@ -22,7 +22,6 @@ _RATE_TOKENS, _SEPARATOR_RATE = 1_000_000, 0.2
 _SHARE_STEPS, _SHARE_SCORE, _LEAST_SHARE = 100, 6.0, 0.02
 """A warning if over so many steps a source's share differs from the plan by so many deviations, and by this share."""
 _REMEMBERED = 100_000
-_FAR, _FAR_STEPS, _FAR_LEAST = 5.0, 3, 2
 _EFFECTS = {
     "data-specials": "the model learns doubled separators",
     "data-separators": "the model does not learn where documents end",
@@ -31,13 +30,12 @@ _EFFECTS = {
     "data-separator-rate": "documents are cut, joined or chosen differently than prepared",
     "data-share": "the mixture is not the one that was configured",
     "data-quarantined": "they are left out of the loss; at {most:.2g} of all stretches the run stops",
-    "data-distance": "the ids may be shifted, or the text is of another kind",
 }
 
 
 class DataInvariantDetector(Detector):
     """Alarms `data-specials`, `data-separators`, `data-separator-rate`, `data-share/SOURCE`, `data-repeated`,
-    `data-cursor`, `data-quarantined` and `data-distance`.
+    `data-cursor` and `data-quarantined`.
 
     rates: documents per packed token of every source; filled while the watchdog runs.
     row: tokens of text in a sample (`data.row`).
@@ -64,7 +62,6 @@ class DataInvariantDetector(Detector):
         self._expected = 0.0
         self._shares: deque[tuple[float, dict[str, float], dict[str, float]]] = deque(maxlen=_SHARE_STEPS)
         self._stretches = self._quarantined = 0
-        self._far: deque[bool] = deque(maxlen=_FAR_STEPS)
 
     def step(self, record: StepRecord) -> None:
         """Judge a record, and compare it with earlier ones."""
@@ -78,7 +75,6 @@ class DataInvariantDetector(Detector):
         self._judge_repeats(record)
         self._judge_shares(record)
         self._judge_quarantined(record)
-        self._judge_distance(record)
 
     def _wrong(self, severity: Severity, key: str, summary: str) -> None:
         effect = _EFFECTS[key.partition("/")[0]].format(most=self._max_quarantined)
@@ -158,14 +154,3 @@ class DataInvariantDetector(Detector):
             severity = Severity.WARN if share > self._max_quarantined / 10 else Severity.INFO
             text = f"{self._quarantined} of {self._stretches} stretches of documents failed the packer's checks"
             self._wrong(severity, "data-quarantined", text)
-
-    def _judge_distance(self, record: StepRecord) -> None:
-        far = record.data_distance
-        if far is None:
-            return
-        self._far.append(far > _FAR)
-        if sum(self._far) >= _FAR_LEAST:
-            text = f"its tokens are {far:.0f} deviations away from those of the run's first steps"
-            self._wrong(Severity.WARN, "data-distance", text)
-        elif not any(self._far):
-            self.resolve("data-distance", "tokens are as in the run's first steps again")

@@ -70,10 +70,6 @@ class Snapshot:
     group_grad_norms: dict[str, float] = field(
         default_factory=dict, metadata=_metric("group_grad_norm", "The same by group of parameters.", "group")
     )
-    group_update_ratios: dict[str, float] = field(
-        default_factory=dict,
-        metadata=_metric("group_update_ratio", "Norm of an update relative to the weights', by group.", "group"),
-    )
     skipped_steps: int | None = _scalar("skipped_steps_total", "Steps whose update was skipped.")
     open: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(Severity.__members__, 0),
@@ -84,9 +80,7 @@ class Snapshot:
         """Take over the statistics of groups, if a record has them."""
         if record.groups is not None:
             norms = {name: group.grad_norm for name, group in record.groups.items()}
-            ratios = {name: group.update_ratio for name, group in record.groups.items()}
             self.group_grad_norms = {name: value for name, value in norms.items() if value is not None}
-            self.group_update_ratios = {name: value for name, value in ratios.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """JSON values, without unknown values and those that JSON cannot hold (a non-finite loss)."""
