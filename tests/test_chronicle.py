@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from records import step_record
 
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record import lineage, state_files
-from fsdp_pretrain.record.files import RunDir, stamp
-from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.record.milestones import milestones
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.journal import Journal, who
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.train.environment import compare
 
@@ -75,34 +73,16 @@ def test_another_corpus_is_told(tmp_path: Path) -> None:
     assert found == (1, ['corpora.web: "f1" -> "f2"', 'corpora.code: absent -> "f3"'])
 
 
-@pytest.mark.shows("B7", "D24")
-def test_milestones_are_the_ends_of_ramps() -> None:
-    """tr1-13B: warm-up ends where its configuration says, not where its operators believed."""
-    config = load(ROOT / "configs/runs/tr1-13b.toml")
-    found = milestones(config)
-    assert found == sorted(found)
-    texts = {text: place for place, text in found}
-    (warm,) = [place for text, place in texts.items() if text.startswith("the warm-up ends")]
-    (full,) = [place for text, place in texts.items() if text.startswith("the batch ramp ends")]
-    assert config.schedule.batch.step_at(warm) == 8641
-    assert config.schedule.batch.step_at(full) == 23456
-
-
-def test_the_journal_is_searched_and_followed(
-    tmp_path: Path, run_command: Any, start_command: Any, helpers: Any
-) -> None:
+def test_the_journal_is_searched(tmp_path: Path, run_command: Any) -> None:
     run = RunDir(tmp_path)
     run.segment(1).mkdir(parents=True)
     writer = Journal(run, 1)
     for kind in ("start", "checkpoint", "stop"):
         writer.write(kind, f"a {kind}")
-    time.sleep(0.002)
-    between = stamp(time.time())
-    time.sleep(0.002)
-    noted = run_command(CLI, "note", tmp_path, "gradients look odd", "--step", 7, "--author", "kim")
+    noted = run_command(CLI, "note", tmp_path, "gradients look odd", "--step", 7)
     assert noted.returncode == 0
     last = json.loads(run.journal.read_text().splitlines()[-1])
-    assert (last["step"], last["by"], last["kind"]) == (7, "kim", "note") and last["host"]
+    assert (last["step"], last["by"], last["kind"]) == (7, who(), "note") and last["host"]
 
     def kinds(*options: object) -> list[str]:
         done = run_command(CLI, "journal", tmp_path, "--json", *options)
@@ -110,22 +90,8 @@ def test_the_journal_is_searched_and_followed(
         return [json.loads(line)["kind"] for line in done.stdout.splitlines()]
 
     assert kinds("--kind", "stop", "--kind", "start") == ["start", "stop"]
-    assert kinds("--since", between) == ["note"]
-    assert kinds("--since", "1 h") == ["start", "checkpoint", "stop", "note"]
-    assert kinds("--since", "2100-01-01") == []
-    refused = run_command(CLI, "journal", tmp_path, "--since", "yesterday")
-    assert refused.returncode == 78 and "neither a time" in refused.stderr
     refused = run_command(CLI, "journal", tmp_path, "--kind", "stops")
     assert refused.returncode == 78 and "'stops' (choose from" in refused.stderr and "'stop'" in refused.stderr
-    out = tmp_path / "out"
-    following = start_command(CLI, "journal", tmp_path, "--follow", "--kind", "alarm", log=out)
-    writer.write("alarm", "first")
-    helpers.wait_for(lambda: out.exists() and "first" in out.read_text(), what="the first alarm")
-    writer.write("alarm", "second")
-    helpers.wait_for(lambda: "second" in out.read_text(), what="the second alarm")
-    assert "checkpoint" not in out.read_text()
-    following.signal(2)
-    assert following.wait() == 130
 
 
 @pytest.mark.parametrize(

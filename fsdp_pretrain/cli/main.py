@@ -7,11 +7,7 @@ A handler imports what it runs, see `fsdp_pretrain.console`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
-import time
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +15,7 @@ from fsdp_pretrain.console import JSON, CommandLine, argument, positive, row, ve
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.arguments import RUN, SEGMENT
-from fsdp_pretrain.record.files import stamp
-from fsdp_pretrain.units import Seconds, human_bytes
+from fsdp_pretrain.units import human_bytes
 
 from . import alarms, checkpoints, init, launch, plan, steps, trackers
 from .control import control
@@ -122,41 +117,27 @@ def _fork(args: argparse.Namespace) -> int:
     "runs/quickstart/run --step 120 --text",
     RUN,
     argument("--step", type=positive, required=True, help="optimiser step, from 1"),
-    argument("--before", type=positive, default=0, metavar="K", help="also the K steps before it"),
-    argument("--after", type=positive, default=0, metavar="K", help="also the K steps after it"),
     SEGMENT,
     argument("--rank", type=int, help="only the samples of this rank"),
     argument("--sample", type=int, help="only the sample with this index"),
     argument("--text", action="store_true", help="show the text of every piece"),
     argument("--ids", action="store_true", help="show the token ids, the last of which is only a label"),
-    argument("--json", action="store_true", help="one JSON object per step, each on its line"),
+    argument("--json", action="store_true", help="print JSON"),
 )
 def _where(args: argparse.Namespace) -> int:
     """Which documents a step was trained on: samples, shards, documents, token ranges, text. Proves by the recorded
     digest that it is the batch that was trained. Needs the run directory and the corpora, no GPU."""
     from fsdp_pretrain.lineage import provenance
 
-    for number in range(max(1, args.step - args.before), args.step + args.after + 1):
-        step = provenance.trained_step(args.run, number, args.segment)
-        found = provenance.describe_step(step, rank=args.rank, sample=args.sample, text=args.text, ids=args.ids)
-        print(json.dumps(found.model_dump(exclude_unset=True)) if args.json else provenance.render(found))
+    step = provenance.trained_step(args.run, args.step, args.segment)
+    found = provenance.describe_step(step, rank=args.rank, sample=args.sample, text=args.text, ids=args.ids)
+    print(json.dumps(found.model_dump(exclude_unset=True)) if args.json else provenance.render(found))
     return 0
-
-
-def _since(text: str) -> str:
-    """A time or age as a journal timestamp. Raises ArgumentTypeError."""
-    with contextlib.suppress(ValueError):
-        return stamp(time.time() - Seconds.parse(text).value)
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a time such as 2026-06-01T12:00 nor '24 h'") from None
-    return stamp((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp())
 
 
 @verb(
     "journal",
-    "runs/quickstart/run --kind changed --kind stop --since '24 h'",
+    "runs/quickstart/run --kind changed --kind stop",
     RUN,
     argument(
         "--kind",
@@ -165,21 +146,13 @@ def _since(text: str) -> str:
         metavar="KIND",
         help=f"only entries of this kind; repeatable; one of {', '.join(sorted(journal.KINDS))}",
     ),
-    argument(
-        "--since", type=_since, metavar="TIME", help="only entries after a UTC time (2026-06-01T12:00) or within '24 h'"
-    ),
-    argument("--follow", action="store_true", help="keep showing what is added, until interrupted"),
     argument("--json", action="store_true", help="one JSON object per line"),
 )
 def _journal(args: argparse.Namespace) -> int:
     """The chronicle of a run: every start and what changed, every stop and what was at risk, saves, alarms, notes."""
-    damaged: list[bytes] = []
-    known = (entry for entry, _ in journal.entries(args.run.journal, on_damaged=damaged.append))
-    for entry in journal.follow(args.run) if args.follow else known:
-        if (args.kind is None or entry["kind"] in args.kind) and (args.since is None or entry["time"] >= args.since):
-            print(json.dumps(entry) if args.json else journal.render(entry), flush=args.follow)
-    if damaged:
-        print(f"damaged lines, passed over: {len(damaged):_}", file=sys.stderr)
+    for entry in journal.read(args.run):
+        if args.kind is None or entry["kind"] in args.kind:
+            print(json.dumps(entry) if args.json else journal.render(entry))
     return 0
 
 
@@ -224,11 +197,10 @@ def _report(args: argparse.Namespace) -> int:
     RUN,
     argument("text"),
     argument("--step", type=positive, help="step that the note is about"),
-    argument("--author", default=journal.who(), help="author of the note (default: you)"),
 )
 def _note(args: argparse.Namespace) -> int:
     """Add a line to the chronicle."""
-    journal.add(args.run, "note", args.text, by=args.author, **({} if args.step is None else {"step": args.step}))
+    journal.add(args.run, "note", args.text, by=journal.who(), **({} if args.step is None else {"step": args.step}))
     print(f"noted in {args.run.journal}")
     return 0
 

@@ -9,8 +9,7 @@ import getpass
 import json
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,7 +19,7 @@ from .files import AppendFile, RunDir, json_object, now, read_lines, seconds_of
 
 Kind = Literal[
     "start", "fresh", "ready", "resume", "changed", "overrides", "skip", "control",
-    "heldout", "milestone", "profile", "profile-failed", "stop",
+    "heldout", "profile", "profile-failed", "stop",
     "checkpoint", "checkpoint-deleted", "checkpoint-failed", "checkpoint-late",
     "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "import", "rollback", "fork",
     "health", "health-again", "health-rollback", "health-skip", "data-read",
@@ -29,7 +28,6 @@ Kind = Literal[
     "alarm", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
 ]  # fmt: skip
 KINDS: tuple[str, ...] = get_args(Kind)
-_POLL_SECONDS = 0.5
 _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "checkpoint": {"step": int, "seconds": (int, float), "bytes": (int, float)},
     "eval": {"step": int, "scores": dict},
@@ -94,11 +92,9 @@ def render(entry: dict[str, Any]) -> str:
     return f"- {entry['time'][:19].replace('T', ' ')} **{entry['kind']}**{step} {entry['text']}{by}"
 
 
-def entries(
-    path: Path, offset: int = 0, *, on_damaged: Callable[[bytes], object] = lambda line: None
-) -> Iterator[tuple[dict[str, Any], int]]:
+def entries(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
     """The entries of a journal with their offsets, see `files.read_lines`."""
-    return read_lines(path, _entry, offset, on_damaged=on_damaged)
+    return read_lines(path, _entry, offset)
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:
@@ -126,13 +122,3 @@ def lost_optimizer(run: RunDir, segment: int, step: int) -> bool:
     """Whether a start that continued from a step began with a fresh optimizer."""
     resumed = [entry for entry in of_kind(read(run), "resume") if entry.get("segment") == segment]
     return any(entry.get("step") == step and entry.get("optimizer") is False for entry in resumed)
-
-
-def follow(run: RunDir) -> Iterator[dict[str, Any]]:
-    """All entries, then new ones as they are added; never ends."""
-    offset = 0
-    while True:
-        for entry, behind in entries(run.journal, offset):
-            offset = behind
-            yield entry
-        time.sleep(_POLL_SECONDS)
