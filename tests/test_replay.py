@@ -15,7 +15,7 @@ from records import step_record
 
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.steering import StepValues
-from fsdp_pretrain.replay.comparison import ReplayReport, compare, render
+from fsdp_pretrain.replay.comparison import difference
 
 NOISE, BAD = 291, 28
 """A document of random tokens, and the step that trains on it."""
@@ -35,17 +35,25 @@ def files(run: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.fixture
-def replay(run_command: Run) -> Callable[..., dict[str, Any]]:
-    """`replay(run, "--from", 8)` is the report; checks that the exit code says whether all steps are equal."""
+def replay(run_command: Run) -> Callable[..., tuple[dict[int, str], str]]:
+    """`replay(run, "--from", 8)` is what each step differs in, and the output; checks its end and the exit code."""
 
-    def replay_(run: Path, *arguments: object) -> dict[str, Any]:
-        done = run_command(CLI, "replay", run, *arguments, "--json")
+    def replay_(run: Path, *arguments: object) -> tuple[dict[int, str], str]:
+        done = run_command(CLI, "replay", run, *arguments)
         assert done.returncode in (0, 1) and done.stdout, done.stderr
-        report: dict[str, Any] = json.loads(done.stdout)
-        assert done.returncode == int(any(step["differs"] for step in report["steps"]))
-        return report
+        return verdicts(done.stdout, done.returncode), done.stdout
 
     return replay_
+
+
+def verdicts(shown: str, code: int) -> dict[int, str]:
+    """What each step of a table differs in; its last line and the exit code must agree with it."""
+    rows = [line.split() for line in shown.splitlines() if line.split()[0].isdecimal()]
+    found = {int(row[0]): row[-1] for row in rows}
+    first = next(((step, differs) for step, differs in found.items() if differs != "equal"), None)
+    last = "equal" if first is None else f"{first[1]} differs first, in step {first[0]}"
+    assert shown.endswith(f"\n{last}\n") and code == int(first is not None), shown
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +87,9 @@ def test_beside_a_live_run_nothing_is_touched(
     helpers.wait_for(lambda: (run / "checkpoints/step-00000008/verified.json").exists())
     monkeypatch.delenv("EXECUTE_FIRST")
     before, beside = files(run), {path.name for path in lab.path.iterdir()}
-    report = replay(run, "--from", 4, "--steps", 50)
-    assert [(step["step"], step["differs"]) for step in report["steps"]] == [(at, None) for at in (5, 6, 7, 8)]
-    shown = render(ReplayReport.model_validate(report))
-    assert "4 of the 50 steps that were asked for" in shown and shown.endswith("\nequal")
+    found, shown = replay(run, "--from", 4, "--steps", 50)
+    assert found == dict.fromkeys((5, 6, 7, 8), "equal")
+    assert "4 of the 50 steps that were asked for" in shown
     assert files(run) == before and {path.name for path in lab.path.iterdir()} == beside
     gate.touch()
     assert job.wait() == [0]
@@ -95,7 +102,7 @@ def test_four_ranks_repeat_themselves(lab: Any, helpers: Any, start_command: Any
         parallel={"shard": 2}, train={"duration": "8 steps", "micro_batch": 1}, checkpoint={"every": "4 steps"}
     )
     lab.train(config, ranks=4)
-    request = {"run": str(lab.path / "run"), "start": 4, "steps": 4, "json_output": True}
+    request = {"run": str(lab.path / "run"), "start": 4, "steps": 4}
     port = free_port()
     ranks = [
         start_command("fsdp_pretrain.replay", json.dumps(request), environment=as_rank(rank, 4, 4, port))
@@ -103,10 +110,10 @@ def test_four_ranks_repeat_themselves(lab: Any, helpers: Any, start_command: Any
     ]
     codes = [rank.wait() for rank in ranks]
     assert codes == [0] * 4, ranks[0].output()
-    report = json.loads(ranks[0].output()[0])
-    assert [step["differs"] for step in report["steps"]] == [None] * 4 and not report["circumstances"]
-    trained = [record["grad_norm"] for record in helpers.metrics(lab.path / "run")[4:]]
-    assert [step["grad_norm"] for step in report["steps"]] == trained
+    shown = ranks[0].output()[0]
+    assert verdicts(shown, 0) == dict.fromkeys((5, 6, 7, 8), "equal") and "not as recorded" not in shown
+    for record in helpers.metrics(lab.path / "run")[4:]:
+        assert f"{record['grad_norm']:.6g}" in shown
 
 
 @pytest.mark.slow
@@ -127,8 +134,7 @@ def test_a_branch_that_was_left_is_replayed(trained: Path, tmp_path: Path, run_c
     assert run_command(CLI, "rollback", run, "--to", 8).returncode == 0
     refused = run_command(CLI, "replay", run, "--from", 16)
     assert refused.returncode == 78 and "segments that have it: 1" in refused.stderr
-    report = replay(run, "--from", 16, "--steps", 2, "--segment", 1)
-    assert not any(step["differs"] for step in report["steps"]) and report["segment"] == 1
+    assert replay(run, "--from", 16, "--steps", 2, "--segment", 1)[0] == dict.fromkeys((17, 18), "equal")
 
 
 # ---------------------------------------------------------------------- what differs first
@@ -137,12 +143,12 @@ def test_a_branch_that_was_left_is_replayed(trained: Path, tmp_path: Path, run_c
 @pytest.mark.shows("B12")
 def test_a_bad_document_is_bad_in_another_precision_too(trained: Path, replay: Any) -> None:
     """Its step is equal to the bit; in another precision nothing is, and its loss is as high again."""
-    same = replay(trained, "--from", 24, "--steps", 4)
-    assert {step["differs"] for step in same["steps"]} == {None}
-    other = replay(trained, "--from", 24, "--steps", 4, "--precision", "fp32")
-    assert {step["differs"] for step in other["steps"]} == {"numerics"} and other["precision"] == "fp32"
-    *before, bad = [step["loss"] for step in other["steps"]]
-    assert other["steps"][-1]["step"] == BAD and bad > max(before) + 0.1
+    same, _ = replay(trained, "--from", 24, "--steps", 4)
+    assert same == dict.fromkeys(range(25, BAD + 1), "equal")
+    other, shown = replay(trained, "--from", 24, "--steps", 4, "--precision", "fp32")
+    assert other == dict.fromkeys(range(25, BAD + 1), "numerics")
+    *before, bad = [float(line.split()[1]) for line in shown.splitlines() if line.split()[0].isdecimal()]
+    assert bad > max(before) + 0.1
 
 
 def test_other_tokens_are_named_first(trained: Path, tmp_path: Path, replay: Any) -> None:
@@ -154,8 +160,8 @@ def test_other_tokens_are_named_first(trained: Path, tmp_path: Path, replay: Any
     records[25]["data_digest"], records[26]["lr"] = "0" * 16, 1.0
     records[27]["grad_norm"] = 7.0
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found = replay(run, "--from", 24, "--steps", 4)
-    assert [step["differs"] for step in found["steps"]] == [None, "data", "settings", "numerics"]
+    found, _ = replay(run, "--from", 24, "--steps", 4)
+    assert [*found.values()] == ["equal", "data", "settings", "numerics"]
 
 
 @pytest.mark.slow
@@ -163,22 +169,20 @@ def test_a_device_that_was_wrong_once_is_told(lab: Any, replay: Any, fault: Any)
     fault("gradient", rank="all", steps=[7])
     lab.train(lab.config(train={"duration": "8 steps"}, checkpoint={"every": "4 steps"}))
     fault()
-    report = replay(lab.path / "run", "--from", 4, "--steps", 4)
-    assert [step["differs"] for step in report["steps"]] == [None, None, "numerics", "numerics"]
-    assert report["steps"][2]["recorded_grad_norm"] is None and not report["circumstances"]
+    found, shown = replay(lab.path / "run", "--from", 4, "--steps", 4)
+    assert [*found.values()] == ["equal", "equal", "numerics", "numerics"]
+    assert "not finite" in shown and "not as recorded" not in shown
 
 
-def test_other_settings_are_told_where_they_begin(lab: Any, run_command: Run, replay: Any) -> None:
+def test_other_settings_are_told_where_they_begin(lab: Any, replay: Any) -> None:
     """Of two starts with other values in their own steps: equal up to the second, whatever its file says."""
     config = lab.config(train={"duration": "12 steps"}, checkpoint={"every": "4 steps"})
     lab.train(config, "train.duration=8 steps", "optimizer.decay=12 steps")
     flags = ("--allow", "optimizer")
     lab.train(config, "optimizer.decay=12 steps", "optimizer.weight_decay=0.3", "optimizer.eps=1e-6", flags=flags)
-    report = replay(lab.path / "run", "--from", 4, "--steps", 8)
-    assert [step["differs"] for step in report["steps"]] == [None] * 4 + ["settings"] * 4
-    assert any(text.startswith("from step 9 on, ") and "eps" in text for text in report["circumstances"])
-    shown = run_command(CLI, "replay", lab.path / "run", "--from", 4, "--steps", 8)
-    assert shown.returncode == 1 and shown.stdout.endswith("settings differs first, in step 9\n")
+    found, shown = replay(lab.path / "run", "--from", 4, "--steps", 8)
+    assert [*found.values()] == ["equal"] * 4 + ["settings"] * 4
+    assert any("not as recorded: from step 9 on, " in line and "eps" in line for line in shown.splitlines())
 
 
 UNSTEERED = StepValues(
@@ -203,7 +207,7 @@ UNSTEERED = StepValues(
 def test_the_cause_is_named_before_its_effect(change: dict[str, Any], differs: str | None) -> None:
     pair = [step_record(5), step_record(5, **change)]
     for replayed, recorded in (pair, pair[::-1]):
-        assert compare(replayed, recorded, UNSTEERED).differs == differs
+        assert difference(replayed, recorded, UNSTEERED) == differs
 
 
 @pytest.mark.quick
@@ -216,7 +220,7 @@ def test_settings_are_their_values() -> None:
     ):
         steered, plain = step_record(5, ramps={"shares": {"a": 1.0}, **ramps}), step_record(5)
         for pair in ((steered, plain), (plain, steered)):
-            assert compare(*pair, UNSTEERED).differs == differs
+            assert difference(*pair, UNSTEERED) == differs
 
 
 # ---------------------------------------------------------------------- refused

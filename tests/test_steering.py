@@ -22,7 +22,6 @@ from fsdp_pretrain.config.step_settings import ROUNDING, SCHEDULED, rounding_dif
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.plan import plan
-from fsdp_pretrain.record.milestones import milestones
 from fsdp_pretrain.units import Progress
 
 pytestmark = pytest.mark.quick
@@ -247,9 +246,7 @@ def test_the_glm_timeline_names_every_jump() -> None:
     assert found[23_200] == ["embedding_shrink 0.2104 -> 0.2137 (+1.6%)"]
     assert found[26_000] == ["lr 4.53e-05 -> 2.458e-05 (-45.7%)"]
     assert found[42_700] == ["lr 9.807e-06 -> 6.033e-06 (-38.5%)"]
-    texts = [text for _, text in milestones(recipe("glm-130b"))]
-    assert sum(text.startswith("timeline: ") for text in texts) == len(found) == 9
-    assert any("lr 4.53e-05 -> 2.458e-05 (-45.7%); the loss falls slowly" in text for text in texts)
+    assert len(found) == 9
 
 
 def test_plan_shows_the_steps_around_every_entry(lab: Any) -> None:

@@ -90,7 +90,7 @@ def contents(run: RunDir) -> dict[str, bytes]:
 
 @needs_tmux
 def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: F811
-    """Follows it, fits every size, scrolls, writes nothing, leaves the terminal as it was."""
+    """Follows it, fits every size, writes nothing, leaves the terminal as it was."""
     run, before = written.run, contents(written.run)
     shown = terminal("watch", run.path)
     screen = shown.shows(
@@ -103,7 +103,7 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
         "how bad it is",
     )
     lines = screen.splitlines()
-    assert len(lines) == 24 and max(map(len, lines)) <= 80 and lines[-1].startswith("q quit")
+    assert len(lines) == 24 and max(map(len, lines)) <= 80
     for part in (
         "loss 2.053",
         "gradient norm",
@@ -116,14 +116,9 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
         assert part in screen, screen
     shown.resize(80, 14)
     until(lambda: len(shown.screen().splitlines()) == 14 and "eval @100" not in shown.screen(), what=shown.screen)
-    shown.press(*["Down"] * 12)
-    scrolled = shown.shows("eval @100").splitlines()  # the journal is at the bottom
-    assert len(scrolled) == 14 and "small" not in scrolled[0] and scrolled[-1].startswith("q quit")
-    shown.press(*["Up"] * 20)
-    shown.shows("small  RUNNING")
     assert contents(run) == before
     shown.resize(200, 50)
-    wide = shown.shows("q quit", "pace", "the summary of disk/run", "\x20" * 100)
+    wide = shown.shows("pace", "the summary of disk/run", "\x20" * 100)
     assert len(wide.splitlines()) == 50 and 150 < max(map(len, wide.splitlines())) <= 200
     written.train(10)
     shown.shows("160 of 400", "loss 2.05", "160")
@@ -131,8 +126,8 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
     shown.shows("NO ANSWER", "is gone; waiting for it")
     shutil.move(run.path.with_name("elsewhere"), run.path)
     shown.shows("RUNNING", "160 of 400")
-    shown.press("q")
-    assert "-echo" not in shown.shows("left with 0", "echo") and shown.is_clean()
+    shown.press("C-c")
+    assert "-echo" not in shown.shows("left with 130", "echo") and shown.is_clean()
 
 
 @needs_tmux
@@ -171,7 +166,7 @@ def test_runs_in_a_file(lab: Lab, written: Written, run_command: Run) -> None:
     done = run_command("fsdp_pretrain.cli", "watch", lab.path, COLUMNS="120")
     title, _, worst, best = done.stdout.splitlines()
     assert done.returncode == 2 and "\x1b" not in done.stdout and "2 runs" in title
-    assert worst.split()[:5] == ["small", "running", "150/400", f"{2 + 8 / 150:.4g}", "0.5s"]
+    assert worst.split()[:3] == ["small", "running", "150/400"]
     assert "2m05s" in worst and "2 alarms: disk/run, pace" in worst
     assert best.split()[:3] == ["below/deeper/other", "complete", "20/400"] and "never" in best
 

@@ -49,10 +49,12 @@ def trained(module_lab: Any) -> Path:
 @pytest.fixture(scope="module")
 def steps(trained: Path, run_command: Run) -> list[dict[str, Any]]:
     """Steps 1 to 8 as the command reports them."""
-    arguments = ["--step", 5, "--before", 9, "--after", 3, "--text", "--ids", "--json"]
-    done = run_command("fsdp_pretrain.cli", "where", trained, *arguments)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found = []
+    for step in range(1, 9):
+        done = run_command("fsdp_pretrain.cli", "where", trained, "--step", step, "--text", "--ids", "--json")
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    return found
 
 
 @pytest.mark.shows("B16")

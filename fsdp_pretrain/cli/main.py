@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -118,24 +117,21 @@ def _fork(args: argparse.Namespace) -> int:
     "runs/quickstart/run --step 120 --text",
     RUN,
     argument("--step", type=positive, required=True, help="optimiser step, from 1"),
-    argument("--before", type=positive, default=0, metavar="K", help="also the K steps before it"),
-    argument("--after", type=positive, default=0, metavar="K", help="also the K steps after it"),
     SEGMENT,
     argument("--rank", type=int, help="only the samples of this rank"),
     argument("--sample", type=int, help="only the sample with this index"),
     argument("--text", action="store_true", help="show the text of every piece"),
     argument("--ids", action="store_true", help="show the token ids, the last of which is only a label"),
-    argument("--json", action="store_true", help="one JSON object per step, each on its line"),
+    argument("--json", action="store_true", help="print JSON"),
 )
 def _where(args: argparse.Namespace) -> int:
     """Which documents a step was trained on: samples, shards, documents, token ranges, text. Proves by the recorded
     digest that it is the batch that was trained. Needs the run directory and the corpora, no GPU."""
     from fsdp_pretrain.lineage import provenance
 
-    for number in range(max(1, args.step - args.before), args.step + args.after + 1):
-        step = provenance.trained_step(args.run, number, args.segment)
-        found = provenance.describe_step(step, rank=args.rank, sample=args.sample, text=args.text, ids=args.ids)
-        print(json.dumps(found.model_dump(exclude_unset=True)) if args.json else provenance.render(found))
+    step = provenance.trained_step(args.run, args.step, args.segment)
+    found = provenance.describe_step(step, rank=args.rank, sample=args.sample, text=args.text, ids=args.ids)
+    print(json.dumps(found.model_dump(exclude_unset=True)) if args.json else provenance.render(found))
     return 0
 
 
@@ -154,13 +150,9 @@ def _where(args: argparse.Namespace) -> int:
 )
 def _journal(args: argparse.Namespace) -> int:
     """The chronicle of a run: every start and what changed, every stop and what was at risk, saves, alarms, notes."""
-    damaged: list[bytes] = []
-    known = (entry for entry, _ in journal.entries(args.run.journal, on_damaged=damaged.append))
-    for entry in known:
+    for entry in journal.read(args.run):
         if args.kind is None or entry["kind"] in args.kind:
             print(json.dumps(entry) if args.json else journal.render(entry))
-    if damaged:
-        print(f"damaged lines, passed over: {len(damaged):_}", file=sys.stderr)
     return 0
 
 
@@ -205,11 +197,10 @@ def _report(args: argparse.Namespace) -> int:
     RUN,
     argument("text"),
     argument("--step", type=positive, help="step that the note is about"),
-    argument("--author", default=journal.who(), help="author of the note (default: you)"),
 )
 def _note(args: argparse.Namespace) -> int:
     """Add a line to the chronicle."""
-    journal.add(args.run, "note", args.text, by=args.author, **({} if args.step is None else {"step": args.step}))
+    journal.add(args.run, "note", args.text, by=journal.who(), **({} if args.step is None else {"step": args.step}))
     print(f"noted in {args.run.journal}")
     return 0
 

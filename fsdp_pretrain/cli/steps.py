@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
+from fsdp_pretrain.console import CommandLine, argument, positive, verb
 from fsdp_pretrain.errors import ConfigError, StorageError
 from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
@@ -40,7 +40,6 @@ def _step(text: str) -> int:
     argument("--steps", type=positive, default=1, metavar="N", help="number of steps (default: 1)"),
     argument("--precision", choices=("bf16", "bf16+fp8", "fp16", "fp32"), help="instead of the run's"),
     SEGMENT,
-    JSON,
 )
 def _replay(args: argparse.Namespace) -> int:
     """Train the samples of recorded steps again, from a checkpoint, beside the run, which is not touched, and compare
@@ -56,7 +55,6 @@ def _replay(args: argparse.Namespace) -> int:
         steps=args.steps,
         segment=args.segment,
         precision=args.precision,
-        json_output=args.json,
     )
     window = open_window(request)  # refused here, once, and not on every rank
     begun = environment.view(args.run, window.records[0].segment)

@@ -14,7 +14,7 @@ _LEFT_OUT = ("data", "tokens", "mem", "mfu")
 """What is left out of a line that would be too long, in this order; the metrics record has everything."""
 Tone = Literal["good", "warning", "bad", ""]
 _TONES: dict[str, Tone] = {
-    **dict.fromkeys(("checkpoint", "eval", "milestone", "ready"), "good"),
+    **dict.fromkeys(("checkpoint", "eval", "ready"), "good"),
     **dict.fromkeys(("alarm", "checkpoint-late", "fresh", "health"), "warning"),
     **dict.fromkeys(("health-rollback", "health-skip", "restart", "rollback", "avoid-hosts"), "warning"),
     **dict.fromkeys(("checkpoint-failed", "checkpoint-missing", "checkpoint-rejected", "checkpoint-room"), "bad"),

@@ -138,17 +138,12 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def read_lines(
-    path: Path,
-    parse: Callable[[bytes], T | None],
-    offset: int = 0,
-    holding: bytes = b"",
-    *,
-    on_damaged: Callable[[bytes], object] = lambda line: None,
+    path: Path, parse: Callable[[bytes], T | None], offset: int = 0, holding: bytes = b""
 ) -> Iterator[tuple[T, int]]:
     """Parsed lines of a JSONL file from byte `offset` on, each with the offset after it; none if there is no file.
 
-    Skips lines without the bytes `holding`, and damaged lines (`parse` returns None), for which it calls `on_damaged`.
-    Stops at an unterminated last line: it may still be being written.
+    Skips lines without the bytes `holding`, and damaged lines (`parse` returns None). Stops at an
+    unterminated last line: it may still be being written.
     """
     try:
         file = path.open("rb")
@@ -160,11 +155,7 @@ def read_lines(
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            if holding not in line or not line.strip():
-                continue
-            if (found := parse(line)) is None:
-                on_damaged(line)
-            else:
+            if holding in line and (found := parse(line)) is not None:
                 yield found, offset
 
 

@@ -1,8 +1,7 @@
 """Time accounting of a run: exactly one state at any instant, as a pure function of the record.
 
-Goodput is the share of wall-clock time that contributes to the final weights: steps on the kept line. All other time
-has its own state. Steps that a later start rolled back are lost, including their
-data waits and saves; that is known only later, so past accounts change.
+Goodput is the share of wall-clock time that contributes to the final weights: steps on the kept line. Steps that a
+later start rolled back are lost, including their data waits and saves; that is known only later.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pydantic import BaseModel, PlainSerializer
 from fsdp_pretrain.units import human_count, human_time
 
 from .files import RunDir, stamp
-from .start_history import Start, StartHistory, kept_steps, left_by, read_history
+from .start_history import Start, StartHistory, kept_steps, read_history
 
 Time = Annotated[float, PlainSerializer(stamp)]
 """Seconds since 1970, ISO 8601 in JSON."""
@@ -32,12 +31,10 @@ class State(StrEnum):
     DATA = "data"
     SAVES = "saves"
     HELDOUT = "heldout"
-    PAUSED = "paused"
     LOST = "lost"
     STARTING = "starting"
     STOPPING = "stopping"
-    QUEUED = "queued"
-    UNKNOWN = "unknown"
+    IDLE = "idle"
 
 
 MEANING = {
@@ -45,14 +42,12 @@ MEANING = {
     State.DATA: "waiting for data",
     State.SAVES: "waiting for saves",
     State.HELDOUT: "measuring the held-out loss",
-    State.PAUSED: "held by a person, with `control pause`",
-    State.LOST: "steps that a resume or rollback discarded, or whose update was skipped",
+    State.LOST: "steps that a resume or rollback discarded, whose update was skipped, or whose record is lost",
     State.STARTING: "from the launch to the first step",
-    State.STOPPING: "from the last step until all processes had ended: the last save, or finding out what happened",
-    State.QUEUED: "between starts, waiting for the scheduler or a person",
-    State.UNKNOWN: "gaps without an explanation in the record",
+    State.STOPPING: "from the last step until the end was recorded: the last save, or finding out what happened",
+    State.IDLE: "between starts, waiting for the scheduler or a person; `control pause`",
 }
-_RECOVERY = (State.STARTING, State.STOPPING, State.UNKNOWN)
+_RECOVERY = (State.STARTING, State.STOPPING)
 
 
 class Interruption(BaseModel):
@@ -65,7 +60,6 @@ class Interruption(BaseModel):
         cause: as recorded.
         over: whether training continued.
         recovery_seconds: from the last progress until training continued, without the queue.
-        lost_seconds, lost_steps, lost_tokens: trained by it or earlier starts, and not kept.
     """
 
     time: Time
@@ -75,24 +69,6 @@ class Interruption(BaseModel):
     cause: str
     over: bool = False
     recovery_seconds: float = 0.0
-    lost_seconds: float = 0.0
-    lost_steps: int = 0
-    lost_tokens: int = 0
-
-
-class Saves(BaseModel):
-    """Number of completed saves; mean time that training waited for one, and mean duration of one."""
-
-    count: int
-    block_seconds: float | None
-    seconds: float | None
-
-
-class Damaged(BaseModel):
-    """Skipped parts of the record: number of lines, and problems of files."""
-
-    lines: int
-    files: list[str]
 
 
 class GoodputReport(BaseModel):
@@ -104,6 +80,7 @@ class GoodputReport(BaseModel):
         tokens, tokens_lost: trained since the start or the fork: kept, and lost.
         mfu: median of the kept steps.
         mtti_seconds, mttr_seconds: mean time to interruption, and to recovery.
+        block_seconds, save_seconds: mean time that training waited for a save, and mean duration of one.
         interval_seconds, interval_steps: recommended between saves: sqrt(2 MTTI block), at least as long as a save.
     """
 
@@ -119,10 +96,10 @@ class GoodputReport(BaseModel):
     incidents: list[Interruption]
     mtti_seconds: float | None
     mttr_seconds: float | None
-    saves: Saves
+    block_seconds: float | None
+    save_seconds: float | None
     interval_seconds: float | None
     interval_steps: int | None
-    damaged: Damaged
 
 
 class _Ledger:
@@ -149,11 +126,9 @@ def _divide(history: StartHistory) -> tuple[_Ledger, list[Interruption]]:
     incidents: list[Interruption] = []
     for before, start, after in zip([None, *history.starts], history.starts, [*history.starts[1:], None], strict=False):
         if before is not None:
-            ledger.until(_launch(history, start, before.end), State.QUEUED if before.closed else State.UNKNOWN)
+            ledger.until(_launch(history, start, before.end), State.IDLE if before.closed else State.STOPPING)
         ledger.until(start.connected if start.ready is None else start.ready, State.STARTING)
         _train(ledger, start, kept_steps(history, start))
-        if start.paused is not None:
-            ledger.until(start.paused, State.PAUSED)
         incident = _judge(history, start, after)
         if incident is not None:
             incidents.append(incident)
@@ -183,8 +158,8 @@ def _train(ledger: _Ledger, start: Start, kept: NDArray[np.bool_]) -> None:
         (steps["checkpoint"], kept, State.SAVES),
         (steps["heldout"], kept, State.HELDOUT),
         (steps["iteration"], ~kept, State.LOST),
-        (steps.missing, np.ones_like(kept), State.UNKNOWN),
-        (steps["paused"], np.ones_like(kept), State.PAUSED),
+        (steps.missing, np.ones_like(kept), State.LOST),
+        (steps["paused"], np.ones_like(kept), State.IDLE),
     ):
         ledger.add(float(seconds[rows].sum()), state)
 
@@ -201,19 +176,6 @@ def _judge(history: StartHistory, start: Start, after: Start | None) -> Interrup
     return Interruption(time=start.progress, segment=start.segment, step=step, kind=kind, cause=cause)
 
 
-def _charge(history: StartHistory, incidents: list[Interruption]) -> None:
-    """Add lost steps to the incident before the start that rolled them back."""
-    for start in history.starts:
-        lost, culprit = ~kept_steps(history, start), left_by(history, start)
-        for number in np.unique(culprit[lost]):
-            blamed = [incident for incident in incidents if incident.segment < number]
-            if blamed:
-                mask = lost & (culprit == number)
-                blamed[-1].lost_seconds += float(start.steps["iteration"][mask].sum())
-                blamed[-1].lost_steps += int(mask.sum())
-                blamed[-1].lost_tokens += int(start.steps["tokens"][mask].sum())
-
-
 def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> GoodputReport | None:
     """The account of a run; None if it was never started. `shown` may wrap the lines in a progress bar."""
     return account(read_history(run, shown))
@@ -224,18 +186,18 @@ def account(history: StartHistory) -> GoodputReport | None:
     if not history.starts:
         return None
     ledger, incidents = _divide(history)
-    _charge(history, incidents)
     states, wall = ledger.states, ledger.at - ledger.begin
-    available = wall - states[State.QUEUED]
+    available = wall - states[State.IDLE]
     kept = [(start.steps, kept_steps(history, start)) for start in history.starts]
     tokens = int(sum(steps["tokens"][mask].sum() for steps, mask in kept))
     mfus = np.concatenate([steps["mfu"][mask] for steps, mask in kept])
     iterations = np.concatenate([start.steps["iteration"] for start in history.starts])
     ended = [incident.recovery_seconds for incident in incidents if incident.over]
-    mtti, saves = available / len(incidents) if incidents else None, _saves(history)
-    interval = None
-    if mtti is not None and saves.block_seconds is not None:
-        interval = max(math.sqrt(2 * mtti * saves.block_seconds), saves.seconds or 0.0)
+    waits = [float(wait) for start in history.starts for wait in start.steps["checkpoint"] if wait > 0]
+    mtti, block = available / len(incidents) if incidents else None, _mean(waits)
+    save, interval = _mean([seconds for start in history.starts for seconds in start.saves]), None
+    if mtti is not None and block is not None:
+        interval = max(math.sqrt(2 * mtti * block), save or 0.0)
     return GoodputReport(
         begin=ledger.begin,
         end=ledger.at,
@@ -248,22 +210,16 @@ def account(history: StartHistory) -> GoodputReport | None:
         mfu=float(np.nanmedian(mfus)) if np.isfinite(mfus).any() else None,
         incidents=incidents,
         mtti_seconds=mtti,
-        mttr_seconds=sum(ended) / len(ended) if ended else None,
-        saves=saves,
+        mttr_seconds=_mean(ended),
+        block_seconds=block,
+        save_seconds=save,
         interval_seconds=interval,
         interval_steps=None if interval is None else max(1, round(interval / float(np.median(iterations)))),
-        damaged=Damaged(lines=history.damaged_lines, files=history.damaged_files),
     )
 
 
-def _saves(history: StartHistory) -> Saves:
-    waits = np.concatenate([start.steps["checkpoint"] for start in history.starts])
-    waits, took = waits[waits > 0], [seconds for start in history.starts for seconds in start.saves]
-    return Saves(
-        count=len(took),
-        block_seconds=float(waits.mean()) if len(waits) else None,
-        seconds=sum(took) / len(took) if took else None,
-    )
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _ratio(part: float, whole: float) -> float:
@@ -285,7 +241,7 @@ def render(found: GoodputReport) -> str:
 
 
 def _lines(found: GoodputReport) -> Iterator[str]:
-    wall, saves = found.wall_seconds, found.saves
+    wall = found.wall_seconds
     yield f"{stamp(found.begin)[:19]} to {stamp(found.end)[:19]} UTC: {human_time(wall)}"
     for state, seconds in found.states.items():
         yield f"  {state:9} {human_time(seconds):>8} {seconds / max(wall, 1e-9):>7.2%}  {MEANING[state]}"
@@ -295,19 +251,12 @@ def _lines(found: GoodputReport) -> Iterator[str]:
     yield f"{kept} tokens kept, {lost} lost; {day} tokens a day"
     for incident in found.incidents:
         over = f"{human_time(incident.recovery_seconds)} to resume" if incident.over else "training has not resumed"
-        yield (
-            f"  {stamp(incident.time)[:19]} {incident.kind} after step {incident.step:_}: {incident.cause}; "
-            f"{over}, {incident.lost_steps:_} steps of {human_time(incident.lost_seconds)} lost"
-        )
+        yield f"  {stamp(incident.time)[:19]} {incident.kind} after step {incident.step:_}: {incident.cause}; {over}"
     if found.mtti_seconds is not None:
         repair = "" if found.mttr_seconds is None else f", resumed after {human_time(found.mttr_seconds)} (MTTR)"
         yield f"interrupted every {human_time(found.mtti_seconds)} (MTTI){repair}"
-    if saves.seconds is not None:
-        wait = "" if saves.block_seconds is None else f", training waits {human_time(saves.block_seconds)} for each"
-        yield f"{saves.count:_} saves of {human_time(saves.seconds)}{wait}"
+    if found.save_seconds is not None and found.block_seconds is not None:
+        yield f"a save takes {human_time(found.save_seconds)}; training waits {human_time(found.block_seconds)} for it"
     if found.interval_seconds is not None:
         interval = human_time(found.interval_seconds)
         yield f"recommended interval, sqrt(2 MTTI block): {interval}, {found.interval_steps:_} steps"
-    if found.damaged.lines:
-        yield f"damaged lines of the journal and the metrics, passed over: {found.damaged.lines:_}"
-    yield from (f"left out: {text}" for text in found.damaged.files)

@@ -9,7 +9,7 @@ import getpass
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,7 +19,7 @@ from .files import AppendFile, RunDir, json_object, now, read_lines, seconds_of
 
 Kind = Literal[
     "start", "fresh", "ready", "resume", "changed", "overrides", "skip", "control",
-    "heldout", "milestone", "profile", "profile-failed", "stop",
+    "heldout", "profile", "profile-failed", "stop",
     "checkpoint", "checkpoint-deleted", "checkpoint-failed", "checkpoint-late",
     "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "import", "rollback", "fork",
     "health", "health-rollback", "health-skip", "data-read",
@@ -91,11 +91,9 @@ def render(entry: dict[str, Any]) -> str:
     return f"- {entry['time'][:19].replace('T', ' ')} **{entry['kind']}**{step} {entry['text']}{by}"
 
 
-def entries(
-    path: Path, offset: int = 0, *, on_damaged: Callable[[bytes], object] = lambda line: None
-) -> Iterator[tuple[dict[str, Any], int]]:
+def entries(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
     """The entries of a journal with their offsets, see `files.read_lines`."""
-    return read_lines(path, _entry, offset, on_damaged=on_damaged)
+    return read_lines(path, _entry, offset)
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:

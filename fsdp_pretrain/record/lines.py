@@ -77,7 +77,7 @@ def read_lines(run: RunDir, history: StartHistory, shown: Callable[[Iterable[Any
     segments = {start.segment: _timed(start) for start in history.starts}
     for path in run.segments:  # of the parent of a fork, and starts whose environment is damaged
         if int(path.name) not in segments and (path / METRICS).exists():
-            segments[int(path.name)] = read_steps(path / METRICS, shown)[0]
+            segments[int(path.name)] = read_steps(path / METRICS, shown)
     parts = lineage.line(history.nodes)
     kept, left, last = list[dict[str, Column]](), list[dict[str, Column]](), 0.0
     for number, steps in sorted(segments.items()):

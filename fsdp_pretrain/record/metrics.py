@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,15 +27,9 @@ class LostSteps(NamedTuple):
     tokens: int
 
 
-def records(
-    path: Path,
-    offset: int = 0,
-    holding: bytes = b"",
-    *,
-    on_damaged: Callable[[bytes], object] = lambda line: None,
-) -> Iterator[tuple[StepRecord, int]]:
+def records(path: Path, offset: int = 0, holding: bytes = b"") -> Iterator[tuple[StepRecord, int]]:
     """The records of a metrics file with their offsets; see `files.read_lines`."""
-    return read_lines(path, parse, offset, holding, on_damaged=on_damaged)
+    return read_lines(path, parse, offset, holding)
 
 
 def last_records(segment: Path, reach: int = 1 << 18) -> list[StepRecord]:

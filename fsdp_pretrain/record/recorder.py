@@ -17,7 +17,6 @@ from .console_line import console_lines
 from .files import AppendFile, RunDir, now
 from .journal import Journal, Kind
 from .metrics import METRICS
-from .milestones import Milestone
 from .step_record import StepRecord, number
 
 _STATUS_INTERVAL = 1.0
@@ -44,7 +43,6 @@ class Recorder:
         }
         self._status_written, self._status_fails = -math.inf, False
         self._steps_shown = 0
-        self._ahead: list[Milestone] = []
 
     def say(self, text: str) -> None:
         """Print a line and add it to the log."""
@@ -79,13 +77,6 @@ class Recorder:
             **{key: getattr(record, key) for key in _IN_STATUS},
             **measured,
         )
-        while self._ahead and self._ahead[0].consumed <= record.consumed:
-            text = f"{self._ahead.pop(0).text}, loss {record.loss.mean:.4f}"
-            self.event("milestone", text, step=step, tokens=record.tokens)
-
-    def watch_for(self, milestones: list[Milestone], consumed: int) -> None:
-        """Set the milestones after `consumed` samples; each gets a journal entry when passed."""
-        self._ahead = [milestone for milestone in milestones if milestone.consumed > consumed]
 
     def ended(self, text: str, *, code: int, **facts: Any) -> None:
         """Record the end; after steps of this start, with the tokens trained and those in no checkpoint."""
@@ -138,7 +129,7 @@ class NotesOnlyRecorder(Recorder):
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    say = event = step = status = watch_for = ended = close = _nothing
+    say = event = step = status = ended = close = _nothing
 
 
 class MemoryRecorder(NotesOnlyRecorder):

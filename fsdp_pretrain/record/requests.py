@@ -20,7 +20,7 @@ from fsdp_pretrain.errors import Interrupted
 from . import inbox
 from .files import RunDir
 from .inbox import Request
-from .profiles import MOST_RANKS, MOST_STEPS, ProfileRequest
+from .profiles import MOST_RANKS, MOST_STEPS
 
 STEERING = ("pause", "resume", "set")
 """Requests whose meaning rank 0 broadcasts. Like `save` and `stop`, they are answered by an entry of the journal, kind
@@ -33,9 +33,9 @@ def send(run: RunDir, verb: str, **more: Any) -> Path:
     """Send a request, `stop`, `save`, `profile` or one of `STEERING`, to the job of a run.
 
     `segment` is the start that it is for: one that has not begun to train keeps only what was sent to it. All may have
-    a `reason`, a stop `avoid_hosts`, a list of hosts that the next start should not use; a profile has the fields of
-    `profiles.ProfileRequest`. Returns the file, whose stem is the request's id: who removes it before the job
-    does has taken the request back. Raises OSError, also if there is no run.
+    a `reason`, a stop `avoid_hosts`, a list of hosts that the next start should not use; a profile has `steps`, `ranks`
+    and `at`, the first step, if it is still ahead. Returns the file, whose stem is the request's id: who removes it
+    before the job does has taken the request back. Raises OSError, also if there is no run.
     """
     if not run.begun:
         raise FileNotFoundError(errno.ENOENT, "there is no run", str(run.path))
@@ -52,7 +52,7 @@ class Requests:
     steer: bool = False
     reason: str = ""
     avoid_hosts: tuple[str, ...] = ()
-    profile: ProfileRequest | None = None
+    profile: Request | None = None
 
 
 def interrupt_on_signal() -> None:
@@ -128,8 +128,7 @@ class Inbox:
             self._requests.save = True
             self._orders.append(request)
         elif request.verb == "profile" and 0 < request.steps <= MOST_STEPS and len(request.ranks) <= MOST_RANKS:
-            ranks = tuple(request.ranks)
-            self._requests.profile = ProfileRequest(request.steps, request.at or 0, ranks, request.by)
+            self._requests.profile = request
         elif request.verb in STEERING:
             self._steering.append(request)
         else:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdp_pretrain.errors import Exit, UserError
+from fsdp_pretrain.errors import Exit
 
 from . import environment, exit_intent, journal, lineage, status
 from .environment import Environment
@@ -25,8 +25,6 @@ from .step_columns import StepColumns, read_steps
 _CLEAN = (Exit.COMPLETE, Exit.RESUME)
 _DECLARING = frozenset(("hang", "rank-died"))
 """Detectors whose alarms declare the end of a start."""
-_HOLDING = ("pause", "resume")
-"""What was done, in entries of kind `control`: the ranks were held, and released."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,6 @@ class Start:
     ready: float | None  # when the first step started, if it did
     steps: StepColumns
     saves: list[float]  # seconds that completed checkpoints took
-    paused: float | None  # when a pause after its last step ended, or it was last seen in one
     end: float  # its last sign of life
     closed: bool  # it, the watchdog or the launcher recorded its end
     clean: bool  # it stopped on request, or was complete
@@ -60,35 +57,26 @@ class StartHistory:
     starts: list[Start]  # since the start of the run, or of the fork
     nodes: list[lineage.LineageNode]
     launches: list[float]  # when a launcher started or restarted the job
-    damaged_lines: int  # of the journal and the metrics; they are skipped
-    damaged_files: list[str]  # problems of state files, whose starts are left out
 
 
 def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> StartHistory:
-    """Read the starts of a run from its record; `shown` may wrap metrics lines in a progress bar."""
+    """Read the starts of a run from its record; `shown` may wrap metrics lines in a progress bar.
+
+    Starts whose environment is damaged, which `fsdp-pretrain status` tells, are left out.
+    """
     nodes = lineage.nodes(run)
     first = max((node.segment for node in nodes if node.kind == "fork"), default=0)  # before it: the parent's
-    damaged, wrong = list[bytes](), list[str]()
-    entries = [entry for entry, _ in journal.entries(run.journal, on_damaged=damaged.append)]
-    begun = dict[int, Environment]()
-    for path in run.segments:
-        try:
-            known = environment.read(run, int(path.name))
-        except UserError as error:
-            wrong.append(error.cause)
-            continue
-        if known is not None and seconds_of(known.time) is not None and int(path.name) >= first:
-            begun[int(path.name)] = known
-    newest = status.read(run)
+    entries, newest = journal.read(run), status.read(run)
+    known = {number: environment.view(run, number) for path in run.segments if (number := int(path.name)) >= first}
+    begun = {number: found for number, found in known.items() if seconds_of(found.time) is not None}
     heartbeats = {known.segment: seconds_of(known.heartbeat) for known in (newest, newest.of_run)}
-    connected = {number: seconds_of(known.time) or 0.0 for number, known in begun.items()}
-    starts, lines = list[Start](), len(damaged)
-    for number, until in zip(begun, [*list(connected.values())[1:], math.inf], strict=False):
-        steps, skipped = read_steps(run.segment(number) / METRICS, shown)
-        lines += skipped
+    connected = [seconds_of(found.time) or 0.0 for found in begun.values()]
+    starts = list[Start]()
+    for number, until in zip(begun, [*connected[1:], math.inf], strict=False):
+        steps = read_steps(run.segment(number) / METRICS, shown)
         starts.append(_start(run, number, begun[number], entries, steps, heartbeats.get(number), until))
     launches = [seconds_of(entry["time"]) or 0.0 for entry in entries if entry["kind"] in ("launch", "restart")]
-    return StartHistory(_until_complete(starts, nodes), nodes, sorted(launches), lines, wrong)
+    return StartHistory(_until_complete(starts, nodes), nodes, sorted(launches))
 
 
 def _until_complete(starts: list[Start], nodes: list[lineage.LineageNode]) -> list[Start]:
@@ -123,7 +111,6 @@ def _start(
     progress = (ready or connected) + float(steps.seconds.sum())
     declared, declaring = next(((t, e) for t, e in around if _declares(e) and progress <= t <= until), (None, None))
     signs = [progress, *(time for time, _ in mine), heartbeat, declared, seconds_of(intent and intent.time)]
-    held = [(time, entry["did"]) for time, entry in mine if entry.get("did") in _HOLDING and time > progress]
     end = min(max(sign for sign in signs if sign is not None), max(until, progress))
     cause = (intent and intent.reason) or (stop or {}).get("text") or str((declaring or {}).get("text", ""))
     return Start(
@@ -133,7 +120,6 @@ def _start(
         ready=ready,
         steps=steps,
         saves=[e["seconds"] for _, e in mine if e["kind"] == "checkpoint" and journal.is_whole(e)],
-        paused=(held[-1][0] if held[-1][1] == "resume" else end) if held else None,
         end=end,
         closed=intent is not None or declared is not None,
         clean=stop is not None and "step" in stop and code in _CLEAN,
@@ -155,15 +141,3 @@ def kept_steps(history: StartHistory, start: Start) -> NDArray[np.bool_]:
     for part in parts:
         kept |= (start.steps["step"] > part.after) & (start.steps["step"] <= part.until)
     return kept
-
-
-def left_by(history: StartHistory, start: Start) -> NDArray[np.int64]:
-    """For each step of a start, the first later segment that abandoned it; 0 where none did."""
-    found = np.zeros(start.steps.count, dtype=np.int64)
-    for node in sorted(history.nodes, key=lambda node: node.segment):
-        if node.segment <= start.segment:
-            continue
-        part = next((p for p in lineage.line(history.nodes, node.segment) if p.segment == start.segment), None)
-        gone = start.steps["step"] > (part.until if part is not None else -math.inf)
-        found[gone & (found == 0)] = node.segment
-    return found

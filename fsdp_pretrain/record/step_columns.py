@@ -1,19 +1,16 @@
-"""The metrics of a segment in columns, cached beside them so that a line is parsed once."""
+"""The metrics of a segment in columns; a process parses each line once."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .files import RunDir, replace_file, seconds_of
+from .files import RunDir, seconds_of
 from .metrics import METRICS, records
 from .step_record import StepRecord
 
@@ -45,7 +42,7 @@ _COLUMNS: dict[str, Callable[[StepRecord], float | None]] = {
     "memory": lambda record: record.memory_bytes,
 }
 """Columns that every table has."""
-_CACHE, _TAIL, _WORTH_KEEPING, _CHUNK = "steps.npz", 2048, 1000, 10_000
+_CHUNK = 10_000
 
 
 class StepColumns(dict[str, Column]):
@@ -78,64 +75,34 @@ class StepColumns(dict[str, Column]):
         return self["iteration"] + self.missing + self["paused"]
 
 
-def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[StepColumns, int]:
-    """The columns of a metrics file, and the number of damaged lines, which are skipped; the next call reads only new
-    lines. `shown` may wrap them in a progress bar."""
-    known, offset, before = _read_cache(path)
-    tables, rows, damaged, among, read = [known], list[dict[str, float]](), list[bytes](), 0, 0
-    for record, behind in shown(records(path, offset, on_damaged=damaged.append)):
+_read: dict[tuple[Path, int], tuple[StepColumns, int]] = {}
+"""By path and inode of a metrics file: its columns up to a byte offset."""
+
+
+def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> StepColumns:
+    """The columns of a metrics file without damaged lines; the next call of this process reads only new lines.
+
+    `shown` may wrap them in a progress bar.
+    """
+    if not path.exists():
+        return _table([])
+    key, rows = (path, path.stat().st_ino), list[dict[str, float]]()
+    known, offset = _read.get(key, (_table([]), 0))
+    tables = [known]
+    for record, behind in shown(records(path, offset)):
         rows.append(_row(record))
-        offset, among, read = behind, len(damaged), read + 1
+        offset = behind
         if len(rows) >= _CHUNK:
             tables.append(_table(rows))
             rows = []
     steps = _concatenate([*tables, _table(rows)])
-    if read >= _WORTH_KEEPING:
-        _write_cache(path, steps, offset, before + among)
-    return steps, before + len(damaged)
+    _read[key] = steps, offset
+    return steps
 
 
-def unread_bytes(run: RunDir) -> int:
-    """Bytes of metrics that `read_steps` has not read yet."""
-    files = [path / METRICS for path in run.segments if (path / METRICS).exists()]
-    return sum(path.stat().st_size - _read_cache(path).offset for path in files)
-
-
-class _Cache(NamedTuple):
-    """The result of reading a metrics file up to a byte offset."""
-
-    steps: StepColumns
-    offset: int
-    damaged: int
-
-
-def _read_cache(path: Path) -> _Cache:
-    """The cache of a metrics file; empty if there is none or it belongs to another file."""
-    with contextlib.suppress(OSError, ValueError, KeyError, zipfile.BadZipFile):
-        with np.load(path.with_name(_CACHE), allow_pickle=False) as kept:
-            steps = StepColumns(zip(kept["names"].tolist(), np.ascontiguousarray(kept["table"].T), strict=True))
-            found, tail = _Cache(steps, int(kept["offset"]), int(kept["damaged"])), kept["tail"].tobytes()
-        if _COLUMNS.keys() <= steps.keys() and _tail(path, found.offset) == tail:
-            return found
-    return _Cache(_table([]), 0, 0)
-
-
-def _tail(path: Path, offset: int) -> bytes:
-    """The bytes before an offset, to recognize a file: its lines never change."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, offset - _TAIL))
-            return file.read(min(offset, _TAIL))
-    except OSError:
-        return b""
-
-
-def _write_cache(path: Path, steps: StepColumns, offset: int, damaged: int) -> None:
-    content, tail = io.BytesIO(), np.frombuffer(_tail(path, offset), dtype=np.uint8)
-    names, table = np.array(list(steps)), np.stack(list(steps.values()), axis=1)
-    np.savez(content, names=names, table=table, offset=offset, tail=tail, damaged=damaged)
-    with contextlib.suppress(OSError):  # reading must also work on a full or read-only disk
-        replace_file(path.with_name(_CACHE), content.getvalue())
+def recorded_bytes(run: RunDir) -> int:
+    """The size of all metrics of a run."""
+    return sum((path / METRICS).stat().st_size for path in run.segments if (path / METRICS).exists())
 
 
 def _row(record: StepRecord) -> dict[str, float]:

@@ -34,7 +34,7 @@ from fsdp_pretrain.train.checkpointing import Checkpointing
 from fsdp_pretrain.train.run_context import RunContext
 from fsdp_pretrain.train.trainer import LAG, Trainer
 
-from .comparison import ReplayReport, compare, render
+from .comparison import StepComparison, difference, table
 from .window import ReplayRequest, ReplayWindow, open_window
 
 DIFFERS = 1
@@ -70,10 +70,8 @@ def replay(request: ReplayRequest) -> int:
     with mesh.connect(window.config.parallel) as world:
         window = world.decide(lambda: window)  # of a live run, the others may see a shorter record
         records = _train(window, world)
-        report = world.decide(lambda: _report(request, window, records, world))
-        if world.is_main:
-            print(report.model_dump_json(indent=1) if request.json_output else render(report), flush=True)
-    return int(Exit.COMPLETE) if report.first is None else DIFFERS
+        differs = world.decide(lambda: _report(request, window, records, world))
+    return DIFFERS if differs else int(Exit.COMPLETE)
 
 
 def _asked(config: Config, request: ReplayRequest, begun: Environment) -> Config:
@@ -133,23 +131,18 @@ def _train(window: ReplayWindow, world: World) -> list[StepRecord]:
     return records.records
 
 
-def _report(request: ReplayRequest, window: ReplayWindow, records: list[StepRecord], world: World) -> ReplayReport:
-    """The comparison."""
+def _report(request: ReplayRequest, window: ReplayWindow, records: list[StepRecord], world: World) -> bool:
+    """Print the comparison. Returns whether a step differs."""
     unsteered = window.config.schedule.values_at(0)
     here = Environment.model_validate(environment.describe(world, []))
     was, is_ = (side.model_dump(include=_COMPARED) for side in (window.begun, here))
     found = [*window.circumstances, *differences(was, is_)]
     if world.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
         found.append("some kernels of a GPU add in another order each time")
-    return ReplayReport(
-        run=request.run,
-        segment=window.records[0].segment,
-        start=request.start,
-        asked=request.steps,
-        precision=request.precision,
-        circumstances=found,
-        steps=[
-            compare(replayed, recorded, unsteered, same_settings=recorded.segment not in window.others)
-            for replayed, recorded in zip(records, window.records, strict=True)
-        ],
-    )
+    steps = []
+    for replayed, recorded in zip(records, window.records, strict=True):
+        same = recorded.segment not in window.others
+        differs = difference(replayed, recorded, unsteered, same_settings=same)
+        steps.append(StepComparison(replayed, recorded, differs))
+    print("\n".join(table(steps, found, request.steps)), flush=True)
+    return any(step.differs for step in steps)

@@ -35,7 +35,6 @@ class ReplayRequest(StateFile):
         steps: number of steps.
         segment: the start that trained them; None: those that were kept.
         precision: None: as trained.
-        json_output: print the report as JSON.
     """
 
     run: str
@@ -43,7 +42,6 @@ class ReplayRequest(StateFile):
     steps: int
     segment: int | None = None
     precision: Precision | None = None
-    json_output: bool = False
 
 
 @dataclass(frozen=True)

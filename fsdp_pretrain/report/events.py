@@ -60,12 +60,11 @@ GROUPS = {
     "checkpoint-rejected checkpoint-room on-commit-failed",
     "evaluations": "eval eval-failed eval-refused eval-retry eval-verdict",
     "notes": "note",
-    "milestones": "milestone",
 }
 """The rows above the curves, and the kinds of their entries."""
 _GROUP = {kind: group for group, kinds in GROUPS.items() for kind in kinds.split()}
 _LINES = frozenset("rollback fork skip health-rollback note eval-verdict checkpoint-missing".split())
-_STRIP = frozenset("checkpoint start import stop changed control milestone".split())
+_STRIP = frozenset("checkpoint start import stop changed control".split())
 _SEVERITY = {"bad": Severity.CRIT, "warning": Severity.WARN}
 
 
@@ -125,6 +124,5 @@ def _incidents(entries: Iterable[dict[str, Any]], lines: Lines) -> Iterator[Even
 def _interruption(each: Interruption, lines: Lines) -> Event:
     """An end that was not planned."""
     over = f"{human_time(each.recovery_seconds)} to resume" if each.over else "training has not resumed"
-    lost = f", {each.lost_steps:_} steps lost" if each.lost_steps else ""
-    text = f"{each.cause}; {over}{lost}"[:_LONGEST]
+    text = f"{each.cause}; {over}"[:_LONGEST]
     return Event(lines.locate(each.step, each.time), "ends", "interruption", text, Severity.CRIT, Mark.LINE)

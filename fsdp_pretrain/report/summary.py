@@ -36,12 +36,8 @@ def about(record: RunRecord) -> str:
 
 
 def problems(record: RunRecord) -> list[tuple[str, str]]:
-    """What `status` finds, worst first, and what could not be read: (level, text)."""
-    found, damaged = record.status, record.account.damaged
-    texts = [(LEVELS[level], text) for level, text in sorted(found.problems, key=lambda each: -each[0])]
-    if damaged.lines:
-        texts.append(("warn", f"damaged lines of the record, passed over: {damaged.lines:_}"))
-    return texts + [("warn", f"left out: {text}") for text in damaged.files]
+    """What `status` finds, worst first: (level, text)."""
+    return [(LEVELS[level], text) for level, text in sorted(record.status.problems, key=lambda each: -each[0])]
 
 
 def progress(record: RunRecord) -> tuple[float, int | None]:

@@ -69,7 +69,7 @@ def events(record: RunRecord, place: int) -> str:
 
 
 def _event(place: str, event: Event) -> str:
-    marked = (event.mark > Mark.TABLE and event.group not in ("milestones", "saves")) or event.severity > 0
+    marked = (event.mark > Mark.TABLE and event.group != "saves") or event.severity > 0
     step = "show" if math.isnan(event.at["step"]) else f"{event.at['step']:,.0f}"
     time = stamp(event.at["written"])[:19].replace("T", " ") if math.isfinite(event.at["written"]) else ""
     level = event.severity.name.lower()

@@ -17,8 +17,9 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from fsdp_pretrain.record.files import make_directory
+from fsdp_pretrain.record.inbox import Request
 from fsdp_pretrain.record.journal import Kind
-from fsdp_pretrain.record.profiles import LARGEST_SHARE, ProfileRequest, trace_file
+from fsdp_pretrain.record.profiles import LARGEST_SHARE, trace_file
 
 from .run_context import RunContext
 
@@ -31,7 +32,7 @@ class StepProfiler:
 
     def __init__(self, run: RunContext) -> None:
         self._world, self._recorder = run.world, run.recorder
-        self._pending: list[ProfileRequest] = []
+        self._pending: list[Request] = []
         self._first = self._last = 0  # steps of the window, on every rank; 0: there is none
         self._mine = False  # whether this rank traces it
         self._profile: profile | None = None
@@ -39,7 +40,7 @@ class StepProfiler:
         self._writer: threading.Thread | None = None
         self._outcome: tuple[Kind, str] | None = None
 
-    def ask(self, request: ProfileRequest | None) -> bool:
+    def ask(self, request: Request | None) -> bool:
         """On rank 0: keep a new request until `agree`; returns whether there is one."""
         self._pending += [] if request is None else [request]
         return bool(self._pending)
@@ -50,14 +51,14 @@ class StepProfiler:
             if self._last > step or self._writer is not None:
                 self._tell("profile-failed", f"refused, asked by {request.by}: a trace is being made", main_only=True)
                 continue
-            self._first = max(request.at, step + 2)
+            self._first = max(request.at or 0, step + 2)
             self._last = self._first + request.steps - 1
             self._mine = self._world.rank in request.ranks
             ranks = ", ".join(map(str, request.ranks))
             text = f"tracing steps {self._first} to {self._last} on rank {ranks}, asked by {request.by}"
             self._tell("profile", text, main_only=True)
 
-    def _take(self) -> list[ProfileRequest]:
+    def _take(self) -> list[Request]:
         taken_, self._pending = self._pending, []
         return taken_
 

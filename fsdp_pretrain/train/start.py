@@ -32,7 +32,6 @@ from fsdp_pretrain.record.environment import ENVIRONMENT
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT
 from fsdp_pretrain.record.files import RunDir, make_directory, replace_file, seconds_of
 from fsdp_pretrain.record.metrics import left_behind
-from fsdp_pretrain.record.milestones import milestones
 from fsdp_pretrain.record.overrides import Overrides
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.run_id import LauncherMemory
@@ -315,4 +314,3 @@ def record_ready(run: RunContext, state: TrainState) -> None:
             connect_seconds=connected - launched,
             load_seconds=loaded,
         )
-    run.recorder.watch_for(milestones(run.config), state.consumed)

@@ -20,7 +20,7 @@ from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, Verified, inspect
 
 from .following import RateLimited, open_alarms, signs
-from .page import INK, LEVEL, one_line, short
+from .page import INK, LEVEL, one_line
 
 _DEPTH = 4
 """Levels below the directory that are searched."""
@@ -39,8 +39,6 @@ class FleetRow:
     running: bool = False
     step: int | None = None
     total_steps: int | None = None
-    loss: float | None = None
-    iteration_seconds: float | None = None
     eta_seconds: float | None = None
     checkpoint: Verified | None = None  # the newest
     alarms: tuple[str, ...] = ()
@@ -100,8 +98,6 @@ def _progress(status: Status, running: bool) -> dict[str, Any]:
     return {
         "step": step,
         "total_steps": total,
-        "loss": status.loss,
-        "iteration_seconds": pace,
         "eta_seconds": (total - step) * pace if running and pace and step and total else None,
     }
 
@@ -115,10 +111,6 @@ def sort_rows(rows: Iterable[FleetRow]) -> list[FleetRow]:
     return sorted(rows, key=badness)
 
 
-_WIDE = 110
-"""From this width on, loss and pace are shown too."""
-
-
 def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
     """The list."""
     title = Text(f"  {len(rows)} run{'s' * (len(rows) != 1)}")
@@ -127,21 +119,18 @@ def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
             title.append("  ").append(f" {count} {name} ", LEVEL[level])
     place, room = str(directory), width - title.cell_len
     title = Text.assemble((place if len(place) <= room else "…" + place[1 - room :], "bold"), title)
-    wide = width >= _WIDE
     table = Table(box=None, expand=True, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("run", no_wrap=True, max_width=width // 3)
     table.add_column("state", no_wrap=True)
-    for name in ("step", *(("loss", "pace") if wide else ()), "ETA", "saved"):
+    for name in ("step", "ETA", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", ratio=1, no_wrap=True)
     for row in rows:
         alarms = f"{len(row.alarms)} alarm{'s' * (len(row.alarms) != 1)}: {', '.join(row.alarms)}" if row.alarms else ""
-        pace = human_time(row.iteration_seconds) if row.iteration_seconds else "-"
         table.add_row(
             Text(_below(directory, row), overflow="ellipsis"),
             Text(row.state, INK[row.level]),
             "-" if row.step is None else f"{row.step:_}/{row.total_steps or 0:_}",
-            *(("-" if row.loss is None else short(row.loss), pace) if wide else ()),
             "-" if row.eta_seconds is None else human_time(row.eta_seconds),
             human_time(row.checkpoint.age_seconds) if row.checkpoint else "never",
             Text(one_line(alarms or row.problem), INK[row.level], overflow="ellipsis"),

@@ -34,8 +34,8 @@ _CHECKPOINT = {
     "verified": ("✓", "verified", "green"), "committed": ("·", "written", "yellow"),
     "damaged": ("✗", "damaged", "bold red"),
 }  # fmt: skip
-_WIDE, _RECENT, _COURSE, _AXIS = 140, 200, 24, 8
-"""Width from which curves and facts are side by side, steps of a mean, and characters of a small curve and an axis."""
+_WIDE, _RECENT, _AXIS = 140, 200, 8
+"""Width from which curves and facts are side by side, steps of a mean, and characters of an axis."""
 _CURVES = (
     ("loss", "loss", "cyan"),
     ("grad_norm", "gradient norm", "magenta"),
@@ -234,7 +234,7 @@ def _step_parts(view: RunView) -> Text:
 
 
 def _heldout(line: Line | None) -> Text:
-    """The held-out loss by source: last value, change, course."""
+    """The held-out loss by source: last value, change."""
     text, step = _line(), math.nan
     for name, column in {} if line is None else line.columns.items():
         known = np.flatnonzero(np.isfinite(column) & name.startswith("heldout/"))
@@ -244,8 +244,7 @@ def _heldout(line: Line | None) -> Text:
         text.append(f"{one_line(name.partition('/')[2])} ", "dim").append(short(float(values[-1]), 5), "bold")
         if len(values) > 1:
             text.append(f" {values[-1] - values[-2]:+.4f}", "dim")
-        course = draw(values[-_COURSE:], min(_COURSE, len(values)), 1)
-        text.append(f" {course.rows[0] if course is not None else ''}  ", "cyan")
+        text.append("  ")
     return text.append(f"at step {step:_.0f}", "dim") if text else _line(("not measured yet", "dim"))
 
 

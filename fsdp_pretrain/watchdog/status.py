@@ -29,7 +29,7 @@ from fsdp_pretrain.record.lease import LeaseRecord
 from fsdp_pretrain.record.lock import holder_died, is_held
 from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.record.status import ENDED, Status
-from fsdp_pretrain.record.step_columns import unread_bytes
+from fsdp_pretrain.record.step_columns import recorded_bytes
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_bytes, human_count, human_time
 from fsdp_pretrain.watchdog.notify.alarms import read_alarms
@@ -40,7 +40,7 @@ _ENDED = (*ENDED, "incomplete")
 _SILENT_AT_LEAST = 120.0
 _LAST_LOOK = "status-last-look.json"
 _LARGEST_RECORD = 32 * 2**20
-"""Bytes of new metrics that are read for one line: a second or two."""
+"""Bytes of metrics that are read for one line: a second or two."""
 
 
 class _LastLook(StateFile):
@@ -90,7 +90,6 @@ class StatusReport(BaseModel):
         problems: (level, text).
         verified_checkpoint: the newest; None without one.
         no_segments: other files in `segments/`.
-        damaged: lines of the record that were passed over.
         goodput: in one line.
         evaluations: what is to be said of those that failed and are tried again.
     """
@@ -108,7 +107,6 @@ class StatusReport(BaseModel):
     alarms: list[dict[str, Any]] = []
     watchdog: _WatchdogSnapshot | None = None
     no_segments: list[str] = []
-    damaged: int = 0
     goodput: str = ""
     evaluations: list[str] = []
 
@@ -322,9 +320,8 @@ def _add_progress(report: StatusReport, run: RunDir) -> None:
 
 def _add_goodput(report: StatusReport, run: RunDir) -> None:
     """Goodput, unless reading it takes too long."""
-    size = unread_bytes(run)
-    if size > _LARGEST_RECORD:
-        report.goodput = f"{human_bytes(size)} of the record are new: `fsdp-pretrain goodput` reads them"
+    if (size := recorded_bytes(run)) > _LARGEST_RECORD:
+        report.goodput = f"`fsdp-pretrain goodput` reads the {human_bytes(size)} of the record"
         return
     try:
         found = goodput.goodput(run)
@@ -332,7 +329,7 @@ def _add_goodput(report: StatusReport, run: RunDir) -> None:
         report.problems.append((ALERT, error.cause))
         return
     if found is not None:
-        report.damaged, report.goodput = found.damaged.lines, goodput.headline(found)
+        report.goodput = goodput.headline(found)
 
 
 def _check_files(report: StatusReport, run: RunDir) -> None:
@@ -407,7 +404,5 @@ def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
         yield "time", report.goodput
     if status.overrides:
         yield "overrides", status.overrides
-    if report.damaged:
-        yield "record", f"damaged lines, passed over: {report.damaged:_}"
     if report.no_segments:
         yield "segments/", f"no segment of the run, passed over: {', '.join(report.no_segments)}"
