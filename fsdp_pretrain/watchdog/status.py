@@ -89,7 +89,6 @@ class StatusReport(BaseModel):
         untrained: how the newest start ended, if that was before its first step: the run is as it was before it.
         problems: (level, text).
         verified_checkpoint: the newest; None without one.
-        no_segments: other files in `segments/`.
         damaged: lines of the record that were passed over.
         goodput: in one line.
         evaluations: what is to be said of those that failed and are tried again.
@@ -107,7 +106,6 @@ class StatusReport(BaseModel):
     since_last_look: SinceLastLook | None = None
     alarms: list[dict[str, Any]] = []
     watchdog: _WatchdogSnapshot | None = None
-    no_segments: list[str] = []
     damaged: int = 0
     goodput: str = ""
     evaluations: list[str] = []
@@ -336,15 +334,12 @@ def _add_goodput(report: StatusReport, run: RunDir) -> None:
 
 
 def _check_files(report: StatusReport, run: RunDir) -> None:
-    """Damaged small files, which their readers ignore or refuse; and names in `segments/` that are no segment."""
+    """Damaged small files, which their readers ignore or refuse."""
     for path, schema in _small_files(run):
         try:
             state_files.read(path, schema)
         except UserError as error:
             report.problems.append((WARN, error.cause))
-    known = {path.name for path in run.segments}
-    if strange := sorted(path.name for path in (run.path / "segments").glob("*") if path.name not in known):
-        report.no_segments = strange
 
 
 def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
@@ -409,5 +404,3 @@ def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
         yield "overrides", status.overrides
     if report.damaged:
         yield "record", f"damaged lines, passed over: {report.damaged:_}"
-    if report.no_segments:
-        yield "segments/", f"no segment of the run, passed over: {', '.join(report.no_segments)}"
