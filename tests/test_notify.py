@@ -25,7 +25,6 @@ from fsdp_pretrain.watchdog.notify import channels, notifier
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 from fsdp_pretrain.watchdog.notify.message import MessageSender, make_message
 from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
-from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 
 pytestmark = pytest.mark.quick
 INFO, WARN, CRIT = Severity
@@ -45,13 +44,12 @@ class Watch:
         section = NotifySection.model_validate(tables)
         self.notifier = Notifier(section, RunDir(run), MessageSender("llama-7b", str(run), 3, "n1"), environment)
         self.alarms = Alarms(run / "watchdog/alarms.jsonl", on_change=self.notifier.on_change)
-        self.snapshot: Snapshot | None = None
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """Run passes until a condition holds; its value."""
 
         def looked() -> Any:
-            self.notifier.tick(self.alarms, self.snapshot)
+            self.notifier.tick(self.alarms)
             return condition()
 
         return until(looked, what=lambda: f"what the test expects of {list(self.alarms)}")
@@ -205,24 +203,18 @@ def test_a_digest_of_a_flood_fits_a_message() -> None:
 def test_what_a_message_says(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
     endpoint.up()
     watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack=True)
-    watch.snapshot = Snapshot(
-        "llama-7b", step=41_200, tokens=1_510_000_000_000, world=512,
-        verified_step=39_000, verified_age=11_520.0, unprotected_tokens=80_000_000_000,
-    )  # fmt: skip
-    watch.notifier.tick(watch.alarms, watch.snapshot)
     more = {"effect": "a crash now loses it", "remedy": "free <space>", "action": "asked for a save"}
-    watch.alarms.open("checkpoint-age", CRIT, "3h12m, 2.6x the interval", **more)
+    watch.alarms.open("checkpoint-age", CRIT, "3h12m, 2.6x the interval", step=41_200, **more)
     watch.until(lambda: endpoint.requests)
     lines = endpoint.bodies()[0]["text"].splitlines()
-    assert lines[0] == "*[CRIT] llama-7b · checkpoint-age: 3h12m, 2.6x the interval · step 41,200 · 1.51T tokens*"
+    assert lines[0] == "*[CRIT] llama-7b · checkpoint-age: 3h12m, 2.6x the interval · step 41,200*"
     assert lines[1].startswith("since: 20") and lines[1].endswith("UTC")
-    assert lines[2:6] == [
+    assert lines[2:5] == [
         "meaning: a crash now loses it",
-        "at risk: 80B tokens, 1,638.4 GPU hours since the verified checkpoint of step 39,000",
         "the watchdog: asked for a save",
         "to do: free &lt;space&gt;",
     ]
-    assert lines[6] == f"acknowledge: fsdp-pretrain ack {tmp_path} checkpoint-age"
+    assert lines[5] == f"acknowledge: fsdp-pretrain ack {tmp_path} checkpoint-age"
 
 
 def test_a_webhook_gets_facts(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:

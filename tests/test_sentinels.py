@@ -15,7 +15,6 @@ from laboratory import seal
 from processes import constants
 from records import parsed
 
-from data.corpus.corpus import Corpus
 from data.packing import unigrams
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record.files import RunDir
@@ -50,7 +49,7 @@ def judge(records: Records, tmp_path: Path, **changes: Any) -> list[tuple[str, s
     alarms = Alarms(
         tmp_path / "alarms.jsonl", lambda alarm: reported.append((alarm.key, alarm.severity.name, alarm.step))
     )
-    values = {"rates": {}, "row": 32, "causal": True, "max_quarantined": 1e-4, **changes}
+    values = {"causal": True, "max_quarantined": 1e-4, **changes}
     detector = DataInvariantDetector(alarms, **values)
     for record in records:
         detector.step(parsed(record))
@@ -125,27 +124,11 @@ def test_what_is_wrong_is_told(
 def test_what_was_left_out_is_a_share_of_what_there_was(records: Records, tmp_path: Path) -> None:
     """Also of a document that spans many samples and ends in none of them."""
     alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm: None)
-    detector = DataInvariantDetector(alarms, rates={}, row=32, causal=True, max_quarantined=1e-4)
+    detector = DataInvariantDetector(alarms, causal=True, max_quarantined=1e-4)
     for record in records[:3]:
         detector.step(parsed({**record, "documents": 0, "separators": 0, "quarantined": record["batch"]}))
     (alarm,) = [alarm for alarm in alarms if alarm.key == "data-quarantined"]
     assert "24 of 24 stretches of documents failed" in alarm.summary
-
-
-@pytest.mark.parametrize(
-    ("factor", "said"), [(1.0, []), (0.5, ["data-separator-rate"]), (2.0, ["data-separator-rate"])]
-)
-def test_the_rate_of_separators_is_that_of_the_manifests(
-    records: Records, tmp_path: Path, module_lab: Any, factor: float, said: list[str]
-) -> None:
-    manifest = Corpus(module_lab.corpus).manifest
-    rate = manifest.documents / (manifest.tokens + manifest.documents)
-    few = [{**record, "batch": 8 * 52} for record in records]  # so that the run has a million tokens
-    for record in few:
-        record["separators"], record["documents"] = record["separators"] * 52, record["documents"] * 52
-        record["cursor"], record["consumed"] = record["cursor"] * 52, record["consumed"] * 52
-    found = judge(few, tmp_path, rates={"a": factor * rate, "b": factor * rate})
-    assert [key for key, _, _ in found] == said
 
 
 @pytest.mark.shows("F19")

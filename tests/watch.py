@@ -73,7 +73,7 @@ def saves(
         watch.alarms,
         run=run,
         segment=2,
-        stores=[run / "checkpoints", run / "elsewhere"],
+        store=run / "checkpoints",
         every=lambda _: Progress.parse(every),
         reached=reached,
     )

@@ -15,8 +15,8 @@ from .base import Section
 
 def _address(text: str) -> str:
     found = re.fullmatch(r"[^\s:/]+:(\d{1,5})", text)
-    if found is None or int(found[1]) > 65535:
-        raise ValueError("not of the form HOST:PORT")
+    if not text.endswith(".prom") and (found is None or int(found[1]) > 65535):
+        raise ValueError("neither of the form HOST:PORT nor the path of a file that ends in .prom")
     return text
 
 
@@ -39,4 +39,4 @@ class NotifySection(Section):
     observes the run. A monitoring service alerts you when the pings stop."""
     metrics: Annotated[str, AfterValidator(_address)] | None = None
     """`HOST:PORT` to serve `/metrics` for Prometheus on, such as `127.0.0.1:9464`; port 0: any. There is no log-in:
-    anyone who can reach it can read it."""
+    anyone who can reach it can read it. Or the path of a file `*.prom` for node_exporter's textfile collector."""

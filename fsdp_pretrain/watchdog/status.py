@@ -89,7 +89,6 @@ class StatusReport(BaseModel):
         untrained: how the newest start ended, if that was before its first step: the run is as it was before it.
         problems: (level, text).
         verified_checkpoint: the newest; None without one.
-        no_segments: other files in `segments/`.
         goodput: in one line.
         evaluations: what is to be said of those that failed and are tried again.
     """
@@ -106,7 +105,6 @@ class StatusReport(BaseModel):
     since_last_look: SinceLastLook | None = None
     alarms: list[dict[str, Any]] = []
     watchdog: _WatchdogSnapshot | None = None
-    no_segments: list[str] = []
     goodput: str = ""
     evaluations: list[str] = []
 
@@ -333,15 +331,12 @@ def _add_goodput(report: StatusReport, run: RunDir) -> None:
 
 
 def _check_files(report: StatusReport, run: RunDir) -> None:
-    """Damaged small files, which their readers ignore or refuse; and names in `segments/` that are no segment."""
+    """Damaged small files, which their readers ignore or refuse."""
     for path, schema in _small_files(run):
         try:
             state_files.read(path, schema)
         except UserError as error:
             report.problems.append((WARN, error.cause))
-    known = {path.name for path in run.segments}
-    if strange := sorted(path.name for path in (run.path / "segments").glob("*") if path.name not in known):
-        report.no_segments = strange
 
 
 def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
@@ -404,5 +399,3 @@ def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
         yield "time", report.goodput
     if status.overrides:
         yield "overrides", status.overrides
-    if report.no_segments:
-        yield "segments/", f"no segment of the run, passed over: {', '.join(report.no_segments)}"

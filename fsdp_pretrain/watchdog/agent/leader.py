@@ -202,7 +202,7 @@ class Leader:
     def _publish(self) -> None:
         snapshot = self._build_snapshot()
         if self._notifier is not None:
-            self._notifier.tick(self.alarms, snapshot)
+            self._notifier.tick(self.alarms)
         self._exporter.update(snapshot)
         if time.monotonic() - self._written >= _SNAPSHOT_SECONDS:
             self._written = time.monotonic()

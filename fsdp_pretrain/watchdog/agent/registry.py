@@ -20,7 +20,6 @@ from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetect
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
-from fsdp_pretrain.watchdog.detectors.host import HostDetector
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.detectors.nvml import resolve
@@ -52,7 +51,7 @@ def build_detectors(
     run, host = RunDir(config.run.dir), socket.gethostname()
     corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
     mounts = MountDetector(alarms, [run.checkpoints] if leads else [], corpora)
-    found: list[Detector] = [mounts, HostDetector(alarms, host=host)]
+    found: list[Detector] = [mounts]
     if fetcher is not None and len(corpora) < len(config.data.sources):
         found.append(CorpusStorageDetector(alarms, fetcher, host))
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
@@ -65,7 +64,7 @@ def build_detectors(
             act=config.watchdog.act,
             run=run.path,
             segment=segment,
-            stores=[run.checkpoints],
+            store=run.checkpoints,
             every=config.schedule.save_every,
             pids=pids,
             reached=reached,
@@ -74,7 +73,7 @@ def build_detectors(
             checkpoints,
             DiskSpaceDetector(alarms, [*places, *local], checkpoints),
             DataWaitDetector(alarms),
-            _data_invariants(config, run, alarms, mounts),
+            _data_invariants(config, run, alarms),
         ]
         if config.eval.every is not None or config.eval.loss_on:
             found.append(EvaluationDetector(alarms, run.path))
@@ -85,15 +84,13 @@ def build_detectors(
     return found
 
 
-def _data_invariants(config: Config, run: RunDir, alarms: AlarmSink, mounts: MountDetector) -> DataInvariantDetector:
+def _data_invariants(config: Config, run: RunDir, alarms: AlarmSink) -> DataInvariantDetector:
     def before(step: int) -> StepRecord | None:
         kept = [record for record, left_by in find_step(run, step) if left_by is None] if step else []
         return kept[-1] if kept else None
 
     return DataInvariantDetector(
         alarms,
-        rates=mounts.rates,
-        row=config.data.row,
         causal=config.data.objective.kind == "causal",
         max_quarantined=config.data.max_quarantined,
         before=before,

@@ -70,7 +70,7 @@ class CheckpointDetector(Detector):
     and `checkpoint-damaged/NAME`.
 
     Args:
-        stores: directories with checkpoints, the run's own first.
+        store: the directory of checkpoints.
         every: gives `checkpoint.every` at a number of samples consumed.
         act: a save or a stop may be requested (`watchdog.act`).
         pids: returns the process ids of the ranks on this node.
@@ -91,7 +91,7 @@ class CheckpointDetector(Detector):
         *,
         run: Path,
         segment: int,
-        stores: list[Path],
+        store: Path,
         every: Callable[[int], Progress],
         act: bool = True,
         pids: Callable[[], list[int]] = list,
@@ -100,11 +100,10 @@ class CheckpointDetector(Detector):
         super().__init__(alarms)
         self._pids, self._reached = pids, reached
         self._act, self._run, self._segment = act, run, segment
-        self._main, self._every = stores[0], every
-        directories = [str(path) for path in stores]
+        self._every = every
         journal: dict[str, Any] = {"chronicle": str(run / "journal.jsonl"), "offset": 0}
-        self._probe = PeriodicProbe(looks.checkpoints, directories=directories, **journal)
-        self._audit = PeriodicProbe(looks.checksum, AUDIT_SECONDS, AUDIT_DEADLINE, directories=directories)
+        self._probe = PeriodicProbe(looks.checkpoints, directory=str(store), **journal)
+        self._audit = PeriodicProbe(looks.checksum, AUDIT_SECONDS, AUDIT_DEADLINE, directory=str(store))
         self.need: SpaceNeeded | None = None
         self.prunable: SpaceNeeded | None = None
         self.completed = self.failures = 0

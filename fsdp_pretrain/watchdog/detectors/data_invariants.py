@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
@@ -17,8 +17,6 @@ from .base import Detector
 
 _TOLERATED = 0.01
 """Share of the documents that may break an invariant in one step."""
-_RATE_TOKENS, _SEPARATOR_RATE = 1_000_000, 0.2
-"""A warning if the rate of separators over so many tokens differs by more than this share from the manifests'."""
 _SHARE_STEPS, _SHARE_SCORE, _LEAST_SHARE = 100, 6.0, 0.02
 """A warning if over so many steps a source's share differs from the plan by so many deviations, and by this share."""
 _REMEMBERED = 100_000
@@ -27,18 +25,15 @@ _EFFECTS = {
     "data-separators": "the model does not learn where documents end",
     "data-cursor": "samples are trained twice or left out",
     "data-repeated": "samples are trained twice",
-    "data-separator-rate": "documents are cut, joined or chosen differently than prepared",
     "data-share": "the mixture is not the one that was configured",
     "data-quarantined": "they are left out of the loss; at {most:.2g} of all stretches the run stops",
 }
 
 
 class DataInvariantDetector(Detector):
-    """Alarms `data-specials`, `data-separators`, `data-separator-rate`, `data-share/SOURCE`, `data-repeated`,
-    `data-cursor` and `data-quarantined`.
+    """Alarms `data-specials`, `data-separators`, `data-share/SOURCE`, `data-repeated`, `data-cursor` and
+    `data-quarantined`.
 
-    rates: documents per packed token of every source; filled while the watchdog runs.
-    row: tokens of text in a sample (`data.row`).
     causal: every token is a target, so targets are distributed over the sources like samples.
     max_quarantined: share of quarantined documents at which the trainer stops.
     before: returns the kept record of a step, to continue from after a restart; None if there is none.
@@ -48,18 +43,13 @@ class DataInvariantDetector(Detector):
         self,
         alarms: AlarmSink,
         *,
-        rates: Mapping[str, float],
-        row: int,
         causal: bool,
         max_quarantined: float,
         before: Callable[[int], StepRecord | None] = lambda step: None,
     ) -> None:
         super().__init__(alarms)
-        self._rates, self._row, self._causal = rates, row, causal
-        self._max_quarantined, self._before = max_quarantined, before
+        self._causal, self._max_quarantined, self._before = causal, max_quarantined, before
         self._digests: dict[str, int] = {}
-        self._tokens = self._separators = 0
-        self._expected = 0.0
         self._shares: deque[tuple[float, dict[str, float], dict[str, float]]] = deque(maxlen=_SHARE_STEPS)
         self._stretches = self._quarantined = 0
 
@@ -68,7 +58,6 @@ class DataInvariantDetector(Detector):
         last = self._before(record.step - 1) if self.last is None else self.last
         super().step(record)
         self._judge_separators(record)
-        self._judge_rate(record)
         if last is not None:
             self._judge_cursor(record, last)
             self._digests.setdefault(last.data_digest, last.step)
@@ -110,25 +99,6 @@ class DataInvariantDetector(Detector):
             del self._digests[next(iter(self._digests))]
 
     # ------------------------------------------------------------------ comparisons
-
-    def _judge_rate(self, record: StepRecord) -> None:
-        """Separators per token against the manifests, over at least a million tokens."""
-        shares = {name: share for name, share in record.ramps.shares.items() if share}
-        if not shares or not shares.keys() <= self._rates.keys():
-            return
-        tokens = record.trained if self._causal else record.batch * self._row
-        self._tokens += tokens
-        self._separators += record.separators
-        self._expected += tokens * sum(share * self._rates[name] for name, share in shares.items())
-        if self._tokens < _RATE_TOKENS or self._expected == 0:
-            return
-        ratio = self._separators / self._expected
-        self._tokens, self._separators, self._expected = 0, 0, 0.0
-        text = f"{ratio:.2f} times as many separators as the manifests state"
-        if abs(ratio - 1) > _SEPARATOR_RATE:
-            self._wrong(Severity.WARN, "data-separator-rate", text)
-        else:
-            self.resolve("data-separator-rate", text)
 
     def _judge_shares(self, record: StepRecord) -> None:
         """Targets of every source against the plan, over 100 steps."""

@@ -1,12 +1,12 @@
 """Watches evaluations, which run beside training, in workers anywhere: those that nobody runs or finishes, and what
-they found: verdicts of probes, scores that are worse than before. No torch.
+they found: verdicts of probes, scores that are no numbers. No torch.
 
 Each answer of a probe is judged as a whole: nothing is remembered that a restart would lose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from fsdp_pretrain.watchdog.probes import looks
 from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe
 
 from .base import Detector
-from .regression import Point, regression
 
 _RESULTS = 24
 """Last results that are read each time."""
@@ -88,54 +87,22 @@ class EvaluationDetector(Detector):
         self.resolve_others("evaluation-verdict", bad, "a later evaluation does not find it")
 
     def _judge_scores(self, results: Sequence[dict[str, Any]]) -> None:
-        curves: dict[tuple[str, str, bool], list[Point]] = {}
-        keys = set(self._judge_numbers(results[-1])) if results else set()
-        for found in (each for each in results if each["limit"] == results[-1]["limit"]):
-            for task, directions in found["higher_is_better"].items():
-                row = found["scores"].get(task, {})
-                for metric, higher in directions.items():
-                    if row.get(metric) is not None:
-                        point = Point(found["step"], row[metric], row.get(f"{metric}_stderr"))
-                        curves.setdefault((task, metric, higher), []).append(point)
-        for (task, metric, higher), points in curves.items():
-            key = f"evaluation-score/{task}/{metric}"
-            if key not in keys and self._is_worse(key, points, higher_is_better=higher):
-                keys.add(key)
-        self.resolve_others("evaluation-score", keys, "later scores are as before")
-
-    def _judge_numbers(self, newest: dict[str, Any]) -> Iterator[str]:
-        """Open an alarm for each score that is no finite number; their keys."""
-        for task, row in newest["scores"].items():
-            for metric in (metric for metric, value in row.items() if value is None):
-                key = f"evaluation-score/{task}/{metric}"
-                self.open(
-                    key,
-                    Severity.CRIT,
-                    f"{task} {metric} of step {newest['step']} is no finite number",
-                    "the model computes NaN or infinity for some texts; what is trained now may be lost",
-                    "look at loss and gradient norm before that step, and evaluate an earlier checkpoint: "
-                    f"fsdp-eval run {self._run} --step N",
-                    facts={"evaluated": newest["step"]},
-                )
-                yield key
-
-    def _is_worse(self, key: str, points: Sequence[Point], *, higher_is_better: bool) -> bool:
-        """Whether the last point is worse than those before; if so, open an alarm with this key."""
-        found = regression(points, higher_is_better=higher_is_better)
-        if found is None:
-            return False
-        name, change = key.partition("/")[2], abs(found.newest.value - found.usual)
-        self.open(
-            key,
-            Severity.WARN,
-            f"{name.replace('/', ' ')} is {found.newest.value:.4g} at step {found.newest.step}, was {found.usual:.4g}: "
-            f"worse by {change:.2g}, {change / found.noise:.1f} times its usual change",
-            "the model became worse at this since the last evaluations",
-            "compare with what changed before that step (fsdp-pretrain journal: resume, changed, overrides), and look "
-            "at the loss there",
-            facts={"evaluated": found.newest.step, "value": found.newest.value, "usual": found.usual},
-        )
-        return True
+        """By the newest scores: each must be a finite number."""
+        newest = results[-1] if results else {"scores": {}}
+        rows = newest["scores"].items()
+        bad = [(task, metric) for task, row in rows for metric, value in row.items() if value is None]
+        for task, metric in bad:
+            self.open(
+                f"evaluation-score/{task}/{metric}",
+                Severity.CRIT,
+                f"{task} {metric} of step {newest['step']} is no finite number",
+                "the model computes NaN or infinity for some texts; what is trained now may be lost",
+                "look at loss and gradient norm before that step, and evaluate an earlier checkpoint: "
+                f"fsdp-eval run {self._run} --step N",
+                facts={"evaluated": newest["step"]},
+            )
+        keys = [f"evaluation-score/{task}/{metric}" for task, metric in bad]
+        self.resolve_others("evaluation-score", keys, "later scores are numbers")
 
 
 def _who(late: Sequence[dict[str, Any]]) -> str:

@@ -38,9 +38,6 @@ class MountDetector(Detector):
     Args:
         probed: directories in which a small file is written.
         corpora: directory of each source. One file is read per file system.
-
-    Attributes:
-        rates: documents per packed token of every source, once its manifest was read.
     """
 
     def __init__(
@@ -56,7 +53,6 @@ class MountDetector(Detector):
             for name, path in corpora.items()
         }
         self._corpora, self._shards = corpora, dict[str, tuple[int, list[str]]]()
-        self.rates: dict[str, float] = {}
 
     def tick(self, now: float) -> None:
         """Start due probes, and judge the answers of earlier ones."""
@@ -84,8 +80,6 @@ class MountDetector(Detector):
         else:
             self.resolve(f"data-shard/{name}", f"{path} is intact")
         if answer.error is None:
-            if found["rate"] is not None:
-                self.rates[name] = found["rate"]
             self._shards[name] = (found["device"], found["shards"])
             self._read_from_each_file_system()
 

@@ -127,7 +127,7 @@ def _pagerduty(region: str, environment: Mapping[str, str]) -> Send:
             "component": sender.run,
             "class": alarm.detector,
             "timestamp": alarm.changed,
-            "custom_details": {"text": "\n".join(message.lines), "step": message.step, "facts": alarm.facts},
+            "custom_details": {"text": "\n".join(message.lines), "step": alarm.step, "facts": alarm.facts},
         }
         _post(url, {**event, "event_action": "trigger", "payload": payload})
 

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 from fsdp_pretrain.record.files import age, now
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import human_count, human_time
+from fsdp_pretrain.units import human_time
 
 from .alarms import Alarm
-from .snapshot import Snapshot
 
 Kind = Literal["open", "resolved", "reminder", "digest"]
 _HEADS = {"open": "", "reminder": " still open", "resolved": " resolved"}
@@ -36,15 +35,12 @@ class Message:
 
     Attributes:
         id: the same whenever the same message is made again.
-        step, tokens: of the run.
     """
 
     id: str
     kind: Kind
     alarm: Alarm
     sender: MessageSender
-    step: int | None
-    tokens: int | None
     title: str
     lines: list[str]
 
@@ -54,30 +50,25 @@ class Message:
         about = {"schema": 1, "id": self.id, "kind": self.kind, "time": now()}
         about |= {"run": sender.run, "segment": sender.segment, "host": sender.host, "detector": alarm.detector}
         about |= alarm.to_json()
-        return {**about, "step": self.step, "tokens": self.tokens, "title": self.title, "lines": self.lines}
+        return {**about, "title": self.title, "lines": self.lines}
 
 
-def make_message(kind: Kind, alarms: list[Alarm], sender: MessageSender, snapshot: Snapshot | None = None) -> Message:
-    """A message about an alarm, or a digest of several, with what is known of the run."""
+def make_message(kind: Kind, alarms: list[Alarm], sender: MessageSender) -> Message:
+    """A message about an alarm, or a digest of several."""
     (alarm, *_), head = alarms, "digest"
     if kind == "digest":
         alarm, lines = _digest(alarms), _digest_lines(alarms, sender)
         subject = alarm.summary
     else:
         head = alarm.severity.name + _HEADS[kind]
-        subject, lines = f"{alarm.key}: {alarm.summary}", _lines(kind, alarm, sender, snapshot)
-    step = alarm.step if alarm.step is not None else snapshot.step if snapshot else None
-    tokens = snapshot.tokens if snapshot else None
-    place = f" · step {step:,}" if step is not None else ""
-    place += f" · {human_count(tokens)} tokens" if tokens else ""
+        subject, lines = f"{alarm.key}: {alarm.summary}", _lines(kind, alarm, sender)
+    place = f" · step {alarm.step:,}" if alarm.step is not None else ""
     made = [sender.path, alarm.key, kind, alarm.opened, alarm.changed, alarm.state, *([now()] * (kind == "reminder"))]
     return Message(
         id=hashlib.sha256(" ".join(made).encode()).hexdigest()[:32],
         kind=kind,
         alarm=alarm,
         sender=sender,
-        step=step,
-        tokens=tokens,
         title=" ".join(f"[{head}] {sender.run} · {subject}{place}".split()),
         lines=lines,
     )
@@ -89,7 +80,7 @@ def test_message(sender: MessageSender, kind: Literal["open", "resolved"]) -> Me
     return make_message(kind, [alarm], sender)
 
 
-def _lines(kind: Kind, alarm: Alarm, sender: MessageSender, snapshot: Snapshot | None) -> list[str]:
+def _lines(kind: Kind, alarm: Alarm, sender: MessageSender) -> list[str]:
     since = f"{alarm.opened[:16].replace('T', ' ')} UTC"
     if (seconds := age(alarm.opened)) >= 1:
         since += f" ({human_time(seconds)})"
@@ -99,25 +90,12 @@ def _lines(kind: Kind, alarm: Alarm, sender: MessageSender, snapshot: Snapshot |
     lines = [f"it was open since {since}" if over else f"since: {since}"]
     if not over:
         lines += [f"meaning: {alarm.effect}"] if alarm.effect else []
-        lines += [f"at risk: {risk}"] if (risk := _at_risk(snapshot)) else []
     lines += [f"the watchdog: {alarm.action}"] if alarm.action else []
     if not over:
         lines += [f"to do: {alarm.remedy}"] if alarm.remedy else []
         lines += [f"acknowledge: fsdp-pretrain ack {sender.path} {alarm.key}"]
     segment = f", start {sender.segment}" if sender.segment is not None else ""
     return [*lines, f"where: {sender.path} on {sender.host}{segment}"]
-
-
-def _at_risk(snapshot: Snapshot | None) -> str:
-    if snapshot is None or snapshot.verified_step is None:
-        return ""
-    parts = []
-    if snapshot.unprotected_tokens is not None:
-        parts.append(f"{human_count(snapshot.unprotected_tokens)} tokens")
-    if snapshot.world is not None and snapshot.verified_age is not None:
-        parts.append(f"{snapshot.world * snapshot.verified_age / 3600:,.1f} GPU hours")
-    since = f" since the verified checkpoint of step {snapshot.verified_step:,}"
-    return ", ".join(parts) + since if parts else ""
 
 
 def _digest(alarms: list[Alarm]) -> Alarm:

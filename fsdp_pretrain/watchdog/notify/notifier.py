@@ -22,7 +22,6 @@ from .channels import Channel, DeliveryError, fetch, make_channels, ping_url
 from .dispatcher import Dispatcher
 from .message import MessageSender, make_message
 from .operator import alarms_file
-from .snapshot import Snapshot
 
 RETRIES = (1.0, 5.0, 30.0, 120.0)
 """Seconds to wait after a failure; the last value repeats."""
@@ -49,10 +48,9 @@ class Notifier:
         for thread in self._threads:
             thread.put(alarm)
 
-    def tick(self, alarms: Alarms, snapshot: Snapshot | None = None) -> None:
-        """A pass of the watchdog: hand over the snapshot, open and resolve the alarms of failing channels."""
+    def tick(self, alarms: Alarms) -> None:
+        """A pass of the watchdog: open and resolve the alarms of failing channels."""
         for thread in self._threads:
-            thread.snapshot = snapshot
             problem, tries = thread.problem, thread.tries
             if problem:
                 alarms.open(
@@ -82,7 +80,6 @@ class _ChannelThread(threading.Thread):
 
     Attributes:
         key: of the alarm for its failure.
-        snapshot: what is known of the run.
         problem: why it fails; empty before the first message, None when it works.
         tries: failures since it last worked.
     """
@@ -90,7 +87,6 @@ class _ChannelThread(threading.Thread):
     def __init__(self, channel: Channel, run: RunDir, known: list[Alarm], sender: MessageSender) -> None:
         super().__init__(name=f"notify {channel.name}", daemon=True)
         self.key = f"notify/{channel.name}"
-        self.snapshot: Snapshot | None = None
         self.problem: str | None = ""
         self.tries = 0
         self._channel, self._sender = channel, sender
@@ -132,7 +128,7 @@ class _ChannelThread(threading.Thread):
         due = self._dispatcher.due(at, closing=self._closing)
         if due is None:
             return False
-        message = make_message(due.kind, due.alarms, self._sender, self.snapshot)
+        message = make_message(due.kind, due.alarms, self._sender)
         try:
             self._channel.send(message)
         except DeliveryError as error:

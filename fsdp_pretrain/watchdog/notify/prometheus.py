@@ -1,4 +1,4 @@
-"""Metrics of a run for Prometheus, by HTTP. No torch.
+"""Metrics of a run for Prometheus, by HTTP or in a file for node_exporter. No torch.
 
 Unknown values are left out: an alert rule sees a missing series, never a made-up zero.
 """
@@ -6,8 +6,9 @@ Unknown values are left out: an alert rule sees a missing series, never a made-u
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .snapshot import METRICS, Snapshot
@@ -23,7 +24,7 @@ class Exporter:
     longer known. A port in use does no harm, see `problem`.
 
     Args:
-        address: `HOST:PORT`; None: nothing is exported.
+        address: `HOST:PORT`, or the path of a file `*.prom`; None: nothing is exported.
 
     Attributes:
         port: of the HTTP server; None if there is none.
@@ -34,6 +35,7 @@ class Exporter:
         self._shown: Snapshot | None = None
         self._at = 0.0
         self._server: WSGIServer | None = None
+        self._write: Callable[[], None] | None = None
         self.port: int | None = None
         self.problem = ""
         if address is None:
@@ -42,6 +44,9 @@ class Exporter:
 
         registry = prometheus_client.CollectorRegistry()
         registry.register(self)
+        if address.endswith(".prom"):
+            self._write = partial(prometheus_client.write_to_textfile, address, registry)
+            return
         host, _, port = address.rpartition(":")
         try:
             self._server, _ = prometheus_client.start_http_server(int(port), host, registry)
@@ -52,6 +57,12 @@ class Exporter:
     def update(self, snapshot: Snapshot) -> None:
         """Export the result of a pass. The snapshot must not be changed afterwards."""
         self._shown, self._at = snapshot, time.monotonic()
+        if self._write is not None:
+            try:
+                self._write()
+                self.problem = ""
+            except OSError as error:
+                self.problem = f"cannot write {error.filename}: {error.strerror}"
 
     def collect(self) -> Iterator[Metric]:
         """What is known, in prometheus_client's classes."""

@@ -29,19 +29,18 @@ def space(path: str) -> dict[str, Any]:
     return {**asdict(Room.of(Path(path))), "writing": sum(attempts(Path(path)).values())}
 
 
-def checkpoints(directories: list[str], chronicle: str, offset: int) -> dict[str, Any]:
-    """What a run's stores hold, and the entries of its journal, the file `chronicle`, from byte `offset` on.
+def checkpoints(directory: str, chronicle: str, offset: int) -> dict[str, Any]:
+    """What the store of a run holds, and the entries of its journal, the file `chronicle`, from byte `offset` on.
 
     Returns:
         names: of all checkpoints; problems: of the damaged ones, by name; newest, verified: the newest whole one, and
         the newest verified one, or None; writing: bytes written by every attempt; prunable: what may be deleted of the
         first store to make room; entries, offset: of the journal.
     """
-    stores = [Store(Path(directory)) for directory in directories]
-    found = sorted((item for store in stores for item in store.scan()), key=lambda item: item.step)
+    store = Store(Path(directory))
+    found = sorted(store.scan(), key=lambda item: item.step)
     whole = [item for item in found if item.problem is None]
     proved = [item for item in whole if item.verified]
-    writing = {name: size for store in stores for name, size in attempts(store.directory).items()}
     entries = []
     for entry, behind in journal.entries(Path(chronicle), offset):
         offset = behind
@@ -53,8 +52,8 @@ def checkpoints(directories: list[str], chronicle: str, offset: int) -> dict[str
         "problems": {item.path.name: item.problem for item in found if item.problem and item.path.is_dir()},
         "newest": _describe(whole[-1]) if whole else None,
         "verified": _describe(proved[-1]) if proved else None,
-        "writing": writing,
-        "prunable": asdict(prunable(item for item in found if item.path.parent == stores[0].directory)),
+        "writing": attempts(store.directory),
+        "prunable": asdict(prunable(found)),
         "entries": entries[-_ENTRIES:],
         "offset": offset,
     }
@@ -71,7 +70,7 @@ def results(run: str, newest: int) -> dict[str, Any]:
     """The last results of a run, and the due checkpoints without any. Reads only that many of thousands.
 
     Returns:
-        results: of the `newest` last ones, oldest first: `step`, `limit`, `scores`, `higher_is_better`, `verdicts`;
+        results: of the `newest` last ones, oldest first: `step`, `scores`, `verdicts`;
         late: the due checkpoints, newer than all results, whose results are late: `step`, `seconds` since it was
         committed, `claimed` by a worker; given_up: `step` and `reason` of all that were given up.
     """
@@ -107,20 +106,17 @@ class _Results(state_files.StateFile):
     """What is judged of `results.json`; see `eval.results.Results`."""
 
     step: int
-    limit: int | None = None
     scores: dict[str, dict[str, float | None]]
-    higher_is_better: dict[str, dict[str, bool]] = Field(default_factory=dict)
     verdicts: list[dict[str, Any]] = Field(default_factory=list)
 
 
-def checksum(directories: list[str]) -> dict[str, Any]:
+def checksum(directory: str) -> dict[str, Any]:
     """Read one file of the newest verified checkpoint back.
 
     Returns:
         name: of the checkpoint, None if there is none; wrong: the errors found.
     """
-    found = [item for directory in directories for item in Store(Path(directory)).scan() if item.verified]
-    proved = [item for item in found if item.problem is None]
+    proved = [item for item in Store(Path(directory)).scan() if item.verified and item.problem is None]
     if not proved:
         return {"name": None, "wrong": []}
     newest = max(proved, key=lambda item: item.step)
@@ -159,8 +155,7 @@ def corpus(path: str) -> dict[str, Any]:
     """Whether every shard of a corpus exists with its size.
 
     Returns:
-        wrong: the first few bad files and what is wrong; count: of all; shards: a sample of paths; device: theirs;
-        rate: documents per packed token, None for pairs.
+        wrong: the first few bad files and what is wrong; count: of all; shards: a sample of paths; device: theirs.
     """
     from data.corpus.manifest import read_manifest  # imports numpy
 
@@ -179,13 +174,11 @@ def corpus(path: str) -> dict[str, Any]:
             good.append(str(binary))
         except OSError as error:
             wrong.append(f"{error.filename}: {error.strerror}")
-    tokens = manifest.tokens + manifest.documents * (1 - manifest.carried)
     return {
         "wrong": wrong[:10],
         "count": len(wrong),
         "shards": random.sample(good, min(_SAMPLE, len(good))),
         "device": directory.stat().st_dev if not good else Path(good[0]).stat().st_dev,
-        "rate": None if manifest.pairs or not tokens else manifest.documents / tokens,
     }
 
 
