@@ -137,6 +137,7 @@ def _build_schedule(
         warmup=optimizer.warmup,
         decay=optimizer.decay,
         warmup_shape=optimizer.warmup_shape,
+        decay_shape=optimizer.decay_shape,
         decay_length=optimizer.decay_length,
         values={
             "optimizer.lr_scale": optimizer.lr_scale,

@@ -17,8 +17,8 @@ class LearningRateCurve:
     - `cosine`: floor + (peak - floor) (1 + cos(pi x)) / 2 (SGDR, arXiv 1608.03983; Megatron-LM);
     - `linear`: peak + (floor - peak) x;
     - `constant`: peak;
-    - `wsd`: peak until `start`, then floor + (peak - floor) f with f = 1 - sqrt(x) (warm-up, stable, decay:
-      MiniCPM, arXiv 2404.06395; its shape: arXiv 2405.18392).
+    - `wsd`: peak until `start`, then floor + (peak - floor) f with f = 1 - sqrt(x) or 1 - x (`decay_shape`; warm-up,
+      stable, decay: MiniCPM, arXiv 2404.06395; shapes: arXiv 2405.18392).
     """
 
     shape: str
@@ -26,6 +26,7 @@ class LearningRateCurve:
     end: int
     start: int = 0
     warmup_shape: str = "linear"
+    decay_shape: str = "1-sqrt"
 
     def lr(self, consumed: int, peak: float, floor: float) -> float:
         """The learning rate at `consumed`."""
@@ -45,5 +46,6 @@ class LearningRateCurve:
         if self.shape == "linear":
             return peak + (floor - peak) * passed / length
         if self.shape == "wsd":
-            return floor + (peak - floor) * (1 - math.sqrt(passed / length))
+            x = passed / length
+            return floor + (peak - floor) * (1 - (math.sqrt(x) if self.decay_shape == "1-sqrt" else x))
         return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * (passed / length)))

@@ -132,6 +132,7 @@ class Schedule(SteeredValues):
         warmup: Progress,
         decay: Progress | None,
         warmup_shape: str = "linear",
+        decay_shape: str = "1-sqrt",
         decay_length: Progress | None = None,
         values: Mapping[str, Any] | None = None,
         timeline: Sequence[TimelineEntry] = (),
@@ -159,7 +160,7 @@ class Schedule(SteeredValues):
         super().__init__(
             {"optimizer.lr": lr, "optimizer.min_lr": min_lr, **(values or {})},
             timeline,
-            curve=LearningRateCurve(curve, self.warmup, self.decay, self.decay_start, warmup_shape),
+            curve=LearningRateCurve(curve, self.warmup, self.decay, self.decay_start, warmup_shape, decay_shape),
             place=self.samples,
             behind=self.behind,
         )

@@ -114,7 +114,9 @@ class OptimizerSection(Section):
     decay: Length | None = None
     """Where the curve reaches `min_lr`, counted from the start of the run. Default: `train.duration`."""
     decay_length: Length | None = None
-    """For `wsd`: length of the decay, which ends at `decay`. After a share x of it, the root of x is done."""
+    """For `wsd`: length of the decay, which ends at `decay`."""
+    decay_shape: Literal["1-sqrt", "linear"] = "1-sqrt"
+    """For `wsd`: share of the way to `min_lr` after a share x of the decay: the root of x, or x."""
     betas: Betas = (0.9, 0.95)
     """AdamW betas."""
     eps: AboveZero = 1e-8
@@ -183,6 +185,8 @@ class CheckpointSection(Section):
     """Consecutive failed saves after which the run stops with exit 93."""
     retry: Seconds = Seconds(10)
     """Pause before a failed save is retried; doubles with every further failure."""
+    max_age: Seconds | None = None
+    """How long training may continue without a new verified checkpoint; then exit 93. Default: no limit."""
 
     @property
     def kept_intervals(self) -> list[Progress]:

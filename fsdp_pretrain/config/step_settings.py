@@ -18,7 +18,7 @@ SCHEDULED = frozenset(
     "timeline data.skip train.duration train.global_batch train.batch_ramp train.batch_ramp.first train.batch_ramp.by "
     "train.batch_ramp.start train.batch_ramp.duration train.grad_clip train.z_loss "
     "optimizer.lr optimizer.min_lr optimizer.lr_scale optimizer.betas optimizer.weight_decay optimizer.curve "
-    "optimizer.warmup optimizer.warmup_shape optimizer.decay optimizer.decay_length "
+    "optimizer.warmup optimizer.warmup_shape optimizer.decay optimizer.decay_length optimizer.decay_shape "
     "optimizer.embedding_shrink optimizer.shrink_paths".split()
 )
 """Keys that are nothing but values of every step."""

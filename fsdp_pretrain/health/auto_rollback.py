@@ -57,6 +57,12 @@ def roll_back(run: RunDir, asked: RollbackRequest, recorder: Recorder) -> Branch
     raise _needs_person(asked, f"no clean checkpoint from before step {asked.start} can be read")
 
 
+def was_blamed_on_device(run: RunDir, asked: RollbackRequest) -> bool:
+    """Whether a nearby non-finite step was blamed on a device before: device faults do not recur in one place."""
+    entries = journal.of_kind(journal.read(run), "health-again")
+    return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in entries)
+
+
 def record_rollback(run: RunDir, step: int, asked: RollbackRequest, recorder: Recorder) -> None:
     """Record the end of a start that was rolled back to `step`; the next start follows immediately."""
     reason, code = f"rolled back to step {step}: {asked.cause}", int(Exit.RESUME)

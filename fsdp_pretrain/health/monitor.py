@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from data.packing.position import Position
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import NumericError, UserError
 from fsdp_pretrain.record.step_record import HealthFinding, LossSum, StepRecord
@@ -51,6 +52,9 @@ class RollbackRequest:
     first: int  # samples [first, stop) cover the incident's steps and the margins around them
     stop: int
     target: int  # go back to a checkpoint of this step or earlier, if possible
+    before: Position | None = None  # position before the last step, if that was not finite
+    rank: int | None = None  # the only rank whose loss was not finite then, if there was just one
+    repeats: bool | None = None  # whether that step was non-finite again when repeated; None: not repeated
 
 
 @dataclass
@@ -85,7 +89,7 @@ class Health:
     def __init__(
         self, config: Config, history: Iterable[StepRecord] = (), expected: ExpectedSteps | None = None
     ) -> None:
-        self._config = config.health
+        self._config, self._schedule = config.health, config.schedule
         self._spike, self._level, self._norm = (
             LossSpikeRule(config.health),
             LossLevelRule(config.health),
@@ -94,6 +98,7 @@ class Health:
         self._scale = LossScaleRule()
         self._nonfinite, self._zero = HealthIncident("loss/nonfinite"), HealthIncident("learning/gradient")
         self._stuck, self._still = HealthIncident("learning/loss"), HealthIncident("learning/parameters")
+        self._rate = HealthIncident("learning/rate")
         self._replicas, self._replay = HealthIncident("replicas/parameters"), HealthIncident("replay/step")
         self._skipped: deque[int] = deque()
         self._cursors: deque[tuple[int, int]] = deque(maxlen=2 * HISTORY)  # (step, samples read)
@@ -105,13 +110,17 @@ class Health:
         for record in history:
             self.step(record)
         # Loss and norm statistics carry over; these incidents ended with the last start.
-        for incident in (self._nonfinite, self._zero, self._stuck, self._still):
+        for incident in (self._nonfinite, self._zero, self._stuck, self._still, self._rate):
             incident.severity = None
         self._skipped.clear()
         self._digest = None
         rules = (self._spike, self._level, self._norm, self._scale)
         self._carried = [finding for rule in rules for finding in rule.incident.carried()]
         self._expected = expected
+
+    def steer(self, config: Config) -> None:
+        """Go on with a configuration in which only the timeline differs."""
+        self._schedule = config.schedule
 
     @property
     def suspicion(self) -> str | None:
@@ -194,7 +203,10 @@ class Health:
         if not self._config.rollback:
             verdict.fail(cause, "they were skipped; the weights did not change", _ADVICE)
             return
-        verdict.rollback = self._request_rollback(self._nonfinite.key, cause, near[-row] if row > 1 else near[0])
+        rollback = self._request_rollback(self._nonfinite.key, cause, near[-row] if row > 1 else near[0])
+        cursor = dict(self._cursors).get(step - 1)
+        before = None if cursor is None else Position(step - 1, record.consumed - record.batch, cursor)
+        verdict.rollback = replace(rollback, before=before, rank=rank)
 
     def _judge_scale(self, record: StepRecord, verdict: HealthOutcome) -> None:
         """Overflows that continue although the loss scale is at its minimum."""
@@ -208,7 +220,7 @@ class Health:
     # ------------------------------------------------------------------ nothing is learned
 
     def _judge_learning(self, record: StepRecord, verdict: HealthOutcome) -> None:
-        """A constant loss, or no gradient."""
+        """A constant loss, no gradient, or a learning rate other than planned."""
         step = record.step
         self._losses.append(record.loss)
         same = len(self._losses) == 3 and all(loss == record.loss for loss in self._losses) and record.is_finite
@@ -222,6 +234,12 @@ class Health:
             verdict.findings += self._zero.seen(Severity.CRIT, step, text)
         elif record.is_finite:
             verdict.findings += self._zero.settle(step, "there are gradients again")
+        plan = self._schedule.lr_at(record.consumed)
+        if not math.isclose(record.lr, plan, rel_tol=1e-6):
+            text = f"the learning rate was {record.lr:.6g}, planned {plan:.6g}"
+            verdict.findings += self._rate.seen(Severity.WARN, step, text)
+        else:
+            verdict.findings += self._rate.settle(step, "the learning rate is as planned")
 
     def _judge_change(self, record: StepRecord, verdict: HealthOutcome) -> None:
         """Parameters that stay the same although the optimiser took steps."""

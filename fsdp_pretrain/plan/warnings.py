@@ -48,6 +48,8 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     curve = f"with optimizer.curve = {optimizer.curve}"
     if optimizer.curve == "constant":
         yield from (("optimizer.min_lr", curve), ("optimizer.decay", curve))
+    if optimizer.curve != "wsd":
+        yield "optimizer.decay_shape", curve
     if not optimizer.warmup.value:
         yield "optimizer.warmup_shape", "without optimizer.warmup"
     if optimizer.embedding_shrink == 1.0 and all(entry.optimizer.embedding_shrink is None for entry in config.timeline):

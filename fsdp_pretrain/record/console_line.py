@@ -15,7 +15,7 @@ _LEFT_OUT = ("data", "tokens", "mem", "mfu")
 Tone = Literal["good", "warning", "bad", ""]
 _TONES: dict[str, Tone] = {
     **dict.fromkeys(("checkpoint", "eval", "ready"), "good"),
-    **dict.fromkeys(("alarm", "checkpoint-late", "fresh", "health"), "warning"),
+    **dict.fromkeys(("alarm", "checkpoint-late", "fresh", "health", "health-again"), "warning"),
     **dict.fromkeys(("health-rollback", "health-skip", "restart", "rollback", "avoid-hosts"), "warning"),
     **dict.fromkeys(("checkpoint-failed", "checkpoint-missing", "checkpoint-rejected", "checkpoint-room"), "bad"),
     **dict.fromkeys(("eval-failed", "eval-refused", "eval-verdict"), "bad"),

@@ -22,7 +22,7 @@ Kind = Literal[
     "heldout", "profile", "profile-failed", "stop",
     "checkpoint", "checkpoint-deleted", "checkpoint-failed", "checkpoint-late",
     "checkpoint-missing", "checkpoint-rejected", "checkpoint-room", "import", "rollback", "fork",
-    "health", "health-rollback", "health-skip", "data-read",
+    "health", "health-again", "health-rollback", "health-skip", "data-read",
     "launch", "restart", "avoid-hosts",
     "eval", "eval-failed", "eval-refused", "eval-retry", "eval-verdict",
     "alarm", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",

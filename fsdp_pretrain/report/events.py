@@ -54,7 +54,7 @@ class Event:
 GROUPS = {
     "starts": "start fresh ready resume import fork launch restart",
     "ends": "stop interruption",
-    "changes": "rollback skip changed overrides control health-rollback health-skip",
+    "changes": "rollback skip changed overrides control health-rollback health-skip health-again",
     "alarms": "alarm health",
     "saves": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-late checkpoint-missing "
     "checkpoint-rejected checkpoint-room on-commit-failed",

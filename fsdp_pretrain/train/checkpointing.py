@@ -1,7 +1,8 @@
 """Saves checkpoints during training, and handles failed saves.
 
 A save is started when it is due; its end is noticed through the counts summed in every step, so all ranks act after the
-same step. A failure raises an alarm. Retries block training, with exponential backoff, until too many failed in a row.
+same step. A failure raises an alarm. Retries block training, with exponential backoff, until too many failed in a row
+or the newest verified checkpoint is too old.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class Checkpointing:
         self._pending: Pending[SaveResult] | None = None
         self._pending_step, self._number, self._reported = step, 0, False
         self._failures, self._retry_at = 0, math.inf
+        self._safe_at = time.monotonic()
         self._stalled = 0.0
 
     @property
@@ -66,6 +68,11 @@ class Checkpointing:
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
+    def exclude_pause(self, seconds: float) -> None:
+        """A pause of training is no wait for saves, and does not age the newest checkpoint."""
+        self.take_stalled()
+        self._safe_at += seconds
+
     @property
     def in_flight(self) -> bool:
         """Whether a background save is running."""
@@ -73,10 +80,10 @@ class Checkpointing:
 
     # ------------------------------------------------------------------ agreed on by all ranks with every step
 
-    def signals(self) -> tuple[int, bool]:
-        """This rank's part: the number of the save its writer has finished (or 0), retry now.
+    def signals(self) -> tuple[int, bool, bool]:
+        """This rank's part: the number of the save its writer has finished (or 0), retry now, overdue.
 
-        The first is summed over the ranks and passed to `all_ended`; the other follows rank 0's clock.
+        The first is summed over the ranks and passed to `all_ended`; the others follow rank 0's clock.
         """
         pending, done = self._pending, 0
         if pending is not None and pending.done:
@@ -84,11 +91,22 @@ class Checkpointing:
             if pending.error is not None and not self._reported:  # the alarm does not wait for the other ranks
                 self._reported = True
                 self._report_failure(self._failures + 1, _cause(pending.error))
-        return done, self._world.is_main and time.monotonic() >= self._retry_at
+        now, limit = time.monotonic(), self._config.max_age
+        retry = self._world.is_main and now >= self._retry_at
+        overdue = self._world.is_main and limit is not None and now - self._safe_at > limit.value
+        return done, retry, overdue
 
     def all_ended(self, total: int) -> bool:
         """Whether the writers of all ranks have finished the save in flight, from the sum of their `signals`."""
         return self._pending is not None and total == self._world.size * self._number
+
+    def refuse_to_go_on(self) -> None:
+        """Raise StorageError: the newest verified checkpoint is older than `checkpoint.max_age`."""
+        raise StorageError(
+            f"no checkpoint was verified for longer than checkpoint.max_age = {self._config.max_age}",
+            effect=f"steps after {self.saved_step} are in no checkpoint",
+            remedy="repair the storage, then start again; training continues from the last checkpoint",
+        ).on_all_ranks()
 
     # ------------------------------------------------------------------ saving
 
@@ -185,6 +203,7 @@ class Checkpointing:
 
     def _succeed(self, step: int, saved: SaveResult) -> None:
         self._failures, self._retry_at, self.saved_step = 0, math.inf, step
+        self._safe_at = time.monotonic()
         manifest = saved.manifest
         consumed = manifest.consumed if manifest is not None else None
         self._recorder.event(

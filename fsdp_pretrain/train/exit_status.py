@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.errors import Exit, Interrupted, UserError
-from fsdp_pretrain.health.auto_rollback import record_rollback, roll_back
+from fsdp_pretrain.health.auto_rollback import record_rollback, roll_back, was_blamed_on_device
+from fsdp_pretrain.health.monitor import RollbackRequest
 from fsdp_pretrain.record import exit_intent, status
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import Recorder
@@ -54,6 +56,12 @@ def conclude(outcome: Exit, trainer: Trainer) -> Exit:
     recorder, run_dir = run.recorder, run.recorder.run
     if asked is None:
         return _record_stop(outcome, trainer.state.step, run)
+    if asked.repeats is False and not run.world.decide(lambda: was_blamed_on_device(run_dir, asked)):
+        return _record_suspicion(asked, run)
+    if asked.repeats is not None:
+        found = "not finite again" if asked.repeats else "finite, but a device was suspected here before"
+        text = f"the same step from the same batch was {found}: {asked.cause}"
+        recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
     report = run.world.decide(lambda: roll_back(run_dir, asked, recorder))
     if run.world.is_main:
         record_rollback(run_dir, report.step, asked, recorder)
@@ -68,6 +76,24 @@ def _record_stop(outcome: Exit, step: int, run: RunContext) -> Exit:
     if outcome is Exit.RESUME and asked.avoid_hosts:
         outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": list(asked.avoid_hosts)}
     _record(outcome, f"{reason} after step {step:_}", reason, step, run, **facts)
+    return outcome
+
+
+def _record_suspicion(asked: RollbackRequest, run: RunContext) -> Exit:
+    """Non-finite steps that are not caused by their data.
+
+    No sample is skipped, and the weights are still clean: the next start continues from the last checkpoint, without
+    the suspect host if it is known and there are others.
+    """
+    hosts = run.world.gather(socket.gethostname())
+    host = None if asked.rank is None else hosts[asked.rank]
+    who = "of one of the ranks" if host is None else f"of rank {asked.rank} on {host}"
+    reason = f"{asked.cause}; the same step from the same batch was finite: suspect a device {who}, not the data"
+    outcome, facts = Exit.RESUME, dict[str, object](restart=True)
+    if host is not None and len(set(hosts)) > 1:
+        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": [host]}
+    run.recorder.event("health-again", reason, step=asked.end, rank=asked.rank, suspect=host, repeats=False)
+    _record(outcome, reason, reason, asked.end, run, **facts)
     return outcome
 
 

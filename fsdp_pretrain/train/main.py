@@ -17,8 +17,9 @@ from functools import partial
 import torch
 
 from data.packing.heldout import open_heldout
-from data.packing.loader import check_batches
+from data.packing.loader import StepBatch, check_batches
 from data.packing.opening import check_supply, open_packer
+from data.packing.position import Position
 from eval import jobs
 from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.manager import CheckpointManager
@@ -225,6 +226,7 @@ def _train(
         state=state,
         health=health,
         provenance=provenance(config, world.size),
+        reread=partial(_read_again, config, world),
         heldout=heldout,
         guard=guard,
         on_set=manager.steer,
@@ -279,3 +281,8 @@ def _health(subject: TrainingObjects, segment: int, resumed: Resumed) -> Health:
             exact=exact,
         )
     )
+
+
+def _read_again(config: Config, world: World, before: Position) -> StepBatch:
+    """This rank's share of the batch after a position, with a packer of its own. Raises DataError."""
+    return build_data(config, open_packer(config), world, before).build(before)

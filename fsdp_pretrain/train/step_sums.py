@@ -26,7 +26,7 @@ class StepCounts:
         quarantined: documents excluded from the loss.
         stop, save, profile, steer: ranks that were asked to.
         without_data: ranks that could not read their batch.
-        saved: see `Checkpointing.signals`.
+        saved, overdue: see `Checkpointing.signals`.
         checksums: of every rank's parameters, see `replica_check.checksums`; empty in most steps.
     """
 
@@ -43,6 +43,7 @@ class StepCounts:
     steer: int = 0
     without_data: int = 0
     saved: int = 0
+    overdue: int = 0
     checksums: list[int] = field(default_factory=list)
 
     @classmethod

@@ -60,6 +60,10 @@ class DataStream(Protocol):
         """A batch of the shape due at this position, without targets."""
 
 
+Reread = Callable[[Position], StepBatch]
+"""The position before a batch -> this rank's share of it."""
+
+
 @dataclass
 class AgreedActions:
     """What the ranks agreed on, from the sums of the steps collected since the last actions."""
@@ -69,6 +73,7 @@ class AgreedActions:
     profile: bool = False
     steer: bool = False
     saved: int = 0
+    overdue: bool = False
     rollback: RollbackRequest | None = None
 
 
@@ -84,6 +89,7 @@ class Trainer:
         state: counters to continue from.
         health: judges the steps.
         provenance: names the documents of a batch, for the journal.
+        reread: rebuilds a batch, while `data` may be prefetching others.
         heldout: measures the held-out loss.
         guard: raises UserError if this job may not write into the run directory any more.
         on_set: called on every rank with the configuration after `control set`.
@@ -105,6 +111,7 @@ class Trainer:
         state: TrainState,
         health: Health,
         provenance: Provenance | None = None,
+        reread: Reread | None = None,
         heldout: HeldOutLoss | None = None,
         guard: Callable[[], None] = lambda: None,
         on_set: Callable[[Config], None] = lambda config: None,
@@ -119,7 +126,7 @@ class Trainer:
         compiled = fsdp.compiles(config, world.device)
         self._clock = StepClock(model, world.device, run.heartbeat, compiled=compiled)
         self._profiler = StepProfiler(run)
-        self._health, self._provenance, self._heldout = health, provenance, heldout
+        self._health, self._provenance, self._reread, self._heldout = health, provenance, reread, heldout
         self._control, self._on_set = LiveControl(run, guard), on_set
         self.rollback: RollbackRequest | None = None
         self._first = state.step
@@ -163,6 +170,8 @@ class Trainer:
                 return self._end_for(agreed.rollback)
             if agreed.profile:
                 self._profiler.agree(self.state.step)
+            if agreed.overdue:
+                self.saves.refuse_to_go_on()
             if self.saves.all_ended(agreed.saved):
                 self._heartbeat.beat(Phase.SAVE)
                 self.saves.finish()
@@ -200,7 +209,7 @@ class Trainer:
         self.saves.finish()
         stop = self._control.hold(pause, self.state.step, self._look_while_held, self._act_while_held)
         seconds = time.perf_counter() - start
-        self.saves.take_stalled()  # a pause is no wait for saves
+        self.saves.exclude_pause(seconds)
         self._clock.go_on(seconds)
         return stop
 
@@ -210,11 +219,12 @@ class Trainer:
         if decided.entries:
             self.config = config = self._control.config
             self.schedule = config.schedule
+            self._health.steer(config)
             self._on_set(config)
         return decided
 
     def _look_while_held(self) -> Requests:
-        asked, (_, retry) = self.context.inbox.take(), self.saves.signals()
+        asked, (_, retry, _) = self.context.inbox.take(), self.saves.signals()
         self._profiler.ask(asked.profile)
         return replace(asked, save=asked.save or retry)
 
@@ -229,8 +239,27 @@ class Trainer:
     def _end_for(self, rollback: RollbackRequest) -> Exit:
         """End without saving: the steps since the incident are discarded."""
         self.saves.abandon()
-        self.rollback = rollback
+        self.rollback = replace(rollback, repeats=self._is_reproducible(rollback))
         return Exit.RESUME
+
+    def _is_reproducible(self, rollback: RollbackRequest) -> bool | None:
+        """Whether the last non-finite step is so again when repeated from its batch; None if that cannot be determined.
+
+        Collective; changes no parameter. The parameters are the same except for steps that were in flight, so a cause
+        in the data or the state shows again; a device fault does not.
+        """
+        before, reread = rollback.before, self._reread
+        if before is None or reread is None:
+            return None
+        try:
+            batch = self.world.together(lambda: reread(before))
+        except DataError:
+            return None
+        counts = StepCounts.of(batch).sum_over(self.world)
+        sums = self._passes.run(batch, counts, self.schedule.values_at(batch.position.consumed))
+        self._heartbeat.beat(Phase.REDUCE)
+        sums.sum_over(self.world, optim.local_norm(self.model))
+        return bool(sums.not_finite().item())
 
     def step(self) -> None:
         """Issue one optimiser step: read a batch, run its micro-batches, reduce, clip, decide, apply."""
@@ -289,7 +318,7 @@ class Trainer:
     def _sum_counts(self, batch: StepBatch) -> Tensor:
         """Packed `StepCounts` of all ranks, on the device; periodically with checksums of the parameters."""
         asked = self.context.inbox.take()
-        saved, retry = self.saves.signals()
+        saved, retry, overdue = self.saves.signals()
         counts = replace(
             StepCounts.of(batch),
             stop=asked.stop,
@@ -298,6 +327,7 @@ class Trainer:
             steer=asked.steer,
             without_data=self._data_error is not None,
             saved=saved,
+            overdue=overdue,
         )
         for text in batch.notices:
             self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
@@ -336,6 +366,7 @@ class Trainer:
             self._agreed.profile |= counts.profile > 0
             self._agreed.steer |= counts.steer > 0
             self._agreed.saved = max(self._agreed.saved, counts.saved)
+            self._agreed.overdue |= counts.overdue > 0
             self._clock.finish(issued.times)
             record = self._records.of(issued)
             self._stretches += record.documents + record.batch  # a document may span several samples
