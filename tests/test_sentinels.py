@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data.packing.unigrams import Unigrams
 from laboratory import seal
 from processes import constants
 from records import parsed
 
 from data.packing import unigrams
+from data.packing.unigrams import Unigrams
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.step_record import StepRecord

@@ -22,6 +22,7 @@ from fsdp_pretrain.errors import ConfigError, UserError
 from .objectives import IGNORE, Infilled, Infilling
 from .packer import Packed, Packer, Piece
 from .position import Position
+from .unigrams import Unigrams
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class StepBatch:
         shares, epochs: by source: the planned share around this step, and epochs read after it.
         reads: reads from storage for this share.
         notices: slow reads, and damage that was repaired, for the journal.
+        distance: of the share's tokens from those typical of the run, see `Unigrams.score`; None if unknown.
     """
 
     micro: list[MicroBatch]
@@ -76,6 +78,7 @@ class StepBatch:
     epochs: dict[str, float] = field(default_factory=dict)
     reads: ReadTimes = field(default_factory=ReadTimes)
     notices: list[str] = field(default_factory=list)
+    distance: float | None = None
 
 
 class _Steps(BaseNode[Any]):
@@ -119,6 +122,7 @@ class Loader(Iterator[StepBatch]):
         across_documents: learn to predict the first token of a document from the separator before it.
         infilling: makes blanks in the samples; None predicts every next token.
         pin: put tensors in pinned memory, for asynchronous copies to a GPU.
+        unigrams: compares the tokens of every step with earlier ones.
         built: called with the position after each batch, as soon as it is built.
     """
 
@@ -137,9 +141,10 @@ class Loader(Iterator[StepBatch]):
         across_documents: bool = True,
         infilling: Infilling | None = None,
         pin: bool = False,
+        unigrams: Unigrams | None = None,
         built: Callable[[Position], None] = lambda _: None,
     ) -> None:
-        self.built = built
+        self._unigrams, self.built = unigrams, built
         self._packer, self._batches, self._rank, self._world = packer, batches, rank, world
         self._micro_batch, self._pin = micro_batch, pin
         self._with_lengths, self._across_documents, self._infilling = with_lengths, across_documents, infilling
@@ -162,6 +167,7 @@ class Loader(Iterator[StepBatch]):
         own = self._skips.take(before.cursor, step.position.batch)[share.start : share.stop]
         step.shares = self._packer.shares(before.cursor)
         step.epochs = self._packer.epochs_read(step.position.cursor)
+        tokens = list[Any]()
         for start in range(0, len(own), self._micro_batch):
             packed = self._packer.pack_samples(own[start : start + self._micro_batch])
             micro = micro_batch(
@@ -178,10 +184,13 @@ class Loader(Iterator[StepBatch]):
             step.adjacent_specials += adjacent
             step.quarantined += packed.quarantined
             step.digest += packed.digest
+            tokens += [packed.tokens] if packed.lasts is None else packed.rows
         step.digest = (step.digest + 2**63) % 2**64 - 2**63
         for corpus in self._packer.corpora.values():
             step.reads.add(corpus.reads.take_times())
             step.notices += corpus.reads.take_notices()
+        if self._unigrams is not None:
+            step.distance = self._unigrams.score(tokens, step.shares)
         return step
 
     def blank(self, before: Position) -> StepBatch:

@@ -26,7 +26,7 @@ _CORE = ("config.toml", "journal.jsonl", "overrides.toml", "segments", "tokenize
 _MORE = ("avoid_hosts", "evals", "rollback.json", "watchdog")
 _PASSING = re.compile(r"^\.|(lease|claim)\.json$|^log$|\.log$|^samples_.*\.jsonl$")
 """Names of files that only matter to processes that live, and of large ones."""
-_OF_WATCHDOG = frozenset(("alarms.jsonl", "pace.json"))
+_OF_WATCHDOG = frozenset(("alarms.jsonl", "pace.json", "unigrams.json"))
 """What a later start reads of `watchdog/`."""
 
 

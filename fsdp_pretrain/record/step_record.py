@@ -140,6 +140,7 @@ class StepRecord(_Part):
     mixture: dict[str, float]  # share of each source in the target tokens
     epochs: dict[str, float] = Field(default_factory=dict)  # how often each source was read
     data_digest: str  # of the tokens of the global batch, 16 hex digits
+    data_distance: float | None = None  # of the batch's tokens from those of the first steps, in deviations
     documents: int  # this and the next three: in the batch, see `data.packing.packer`
     separators: int
     adjacent_specials: int

@@ -15,6 +15,7 @@ from data.packing.loader import Loader
 from data.packing.opening import open_infilling, open_skips
 from data.packing.packer import Packer
 from data.packing.position import Position
+from data.packing.unigrams import Unigrams
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.fetcher_status import log_folder
@@ -46,6 +47,7 @@ def build_data(
     world: World,
     start: Position,
     *,
+    unigrams: Path | None = None,
     built: Callable[[Position], None] = lambda _: None,
 ) -> Loader:
     """This rank's data loader.
@@ -55,6 +57,7 @@ def build_data(
         packer: of its corpora.
         world: all ranks.
         start: position before the first batch.
+        unigrams: file of token frequencies to compare batches with; None: no comparison.
         built: called with the position after each batch, as soon as it is built.
     """
     return Loader(
@@ -70,6 +73,7 @@ def build_data(
         across_documents=config.data.loss_across_documents,
         infilling=open_infilling(config, packer),
         pin=world.device.type == "cuda",
+        unigrams=None if unigrams is None else Unigrams(unigrams),
         built=built,
     )
 

@@ -39,7 +39,7 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.record import lineage, overrides, run_id
 from fsdp_pretrain.record.arguments import parse_trainer
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.files import RunDir, make_directory
 from fsdp_pretrain.record.lock import RunLock
 from fsdp_pretrain.record.overrides import Overrides, load_run
 from fsdp_pretrain.record.requests import Inbox, interrupt_on_signal
@@ -213,6 +213,9 @@ def _train(
             if uploader is not None:
                 uploader.ensure_running()
 
+    unigrams = run_dir.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
+    if unigrams is not None:
+        make_directory(unigrams.parent)
     built = fetching.begin(state) if fetching is not None else lambda _: None
     manager = _manager(subject, recorder.number, guard, health, uploader)
 
@@ -221,7 +224,7 @@ def _train(
         model=model,
         optimizer=optimizer,
         scaler=scaler,
-        data=build_data(config, packer, world, state, built=built),
+        data=build_data(config, packer, world, state, unigrams=unigrams, built=built),
         saves=Checkpointing(config, world, manager, saved, recorder, state.step),
         state=state,
         health=health,

@@ -107,6 +107,7 @@ class StepRecords:
             },
             epochs=issued.data["epochs"],
             data_digest=f"{counts.digest % 2**64:016x}",
+            data_distance=issued.data["data_distance"],
             documents=counts.documents,
             separators=counts.separators,
             adjacent_specials=counts.adjacent_specials,

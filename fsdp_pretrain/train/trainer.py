@@ -341,7 +341,7 @@ class Trainer:
         """Facts about a batch, its steered values and what runs beside it that need no sum."""
         profiled = self._profiler.beside(batch.position.step)
         beside = [*(["save"] if self.saves.in_flight else []), *profiled, *self.context.beside()]
-        facts = {"data_read": asdict(batch.reads), "beside": beside}
+        facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
         ramps = {"shares": batch.shares, **self.schedule.steered(values)}
         return {"ramps": ramps, "epochs": batch.epochs, **facts}
 

@@ -20,6 +20,7 @@ from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetect
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
+from fsdp_pretrain.watchdog.detectors.host import HostDetector
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.detectors.nvml import resolve
@@ -51,7 +52,7 @@ def build_detectors(
     run, host = RunDir(config.run.dir), socket.gethostname()
     corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
     mounts = MountDetector(alarms, [run.checkpoints] if leads else [], corpora)
-    found: list[Detector] = [mounts]
+    found: list[Detector] = [mounts, HostDetector(alarms, host=host)]
     if fetcher is not None and len(corpora) < len(config.data.sources):
         found.append(CorpusStorageDetector(alarms, fetcher, host))
     local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]

@@ -20,6 +20,7 @@ _TOLERATED = 0.01
 _SHARE_STEPS, _SHARE_SCORE, _LEAST_SHARE = 100, 6.0, 0.02
 """A warning if over so many steps a source's share differs from the plan by so many deviations, and by this share."""
 _REMEMBERED = 100_000
+_FAR, _FAR_STEPS, _FAR_LEAST = 5.0, 3, 2
 _EFFECTS = {
     "data-specials": "the model learns doubled separators",
     "data-separators": "the model does not learn where documents end",
@@ -27,12 +28,13 @@ _EFFECTS = {
     "data-repeated": "samples are trained twice",
     "data-share": "the mixture is not the one that was configured",
     "data-quarantined": "they are left out of the loss; at {most:.2g} of all stretches the run stops",
+    "data-distance": "the ids may be shifted, or the text is of another kind",
 }
 
 
 class DataInvariantDetector(Detector):
-    """Alarms `data-specials`, `data-separators`, `data-share/SOURCE`, `data-repeated`, `data-cursor` and
-    `data-quarantined`.
+    """Alarms `data-specials`, `data-separators`, `data-share/SOURCE`, `data-repeated`, `data-cursor`,
+    `data-quarantined` and `data-distance`.
 
     causal: every token is a target, so targets are distributed over the sources like samples.
     max_quarantined: share of quarantined documents at which the trainer stops.
@@ -52,6 +54,7 @@ class DataInvariantDetector(Detector):
         self._digests: dict[str, int] = {}
         self._shares: deque[tuple[float, dict[str, float], dict[str, float]]] = deque(maxlen=_SHARE_STEPS)
         self._stretches = self._quarantined = 0
+        self._far: deque[bool] = deque(maxlen=_FAR_STEPS)
 
     def step(self, record: StepRecord) -> None:
         """Judge a record, and compare it with earlier ones."""
@@ -64,6 +67,7 @@ class DataInvariantDetector(Detector):
         self._judge_repeats(record)
         self._judge_shares(record)
         self._judge_quarantined(record)
+        self._judge_distance(record)
 
     def _wrong(self, severity: Severity, key: str, summary: str) -> None:
         effect = _EFFECTS[key.partition("/")[0]].format(most=self._max_quarantined)
@@ -124,3 +128,14 @@ class DataInvariantDetector(Detector):
             severity = Severity.WARN if share > self._max_quarantined / 10 else Severity.INFO
             text = f"{self._quarantined} of {self._stretches} stretches of documents failed the packer's checks"
             self._wrong(severity, "data-quarantined", text)
+
+    def _judge_distance(self, record: StepRecord) -> None:
+        far = record.data_distance
+        if far is None:
+            return
+        self._far.append(far > _FAR)
+        if sum(self._far) >= _FAR_LEAST:
+            text = f"its tokens are {far:.0f} deviations away from those of the run's first steps"
+            self._wrong(Severity.WARN, "data-distance", text)
+        elif not any(self._far):
+            self.resolve("data-distance", "tokens are as in the run's first steps again")
