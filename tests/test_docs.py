@@ -118,41 +118,17 @@ LONG = (
 )
 QUICKSTART = """
 include = ["{root}/configs/runs/quickstart.toml"]
-[model]
-layers = 1
-hidden = 32
-heads = 2
-kv_heads = 1
-ffn = 64
-vocab = 512
-declared_params = 42_080
-[data]
-sequence_length = 16
-lanes = 8
-[train]
-global_batch = "8 samples"
-micro_batch = 1
-[eval]
-limit = 2
-launch = false
-[record]
-aim = false
-[watchdog]
-enabled = false
-[watchdog.notify]
-command = ["true"]
+model = {{ layers = 1, hidden = 32, heads = 2, kv_heads = 1, ffn = 64, vocab = 512, declared_params = 42_080 }}
+data = {{ sequence_length = 16, lanes = 8 }}
+train = {{ global_batch = "8 samples", micro_batch = 1 }}
+eval = {{ limit = 2, launch = false }}
+record = {{ aim = false }}
+watchdog = {{ enabled = false, notify = {{ command = ["true"] }} }}
 """
-
 TINIER = """
 include = ["{root}/configs/bench/llama-tiny.toml"]
-[model]
-layers = 1
-hidden = 32
-heads = 2
-ffn = 64
-vocab = 512
-[data]
-sequence_length = 32
+model = {{ layers = 1, hidden = 32, heads = 2, ffn = 64, vocab = 512 }}
+data = {{ sequence_length = 32 }}
 """
 
 

@@ -168,7 +168,7 @@ def test_torch_free_modules_do_not_import_torch(helpers: Any) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("intruder", ["data.py", "data/packer_of_another.py", "eval.py"])
+@pytest.mark.parametrize("intruder", ["data.py", "data/packer_of_another.py"])
 def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path, helpers: Any, intruder: str) -> None:
     (tmp_path / intruder).parent.mkdir(exist_ok=True)
     (tmp_path / intruder).write_text("")
