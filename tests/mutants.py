@@ -35,10 +35,8 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS = 2
-HANGS = 240
-"""Seconds for one test; one that takes longer hangs, and is noticed."""
-LEAST = 75
-"""Percent of each subject."""
+HANGS = 240  # seconds for one test; one that takes longer hangs, and is noticed
+LEAST = 75  # percent of each subject
 
 SUBJECTS = {
     "schedules": [
@@ -286,14 +284,13 @@ def main() -> int:
     for mutant, tests, killer in tqdm(judged, total=len(mutants), unit="change"):
         survived |= set() if killer else {mutant}
         tqdm.write(f"{killer or 'SURVIVED'} ({tests} tests come by)\t{mutant.name}")
-    poor = False
+    shares = []
     for subject, chosen in sample.items():
         left = [mutant.name for mutant in chosen if mutant in survived]
-        share = 100 * (1 - len(left) / len(chosen))
-        poor |= share < LEAST
-        killed = f"{subject}: {len(chosen) - len(left)} of {len(chosen)} killed ({share:.0f}%)"
+        shares.append(100 * (1 - len(left) / len(chosen)))
+        killed = f"{subject}: {len(chosen) - len(left)} of {len(chosen)} killed ({shares[-1]:.0f}%)"
         print(killed, *left, sep="\n  survived ")
-    return int(poor)
+    return int(min(shares) < LEAST)
 
 
 if __name__ == "__main__":
