@@ -24,13 +24,17 @@ from processes import ROOT, Process, Zygotes, clean_environment, free_port, pyth
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  (hooks)
 from tqdm import tqdm
 
+from fsdp_pretrain.record import journal
+from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.metrics import read_metrics
+
 pytest.register_assert_rewrite("watch")
 # Zygotes and tests fork, so neither pyarrow's allocator nor a progress bar may start a thread.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 tqdm.monitor_interval = 0
 _COLLECTED = pytest.StashKey[set[tuple[str, str, tuple[str, ...]]]]()
 # The slowest files, slowest first, so that parallel workers finish at the same time.
-LONG = "docs training interventions launch hangs checkpoints eval saves kills prepare aim trackers peers gpu_script".split()
+LONG = "docs eval launch training interventions compile checkpoints hangs prepare kills saves aim trackers".split()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -260,9 +264,6 @@ def helpers() -> Any:
         @staticmethod
         def metrics(run: Path) -> list[dict[str, Any]]:
             """The kept line of a run: the values of its records."""
-            from fsdp_pretrain.record.files import RunDir
-            from fsdp_pretrain.record.metrics import read_metrics
-
             return [json.loads(record.to_line()) for record in read_metrics(RunDir(run))]
 
         @staticmethod
@@ -272,10 +273,7 @@ def helpers() -> Any:
 
         @staticmethod
         def journal(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-            from fsdp_pretrain.record.files import RunDir
-            from fsdp_pretrain.record.journal import read
-
-            return [entry for entry in read(RunDir(run)) if kind in (None, entry["kind"])]
+            return [entry for entry in journal.read(RunDir(run)) if kind in (None, entry["kind"])]
 
         wait_for = staticmethod(sight.until)
         alarms, agents, intent = staticmethod(sight.alarms), staticmethod(sight.agents), staticmethod(sight.intent)

@@ -69,11 +69,6 @@ def die(fault: dict[str, Any]) -> None:
     os.kill(os.getpid(), fault.get("signal", signal.SIGKILL))
 
 
-def crash(fault: dict[str, Any]) -> None:
-    """Raise an unexpected exception."""
-    raise RuntimeError("a planted defect")
-
-
 def drag(fault: dict[str, Any]) -> None:
     """Make every block's forward pass `seconds` slower, from `from` to `until` if given."""
     from fsdp_pretrain.models.llama import LlamaBlock
@@ -102,19 +97,6 @@ def rewind(fault: dict[str, Any]) -> None:
     Loader.build = rewound  # type: ignore[method-assign]
 
 
-def swap(fault: dict[str, Any]) -> None:
-    """Swap the samples of two sources."""
-    from data.packing.mixture import Mixture
-
-    source_of = Mixture.source_of
-
-    def swapped(self: Mixture, sample_index: int) -> tuple[int, int]:
-        source, source_index = source_of(self, sample_index)
-        return 1 - source, source_index
-
-    Mixture.source_of = swapped  # type: ignore[method-assign]
-
-
 def trust(fault: dict[str, Any]) -> None:
     """Assume that documents hold no special tokens."""
     from data.packing.packer import Packer
@@ -123,8 +105,7 @@ def trust(fault: dict[str, Any]) -> None:
 
 
 KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
-    function.__name__: function
-    for function in (hold, doze, wait, await_file, desync, die, crash, drag, rewind, swap, trust)
+    function.__name__: function for function in (hold, doze, wait, await_file, desync, die, drag, rewind, trust)
 }
 
 

@@ -52,11 +52,10 @@ def batch(step: int, *, masked: bool) -> tuple[Tensor, Tensor, Slots | None]:
     return tokens[:, :-1], tokens[:, 1:], Slots(lengths, prefix)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("recompute", [0, "feed-forward"])
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.slow) if "qwen" in name else name for name in FAMILIES]
+    ("recompute", "masked"), [(0, False), ("feed-forward", True)], ids=["plain", "recomputed-documents"]
 )
+@pytest.mark.parametrize("family", FAMILIES)
 def test_all_blocks_are_one_graph_through_a_run(family: str, recompute: Recompute, masked: bool) -> None:
     """Neither layers, nor document lengths, nor the embedding's shrink need another; a break would be an error."""
     config: AnyModel = TypeAdapter(AnyModel).validate_python({**SHAPE, **FAMILIES[family]})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from count_collectives import collectives
 from records import step_record
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -21,7 +20,6 @@ from fsdp_pretrain.record.step_record import StepRecord, parse
 from fsdp_pretrain.report.panels import lay_out
 from fsdp_pretrain.train.group_statistics import group_of
 
-COUNTER = Path(__file__).with_name("count_collectives.py")
 GROUPS = ["embedding", "norms", "attention/0", "mlp/0", "attention/1", "mlp/1", "head"]
 MEASURED = {"record": {"statistics_every": "3 steps", "console_every": 100}}
 DROPS = {"family": "gpt", "kv_heads": None, "ffn": None, "positions": 64, "dropout": 0.1}
@@ -115,14 +113,11 @@ def test_what_is_skipped_has_no_update(lab: Any, helpers: Any) -> None:
 
 
 @pytest.mark.slow
-def test_they_cost_one_small_gather(lab: Any, helpers: Any) -> None:
+def test_they_cost_one_small_gather(lab: Any) -> None:
     """Over the shards, of four numbers per group from every rank; all other collectives stay."""
     config, found = lab.config(train={"micro_batch": 1}), []
     for every in ("1 step", "0 steps"):
-        line = [sys.executable, str(COUNTER), "2", "4", str(config), f"record.statistics_every={every}"]
-        done = subprocess.run(line, capture_output=True, text=True, cwd="/", env=helpers.environment(), timeout=100)
-        assert done.returncode == 0, done.stderr
-        found.append(Counter((each["kind"], each["ranks"], each["bytes"]) for each in json.loads(done.stdout)))
+        found.append(Counter(collectives(2, 4, config, [f"record.statistics_every={every}"])))
     measured, without = found
     assert measured - without == Counter({("allgather_", 4, 4 * len(GROUPS) * 8): 1})
     assert not without - measured

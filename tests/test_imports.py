@@ -29,12 +29,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("command", "needed"),
     [
         ("fsdp_pretrain.cli --help", set()),
-        ("fsdp_pretrain.cli launch --help", set()),
-        ("data.cli --help", set()),
         ("data.cli prepare --help", set()),
         ("eval.cli --help", set()),
         ("fsdp_pretrain.cli journal RUN", set()),
-        ("fsdp_pretrain.cli note RUN text", set()),
         ("fsdp_pretrain.cli alarms RUN", STATE),
         ("fsdp_pretrain.cli checkpoints RUN list", STATE | {"tomli_w"}),
         ("fsdp_pretrain.cli status RUN", STATE | {"tomli_w", "psutil", "numpy"}),

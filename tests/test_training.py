@@ -22,9 +22,7 @@ MESHES = {
     # name: (ranks, overrides)
     "one": (1, ["train.micro_batch=8"]),
     "one-accumulating": (1, ["train.micro_batch=2"]),
-    "fsdp4": (4, ["parallel.shard=4", "train.micro_batch=2"]),
     "fsdp4-accumulating": (4, ["parallel.shard=4", "train.micro_batch=1", "parallel.reshard_after_forward=false"]),
-    "hsdp2x2": (4, ["parallel.shard=2", "train.micro_batch=2"]),
     "hsdp2x2-accumulating": (4, ["parallel.shard=2", "train.micro_batch=1"]),
     "ddp2": (2, ["parallel.shard=1", "train.micro_batch=2", "parallel.recompute=1"]),
 }
@@ -32,8 +30,8 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def trained_on(module_lab: Any) -> Callable[[str], Path]:
-    """Run directory of 20 steps on a mesh of that name."""
-    config = module_lab.config("parity", checkpoint={"every": "1000 steps"})
+    """Run directory of 12 steps on a mesh of that name."""
+    config = module_lab.config("parity", train={"duration": "12 steps"}, checkpoint={"every": "1000 steps"})
 
     @functools.cache
     def train(name: str) -> Path:
@@ -45,17 +43,11 @@ def trained_on(module_lab: Any) -> Callable[[str], Path]:
     return train
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        *("one-accumulating", "fsdp4-accumulating", "hsdp2x2-accumulating", "ddp2"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp4", "hsdp2x2")),
-    ],
-)
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "one"])
 @pytest.mark.promise("exact-loss")
 def test_every_mesh_gives_the_curve_of_one_process(trained_on: Callable[[str], Path], helpers: Any, mesh: str) -> None:
     curves = {name: helpers.losses(trained_on(name)) for name in ("one", mesh)}
-    assert len(curves["one"]) == 20
+    assert len(curves["one"]) == 12
     for (step, loss, norm), (step_one, loss_one, norm_one) in zip(curves[mesh], curves["one"], strict=True):
         assert step == step_one
         assert loss == pytest.approx(loss_one, rel=1e-5)
@@ -84,7 +76,7 @@ def test_the_record_is_complete(trained_on: Callable[[str], Path], helpers: Any)
 @pytest.fixture(scope="module")
 def long_config(module_lab: Any) -> Path:
     path: Path = module_lab.config(
-        "long", train={"duration": "40 steps"}, checkpoint={"every": "7 steps"}, parallel={"shard": 2}
+        "long", train={"duration": "28 steps"}, checkpoint={"every": "7 steps"}, parallel={"shard": 2}
     )
     return path
 
@@ -110,28 +102,26 @@ def same_within_rounding(ours: list[dict[str, Any]], theirs: list[dict[str, Any]
 def test_kill_and_restart_is_bitwise(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, gates: Any
 ) -> None:
-    """kill -9 of one rank at random steps, several times; after restarts the curve is bitwise that of no kill."""
-    rng = seeded()
-    run = module_lab.path / "killed"
-    for segment, at in ((1, rng.randrange(8, 20)), (2, rng.randrange(20, 34))):
-        (gate,) = gates(at + 6)
-        job = module_lab.start(long_config, f"run.dir={run}", ranks=4)
+    """kill -9 of one rank at a random step; after a restart the curve is bitwise that of no kill."""
+    rng, run = seeded(), module_lab.path / "killed"
+    at = rng.randrange(8, 20)
+    (gate,) = gates(at + 6)
+    job = module_lab.start(long_config, f"run.dir={run}", ranks=4)
 
-        def there(segment: int = segment, at: int = at, job: Any = job) -> bool:
-            latest = (helpers.metrics(run) or [{"segment": 0}])[-1]
-            saved = any((run / "checkpoints").glob("step-*/verified.json"))  # saves continue during the next steps
-            return (saved and latest["segment"] == segment and latest["step"] >= at) or job.ranks[0].poll() is not None
+    def there() -> bool:
+        saved = any((run / "checkpoints").glob("step-*/verified.json"))  # saves continue during the next steps
+        return (saved and reached(run, at, helpers)) or job.ranks[0].poll() is not None
 
-        helpers.wait_for(there, what=f"step {at} of segment {segment}")
-        job.kill(rng.randrange(4))
-        gate.touch()
-        codes = job.wait()
-        assert -signal.SIGKILL in codes and 0 not in codes, job.output()
+    helpers.wait_for(there, what=f"step {at}")
+    job.kill(rng.randrange(4))
+    gate.touch()
+    codes = job.wait()
+    assert -signal.SIGKILL in codes and 0 not in codes, job.output()
     gates()
     module_lab.train(long_config, f"run.dir={run}", ranks=4)
     assert curve(helpers.metrics(run)) == curve(uninterrupted)
-    resumes = helpers.journal(run, "resume")
-    assert all(entry["step"] % 7 == 0 for entry in resumes) and len(resumes) == 2
+    (resume,) = helpers.journal(run, "resume")
+    assert resume["step"] % 7 == 0
 
 
 def reached(run: Path, step: int, helpers: Any) -> bool:
@@ -148,9 +138,9 @@ def test_another_world_size_continues_the_same_batches(
     module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, ranks: int, overrides: list[str]
 ) -> None:
     run = module_lab.path / f"rescaled-{ranks}"
-    module_lab.train(long_config, f"run.dir={run}", "train.duration=14 steps", "optimizer.decay=40 steps", ranks=4)
+    module_lab.train(long_config, f"run.dir={run}", "train.duration=14 steps", "optimizer.decay=28 steps", ranks=4)
     module_lab.train(long_config, f"run.dir={run}", *overrides, ranks=ranks)
-    assert len(uninterrupted) == 40
+    assert len(uninterrupted) == 28
     same_within_rounding(helpers.metrics(run), uninterrupted)
     (resume,) = helpers.journal(run, "resume")
     assert f"world.size: 4 -> {ranks}" in resume["changed"]
@@ -188,17 +178,15 @@ def end(agents: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
     assert set(codes) == {0}, "".join(log.read_text() for log in logs)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_nodes_form_one_mesh(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, ranks: int
-) -> None:
+@pytest.mark.slow
+def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any) -> None:
     """Two torchrun agents on this machine: shards inside each, replicas between them."""
-    run, port = module_lab.path / f"nodes-{ranks}", helpers.port()
-    logs = [module_lab.path / f"nodes-{ranks}-{node}.log" for node in range(2)]
+    run, port = module_lab.path / "nodes", helpers.port()
+    logs = [module_lab.path / f"nodes-{node}.log" for node in range(2)]
     agents = [
         spawn(
             [
-                *(*TORCHRUN, "--nnodes", 2, "--nproc-per-node", ranks, "--rdzv-backend", "c10d", "--rdzv-id", "job"),
+                *(*TORCHRUN, "--nnodes", 2, "--nproc-per-node", 2, "--rdzv-backend", "c10d", "--rdzv-id", "job"),
                 *("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
                 *("--rdzv-conf", f"is_host={'true' if node == 0 else 'false'}"),
                 *("-m", "fsdp_pretrain.train", long_config, f"run.dir={run}", "parallel.shard='node'"),
@@ -208,10 +196,9 @@ def test_two_nodes_form_one_mesh(
         for node, log in enumerate(logs)
     ]
     end(agents, logs)
-    same_within_rounding(helpers.metrics(run), uninterrupted)
-    assert ranks == 1 or curve(helpers.metrics(run)) == curve(uninterrupted)
+    assert curve(helpers.metrics(run)) == curve(uninterrupted)
     environment = json.loads((run / "segments/0001/environment.json").read_text())
-    assert environment["world"] == {"size": 2 * ranks, "replicas": 2, "shards": ranks}
+    assert environment["world"] == {"size": 4, "replicas": 2, "shards": 2}
 
 
 @pytest.mark.shows("A23", "D17")
@@ -231,9 +218,9 @@ def test_stopping_saves_and_says_resume(
     assert json.loads((run / "status.json").read_text())["exit_intent"]["code"] == 75
     assert json.loads((run / "segments/0001/exit_intent.json").read_text())["code"] == 75
 
-    first, second = gates(22, 29)
+    first, second = gates(18, 23)
     job = module_lab.start(long_config, f"run.dir={run}", ranks=2)
-    helpers.wait_for(lambda: reached(run, 19, helpers), what="the second start")
+    helpers.wait_for(lambda: reached(run, 15, helpers), what="the second start")
     send(RunDir(run), "save")
     time.sleep(0.5)  # requests are checked twice a second, so the next step finds it
     first.touch()

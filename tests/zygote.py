@@ -5,7 +5,7 @@
 Reads one JSON request per line from standard input, `{"module", "arguments", "environment", "out", "err", "exit", "cwd"}`,
 answers with the child's pid, and writes the file `exit` with the exit code (negative for a signal) when the child ends.
 Exit codes, outputs, tracebacks and interrupts are those of `python -m`. It saves importing torch or lm-eval, seconds
-each, and tearing down the imported modules at the end.
+each, and tearing down the imported modules at the end. Modules of FORKED that such a command starts are forked from it.
 """
 
 import atexit
@@ -16,11 +16,49 @@ import os
 import runpy
 import select
 import signal
+import subprocess
 import sys
 import threading
 import types
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+
+FORKED = {"eval.attempt"}
+
+
+def start(self: subprocess.Popen, command: Any, *options: Any) -> None:
+    """In place of `Popen._execute_child`, with its arguments: in a new session, and from here on like a fresh process."""
+    if not isinstance(command, list) or not FORKED & {*command[2:3]} or "EXECUTE_FIRST" in os.environ:
+        execute(self, command, *options)
+        return
+    environment, pipes = options[5], options[9:15]
+    self.pid = os.fork()
+    if self.pid:
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+        return
+    os.setsid()
+    for place, descriptor in enumerate((pipes[0], pipes[3], pipes[5])):
+        if descriptor != -1:
+            os.dup2(descriptor, place)
+    atexit._clear()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(environment)
+    be(command[2], command[3:])
+    run(command[2])
+
+
+execute = subprocess.Popen._execute_child
+subprocess.Popen._execute_child = start
+
+
+def be(module: str, arguments: list[str]) -> None:
+    """Look as if Python had just begun to run a module."""
+    sys.argv = ["-m", *arguments]
+    sys.modules.pop(module, None)  # imported before: executed again as __main__
+    sys.modules["__main__"] = types.ModuleType("__main__")
 
 
 def become(request: dict) -> None:
@@ -36,9 +74,7 @@ def become(request: dict) -> None:
     runpy.run_path(str(Path(__file__).parent / "constants/sitecustomize.py"))
     if "EXECUTE_FIRST" in os.environ:  # set by a test, such as a trap
         runpy.run_path(os.environ["EXECUTE_FIRST"])
-    sys.argv = ["-m", *request["arguments"]]
-    sys.modules.pop(request["module"], None)  # imported before: executed again as __main__
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    be(request["module"], request["arguments"])
 
 
 def reap(running: dict[int, Path]) -> None:
