@@ -151,12 +151,10 @@ def test_a_run_from_a_bucket_is_the_run_from_a_disk(lab: Any, object_store: Obje
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("tokens", "batch", "part"), [(4_000_000, 512, 3), (20_000_000, 2048, 10)])
-def test_two_epochs_through_a_small_cache_and_every_fault(
-    elsewhere: Any, helpers: Any, tokens: int, batch: int, part: int
-) -> None:
+def test_two_epochs_through_a_small_cache_and_every_fault(elsewhere: Any, helpers: Any) -> None:
     """A corpus through a cache for a part of it: ranks and fetchers are killed, requests throttled, 5% fail, 1% come
     corrupted, some cut. The data is that of a local run, and no node fetches a byte more than 1.1 times per epoch."""
+    tokens, batch, part = 4_000_000, 512, 3
     there = elsewhere(tokens)
     store, whole = there.store, sum(there.bytes.values())
     windows = 2 * (whole // 2 + tokens // 500) // LENGTH

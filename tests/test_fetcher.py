@@ -177,12 +177,6 @@ def test_a_cache_below_the_working_set_is_refused(nodes: Any) -> None:
         room.check(node.config, node.packer)
 
 
-@pytest.mark.slow
-def test_a_step_that_does_not_fit_into_the_cache_goes_on(nodes: Any, corpus: Path) -> None:
-    """Such a cache is refused where that is foreseen; else it is slow, and no rank waits for ever."""
-    assert nodes("50KB").train(6) == local(corpus, 6)
-
-
 def test_a_cache_is_of_one_run_at_a_time(
     nodes: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +226,7 @@ def test_what_fails_is_told_and_ends_by_itself(nodes: Any, corpus: Path, tmp_pat
         block.unlink()
     told = until(lambda: node.status if node.status.problem else None)
     assert "shards/s" in told.problem and "does not exist" in told.problem and told.lasting
-    assert node.packer._sources[0].corpus._cache.problem() == told.problem  # what a rank says that gives up
+    assert node.packer.corpora["text"].cached._use.problem() == told.problem  # what a rank says that gives up
     for path, content in whole.items():
         path.write_bytes(bytes(len(content)))
     os.kill(node.pid, signal.SIGKILL)  # the next try would be in half a minute
