@@ -56,8 +56,6 @@ class Faults:
 
     Attributes:
         objects: a regular expression for the start of their names; requests for others are answered as usual.
-        latency: seconds before an answer.
-        bandwidth: bytes per second of one answer.
         failing: share answered with `status`: 503 SlowDown, 429 TooManyRequests or 500 InternalError.
         cut: share of GET answers that end in the middle of their bytes.
         corrupt: share of GET answers with one wrong byte.
@@ -69,8 +67,6 @@ class Faults:
     """
 
     objects: str = ""
-    latency: float = 0.0
-    bandwidth: float = float("inf")
     failing: float = 0.0
     status: int = 503
     cut: float = 0.0
@@ -270,14 +266,11 @@ class _Handler(BaseHTTPRequestHandler):
             urllib.parse.unquote(self.path.partition("?")[0]).removeprefix(f"/{self.store._bucket}").lstrip("/")
         )
         faults = self._faults()
-        changed = self.store._changed
         if faults.hang:
-            changed.wait()
+            self.store._changed.wait()
             self.close_connection = True
             self._log(0, "hang")
             return
-        if faults.latency:
-            changed.wait(faults.latency)
         draw = self._draw(faults)
         if faults.expired or draw.random() < faults.failing:
             self._refuse(faults.expired or faults.status, "expired" if faults.expired else "failing")
@@ -307,7 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
             content, self.close_connection = content[: len(content) // 2], True
         self._log(len(content), fault)
         self.end_headers()
-        self._send(content, faults.bandwidth)
+        self.wfile.write(content)
 
     do_PUT = do_POST = do_HEAD = do_DELETE = do_GET  # noqa: N815
 
@@ -333,16 +326,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = b"" if self.command == "HEAD" else body
         self._log(len(body), fault)
         self.end_headers()
-        self._send(body, float("inf"))
-
-    def _send(self, content: bytes, bandwidth: float) -> None:
-        if bandwidth == float("inf"):
-            self.wfile.write(content)
-            return
-        piece = max(1, int(bandwidth / 20))
-        for start in range(0, len(content), piece):
-            self.store._changed.wait(piece / bandwidth)
-            self.wfile.write(content[start : start + piece])
+        self.wfile.write(body)
 
     def _log(self, sent: int, fault: str) -> None:
         """Before the answer, so that a client that has it finds it in the log."""

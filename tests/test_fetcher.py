@@ -155,18 +155,6 @@ def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path,
     until(lambda: node.fetching.process.poll() is not None)
 
 
-@pytest.mark.slow
-def test_every_block_comes_once_an_epoch(nodes: Any, corpus: Path, tmp_path: Path) -> None:
-    """Over an epoch and a half, with a cache of a fifth of the corpus."""
-    node, steps = nodes(), 2300
-    room.check(node.config, node.packer)
-    assert node.train(steps) == local(corpus, steps)
-    epochs = steps * BATCH / node.packer.epoch_samples["text"]
-    ahead = 85_000  # half of the cache
-    assert node.at(steps).bytes < 1.1 * epochs * int(node.sizes.sum()) + ahead
-    assert sum(block.stat().st_size for block in present(tmp_path)) <= 170_000
-
-
 def present(path: Path) -> list[Path]:
     return [block for block in path.glob("cache/*/blocks/*") if block.name.isdecimal()]
 

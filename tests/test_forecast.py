@@ -187,31 +187,3 @@ def fetch_all(window: Window, limit: int) -> int:
         assert {key for key, steps in window.uses.items() if steps[0] == step} <= window.held.keys()
         assert sum(window.held.values()) <= limit
         window.drop(step)
-
-
-class Scripted:
-    """A forecast of steps that each read some blocks of one source."""
-
-    def __init__(self, *steps: list[int]) -> None:
-        self._steps, self.position = list(steps), Position()
-
-    def advance(self) -> list[tuple[int, int]] | None:
-        if self.position.step == len(self._steps):
-            return None
-        self.position = Position(self.position.step + 1)
-        return [(0, block) for block in self._steps[self.position.step - 1]]
-
-
-def test_the_window_is_what_is_used_soonest_and_the_rest_goes_by_its_last_use() -> None:
-    keys = [("a", block) for block in range(9)]
-    window = Window(Scripted([0, 1], [1, 2], [3], [4], [5]), {0: "a"}, {"a": np.full(9, 10)})  # type: ignore[arg-type]
-    while window.extend(60):
-        pass
-    assert (window.last_step, window.missing()) == (2, keys[:3])  # half of the cache
-    window.held = dict.fromkeys([keys[8], keys[0], keys[2], keys[7]], 10)
-    assert (window.missing(), window.excess(30)) == ([keys[1]], [keys[8]])
-    window.drop(1)
-    assert window.is_urgent(keys[1]) and window.extend(60) and window.missing() == [keys[1], keys[3]]
-    assert window.excess(10) == [keys[7], keys[0]] and list(window.held) == [keys[2]]  # 0 was used after 7 came
-    window.drop(3)
-    assert window.extend(10) and not window.extend(10) and window.last_step == 4  # whatever its size

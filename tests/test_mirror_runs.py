@@ -138,40 +138,6 @@ def test_a_mirror_that_does_not_answer_at_a_start(
     assert int(refused.value.exit) == 75 and "nothing was started" in str(refused.value)
 
 
-@pytest.mark.slow
-@pytest.mark.shows("F52")
-def test_a_run_directory_deleted_under_a_live_run_comes_back(
-    lab: Any, helpers: Any, gates: Any, object_store: ObjectStore
-) -> None:
-    """Of two nodes the first copies, beside training. The directory is deleted: 93, as ever. With the flag a plain resume from the
-    newest step in the mirror, to the bit."""
-    policy = {"every": "4 steps", "keep_last": 2, "mirror": f"{object_store.url}/runs"}
-    config, ranks = lab.config("run", checkpoint=policy, parallel={"shard": 2}), 4
-    run: Path = lab.path / "run"
-    lab.train(config, f"run.dir={lab.path / 'whole'}", "run.name=whole", ranks=ranks)
-    (gate,) = gates(11)
-    job = lab.start(config, ranks=ranks, nodes=2)
-    until(lambda: whole_now(object_store, 8), what=job.output)
-
-    def reported() -> bool:
-        report = mirror_status.read(RunDir(run))
-        return report is not None and report.newest is not None
-
-    until(reported, what=job.output)
-    until(lambda: shutil.rmtree(run, ignore_errors=True) or not run.exists())  # others still write there
-    gate.touch()
-    assert job.wait() == [93] * ranks, job.output()
-    gates()
-    assert not run.exists()
-    lab.train(config, ranks=ranks, expect=93)
-    out = lab.train(config, ranks=ranks, flags=FLAG)
-    assert "restored step-00000008" in out
-    resumed = helpers.journal(run, "resume")
-    assert [entry["step"] for entry in resumed] == [8]
-    reference = helpers.losses(lab.path / "whole")
-    assert [row for row in helpers.losses(run) if row[0] > 8] == [row for row in reference if row[0] > 8]
-
-
 def dies_once_restored(folder: Path) -> Path:
     """A folder for PYTHONPATH: rank 1 dies, once, after a restoration and before there is a segment."""
     folder.mkdir()
