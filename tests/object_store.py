@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.parse
 import uuid
 from collections import Counter
@@ -57,9 +56,6 @@ class Faults:
 
     Attributes:
         objects: a regular expression for the start of their names; requests for others are answered as usual.
-        methods: those concerned, all by default.
-        latency: seconds before an answer.
-        bandwidth: bytes per second of one answer.
         failing: share answered with `status`: 503 SlowDown, 429 TooManyRequests or 500 InternalError.
         cut: share of GET answers that end in the middle of their bytes.
         corrupt: share of GET answers with one wrong byte.
@@ -71,9 +67,6 @@ class Faults:
     """
 
     objects: str = ""
-    methods: tuple[str, ...] = ()
-    latency: float = 0.0
-    bandwidth: float = float("inf")
     failing: float = 0.0
     status: int = 503
     cut: float = 0.0
@@ -92,25 +85,18 @@ class Request:
 
     Attributes:
         name: of the object in the bucket; empty for the bucket itself (a listing).
-        range: the bytes [start, stop) that a GET asked for; None without a range.
         sent: bytes of the answer's body that were sent.
-        received: bytes of the request's body.
         fault: failing, cut, corrupt, spoiled, unanswered, expired or hang; empty for a true answer.
         node: see `NODE`; empty if the client did not set it.
         checksums: headers by which the client sent a checksum or asked for one.
-        time: of the end, `time.monotonic()`.
     """
 
     method: str
     name: str
-    range: tuple[int, int] | None
-    status: int
     sent: int
-    received: int
     fault: str
     node: str
     checksums: tuple[str, ...]
-    time: float
 
 
 class ObjectStore:
@@ -279,16 +265,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._name = (
             urllib.parse.unquote(self.path.partition("?")[0]).removeprefix(f"/{self.store._bucket}").lstrip("/")
         )
-        self._received = len(body)
         faults = self._faults()
-        changed = self.store._changed
         if faults.hang:
-            changed.wait()
+            self.store._changed.wait()
             self.close_connection = True
-            self._log(0, 0, "hang")
+            self._log(0, "hang")
             return
-        if faults.latency:
-            changed.wait(faults.latency)
         draw = self._draw(faults)
         if faults.expired or draw.random() < faults.failing:
             self._refuse(faults.expired or faults.status, "expired" if faults.expired else "failing")
@@ -300,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
         status, headers, content = self.store._direct(self.command, self.path, body, passed)
         if self.command in ("PUT", "DELETE") and draw.random() < faults.unanswered:
             self.close_connection = True
-            self._log(status, 0, "unanswered")
+            self._log(0, "unanswered")
             return
         if self.command == "GET" and self._name and content and status < 300:
             cut, corrupt, place = draw.random() < faults.cut, draw.random() < faults.corrupt, draw.random()
@@ -316,16 +298,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", length if self.command == "HEAD" else str(len(content)))
         if fault == "cut":
             content, self.close_connection = content[: len(content) // 2], True
-        self._log(status, len(content), fault)
+        self._log(len(content), fault)
         self.end_headers()
-        self._send(content, faults.bandwidth)
+        self.wfile.write(content)
 
     do_PUT = do_POST = do_HEAD = do_DELETE = do_GET  # noqa: N815
 
     def _faults(self) -> Faults:
         faults = self.store.faults
-        concerned = re.match(faults.objects, self._name) and (not faults.methods or self.command in faults.methods)
-        return faults if concerned else Faults()
+        return faults if re.match(faults.objects, self._name) else Faults()
 
     def _draw(self, faults: Faults) -> random.Random:
         what = (self.command, self._name, self.path.partition("?")[2], self.headers.get("Range", ""))
@@ -334,15 +315,7 @@ class _Handler(BaseHTTPRequestHandler):
         return random.Random(hashlib.sha256(text.encode()).digest())
 
     def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        parts = []
-        while size := int(self.rfile.readline().partition(b";")[0], 16):
-            parts.append(self.rfile.read(size))
-            self.rfile.readline()
-        while self.rfile.readline().strip():
-            pass
-        return b"".join(parts)
+        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
 
     def _refuse(self, status: int, fault: str) -> None:
         code = _CODES[status]
@@ -351,35 +324,21 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "application/xml")
         self.send_header("Content-Length", str(len(body)))
         body = b"" if self.command == "HEAD" else body
-        self._log(status, len(body), fault)
+        self._log(len(body), fault)
         self.end_headers()
-        self._send(body, float("inf"))
+        self.wfile.write(body)
 
-    def _send(self, content: bytes, bandwidth: float) -> None:
-        if bandwidth == float("inf"):
-            self.wfile.write(content)
-            return
-        piece = max(1, int(bandwidth / 20))
-        for start in range(0, len(content), piece):
-            self.store._changed.wait(piece / bandwidth)
-            self.wfile.write(content[start : start + piece])
-
-    def _log(self, status: int, sent: int, fault: str) -> None:
+    def _log(self, sent: int, fault: str) -> None:
         """Before the answer, so that a client that has it finds it in the log."""
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         node = re.search(r"\bapp/(\S+)", self.headers.get("User-Agent", ""))
         self.store.log.append(
             Request(
                 method=self.command,
                 name=self._name,
-                range=(int(asked[1]), int(asked[2]) + 1) if asked else None,
-                status=status,
                 sent=sent,
-                received=self._received,
                 fault=fault,
                 node=node[1] if node else "",
                 checksums=tuple(name for name in self.headers if _CHECKSUM.match(name)),
-                time=time.monotonic(),
             )
         )
 

@@ -155,18 +155,6 @@ def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path,
     until(lambda: node.fetching.process.poll() is not None)
 
 
-@pytest.mark.slow
-def test_every_block_comes_once_an_epoch(nodes: Any, corpus: Path, tmp_path: Path) -> None:
-    """Over an epoch and a half, with a cache of a fifth of the corpus."""
-    node, steps = nodes(), 2300
-    room.check(node.config, node.packer)
-    assert node.train(steps) == local(corpus, steps)
-    epochs = steps * BATCH / node.packer.epoch_samples["text"]
-    ahead = 85_000  # half of the cache
-    assert node.at(steps).bytes < 1.1 * epochs * int(node.sizes.sum()) + ahead
-    assert sum(block.stat().st_size for block in present(tmp_path)) <= 170_000
-
-
 def present(path: Path) -> list[Path]:
     return [block for block in path.glob("cache/*/blocks/*") if block.name.isdecimal()]
 
@@ -175,12 +163,6 @@ def test_a_cache_below_the_working_set_is_refused(nodes: Any) -> None:
     node = nodes("100KB")
     with pytest.raises(ConfigError, match=r"data\.cache\.size is 100KB, but a node uses 1\d\d KiB of blocks at a time"):
         room.check(node.config, node.packer)
-
-
-@pytest.mark.slow
-def test_a_step_that_does_not_fit_into_the_cache_goes_on(nodes: Any, corpus: Path) -> None:
-    """Such a cache is refused where that is foreseen; else it is slow, and no rank waits for ever."""
-    assert nodes("50KB").train(6) == local(corpus, 6)
 
 
 def test_a_cache_is_of_one_run_at_a_time(
@@ -232,7 +214,7 @@ def test_what_fails_is_told_and_ends_by_itself(nodes: Any, corpus: Path, tmp_pat
         block.unlink()
     told = until(lambda: node.status if node.status.problem else None)
     assert "shards/s" in told.problem and "does not exist" in told.problem and told.lasting
-    assert node.packer._sources[0].corpus._cache.problem() == told.problem  # what a rank says that gives up
+    assert node.packer.corpora["text"].cached._use.problem() == told.problem  # what a rank says that gives up
     for path, content in whole.items():
         path.write_bytes(bytes(len(content)))
     os.kill(node.pid, signal.SIGKILL)  # the next try would be in half a minute

@@ -60,14 +60,9 @@ def weights(**points: Any) -> dict[str, Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "one source": {"sources": {"a": 1.0}},
-    "a mixture": {"sources": weights()},
     "a ramp of a weight": {"sources": weights(b=MixtureWeight(((0, 0.1), (300, 2.0))))},
-    "a source that ends": {"sources": weights(), "max_epochs": {"b": 0.5}},
     "a source that begins and stops": {"sources": weights(b=MixtureWeight(((0, 1.0),), start=100, stop=400))},
-    "skips": {"sources": weights(), "skips": Skips([(13, 40), (41, 200), (500, 501)])},
-    "stages": {"sources": weights(), "stages": SequenceStages((0, 160, 320), (8, 16, 32))},
     "pairs": {"sources": weights(pairs=MixtureWeight(((0, 0.5),))), "slots": (4, 8)},
-    "a reshuffle": {"sources": weights(), "reshuffle": [100, 333]},
     "skips, stages and a reshuffle": {
         "sources": weights(),
         "skips": Skips([(50, 60)]),
@@ -105,13 +100,12 @@ def opened(packer: Packer, rank: int, world: int, skips: Skips, start: Position,
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [range(1, 3)])
 def test_the_forecast_is_what_a_loader_opens(
-    corpora: dict[str, Path], case: str, ranks: range, monkeypatch: pytest.MonkeyPatch
+    corpora: dict[str, Path], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the start and from the middle, over several epochs: the same blocks in the same steps, none read for it."""
     monkeypatch.setattr(pieces, "GROUP", 6)
-    skips, steps = CASES[case].get("skips", Skips()), 36
+    skips, steps, ranks = CASES[case].get("skips", Skips()), 36, range(1, 3)
     starts = [Position(), Position(step=8, consumed=64, cursor=skips.after(0, 64), batch=8)]
     for start in starts:
         packer = make(corpora, CASES[case])
@@ -139,13 +133,9 @@ def test_a_forecast_ends_with_the_run_and_with_the_data(corpora: dict[str, Path]
 
 CACHES: dict[str, dict[str, Any]] = {
     "all": {},
-    "a quarter": {"world": 4},
-    "a mixture": {"sources": {"large": 1.0, "middle": 0.4}},
     "a quarter of a mixture": {"sources": {"large": 1.0, "middle": 0.4}, "world": 4},
     "little of each batch": {"world": 32, "batch": 256, "lanes": 8},
-    "steps of half a stretch": {"batch": 768},
     "steps of a stretch, a mixture": {"batch": 1536, "world": 8, "sources": {"large": 1.0, "middle": 0.4}},
-    "steps of three stretches": {"batch": 1536, "lanes": 2},
     "one lane": {"lanes": 1},
     "epochs": {"epochs": 2.6, "sources": {"middle": 1.0}, "lanes": 4},
     "unequal blocks": {"unequal": True, "world": 2},
@@ -197,31 +187,3 @@ def fetch_all(window: Window, limit: int) -> int:
         assert {key for key, steps in window.uses.items() if steps[0] == step} <= window.held.keys()
         assert sum(window.held.values()) <= limit
         window.drop(step)
-
-
-class Scripted:
-    """A forecast of steps that each read some blocks of one source."""
-
-    def __init__(self, *steps: list[int]) -> None:
-        self._steps, self.position = list(steps), Position()
-
-    def advance(self) -> list[tuple[int, int]] | None:
-        if self.position.step == len(self._steps):
-            return None
-        self.position = Position(self.position.step + 1)
-        return [(0, block) for block in self._steps[self.position.step - 1]]
-
-
-def test_the_window_is_what_is_used_soonest_and_the_rest_goes_by_its_last_use() -> None:
-    keys = [("a", block) for block in range(9)]
-    window = Window(Scripted([0, 1], [1, 2], [3], [4], [5]), {0: "a"}, {"a": np.full(9, 10)})  # type: ignore[arg-type]
-    while window.extend(60):
-        pass
-    assert (window.last_step, window.missing()) == (2, keys[:3])  # half of the cache
-    window.held = dict.fromkeys([keys[8], keys[0], keys[2], keys[7]], 10)
-    assert (window.missing(), window.excess(30)) == ([keys[1]], [keys[8]])
-    window.drop(1)
-    assert window.is_urgent(keys[1]) and window.extend(60) and window.missing() == [keys[1], keys[3]]
-    assert window.excess(10) == [keys[7], keys[0]] and list(window.held) == [keys[2]]  # 0 was used after 7 came
-    window.drop(3)
-    assert window.extend(10) and not window.extend(10) and window.last_step == 4  # whatever its size

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomli_w
 from records import CHECKPOINT, commit
-from sight import seeded, until
+from sight import until
 
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.config.config import Config, load
@@ -25,7 +24,7 @@ from fsdp_pretrain.mirror.restore import Restoration, compare_with_mirror, resto
 from fsdp_pretrain.mirror.uploader import Uploader
 from fsdp_pretrain.record import journal, lineage, mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.remote import Problem, Remote, RemoteError
+from fsdp_pretrain.remote import Problem, RemoteError
 from fsdp_pretrain.train.mirroring import UploaderProcess
 
 pytestmark = pytest.mark.quick
@@ -329,43 +328,3 @@ def test_what_does_not_pass_by_itself_needs_a_person(carried: Carried, error: An
     carried.uploader().failed(error)
     report = mirror_status.read(carried.run)
     assert report is not None and report.problem and report.needs_person == needs_person
-
-
-@pytest.mark.shows("F53")
-@pytest.mark.parametrize("seed", range(5))
-def test_an_uploader_that_fails_and_starts_again_leaves_only_whole_copies(
-    carried: Carried, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is started again at random, and fails before a file or after a manifest was written; one checkpoint is
-    replaced by that of another line."""
-    random = seeded(seed)
-    for step in (10, 20, 30):
-        carried.save(step)
-    replaced, failures, ended = False, 4, False
-    worker = carried.uploader()
-    while not ended or not replaced:
-        if random.random() < 0.2:
-            worker = carried.uploader()
-        with monkeypatch.context() as patch, contextlib.suppress(RemoteError):
-            if failures and random.random() < 0.5:
-                failures -= 1
-                patch.setattr(Remote, *random.choice([("delete", refuse), ("upload", refuse_upload)]))
-            ended = worker.work(finish=True) is None
-        carried.whole()
-        if not replaced and random.random() < 0.3:
-            replaced = True
-            Store(carried.run.checkpoints).abandon(carried.run.checkpoints / "step-00000030")
-            carried.segment(2, "rollback", 20)
-            commit(Store(carried.run.checkpoints), 30, {**FILES, "line": b"new"}, segment=2)
-    carried.copy(worker)
-    assert carried.whole() == [20, 30]
-    assert "line" in {path.name for path in carried.mirror.glob("checkpoints/*/*")}
-
-
-def refuse(remote: Remote, names: Iterable[str]) -> None:
-    for name in names:
-        raise RemoteError(name, Problem.BUSY, "busy")
-
-
-def refuse_upload(remote: Remote, path: Path, name: str) -> None:
-    raise RemoteError(name, Problem.BUSY, "busy")

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,27 +111,6 @@ def test_ramped_shares_follow_the_schedule() -> None:
     assert mixture.shares(2_600_000) == pytest.approx({"web": 2 / 9, "code": 5 / 9, "books": 2 / 9}, abs=1e-6)
 
 
-def test_a_ramp_is_held_for_each_cell_of_the_grid() -> None:
-    """At its value in the middle of the cell, whatever the ramp's ends; and the samples never change between versions
-    of this program, or a run that is resumed would read others."""
-    begin, end = GRID + 1000, 5 * GRID + 300
-    mixture = Mixture({"ramped": MixtureWeight(((begin, 1.0), (end, 5.0))), "steady": MixtureWeight(((0, 2.0),))})
-
-    def share(weight: float) -> float:
-        return weight / (weight + 2.0)
-
-    for cell in range(7):
-        middle = min(max(cell * GRID + GRID // 2, begin), end)
-        expected = share(1.0 + 4.0 * (middle - begin) / (end - begin))
-        inside = [at for at in (cell * GRID, cell * GRID + GRID - 1) if begin <= at < end]
-        for at in inside:
-            assert mixture.shares(at)["ramped"] == pytest.approx(expected, abs=1e-8), at
-    assert mixture.shares(begin - 1)["ramped"] == pytest.approx(share(1.0), abs=1e-8)
-    assert mixture.shares(end)["ramped"] == pytest.approx(share(5.0), abs=1e-8)
-    dealt = sequence(mixture, 0, 6 * GRID)
-    assert xxhash.xxh3_64_hexdigest(repr(dealt).encode()) == "e751a75f803b4049"
-
-
 @pytest.mark.shows("A18")
 def test_what_happens_later_does_not_touch_what_was_before() -> None:
     """Adding C at S, and dropping A at T, leaves everything before unchanged and the order of the others as it was."""
@@ -149,11 +127,6 @@ def test_what_happens_later_does_not_touch_what_was_before() -> None:
         assert numbers == list(range(len(numbers)))
     late = Counter(source for source, _ in sequence(after, dropped + 3, 20_000))
     assert late["a"] == 0 and abs(late["b"] - 2 * late["0"]) <= 2
-
-
-def test_order_of_the_tables_in_the_file_does_not_matter() -> None:
-    a, b = MixtureWeight(((0, 0.7),)), MixtureWeight(((0, 0.3),))
-    assert sequence(Mixture({"a": a, "b": b}), 0, 500) == sequence(Mixture({"b": b, "a": a}), 0, 500)
 
 
 def test_a_source_that_is_used_up_leaves_its_share_to_the_others() -> None:
@@ -247,8 +220,7 @@ def test_an_excluded_document_keeps_its_place_and_is_not_learned(shared_corpus: 
 
 
 @pytest.mark.shows("A14", "A30")
-@pytest.mark.parametrize("prefetch", [0, 1, 4])
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize(("world", "prefetch"), [(1, 0), (2, 4), (8, 1)])
 @pytest.mark.promise("data-order")
 def test_the_same_ids_for_every_world_and_prefetch_and_across_resumes(
     shared_corpus: Path, world: int, prefetch: int

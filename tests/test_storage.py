@@ -179,7 +179,7 @@ def test_shards_that_go_and_mounts_that_hang(watch: Watch, tmp_path: Path, share
     watch.advance(61)
     (gone,) = watch.changes
     assert gone.key == "data-shard/text" and gone.severity is Severity.CRIT and str(shard) in gone.summary
-    assert "mirror" in gone.remedy
+    assert "set the path to a copy" in gone.remedy
     shutil.copy(tmp_path / "kept", shard)
     watch.advance(10_000)
     assert watch.transitions()[1:] == [("data-shard/text", "CRIT", "resolved")]

@@ -62,7 +62,6 @@ class State:
         (State(leave=1_060_000), CRIT, "the next checkpoint does not fit"),  # by bytes it would fit
         (State(leave=300_000, writing=900_000), WARN, "1 more checkpoint fits"),
         (State(leave=500_000, checkpoints=4), WARN, "fits only when older ones are deleted"),
-        (State(leave=900_000, checkpoints=0), CRIT, "the next checkpoint does not fit"),
         (State(inodes=104), CRIT, "the next checkpoint does not fit"),
     ],
     ids=str,
@@ -105,15 +104,12 @@ def test_whether_it_fits(
 @pytest.mark.parametrize(
     ("every", "steps", "age", "severity"),
     [
-        ("100 steps", 120, 120, None),
         ("100 steps", 160, 200, WARN),
         ("100 steps", 160, 110, None),  # many steps in a short time
         ("100 steps", 120, 900, None),  # few in a long one
         ("10 steps", 45, 20, None),  # the watchdog checks once a minute
-        ("800 samples", 160, 200, WARN),
         ("800 samples", 260, 260, CRIT),
         ("25_600 tokens", 450, 450, CRIT),
-        ("10_000 steps", 21_000, 21_000, WARN),
         ("10_000 steps", 22_000, 22_000, CRIT),  # older than six hours
     ],
 )
