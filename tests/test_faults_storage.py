@@ -7,13 +7,11 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from machines import Disk
 from processes import SET_CONSTANTS
-from traps import take_space
 from watch import CRIT_AND_RESOLVED, Watched
 
 Whole = Callable[[int], list[Any]]
@@ -35,48 +33,12 @@ def whole(module_lab: Any, helpers: Any) -> Callable[[int], list[Any]]:
     return train
 
 
-def take(disk: Path, leave: int) -> Path:
-    """Fill a file system except for `leave` bytes; the file that does."""
-    take_space(str(disk / "hog"), leave)
-    return disk / "hog"
-
-
 def at(path: str, act: str, verb: str = "open", *, skip: int = 0, times: int = 1, **more: Any) -> dict[str, Any]:
     """A trap of rank 0."""
     return {"rank": 0, "verb": verb, "path": path, "act": act, "skip": skip, "times": times, **more}
 
 
 # ---------------------------------------------------------------------- room
-
-
-@pytest.mark.shows("C3", "F1")
-@pytest.mark.slow
-def test_storage_that_is_full_before_a_save(watched: Watched, small_disk: Disk) -> None:
-    """Reported before the save that would fail; nothing half-written; 93; the last one loads."""
-    disk = small_disk("6m")
-    watched.run = disk / "run"
-    saves = {"every": "100 steps", "max_failures": 2, "retry": "2 s", "keep_last": 2}
-    watched.configure(checkpoint=saves)  # several checks between the first failure and the end
-    job = watched.start()
-    watched.helpers.wait_for(watched.saved, what="a checkpoint")
-    hog = take(disk, leave=500_000)
-    alarm = watched.until("disk/checkpoints", severity="CRIT")
-    assert "needs" in alarm["summary"]
-    watched.ends(job, 93)
-    failed = watched.helpers.journal(watched.run, "checkpoint-failed")
-    assert len(failed) == 2 and all("needs" in entry["text"] for entry in failed)
-    assert alarm["step"] < failed[0]["step"] and watched.saved() == [100]
-    assert watched.transitions("disk/checkpoints")[-1] == ("CRIT", "open")
-    assert watched.transitions("checkpoint-failed") == watched.transitions("ended") == [("CRIT", "open")]
-    assert watched.helpers.intent(watched.run)["code"] == 93
-    hog.unlink()
-    job = watched.start()
-    (resumed,) = watched.helpers.wait_for(lambda: watched.helpers.journal(watched.run, "resume"), what="a resume")
-    assert resumed["step"] == 100
-    watched.until("disk/checkpoints", "resolved")
-    journal = watched.helpers.journal
-    watched.helpers.wait_for(lambda: len(journal(watched.run, "ready")) == 2, what="the second start")
-    watched.stop(job)
 
 
 @pytest.mark.shows("F2")
