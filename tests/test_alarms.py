@@ -18,6 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from sight import until
 
+from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify import operator
@@ -123,6 +124,19 @@ def test_metrics_by_http() -> None:
     shown.close()
     with pytest.raises(urllib.error.URLError):
         get(shown.port, "/metrics")
+
+
+def test_metrics_in_a_file(tmp_path: Path) -> None:
+    """For node_exporter; a folder that is missing is told, and harms nothing."""
+    path = tmp_path / "node/run.prom"
+    shown = Exporter(str(path))
+    shown.update(full())
+    assert "No such file" in shown.problem
+    path.parent.mkdir()
+    shown.update(full())
+    assert shown.problem == "" and {f.name for f in text_string_to_metric_families(path.read_text())} >= {"train_step"}
+    assert NotifySection(metrics=str(path)).metrics == str(path)
+    shown.close()
 
 
 def test_a_port_that_is_taken_harms_nothing() -> None:

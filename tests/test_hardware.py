@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from sight import until
 
-from fsdp_pretrain.watchdog.detectors import nvml
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 from fsdp_pretrain.watchdog.probes.periodic import THREADS
@@ -166,19 +165,3 @@ def test_a_file_that_is_none_is_told(machine: Any, content: str) -> None:
     machine.content = content
     machine.look(2)
     assert machine.transitions() == [("gpu-blind/node-7", "WARN", "open")]
-
-
-def test_the_library_is_asked_for_by_name_only_if_it_is_there() -> None:
-    from fsdp_pretrain.errors import ConfigError
-
-    assert nvml.resolve("none") is None and nvml.resolve("file:/x") == "file:/x"
-    if not Path("/proc/driver/nvidia/version").exists():
-        assert nvml.resolve("auto") is None
-    with pytest.raises(ConfigError, match="nvidia-ml-py"):
-        if nvml.importlib.util.find_spec("pynvml") is None:
-            nvml.resolve("nvml")
-        else:
-            raise ConfigError("nvidia-ml-py is there")
-
-
-# ---------------------------------------------------------------------- the host

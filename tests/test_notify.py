@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +15,6 @@ from endpoint import SECRET, Endpoint
 from sight import until
 
 from fsdp_pretrain.config.notify import NotifySection
-from fsdp_pretrain.deadline import Worker
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.severity import Severity
@@ -65,13 +62,13 @@ def told(run: Path, channel: str) -> dict[str, bool]:
 
 
 @pytest.mark.shows("F33")
-@pytest.mark.parametrize("fault", ["down", "500", "redirect", "hangs"])
+@pytest.mark.parametrize("fault", ["down", "redirect", "hangs"])
 @pytest.mark.promise("alarms-arrive")
 def test_an_endpoint_that_fails_delays_and_loses_nothing(
     endpoint: Endpoint, quick: None, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Visible as an alarm of the channel, other channels continue, delivered once later."""
-    endpoint.answers = {"500": 500, "redirect": 302}.get(fault, 200)
+    endpoint.answers = 302 if fault == "redirect" else 200
     if fault != "down":
         endpoint.up()
     if fault == "hangs":
@@ -132,26 +129,24 @@ notifier = Notifier(section, RunDir(run), MessageSender("llama-7b", str(run)))
 alarms = Alarms(run / "watchdog/alarms.jsonl", on_change=notifier.on_change)
 for n in range(3):
     alarms.open(f"disk/{n}", Severity.CRIT, "full")
-time.sleep(float(sys.argv[2]))
-if sys.argv[2] != "0":
-    Alarms(run / "watchdog/alarms.jsonl", on_change=lambda _: None).open("hang", Severity.CRIT, "in the last moment")
+time.sleep(1)
+Alarms(run / "watchdog/alarms.jsonl", on_change=lambda _: None).open("hang", Severity.CRIT, "in the last moment")
 os.kill(os.getpid(), 9)
 """
 
 
 @pytest.mark.shows("F33")
-@pytest.mark.parametrize("seconds", ["0", "1.0"])
 @pytest.mark.promise("alarms-arrive")
 def test_a_killed_watchdog_leaves_its_messages_to_the_next(
-    endpoint: Endpoint, quick: None, tmp_path: Path, helpers: Any, seconds: str
+    endpoint: Endpoint, quick: None, tmp_path: Path, helpers: Any
 ) -> None:
-    """Killed with the endpoint down, at once or later; also what it had no time to hand over."""
+    """Killed with the endpoint down; also what it had no time to hand over."""
     url = f"http://127.0.0.1:{endpoint.port}/x"
     environment = helpers.environment(ALARM_WEBHOOK_URL=url)
-    script = [sys.executable, "-c", KILLED, str(tmp_path), seconds]
+    script = [sys.executable, "-c", KILLED, str(tmp_path)]
     assert subprocess.run(script, env=environment).returncode == -signal.SIGKILL
     endpoint.up()
-    keys = ["disk/0", "disk/1", "disk/2"] + ["hang"] * (seconds != "0")
+    keys = ["disk/0", "disk/1", "disk/2", "hang"]
     for _ in range(2):  # and the one after the next repeats nothing
         watch = Watch(tmp_path, {"ALARM_WEBHOOK_URL": url}, webhook=True)
         watch.until(lambda: len(endpoint.requests) >= len(keys))
@@ -174,25 +169,6 @@ def test_a_run_directory_that_cannot_be_written(endpoint: Endpoint, quick: None,
     assert [body["state"] for body in endpoint.bodies()] == ["open", "resolved"]
 
 
-def test_a_file_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
-    """A file on a hung mount, here a named pipe without a writer."""
-    os.mkfifo(tmp_path / "pipe")
-    worker, tried = Worker("disk"), list[int]()
-    with pytest.raises(TimeoutError):
-        worker.call((tmp_path / "pipe").read_text, 1.0)
-    with pytest.raises(TimeoutError):
-        worker.call(lambda: tried.append(1), 1.0)
-    assert not tried
-    (tmp_path / "pipe").write_text("it answers")
-
-    def again() -> str:
-        with contextlib.suppress(TimeoutError):
-            return str(worker.call(lambda: "again", 1.0))
-        return ""
-
-    until(lambda: again() == "again")
-
-
 def test_a_digest_of_a_flood_fits_a_message() -> None:
     news = [Alarm(f"gpu/{n:03}", WARN, "open", "hot", changed="t") for n in range(300)]
     digest = make_message("digest", news, MessageSender("llama-7b", "/runs/7b"))
@@ -201,12 +177,18 @@ def test_a_digest_of_a_flood_fits_a_message() -> None:
 
 
 def test_what_a_message_says(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
+    """Words to people, facts to programs."""
     endpoint.up()
-    watch = Watch(tmp_path, {"SLACK_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, slack=True)
+    environment = {
+        name: f"http://127.0.0.1:{endpoint.port}/{name}" for name in ("SLACK_WEBHOOK_URL", "ALARM_WEBHOOK_URL")
+    }
+    watch = Watch(tmp_path, environment, slack=True, webhook=True)
     more = {"effect": "a crash now loses it", "remedy": "free <space>", "action": "asked for a save"}
-    watch.alarms.open("checkpoint-age", CRIT, "3h12m, 2.6x the interval", step=41_200, **more)
-    watch.until(lambda: endpoint.requests)
-    lines = endpoint.bodies()[0]["text"].splitlines()
+    watch.alarms.open("checkpoint-age", CRIT, "3h12m, 2.6x the interval", step=41_200, facts={"tokens": 7}, **more)
+    watch.until(lambda: len(endpoint.requests) == 2)
+    _, headers, body = next(each for each in endpoint.requests if "ALARM" in each[0])
+    content, text = json.loads(body), next(each["text"] for each in endpoint.bodies() if "text" in each)
+    lines = text.splitlines()
     assert lines[0] == "*[CRIT] llama-7b · checkpoint-age: 3h12m, 2.6x the interval · step 41,200*"
     assert lines[1].startswith("since: 20") and lines[1].endswith("UTC")
     assert lines[2:5] == [
@@ -215,28 +197,10 @@ def test_what_a_message_says(endpoint: Endpoint, quick: None, tmp_path: Path) ->
         "to do: free &lt;space&gt;",
     ]
     assert lines[5] == f"acknowledge: fsdp-pretrain ack {tmp_path} checkpoint-age"
-
-
-def test_a_webhook_gets_facts(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
-    endpoint.up()
-    watch = Watch(tmp_path, {"ALARM_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, webhook=True)
-    watch.alarms.open("straggler/rank-3", WARN, "slow", step=7, facts={"ratio": 1.1})
-    watch.until(lambda: endpoint.requests)
-    _, headers, body = endpoint.requests[0]
-    content = json.loads(body)
     expected = {
-        "schema": 1,
-        "key": "straggler/rank-3",
-        "detector": "straggler",
-        "severity": "WARN",
-        "state": "open",
-        "run": "llama-7b",
-        "segment": 3,
-        "host": "n1",
-        "step": 7,
-        "summary": "slow",
-        "facts": {"ratio": 1.1},
-    }
+        "schema": 1, "key": "checkpoint-age", "detector": "checkpoint-age", "severity": "CRIT", "state": "open",
+        "run": "llama-7b", "segment": 3, "host": "n1", "step": 41_200, "facts": {"tokens": 7},
+    }  # fmt: skip
     assert {key: content[key] for key in expected} == expected and headers["Idempotency-Key"] == content["id"]
 
 
@@ -306,12 +270,7 @@ def test_what_cannot_work_is_refused_at_start(
 @pytest.mark.shows("F48")
 @pytest.mark.parametrize(
     "given",
-    [
-        f'slack="https://x/{SECRET}"',
-        f"slack.url={SECRET}",
-        f'pagerduty="{SECRET}"',
-        f'metrics="{SECRET}@h"',
-    ],
+    [f'slack="https://x/{SECRET}"', f'metrics="{SECRET}@h"'],
 )
 def test_a_secret_in_the_configuration_is_refused_and_not_shown(run_command: Any, helpers: Any, given: str) -> None:
     config = helpers.root / "configs/runs/quickstart.toml"

@@ -37,10 +37,9 @@ def changes(times: np.ndarray, phases: list[int] | None = None) -> list[PaceChan
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sd", [0.004, 0.01])
-def test_no_incident_in_a_million_steps(sd: float) -> None:
+def test_no_incident_in_a_million_steps() -> None:
     for seed in range(5):
-        assert [c for c in changes(noise(seed, 200_000, sd)) if c.kind != "faster"] == []
+        assert [c for c in changes(noise(seed, 200_000)) if c.kind != "faster"] == []
 
 
 @pytest.mark.quick

@@ -1,4 +1,4 @@
-"""What 1,024 ranks share: a simulated corpus of 2T tokens, real except for the tokens; reports of 128 nodes."""
+"""What 1,024 ranks share: a simulated corpus, real except for the tokens; reports of 128 nodes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from simulated import simulated_corpus
 
-from data.packing.loader import Loader
-from data.packing.packer import Packer
-from data.packing.position import Position
-from fsdp_pretrain.config.schedule import BatchSchedule, share_of
 from fsdp_pretrain.watchdog.hang.peers import PeerNodes
 
 SIZES = """
@@ -36,33 +31,9 @@ print(json.dumps({"memory": memory() - before, "documents": manifest.documents, 
 """
 
 
-@pytest.fixture(scope="module")
-def packer(tmp_path_factory: pytest.TempPathFactory) -> Packer:
-    """On 2B tokens in 100 shards."""
-    path = tmp_path_factory.mktemp("simulated") / "corpus"
-    simulated_corpus(path, 2 * 10**9, 100)
-    return Packer([("a", path, 1.0)], 2048, seed=1, lanes=256)
-
-
-@pytest.mark.quick
-def test_ranks_build_what_the_arithmetic_says(packer: Packer) -> None:
-    """Real loaders of a few of 1,024 ranks give the samples of their slices."""
-    cursor, batches, rows = 123_457, BatchSchedule(8192), set()
-    for rank in (0, 1, 511, 1023):
-        step = Loader(packer, batches, rank=rank, world=1024, micro_batch=8, prefetch=0).build(Position(cursor=cursor))
-        share = share_of(cursor, 8192, rank, 1024)
-        assert share == range(cursor + 8 * rank, cursor + 8 * rank + 8)
-        assert torch.equal(step.micro[0].tokens, torch.from_numpy(packer.pack(share[0], 8).tokens))
-        assert not step.quarantined
-        rows |= {tuple(row.nonzero()[0]) for row in step.micro[0].tokens.numpy()}
-    assert len(rows) > 16  # separator positions distinguish the samples
-
-
-@pytest.mark.parametrize(
-    ("tokens", "shards"), [(4 * 10**9, 500), pytest.param(2 * 10**12, 20_000, marks=pytest.mark.slow)]
-)
-def test_a_large_corpus_takes_little_memory(tmp_path: Path, helpers: Any, tokens: int, shards: int) -> None:
-    """Two trillion tokens, too: less than 100 MB in each process."""
+def test_a_large_corpus_takes_little_memory(tmp_path: Path, helpers: Any) -> None:
+    """Less than 100 MB in each process."""
+    tokens, shards = 4 * 10**9, 500
     simulated_corpus(tmp_path / "corpus", tokens, shards)
     line = [sys.executable, "-c", SIZES, str(tmp_path / "corpus")]
     done = subprocess.run(line, capture_output=True, text=True, env=helpers.environment(), cwd="/")

@@ -1,58 +1,14 @@
-"""Notifications about real runs: hangs, hanging evaluations, and numeric faults."""
+"""Numeric faults in the record of a run, through the trainer's verdicts, become alarms."""
 
 from __future__ import annotations
 
 import json
-import signal
 from typing import Any
 
-import psutil
 import pytest
-from endpoint import SECRET, Endpoint
 from records import parsed, step_record
-from sight import CALM, steps
 
 from fsdp_pretrain.record.step_record import StepRecord
-
-
-def heard(endpoint: Endpoint, key: str) -> list[tuple[str, str]]:
-    """(state, severity) of the messages about an alarm."""
-    return [(body["state"], body["severity"]) for body in endpoint.bodies() if body["key"] == key]
-
-
-@pytest.mark.shows("F33", "F48")
-def test_a_hang_is_told_once_and_its_end_through_an_endpoint_that_was_down(
-    lab: Any, helpers: Any, endpoint: Endpoint
-) -> None:
-    """Delivered once when the endpoint is back; training continues; the secret is nowhere."""
-    hang = {"soft": "4 s", "hard": "600 s"}
-    watchdog = {"enabled": True, "hang": hang, "pace": CALM, "notify": {"webhook": True}}
-    config = lab.config(train={"duration": "100_000 steps"}, checkpoint={"every": "10_000 steps"}, watchdog=watchdog)
-    run = lab.path / "run"
-    job = lab.start(config, ranks=2)
-    helpers.wait_for(lambda: steps(run) > 30, what="steps")
-    job.kill(1, signal.SIGSTOP)
-    helpers.wait_for(lambda: helpers.alarms(run, "hang"), what="the alarm")
-    helpers.wait_for(lambda: helpers.alarms(run, "notify/webhook"), what="a try that has failed")
-    assert not endpoint.requests
-    endpoint.up()
-    helpers.wait_for(lambda: heard(endpoint, "hang"), what="the message")
-    job.kill(1, signal.SIGCONT)
-    helpers.wait_for(lambda: len(heard(endpoint, "hang")) > 1, what="its end")
-    before = steps(run)
-    processes = [psutil.Process(pid) for pid in [*helpers.agents(run), *(rank.pid for rank in job.ranks)]]
-    shown = " ".join(part for process in processes for part in process.cmdline())
-    helpers.wait_for(lambda: steps(run) > before + 20, what="more steps")
-    job.kill(0, signal.SIGTERM)
-    assert job.wait() == [75, 75]
-    helpers.wait_for(lambda: not helpers.agents(run), what="the end of the agent")
-    assert heard(endpoint, "hang") == [("open", "CRIT"), ("resolved", "CRIT")]
-    assert {body["key"] for body in endpoint.bodies()} <= {"hang", "notify/webhook"}
-    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
-    assert SECRET not in shown and SECRET.encode() not in written and SECRET not in job.output()
-
-
-# ---------------------------------------------------------------- numbers
 
 
 def record(step: int, **changes: Any) -> StepRecord:
