@@ -472,24 +472,16 @@ def test_documents_that_would_encode_to_control_tokens_are_quarantined(
         )
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [(["--eod", "<nope>"], "has no token '<nope>'"), ([], "several")])
-def test_unclear_tokenizers(
-    tmp_path: Path,
-    run_command: Run,
-    shared_corpus: Path,
-    sentencepiece_model: Path,
-    arguments: list[str],
-    expected: str,
-) -> None:
-    folder = tmp_path / "tok"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_bytes((shared_corpus / "tokenizer/tokenizer.json").read_bytes())
-    if not arguments:
-        (folder / "tokenizer.model").write_bytes(sentencepiece_model.read_bytes())
-    done = run_command(
-        "data.cli", "prepare", shared_corpus / "train.jsonl", "--tokenizer", folder, "--out", tmp_path / "o", *arguments
-    )
-    assert done.returncode == 78 and expected in done.stderr
+def test_unclear_tokenizers(tmp_path: Path, shared_corpus: Path, sentencepiece_model: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((shared_corpus / "tokenizer/tokenizer.json").read_bytes())
+    with pytest.raises(DataError, match="has no token '<nope>'"):
+        Tokenizer.load(tmp_path, eod="<nope>")
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model.read_bytes())
+    with pytest.raises(DataError, match="several"):
+        Tokenizer.load(tmp_path)
+    with pytest.raises(DataError, match="there is no tokenizer at some-org/Model-7b") as absent:
+        Tokenizer.load("some-org/Model-7b")
+    assert "hf download" in absent.value.remedy
 
 
 def test_quickstart_corpus_is_real_and_split_by_file(tmp_path: Path, run_command: Run) -> None:
