@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import random
 import resource
 import shutil
-import struct
 import subprocess
 import sys
 import traceback
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +45,7 @@ class Kind:
     victims: tuple[str, ...]
     commands: tuple[str, ...]
     codes: frozenset[int]
-    lost: Callable[[Path], str] = field(default=lambda folder: "")
+    lost: Callable[[Path], str] = lambda folder: ""
 
 
 def isolated(act: Callable[[], int], log: Path, size: int) -> tuple[int, int]:
@@ -93,94 +93,18 @@ def jsonl() -> bytes:
     return "".join(json.dumps({"text": text, "id": at}) + "\n" for at, text in enumerate(texts())).encode()
 
 
-def counted(folder: Path, documents: int | None) -> str:
-    """What `prepare` or `import` did not count of `documents`; None: the input has no meaning."""
+def uncounted(folder: Path, unpack: Callable[[bytes], bytes]) -> str:
+    """What `prepare` did not count of the records of the JSONL file in a folder, according to another reader."""
+    (path,) = folder.glob("a.*")
+    try:  # `prepare` counts what it repairs
+        lines = [line for line in unpack(path.read_bytes()).decode("utf-8", "replace").split("\n") if line.strip()]
+    except (OSError, EOFError, zlib.error) as error:
+        return f"a file that cannot be read: {error}"
     manifest = json.loads((folder / "out/manifest.json").read_text())
     kept, numbers = manifest["documents"], manifest["statistics"]
-    read = numbers.get("read", kept)
-    if documents is None:
-        return f"{read} documents of an input that cannot be read as a whole"
-    if read != documents or kept + numbers.get("empty", 0) + numbers.get("quarantined", 0) != read:
-        return f"{kept} documents kept, {read} read, of {documents}"
+    if numbers["read"] != len(lines) or kept + numbers["empty"] + numbers["quarantined"] != len(lines):
+        return f"{kept} documents kept, {numbers['read']} read, of {len(lines)}"
     return ""
-
-
-def lines_of(content: bytes | None) -> int | None:
-    """Number of JSONL records, or None if one is invalid."""
-    if content is None:
-        return None
-    try:
-        lines = [line.decode("utf-8", "replace") for line in content.split(b"\n")]  # `prepare` counts what it repairs
-        records = [json.loads(line) for line in lines if line.strip()]
-    except (ValueError, RecursionError):
-        return None
-    return len(records) if all(isinstance(r, dict) and isinstance(r.get("text"), str) for r in records) else None
-
-
-def gunzipped(content: bytes) -> bytes | None:
-    """Content of a gzip file, or None if it is damaged."""
-    try:
-        return gzip.decompress(content)
-    except (OSError, EOFError, zlib.error):
-        return None
-
-
-def unzstd(content: bytes) -> bytes | None:
-    """Content of the frames of a zstd file, or None if one is damaged or unfinished."""
-    out = b""
-    try:
-        while content:
-            frame = zstandard.ZstdDecompressor().decompressobj()
-            out += frame.decompress(content)
-            if not frame.eof:
-                return None
-            content = frame.unused_data
-    except zstandard.ZstdError:
-        return None
-    return out
-
-
-def documents_by(reference: Callable[[Path], int | None]) -> Callable[[Path], str]:
-    """Checks the number of documents against another reader, in a process that may crash."""
-
-    def lost(folder: Path) -> str:
-        if not (folder / "out").exists():
-            return ""
-        answer = folder / "reference.json"
-
-        def act() -> int:
-            answer.write_text(json.dumps(reference(folder)))
-            return 0
-
-        code, _ = isolated(act, folder / "reference.log", 1 << 20)
-        return counted(folder, json.loads(answer.read_text()) if code == 0 else None)
-
-    return lost
-
-
-def arrow_rows(folder: Path) -> int:
-    import pyarrow
-
-    content = (folder / "a.arrow").read_bytes()
-    if content.startswith(b"ARROW1"):  # a file is a stream with a footer that repeats its contents
-        content = content[8:]
-    table = pyarrow.ipc.open_stream(pyarrow.py_buffer(content)).read_all()
-    table.validate(full=True)
-    return int(table.num_rows)
-
-
-def parquet_rows(folder: Path) -> int | None:
-    import pyarrow
-    from pyarrow import parquet
-
-    # Only the column that is read, as raw bytes: `prepare` counts repairs.
-    column = parquet.read_table(folder / "a.parquet", columns=["text"], use_threads=False)["text"]
-    return len(column) if pyarrow.types.is_string(column.type) and not column.null_count else None
-
-
-def megatron_documents(folder: Path) -> int:
-    (count,) = struct.unpack_from("<Q", (folder / "a.idx").read_bytes(), 18)
-    return int(count)
 
 
 def make_kinds(shared: Path) -> dict[str, Kind]:
@@ -191,144 +115,105 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
     call("data.cli", "train-tokenizer", train, "--kind", "bpe", "--vocab-size", 300, "--out", tokenizer)
     call("data.cli", "prepare", train, "--tokenizer", tokenizer, "--out", corpus, "--workers", 1)
     _make_runs(shared)
-    return {**_text_kinds(tokenizer), **_token_kinds(tokenizer), **_directory_kinds(shared), **_run_kinds(shared)}
+    return {**_text_kinds(tokenizer), **_token_kinds(tokenizer), **_directory_kinds(shared)}
 
 
 def _text_kinds(tokenizer: Path) -> dict[str, Kind]:
-    def prepare(name: str) -> str:
-        return f"data.cli prepare {name} --tokenizer {tokenizer} --out out --workers 1"
+    def kind(name: str, content: bytes, unpack: Callable[[bytes], bytes] | None = None) -> Kind:
+        command = f"data.cli prepare {name} --tokenizer {tokenizer} --out out --workers 1"
+        lost = (lambda folder: uncounted(folder, unpack)) if unpack else (lambda folder: "")
+        return Kind(8, lambda folder: (folder / name).write_bytes(content), (name,), (command,), READS, lost)
 
-    def kind(name: str, content: bytes, unpack: Callable[[bytes], bytes | None], lines: bool = True) -> Kind:
-        def make(folder: Path) -> None:
-            (folder / name).write_bytes(content)
+    import pyarrow
+    from pyarrow import parquet
 
-        def reference(folder: Path) -> int | None:
-            held = unpack((folder / name).read_bytes())
-            return lines_of(held) if lines else None if held is None else 1
-
-        return Kind(8 if lines else 4, make, (name,), (prepare(name),), READS, documents_by(reference))
-
-    plain = "\n".join(texts()).encode()
+    table = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": texts(), "n": list(range(8))}), table, row_group_size=3)
     return {
-        "text": kind("a.txt", plain, bytes, lines=False),
+        "text.gz": kind("a.txt.gz", gzip.compress(jsonl())),
         "jsonl": kind("a.jsonl", jsonl(), bytes),
-        "gz": kind("a.jsonl.gz", gzip.compress(jsonl()) * 2, gunzipped),
-        "text.gz": kind("a.txt.gz", gzip.compress(plain), gunzipped, lines=False),
-        "zst": kind("a.jsonl.zst", zstandard.compress(jsonl()) * 2, unzstd),
-        "text.zst": kind("a.txt.zst", zstandard.compress(plain), unzstd, lines=False),
-        "parquet": Kind(10, _make_parquet, ("a.parquet",), (prepare("a.parquet"),), READS, documents_by(parquet_rows)),
+        "gz": kind("a.jsonl.gz", gzip.compress(jsonl()) * 2, gzip.decompress),
+        "zst": kind("a.jsonl.zst", zstandard.compress(jsonl()) * 2),
+        "parquet": kind("a.parquet", table.getvalue()),
     }
 
 
 def _token_kinds(tokenizer: Path) -> dict[str, Kind]:
-    def kind(
-        share: int,
-        make: Callable[[Path], object],
-        victims: tuple[str, ...],
-        reference: Callable[[Path], int | None] | None = None,
-    ) -> Kind:
+    def kind(make: Callable[[Path], object], *victims: str) -> Kind:
         name, common = victims[0], f"--tokenizer {tokenizer} --workers 1"
         commands = (
             f"data.cli validate . --vocab-size 300 --eod {EOD} --separators trailing --workers 1",
             f"data.cli validate {name} {common} --json",
             f"data.cli import {name} {common} --separators trailing --out out",
         )
-        return Kind(
-            share, make, victims, commands, REPORTS, documents_by(reference) if reference else lambda folder: ""
-        )
+        return Kind(9, make, victims, commands, REPORTS)
 
     documents = [[5, 9, 11, EOD], [7, EOD], [*range(20, 220), EOD]] * 4
     flat = np.array([token for document in documents for token in document], dtype=np.uint16)
-    arrow, megatron = ("a.arrow",), ("a.idx", "a.idx", "a.bin")
     return {
-        "arrow": kind(10, lambda folder: _make_arrow(folder, documents, stream=False), arrow, arrow_rows),
-        "arrow stream": kind(8, lambda folder: _make_arrow(folder, documents, stream=True), arrow, arrow_rows),
-        "npy": kind(8, lambda folder: np.save(folder / "a.npy", flat), ("a.npy",)),
-        "megatron": kind(10, lambda folder: _make_megatron(folder, documents), megatron, megatron_documents),
+        "arrow": kind(lambda folder: _make_arrow(folder, documents, stream=False), "a.arrow"),
+        "arrow stream": kind(lambda folder: _make_arrow(folder, documents, stream=True), "a.arrow"),
+        "npy": kind(lambda folder: np.save(folder / "a.npy", flat), "a.npy"),
+        "megatron": kind(lambda folder: _make_megatron(folder, documents), "a.idx", "a.idx", "a.bin"),
     }
 
 
 def _directory_kinds(shared: Path) -> dict[str, Kind]:
-    """Corpora and Hugging Face folders."""
+    """Corpora, Hugging Face folders, and run directories: read, and resumed."""
+
+    def kind(share: int, name: str, victims: str, *commands: str, codes: frozenset[int] = REPORTS) -> Kind:
+        def make(folder: Path) -> None:
+            shutil.copytree(shared / name, folder / name, symlinks=True)
+
+        return Kind(share, make, tuple(f"{name}/{victim}" for victim in victims.split()), commands, codes)
+
+    resume = kind(
+        4,
+        "run",
+        "* segments/*/*.json checkpoints/*/* checkpoints/*/.metadata",
+        f"fsdp_pretrain.train {shared}/run.toml run.dir={{folder}}/run 'train.duration=8 steps'",
+        codes=READS,
+    )
     return {
-        "corpus": Kind(
+        "corpus": kind(
             8,
-            lambda folder: shutil.copytree(shared / "corpus", folder / "corpus"),
-            ("corpus/*", "corpus/shards/*", "corpus/tokenizer/*"),
-            (
-                "data.cli validate corpus --workers 1",
-                "data.cli inspect corpus",
-                "data.cli inspect corpus --doc 3",
-                "data.cli bench corpus --sequence-length 64 --seconds 0.01",
-            ),
-            REPORTS,
+            "corpus",
+            "* shards/* tokenizer/*",
+            "data.cli validate corpus --workers 1",
+            "data.cli inspect corpus --doc 3",
         ),
-        "hugging face": Kind(
+        "hugging face": kind(
             8,
-            lambda folder: shutil.copytree(shared / "hf", folder / "hf"),
-            ("hf/*",),
-            (
-                "fsdp_pretrain.cli checkpoints new import hf --show-model",
-                f"fsdp_pretrain.cli checkpoints {{folder}}/new import hf --config {shared}/run.toml run.dir={{folder}}/new",
-            ),
-            READS,
+            "hf",
+            "*",
+            "fsdp_pretrain.cli checkpoints new import hf --show-model",
+            f"fsdp_pretrain.cli checkpoints {{folder}}/new import hf --config {shared}/run.toml run.dir={{folder}}/new",
+            codes=READS,
         ),
-    }
-
-
-def _run_kinds(shared: Path) -> dict[str, Kind]:
-    """Run directories: their checkpoints read, their record read, the run resumed."""
-
-    def make(folder: Path) -> None:
-        shutil.copytree(shared / "run", folder / "run", symlinks=True)
-
-    return {
-        "checkpoint": Kind(
+        "checkpoint": kind(
             4,
-            make,
-            ("run/checkpoints/*/*", "run/checkpoints/*/.metadata"),
-            (
-                "fsdp_pretrain.cli checkpoints run verify",
-                "fsdp_pretrain.cli checkpoints run list --json",
-                "fsdp_pretrain.cli checkpoints run export 4 out",
-                "eval.cli run run --tasks heldout_choice --limit 1",
-            ),
-            REPORTS,
+            "run",
+            "checkpoints/*/* checkpoints/*/.metadata",
+            "fsdp_pretrain.cli checkpoints run verify",
+            "fsdp_pretrain.cli checkpoints run list --json",
+            "fsdp_pretrain.cli checkpoints run export 4 out",
+            "eval.cli run run --tasks heldout_choice --limit 1",
         ),
-        "run directory": Kind(
+        "run directory": kind(
             10,
-            make,
-            ("run/*", "run/segments/*/*", "run/checkpoints/*/*.json", "run/checkpoints/*/config.toml", "run/*/*.json*"),
-            (
-                "fsdp_pretrain.cli status run",
-                "fsdp_pretrain.cli journal run",
-                "fsdp_pretrain.cli goodput run",
-                "fsdp_pretrain.cli alarms run",
-                "fsdp_pretrain.cli checkpoints run list",
-                "fsdp_pretrain.cli where run --step 5",
-                "fsdp_pretrain.cli note run text",
-                "fsdp_pretrain.cli rollback run --to 4 --dry-run",
-                "fsdp_pretrain.cli fork run --at 4 new",
-                "eval.cli report run",
-            ),
-            REPORTS,
+            "run",
+            "* segments/*/* checkpoints/*/*.json checkpoints/*/config.toml */*.json*",
+            "fsdp_pretrain.cli status run",
+            "fsdp_pretrain.cli journal run",
+            "fsdp_pretrain.cli goodput run",
+            "fsdp_pretrain.cli where run --step 5",
+            "fsdp_pretrain.cli note run text",
+            "fsdp_pretrain.cli rollback run --to 4 --dry-run",
+            "fsdp_pretrain.cli fork run --at 4 new",
+            "eval.cli report run",
         ),
-        "resume": Kind(
-            4,
-            make,
-            ("run/*", "run/segments/*/*.json", "run/checkpoints/*/*", "run/checkpoints/*/.metadata"),
-            (f"fsdp_pretrain.train {shared}/run.toml run.dir={{folder}}/run 'train.duration=8 steps'",),
-            READS,
-            lambda folder: _changed_curve(folder / "run", shared / "untouched"),
-        ),
+        "resume": replace(resume, lost=lambda folder: _changed_curve(folder / "run", shared / "untouched")),
     }
-
-
-def _make_parquet(folder: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table({"text": texts(), "n": list(range(8))}), folder / "a.parquet", row_group_size=3)
 
 
 def _make_arrow(folder: Path, documents: list[list[int]], *, stream: bool) -> None:

@@ -1,4 +1,4 @@
-"""Ten thousand damaged files, read by the commands that read such files; see `fuzz.py`."""
+"""Four thousand damaged files, read by the commands that read such files; see `fuzz.py`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from data.corpus.corpus import Corpus
 from data.corpus.formats import Format, open_file, token_files
 from data.corpus.manifest import Vocabulary, read_manifest
 from data.corpus.shards import Shard, ShardWriter
-from data.corpus.writing import write_corpus
 from data.packing.packer import Packer
 from data.prepare.import_corpus import ImportOptions, ingest
 from data.text.tokenizer import Tokenizer
@@ -252,17 +251,6 @@ def test_the_clean_twin_of_a_refused_import_is_adopted_at_once(
     assert run_command("data.cli", *arguments, "trailing").returncode == 0
 
 
-def test_another_special_token_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    tokenizer = Tokenizer.load(tokenizer.path)
-    tokenizer.specials[301] = "<planted>"
-    docs = [[token for token in doc if token != 301] for doc in documents()]
-    store(tmp_path / "in", "s", [[1, *doc] for doc in docs], "megatron")
-    ingest([tmp_path / "in"], tokenizer, tmp_path / "clean", ImportOptions(None, "none"), workers=1, quiet=True)
-    store(tmp_path / "bad", "s", [[1, *doc] for doc in docs] + [[5, 301, 6]], "megatron")
-    with pytest.raises(DataError, match=r"special-token: 1 of 121 documents .*\n    at document 120, token 1"):
-        ingest([tmp_path / "bad"], tokenizer, tmp_path / "out", ImportOptions(None, "none"), workers=1, quiet=True)
-
-
 def test_flat_files_may_begin_or_end_inside_a_document(tmp_path: Path, run_command: Run, tokenizer: Tokenizer) -> None:
     """Shards of equal size cut documents in two: the parts are kept, and counted."""
     flat = np.array([token for doc in carry(documents(), "leading") for token in doc], dtype="<u2")[1:]
@@ -457,17 +445,9 @@ def test_records_prove_one_separator_per_document(lab: Any, helpers: Any, tokeni
     assert len(records) == 6 and sum(record["separators"] for record in records) > 5
 
 
-def test_adjacent_specials_are_counted_from_the_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_adjacent_specials_are_counted_from_the_tokens(tmp_path: Path, tokenizer: Tokenizer, helpers: Any) -> None:
     """The check sees what the packer would never write."""
-    write = tmp_path / "c"
-    megatron(write / "shards/s", documents())
-    entry = {
-        "name": "s",
-        "documents": 120,
-        "tokens": sum(map(len, documents())),
-        "bytes": 2 * sum(map(len, documents())),
-    }
-    write_corpus(write, tokenizer, [{**entry, "bin_xxh3": "", "idx_xxh3": ""}], np.dtype("<u2"), {})
+    write = helpers.corpus(tmp_path / "c", documents(), tokenizer)
     packer = Packer([("a", write, 1.0)], 24, seed=7, lanes=5)
     packed = packer.pack(0, 4)
     packed.tokens[:] = 5

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from processes import Run
+from test_import import store
 
 from data.corpus.manifest import Vocabulary, read_manifest
 from data.text.tokenizer import Tokenizer
 from data.validate import validate as validation
-from data.validate.findings import CATALOGUE
 from data.validate.validate import validate
 from fsdp_pretrain.errors import DataError
 
@@ -111,12 +110,6 @@ def test_an_unsound_index_is_found(corpus: Path, at: int, value: int, size: int,
     assert note in str(report.findings.by_code["index"].examples[0])
 
 
-def test_bytes_of_no_document_are_found_without_a_manifest(corpus: Path) -> None:
-    append(corpus / "shards/s0.bin", b"xxx")
-    vocabulary = Vocabulary(512, 0, frozenset({0}))
-    assert found(corpus / "shards", vocabulary=vocabulary) == {"index": 1}
-
-
 def test_runs_and_processes_do_not_change_the_report(
     corpus: Path, documents: list[list[int]], tokenizer: Tokenizer, helpers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,41 +173,30 @@ def test_bare_megatron_shards(
     assert [entry["documents"] for entry in report["files"]] == [100, 100]
 
 
-def write_format(path: Path, format_: str, docs: list[list[int]]) -> Path:
-    path.mkdir()
-    flat = np.array([token for document in docs for token in document], dtype=np.uint16)
-    if format_ == "npy":
-        np.save(path / "a.npy", flat)
-    else:
-        table = pa.table({"tokens": pa.array(docs, pa.list_(pa.uint32()))})
-        with pa.ipc.new_file(path / "a.arrow", table.schema) as writer:
-            writer.write_table(table)
-    return path
-
-
-@pytest.mark.parametrize("format_", ["npy", "arrow"])
+@pytest.mark.parametrize("format_", ["npy", "rows", "megatron"])
 @pytest.mark.promise("separators-measured")
 def test_every_format_is_measured(
     tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, format_: str
 ) -> None:
     trailing = [[*d, 0] for d in documents]
-    report = validate(write_format(tmp_path / "clean", format_, trailing), tokenizer=tokenizer, quiet=True)
+    store(tmp_path / "clean", "a", trailing, format_)
+    report = validate(tmp_path / "clean", tokenizer=tokenizer, quiet=True)
     assert report.findings.by_code == {}
     assert (report.documents, report.separators[0]) == (200, "trailing")
     assert report.tokens == sum(map(len, trailing))
     doubled = [[*d, 0] if n % 10 == 0 else d for n, d in enumerate(trailing)]
-    path = write_format(tmp_path / "doubled", format_, doubled)
-    assert found(path, tokenizer=tokenizer) == {"separator-doubled": 20}
-
-
-def test_the_manifest_declares_the_separators(corpus: Path) -> None:
-    with pytest.raises(DataError, match="declares separators `none`"):
-        validate(corpus, separators="trailing", quiet=True)
+    store(tmp_path / "doubled", "a", doubled, format_)
+    assert found(tmp_path / "doubled", tokenizer=tokenizer) == {"separator-doubled": 20}
+    if format_ == "megatron":
+        append(tmp_path / "doubled/a.bin", b"xxx")
+        assert found(tmp_path / "doubled", tokenizer=tokenizer) == {"separator-doubled": 20, "index": 1}
 
 
 def test_command_line(
     corpus: Path, documents: list[list[int]], tokenizer: Tokenizer, run_command: Run, helpers: Any
 ) -> None:
+    with pytest.raises(DataError, match="declares separators `none`"):
+        validate(corpus, separators="trailing", quiet=True)
     clean = run_command("data.cli", "validate", corpus, "--workers", 2)
     assert clean.returncode == 0 and "clean" in clean.stdout and "at least 100.0%" in clean.stdout
     warned = run_command(
@@ -244,12 +226,6 @@ def test_against_a_configuration(run_command: Run, lab: Any, corpus: Path, helpe
     mixed = lab.config("mixed", data={"sequence_length": 32, "sources": sources})
     done = run_command("data.cli", "validate", lab.corpus, "--against", mixed)
     assert done.returncode == 2 and "source web of the run" in done.stdout and "at gone: " in done.stdout
-
-
-def test_every_finding_has_a_remedy() -> None:
-    for severity, unit, meaning, remedy in CATALOGUE.values():
-        assert severity in ("error", "warning") and unit in ("documents", "tokens", "files", "")
-        assert meaning and remedy
 
 
 @pytest.mark.promise("separators-measured")
