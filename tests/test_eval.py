@@ -199,10 +199,6 @@ def test_tasks_that_are_refused_end_the_worker_and_use_up_no_attempt(
         (["run", "{run}", "--step", "11"], "no checkpoint of step 11 (there are: 10, 20, 30)"),
         (["run", "{run}", "--heldout", "/nowhere"], "there is no held-out file /nowhere"),
         (["run", "{run}", "--device", "cuda:7"], "device 'cuda:7' cannot be used"),
-        pytest.param(
-            *(["run", "{run}", "--tasks", "no_such_task"], "lm-eval has no task 'no_such_task'"),
-            marks=pytest.mark.slow,  # lm-eval reads the descriptions of all its tasks
-        ),
         (["watch", "/tmp"], "is not a run directory"),
     ],
 )
