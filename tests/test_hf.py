@@ -5,11 +5,9 @@ transformers is the reference here; the program itself imports it only for `benc
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
@@ -36,11 +34,11 @@ from fsdp_pretrain.checkpoint import hf
 from fsdp_pretrain.checkpoint.hf_layout import FACTS, ExportFacts, read_model, to_hf, weights
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import export_tokenizer, samples
+from fsdp_pretrain.checkpoint.weights_import import import_folder
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lease import this_process
 
 pytestmark = pytest.mark.slow  # the default suite has no room for it
 
@@ -51,7 +49,6 @@ ROPE = {"kind": "llama3", "factor": 8.0, "original_length": 16}
 GPT: dict[str, Any] = {"family": "gpt", "kv_heads": None, "ffn": None, "positions": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"rope_base": 500_000.0, "rope_scaling": ROPE, "vocab": 520, "vocab_multiple": 64, "init_std": 0.15},
-    "llama-linear": {"rope_base": 50_000.0, "rope_scaling": {"kind": "linear", "factor": 2.5}, "init_std": 0.15},
     "gpt": {**GPT, "scores": "layer_scaled", "dropout": 0.1},
 }
 
@@ -113,7 +110,7 @@ def some_tokens(count: int = 512) -> Tensor:
 
 
 @pytest.mark.shows("D25")
-@pytest.mark.parametrize("family", ["llama", "llama-linear", "gpt"])
+@pytest.mark.parametrize("family", ["llama", "gpt"])
 @pytest.mark.promise("hugging-face")
 def test_export_of_a_2x2_checkpoint_is_the_same_function_in_transformers(
     trained: Callable[[str], RunDir], family: str, tmp_path: Path
@@ -183,9 +180,6 @@ def test_exports_that_are_refused(trained: Callable[[str], RunDir], module_lab: 
         hf.export_checkpoint(damaged, 4, tmp_path / "other", dtype="fp32", shard_bytes=10**9)
     assert caught.value.exit == 78
     assert not list(tmp_path.glob("*other*"))
-    (tmp_path / ".other.writing").mkdir()
-    with pytest.raises(ConfigError, match=r"another process is exporting to .*other, or was killed"):
-        hf.export_checkpoint(run, 4, tmp_path / "other", dtype="fp32", shard_bytes=10**9)
 
 
 @pytest.mark.shows("D25")
@@ -197,9 +191,7 @@ def test_a_model_transformers_cannot_express_is_not_exported(module_lab: Any, od
         to_hf(config.model, sequence_length=32, eod=0, dtype="float32")
 
 
-@pytest.mark.parametrize(
-    ("kind", "family"), [("bpe", "llama"), ("sentencepiece", "llama"), ("bpe", "mistral"), ("bpe", "qwen3")]
-)
+@pytest.mark.parametrize(("kind", "family"), [("bpe", "llama"), ("sentencepiece", "llama"), ("bpe", "qwen3")])
 def test_tokenizers_encode_alike_in_transformers(shared_corpus: Path, kind: str, family: str, tmp_path: Path) -> None:
     ours = learn(shared_corpus / "train.jsonl", tmp_path / "tokenizer", kind)
     (tmp_path / "out").mkdir()
@@ -252,16 +244,13 @@ LLAMA3 = {
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": TINY_LLAMA,
     "llama-tied": {**TINY_LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
-    "llama-base": {**TINY_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
     "llama-linear": {**TINY_LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}},
     "llama-llama3": {**TINY_LLAMA, "rope_parameters": LLAMA3},
-    "mistral": {**TINY_LLAMA, "sliding_window": None},
     "mistral-window": {**TINY_LLAMA, "sliding_window": 32, "tie_word_embeddings": True},
     "mistral-nemo": {**TINY_LLAMA, "hidden_size": 36, "head_dim": 16, "sliding_window": None},
     "qwen2": {**TINY_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "qwen2-tied": {**TINY_LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": {**TINY_LLAMA, "head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    "qwen3-tied": {**TINY_LLAMA, "head_dim": 8, "tie_word_embeddings": True},
     "gpt2": TINY_GPT2,
     "gpt2-untied": {**TINY_GPT2, "tie_word_embeddings": False, "n_inner": 80},
 }
@@ -293,7 +282,7 @@ def test_import_is_the_same_function_and_goes_out_again_bit_for_bit(lab: Any, na
     folder = make_folder(lab.path / "theirs", name, max_shard_size="30KB" if name == "gpt2" else "1GB")
     config = load(configure(lab, folder))
     run = RunDir(config.run.dir)
-    done = hf.import_folder(run, folder, config, ["tokenizer"])
+    done = import_folder(run, folder, config, ["tokenizer"])
     assert done.padded == 0 and done.saved.checkpoint.verified
     assert ("window of 32 tokens is not in force" in done.tokenizer) == (name == "mistral-window")
     assert_equal_logits(our_logits(run, 0, some_tokens()), their_logits(folder, some_tokens()))
@@ -343,14 +332,14 @@ def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: 
     assert saved.manifest().optimizer is True
 
 
-@pytest.mark.parametrize("name", ["llama-llama3", "gpt2", "mistral-nemo", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen3"])
 def test_import_trained_on_2x2_goes_out_and_comes_back(lab: Any, name: str) -> None:
     """Import, four steps of hybrid sharding, export: the same function in transformers; imported again: bit for bit."""
     folder = make_folder(lab.path / "theirs", name)
     path = configure(lab, folder)
     config = load(path, ["train.duration=4 steps", "optimizer.warmup=1 steps"])
     run = RunDir(config.run.dir)
-    hf.import_folder(run, folder, config, ["tokenizer"])
+    import_folder(run, folder, config, ["tokenizer"])
     lab.train(path, "train.duration=4 steps", "optimizer.warmup=1 steps", "parallel.shard=2", ranks=4)
     trained = our_logits(run, 4, some_tokens())
     assert float((trained - our_logits(run, 0, some_tokens())).abs().max()) > 0.01  # it has learned
@@ -359,7 +348,7 @@ def test_import_trained_on_2x2_goes_out_and_comes_back(lab: Any, name: str) -> N
     kinds = [json.loads((path / "config.json").read_text())["architectures"] for path in (folder, lab.path / "again")]
     assert kinds[0] == kinds[1] == [type(transformers.AutoModelForCausalLM.from_pretrained(folder)).__name__]
     back = load(path, [f"run.dir={lab.path / 'back'}"])
-    hf.import_folder(RunDir(back.run.dir), lab.path / "again", back)
+    import_folder(RunDir(back.run.dir), lab.path / "again", back)
     assert torch.equal(our_logits(RunDir(back.run.dir), 0, some_tokens()), trained)
 
 
@@ -373,7 +362,7 @@ def opened(lab: Any, folder: Path) -> EvaluatedModel:
     return open_exported(folder)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-nemo", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3"])
 def test_gradients_are_those_of_transformers(lab: Any, name: str) -> None:
     folder, tokens = make_folder(lab.path / "theirs", name), some_tokens()
     ours, theirs = opened(lab, folder).read("cpu", None), transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -387,7 +376,7 @@ def test_gradients_are_those_of_transformers(lab: Any, name: str) -> None:
         assert float((our.grad - their.grad).abs().max() / their.grad.abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "mistral-nemo", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["mistral-nemo", "qwen3"])
 def test_answers_are_those_of_transformers(lab: Any, name: str) -> None:
     """Both with a cache of keys and values; ours with several prompts at once."""
     folder = make_folder(lab.path / "theirs", name)
@@ -414,7 +403,7 @@ def test_rows_that_the_folder_lacks_get_the_mean(lab: Any) -> None:
     folder = make_folder(lab.path / "theirs", "llama")
     config = load(configure(lab, folder, vocab=520, vocab_multiple=64))
     run = RunDir(config.run.dir)
-    assert hf.import_folder(run, folder, config, ["tokenizer"]).padded == 64
+    assert import_folder(run, folder, config, ["tokenizer"]).padded == 64
     hf.export_checkpoint(run, 0, lab.path / "again", dtype="fp32", shard_bytes=10**9)
     again, there = load_file(lab.path / "again/model.safetensors"), load_file(folder / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -428,11 +417,11 @@ def test_imports_into_the_wrong_run_are_refused(lab: Any) -> None:
     plain_folder = make_folder(lab.path / "theirs", "llama")
     config = load(configure(lab, plain_folder))
     with pytest.raises(ConfigError, match=r"is for run\.dir"):
-        hf.import_folder(RunDir(lab.path / "elsewhere"), plain_folder, config)
+        import_folder(RunDir(lab.path / "elsewhere"), plain_folder, config)
     run = RunDir(config.run.dir)
-    hf.import_folder(run, plain_folder, config, ["tokenizer"])
+    import_folder(run, plain_folder, config, ["tokenizer"])
     with pytest.raises(ConfigError, match="a run that has begun"):
-        hf.import_folder(run, plain_folder, config, ["tokenizer"])
+        import_folder(run, plain_folder, config, ["tokenizer"])
 
 
 @pytest.mark.slow
@@ -446,6 +435,7 @@ def test_memory_is_that_of_a_file_not_of_the_model(lab: Any, helpers: Any) -> No
     code = (
         "import json; from pathlib import Path\n"
         "from fsdp_pretrain.checkpoint import hf; from fsdp_pretrain.config.config import load\n"
+        "from fsdp_pretrain.checkpoint.weights_import import import_folder\n"
         "from fsdp_pretrain.record.files import RunDir\n"
         "import threading, time; seen = [0]\n"
         "own = lambda: int(Path('/proc/self/status').read_text().partition('RssAnon:')[2].split()[0]) // 1024\n"
@@ -454,7 +444,7 @@ def test_memory_is_that_of_a_file_not_of_the_model(lab: Any, helpers: Any) -> No
         "threading.Thread(target=watch, daemon=True).start()\n"
         "peak = lambda: max(seen[0], own())\n"
         f"config = load({str(path)!r}); run = RunDir(config.run.dir); marks = [peak()]\n"
-        f"hf.import_folder(run, Path({str(lab.path / 'theirs')!r}), config, ['tokenizer']); marks.append(peak())\n"
+        f"import_folder(run, Path({str(lab.path / 'theirs')!r}), config, ['tokenizer']); marks.append(peak())\n"
         f"hf.export_checkpoint(run, 0, Path({str(lab.path / 'out')!r}), dtype='fp32', shard_bytes=40 * 10**6)\n"
         "print(json.dumps([*marks, peak()]))"
     )
@@ -463,24 +453,3 @@ def test_memory_is_that_of_a_file_not_of_the_model(lab: Any, helpers: Any) -> No
     start, imported, exported = json.loads(done.stdout)
     assert sum(path.stat().st_size for path in (lab.path / "out").glob("*.safetensors")) > 400e6
     assert imported - start < 150 and exported - start < 150, (start, imported, exported)
-
-
-def test_what_a_killed_export_left_behind_goes_with_the_next(
-    trained: Callable[[str], RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But not what an export that still runs writes."""
-    run, out = trained("gpt"), tmp_path / "out"
-    if (pid := os.fork()) == 0:
-        monkeypatch.setattr(hf, "save_file", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        with contextlib.suppress(BaseException):
-            hf.export_checkpoint(run, 4, out, dtype="fp32", shard_bytes=10**9)
-        os._exit(1)
-    os.waitpid(pid, 0)
-    (killed,) = tmp_path.iterdir()
-    hf.export_checkpoint(run, 4, out, dtype="fp32", shard_bytes=10**9)
-    assert {*tmp_path.iterdir()} == {out} and not (out / "lease.json").exists()
-    (running := killed.with_name(killed.name.replace("out", "other"))).mkdir()
-    state_files.write(running / "lease.json", {"token": "other", **this_process()})
-    with pytest.raises(ConfigError, match="another process is exporting"):
-        hf.export_checkpoint(run, 4, tmp_path / "other", dtype="fp32", shard_bytes=10**9)
-    assert {*tmp_path.iterdir()} == {out, running}

@@ -20,8 +20,7 @@ from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.hf import export_checkpoint
 from fsdp_pretrain.checkpoint.loading import Weights
 from fsdp_pretrain.checkpoint.state import forbidden, identity
-from fsdp_pretrain.checkpoint.store import Store, describe_file
-from fsdp_pretrain.checkpoint.weights_import import import_checkpoint
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load, schema_keys
 from fsdp_pretrain.config.resume_rules import (
     CLASSES,
@@ -33,8 +32,7 @@ from fsdp_pretrain.config.resume_rules import (
     read_allowed,
     undeclared,
 )
-from fsdp_pretrain.errors import CheckpointError, ConfigError, DataError
-from fsdp_pretrain.record import state_files
+from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.record.files import RunDir
 
 
@@ -284,7 +282,9 @@ def test_a_run_begins_with_the_weights_of_another(
     new = run.with_name("new")
     changed = [f"run.dir={new}", "model.vocab_multiple=600", "optimizer.lr=1e-3", "train.duration=4 steps"]
     changed += ["optimizer.decay=24 steps", "optimizer.min_lr=0"]
-    source = run / "checkpoints/step-00000018"
+    source = run.with_name("exported")
+    done = run_command(CLI, "checkpoints", run, "export", 18, source, "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
     done = run_command(CLI, "checkpoints", new, "import", source, "--config", config, *changed, "--json", timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["padded_rows"] == 88
@@ -304,42 +304,6 @@ def test_a_run_begins_with_the_weights_of_another(
     assert set(imported.shapes) == set(model.state_dict())
     for name in imported.shapes:
         assert torch.equal(imported[name][: weights.shapes[name][0]], weights[name]), name
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        (["model.ffn=96", "model.layers=3"], ["model.ffn: 64 -> 96", "model.layers: 2 -> 3"]),
-        (["model.rope_base=5e5"], ["model.rope_base: 10000.0 -> 500000.0"]),
-    ],
-)
-def test_weights_of_another_model_are_refused_with_all_differences(
-    copy: tuple[Path, Path], changed: list[str], said: list[str]
-) -> None:
-    config, run = copy
-    new, source = RunDir(run.with_name("new")), run / "checkpoints/step-00000018"
-    with pytest.raises(ConfigError) as refused:
-        import_checkpoint(new, source, load(config, [f"run.dir={new.path}", *changed]))
-    assert all(text in str(refused.value) for text in said) and not new.path.exists()
-
-
-def test_damaged_weights_and_another_tokenizer_are_refused(copy: tuple[Path, Path]) -> None:
-    config, run = copy
-    new, source = RunDir(run.with_name("new")), run / "checkpoints/step-00000018"
-    settings = load(config, [f"run.dir={new.path}"])
-    manifest, state = source / "manifest.json", json.loads((source / "train_state.json").read_text())
-    state["identity"]["tokenizer"]["fingerprint"] = "another"
-    state_files.write(source / "train_state.json", state)
-    content = json.loads(manifest.read_text())
-    content["files"] = [describe_file(source / entry["name"]).model_dump() for entry in content["files"]]
-    state_files.write(manifest, content)
-    with pytest.raises(DataError, match="another tokenizer"):
-        import_checkpoint(new, source, settings)
-    data = run / "checkpoints/step-00000012/__0_0.distcp"
-    data.write_bytes(b"x" * data.stat().st_size)
-    with pytest.raises(CheckpointError, match="damaged"):
-        import_checkpoint(new, data.parent, settings)
-    assert not new.path.exists()
 
 
 # ---------------------------------------------------------------- a live run

@@ -273,7 +273,7 @@ def test_damaged_folders_take_no_memory(lab: Any, folder: Path, helpers: Any) ->
         (lab.path / name / file).write_bytes(content)
     code = (
         "import json, sys; from pathlib import Path\n"
-        "from fsdp_pretrain.checkpoint import hf; from fsdp_pretrain.config.config import load\n"
+        "from fsdp_pretrain.checkpoint import weights_import as hf; from fsdp_pretrain.config.config import load\n"
         "from fsdp_pretrain.errors import UserError; from fsdp_pretrain.record.files import RunDir\n"
         "peak = lambda: int(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0]) // 1024\n"
         "config = load(sys.argv[1]); marks = [peak()]\n"

@@ -162,8 +162,7 @@ WINDOW = "some layers see a window only, which is not built"
         ({**PUBLISHED["qwen3-8b"], "attention_bias": True}, "attention_bias = True; ours is False"),
         ({**MISTRAL, "head_dim": "128"}, "head_dim = '128'"),
         ({**MISTRAL, "sliding_window": True}, "sliding_window = True"),
-        ({**MISTRAL, "model_type": "mixtral"}, "model_type = 'mixtral'.*mixtures of experts are not built"),
-        ({**QWEN, "model_type": "qwen2_moe"}, "model_type = 'qwen2_moe'.*mixtures of experts are not built"),
+        ({**MISTRAL, "model_type": "mixtral"}, "model_type = 'mixtral'; known are"),
         ({**QWEN, "model_type": "qwen2_vl"}, "known are llama, mistral, qwen2, qwen3 and gpt2"),
     ],
 )
@@ -175,12 +174,7 @@ def test_folders_of_models_that_are_not_built(content: dict[str, Any], message: 
 
 def test_a_window_that_is_not_in_force_is_no_obstacle(tmp_path: Path) -> None:
     whole = read_model(write_config(tmp_path, QWEN))
-    for more in (
-        {"use_sliding_window": True, "max_window_layers": 28},
-        {"use_sliding_window": True, "sliding_window": None},
-        {"layer_types": ["full_attention"] * 28},
-    ):
-        assert read_model(write_config(tmp_path, {**QWEN, **more})) == whole
+    assert read_model(write_config(tmp_path, {**QWEN, "layer_types": ["full_attention"] * 28})) == whole
 
 
 def test_defaults_are_those_of_the_classes(tmp_path: Path) -> None:
