@@ -69,12 +69,10 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
         (["--seconds-per-step", "2"], ["--seconds-per-step needs a positive time and --world-size"]),
         (["--seconds-per-step", "2", "--world-size", "2", "--at", "4 steps"], ["exclude each other"]),
         (["--device", "NVIDIA A100-SXM4-80GB"], ["what a rank needs: give --world-size as well"]),
-        (["--seconds-per-step", "nan", "--world-size", "2"], ["--seconds-per-step needs a positive time"]),
         (["optimizer.betas=[nan,0.9]", "optimizer.lr=inf"], ["2 problems", "optimizer.betas.0 = nan", "lr = inf"]),
         (["train.duration=100"], ["bare number has no unit"]),
         (["--at", "soon"], ["--at: not a quantity"]),
         (["--at", "21 steps"], ["after the end of the run, which has 20 steps: 160 samples, 5_120 tokens"]),
-        (["--at", "6K tokens"], ["after the end of the run"]),
         (["--at", "0 steps"], ["before the first step of the run"]),
         (["train.loss_scale.min=1e6"], ["min = 1000000.0 is above first = 65536.0"]),
         (
@@ -96,11 +94,9 @@ def test_the_schedule_at_a_point(lab: Any, run_command: Run) -> None:
         "step": 4, "consumed": 32, "cursor": 32, "tokens": 1024, "batch": 8, "lr": 0.01, "sequence_length": 32,
         "shares": {"text": 1.0},
     }  # fmt: skip
-    for first, last in (("1 samples", "20 steps"), ("1 steps", "160 samples"), ("1 tokens", "5120 tokens")):
-        rows = [
-            json.loads(run_command("fsdp_pretrain.cli", "plan", lab.config(), "--at", at, "--json").stdout)
-            for at in (first, last)
-        ]
+    places = "1 samples,160 samples", "1 steps,20 steps", "1 tokens,5120 tokens"
+    for at in places:
+        rows = json.loads(run_command("fsdp_pretrain.cli", "plan", lab.config(), "--at", at, "--json").stdout)
         assert [(row["step"], row["consumed"]) for row in rows] == [(1, 8), (20, 160)]
     ramp = [{"at": "0 samples", "value": 1.0}, {"at": "60 samples", "value": 1.0}, {"at": "60 samples", "value": 3.0}]
     sources = [{"name": "a", "path": "/a", "weight": ramp}, {"name": "b", "path": "/b"}]
