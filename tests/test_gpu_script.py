@@ -81,7 +81,6 @@ def test_no_part_ends_another_and_what_does_not_fit_is_not_started(tmp_path: Pat
     [
         (["--only", "suite,suit"], "suite peers-7b"),
         (["--minutes", "soon"], "soon is not a number"),
-        (["--fast"], "unknown option --fast"),
         (["--only", "1b"], "no GPU here"),
     ],
 )

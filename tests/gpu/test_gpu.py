@@ -274,11 +274,6 @@ def test_planned_memory_is_what_is_allocated(
     assert expected.total == pytest.approx(torch.cuda.max_memory_allocated() - base, rel=0.1)
 
 
-def test_nothing_here_needs_aim(config: Path, helpers: Any) -> None:
-    code = "import sys; sys.modules['aim'] = None; sys.modules['lm_eval'] = None; import fsdp_pretrain.train.main, fsdp_pretrain.bench.steps"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/", env=helpers.environment())
-
-
 def test_float8_trains_like_bf16(module_lab: Any, config: Path, helpers: Any) -> None:
     pytest.importorskip("torchao")
     curves = {}
