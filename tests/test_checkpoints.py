@@ -47,8 +47,6 @@ def flip(path: Path) -> None:
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "bit": (lambda p: flip(p / "__1_0.distcp"), "its bytes are not the ones that were written"),
-    "tensors-bit": (lambda p: flip(p / "tensors.json"), "its bytes are not the ones that were written"),
-    "manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
     "state": (lambda p: flip(p / "train_state.json"), "its bytes are not the ones that were written"),
 }
 

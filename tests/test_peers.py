@@ -105,10 +105,7 @@ def test_sides_take_turns_and_one_that_fails_ends_no_other(
     assert not (lab.path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [("data.attention=document", "data.attention"), ("parallel.recompute=1", "parallel.recompute")],
-)
-def test_what_others_do_not_compute_is_refused(lab: Any, run_command: Any, override: str, named: str) -> None:
-    done = run_command("fsdp_pretrain.bench", lab.config(), override, "--peers")
-    assert done.returncode == 78 and named in done.stderr
+def test_what_others_do_not_compute_is_refused(lab: Any, run_command: Any) -> None:
+    overrides = ("data.attention=document", "parallel.recompute=1")
+    done = run_command("fsdp_pretrain.bench", lab.config(), *overrides, "--peers")
+    assert done.returncode == 78 and "data.attention = document, parallel.recompute" in done.stderr

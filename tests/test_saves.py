@@ -94,19 +94,16 @@ def test_every_copy_of_the_state_is_made_into_the_same_memory() -> None:
         assert len(addresses) == 1 and len(set(*addresses)) == 3
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))])
-def test_saving_beside_training_changes_no_number(lab: Any, helpers: Any, ranks: int) -> None:
-    config = lab.config(checkpoint={"every": "2 steps", "keep_last": 20}, parallel={"shard": max(1, ranks // 2)})
-    lab.train(config, ranks=ranks)
-    lab.train(config, f"run.dir={lab.path / 'waiting'}", "checkpoint.background=false", ranks=ranks)
+def test_saving_beside_training_changes_no_number(lab: Any, helpers: Any) -> None:
+    config = lab.config(checkpoint={"every": "2 steps", "keep_last": 20}, parallel={"shard": 1})
+    lab.train(config, ranks=2)
+    lab.train(config, f"run.dir={lab.path / 'waiting'}", "checkpoint.background=false", ranks=2)
     assert helpers.losses(lab.path / "run") == helpers.losses(lab.path / "waiting")
     digests = [
         [checkpoint.manifest().state_digest for checkpoint in Store(lab.path / run / "checkpoints").scan()]
         for run in ("run", "waiting")
     ]
     assert len(set(digests[0])) == 10 and digests[0] == digests[1]
-    lab.train(config, f"run.dir={lab.path / 'alone'}", "checkpoint.every=20 steps", "parallel.shard=1")
-    assert len(Store(lab.path / "alone/checkpoints").newest().manifest().state_digest) == 16  # type: ignore[union-attr]
 
 
 @pytest.mark.shows("D13")

@@ -98,10 +98,8 @@ def test_fp32_is_the_curve_of_the_cpu(module_lab: Any, config: Path, helpers: An
     [
         ["watchdog.enabled=true"],  # compiled, with its hooks
         ["parallel.compile=false", "parallel.recompute=1"],
-        ["parallel.compile=false", "parallel.recompute=feed-forward"],
         ["parallel.recompute=feed-forward"],
         ["parallel.recompute=2", "parallel.reshard_after_forward=false"],
-        ["train.micro_batch=4"],
     ],
     ids=lambda overrides: "+".join(o.partition(".")[2] for o in overrides),
 )
@@ -198,7 +196,7 @@ def test_a_save_beside_training_does_not_wait_for_the_device(config: Path, world
     torch.cuda._sleep(40_000_000_000)  # cycles, 20 seconds and more
     busy.record()
     facts = make_facts(trainer.config, world, trainer.state)
-    contents = {"state": copy, "train_state": "{}\n", "config": "", "read_back": True}
+    contents = {"state": copy, "train_state": "{}\n", "config": ""}
     pending = Pending(lambda: dcp.save(writers, store, facts, **contents))
     assert pending.wait(120) and pending.result().checkpoint.verified
     assert not busy.query()
@@ -237,10 +235,6 @@ def test_the_compiled_loss_is_the_eager_one() -> None:
     ("model", "overrides"),
     [
         (
-            {"layers": 12, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn": 5504, "vocab": 32_000},
-            ["data.sequence_length=2048", "train.micro_batch=4"],
-        ),
-        (
             {"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128_256},
             ["data.sequence_length=4096", "train.micro_batch=2", "parallel.recompute=1"],
         ),
@@ -250,7 +244,7 @@ def test_the_compiled_loss_is_the_eager_one() -> None:
             ["data.sequence_length=2048", "train.micro_batch=8", "train.global_batch=16 samples"],
         ),
     ],
-    ids=["llama", "recomputed", "gpt-accumulated"],
+    ids=["recomputed", "gpt-accumulated"],
 )  # fmt: skip
 def test_planned_memory_is_what_is_allocated(
     module_lab: Any, world: Any, model: dict[str, Any], overrides: list[str]
@@ -278,11 +272,6 @@ def test_planned_memory_is_what_is_allocated(
     trainer.step()
     torch.cuda.synchronize()
     assert expected.total == pytest.approx(torch.cuda.max_memory_allocated() - base, rel=0.1)
-
-
-def test_nothing_here_needs_aim(config: Path, helpers: Any) -> None:
-    code = "import sys; sys.modules['aim'] = None; sys.modules['lm_eval'] = None; import fsdp_pretrain.train.main, fsdp_pretrain.bench.steps"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd="/", env=helpers.environment())
 
 
 def test_float8_trains_like_bf16(module_lab: Any, config: Path, helpers: Any) -> None:
