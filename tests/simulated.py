@@ -17,9 +17,7 @@ from corpora import word_tokenizer
 
 from data.corpus.shards import Shard, encode_index
 from data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
-from data.packing.packer import Packer
 from data.text.tokenizer import EOD
-from fsdp_pretrain.config.schedule import share_of
 
 _DTYPE = np.dtype("<u2")
 _VARIANTS = 64
@@ -42,25 +40,6 @@ def simulated_corpus(directory: Path, tokens: int, shards: int) -> None:
         entries.append({**entry, "name": f"shard-{number:05d}"})
     tokenizer = word_tokenizer(directory / "tokenizer.json", {"w0": 0, EOD: 1})  # sparse files hold token 0
     write_corpus(directory, tokenizer, entries, _DTYPE, {})
-
-
-def check_shares(packer: Packer, samples: int, world: int, rng: np.random.Generator, steps: int = 20) -> int:
-    """Check that the ranks' shares of global batches, at random places and across the end of the epoch, are exact.
-
-    The shares must be the batch, in order, without overlap, and the batch's samples must start at different places of
-    the epoch's stream, a whole number of windows apart. Returns the number of steps checked.
-    """
-    source, size = packer._sources[0], 4 * world
-    total, length = source.epoch_length, packer.length
-    starts = [0, max(0, samples - size // 2), *rng.integers(0, max(1, samples - size), steps - 2).tolist()]
-    for cursor in starts:
-        shares = [share_of(cursor, size, rank, world) for rank in range(world)]
-        dealt = [sample_index for share in shares for sample_index in share]
-        assert dealt == list(range(cursor, cursor + size)), "the shares are not the global batch"
-        places = [epoch * total + offset for epoch, offset in map(source.start_of, dealt)]
-        assert len(set(places)) == size, "two samples lie at the same place"
-        assert not any(place % length for place in places), "a sample does not start at a window"
-    return len(starts)
 
 
 def _variant(prefix: Path, seed: int, tokens: int) -> dict[str, Any]:

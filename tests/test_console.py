@@ -140,7 +140,6 @@ def test_a_run_that_may_not_be_read(helpers: Any, tmp_path: Path) -> None:
     ("module", "words"),
     [
         ("eval.cli", "samples RUN --step 2"),
-        ("fsdp_pretrain.cli.main", "checkpoints RUN export 2 OUT"),
         ("fsdp_pretrain.cli.main", f"plan {Path(__file__).parent.parent}/configs/runs/quickstart.toml"),
     ],
 )

@@ -195,21 +195,6 @@ def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
 
 
 @pytest.mark.quick
-def test_a_start_that_never_trains_belongs_to_the_incident_before(tmp_path: Path) -> None:
-    script = Script(tmp_path)
-    script.start()
-    script.train(30)
-    script.save()
-    script.kill()
-    script.start(launcher="restart")
-    script.fail(75)
-    script.start(launcher="restart")
-    script.train(30)
-    (incident,) = script.check(steps=120.0, data=6.0).incidents
-    assert incident.recovery_seconds == pytest.approx(1 + 15 + 5 + 15, rel=1e-4) and incident.over
-
-
-@pytest.mark.quick
 def test_the_account_of_a_fork_begins_with_it(tmp_path: Path) -> None:
     script = Script(tmp_path)
     script.start()

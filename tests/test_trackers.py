@@ -124,25 +124,6 @@ def left(name: str, place: Path) -> None:
         shutil.rmtree(old)
 
 
-@needs_aim
-@pytest.mark.parametrize(
-    ("ended", "state"), [("running", "killed"), pytest.param("complete", "complete", marks=pytest.mark.slow)]
-)
-def test_aim_knows_the_run(tmp_path: Path, run_command: Run, ended: str, state: str) -> None:
-    """Name, tags, state and times are those of the run, not of the mirror; loss is the first curve of its page."""
-    made = recorded(tmp_path / "run", tags=["seven"])
-    made.state(ended, 20)
-    assert run_command(CLI, "aim", made.run.path).returncode == 0
-    check("aim", made)
-    (run,) = aim_runs(tmp_path / "run/aim").values()
-    assert (run["name"], run["experiment"], run["archived"], run["active"]) == ("demo", "demo", False, False)
-    assert set(run["tags"]) == {"llama", "seven", state}
-    assert (run["creation_time"], run["end_time"]) == (BEGIN, BEGIN + 200)
-    assert run["times"]["loss/training"] == {step: BEGIN + 10 * step for step in range(1, 21)}
-    assert run["times"]["score/acc/qa"] == {10: BEGIN + 125, 20: BEGIN + 225}
-    assert run["first"].startswith("loss/") and run["page"][0] == "loss/heldout/h"
-
-
 # ---------------------------------------------------------------- the follower
 
 
