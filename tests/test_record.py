@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -53,23 +52,6 @@ def test_lines_survive_a_full_disk_in_order(small_disk: Any) -> None:
     hog.unlink()
     assert file.flush()
     assert [record["n"] for record, _ in read_lines(disk / "lines.jsonl", json_object)] == list(range(50))
-
-
-def _append(path: str, writer: int) -> None:
-    file = AppendFile(Path(path))
-    for n in range(500):
-        file.write(json.dumps({"writer": writer, "n": n, "fill": "z" * (n % 300)}))
-    file.close()
-
-
-def test_several_processes_append_to_one_journal(tmp_path: Path) -> None:
-    path = tmp_path / "j.jsonl"
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        pool.starmap(_append, [(str(path), writer) for writer in range(4)])
-    records = [record for record, _ in read_lines(path, json_object)]
-    assert len(records) == 2000
-    for writer in range(4):
-        assert [record["n"] for record in records if record["writer"] == writer] == list(range(500))
 
 
 @pytest.mark.promise("record")

@@ -15,10 +15,10 @@ from released import unpack
 
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.checkpoint.store import MANIFEST, TRAIN_STATE, VERIFIED, Store, verify_files
-from fsdp_pretrain.errors import StorageError, UserError
+from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.launch.outcome import read_outcome
 from fsdp_pretrain.lineage.rollback import rollback
-from fsdp_pretrain.record import exit_intent, lineage, requests, run_id, state_files
+from fsdp_pretrain.record import exit_intent, lineage, requests, state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import hold
 from fsdp_pretrain.record.state_files import FORMAT, DamagedFileError, StateFile
@@ -122,11 +122,8 @@ def test_what_a_reader_tells_apart(tmp_path: Path) -> None:
     sealed = json.loads(path.read_text())
     for damage, expected in (
         (b"", "is damaged: it is not JSON"),
-        (b"\xff\xfe\x00", "is damaged: it is not JSON"),
         (b"[]", "is damaged"),
         (state_files.seal({"number": "3"}).encode(), "is damaged: number: input should be a valid integer"),
-        (state_files.seal({}).encode(), "is damaged: number: field required"),
-        (b'{"number": "3"}', "is damaged: number: input should be a valid integer"),
         (b"{}", "is damaged: number: field required"),
         (json.dumps({**sealed, "number": 4}).encode(), "is damaged: its values are not the ones that were written"),
         (json.dumps({"format": FORMAT, "number": 3}).encode(), "is damaged: its values are not the ones"),
@@ -140,12 +137,6 @@ def test_what_a_reader_tells_apart(tmp_path: Path) -> None:
         assert state_files.view(path, Sample) is None
     path.write_text('{"number": 3}')  # by a person, as errors advise
     assert state_files.read(path, Sample) == Sample(number=3)
-
-
-def test_an_id_that_is_no_text_is_named(tmp_path: Path) -> None:
-    (tmp_path / run_id.NAME).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(StorageError, match="run_id is damaged"):
-        run_id.read(tmp_path)
 
 
 # ---------------------------------------------------------------- strays

@@ -190,21 +190,6 @@ def without_values(folder: Path, marker: Path) -> None:
     put(folder, lambda _: saved(touch(marker)))
 
 
-def test_a_tensor_without_values_is_refused(copy: Path, marker: Path, module_lab: Any, run_command: Run) -> None:
-    path = commit_again(copy, 8, lambda folder: without_values(folder, marker))
-    new = copy.with_name("new")
-    for command in (
-        (CLI, "checkpoints", copy, "export", 8, copy.with_name("hf")),
-        (CLI, "checkpoints", new, "import", path, "--config", module_lab.path / "trained.toml", f"run.dir={new}"),
-        ("eval.cli", "run", path, "--tasks", "heldout_bpb", "--heldout", module_lab.heldout, "--limit", 1),
-    ):
-        done = run_command(*command)
-        assert done.returncode == 78, done.stderr
-        assert done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
-        assert re.search(NO_VALUES, done.stderr)
-    assert not marker.exists() and not new.exists() and not copy.with_name("hf").exists()
-
-
 def test_a_resume_passes_over_a_tensor_without_values(
     copy: Path, marker: Path, module_lab: Any, lab: Any, helpers: Any
 ) -> None:
