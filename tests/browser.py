@@ -83,11 +83,6 @@ class Tab:
         """Move the pointer."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def press(self, x: float, y: float) -> None:
-        """Press and release the left button where the pointer is."""
-        for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
-
     def drag(self, start: tuple[float, float], stop: tuple[float, float]) -> None:
         """Drag with the left button."""
         self.move(*start)

@@ -73,6 +73,7 @@ def test_another_corpus_is_told(tmp_path: Path) -> None:
     assert found == (1, ['corpora.web: "f1" -> "f2"', 'corpora.code: absent -> "f3"'])
 
 
+@pytest.mark.shows("B24")
 def test_the_journal_is_searched(tmp_path: Path, run_command: Any) -> None:
     run = RunDir(tmp_path)
     run.segment(1).mkdir(parents=True)
@@ -90,6 +91,7 @@ def test_the_journal_is_searched(tmp_path: Path, run_command: Any) -> None:
         return [json.loads(line)["kind"] for line in done.stdout.splitlines()]
 
     assert kinds("--kind", "stop", "--kind", "start") == ["start", "stop"]
+    assert run_command(CLI, "journal", tmp_path).stdout == run.chronicle.read_text()
     refused = run_command(CLI, "journal", tmp_path, "--kind", "stops")
     assert refused.returncode == 78 and "'stops' (choose from" in refused.stderr and "'stop'" in refused.stderr
 

@@ -17,7 +17,6 @@ from fsdp_pretrain.record import lineage
 from fsdp_pretrain.record.files import RunDir, stamp
 from fsdp_pretrain.record.goodput import GoodputReport, State, goodput, render
 from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.units import human_time
 
 LENGTH, BATCH = 32, 8
 BEGIN = 1_700_000_000.0
@@ -192,21 +191,6 @@ def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
     assert failure.recovery_seconds == pytest.approx(4 + 1 + 10 + 5, rel=1e-4)
     assert (back.cause, back.step) == ("spike", 60)
     assert found.mtti_seconds == pytest.approx(available / 3, rel=1e-4)
-
-
-@pytest.mark.quick
-def test_a_start_that_never_trains_belongs_to_the_incident_before(tmp_path: Path) -> None:
-    script = Script(tmp_path)
-    script.start()
-    script.train(30)
-    script.save()
-    script.kill()
-    script.start(launcher="restart")
-    script.fail(75)
-    script.start(launcher="restart")
-    script.train(30)
-    (incident,) = script.check(steps=120.0, data=6.0).incidents
-    assert incident.recovery_seconds == pytest.approx(1 + 15 + 5 + 15, rel=1e-4) and incident.over
 
 
 @pytest.mark.quick
@@ -402,10 +386,6 @@ def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_comm
     assert sum(states[name] for name in ("steps", "data", "saves")) == pytest.approx(kept, abs=0.01)
     (changed,) = helpers.journal(run, "changed")
     assert "optimizer.lr: 0.01 -> 0.002; because: it was too high" in changed["text"]
-    (stop,) = helpers.journal(run, "stop")
-    assert stop["tokens"] == found["tokens"] and stop["at_risk"] == {"steps": 0, "tokens": 0}
     shown = run_command("fsdp_pretrain.cli", "goodput", run).stdout
     assert "interrupted every" in shown and "recommended interval" in shown
-    account = dict(line.split()[:2] for line in shown.splitlines()[1 : len(states) + 1])
-    assert account == {name: human_time(seconds) for name, seconds in states.items()}  # seconds of a short run too
     assert f"goodput {found['goodput']:.1%}" in run_command("fsdp_pretrain.cli", "status", run).stdout

@@ -270,17 +270,6 @@ def test_what_decides_the_line_is_refused_when_it_is_damaged(
     assert run_command(CLI, "journal", run).returncode == 0
 
 
-def test_a_flipped_override_is_no_declared_change(lab: Any, copy: tuple[Path, Path]) -> None:
-    """overrides.toml must match the rollback's result, unless a change is declared."""
-    config, run = copy
-    rollback(RunDir(run), 12, changes=["optimizer.lr=0.005"])
-    text = (run / "overrides.toml").read_text()
-    (run / "overrides.toml").write_text(text.replace("optimizer.lr=0.005", "optimizer.lr=0.007"))
-    output = lab.train(config, f"run.dir={run}", expect=78)
-    assert "optimizer.lr: 0.005 -> 0.007" in output and "--allow optimizer.lr" in output
-    lab.train(config, f"run.dir={run}", flags=("--allow", "optimizer.lr"))
-
-
 # ---------------------------------------------------------------- fork
 
 

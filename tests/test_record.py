@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import multiprocessing
 import os
 import socket
 import subprocess
@@ -23,7 +21,7 @@ from fsdp_pretrain.errors import RunGoneError, StorageError
 from fsdp_pretrain.record import exit_intent, lineage, run_id, state_files
 from fsdp_pretrain.record.exit_intent import EXIT_INTENT
 from fsdp_pretrain.record.files import AppendFile, RunDir, json_object, now, read_lines, replace_file
-from fsdp_pretrain.record.journal import Journal, entries, read
+from fsdp_pretrain.record.journal import Journal, entries
 from fsdp_pretrain.record.lease import Lease
 from fsdp_pretrain.record.metrics import find_step, read_metrics
 from fsdp_pretrain.record.recorder import Recorder
@@ -54,23 +52,6 @@ def test_lines_survive_a_full_disk_in_order(small_disk: Any) -> None:
     hog.unlink()
     assert file.flush()
     assert [record["n"] for record, _ in read_lines(disk / "lines.jsonl", json_object)] == list(range(50))
-
-
-def _append(path: str, writer: int) -> None:
-    file = AppendFile(Path(path))
-    for n in range(500):
-        file.write(json.dumps({"writer": writer, "n": n, "fill": "z" * (n % 300)}))
-    file.close()
-
-
-def test_several_processes_append_to_one_journal(tmp_path: Path) -> None:
-    path = tmp_path / "j.jsonl"
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        pool.starmap(_append, [(str(path), writer) for writer in range(4)])
-    records = [record for record, _ in read_lines(path, json_object)]
-    assert len(records) == 2000
-    for writer in range(4):
-        assert [record["n"] for record in records if record["writer"] == writer] == list(range(500))
 
 
 @pytest.mark.promise("record")
@@ -105,22 +86,6 @@ def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Any) -> No
     assert [entry["text"] for entry, _ in entries(run.journal)] == texts
     lines = run.chronicle.read_text().splitlines()
     assert [line.rpartition("** ")[2].partition(" (")[0] for line in lines if line.startswith("- ")] == texts
-
-
-def test_a_writer_whose_disk_was_full_and_another_one(small_disk: Any) -> None:
-    """The first wrote a part of a line; the other wrote before it could continue. Each line is there once."""
-    disk = small_disk("1m")
-    first, other = AppendFile(disk / "lines.jsonl"), AppendFile(disk / "lines.jsonl")
-    assert first.write(json.dumps({"n": 0})) and other.write(json.dumps({"n": 1}))
-    hog = disk / "hog"
-    with hog.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(b"x" * 512):
-            pass
-    assert not first.write(json.dumps({"n": 2, "fill": "y" * 9000}))
-    assert not (disk / "lines.jsonl").read_bytes().endswith(b"\n")  # a part
-    hog.unlink()
-    assert other.write(json.dumps({"n": 3})) and first.write(json.dumps({"n": 4}))
-    assert [record["n"] for record, _ in read_lines(disk / "lines.jsonl", json_object)] == [0, 1, 3, 2, 4]
 
 
 @pytest.mark.shows("B17")
@@ -253,23 +218,6 @@ def test_console_line_has_a_fixed_form(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(f"Z {line}\n" in (tmp_path / "segments/0001/log").read_text() for line in lines)
 
 
-@pytest.mark.shows("B24")
-def test_journal_and_chronicle(tmp_path: Path, run_command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    run = RunDir(tmp_path)
-    (tmp_path / "segments").mkdir()
-    journal = Journal(run, 3)
-    journal.write("checkpoint", "step-00000010: 5 MiB", step=10, bytes=5)
-    journal.close()
-    noted = run_command("fsdp_pretrain.cli", "note", tmp_path, "new switch in rack 4")
-    assert noted.returncode == 0 and "noted in" in noted.stdout, noted.stderr
-    first, second = read(run)
-    assert (first["kind"], first["segment"], first["step"], first["bytes"]) == ("checkpoint", 3, 10, 5)
-    assert (second["kind"], second["text"]) == ("note", "new switch in rack 4")
-    shown = run_command("fsdp_pretrain.cli", "journal", tmp_path).stdout
-    assert shown == (tmp_path / "CHRONICLE.md").read_text()
-    assert "**checkpoint** (step 10) step-00000010: 5 MiB" in shown
-
-
 @pytest.mark.parametrize(
     ("code", "state"), [(0, "complete"), (75, "stopped"), (76, "stopped"), (78, "failed"), (1, "failed")]
 )
@@ -325,22 +273,6 @@ def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text:
     done = run_command("fsdp_pretrain.cli", "status", tmp_path, "--json")
     assert done.returncode == level
     assert json.loads(done.stdout)["step"] == 2
-
-
-def test_status_of_nothing(tmp_path: Path, run_command: Any) -> None:
-    refused = run_command("fsdp_pretrain.cli", "status", tmp_path)
-    assert refused.returncode == 78 and "is not a run directory" in refused.stderr
-    (tmp_path / "segments").mkdir()
-    assert run_command("fsdp_pretrain.cli", "status", tmp_path).returncode == ALERT
-
-
-@pytest.mark.shows("D17")
-def test_control_is_refused_when_nobody_listens(tmp_path: Path, run_command: Any) -> None:
-    run = RunDir(tmp_path)
-    recorder(run).status(force=True, state="complete", exit_intent={"code": 0, "reason": "complete"})
-    done = run_command("fsdp_pretrain.cli", "control", tmp_path, "stop")
-    assert done.returncode == 78 and "no job" in done.stderr
-    assert not run.control.exists()
 
 
 # ---------------------------------------------------------------- a read-only directory

@@ -164,16 +164,6 @@ def test_other_tokens_are_named_first(trained: Path, tmp_path: Path, replay: Any
     assert [*found.values()] == ["equal", "data", "settings", "numerics"]
 
 
-@pytest.mark.slow
-def test_a_device_that_was_wrong_once_is_told(lab: Any, replay: Any, fault: Any) -> None:
-    fault("gradient", rank="all", steps=[7])
-    lab.train(lab.config(train={"duration": "8 steps"}, checkpoint={"every": "4 steps"}))
-    fault()
-    found, shown = replay(lab.path / "run", "--from", 4, "--steps", 4)
-    assert [*found.values()] == ["equal", "equal", "numerics", "numerics"]
-    assert "not finite" in shown and "not as recorded" not in shown
-
-
 def test_other_settings_are_told_where_they_begin(lab: Any, replay: Any) -> None:
     """Of two starts with other values in their own steps: equal up to the second, whatever its file says."""
     config = lab.config(train={"duration": "12 steps"}, checkpoint={"every": "4 steps"})

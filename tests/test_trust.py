@@ -35,7 +35,7 @@ DTYPES = get_args(StoredTensor.model_fields["dtype"].annotation)
 
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (0, 7), (1,), (3, 5), (257, 8, 2)])
+@pytest.mark.parametrize("shape", [(), (0, 7), (257, 8, 2)])
 def test_every_dtype_and_shape_is_read_as_torch_reads_it(dtype: str, shape: tuple[int, ...]) -> None:
     tensor = (10 * torch.randn(shape)).to(getattr(torch, dtype))
     content = saved(tensor)
@@ -190,21 +190,6 @@ def without_values(folder: Path, marker: Path) -> None:
     put(folder, lambda _: saved(touch(marker)))
 
 
-def test_a_tensor_without_values_is_refused(copy: Path, marker: Path, module_lab: Any, run_command: Run) -> None:
-    path = commit_again(copy, 8, lambda folder: without_values(folder, marker))
-    new = copy.with_name("new")
-    for command in (
-        (CLI, "checkpoints", copy, "export", 8, copy.with_name("hf")),
-        (CLI, "checkpoints", new, "import", path, "--config", module_lab.path / "trained.toml", f"run.dir={new}"),
-        ("eval.cli", "run", path, "--tasks", "heldout_bpb", "--heldout", module_lab.heldout, "--limit", 1),
-    ):
-        done = run_command(*command)
-        assert done.returncode == 78, done.stderr
-        assert done.stderr.count("error:") == 1 and "Traceback" not in done.stderr
-        assert re.search(NO_VALUES, done.stderr)
-    assert not marker.exists() and not new.exists() and not copy.with_name("hf").exists()
-
-
 def test_a_resume_passes_over_a_tensor_without_values(
     copy: Path, marker: Path, module_lab: Any, lab: Any, helpers: Any
 ) -> None:
@@ -215,25 +200,6 @@ def test_a_resume_passes_over_a_tensor_without_values(
     assert helpers.journal(copy, "resume")[-1]["step"] == 4
     assert helpers.losses(copy) == helpers.losses(module_lab.path / "trained")
     assert not marker.exists()
-
-
-def test_nothing_but_forged_checkpoints_needs_a_person(copy: Path, module_lab: Any, lab: Any) -> None:
-    for step in (4, 8):
-        commit_again(copy, step, lambda folder: change_tensors(folder, change("model.norm.weight", chunks=[])))
-    output = lab.train(module_lab.path / "trained.toml", f"run.dir={copy}", ranks=2, expect=93)
-    assert "none of them valid" in output and "or pass --allow-fresh" in output and output.count("error:") == 1
-    assert "Traceback" not in output
-
-
-@pytest.mark.slow
-def test_a_fresh_start_after_parts_were_loaded_has_the_initial_values(
-    copy: Path, marker: Path, module_lab: Any, lab: Any, helpers: Any
-) -> None:
-    path = module_lab.path / "trained.toml"
-    for step in (4, 8):
-        commit_again(copy, step, lambda folder: without_values(folder, marker))
-    lab.train(path, f"run.dir={copy}", ranks=2, flags=("--allow-fresh",))
-    assert helpers.losses(copy) == helpers.losses(module_lab.path / "trained") and not marker.exists()
 
 
 def test_task_files_are_used_when_their_user_names_them(copy: Path, marker: Path, run_command: Run) -> None:
@@ -273,14 +239,10 @@ def change_chunk(**values: Any) -> Callable[[dict[str, Any]], None]:
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no-chunk": (change("model.norm.weight", chunks=[]), r"chunks have 0 rows, the shape is \(32,\)"),
-    "other-size": (change("model.norm.weight", shape=[64]), r"chunks have 32 rows, the shape is \(64,\)"),
     "overlap": (change_chunk(rows=20), "a chunk begins at row 16, the one before it ends at 20"),
-    "hole": (change_chunk(first=1), "a chunk begins at row 1, the one before it ends at 0"),
     "negative": (change_chunk(start=-1), "greater than or equal to 0"),
-    "text": (change_chunk(rows="16"), "valid integer"),
     "elsewhere": (change_chunk(file="../../other/__0_0.distcp"), "should match pattern"),
     "other-type": (change("model.norm.weight", dtype="object"), "should be 'float32'"),
-    "no-tensor": (lambda tensors: tensors.update(x=7), "tensors.x"),
 }
 
 
@@ -293,7 +255,7 @@ def test_tensors_are_checked_field_by_field(trained: Path, tmp_path: Path, case:
     assert wrong.startswith("tensors.json is damaged: ") and re.search(expected, wrong), wrong
 
 
-@pytest.mark.parametrize("values", [{"start": 2**60}, {"length": 2**60}, {"length": 0}, {"length": 1}, {"start": 7}])
+@pytest.mark.parametrize("values", [{"start": 2**60}, {"length": 0}, {"start": 7}])
 def test_a_chunk_that_is_not_where_it_should_be_is_told(
     copy: Path, trained: Path, module_lab: Any, values: dict[str, int]
 ) -> None:
@@ -303,7 +265,7 @@ def test_a_chunk_that_is_not_where_it_should_be_is_told(
         weights["norm.weight"]
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"{}", b"[]", b'{"tensors": 7}', b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"tensors": 7}', b"[" * 100_000])
 def test_what_describes_no_tensors_is_told(tmp_path: Path, content: bytes) -> None:
     (tmp_path / TENSORS).write_bytes(content)
     with pytest.raises(CheckpointError, match=r"tensors\.json is damaged"):

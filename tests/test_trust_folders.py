@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,75 +135,41 @@ def spoil(value: float, kind: torch.dtype = torch.float32) -> Callable[[Path], N
 NO_READING, NOT_FINITE = "cannot read", "NaN, or infinite in fp32"
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "list": (write("config.json", []), "it is not a JSON object"),
-    "nested": (write("config.json", b'{"a":' + b"[" * 100_000), NO_READING),
-    "latin": (write("config.json", b'{"a": "\xff"}'), NO_READING),
     "number": (write("config.json", b'{"vocab_size": ' + b"9" * 5000 + b"}"), NO_READING),
-    "empty": (write("config.json", {}), "model_type = None"),
-    "kind": (set_config(model_type=["llama"]), r"model_type = \['llama'\]"),
     "rope-text": (set_config(rope_scaling=None, rope_parameters="default"), "rope_parameters = 'default'"),
-    "rope-list": (set_config(rope_scaling=[1]), r"rope_parameters = \[1\]"),
-    "rope-kind": (set_config(rope_scaling={"rope_type": {}}), r"rope_type = \{\}"),
     "rope-factor": (
         set_config(rope_scaling={"rope_type": "linear", "factor": "2"}),
         "factor = '2': Input should be a valid number",
     ),
-    "rope-texts": (set_config(rope_scaling=None, rope_parameters={"rope_theta": "1e4"}), "rope_base = '1e4'"),
-    "base": (set_config(rope_parameters=None, rope_theta=[1e4]), r"rope_base = \[10000.0\]"),
     "two-types": (
         set_config(hidden_size="32", num_hidden_layers=2.5),
         "(?s)num_hidden_layers = 2.5.*hidden_size = '32'",
     ),
-    "head-size": (set_config(head_dim="8"), "head_dim = '8'"),
     "heads": (set_config(num_attention_heads=0), "num_attention_heads = 0"),
-    "flag": (set_config(tie_word_embeddings="false"), "tie_word_embeddings = 'false'"),
-    "fixed": (set_config(hidden_act={"a": 1}), "hidden_act = "),
-    "eps": (set_config(rms_norm_eps=float("nan")), "rms_norm_eps = nan"),
     "enormous": (set_config(vocab_size=10**30), "rows of the embedding table"),
-    "other-file": (set_config(transformers_weights="x.safetensors"), "in a file of another name"),
-    "gpt2": (
-        write("config.json", {"model_type": "gpt2", "n_inner": "x", "n_positions": -1}),
-        r"(?s)n_inner = 'x'.*n_positions\S* = -1",
-    ),
-    "index-list": (write(INDEX, []), "it is not a JSON object"),
-    "index-empty": (write(INDEX, {}), "has no weight_map"),
     "index-map": (write(INDEX, {"weight_map": ["model.safetensors"]}), "has no weight_map"),
-    "index-number": (write(INDEX, {"weight_map": {"a": 1}}), "has no weight_map"),
     "index-outside": (write(INDEX, {"weight_map": {"a": "../model.safetensors"}}), "has no weight_map"),
     "index-stale": (lambda folder: split(folder, stale=True), "transformers would read the former"),
     "in-two-files": (lambda folder: split(folder, twice=True), "is in part-0.safetensors and in part-1.safetensors"),
     "no-header": (write("model.safetensors", b"\1\2\3"), NO_READING),
-    "header-text": (write("model.safetensors", (4).to_bytes(8, "little") + b"oops"), NO_READING),
-    "header-long": (set_header(lambda _: None, size=2**63), NO_READING),
     "header-longer-than-file": (set_header(lambda _: None, size=10**6), NO_READING),
-    "overlap": (set_norm(data_offsets=[0, 128]), NO_READING),
     "outside": (set_norm(data_offsets=[10**9, 10**9 + 128]), NO_READING),
-    "backwards": (set_norm(data_offsets=[128, 0]), NO_READING),
     "shape-negative": (set_norm(shape=[-32]), NO_READING),
-    "shape-enormous": (set_norm(shape=[2**62, 2**62]), NO_READING),
-    "shape-text": (set_norm(shape="32"), NO_READING),
     "dtype-unknown": (set_norm(dtype="F31"), NO_READING),
     "dtype-other": (set_norm(dtype="I32"), r"model.norm.weight is I32 \[32\]"),
     "nan": (spoil(float("nan")), f"(?s){NOT_FINITE}.*model.layers.1.mlp.up_proj.weight.*model.norm.weight"),
-    "infinite": (spoil(-float("inf"), torch.bfloat16), NOT_FINITE),
     "too-large": (spoil(1e300, torch.float64), NOT_FINITE),
     "no-tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "--accept tokenizer"),
-    "odd-tokenizer": (write("tokenizer.json", {}), "--accept tokenizer"),
     "another-tokenizer": (other_tokenizer, "differently from the tokenizer of the corpora"),
     "pickle": (to_pickle, "a pickle"),
     "no-weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
-    "cut": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "cannot read the weights"),
-    "no-config": (lambda folder: (folder / "config.json").unlink(), "cannot read .*config.json"),
-    "other-eps": (set_config(rms_norm_eps=1e-3), "model.norm_eps: 0.001 -> "),
     "two-differences": (set_config(rms_norm_eps=1e-3, num_hidden_layers=3), "(?s)layers: 3 -> 2.*norm_eps"),
     "gemma": (set_config(model_type="gemma"), "model_type = 'gemma'"),
     "experts": (set_config(model_type="qwen3_moe"), "model_type = 'qwen3_moe'"),
     "family": (set_config(model_type="mistral"), '(?s)family: "mistral" -> "llama".*sliding_window: 4096 -> absent'),
     "two-bases": (set_config(rope_theta=5e5), "500000.0 in config.json, 10000.0 in rope_parameters: which one counts"),
     "yarn": (set_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type = 'yarn'"),
-    "bias": (set_config(attention_bias=True), "attention_bias = True"),
-    "rows": (set_config(vocab_size=600), "rows of the embedding table: 600 -> 512"),
     "missing": (set_tensors(lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
-    "unknown": (set_tensors(lambda t: t.update(extra=torch.zeros(2))), "extra is unknown"),
     "size": (set_tensors(lambda t: t.update({"model.norm.weight": torch.zeros(3)})), r"model.norm.weight is F32 \[3\]"),
 }
 
@@ -236,16 +199,6 @@ def test_an_index_is_read(lab: Any, folder: Path) -> None:
     assert "encodes as the tokenizer of the corpora" in take(lab, folder)
 
 
-def test_what_a_person_vouches_for_is_noted(lab: Any, folder: Path, helpers: Any) -> None:
-    """A missing tokenizer."""
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="--accept tokenizer"):
-        take(lab, folder)
-    message = take(lab, folder, accept=("tokenizer",))
-    assert "fit its tokenizer (--accept tokenizer)" in message
-    assert message in helpers.journal(lab.path / "imported", "import")[0]["text"]
-
-
 def test_an_output_matrix_that_a_tied_model_does_not_use_is_refused(lab: Any, folder: Path) -> None:
     set_config(tie_word_embeddings=True)(folder)
     with pytest.raises(UserError, match=r"lm_head\.weight is another"):
@@ -257,36 +210,3 @@ def test_a_table_that_is_stored_twice_needs_no_word(lab: Any, folder: Path) -> N
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
     assert "lm_head" not in take(lab, folder, "model.tied_head=true")
-
-
-@pytest.mark.slow
-def test_damaged_folders_take_no_memory(lab: Any, folder: Path, helpers: Any) -> None:
-    """Below 200 MB for indices and configurations that would take gigabytes once parsed."""
-    inflated = b'{"a":[' + b",".join([b"[[[]]]"] * 10**7) + b"]}"
-    cases = {
-        "index": (INDEX, inflated),
-        "config": ("config.json", inflated),
-        "small": ("config.json", b'{"a":[' + b",".join([b"[[[]]]"] * 590_000) + b"]}"),
-    }
-    for name, (file, content) in cases.items():
-        shutil.copytree(folder, lab.path / name)
-        (lab.path / name / file).write_bytes(content)
-    code = (
-        "import json, sys; from pathlib import Path\n"
-        "from fsdp_pretrain.checkpoint import weights_import as hf; from fsdp_pretrain.config.config import load\n"
-        "from fsdp_pretrain.errors import UserError; from fsdp_pretrain.record.files import RunDir\n"
-        "peak = lambda: int(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0]) // 1024\n"
-        "config = load(sys.argv[1]); marks = [peak()]\n"
-        "for folder in sys.argv[2:]:\n"
-        "    try: hf.import_folder(RunDir(config.run.dir), Path(folder), config)\n"
-        "    except UserError: marks.append(peak())\n"
-        "print(json.dumps(marks))"
-    )
-    folders = [str(lab.path / name) for name in cases]
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(lab.path / "imported.toml"), *folders],
-        capture_output=True, text=True, env=helpers.environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    first, *marks = json.loads(done.stdout)
-    assert len(marks) == len(cases) and max(marks) - first < 200, (first, marks)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.step_record import LossSum
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watch.charts import draw
-from fsdp_pretrain.watch.following import RateLimited, RunFollower
+from fsdp_pretrain.watch.following import RunFollower
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 from fsdp_pretrain.watchdog.notify.operator import alarms_file
 
@@ -171,12 +170,6 @@ def test_runs_in_a_file(lab: Lab, written: Written, run_command: Run) -> None:
     assert best.split()[:3] == ["below/deeper/other", "complete", "20/400"] and "never" in best
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_no_run_is_refused(tmp_path: Path, run_command: Run, there: bool) -> None:
-    done = run_command("fsdp_pretrain.cli", "watch", tmp_path if there else tmp_path / "gone")
-    assert done.returncode == 78 and "is not a run directory" in done.stderr and not done.stdout
-
-
 def test_starts_that_wait_or_died_are_shown_plainly(lab: Lab, run_command: Run) -> None:
     made = Written(lab)
 
@@ -219,14 +212,6 @@ def test_the_kept_line_is_followed(lab: Lab) -> None:
     assert set(column("grad_norm")[:100]) == {0.5} and set(column("grad_norm")[100:]) == {9.0}
     line = follower.poll().line
     assert line is not None and line.breaks == [100]
-
-
-@pytest.mark.quick
-def test_what_is_costly_is_read_seldom() -> None:
-    """Unless something happened."""
-    reads = []
-    value = RateLimited(lambda: reads.append(1) or len(reads), least=3600.0)
-    assert [value.get("a"), value.get("a"), value.get("b"), value.get("b"), value.get("a")] == [1, 1, 2, 2, 3]
 
 
 @pytest.mark.quick
