@@ -227,11 +227,10 @@ def test_a_start_judges_as_if_there_had_been_none(config: Config) -> None:
 
 
 def test_a_start_begins_with_what_goes_on(config: Config) -> None:
-    """Its first record names the open spike, but not the learning rate that was changed on purpose."""
+    """Its first record names the open spike."""
     loss = 2 + noise(3, 700, 8)
     loss[690:] += 0.6
-    records = [entry.model_copy(update={"lr": 2e-3}) for entry in simulated(loss, norms(3, 700, 0))]
-    health = Health(config, records)
+    health = Health(config, simulated(loss, norms(3, 700, 0)))
     first = health.step(record(701, 2.6))
     assert [(found.key, found.severity.name, found.resolved) for found in first.findings] == [
         ("loss/spike", "WARN", False)
@@ -311,15 +310,13 @@ def test_what_cannot_be_answered_ends_the_run(config: Config) -> None:
     [
         ("learning/loss", lambda n: {"total": 512.0}),
         ("learning/gradient", lambda n: {"grad_norm": 0.0} if n == 3 else {}),
-        ("learning/rate", lambda n: {"lr": 1.00001e-3} if n == 3 else {}),
         ("learning/parameters", lambda n: {"replicas": {"digest": "aa", "differing": []}} if n != 2 else {}),
     ],
 )
 def test_learning_that_is_none(config: Config, key: str, changed: Any) -> None:
     healthy = [record(n, replicas={"digest": str(n), "differing": []}) for n in (4, 5, 6)]
     verdicts = judge(Health(config), [*(record(n, **changed(n)) for n in (1, 2, 3)), *healthy])
-    severity = "WARN" if key == "learning/rate" else "CRIT"
-    assert found_at(verdicts, key, severity) == [3] and found_at(verdicts, key, severity, resolved=True) == [4]
+    assert found_at(verdicts, key, "CRIT") == [3] and found_at(verdicts, key, "CRIT", resolved=True) == [4]
     assert sum(len(judgement.findings) for _, judgement in verdicts) == 2 and not retreats(verdicts)
 
 

@@ -39,7 +39,7 @@ def scales(section: LossScaleSection, events: str, state: list[float] | None = N
 
 def test_the_scale_of_a_published_log() -> None:
     """tr8b: hysteresis was full before the log; the good step did not refill it, or the sixth value would be 2^17."""
-    law = LossScaleSection(first=2.0**20, window=500, hysteresis=2)
+    law = LossScaleSection(first=2.0**20, window=500)
     assert scales(law, "OOOO.OO") == [2.0**n for n in (20, 19, 18, 17, 17, 16, 15)]
     used_up = scales(law, "OOOO.OO", [2.0**20, 1.0, 0.0])
     assert used_up == [2.0**n for n in (19, 18, 17, 16, 16, 15, 14)]
@@ -47,24 +47,24 @@ def test_the_scale_of_a_published_log() -> None:
 
 def deepspeed(law: LossScaleSection, events: str) -> list[float]:
     """The law in DeepSpeed's terms: iterations since the last overflow, not consecutive ones."""
-    scale, left, last, seen = law.first, law.hysteresis, -1, []
+    scale, left, last, seen = law.first, 2, -1, []
     for now, event in enumerate(events):
         if event == "O":
-            if law.hysteresis == 1 or left == 1:
-                scale = max(scale / 2, law.min)
+            if left == 1:
+                scale = max(scale / 2, 1.0)
             else:
                 left -= 1
             last = now
         elif (now - last) % law.window == 0:
-            left, scale = law.hysteresis, scale * 2
+            left, scale = 2, scale * 2
         seen.append(scale)
     return seen
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.text("O...", max_size=60), st.integers(1, 7), st.integers(1, 3))
-def test_the_law_is_the_one_of_deepspeed(events: str, window: int, hysteresis: int) -> None:
-    law = LossScaleSection(first=8.0, window=window, hysteresis=hysteresis, min=2.0)
+@given(st.text("O...", max_size=60), st.integers(1, 7))
+def test_the_law_is_the_one_of_deepspeed(events: str, window: int) -> None:
+    law = LossScaleSection(first=8.0, window=window)
     assert scales(law, events) == deepspeed(law, events)
 
 
@@ -157,8 +157,9 @@ def test_a_change_from_fp16_leaves_the_scale_and_says_so(
     assert [record["loss_scale"] for record in helpers.metrics(run)[20:]] == [None] * 2
 
 
-def test_overflowing_at_the_smallest_scale_stops_with_93(lab: Any, helpers: Any) -> None:
-    config = lab.config(train={"precision": "fp16", "loss_scale": {"first": 2.0**40, "min": 2.0**40}})
+def test_overflowing_at_the_smallest_scale_stops_with_93(lab: Any, helpers: Any, fault: Any) -> None:
+    fault("gradient", rank=1, **{"from": 1})
+    config = lab.config(train={"precision": "fp16", "loss_scale": {"first": 1.0}})
     output = lab.train(config, ranks=2, expect=93)
     assert "10 steps in a row overflowed at the smallest loss scale" in output and output.count("error:") == 1
     assert len(helpers.metrics(lab.path / "run")) == 10

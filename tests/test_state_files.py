@@ -281,7 +281,7 @@ def without_keys(line: str) -> Iterator[str]:
 
 def read_journal(run: RunDir) -> object:
     entries = journal.read(run)
-    for kind in ("checkpoint", "eval", "health-rollback", "health-again"):
+    for kind in ("checkpoint", "eval", "health-rollback"):
         journal.of_kind(entries, kind)
     return [journal.render(entry) for entry in lineage.drop_abandoned(entries)], limit.needed_grace(run)
 

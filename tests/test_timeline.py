@@ -38,7 +38,7 @@ def test_an_entry_is_a_restart_with_other_settings(lab: Any, helpers: Any) -> No
     behind = "timeline=[{at='3 steps',optimizer={weight_decay=0.3}}]"
     refused = lab.train(plain, "train.duration=12 steps", behind, expect=78)
     assert "timeline: absent -> at 3 steps: optimizer.weight_decay = 0.3" in refused
-    assert "from the next step on:\n    weight_decay 0.1 -> 0.3 (+200.0%)" in refused and "--allow timeline" in refused
+    assert "--allow timeline" in refused
     settings = [f"{section}.{key}={value!r}" for section, keys in OTHER.items() for key, value in keys.items()]
     lab.train(plain, "train.duration=12 steps", *settings, flags=("--allow", "optimizer", "--allow", "train"))
     entry = {"at": "6 steps", "reason": "a restart", **OTHER}
