@@ -60,7 +60,6 @@ def theory(
         (2, 4, 4, ["parallel.reshard_after_forward=false"]),
         (2, 4, 4, ["model.tied_head=true"]),
         (2, 4, 2, MEASURED),
-        pytest.param(2, 4, 2, [*MEASURED, "parallel.reshard_after_forward=false"], marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -288,13 +288,6 @@ def test_unreadable_files(tmp_path: Path, content: str) -> None:
     assert "cannot read" in problems(tmp_path / "absent.toml")
 
 
-def test_schedule_of_a_ramp_in_tokens(good: Path) -> None:
-    ramp = "train.batch_ramp={first='2 samples', by='2 samples', start='640 tokens', duration='1920 tokens'}"
-    schedule = load(good, [ramp]).schedule
-    assert schedule.batches() == [2, 4, 6, 8]
-    assert schedule.batch.batch_at(10) == 2 and schedule.batch.batch_at(40) == 8
-
-
 @pytest.mark.promise("documented")
 def test_reference_page_is_current_and_complete() -> None:
     page = (ROOT / "docs/config.md").read_text()
@@ -310,8 +303,3 @@ def test_durations_are_never_bare_numbers() -> None:
         annotation = str(section.model_fields[name].annotation)
         if name in ("every", "keep_every", "duration", "warmup", "decay", "end", "start"):
             assert Progress.__name__ in annotation, name
-
-
-@pytest.mark.parametrize(("text", "value"), [("900kB", 900_000), ("900KB", 900_000), ("2kiB", 2048), ("1.5 kB", 1500)])
-def test_a_kilobyte_is_written_in_either_way(text: str, value: int) -> None:
-    assert Bytes.parse(text).value == value and Bytes.parse(str(Bytes.parse(text))).value == value

@@ -101,10 +101,9 @@ def simulated(losses: np.ndarray, gradients: np.ndarray) -> Iterable[dict[str, A
 
 
 @pytest.mark.shows("B22", "F49")
-@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
-def test_a_healthy_run_is_left_alone(config: Config, ranks: int) -> None:
+def test_a_healthy_run_is_left_alone(config: Config) -> None:
     """6,000 steps of a falling loss with heavy tails and 0.3 % of excursions of the norm."""
-    steps = 6_000
+    steps, ranks = 6_000, 8
     falling = 2 + 2 * np.exp(-np.arange(steps) / 3000)
     verdicts = judge(Health(config), simulated(falling + noise(ranks, steps, ranks), norms(ranks, steps)))
     assert found_at(verdicts, "loss/spike", "WARN") == found_at(verdicts, "loss/spike", "CRIT") == []
@@ -171,13 +170,12 @@ def test_told_only_if_so_configured(config: Config) -> None:
     assert found_at(verdicts, "loss/spike", "CRIT", resolved=True)  # the usual loss by then
 
 
-@pytest.mark.parametrize(("ranks", "shift"), [(8, 0.05), pytest.param(64, 0.03, marks=pytest.mark.slow)])
-def test_a_shift_of_level_is_told_of_in_time(config: Config, ranks: int, shift: float) -> None:
+def test_a_shift_of_level_is_told_of_in_time(config: Config) -> None:
     """Far below what a single step could show."""
     delays = []
     for seed in range(6):
-        loss = 2 + 0.3 * np.exp(-np.arange(1600) / 1000) + noise(seed, 1600, ranks)
-        loss[1200:] += shift
+        loss = 2 + 0.3 * np.exp(-np.arange(1600) / 1000) + noise(seed, 1600, 8)
+        loss[1200:] += 0.05
         verdicts = judge(Health(config), simulated(loss, np.ones(1600)))
         assert not found_at(verdicts, "loss/spike", "WARN")
         delays += [step - 1200 for step in found_at(verdicts, "loss/level", "WARN") if step > 1200][:1]
@@ -204,16 +202,6 @@ def test_norms_that_go_on_standing_out_are_a_warning(config: Config) -> None:
     assert found_at(verdicts, "gradient/norm", "INFO") == [301, 501]
     assert found_at(verdicts, "gradient/norm", "WARN") == [510]  # 602 belongs to the same incident
     assert found_at(verdicts, "gradient/norm", "INFO", resolved=True) == [401]
-
-
-@pytest.mark.parametrize(("every", "ends"), [(2, 499 + 100), (1, 450 + 100)], ids=["mixed", "all"])
-def test_only_norms_that_all_stand_out_are_the_new_normal(config: Config, every: int, ends: int) -> None:
-    """Ten times the usual norm in every other step of a hundred, or from step 401 on: the incident ends 100 steps after the
-    last that stood out, which in the second case is the fiftieth."""
-    gradients = norms(1, 1000, 0)
-    gradients[400 : 500 if every > 1 else None : every] *= 10
-    verdicts = judge(Health(config), simulated(2 + noise(1, 1000, 8), gradients))
-    assert found_at(verdicts, "gradient/norm", "WARN", resolved=True) == [ends]
 
 
 def test_a_start_judges_as_if_there_had_been_none(config: Config) -> None:

@@ -45,8 +45,6 @@ def intent(run: Path) -> dict[str, Any]:
     [
         ("gradient", 1),
         ("loss", 2),
-        pytest.param("gradient", 2, marks=pytest.mark.slow),
-        pytest.param("loss", 1, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.promise("bad-steps")

@@ -253,12 +253,10 @@ def test_lasting_entries_are_part_of_the_configuration_once(lab: Any) -> None:
 
 POINTS = {  # verb and path of the change before which rank 0 is killed -> the change lasts
     "taken": ("remove", r"/control/\d+-\w+\.json$", None),
-    "opened": ("open", r"\.overrides\.toml\.", False),
     "written": ("fsync", r"\.overrides\.toml\.", False),
     "named": ("rename", r"/overrides\.toml$", False),
     "of the start": ("rename", r"/run/segments/\d+/config\.toml$", True),
     "in force": ("open", r"/run/\.config\.toml\.", True),
-    "told": ("rename", r"/run/config\.toml$", True),
 }
 
 

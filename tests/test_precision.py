@@ -146,17 +146,6 @@ def test_a_change_to_fp16_starts_the_scale_and_says_so(module_lab: Any, fp16: Pa
     assert [record["loss_scale"] for record in helpers.metrics(run)[4:]] == [1024.0] * 2
 
 
-def test_a_change_from_fp16_leaves_the_scale_and_says_so(
-    module_lab: Any, fp16: Path, curves: Any, helpers: Any
-) -> None:
-    del curves
-    run, allow = module_lab.path / "two", ("--allow", "train", "--allow", "optimizer.decay")
-    longer = ("parallel.shard=2", "train.duration=22 steps", "train.precision=fp32")
-    module_lab.train(fp16, f"run.dir={run}", *longer, ranks=2, flags=allow)
-    assert "its loss scale is not used: this start is not fp16" in helpers.journal(run, "resume")[-1]["text"]
-    assert [record["loss_scale"] for record in helpers.metrics(run)[20:]] == [None] * 2
-
-
 def test_overflowing_at_the_smallest_scale_stops_with_93(lab: Any, helpers: Any, fault: Any) -> None:
     fault("gradient", rank=1, **{"from": 1})
     config = lab.config(train={"precision": "fp16", "loss_scale": {"first": 1.0}})

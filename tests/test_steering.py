@@ -262,12 +262,6 @@ def test_recipes_reproduce_the_logs(name: str, step: int, consumed: int, batch: 
     assert lr is None or row["lr"] == pytest.approx(lr, rel=1e-4)
 
 
-def test_the_rate_of_tr8b_after_its_override() -> None:
-    """From 12,000 on another floor and another end: 5.842e-5 in the log, on a rate that skipped steps held back."""
-    found = recipe("tr8-104b", "optimizer.min_lr=6e-7", "optimizer.decay=12_695_312 samples").schedule
-    assert found.at(12_000)["consumed"] == 1_519_744 and f"{found.at(12_001)['lr']:.3e}" == "5.841e-05"
-
-
 # ---------------------------------------------------------------- intervals, thresholds, record
 
 

@@ -140,46 +140,19 @@ def reached(run: Path, step: int, helpers: Any) -> bool:
 
 
 @pytest.mark.shows("A6", "D19")
-@pytest.mark.parametrize(
-    ("ranks", "overrides"), [(2, ["parallel.shard=2"]), pytest.param(1, ["parallel.shard=1"], marks=pytest.mark.slow)]
-)
 @pytest.mark.promise("other-mesh")
 def test_another_world_size_continues_the_same_batches(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, ranks: int, overrides: list[str]
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any
 ) -> None:
-    run = module_lab.path / f"rescaled-{ranks}"
+    run = module_lab.path / "rescaled"
     module_lab.train(long_config, f"run.dir={run}", "train.duration=14 steps", "optimizer.decay=40 steps", ranks=4)
-    module_lab.train(long_config, f"run.dir={run}", *overrides, ranks=ranks)
+    module_lab.train(long_config, f"run.dir={run}", "train.duration=28 steps", "optimizer.decay=40 steps", ranks=2)
+    module_lab.train(long_config, f"run.dir={run}", "parallel.shard=1", ranks=1)
     assert len(uninterrupted) == 40
     same_within_rounding(helpers.metrics(run), uninterrupted)
-    (resume,) = helpers.journal(run, "resume")
-    assert f"world.size: 4 -> {ranks}" in resume["changed"]
-    assert any(change.startswith("train.duration:") for change in resume["changed"])
-
-
-@pytest.mark.shows("D19")
-@pytest.mark.slow
-@pytest.mark.promise("other-mesh")
-def test_a_run_that_changes_its_mesh_again_and_again(lab: Any, helpers: Any) -> None:
-    """4 -> 2 -> 8 -> 6 -> 1 -> 4 processes, shards and replicas in turn: the samples and losses of an unchanged run."""
-    meshes = [(4, 2), (2, 2), (8, 4), (6, 2), (1, 1), (4, 4), (2, 1)]  # (ranks, ranks per replica)
-    config = lab.config(
-        train={"duration": "28 steps", "global_batch": "24 samples", "micro_batch": 1},
-        optimizer={"decay": "28 steps"},
-        checkpoint={"every": "100 steps"},
-    )
-    lab.train(config, f"run.dir={lab.path / 'stayed'}", "parallel.shard=2", "train.micro_batch=6", ranks=4)
-    for number, (ranks, shard) in enumerate(meshes, 1):
-        overrides = [f"train.duration={4 * number} steps", f"parallel.shard={shard}", f"train.micro_batch={min(6, 24 // ranks)}"]  # fmt: skip
-        lab.train(config, *overrides, ranks=ranks)
-    moved, stayed = helpers.metrics(lab.path / "run"), helpers.metrics(lab.path / "stayed")
-    assert [r["data_digest"] for r in moved] == [r["data_digest"] for r in stayed] and len(moved) == 28
-    assert [r["cursor"] for r in moved] == [r["cursor"] for r in stayed]
-    apart = [abs(a["loss"]["sum"] / b["loss"]["sum"] - 1) for a, b in zip(moved, stayed, strict=True)]
-    assert max(apart) < 1e-5, apart
-    resumed = [entry["step"] for entry in helpers.journal(lab.path / "run", "resume")]
-    assert resumed == [4 * number for number in range(1, len(meshes))]
-    assert {r["segment"] for r in moved} == set(range(1, len(meshes) + 1))
+    second, third = (entry["changed"] for entry in helpers.journal(run, "resume"))
+    assert "world.size: 4 -> 2" in second and "world.size: 2 -> 1" in third
+    assert any(change.startswith("train.duration:") for change in second)
 
 
 def end(agents: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
@@ -188,17 +161,14 @@ def end(agents: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
     assert set(codes) == {0}, "".join(log.read_text() for log in logs)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_two_nodes_form_one_mesh(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, ranks: int
-) -> None:
+def test_two_nodes_form_one_mesh(module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any) -> None:
     """Two torchrun agents on this machine: shards inside each, replicas between them."""
-    run, port = module_lab.path / f"nodes-{ranks}", helpers.port()
-    logs = [module_lab.path / f"nodes-{ranks}-{node}.log" for node in range(2)]
+    run, port = module_lab.path / "nodes", helpers.port()
+    logs = [module_lab.path / f"nodes-{node}.log" for node in range(2)]
     agents = [
         spawn(
             [
-                *(*TORCHRUN, "--nnodes", 2, "--nproc-per-node", ranks, "--rdzv-backend", "c10d", "--rdzv-id", "job"),
+                *(*TORCHRUN, "--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", "job"),
                 *("--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
                 *("--rdzv-conf", f"is_host={'true' if node == 0 else 'false'}"),
                 *("-m", "fsdp_pretrain.train", long_config, f"run.dir={run}", "parallel.shard='node'"),
@@ -209,9 +179,8 @@ def test_two_nodes_form_one_mesh(
     ]
     end(agents, logs)
     same_within_rounding(helpers.metrics(run), uninterrupted)
-    assert ranks == 1 or curve(helpers.metrics(run)) == curve(uninterrupted)
     environment = json.loads((run / "segments/0001/environment.json").read_text())
-    assert environment["world"] == {"size": 2 * ranks, "replicas": 2, "shards": ranks}
+    assert environment["world"] == {"size": 2, "replicas": 2, "shards": 1}
 
 
 @pytest.mark.shows("A23", "D17")
