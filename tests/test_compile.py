@@ -25,8 +25,6 @@ from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 SHAPE = {"layers": 3, "hidden": 48, "heads": 6, "vocab": 97}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 2, "ffn": 80},
-    "qwen2": {"family": "qwen2", "kv_heads": 2, "ffn": 80},
-    "qwen3": {"family": "qwen3", "kv_heads": 2, "head_size": 16, "ffn": 80},
     "gpt": {"family": "gpt", "positions": 32},
     "gpt-dropout": {"family": "gpt", "positions": 32, "dropout": 0.1},
     "alibi": {"family": "gpt", "positions": "alibi", "embedding_norm": True},
@@ -54,9 +52,7 @@ def batch(step: int, *, masked: bool) -> tuple[Tensor, Tensor, Slots | None]:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("recompute", [0, "feed-forward"])
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.slow) if "qwen" in name else name for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_all_blocks_are_one_graph_through_a_run(family: str, recompute: Recompute, masked: bool) -> None:
     """Neither layers, nor document lengths, nor the embedding's shrink need another; a break would be an error."""
     config: AnyModel = TypeAdapter(AnyModel).validate_python({**SHAPE, **FAMILIES[family]})
