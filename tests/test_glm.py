@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -260,26 +259,3 @@ def test_a_long_text_is_scored_in_windows(judged: Any) -> None:
     assert short == pytest.approx(
         likelihood(following, [adapter.eot_token_id], adapter.tok_encode("the mesh")), rel=1e-5
     )
-
-
-def test_where_shows_the_text_of_rows_and_of_prompts(trained: Callable[[str], Path], run_command: Run) -> None:
-    run = trained("one")
-    done = run_command("fsdp_pretrain.cli", "where", run, "--step", 2, "--text", "--ids", "--json")
-    assert done.returncode == 0, done.stderr
-    step = json.loads(done.stdout)
-    prompts = [json.loads(line) for line in (run.parent / "prompts.jsonl").read_text().splitlines()]
-    pairs = {(record["q"], record["a"]) for record in prompts}
-    tokenizer = Tokenizer.load(run / "tokenizer")
-    seen = set()
-    for sample in step["samples"]:
-        for piece in sample["pieces"]:
-            ids = sample["ids"][piece["position"] :][: piece["stop"] - piece["start"]]
-            assert tokenizer.decode(ids) == piece["text"]
-        if sample["source"] == "answers":
-            texts = [piece["text"] for piece in sample["pieces"]]
-            whole = [piece["stop"] == piece["length"] for piece in sample["pieces"]]
-            assert len(texts) == 2 * SLOTS
-            for at in range(0, len(texts), 2):
-                assert not all(whole[at : at + 2]) or (texts[at], texts[at + 1]) in pairs
-        seen.add(sample["source"])
-    assert seen == {"text", "answers"} and np.array_equal(sorted(s["rank"] for s in step["samples"]), [0] * 8)
