@@ -2,9 +2,8 @@
 
     python exact_steps.py CONFIG.toml OUT CASE...
 
-One rank that accumulates, and 2 x 2 ranks. Writes `OUT/CASE-WORLD-RANK.pt` for every case, world size and rank: the
-step records, and after every step the full parameters, this rank's shards of parameters and moments, and the
-optimiser's step counts.
+One rank that accumulates, and 2 x 2 ranks. Writes `OUT/CASE-WORLD.pt` for every case and world size: the step records,
+and the full parameters after every step.
 """
 
 import json
@@ -31,7 +30,7 @@ from fsdp_pretrain.train.checkpointing import Checkpointing
 from fsdp_pretrain.train.run_context import RunContext
 from fsdp_pretrain.train.trainer import Trainer
 
-BATCH, LENGTH, STEPS, POISON = 8, 16, 4, 511
+BATCH, LENGTH, STEPS = 8, 16, 4
 MESHES = {1: ["parallel.shard=1", "train.micro_batch=4"], 4: ["parallel.shard=2", "train.micro_batch=1"]}
 CASES: dict[str, list[str]] = {
     "sequence": [],
@@ -43,7 +42,6 @@ CASES: dict[str, list[str]] = {
         "optimizer.shrink_paths='input'",
         "model.tied_head=true",
     ],
-    "poison": ["train.precision='fp16'", "train.loss_scale.first=256"],
 }
 
 
@@ -56,27 +54,25 @@ def configure(path: str, case: str, world: int) -> Config:
     return config
 
 
-def global_batch(step: int, *, poison: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 tokens [8, 17] and labels [8, 16], 0 to 16 targets per sample; poison is in the last sample of step 2."""
+def global_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 tokens [8, 17] and labels [8, 16], 0 to 16 targets per sample."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(POISON, (BATCH, LENGTH + 1), generator=generator)
+    tokens = torch.randint(511, (BATCH, LENGTH + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     for row in range(BATCH):
         labels[row, (row + step) % BATCH * 2 :] = IGNORE
-    if poison and step == 2:
-        tokens[-1, 3] = POISON
     return tokens, labels
 
 
 class Given:
     """The data stream of a rank."""
 
-    def __init__(self, rank: int, world: int, micro: int, poison: bool) -> None:
-        self.rank, self.world, self.micro, self.poison, self.step = rank, world, micro, poison, 0
+    def __init__(self, rank: int, world: int, micro: int) -> None:
+        self.rank, self.world, self.micro, self.step = rank, world, micro, 0
 
     def __next__(self) -> StepBatch:
         self.step += 1
-        tokens, labels = global_batch(self.step, poison=self.poison)
+        tokens, labels = global_batch(self.step)
         own = share_of(0, BATCH, self.rank, self.world)
         batch = StepBatch([], Position(self.step, self.step * BATCH, self.step * BATCH, BATCH))
         for start in range(own.start, own.stop, self.micro):
@@ -90,29 +86,19 @@ class Given:
         raise AssertionError(before)
 
 
-def never(*given: Any) -> Any:
-    raise AssertionError(given)
-
-
 def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
     """Train the case's steps."""
     model = fsdp.parallelize(models.build(config.model), config, world)
     fsdp.initialise_all(model, config.run.seed)
     model.train()
-    fp16 = config.train.precision == "fp16"
-    if case == "poison":  # larger than fp16 can hold: infinite only where the token is looked up
-        weight = model.embedding.weight.to_local()
-        first = mesh_row(model.embedding.weight)
-        if first <= POISON < first + len(weight):
-            weight.data[POISON - first] = 1e6
     optimizer, records = optim.AdamW(model, config.optimizer), MemoryRecorder()
     trainer = Trainer(
         RunContext(config, world, records, Inbox(None)),
         model=model,
         optimizer=optimizer,
-        scaler=optim.LossScaler(config.train.loss_scale, world.device) if fp16 else None,
-        data=Given(world.rank, world.size, config.train.micro_batch, case == "poison"),
-        saves=Checkpointing(config, world, None, never, records, 0),
+        scaler=None,
+        data=Given(world.rank, world.size, config.train.micro_batch),
+        saves=Checkpointing(config, world, None, lambda saved: None, records, 0),
         state=TrainState(),
         health=Health(config),
     )
@@ -120,23 +106,10 @@ def run(config: Config, world: mesh.World, out: Path, case: str) -> None:
     for _ in range(STEPS):
         trainer.step()
         trainer.collect(keep=0)
-        states = optimizer.state_by_name()
-        history.append(
-            {
-                "full": {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()},
-                "local": {name: p.to_local().detach().clone() for name, p in model.named_parameters()},
-                "moments": {n: s["exp_avg_sq"].to_local().clone() for n, s in states.items()},
-                "steps": {float(s["step"]) for s in states.values()},
-            }
-        )
+        history.append({name: p.full_tensor().detach().clone() for name, p in model.named_parameters()})
     lines = [json.loads(record.to_line()) for record in records.records]
-    torch.save({"records": lines, "history": history}, out / f"{case}-{world.size}-{world.rank}.pt")
-
-
-def mesh_row(parameter: Any) -> int:
-    """The first row of this rank's shard."""
-    rows = -(-parameter.shape[0] // parameter.device_mesh[mesh.SHARD].size())
-    return int(parameter.device_mesh.get_local_rank(mesh.SHARD) * rows)
+    if world.is_main:
+        torch.save({"records": lines, "history": history}, out / f"{case}-{world.size}.pt")
 
 
 def start(path: str, size: int, out: Path, cases: tuple[str, ...]) -> int:

@@ -3,7 +3,6 @@
 `FAULT` is JSON: `{"kind": "gradient", "rank": 1, "steps": [7, 8]}`; `from` instead of `steps` means every step from
 there on, rank `"all"` every rank. A gradient or a loss becomes NaN; `nudge` changes one parameter of the rank before the
 step; `repeat` returns the previous batch again; `kill` kills the rank before the step, as a machine failure would.
-`hosts` are the host names of the ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 from dataclasses import replace
 from typing import Any
 
@@ -65,8 +63,6 @@ def losses(*args: Any, **kwargs: Any) -> Any:
     return measured
 
 
-if "hosts" in FAULT:
-    socket.gethostname = lambda: FAULT["hosts"][int(os.environ["RANK"])]
 whole_step, trainer.Trainer.step = trainer.Trainer.step, step  # type: ignore[method-assign]
 norm_really, optimizer.local_norm = optimizer.local_norm, local_norm
 losses_really, forward.losses = forward.losses, losses

@@ -87,7 +87,7 @@ def full() -> Snapshot:
         verified_step=1000, verified_age=640.5, unprotected_tokens=10**6, checkpoint_failures=2,
         checkpoint_bytes_per_second=1e9, next_checkpoint_fits=7.0, disk_full_in=float("inf"),
         heartbeat_ages={0: 0.1, 1: 0.2}, own_ratios={0: 1.0, 1: 1.1}, loss=2.5, loss_z=float("nan"), grad_norm=0.7,
-        group_grad_norms={"embedding": 0.4}, group_update_ratios={"embedding": 1e-3},
+        group_grad_norms={"embedding": 0.4},
         step_seconds=0.4, skipped_steps=1,
         open={"INFO": 0, "WARN": 2, "CRIT": 0},
     )  # fmt: skip

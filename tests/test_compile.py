@@ -25,8 +25,6 @@ from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 SHAPE = {"layers": 3, "hidden": 48, "heads": 6, "vocab": 97}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "kv_heads": 2, "ffn": 80},
-    "qwen2": {"family": "qwen2", "kv_heads": 2, "ffn": 80},
-    "qwen3": {"family": "qwen3", "kv_heads": 2, "head_size": 16, "ffn": 80},
     "gpt": {"family": "gpt", "positions": 32},
     "gpt-dropout": {"family": "gpt", "positions": 32, "dropout": 0.1},
     "alibi": {"family": "gpt", "positions": "alibi", "embedding_norm": True},

@@ -101,10 +101,9 @@ def simulated(losses: np.ndarray, gradients: np.ndarray) -> Iterable[dict[str, A
 
 
 @pytest.mark.shows("B22", "F49")
-@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
-def test_a_healthy_run_is_left_alone(config: Config, ranks: int) -> None:
+def test_a_healthy_run_is_left_alone(config: Config) -> None:
     """6,000 steps of a falling loss with heavy tails and 0.3 % of excursions of the norm."""
-    steps = 6_000
+    steps, ranks = 6_000, 8
     falling = 2 + 2 * np.exp(-np.arange(steps) / 3000)
     verdicts = judge(Health(config), simulated(falling + noise(ranks, steps, ranks), norms(ranks, steps)))
     assert found_at(verdicts, "loss/spike", "WARN") == found_at(verdicts, "loss/spike", "CRIT") == []
@@ -171,13 +170,12 @@ def test_told_only_if_so_configured(config: Config) -> None:
     assert found_at(verdicts, "loss/spike", "CRIT", resolved=True)  # the usual loss by then
 
 
-@pytest.mark.parametrize(("ranks", "shift"), [(8, 0.05), pytest.param(64, 0.03, marks=pytest.mark.slow)])
-def test_a_shift_of_level_is_told_of_in_time(config: Config, ranks: int, shift: float) -> None:
+def test_a_shift_of_level_is_told_of_in_time(config: Config) -> None:
     """Far below what a single step could show."""
     delays = []
     for seed in range(6):
-        loss = 2 + 0.3 * np.exp(-np.arange(1600) / 1000) + noise(seed, 1600, ranks)
-        loss[1200:] += shift
+        loss = 2 + 0.3 * np.exp(-np.arange(1600) / 1000) + noise(seed, 1600, 8)
+        loss[1200:] += 0.05
         verdicts = judge(Health(config), simulated(loss, np.ones(1600)))
         assert not found_at(verdicts, "loss/spike", "WARN")
         delays += [step - 1200 for step in found_at(verdicts, "loss/level", "WARN") if step > 1200][:1]
@@ -206,16 +204,6 @@ def test_norms_that_go_on_standing_out_are_a_warning(config: Config) -> None:
     assert found_at(verdicts, "gradient/norm", "INFO", resolved=True) == [401]
 
 
-@pytest.mark.parametrize(("every", "ends"), [(2, 499 + 100), (1, 450 + 100)], ids=["mixed", "all"])
-def test_only_norms_that_all_stand_out_are_the_new_normal(config: Config, every: int, ends: int) -> None:
-    """Ten times the usual norm in every other step of a hundred, or from step 401 on: the incident ends 100 steps after the
-    last that stood out, which in the second case is the fiftieth."""
-    gradients = norms(1, 1000, 0)
-    gradients[400 : 500 if every > 1 else None : every] *= 10
-    verdicts = judge(Health(config), simulated(2 + noise(1, 1000, 8), gradients))
-    assert found_at(verdicts, "gradient/norm", "WARN", resolved=True) == [ends]
-
-
 def test_a_start_judges_as_if_there_had_been_none(config: Config) -> None:
     """The last records before it suffice for the same verdicts."""
     loss = 2 + noise(3, 1500, 8)
@@ -227,11 +215,10 @@ def test_a_start_judges_as_if_there_had_been_none(config: Config) -> None:
 
 
 def test_a_start_begins_with_what_goes_on(config: Config) -> None:
-    """Its first record names the open spike, but not the learning rate that was changed on purpose."""
+    """Its first record names the open spike."""
     loss = 2 + noise(3, 700, 8)
     loss[690:] += 0.6
-    records = [entry.model_copy(update={"lr": 2e-3}) for entry in simulated(loss, norms(3, 700, 0))]
-    health = Health(config, records)
+    health = Health(config, simulated(loss, norms(3, 700, 0)))
     first = health.step(record(701, 2.6))
     assert [(found.key, found.severity.name, found.resolved) for found in first.findings] == [
         ("loss/spike", "WARN", False)
@@ -311,15 +298,13 @@ def test_what_cannot_be_answered_ends_the_run(config: Config) -> None:
     [
         ("learning/loss", lambda n: {"total": 512.0}),
         ("learning/gradient", lambda n: {"grad_norm": 0.0} if n == 3 else {}),
-        ("learning/rate", lambda n: {"lr": 1.00001e-3} if n == 3 else {}),
         ("learning/parameters", lambda n: {"replicas": {"digest": "aa", "differing": []}} if n != 2 else {}),
     ],
 )
 def test_learning_that_is_none(config: Config, key: str, changed: Any) -> None:
     healthy = [record(n, replicas={"digest": str(n), "differing": []}) for n in (4, 5, 6)]
     verdicts = judge(Health(config), [*(record(n, **changed(n)) for n in (1, 2, 3)), *healthy])
-    severity = "WARN" if key == "learning/rate" else "CRIT"
-    assert found_at(verdicts, key, severity) == [3] and found_at(verdicts, key, severity, resolved=True) == [4]
+    assert found_at(verdicts, key, "CRIT") == [3] and found_at(verdicts, key, "CRIT", resolved=True) == [4]
     assert sum(len(judgement.findings) for _, judgement in verdicts) == 2 and not retreats(verdicts)
 
 

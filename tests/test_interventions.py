@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,6 @@ def intent(run: Path) -> dict[str, Any]:
     [
         ("gradient", 1),
         ("loss", 2),
-        pytest.param("gradient", 2, marks=pytest.mark.slow),
-        pytest.param("loss", 1, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.promise("bad-steps")
@@ -90,7 +87,6 @@ def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault
     run = lab.path / "run"
     (back,) = helpers.journal(run, "health-rollback")
     assert (back["key"], back["start"], back["end"], back["to"]) == ("loss/nonfinite", 14, 15, 10), output
-    assert [entry["repeats"] for entry in helpers.journal(run, "health-again")] == [True]
     assert back["skip"] == "80:144 samples"  # 3 steps before and after 14 and 15, but nothing before step 10
     assert intent(run)["code"] == 75 and "rolled back to step 10" in intent(run)["reason"]
     for segment in ("0001", "0002"):
@@ -105,39 +101,6 @@ def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault
     fault()  # the cause is repaired
     lab.train(config, ranks=2)
     assert not any(record["skipped"] for record in helpers.metrics(run))
-
-
-@pytest.mark.slow
-def test_a_device_that_computes_nonsense_costs_its_host(lab: Any, helpers: Any, fault: Any) -> None:
-    """As below, with a host for every rank: the next start must avoid that one."""
-    fault("loss", rank=1, steps=[14, 15], hosts=["sound-1", "odd-2"])
-    lab.train(lab.config(), ranks=2, expect=76)
-    assert intent(lab.path / "run")["code"] == 76
-    end = json.loads((lab.path / "run/segments/0001/exit_intent.json").read_text())
-    assert end["avoid_hosts"] == ["odd-2"] and "suspect a device of rank 1 on odd-2" in end["reason"]
-
-
-@pytest.mark.parametrize("every", [8, pytest.param(12, marks=pytest.mark.slow)])
-def test_what_a_device_does_wrong_is_no_reason_to_leave_samples(lab: Any, helpers: Any, fault: Any, every: int) -> None:
-    """Steps 14 and 15 are not finite on one rank; repeated from the same batch, 15 is. No rollback: the next start
-    resumes from the last checkpoint, trains these samples, and expects that steps now differ. Also if that is found
-    when step 16 is to be saved, together with what step 16 measured: it is not saved."""
-    config = lab.config(checkpoint={"every": f"{every} steps"})
-    fault("loss", rank=1, steps=[14, 15])
-    output = lab.train(config, ranks=2, expect=75)
-    run = lab.path / "run"
-    (again,) = helpers.journal(run, "health-again")
-    assert (again["rank"], again["repeats"], again["step"]) == (1, False, 15), output
-    assert f"suspect a device of rank 1 on {os.uname().nodename}, not the data" in intent(run)["reason"]
-    assert json.loads((run / "segments/0001/exit_intent.json").read_text())["restart"] is True
-    assert not helpers.journal(run, "health-rollback")
-    assert [entry["step"] for entry in helpers.journal(run, "checkpoint")] == [every]
-    fault()
-    lab.train(config, ranks=2)
-    assert [entry["step"] for entry in helpers.journal(run, "resume")] == [every]
-    records = helpers.metrics(run)
-    assert records[-1]["cursor"] == 8 * len(records) == 160 and not any(record["skipped"] for record in records)
-    assert not found(records, key="replay/step")
 
 
 def poison(lab: Any, helpers: Any, until: int) -> dict[str, Any]:
@@ -187,7 +150,7 @@ def test_poisoned_data_is_left_and_never_read_again(lab: Any, helpers: Any, run_
     if until == 440:
         lab.train(config, ranks=2, expect=75)
         back, wider = helpers.journal(run, "health-rollback")
-        assert back["repeats"] == 0 and wider["repeats"] == 1
+        assert (back["repeats"], wider["repeats"]) == (0, 1)
         assert spans(wider)[1] - 320 > 1.5 * (spans(back)[1] - 320)
     lab.train(config, ranks=2)
     records = helpers.metrics(run)
@@ -240,6 +203,3 @@ def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) 
     repeated = found(helpers.metrics(run))
     assert [key for _, key in repeated] == ["replay/step"] * len(repeated)  # against the bad repetition, if anything
     lab.train(config, ranks=2)
-
-
-# ---------------------------------------------------------------- only reported

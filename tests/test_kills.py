@@ -124,11 +124,8 @@ FEW = ["shard-1", "manifest-named", "commit-durable"]
     ("points", "background", "everybody"),
     [
         (FEW, True, False),
-        *(
-            pytest.param(list(POINTS), background, everybody, marks=pytest.mark.slow)
-            for background in (True, False)
-            for everybody in (True, False)
-        ),
+        pytest.param(list(POINTS), True, False, marks=pytest.mark.slow),
+        pytest.param(list(POINTS), False, True, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.promise("verified")
@@ -184,14 +181,11 @@ def check_durable(changes: list[tuple[str, str, int]]) -> dict[str, int]:
 
 
 @pytest.mark.shows("F3")
-@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.promise("verified")
-def test_all_is_durable_before_it_has_its_name(
-    lab: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, background: bool
-) -> None:
+def test_all_is_durable_before_it_has_its_name(lab: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EXECUTE_FIRST", str(TRAPS))
     monkeypatch.setenv("TRAP", json.dumps({"log": str(tmp_path / "changes")}))
-    config = lab.config(train={"duration": "4 steps"}, checkpoint={"every": "2 steps", "background": background})
+    config = lab.config(train={"duration": "4 steps"}, checkpoint={"every": "2 steps"})
     lab.train(config, ranks=2)
     sizes = check_durable([json.loads(line) for line in (tmp_path / "changes").read_text().splitlines()])
     checkpoints = Store(lab.path / "run/checkpoints").scan()
@@ -208,11 +202,10 @@ def test_all_is_durable_before_it_has_its_name(
 
 @pytest.mark.shows("F2")
 @pytest.mark.parametrize(
-    ("rank", "verb", "path", "background", "text"),
+    ("rank", "verb", "path", "text"),
     [
-        (1, "open", "__1_0.distcp", True, "failed: rank 1: .*Input/output error"),
-        (0, "rename", r"/manifest\.json$", True, "cannot commit .*Input/output error"),
-        pytest.param(0, "open", "__0_0.distcp", False, "failed: rank 0: .*Input/output", marks=pytest.mark.slow),
+        (1, "open", "__1_0.distcp", "failed: rank 1: .*Input/output error"),
+        (0, "rename", r"/manifest\.json$", "cannot commit .*Input/output error"),
     ],
 )
 @pytest.mark.promise("failed-saves")
@@ -223,14 +216,13 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing(
     rank: int,
     verb: str,
     path: str,
-    background: bool,
     text: str,
 ) -> None:
     """Every rank drops it, the attempt is gone, and the checkpoint before it is whole."""
     trap = {"rank": rank, "verb": verb, "path": path, "act": "fail", "skip": 1, "times": 99}
     monkeypatch.setenv("EXECUTE_FIRST", str(TRAPS))
     monkeypatch.setenv("TRAP", json.dumps(trap))
-    config = lab.config(checkpoint={"every": "5 steps", "max_failures": 1, "background": background})
+    config = lab.config(checkpoint={"every": "5 steps", "max_failures": 1})
     output = lab.train(config, ranks=2, expect=93)
     (failed,) = helpers.journal(lab.path / "run", "checkpoint-failed")
     assert failed["step"] == 10 and re.search(text, failed["text"]) and len(re.findall("^error:", output, re.M)) == 1
@@ -239,8 +231,7 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing(
 
 
 @pytest.mark.shows("F3")
-@pytest.mark.parametrize("background", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rank", "background"), [(0, True), pytest.param(1, False, marks=pytest.mark.slow)])
 def test_killed_in_the_middle_of_a_write(
     chain: Any, monkeypatch: pytest.MonkeyPatch, rank: int, background: bool
 ) -> None:
@@ -267,7 +258,7 @@ def test_killed_in_the_middle_of_a_write(
 
 @pytest.mark.shows("F3")
 @pytest.mark.parametrize(
-    ("seed", "kills"), [(0, 2), *(pytest.param(seed, 10, marks=pytest.mark.slow) for seed in range(1, 11))]
+    ("seed", "kills"), [(0, 2), *(pytest.param(seed, 10, marks=pytest.mark.slow) for seed in (1, 2))]
 )
 def test_killed_at_any_instant_of_a_save(chain: Any, helpers: Any, seed: int, kills: int) -> None:
     """kill -9 from outside, of one rank or of all, on 2 to 4 ranks, in the background or while training waits."""

@@ -217,7 +217,7 @@ def measure(path: Path, b: Bench, docs: Docs, plant: Plant, helpers: Any) -> Any
     )
 
 
-@pytest.mark.shows("C4", "D10")
+@pytest.mark.shows("C4", "D10", "F42")
 @pytest.mark.parametrize("name", PLANTS)
 @pytest.mark.promise("separators-measured")
 def test_planted_defects_are_found(tmp_path: Path, bench: Bench, helpers: Any, name: str) -> None:

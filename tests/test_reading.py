@@ -25,6 +25,7 @@ from data.corpus.shards import Shard, ShardWriter
 from data.corpus.writing import write_corpus
 from data.packing.loader import Loader
 from data.packing.packer import Packer
+from data.packing.position import Position
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.schedule import BatchSchedule
 from fsdp_pretrain.errors import DataError, Exit, ReadTimeoutError

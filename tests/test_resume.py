@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -17,7 +16,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from data.packing.opening import open_packer
 from fsdp_pretrain import models
-from fsdp_pretrain.checkpoint.hf import export_checkpoint
 from fsdp_pretrain.checkpoint.loading import Weights
 from fsdp_pretrain.checkpoint.state import forbidden, identity
 from fsdp_pretrain.checkpoint.store import Store
@@ -32,7 +30,7 @@ from fsdp_pretrain.config.resume_rules import (
     read_allowed,
     undeclared,
 )
-from fsdp_pretrain.errors import CheckpointError, ConfigError
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.files import RunDir
 
 
@@ -307,23 +305,3 @@ def test_a_run_begins_with_the_weights_of_another(
 
 
 # ---------------------------------------------------------------- a live run
-
-
-@pytest.mark.slow
-def test_an_export_of_a_live_run_disturbs_nothing(lab: Any, trained: Path, helpers: Any) -> None:
-    """Checkpoints are exported one by one while the run trains, saves and deletes."""
-    config = lab.config(train={"duration": "200 steps"}, checkpoint={"every": "20 steps", "keep_last": 2})
-    job, run = lab.start(config, ranks=2), RunDir(lab.path / "run")
-    exported = 0
-    helpers.wait_for(lambda: Store(run.checkpoints).scan(), what="a checkpoint")
-    while job.ranks[0].poll() is None:
-        newest = Store(run.checkpoints).newest()
-        with contextlib.suppress(CheckpointError):  # retention was faster
-            assert newest is not None
-            export_checkpoint(run, newest.step, lab.path / f"hf-{exported}", dtype="fp32", shard_bytes=10**9)
-            exported += 1
-    assert job.wait() == [0, 0] and exported > 2
-    lab.train(config, f"run.dir={lab.path / 'alone'}", ranks=2)
-    assert helpers.losses(run.path) == helpers.losses(lab.path / "alone")
-    assert [c.step for c in Store(run.checkpoints).scan()] == [180, 200]
-    assert not helpers.journal(run.path, "checkpoint-failed")

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from records import step_record
 
-from fsdp_pretrain.record import state_files
 from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector
 from fsdp_pretrain.watchdog.heartbeat import page, rank_client
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
@@ -58,11 +57,10 @@ def own_times(pids: list[int]) -> dict[int, float]:
     return {beat.rank: beat.own for beat in beats if beat is not None and beat.pid in pids and beat.window}
 
 
-@pytest.mark.parametrize("recompute", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_own_time_is_that_of_the_own_blocks(lab: Any, helpers: Any, slow: Slow, recompute: int) -> None:
+def test_own_time_is_that_of_the_own_blocks(lab: Any, helpers: Any, slow: Slow) -> None:
     """Two blocks by two micro-batches sleep 40 ms each on rank 1: counted once in its own time, not in the other's."""
     dragged = [{"rank": 1, "step": 0, "kind": "drag", "seconds": 0.040}]
-    config = slow(4000, dragged, 8, parallel={"timeout": "60 s", "recompute": recompute})
+    config = slow(4000, dragged, 8, parallel={"timeout": "60 s", "recompute": 1})
     job = lab.start(config, ranks=2)
     pids = [rank.pid for rank in job.ranks]
     own = helpers.wait_for(lambda: len(found := own_times(pids)) == 2 and found, what="own times")
@@ -73,10 +71,9 @@ def test_own_time_is_that_of_the_own_blocks(lab: Any, helpers: Any, slow: Slow, 
 
 @pytest.mark.shows("A7", "D14", "F12")
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow, ranks: int) -> None:
+def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow) -> None:
     """All ranks slower: no alarm; then one more than the others: it alone, within four windows."""
-    window, guilty, blocks = 12, ranks - 1, 2 * 4 // ranks
+    window, ranks, guilty, blocks = 12, 4, 3, 2
     faults = [
         {"rank": "all", "step": 0, "kind": "drag", "seconds": 0.040 / blocks},
         {"rank": "all", "step": 0, "kind": "drag", "seconds": 0.008 / blocks, "from": 49},
@@ -89,55 +86,9 @@ def test_the_rank_that_is_slow_is_named(lab: Any, helpers: Any, slow: Slow, rank
         (f"straggler/rank-{guilty}", "resolved"),
     ]
     assert 8 < reported[0]["facts"]["window"] <= 12
-    # 18 ms on top of 48 ms, and of what the machine adds to all; half of two ranks is the median of both
-    assert 0.10 <= reported[0]["facts"]["ratio"] < (9 / 57 if ranks == 2 else 18 / 48) + 0.03
+    # 18 ms on top of 48 ms, and of what the machine adds to all
+    assert 0.10 <= reported[0]["facts"]["ratio"] < 18 / 48 + 0.03
     assert f"rank {guilty} ({HOST}) needs" in reported[0]["summary"] and reported[0]["severity"] == "CRIT"
-
-
-@pytest.mark.shows("F10")
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("slower", [0.05, 0.10])
-def test_a_slowdown_is_one_incident_that_ends(lab: Any, helpers: Any, slow: Slow, slower: float) -> None:
-    """All ranks slower from step 580 to 700: reported once within 40 steps (5%: 48), then resolved."""
-    usual = {"rank": "all", "step": 0, "kind": "wait", "seconds": 0.25}
-    faults = [
-        {**usual, "until": 580},
-        {**usual, "from": 580, "until": 700, "seconds": 0.25 * (1 + slower)},
-        {**usual, "from": 700},
-    ]
-    assert lab.start(slow(800, faults), ranks=2).wait(550) == [0, 0]
-    reported = alarms_of(lab, helpers, "pace")
-    assert [(alarm["key"], alarm["state"]) for alarm in reported] == [("pace", "open"), ("pace", "resolved")], reported
-    assert 580 < reported[0]["step"] <= 580 + (48 if slower == 0.05 else 40)
-    assert reported[0]["facts"]["ratio"] == pytest.approx(1 + slower, abs=0.02)
-    assert 560 <= reported[0]["facts"]["since"] <= 600
-    assert 700 < reported[1]["step"] <= 700 + 6 * 16
-
-
-@pytest.mark.shows("A7", "F30")
-@pytest.mark.slow
-def test_a_slower_restart_names_the_new_hosts(
-    lab: Any, helpers: Any, slow: Slow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second start, on another host, has steps 20% longer."""
-    usual = {"rank": "all", "step": 0, "kind": "wait", "seconds": 0.2}
-    best = lab.path / "run/watchdog/pace.json"
-    lab.train(slow(130, [usual]), ranks=2)
-    assert not alarms_of(lab, helpers, "pace")
-    content = state_files.read(best, dict[str, Any])
-    assert content is not None and list(content) == ["2 ranks, 8 x 32"]
-    (shape,) = content.values()
-    assert shape["hosts"] == [HOST]
-    shape["hosts"] = ["gone-7"]
-    state_files.write(best, content)
-    allow = ("--allow", "optimizer.decay")
-    lab.train(slow(220, [{**usual, "seconds": 0.24}]), ranks=2, flags=allow)
-    reported = alarms_of(lab, helpers, "pace")
-    assert [(alarm["key"], alarm["state"]) for alarm in reported] == [("pace/restart", "open")]
-    assert reported[0]["facts"]["new"] == [HOST] and reported[0]["facts"]["gone"] == ["gone-7"]
-    assert f"new since then: {HOST}" in reported[0]["summary"] and reported[0]["severity"] == "WARN"
-    assert reported[0]["facts"]["ratio"] == pytest.approx(1.2, abs=0.02) and reported[0]["step"] == 130 + 20 + 64
 
 
 @pytest.mark.quick

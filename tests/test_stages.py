@@ -405,28 +405,3 @@ def test_kills_in_a_stage_and_over_its_end_continue_bit_for_bit(lab: Any, helper
     lab.train(config, f"run.dir={killed}", ranks=2)
     for key in ("loss", "lr", "data_digest", "tokens", "grad_norm", "sequence_length"):
         assert kept(helpers.metrics(killed), key) == kept(records, key), key
-
-
-@pytest.mark.slow
-def test_rollback_over_a_change_with_a_skip(lab: Any, helpers: Any, run_command: Any) -> None:
-    """Back from the last stage into the first, steps around the change skipped, on another number of ranks."""
-    config, run = staged(lab), lab.path / "run"
-    lab.train(config, ranks=2)
-    back = ["rollback", run, "--to", 8, "--skip-steps", "10:12"]
-    done = run_command("fsdp_pretrain.cli", *back)
-    assert done.returncode == 0, done.stderr
-    lab.train(config, ranks=1)
-    records = {record["step"]: record for record in helpers.metrics(run)}
-    settings = load(run / "config.toml")
-    assert open_skips(settings).ranges == [(72, 96)]
-    assert [records[step]["tokens"] for step in sorted(records)] == tokens_of(settings)
-    packer, cursor = open_packer(settings), 64
-    for step in range(9, 21):
-        trained = open_skips(settings).take(cursor, 8)
-        assert f"{packer.pack_samples(trained).digest:016x}" == records[step]["data_digest"]
-        assert records[step]["loss"]["count"] == sum(STAGES.length_at(sample) for sample in trained)
-        cursor = records[step]["cursor"]
-    done = run_command("fsdp_pretrain.cli", "where", run, "--step", 14, "--json")
-    assert done.returncode == 0, done.stderr
-    late = lab.train(config, "data.skip=['0:8 samples']", ranks=1, flags=("--allow", "data.skip"), expect=78)
-    assert "with data.skip as it is, the run would have read" in late

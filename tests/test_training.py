@@ -130,46 +130,19 @@ def reached(run: Path, step: int, helpers: Any) -> bool:
 
 
 @pytest.mark.shows("A6", "D19")
-@pytest.mark.parametrize(
-    ("ranks", "overrides"), [(2, ["parallel.shard=2"]), pytest.param(1, ["parallel.shard=1"], marks=pytest.mark.slow)]
-)
 @pytest.mark.promise("other-mesh")
 def test_another_world_size_continues_the_same_batches(
-    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any, ranks: int, overrides: list[str]
+    module_lab: Any, long_config: Path, uninterrupted: list[Any], helpers: Any
 ) -> None:
-    run = module_lab.path / f"rescaled-{ranks}"
+    run = module_lab.path / "rescaled"
     module_lab.train(long_config, f"run.dir={run}", "train.duration=14 steps", "optimizer.decay=28 steps", ranks=4)
-    module_lab.train(long_config, f"run.dir={run}", *overrides, ranks=ranks)
+    module_lab.train(long_config, f"run.dir={run}", "train.duration=21 steps", "optimizer.decay=28 steps", ranks=2)
+    module_lab.train(long_config, f"run.dir={run}", "parallel.shard=1", ranks=1)
     assert len(uninterrupted) == 28
     same_within_rounding(helpers.metrics(run), uninterrupted)
-    (resume,) = helpers.journal(run, "resume")
-    assert f"world.size: 4 -> {ranks}" in resume["changed"]
-    assert any(change.startswith("train.duration:") for change in resume["changed"])
-
-
-@pytest.mark.shows("D19")
-@pytest.mark.slow
-@pytest.mark.promise("other-mesh")
-def test_a_run_that_changes_its_mesh_again_and_again(lab: Any, helpers: Any) -> None:
-    """4 -> 2 -> 8 -> 6 -> 1 -> 4 processes, shards and replicas in turn: the samples and losses of an unchanged run."""
-    meshes = [(4, 2), (2, 2), (8, 4), (6, 2), (1, 1), (4, 4), (2, 1)]  # (ranks, ranks per replica)
-    config = lab.config(
-        train={"duration": "28 steps", "global_batch": "24 samples", "micro_batch": 1},
-        optimizer={"decay": "28 steps"},
-        checkpoint={"every": "100 steps"},
-    )
-    lab.train(config, f"run.dir={lab.path / 'stayed'}", "parallel.shard=2", "train.micro_batch=6", ranks=4)
-    for number, (ranks, shard) in enumerate(meshes, 1):
-        overrides = [f"train.duration={4 * number} steps", f"parallel.shard={shard}", f"train.micro_batch={min(6, 24 // ranks)}"]  # fmt: skip
-        lab.train(config, *overrides, ranks=ranks)
-    moved, stayed = helpers.metrics(lab.path / "run"), helpers.metrics(lab.path / "stayed")
-    assert [r["data_digest"] for r in moved] == [r["data_digest"] for r in stayed] and len(moved) == 28
-    assert [r["cursor"] for r in moved] == [r["cursor"] for r in stayed]
-    apart = [abs(a["loss"]["sum"] / b["loss"]["sum"] - 1) for a, b in zip(moved, stayed, strict=True)]
-    assert max(apart) < 1e-5, apart
-    resumed = [entry["step"] for entry in helpers.journal(lab.path / "run", "resume")]
-    assert resumed == [4 * number for number in range(1, len(meshes))]
-    assert {r["segment"] for r in moved} == set(range(1, len(meshes) + 1))
+    second, third = (entry["changed"] for entry in helpers.journal(run, "resume"))
+    assert "world.size: 4 -> 2" in second and "world.size: 2 -> 1" in third
+    assert any(change.startswith("train.duration:") for change in second)
 
 
 def end(agents: list[subprocess.Popen[bytes]], logs: list[Path]) -> None:
@@ -252,7 +225,6 @@ def test_stopping_saves_and_says_resume(
         ("train.micro_batch=3", 2, "does not split over 2 ranks into micro-batches of 3"),
         ("parallel.shard=3", 2, "parallel.shard = 3 does not divide the world size 2"),
         ("data.sources.0.path=/nowhere", 2, "/nowhere is not a corpus"),
-        ("optimizer.no_decay=['embeding']", 1, "matches no parameter"),
         ("optimizer.lrr=1", 2, "did you mean"),
         ("optimizer.betas=[0.9,1.0]", 2, "optimizer.betas.1 = 1.0"),
     ],
@@ -349,3 +321,8 @@ def test_labels_that_cross_documents_can_be_left_out(
     (total / count).backward()
     norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]))
     assert first["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_a_start_warns_once_of_what_is_set_in_vain(lab: Any) -> None:
+    config = lab.config(train={"loss_scale": {"window": 500}, "duration": "5 steps"})
+    assert lab.train(config, ranks=2).count("warning: train.loss_scale has no effect") == 1

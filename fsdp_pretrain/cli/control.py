@@ -85,7 +85,7 @@ def _set(args: argparse.Namespace, report: StatusReport) -> int:
         print("\n".join([head, *_table(rows)]), flush=True)
     if not args.yes:
         _confirm()
-    answer = _ask(args, report, reason=args.reason, changes=changes, at=args.at)
+    answer = _ask(args, report, reason=args.reason, changes=changes, at=args.at, seen=len(config.timeline))
     _show(args, answer=answer, preview=[asdict(each) for each in rows])
     return 0
 

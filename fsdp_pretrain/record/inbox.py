@@ -20,7 +20,7 @@ class Request(StateFile):
     """A request; a damaged one has an empty verb.
 
     `segment` is the start it was sent to; `avoid_hosts` belongs to a stop (see `requests.send`), `key` to an alarm,
-    `changes` to a `set`, `steps` and `ranks` to a profile, `at` to both.
+    `changes` and `seen` to a `set`, `steps` and `ranks` to a profile, `at` to both.
     """
 
     id: str = ""  # the name of its file
@@ -29,6 +29,7 @@ class Request(StateFile):
     segment: int | None = None
     changes: list[str] = Field(default_factory=list)  # `section.key=value`
     at: int | None = None
+    seen: int | None = None  # number of timeline entries that its sender knew
     avoid_hosts: list[str] = Field(default_factory=list)
     key: str = ""
     steps: int = 0

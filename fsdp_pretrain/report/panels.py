@@ -53,7 +53,6 @@ def lay_out(columns: Iterable[str]) -> list[Panel]:
         Panel("sources", "Loss by source", of("loss") if several else [], "log", about="nats per token"),
         Panel("grad_norm", "Gradient norm", [Trace("grad_norm", "before clipping")], "log"),
         Panel("gradient", "Gradient norm by group", of("gradient", True), "log", about="before clipping"),
-        Panel("update", "Update of the weights by group", of("update", True), "log", about="relative to their norm"),
         Panel("moment", "Largest second moment by group", of("second_moment", True), "log", about="Adam's exp_avg_sq"),
         Panel("lr", "Learning rate", [Trace("lr", "applied")], "zero"),
         Panel("batch", "Batch", [Trace("batch", "samples")], "zero", "count", "of a step", brief=True),

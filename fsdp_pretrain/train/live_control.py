@@ -109,6 +109,7 @@ class LiveControl:
         place = batch.ahead(here.consumed, at - here.step)
         entry = live_set.read_entry(request.changes, before.schedule, at=place, reason=request.reason)
         after = live_set.steer(before, entry)
+        _refuse_unseen(request, entry, before, place)
         was, is_ = (live_set.values_of(entry, config, batch.ahead(place, 1)) for config in (before, after))
         self._guard()
         standing = self._make_lasting(entry, after)
@@ -175,3 +176,14 @@ class LiveControl:
                 self._recorder.event("control", f"ends {text}", step=step, did="resume")
             self._recorder.status(force=True, state="running", paused=None)
         return False
+
+
+def _refuse_unseen(request: Request, entry: TimelineEntry, before: Config, place: int) -> None:
+    """Raise ConfigError if somebody else has changed what the sender of a set had in the preview."""
+    shown = live_set.values_of(entry, before, place).keys()
+    for other in before.timeline[request.seen :] if request.seen is not None else ():
+        if changed := shown & live_set.values_of(other, before, place).keys():
+            raise ConfigError(
+                f"{', '.join(sorted(changed))} is no longer as in the preview: {other} was set meanwhile; look at the "
+                "new preview"
+            )
