@@ -1,4 +1,4 @@
-"""GPUs reported by a file, and a driver that hangs."""
+"""GPUs reported by a file, a driver that hangs, hosts that leak memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sight import until
 
+from fsdp_pretrain.watchdog.detectors import nvml
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
+from fsdp_pretrain.watchdog.detectors.host import HostDetector, HostMemory, sample_host
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 from fsdp_pretrain.watchdog.probes.periodic import THREADS
 
@@ -165,3 +169,69 @@ def test_a_file_that_is_none_is_told(machine: Any, content: str) -> None:
     machine.content = content
     machine.look(2)
     assert machine.transitions() == [("gpu-blind/node-7", "WARN", "open")]
+
+
+def test_the_library_is_asked_for_by_name_only_if_it_is_there() -> None:
+    from fsdp_pretrain.errors import ConfigError
+
+    assert nvml.resolve("none") is None and nvml.resolve("file:/x") == "file:/x"
+    if not Path("/proc/driver/nvidia/version").exists():
+        assert nvml.resolve("auto") is None
+    with pytest.raises(ConfigError, match="nvidia-ml-py"):
+        if nvml.importlib.util.find_spec("pynvml") is None:
+            nvml.resolve("nvml")
+        else:
+            raise ConfigError("nvidia-ml-py is there")
+
+
+# ---------------------------------------------------------------------- the host
+
+GIB = 1 << 30
+IDLE = HostMemory(200 * GIB, 256 * GIB, 0)
+
+
+def watch_host(tmp_path: Path, states: list[HostMemory]) -> list[Any]:
+    """Alarms as (key, severity, state, minute) of a host checked every minute."""
+    changes: list[Any] = []
+    time_is = [0.0]
+    alarms = Alarms(
+        tmp_path / "alarms.jsonl",
+        lambda alarm: changes.append((alarm.key, alarm.severity.name, alarm.state, int(time_is[0] // 60))),
+    )
+    left = iter(states)
+    host = HostDetector(alarms, host="h", sample=lambda: next(left))
+    for minute in range(len(states)):
+        for second in range(0, 60, 10):
+            time_is[0] = 60.0 * minute + second
+            host.tick(time_is[0])
+    return changes
+
+
+def memory(hours: float, gib_per_hour: float) -> list[HostMemory]:
+    """Caches make available memory vary by gigabytes."""
+    rng = np.random.default_rng(3)
+    noise = rng.normal(0, 3, int(60 * hours)) + np.where(rng.random(int(60 * hours)) < 0.1, -15, 0)
+    return [replace(IDLE, available=int((200 - gib_per_hour * n / 60 + noise[n]) * GIB)) for n in range(len(noise))]
+
+
+@pytest.mark.parametrize("rate", [0, 2, -5])
+def test_memory_that_varies_is_not_told(tmp_path: Path, rate: float) -> None:
+    assert watch_host(tmp_path, memory(8, rate)) == []
+
+
+def test_memory_that_leaks_is_told_two_hours_before(tmp_path: Path) -> None:
+    changes = watch_host(tmp_path, memory(9.8, 20))
+    assert [(key, severity) for key, severity, _, _ in changes] == [("memory/h", "WARN"), ("memory/h", "CRIT")]
+    assert changes[0][3] == pytest.approx(60 * (10 - 2), abs=45) and changes[1][3] == pytest.approx(
+        60 * (10 - 0.5), abs=20
+    )
+
+
+def test_processes_that_were_killed_are_told(tmp_path: Path) -> None:
+    changes = watch_host(tmp_path, [replace(IDLE, oom_kills=7 + (n >= 10)) for n in range(40)])
+    assert changes == [("oom-kill/h", "WARN", "open", 10), ("oom-kill/h", "WARN", "resolved", 11)]
+
+
+def test_a_look_at_this_host() -> None:
+    state = sample_host()
+    assert 0 < state.available <= state.total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault
     run = lab.path / "run"
     (back,) = helpers.journal(run, "health-rollback")
     assert (back["key"], back["start"], back["end"], back["to"]) == ("loss/nonfinite", 14, 15, 10), output
+    assert [entry["repeats"] for entry in helpers.journal(run, "health-again")] == [True]
     assert back["skip"] == "80:144 samples"  # 3 steps before and after 14 and 15, but nothing before step 10
     assert intent(run)["code"] == 75 and "rolled back to step 10" in intent(run)["reason"]
     for segment in ("0001", "0002"):
@@ -203,3 +205,25 @@ def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) 
     repeated = found(helpers.metrics(run))
     assert [key for _, key in repeated] == ["replay/step"] * len(repeated)  # against the bad repetition, if anything
     lab.train(config, ranks=2)
+
+
+def test_what_a_device_does_wrong_is_no_reason_to_leave_samples(lab: Any, helpers: Any, fault: Any) -> None:
+    """Steps 14 and 15 are not finite on one rank; repeated from the same batch, 15 is. No rollback: the next start
+    resumes from the last checkpoint, trains these samples, and expects that steps now differ. Also if that is found
+    when step 16 is to be saved, together with what step 16 measured: it is not saved."""
+    config = lab.config(checkpoint={"every": "8 steps"})
+    fault("loss", rank=1, steps=[14, 15])
+    output = lab.train(config, ranks=2, expect=75)
+    run = lab.path / "run"
+    (again,) = helpers.journal(run, "health-again")
+    assert (again["rank"], again["repeats"], again["step"]) == (1, False, 15), output
+    assert f"suspect a device of rank 1 on {os.uname().nodename}, not the data" in intent(run)["reason"]
+    assert json.loads((run / "segments/0001/exit_intent.json").read_text())["restart"] is True
+    assert not helpers.journal(run, "health-rollback")
+    assert [entry["step"] for entry in helpers.journal(run, "checkpoint")] == [8]
+    fault()
+    lab.train(config, ranks=2)
+    assert [entry["step"] for entry in helpers.journal(run, "resume")] == [8]
+    records = helpers.metrics(run)
+    assert records[-1]["cursor"] == 8 * len(records) == 160 and not any(record["skipped"] for record in records)
+    assert not found(records, key="replay/step")

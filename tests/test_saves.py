@@ -117,3 +117,14 @@ def test_a_state_that_is_not_what_was_saved_is_refused(lab: Any, helpers: Any) -
     state_files.write(path, content)
     output = lab.train(config, expect=78)
     assert "is not the state that was saved" in output and output.count("error:") == 1
+
+
+def test_no_checkpoint_for_too_long_ends_the_run(lab: Any, helpers: Any, small_disk: Disk) -> None:
+    disk = small_disk("300k")
+    config = lab.config(
+        train={"duration": "100000 steps"},
+        checkpoint={"every": "2 steps", "max_failures": 10000, "max_age": "5 s", "retry": "1 s"},
+    )
+    output = lab.train(config, f"run.dir={disk / 'run'}", ranks=2, expect=93)
+    assert "no checkpoint was verified for longer than checkpoint.max_age = 5 s" in output
+    assert helpers.journal(disk / "run", "checkpoint-failed")

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from laboratory import seal
+from processes import constants
 from records import parsed
 
 from data.packing import unigrams
 from data.packing.unigrams import Unigrams
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.watchdog.agent.registry import build_detectors
 from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetector
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
@@ -152,3 +158,33 @@ def test_shifted_ids_are_noticed_and_mixtures_are_learned_anew(tmp_path: Path, m
     shifted = again.score(step(1), shares)
     assert shifted is not None and shifted > 20
     assert again.score(step(1), {"a": 0.5, "b": 0.5}) is None
+
+
+@pytest.mark.shows("F42")
+@pytest.mark.slow
+def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
+    """End to end: between two starts every id grows by one, and the sizes and the manifest's fingerprint stay."""
+    corpus = lab.path / "corpus"
+    shutil.copytree(lab.corpus, corpus)
+    config = lab.config(
+        data={"sources": [{"name": "text", "path": str(corpus)}]},
+        train={"duration": "70 steps", "global_batch": "32 samples", "micro_batch": 8},
+        checkpoint={"every": "60 steps"},
+        optimizer={"decay": "70 steps"},
+        watchdog={"enabled": True},
+        health={"rollback": False},  # or the run would skip these samples before the detector reads them
+    )
+    with constants("data.packing.unigrams", LEARN=20):
+        lab.train(config, "train.duration=60 steps")
+    for path in (corpus / "shards").glob("*.bin"):
+        ids = np.fromfile(path, dtype="<u2")
+        np.where((ids > 10) & (ids < 500), ids + 1, ids).astype("<u2").tofile(path)
+    seal(corpus)
+    lab.train(config)
+    run, reported = RunDir(lab.path / "run"), []
+    alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm: reported.append((alarm.key, alarm.step)))
+    found = build_detectors(load(run.config), alarms, segment=2)
+    for record in helpers.metrics(run.path)[60:]:
+        for detector in found:
+            detector.step(parsed(record))
+    assert [(key, step) for key, step in reported if key.startswith("data-")] == [("data-distance", 62)]
