@@ -30,7 +30,7 @@ run = { name = "release", dir = "/tmp/fsdp-pretrain-release/run" }
 model = { family = "llama", layers = 1, hidden = 4, heads = 1, ffn = 4, vocab = 272, tied_head = true }
 train = { duration = "12 steps", global_batch = "4 samples", micro_batch = 4 }
 optimizer = { lr = 1e-2, curve = "constant", warmup = "4 steps" }
-checkpoint = { every = "4 steps", keep_last = 2 }
+checkpoint = { every = "4 steps", keep_last = 2, keep_every = "8 steps" }
 eval = { tasks = ["heldout_bpb"], every = "8 steps", launch = false, heldout = "/tmp/fsdp-pretrain-release/heldout.jsonl" }
 record = { console_every = 4 }
 [data]
