@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import struct
 import subprocess
@@ -499,10 +500,16 @@ def test_quickstart_corpus_is_real_and_split_by_file(tmp_path: Path, run_command
     assert both <= {row["source"] for row in rows["train"]} or "argparse.py" in files["heldout"]
 
 
-def test_inspect_shows_a_document(run_command: Run, shared_corpus: Path) -> None:
+def test_inspect_shows_a_document(run_command: Run, shared_corpus: Path, tmp_path: Path) -> None:
     first = json.loads((shared_corpus / "train.jsonl").read_text().splitlines()[0])["text"]
     shown = run_command("data.cli", "inspect", shared_corpus / "corpus", "--doc", 0)
     assert shown.stdout.rstrip("\n") == first.rstrip("\n")
     assert run_command("data.cli", "inspect", shared_corpus / "corpus", "--doc", 10**6).returncode == 78
+    empty = tmp_path / "empty"
+    shutil.copytree(shared_corpus / "corpus", empty)
+    manifest = json.loads((empty / "manifest.json").read_text())
+    (empty / "manifest.json").write_text(json.dumps({**manifest, "shards": []}))
+    none = run_command("data.cli", "inspect", empty, "--doc", 0)
+    assert none.returncode == 78 and "Traceback" not in none.stderr
     shown = run_command("data.cli", "inspect", shared_corpus / "corpus", "--json")
     assert json.loads(shown.stdout)["separators"] == "none"

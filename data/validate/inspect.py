@@ -30,8 +30,8 @@ def document(corpus: Corpus, wanted: int) -> ShownDocument:
     """
     shards, table = corpus.manifest.shards, corpus.blocks
     ends = np.cumsum([shard.documents for shard in shards])
-    if not 0 <= wanted < int(ends[-1]):
-        raise DataError(f"there is no document {wanted}: the corpus has {int(ends[-1])}")
+    if not 0 <= wanted < sum(shard.documents for shard in shards):
+        raise DataError(f"there is no document {wanted}: the corpus has {sum(shard.documents for shard in shards)}")
     index = int(ends.searchsorted(wanted, "right"))
     number = wanted - (int(ends[index]) - shards[index].documents)
     inside = (table[:, 0] == index) & (table[:, 1] <= number) & (number < table[:, 1] + table[:, 2])
