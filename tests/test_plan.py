@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +24,12 @@ from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.plan import warnings as advice
-from fsdp_pretrain.plan.flops import peak_flops
+from fsdp_pretrain.plan.flops import hardware_flops_per_token, peak_flops, speed
 from fsdp_pretrain.plan.plan import count_parameters
 from fsdp_pretrain.units import human_count
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
-
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """`fsdp-pretrain plan` in this process: exit code and both outputs."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["fsdp-pretrain", "plan", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            code = main.main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
@@ -88,11 +68,17 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
         (["parallel.shard=3", "--world-size", "4"], ["parallel.shard = 3 does not divide the world size 4"]),
         (["--seconds-per-step", "2"], ["--seconds-per-step needs a positive time and --world-size"]),
         (["--seconds-per-step", "2", "--world-size", "2", "--at", "4 steps"], ["exclude each other"]),
+        (["--mfu", "40%"], ["--mfu needs --world-size and --device"]),
+        (["--mfu", "40%", "--world-size", "2"], ["that of None is not known", "NVIDIA H100"]),
+        (["--mfu", "40%", "--world-size", "2", "--device", "NVIDIA A9000"], ["that of 'NVIDIA A9000' is not known"]),
+        (["--mfu", "0.4", "--world-size", "2"], ["is not a share such as 45%"]),
         (["--device", "NVIDIA A100-SXM4-80GB"], ["what a rank needs: give --world-size as well"]),
+        (["--seconds-per-step", "nan", "--world-size", "2"], ["--seconds-per-step needs a positive time"]),
         (["optimizer.betas=[nan,0.9]", "optimizer.lr=inf"], ["2 problems", "optimizer.betas.0 = nan", "lr = inf"]),
         (["train.duration=100"], ["bare number has no unit"]),
         (["--at", "soon"], ["--at: not a quantity"]),
         (["--at", "21 steps"], ["after the end of the run, which has 20 steps: 160 samples, 5_120 tokens"]),
+        (["--at", "6K tokens"], ["after the end of the run"]),
         (["--at", "0 steps"], ["before the first step of the run"]),
         (
             ["optimizer.embedding_shrink=[{at='9 steps',value=1.0},{at='8 samples',value=0.1}]"],
@@ -100,29 +86,34 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
         ),
     ],
 )
-def test_contradictions_are_refused(lab: Any, command: Command, arguments: list[str], expected: list[str]) -> None:
-    code, _, errors = command(lab.config(), *arguments)
-    assert code == 78 and all(part in errors for part in expected), errors
+def test_contradictions_are_refused(lab: Any, run_command: Run, arguments: list[str], expected: list[str]) -> None:
+    done = run_command("fsdp_pretrain.cli", "plan", lab.config(), *arguments)
+    assert done.returncode == 78 and "Traceback" not in done.stderr
+    assert all(part in done.stderr for part in expected), done.stderr
 
 
-def test_the_schedule_at_a_point(lab: Any, command: Command) -> None:
-    assert json.loads(command(lab.config(), "--at", "4 steps", "--json")[1]) == {
+def test_the_schedule_at_a_point(lab: Any, run_command: Run) -> None:
+    done = run_command("fsdp_pretrain.cli", "plan", lab.config(), "--at", "4 steps", "--json")
+    row = json.loads(done.stdout)
+    assert row == {
         "step": 4, "consumed": 32, "cursor": 32, "tokens": 1024, "batch": 8, "lr": 0.01, "sequence_length": 32,
         "shares": {"text": 1.0},
     }  # fmt: skip
-    places = "1 samples,160 samples", "1 steps,20 steps", "1 tokens,5120 tokens"
-    for at in places:
-        rows = json.loads(command(lab.config(), "--at", at, "--json")[1])
+    for first, last in (("1 samples", "20 steps"), ("1 steps", "160 samples"), ("1 tokens", "5120 tokens")):
+        rows = [
+            json.loads(run_command("fsdp_pretrain.cli", "plan", lab.config(), "--at", at, "--json").stdout)
+            for at in (first, last)
+        ]
         assert [(row["step"], row["consumed"]) for row in rows] == [(1, 8), (20, 160)]
     ramp = [{"at": "0 samples", "value": 1.0}, {"at": "60 samples", "value": 1.0}, {"at": "60 samples", "value": 3.0}]
     sources = [{"name": "a", "path": "/a", "weight": ramp}, {"name": "b", "path": "/b"}]
     config = lab.config("mixed", data={"sources": sources, "skip": ["8:40 samples", "72:80 samples"]})
-    row = json.loads(command(config, "--at", "4 steps", "--json")[1])
+    row = json.loads(run_command("fsdp_pretrain.cli", "plan", config, "--at", "4 steps", "--json").stdout)
     assert (row["consumed"], row["cursor"], row["shares"]) == (32, 64, {"a": 0.75, "b": 0.25})
 
 
-def test_epochs(lab: Any, run_command: Run) -> None:
-    """Of every source, against their tokens."""
+def test_epochs_and_days(lab: Any, run_command: Run) -> None:
+    """Of every source, against their tokens; the days against the formula."""
     corpus = read_manifest(lab.corpus)
     stream = corpus.tokens + corpus.documents  # a separator after each
     sources = [{"name": "a", "path": str(lab.corpus), "weight": 3.0}, {"name": "b", "path": str(lab.corpus)}]
@@ -139,25 +130,31 @@ def test_epochs(lab: Any, run_command: Run) -> None:
     assert f"{result['sources']['a']['epochs']:.3g} times" in warning and "2305.16264" in warning
     shown = run_command("fsdp_pretrain.cli", "plan", config, "train.duration=1K tokens").stdout
     assert f"data        b: {human_count(corpus.tokens)} tokens, read 0.0" in shown and " is read " not in shown
+    options = ["--world-size", 2, "--device", "NVIDIA H100 80GB HBM3", "--mfu", "40%", "--json"]
+    rates = json.loads(run_command("fsdp_pretrain.cli", "plan", config, *options).stdout)
+    rate = 2 * 989e12 * 0.4 / result["flops_per_token"]
+    assert rates["mfu"] == pytest.approx(0.4) and rates["tokens_per_second"] == pytest.approx(rate)
+    assert rates["days"] == pytest.approx(result["tokens"] / rate / 86_400, rel=0.01)
     elsewhere = run_command(
         "fsdp_pretrain.cli", "plan", lab.config("away", data={"sources": [{**sources[0], "path": "/none"}]})
     )
     assert elsewhere.returncode == 0 and "the corpora are not here" in elsewhere.stdout
 
 
-def test_another_budget_and_vocabulary_by_their_keys(command: Command) -> None:
+def test_another_budget_and_vocabulary_by_their_keys(run_command: Run) -> None:
     """50B tokens of the recipe of 2T, and a table of 50,304 rows: what the plan says to change is enough."""
     recipe = ROOT / "configs/runs/llama-7b-hsdp.toml"
-    code, _, refused = command(recipe, "model.vocab=50_304")
-    assert code == 78
-    declared = re.search(r"set (model.declared_params) = ([\d_]+)", refused)
+    refused = run_command("fsdp_pretrain.cli", "plan", recipe, "model.vocab=50_304")
+    assert refused.returncode == 78
+    declared = re.search(r"set (model.declared_params) = ([\d_]+)", refused.stderr)
     assert declared is not None and int(declared[2]) == 6_738_415_616 + 2 * 4096 * (50_304 - 32_000)
     changes = ["model.vocab=50_304", f"{declared[1]}={declared[2]}", "train.duration=50B tokens"]
-    result = json.loads(command(recipe, *changes, "--json")[1])
-    assert result["tokens"] == pytest.approx(50e9, rel=1e-4)
+    done = run_command("fsdp_pretrain.cli", "plan", recipe, *changes, "--json")
+    result = json.loads(done.stdout)
+    assert done.returncode == 0 and result["tokens"] == pytest.approx(50e9, rel=1e-4)
     assert result["schedule"][-1]["lr"] == pytest.approx(3e-5) and not result["warnings"]
-    _, longer, _ = command(recipe, "train.duration=50B tokens", "optimizer.decay=2T tokens")
-    assert "the learning rate ends at 0.0003, above its floor of 3e-05" in longer
+    longer = run_command("fsdp_pretrain.cli", "plan", recipe, "train.duration=50B tokens", "optimizer.decay=2T tokens")
+    assert "the learning rate ends at 0.0003, above its floor of 3e-05" in longer.stdout
 
 
 GOLDEN = {
@@ -185,26 +182,32 @@ def test_every_shipped_configuration_is_the_size_it_declares(path: Path) -> None
     assert config.model.declared_params in (None, count_parameters(config.model))
 
 
-@pytest.mark.shows("B7", "D2", "D24")
+@pytest.mark.shows("D2")
 @pytest.mark.parametrize(
-    ("recipe", "overrides", "warned"),
+    ("recipe", "options", "parameters", "warned"),
     [
         (
             "tr8-104b",
-            ["model.init_std=0.02"],
+            ["model.init_std=0.02", "--world-size", "16", "--device", "NVIDIA A100-SXM4-80GB"],
+            GOLDEN["tr8-104b"],
             ["hidden / layers is 512", "heads up to 256, not 512", "init_std = 0.02 is 4.0 times", "takes 6_494 steps",
-             "floor from 126_953_125 of 300_001_504", "has 80 GiB: shard over more"],
+             "floor from 126_953_125 of 300_001_504", "limits the run to 16 ranks", "has 80 GiB: shard over more"],
         ),
-        ("tr1-13b", [], ["216_320 samples (443M tokens) takes 8_641 steps because of the batch ramp"]),
+        (
+            "glm-130b",
+            [],
+            GOLDEN["glm-130b"], ["limits the run to 24 ranks"],
+        ),
     ],
+    ids=["tr8-104b", "glm-130b"],
 )  # fmt: skip
-def test_recipes(recipe: str, overrides: list[str], warned: list[str]) -> None:
-    """The warm-up of tr1-13B was meant as 2,000 steps."""
-    config = load(str(ROOT / f"configs/runs/{recipe}.toml"), overrides)
-    result = plan.plan(config, 16, device="NVIDIA A100-SXM4-80GB")
-    assert result.parameters == result.declared_params == GOLDEN[recipe]
+def test_recipes(run_command: Run, recipe: str, options: list[str], parameters: int, warned: list[str]) -> None:
+    done = run_command("fsdp_pretrain.cli", "plan", ROOT / f"configs/runs/{recipe}.toml", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["parameters"] == result["declared_params"] == parameters
     for text in warned:
-        assert any(text in warning for warning in result.warnings), (text, result.warnings)
+        assert any(text in warning for warning in result["warnings"]), (text, result["warnings"])
 
 
 @pytest.mark.shows("D1")
@@ -216,17 +219,33 @@ def test_the_104b_that_was_57b() -> None:
     assert refused.value.exit == Exit.REFUSED
 
 
+@pytest.mark.shows("B7", "D24")
+def test_a_warm_up_that_the_ramp_makes_long() -> None:
+    """tr1-13B: 216,320 samples were meant as 2,000 steps."""
+    config = load(str(ROOT / "configs/runs/tr1-13b.toml"))
+    result = plan.plan(config)
+    assert result.parameters == result.declared_params == GOLDEN["tr1-13b"]
+    (warning,) = [text for text in result.warnings if "warm-up" in text]
+    assert "216_320 samples (443M tokens) takes 8_641 steps because of the batch ramp" in warning
+
+
 @pytest.mark.shows("B14")
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         ([], []),
+        (["model.heads=40", "model.hidden=5200", "model.ffn=13_866"], ["head size of 130 is not a multiple of 8:"]),
         (["model.heads=16", "model.hidden=2560", "model.ffn=6912"], ["head size of 160 is not a multiple of 64:"]),
         (["model.ffn=4096"], ["ffn / hidden is 1.00, where the family has about 2.67"]),
+        (["model.vocab=50_257"], ["50257 rows, not a multiple of 64"]),
+        (["model.vocab=50_257", "model.vocab_multiple=128"], []),
         (["model.layers=10"], ["hidden / layers is 410"]),
         (["optimizer.decay=100_000 steps"], ["learning rate is at its floor from 25_600_000 of 488_281_344"]),
-        (["model.vocab=50_257"], ["50257 rows, not a multiple of 64"]),
         (["checkpoint.every=2_000_000 steps"], ["is longer than the run"]),
+        (
+            ["optimizer.decay_shape=linear"],
+            ["optimizer.decay_shape = linear has no effect with optimizer.curve = cosi"],
+        ),
     ],
 )
 def test_warnings(overrides: list[str], expected: list[str]) -> None:
@@ -260,15 +279,43 @@ def test_unknown_devices_have_no_peak() -> None:
         assert peak_flops(unknown) is None
 
 
-def test_speed_of_a_measured_step(command: Command) -> None:
+@pytest.mark.shows("A1")
+@pytest.mark.parametrize(("batch", "seconds", "tflops"), [(4224, 88.5, 134.15), (6144, 122.5, 140.97)])
+def test_megatron_formula_gives_the_logged_tflops_of_glm_130b(batch: int, seconds: float, tflops: float) -> None:
+    config = load(str(ROOT / "configs/runs/glm-130b.toml"))
+    rates = speed(config, GOLDEN["glm-130b"], batch=batch, seconds=seconds, devices=768, device="NVIDIA A100")
+    assert rates.hardware_tflops_per_device == pytest.approx(tflops, abs=0.005)
+    assert rates.hfu == pytest.approx(tflops / 312, abs=1e-4)
+    if batch == 4224:
+        assert rates.mfu == pytest.approx(0.324, abs=0.0005)
+
+
+def test_hardware_flops_know_the_real_shape() -> None:
+    """Counted matrix by matrix: Llama 3 8B has fewer KV heads and ffn = 3.5 hidden."""
+    shape = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256}
+    model = LlamaModel(family="llama", **shape)  # type: ignore[arg-type]
+    matrices = 4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 14336
+    forward = 32 * (2 * matrices + 4 * 4096 * 8192)
+    assert hardware_flops_per_token(model, 8192) == 3 * (forward + 2 * 4096 * 128256)
+    assert hardware_flops_per_token(model, 8192, recompute=2) == 3 * (forward + 2 * 4096 * 128256) + forward / 2
+    inside = 32 * 2 * 2 * 4096 * 14336  # gate and up
+    recomputed = hardware_flops_per_token(model, 8192, recompute="feed-forward")
+    assert recomputed == pytest.approx(3 * (forward + 2 * 4096 * 128256) + inside)
+
+
+def test_speed_of_a_measured_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """3,700 tokens/s on an A100 were published as 57% MFU."""
-    measured = (ROOT / "configs/runs/llama-7b-hsdp.toml", "--seconds-per-step", "2.214", "--world-size", "128")
-    rates = json.loads(command(*measured, "--device", "NVIDIA A100-SXM4-80GB", "--json")[1])
+    command = ["fsdp-pretrain", "plan", str(ROOT / "configs/runs/llama-7b-hsdp.toml")]
+    command += ["--seconds-per-step", "2.214", "--world-size", "128"]
+    monkeypatch.setattr("sys.argv", [*command, "--device", "NVIDIA A100-SXM4-80GB", "--json"])
+    assert main.main() == 0
+    rates = json.loads(capsys.readouterr().out)
     assert rates["tokens_per_second_per_device"] == pytest.approx(3700, rel=1e-3)
     assert rates["mfu"] == pytest.approx(0.555, abs=0.002)
     steps = 2e12 / (256 * 4096)  # two trillion tokens
     assert rates["days"] == pytest.approx(steps * 2.214 / 86_400, rel=1e-3)
-    assert "MFU unknown (no peak on file)" in command(*measured)[1]
+    monkeypatch.setattr("sys.argv", command)
+    assert main.main() == 0 and "MFU unknown (no peak on file)" in capsys.readouterr().out
 
 
 @pytest.mark.shows("A1")

@@ -68,9 +68,17 @@ def test_what_is_planned_is_what_a_node_uses(module_lab: Any, run_command: Any, 
     forecast = Forecast(packer, BatchSchedule(BATCH), Skips(), Position(), world=1, ranks=range(1), until=end)
     fetched = fetch_all(Window(forecast, {0: "text"}, sizes), said["recommended"])
     assert fetched < 1.1 * whole * packer.epochs_read(end)["text"]
+    enough = plan(run_command, config(module_lab, corpus, "1GB", f"file://{corpus}"), "--json")
+    assert not any("cache" in warning for warning in enough["warnings"])
 
 
-def test_storage_that_is_away_is_no_problem(module_lab: Any, run_command: Any, corpus: Path, tmp_path: Path) -> None:
+def test_a_small_cache_is_a_warning_and_storage_away_is_none(
+    module_lab: Any, run_command: Any, corpus: Path, tmp_path: Path
+) -> None:
+    small = plan(run_command, config(module_lab, corpus, "40KB", f"file://{corpus}"))
+    assert "warning: data.cache.size = 39.1 KiB, but a node uses" in small and "such a run is refused" in small
+    reshuffled = config(module_lab, corpus, "800KB", f"file://{corpus}", reshuffle=["64 samples"])
+    assert "warning: data.reshuffle: until the epoch ends" in plan(run_command, reshuffled) and "reshuffle" not in small
     here = Path(shutil.copytree(corpus, tmp_path / "moved"))
     shutil.rmtree(here / "shards")
     assert "cache       " in plan(run_command, config(module_lab, here, "800KB", f"file://{here}")), "no block is read"

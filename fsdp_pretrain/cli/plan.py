@@ -20,6 +20,13 @@ def add(command: CommandLine) -> None:
     command.add(_plan)
 
 
+def _share(text: str) -> float:
+    number = text.strip().removesuffix("%")
+    if not text.strip().endswith("%") or not number.replace(".", "", 1).isdecimal() or not 0 < float(number) <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 45%")
+    return float(number) / 100
+
+
 @verb(
     "plan",
     "configs/runs/llama-7b-hsdp.toml --world-size 128 --device 'NVIDIA A100-SXM4-80GB'",
@@ -32,8 +39,13 @@ def add(command: CommandLine) -> None:
     argument(
         "--seconds-per-step",
         type=float,
-        help="print TFLOP/s, MFU and the days of the run instead, if --world-size devices take this time for a step "
-        "of the full batch",
+        help="print TFLOP/s, MFU, HFU and the days of the run instead, if --world-size devices take this time for a "
+        "step of the full batch",
+    ),
+    argument(
+        "--mfu",
+        type=_share,
+        help="the same from the share of the peak of a --device that was measured, such as 45%%",
     ),
     argument("--at", help="print the schedule at a point, such as '43680 steps', or at several: '22_800,22_801 steps'"),
     JSON,
@@ -47,14 +59,18 @@ def _plan(args: argparse.Namespace) -> int:
         raise ConfigError("--seconds-per-step needs a positive time and --world-size")
     if args.at is not None and args.seconds_per_step is not None:
         raise ConfigError("--at and --seconds-per-step exclude each other")
+    if args.mfu is not None and (args.world_size is None or args.seconds_per_step is not None):
+        raise ConfigError("--mfu needs --world-size and --device, and is not for --seconds-per-step")
     if args.world_size is None and (args.device or args.device_memory):
         raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
     config = load(args.config, args.overrides)
     if args.at is not None:
         return _at(args, config)
     plan = import_extra("fsdp_pretrain.plan.plan", "plan counts parameters")
-    if args.seconds_per_step is not None:
-        rates = plan.measured(config, devices=args.world_size, device=args.device, seconds=args.seconds_per_step)
+    if args.seconds_per_step is not None or args.mfu is not None:
+        rates = plan.measured(
+            config, devices=args.world_size, device=args.device, seconds=args.seconds_per_step, mfu=args.mfu
+        )
         print(json.dumps(vars(rates), indent=1) if args.json else plan.render_measured(rates))
         return 0
     result = plan.plan(

@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 IGNORE = -100
 """Label of positions without a target."""
 
-LOGITS_PER_CHUNK = 2**25
+_LOGITS_PER_CHUNK = 2**25
 """Logits per chunk: 128 MiB in fp32; at the peak there are three tensors of that size."""
-KEPT_BYTES = 2**30
+_KEPT_BYTES = 2**30
 """All logits of a micro-batch together are kept for the backward pass up to this, in the dtype of the hidden states;
 more are computed again, which is a third of the output matrix's work."""
 
@@ -35,7 +35,7 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of `hidden @ weight.T` per position, and the log-normaliser of the softmax.
 
-    The vocabulary is processed in chunks, also in the backward pass: memory for logits grows up to `KEPT_BYTES` and a
+    The vocabulary is processed in chunks, also in the backward pass: memory for logits grows up to `_KEPT_BYTES` and a
     few chunks, then neither with it nor with the positions. Gradients are exact for any weighting of both results.
     (`F.linear_cross_entropy`, which is similar, needs torch 2.13.)
 
@@ -50,7 +50,7 @@ def token_losses(
     """
     rows, targets, kernels = hidden.flatten(0, 1), labels.flatten(), kernels or _EAGER
     size = len(rows) * len(weight) * rows.element_size()
-    keep = torch.is_grad_enabled() and size <= KEPT_BYTES
+    keep = torch.is_grad_enabled() and size <= _KEPT_BYTES
     losses, normalisers = _TokenLosses.apply(rows, weight, targets, kernels, keep)  # type: ignore[no-untyped-call]
     return losses.view_as(labels), normalisers.view_as(labels)
 
@@ -130,7 +130,7 @@ def compiled_kernels() -> ChunkKernels:
 
 def _chunks(rows: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Vocabulary chunks: slice, clamped targets [N, 1] relative to its start, and which targets [N] are in it."""
-    size = max(1, LOGITS_PER_CHUNK // max(1, len(rows)))
+    size = max(1, _LOGITS_PER_CHUNK // max(1, len(rows)))
     for start in range(0, len(weight), size):
         stop = min(start + size, len(weight))
         local = targets - start

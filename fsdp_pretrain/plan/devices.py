@@ -50,3 +50,8 @@ def find(name: str) -> Device | None:
     """The device with this name, or None if unknown; the longest matching prefix counts."""
     matches = [prefix for prefix in _DEVICES if name.startswith(prefix)]
     return _DEVICES[max(matches, key=len)] if matches else None
+
+
+def names() -> list[str]:
+    """The prefixes by which devices are known."""
+    return list(_DEVICES)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel, GPTModel, LlamaModel
+from fsdp_pretrain.config.sections import Recompute
 
 from . import devices
 
@@ -31,6 +32,12 @@ def peak_flops(name: str) -> float | None:
     return device.peak if device else None
 
 
+def device_memory(name: str) -> int | None:
+    """Bytes of memory of a device by name, or None if unknown."""
+    device = devices.find(name)
+    return device.bytes if device else None
+
+
 def run_flops(config: Config, parameters: int) -> float:
     """FLOPs of the model for the whole run."""
     lengths = config.schedule.lengths.between(0, config.schedule.total)
@@ -42,7 +49,8 @@ def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> f
 
     q is the width of the queries of all heads, in most models h.
 
-    Counts all parameters (embedding included) and full, not causal, attention, but no recomputation.
+    Counts all parameters (embedding included) and full, not causal, attention, but no recomputation: these are model
+    FLOPs (MFU), not hardware FLOPs.
     """
     return 6.0 * parameters + 12.0 * model.layers * model.query_width * sequence_length
 
@@ -52,12 +60,39 @@ def feed_forward(model: AnyModel) -> tuple[int, int]:
     return (model.ffn if isinstance(model, LlamaModel) else model.ffn_width), 2 if isinstance(model, GPTModel) else 3
 
 
+def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: Recompute = 0) -> float:
+    """Hardware FLOPs per token: Megatron-LM's formula (arXiv 2104.04473, eq. 3) for any f and number of KV heads.
+
+    Counts only matrix products: 3 times the forward pass of the blocks, 4 times if recomputed; 3 times that of the
+    output matrix, V being the padded rows of the table; full, not causal, attention. With f = 4h (or 8h/3 and a gate),
+    as many KV heads as heads and full recomputation this is 24 * 4 * L * h^2 * (1 + S/(6h) + V/(16Lh)) per token.
+
+    Args:
+        recompute: `parallel.recompute`.
+    """
+    passes = 3 + _recomputed_share(model, sequence_length, recompute)
+    return passes * model.layers * _block_forward(model, sequence_length) + 6 * model.hidden * model.rows
+
+
+def _recomputed_share(model: AnyModel, sequence_length: int, recompute: Recompute) -> float:
+    """FLOPs that `parallel.recompute` computes again, as a share of the forward pass of all blocks."""
+    if recompute == "feed-forward":  # all but the last product of the layer
+        ffn, matrices = feed_forward(model)
+        return 2 * (matrices - 1) * model.hidden * ffn / _block_forward(model, sequence_length)
+    return -(-model.layers // recompute) / model.layers if recompute else 0.0
+
+
+def _block_forward(model: AnyModel, sequence_length: int) -> float:
+    h, q, (ffn, matrices) = model.hidden, model.query_width, feed_forward(model)
+    return float(4 * h * q + 4 * h * model.kv_width + 4 * q * sequence_length + 2 * matrices * h * ffn)
+
+
 @dataclass(frozen=True)
 class Speed:
-    """Throughput of a measured step.
+    """Throughput of a measured step, in model FLOPs and in hardware FLOPs (with recomputation).
 
     Attributes:
-        mfu: model FLOPs utilisation; None if the device's peak is unknown.
+        mfu, hfu: model and hardware FLOPs utilisation; None if the device's peak is unknown.
         days: of the whole run, if all its steps compute at this rate; without saves and failures.
     """
 
@@ -67,8 +102,10 @@ class Speed:
     device: str
     tokens_per_second: float
     tokens_per_second_per_device: float
-    tflops_per_device: float
+    model_tflops_per_device: float
+    hardware_tflops_per_device: float
     mfu: float | None
+    hfu: float | None
     days: float
 
 
@@ -76,7 +113,8 @@ def speed(config: Config, parameters: int, *, batch: int, seconds: float, device
     """Throughput of a step of `batch` samples in `seconds` on `devices`."""
     length = config.data.sequence_length
     tokens = batch * length / seconds
-    flops = tokens * flops_per_token(parameters, config.model, length) / devices
+    model = tokens * flops_per_token(parameters, config.model, length) / devices
+    hardware = tokens * hardware_flops_per_token(config.model, length, config.parallel.recompute) / devices
     peak = peak_flops(device)
     return Speed(
         batch=batch,
@@ -85,9 +123,11 @@ def speed(config: Config, parameters: int, *, batch: int, seconds: float, device
         device=device,
         tokens_per_second=tokens,
         tokens_per_second_per_device=tokens / devices,
-        tflops_per_device=flops / 1e12,
-        mfu=flops / peak if peak else None,
-        days=run_flops(config, parameters) / (flops * devices) / DAY,
+        model_tflops_per_device=model / 1e12,
+        hardware_tflops_per_device=hardware / 1e12,
+        mfu=model / peak if peak else None,
+        hfu=hardware / peak if peak else None,
+        days=run_flops(config, parameters) / (model * devices) / DAY,
     )
 
 

@@ -1,32 +1,42 @@
-"""Estimates a rank's training memory by arithmetic, without a device.
+"""Estimates a rank's training memory without a device.
 
-Parameters, gradients and optimiser are exact: fp32 shards. What FSDP2 gathers and reduces follows from its units. What
-a block keeps for the backward pass is a closed form for kernels that keep little (fused attention, fused norms), as on
-a GPU.
+Parameters, gradients and optimiser are computed: fp32 shards. The rest comes from running one micro-batch of the real
+model forward and backward on the meta device, counting storages as they are allocated and freed; FSDP2's gathered and
+reduced buffers are added when it would allocate them. Kernels that save less than PyTorch's generic code (fused
+attention, RMSNorm, dropout) have stand-ins that save the same as they do.
 
 Not counted: the CUDA context and NCCL (about 1 to 2 GiB outside PyTorch's allocator), fragmentation. Blocks are
-estimated uncompiled; compiled ones keep less.
+estimated uncompiled; compiled ones save less.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 
+from data.packing.loader import MicroBatch
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.models.loss import KEPT_BYTES, LOGITS_PER_CHUNK
+from fsdp_pretrain.models import forward as packed
 from fsdp_pretrain.models.masks import choose_backend
-from fsdp_pretrain.parallel.fsdp import compute_dtype, units
-
-from .flops import feed_forward
+from fsdp_pretrain.parallel.fsdp import ShardedUnit, compute_dtype, units
 
 _MASTER_BYTES = 4
 """Bytes per fp32 element of parameters, gradients, both moments of AdamW and reduce-scatter buffers."""
+
+_META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class MemoryEstimate:
         parameters, optimizer, gradients: fp32 shards.
         gathered: unsharded parameters in the compute dtype.
         reduce: unsharded gradients and reduce-scatter buffers.
-        activations: tensors kept for backward, and working memory of blocks.
+        activations: tensors saved for backward, and working memory of blocks.
         logits: working memory of the loss.
     """
 
@@ -48,6 +58,7 @@ class MemoryEstimate:
     reduce: int
     activations: int
     logits: int
+    inputs: int
 
     @property
     def total(self) -> int:
@@ -62,76 +73,281 @@ def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.de
         accumulates: a step has several micro-batches per rank, so gradients exist from the start.
         device: `cuda` or `cpu`: determines the dtype of `train.precision = "auto"` and the kernels.
     """
-    model, size = models.build(config.model), compute_dtype(config, device).itemsize
-    parts = [
-        (sum(_padded(module.parameters(), shards) for module in unit.modules), unit.reshard)
-        for unit in units(model, reshard=config.parallel.reshard_after_forward)
-    ]
-    every = _padded(model.parameters(), shards)
-    block = _padded(model.blocks[-1].parameters(), shards)
-    table = _padded(model.embedding.parameters(), shards)
-    shard = every // shards * _MASTER_BYTES
-    resharded = max((elements for elements, reshard in parts if reshard), default=0)
-    # A forward pass ends with the all-gather buffer of its last unit; later, one more unit is in flight.
-    passing = resharded if shards == 1 else max(2 * resharded, parts[-1][0])
-    staying = every - sum(elements for elements, reshard in parts if reshard)
-    kept, working = _activations(config, size, choose_backend(config.parallel.attention, config.model, device))
-    logits = _logits(config, size)
-    begun = shard if accumulates else 0
-    moments = (
-        {"gradients": begun, "reduce": size * table, "activations": kept, "logits": logits},
-        {"gradients": begun, "reduce": size * block + _MASTER_BYTES * table, "activations": kept + working},
-        {"gradients": shard, "reduce": (size + _MASTER_BYTES) * table, "activations": working},
-    )
-    return max(
-        (
-            MemoryEstimate(
-                **{"parameters": shard, "optimizer": 2 * shard, "gathered": size * (staying + passing), "logits": 0}
-                | moment
-            )
-            for moment in moments  # in the loss, in the last block's backward pass, at the end
-        ),
-        key=lambda found: found.total,
+    model = models.build(config.model)
+    shard = sum(_padded(parameter, shards) // shards for parameter in model.parameters()) * _MASTER_BYTES
+    step = _trace(model.to(compute_dtype(config, device)), config, shards, accumulates, device)
+    return MemoryEstimate(parameters=shard, optimizer=2 * shard, **step)
+
+
+def _padded(parameter: Tensor, shards: int) -> int:
+    """Elements of a parameter with its rows rounded up to a multiple of `shards`, as in FSDP2."""
+    return math.ceil(parameter.shape[0] / shards) * shards * math.prod(parameter.shape[1:])
+
+
+def _trace(
+    model: models.Decoder, config: Config, shards: int, accumulates: bool, device: torch.device
+) -> dict[str, int]:
+    """The parts of `estimate` that change during a step, at its peak."""
+    model.set_recompute(config.parallel.recompute)
+    model.train()
+    micro, data = _micro_batch(config), config.data
+    inputs = [tensor for field in fields(micro) if (tensor := getattr(micro, field.name)) is not None]
+    if choose_backend(config.parallel.attention, config.model, device) == "flex":
+        # Block masks are small and the kernel saves no scores: like no mask.
+        micro, data = replace(micro, prefix=None), data.model_copy(update={"attention": "causal"})
+    meter = _Meter([*model.parameters(), *inputs])
+    _Sharding(meter, shards, accumulates=accumulates).begin(
+        model, units(model, reshard=config.parallel.reshard_after_forward)
     )
 
+    def in_loss(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
+        meter.category = "logits"
+        out.register_hook(lambda _grad: setattr(meter, "category", "activations"))
 
-def _padded(parameters: Iterable[nn.Parameter], shards: int) -> int:
-    """Elements of parameters with their rows rounded up to a multiple of `shards`, as in FSDP2."""
-    return sum(math.ceil(each.shape[0] / shards) * shards * math.prod(each.shape[1:]) for each in parameters)
+    model.norm.register_forward_hook(in_loss)
+    bar = tqdm(total=len(model.blocks), desc="tracing a step", leave=False, disable=None)
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: bar.update() and None)
+    kernels = _FusedKernels(device)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = _WithKernels(block, kernels)
+    with bar, meter:
+        with kernels:
+            loss = packed.losses(model, micro, data, _META)[0].sum()
+        loss.backward()
+    meter.hold("inputs", sum(tensor.untyped_storage().nbytes() for tensor in inputs))
+    return {**meter.highest, "inputs": meter.live["inputs"]}
 
 
-def _activations(config: Config, size: int, backend: str) -> tuple[int, int]:
-    """Bytes that all blocks keep, and the working memory of one block's backward pass.
+def _micro_batch(config: Config) -> MicroBatch:
+    size, length, objective = config.train.micro_batch, config.data.sequence_length, config.data.objective
 
-    Args:
-        size: bytes of an element.
-        backend: `flex` keeps no scores.
+    def integers(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=_META)
+
+    glm = objective.kind == "glm"
+    slots = objective.slots if objective.kind == "glm" else 1
+    two = config.model.two_dimensions
+    masked = glm or config.data.uses_lengths
+    return MicroBatch(
+        tokens=integers(size, length + 1),
+        labels=integers(size, length) if glm or not config.data.loss_across_documents else None,
+        lengths=integers(size, slots, dtype=torch.int32) if masked else None,
+        sources=integers(size),
+        prefix=integers(size, slots, dtype=torch.int32) if glm else None,
+        positions=(integers(size, 2, length) if two else integers(size, length)) if glm else None,
+    )
+
+
+class _Sharding:
+    """Memory of FSDP2 besides the shards: gathered parameters and unsharded gradients.
+
+    What is not resharded stays gathered until its gradients are reduced, or, if a step has several micro-batches and
+    for the root, until the end. Of the units that are resharded, one exists besides one all-gather buffer, its own or
+    its neighbour's. When the gradients of a unit are complete, they are copied into one fp32 buffer, which stays until
+    the next unit's.
     """
-    model, recompute, length = config.model, config.parallel.recompute, config.data.sequence_length
-    tokens, (ffn, matrices) = config.train.micro_batch * length, feed_forward(model)
-    inside = 2 * (matrices - 1) * ffn  # before and after the activation, and the gate
-    width = 4 * model.hidden + 2 * model.query_width + 2 * model.kv_width  # norms; attention with its result
-    if model.family == "qwen3":
-        width += model.query_width + model.kv_width
-    if model.uses_dropout:
-        width += 2 * model.hidden // size
-    whole = size * (width + inside) + _MASTER_BYTES * model.heads
-    if getattr(model, "scores", "fused") != "fused":  # probabilities in fp32, and in another dtype
-        whole += (_MASTER_BYTES + size % _MASTER_BYTES) * length * model.heads
-    elif backend == "sdpa" and (config.data.attention != "causal" or config.data.objective.kind == "glm"):
-        grouped = model.kv_width != model.query_width
-        whole += size * length * (model.heads if grouped else 1)  # probabilities, or the mask as a bias
-    small = size * model.hidden if recompute not in (0, "feed-forward") else whole - size * inside
-    recomputed = model.layers if recompute == "feed-forward" else -(-model.layers // recompute) if recompute else 0
-    kept = recomputed * small + (model.layers - recomputed) * whole + 3 * size * model.hidden
-    working = size * (inside // 2 + 2 * model.hidden) + (whole - small if recomputed == model.layers else 0)
-    return tokens * kept, tokens * working
+
+    def __init__(self, meter: _Meter, shards: int, *, accumulates: bool) -> None:
+        self._meter, self._shards, self._accumulates = meter, shards, accumulates
+        self._reducing = 0
+
+    def begin(self, model: nn.Module, units: list[ShardedUnit]) -> None:
+        """Add gathered parameters, and hook the gradients."""
+        parts = [[p for module in unit.modules for p in module.parameters()] for unit in units]
+        inside = {id(parameter) for part in parts for parameter in part}
+        root = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+        sizes = [self._gathered(part) for part in parts]
+        passing = max((size for unit, size in zip(units, sizes, strict=True) if unit.reshard), default=0)
+        staying = sum(size for unit, size in zip(units, sizes, strict=True) if not unit.reshard)
+        if self._shards > 1:  # a forward pass ends with the all-gather buffer of its last unit
+            passing = max(2 * passing, sizes[-1])
+        self._meter.hold("gathered", self._gathered(root) + staying + passing)
+        if self._accumulates:
+            everything = [*root, *(parameter for part in parts for parameter in part)]
+            self._meter.hold("gradients", self._elements(everything) // self._shards * _MASTER_BYTES)
+        self._watch(root, release=0)
+        for unit, part, size in zip(units, parts, sizes, strict=True):
+            self._watch(part, release=0 if unit.reshard or self._accumulates else size)
+
+    def _gathered(self, part: list[nn.Parameter]) -> int:
+        return sum(_padded(parameter, self._shards) * parameter.element_size() for parameter in part)
+
+    def _elements(self, unit: list[nn.Parameter]) -> int:
+        return sum(_padded(parameter, self._shards) for parameter in unit)
+
+    def _watch(self, unit: list[nn.Parameter], release: int) -> None:
+        waiting = {id(parameter) for parameter in unit}
+
+        def arrived(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            self._meter.move(parameter.grad, "reduce")
+            waiting.discard(id(parameter))
+            if not waiting:
+                self._reduce(unit)
+                self._meter.hold("gathered", -release)
+
+        for parameter in unit:
+            parameter.register_post_accumulate_grad_hook(arrived)
+
+    def _reduce(self, unit: list[nn.Parameter]) -> None:
+        buffer = self._elements(unit) * _MASTER_BYTES
+        self._meter.hold("reduce", -self._reducing)
+        self._meter.hold("reduce", buffer)
+        self._reducing = buffer
+        for parameter in unit:
+            parameter.grad = None
+        shard = buffer // self._shards
+        self._meter.hold("gradients", shard)
+        if self._accumulates:  # added to the existing gradients
+            self._meter.hold("gradients", -shard)
 
 
-def _logits(config: Config, size: int) -> int:
-    """Working memory of the loss: kept logits, and chunks in fp32; see `models.loss`."""
-    tokens = config.train.micro_batch * config.data.sequence_length
-    every = tokens * config.model.rows
-    kept = size * every if size * every <= KEPT_BYTES else 0
-    chunks = 1 if size == _MASTER_BYTES else 2  # another dtype is copied
-    return kept + _MASTER_BYTES * (chunks * min(every, LOGITS_PER_CHUNK) + tokens * config.model.hidden)
+class _Meter(TorchDispatchMode):
+    """Counts the bytes of live storages, except those of `known` tensors.
+
+    Attributes:
+        category: of tensors allocated now.
+        live: current bytes by category.
+        highest: `live` at its highest sum.
+    """
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.category = "activations"
+        parts = ("gradients", "gathered", "reduce", "activations", "logits", "inputs")
+        self.live: Counter[str] = Counter(dict.fromkeys(parts, 0))
+        self.highest: dict[str, int] = dict(self.live)
+        self._known = {id(t.untyped_storage()) for t in known}
+        self._counted: dict[int, tuple[str, int, Any]] = {}
+
+    def hold(self, category: str, size: int) -> None:
+        self.live[category] += size
+        if size > 0 and self.live.total() > sum(self.highest.values()):
+            self.highest = dict(self.live)
+
+    def move(self, tensor: Tensor, category: str) -> None:
+        key = id(tensor.untyped_storage())
+        if key in self._counted:
+            before, size, reference = self._counted[key]
+            self._counted[key] = category, size, reference
+            self.live[before] -= size
+            self.live[category] += size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.logsumexp.default:  # its temporary exp(input), which the meta kernel omits
+            scratch = args[0].numel() * args[0].element_size()
+            self.hold(self.category, scratch)
+            self.hold(self.category, -scratch)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)  # PyTorch keeps the object of a storage for as long as the storage lives
+        if key in self._known or key in self._counted:
+            return
+
+        def freed(_reference: Any) -> None:
+            category, size, _ = self._counted.pop(key)
+            self.live[category] -= size
+
+        self._counted[key] = self.category, storage.nbytes(), weakref.ref(storage, freed)
+        self.hold(self.category, storage.nbytes())
+
+
+class _FusedKernels(TorchFunctionMode):
+    """Takes stand-ins for operations that have fused kernels on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._stand_ins: dict[Any, Callable[..., Tensor]] = {F.scaled_dot_product_attention: _attention}
+        if device.type == "cuda":
+            self._stand_ins |= {F.rms_norm: _rms_norm, F.dropout: _dropout}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._stand_ins.get(func, func)(*args, **(kwargs or {}))
+
+
+class _WithKernels(nn.Module):
+    """A block that takes the stand-ins also when it is recomputed: PyTorch turns function modes off for backward."""
+
+    def __init__(self, block: nn.Module, kernels: _FusedKernels) -> None:
+        super().__init__()
+        self._block, self._kernels = block, kernels
+
+    def forward(self, *args: Any) -> Any:
+        with self._kernels:
+            return self._block(*args)
+
+
+class _Fused(torch.autograd.Function):
+    """A kernel that saves its inputs, `kept` more bytes and possibly its output, and needs `scratch` bytes backward."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: int, scratch: int, keeps_output: bool, *inputs: Tensor) -> Tensor:
+        out = torch.empty_like(inputs[0])
+        more = torch.empty(kept, dtype=torch.uint8, device=_META)
+        ctx.save_for_backward(*inputs, more, *([out] if keeps_output else []))
+        ctx.inputs, ctx.scratch = len(inputs), scratch
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scratch = torch.empty(ctx.scratch, dtype=torch.uint8, device=_META)
+        outs = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[: ctx.inputs]]
+        del scratch
+        return None, None, None, *outs
+
+
+def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
+    rows = x.numel() // x.shape[-1]
+    out: Tensor = _Fused.apply(4 * rows, 0, False, x, weight)
+    return out
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0:
+        return x
+    mask = torch.empty(x.shape, dtype=torch.bool, device=_META)
+    return _Dropped.apply(x, mask)  # type: ignore[no-any-return]
+
+
+class _Dropped(torch.autograd.Function):
+    """Dropout: saves one byte per element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return torch.empty_like(grads[0]), None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Fused attention saves its output and one fp32 number per row; with a boolean mask also a bias of its size.
+
+    With a mask and fewer KV heads than heads no fused kernel of PyTorch applies: all probabilities are saved.
+    """
+    batch, heads, length, size = query.shape
+    kept, scratch = 4 * batch * heads * length, 4 * batch * heads * length * size  # backward: fp32 sums of query grads
+    if attn_mask is not None and enable_gqa:
+        kept += batch * heads * length * length * query.element_size()
+        scratch = 2 * batch * heads * length * length * query.element_size()
+    elif attn_mask is not None and attn_mask.dtype == torch.bool:
+        kept += attn_mask.numel() * query.element_size()
+    out: Tensor = _Fused.apply(kept, scratch, True, query, key, value)
+    return out

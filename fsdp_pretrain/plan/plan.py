@@ -20,10 +20,10 @@ from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
-from . import epochs, memory, preview
+from . import epochs, memory, preview, storage
 from . import warnings as advice
-from .devices import find
-from .flops import Speed, flops_per_token, run_flops, speed
+from .devices import find, names
+from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, peak_flops, run_flops, speed
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,23 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """What measuring the held-out loss costs.
+
+    Attributes:
+        samples: in a measurement; fewer if a corpus has fewer.
+        sources: that they come from.
+        every: interval between measurements.
+        share: of the time of training, at the full batch: a forward pass takes a third of a step.
+    """
+
+    samples: int
+    sources: int
+    every: str
+    share: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """The result of `plan`.
 
@@ -54,8 +71,9 @@ class Plan:
         sequence_lengths: samples of the run by their length.
         sources: how often each is read; None if the corpora are not here.
         storage: what sources by URL need, or None.
+        heldout: of the held-out loss, or None.
         schedule: rows of `Schedule.preview`.
-        timeline: what changes in the course of the run.
+        timeline: what changes in the course of the run, and what of it jumps.
         world: on a given number of ranks, or None.
     """
 
@@ -64,6 +82,7 @@ class Plan:
     parameters: int
     declared_params: int | None
     flops_per_token: float
+    hardware_flops_per_token: float
     steps: int
     samples: int
     tokens: int
@@ -76,6 +95,7 @@ class Plan:
     disk_bytes: int
     sources: dict[str, epochs.SourceEpochs] | None
     storage: room.CacheNeed | None
+    heldout: HeldOut | None
     schedule: list[dict[str, Any]]
     timeline: list[preview.TimelineRow]
     warnings: list[str]
@@ -152,11 +172,14 @@ def plan(
     checkpoint = upcoming.first_need(parameters, world or 1)
     kept = config.checkpoint.keep_last + 1
     length = config.data.sequence_length
-    warnings = advice.warnings(config)
+    warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
     warnings += _space_warning(config, checkpoint)
     packer = epochs.open_corpora(config)
     sources = None if packer is None else epochs.read_epochs(config, packer)
     warnings += epochs.warnings(sources or {})
+    fetched = None if packer is None else room.need(config, packer)
+    if packer is not None and fetched is not None:
+        warnings += storage.warnings(fetched, packer)
     layout = None if world is None else _layout(config, world, gpus_per_node, device, available)
     if layout is not None:
         warnings += _memory_warning(layout, device)
@@ -166,6 +189,7 @@ def plan(
         parameters=parameters,
         declared_params=config.model.declared_params,
         flops_per_token=flops_per_token(parameters, config.model, length),
+        hardware_flops_per_token=hardware_flops_per_token(config.model, length, config.parallel.recompute),
         steps=schedule.steps,
         samples=schedule.total,
         tokens=schedule.tokens(schedule.total),
@@ -177,12 +201,23 @@ def plan(
         checkpoints_kept=kept,
         disk_bytes=checkpoint.bytes * kept,
         sources=sources,
-        storage=None if packer is None else room.need(config, packer),
+        storage=fetched,
+        heldout=_heldout(config),
         schedule=schedule.preview(),
         timeline=preview.entries(config),
         warnings=warnings,
         world=layout,
     )
+
+
+def _heldout(config: Config) -> HeldOut | None:
+    """What the held-out loss costs; None if it is off."""
+    if not config.eval.loss_on:
+        return None
+    every, batch = config.heldout_every, config.schedule.batch.full
+    samples, sources = config.heldout_samples * len(config.eval.loss_on), len(config.eval.loss_on)
+    between = every.value * batch if every.unit == "step" else config.schedule.lengths.interval(every)
+    return HeldOut(samples, sources, str(every), samples / (3 * max(between, batch)))
 
 
 def _check_float8(model: models.Decoder, device: str | None) -> None:
@@ -220,17 +255,31 @@ def _layout(config: Config, world: int, gpus_per_node: int, device: str | None, 
         accumulates=micro_batches[-1] > 1,
         device=torch.device("cpu" if device == "cpu" else "cuda"),
     )
-    if available is None and (kind := find(device or "")) is not None:
-        available = kind.bytes
+    available = available or (device_memory(device) if device else None)
     state = 2 * parts.parameters + parts.optimizer
     return Layout(world, shards, world // shards, micro_batches, state, parts, available)
 
 
-def measured(config: Config, *, devices: int, device: str | None, seconds: float) -> Speed:
-    """Throughput and days, if a step of the full batch takes so long. Raises ConfigError for an undeclared size."""
+def measured(
+    config: Config, *, devices: int, device: str | None, seconds: float | None = None, mfu: float | None = None
+) -> Speed:
+    """Throughput and days for what was measured: the seconds of a step at the full batch, or a share of the peak.
+
+    Raises:
+        ConfigError: the size is not the declared one, or an MFU is of a device whose peak is not known.
+    """
     parameters = count_parameters(config.model)
     check_declared(config.model, parameters)
-    batch = config.schedule.batch.full
+    batch, peak = config.schedule.batch.full, peak_flops(device or "")
+    if mfu is not None:
+        if peak is None:
+            raise ConfigError(
+                f"--mfu is a share of the peak of a device, and that of {device!r} is not known",
+                remedy=f"name one of these with --device: {', '.join(names())}",
+            )
+        length = config.data.sequence_length
+        seconds = batch * length * flops_per_token(parameters, config.model, length) / (devices * peak * mfu)
+    assert seconds is not None
     return speed(config, parameters, batch=batch, seconds=seconds, devices=devices, device=device or "unknown")
 
 
@@ -240,7 +289,8 @@ def render(plan: Plan) -> str:
         f"{plan.run}: {plan.family}, {plan.parameters:_} parameters ({human_count(plan.parameters)})",
         f"  run         {plan.steps:_} steps, {plan.samples:_} samples, {plan.tokens:_} tokens "
         f"({human_count(plan.tokens)}), {plan.flops:.3g} FLOPs",
-        f"  per token   {human_count(plan.flops_per_token)} FLOPs",
+        f"  per token   {human_count(plan.flops_per_token)} FLOPs of the model, "
+        f"{human_count(plan.hardware_flops_per_token)} of the hardware",
         f"  batch       {_range(plan.global_batches)} samples",
         f"  ranks       feasible: {_shorten(plan.world_sizes)}",
         f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
@@ -251,11 +301,12 @@ def render(plan: Plan) -> str:
         lines.append(f"  lengths     {', then '.join(lengths)}")
     lines += _render_sources(plan)
     if plan.storage is not None:
-        least, whole, advised, size = (
-            human_bytes(getattr(plan.storage, part)) for part in ("least", "whole", "recommended", "size")
+        lines.append(storage.render(plan.storage))
+    if plan.heldout is not None:
+        lines.append(
+            f"  held-out    loss of {plan.heldout.samples:_} samples of {plan.heldout.sources} sources every "
+            f"{plan.heldout.every}: about {plan.heldout.share:.2%} of the time of training"
         )
-        used = f"{least} of {whole} by URL in use at a time, at least {advised} recommended"
-        lines.append(f"  cache       {used}; data.cache.size is {size}")
     if plan.world is not None:
         lines += _render_layout(plan.world)
     lines += preview.render_rows(plan.schedule)
@@ -286,13 +337,17 @@ def _render_layout(layout: Layout) -> list[str]:
 
 def render_measured(speed: Speed) -> str:
     """`measured` for people."""
-    mfu = "unknown (no peak on file)" if speed.mfu is None else f"{speed.mfu:.1%}"
+
+    def share(value: float | None) -> str:
+        return f"{value:.1%}" if value is not None else "unknown (no peak on file)"
+
     return "\n".join(
         [
             f"{speed.batch:_} samples in {speed.seconds_per_step:g}s on {speed.devices} x {speed.device}",
             f"  tokens/s    {human_count(speed.tokens_per_second)} "
             f"({human_count(speed.tokens_per_second_per_device)} per device)",
-            f"  FLOPs       {speed.tflops_per_device:.2f} TFLOP/s per device, MFU {mfu}",
+            f"  model       {speed.model_tflops_per_device:.2f} TFLOP/s per device, MFU {share(speed.mfu)}",
+            f"  hardware    {speed.hardware_tflops_per_device:.2f} TFLOP/s per device, HFU {share(speed.hfu)}",
             f"  time        {speed.days:.3g} days for the whole run at this rate, without saves and failures",
         ]
     )

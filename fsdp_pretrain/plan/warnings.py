@@ -120,6 +120,16 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
         yield f"checkpoint.every = {saves} is longer than the run: only its end is saved"
 
 
+def ramp_warning(config: Config, largest: int) -> Iterator[str]:
+    """Warn if the batch ramp, not the full batch, limits the world size; `largest` is the largest feasible one."""
+    alone = config.schedule.batch.full // config.train.micro_batch
+    if config.schedule.batch.ramp is not None and largest < alone:
+        yield (
+            f"the batch ramp limits the run to {largest} ranks, where the full batch of {config.schedule.batch.full} "
+            f"would allow {alone}; larger `train.batch_ramp.first` and `by` lift that"
+        )
+
+
 def memory_warning(total: int, available: int, device: str) -> Iterator[str]:
     """Warn if a rank needs more than may be planned."""
     if total > available:
