@@ -133,7 +133,7 @@ def test_a_complete_run_that_is_made_longer_goes_on(complete: Views) -> None:
     assert (code, status["state"], status["step"], status["total_steps"]) == (0, "complete", 16, 16)
     assert "before" not in json.loads((complete.run / "status.json").read_text())
     account = json.loads(complete.ask("goodput", complete.run, "--json")[1])
-    assert account["tokens"] == 16 * 8 * 32 and account["states"]["queued"] > 0
+    assert account["tokens"] == 16 * 8 * 32 and account["states"]["idle"] > 0
 
 
 @pytest.mark.slow

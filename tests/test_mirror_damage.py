@@ -325,6 +325,9 @@ def test_through_storage_that_lies_and_kills_every_whole_copy_comes_back(
     object_store.faults = Faults()
     stored.copy()
     assert whole(stored) == [last + 10, last + 20]
-    folders = {name.split("/")[3] for name in object_store.names("runs/run/checkpoints/")}
+    held = RunMirror(stored.config, patience=10).look().checkpoints
+    # A manifest that was never read back may be damaged: then nobody can say whether it is to be kept, and it stays.
+    unclear = {item.name.rpartition("/")[2] for item in held if item.raw is not None and item.problem is not None}
+    folders = {name.split("/")[3] for name in object_store.names("runs/run/checkpoints/")} - unclear
     assert folders == {f"step-{step:08d}" for step in (last + 10, last + 20)}
     assert os.path.commonpath(object_store.names("runs/run/record/")) == "runs/run/record"

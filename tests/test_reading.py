@@ -147,9 +147,9 @@ def test_storage_that_must_be_asked_gives_the_same_samples(
 ) -> None:
     """What is not in memory, or on a file system that cannot tell, is read in the thread with the timeout."""
     packer = open_packer(corpus)
-    packer.corpora["a"].places.take_times()
+    packer.corpora["a"].reads.take_times()
     expected = packed(packer), packed(packer)
-    times = packer.corpora["a"].places.take_times()
+    times = packer.corpora["a"].reads.take_times()
     assert times.reads >= 4 and 0 < times.slowest <= times.seconds  # each shard was opened
     assert times.file.startswith(str(corpus / "shards/shard-"))
 

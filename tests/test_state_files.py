@@ -202,7 +202,7 @@ def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             ("status",),
             2,
-            ["0003 (copy), 0003x, old", "step 24 verified", "cannot be read"],
+            ["step 24 verified", "cannot be read"],
         ),
         (("checkpoints", "list"), 0, ["24  "]),
         (("checkpoints", "verify"), 0, ["16  "]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -171,8 +170,6 @@ def test_shards_that_go_and_mounts_that_hang(watch: Watch, tmp_path: Path, share
     mounts = MountDetector(watch.alarms, [tmp_path], {"text": copy})
     watch.detectors = [mounts]
     watch.advance()
-    manifest = json.loads((copy / "manifest.json").read_text())
-    assert mounts.rates["text"] == pytest.approx(manifest["documents"] / (manifest["tokens"] + manifest["documents"]))
     watch.advance(61)
     assert watch.transitions() == []
     shard.rename(tmp_path / "kept")
