@@ -155,8 +155,6 @@ class Agent:
         self._report()
         if self._leader is not None:
             self._leader.run_pass()
-            if (seconds := self._leader.step_seconds) is not None:
-                self._hang.history.assume(seconds)
         elif self._segment and self._nodes.leader is not None:
             self._run_own_detectors()
         self._check_run_directory()
