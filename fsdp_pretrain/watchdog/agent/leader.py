@@ -12,7 +12,6 @@ from collections.abc import Iterable
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
-from fsdp_pretrain.fetcher_status import status_file
 from fsdp_pretrain.record import environment, exit_intent, status
 from fsdp_pretrain.record.files import RunDir, now, replace_file
 from fsdp_pretrain.record.journal import Journal
@@ -102,11 +101,9 @@ class Leader:
         self._detectors += build_detectors(
             config,
             self.alarms,
+            ranks,
             segment=segment,
             devices=len(ranks.all) if "cpu" not in (begun.device or "cpu") else 0,
-            pids=ranks.pids,
-            reached=ranks.reached,
-            fetcher=status_file(ranks.pages, ranks.numbers.start),
         )
 
     # ------------------------------------------------------------------ a pass
@@ -172,6 +169,11 @@ class Leader:
             step=self._health.at,
             facts={"host": host, "seconds": round(seconds, 1)},
         )
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds that the last recorded step took; None before the first."""
+        return self._snapshot.get("step_seconds")
 
     def _avoid_hosts(self) -> None:
         """If a device is broken for good: save, stop, and restart elsewhere (exit 76)."""

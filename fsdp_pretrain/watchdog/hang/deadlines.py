@@ -52,6 +52,11 @@ class PhaseHistory:
         self._last: Beat | None = None
         self._under_way: dict[Phase, int] = {}
 
+    def assume(self, step_seconds: float) -> None:
+        """Use the step time from the record until a step was observed."""
+        if not self._steps:
+            self._steps.append(step_seconds)
+
     def observe(self, beat: Beat, phases: set[Phase]) -> None:
         """Learn from the page of the first rank. A step with a save, a load or a pause in it, of any rank, does not
         count."""
