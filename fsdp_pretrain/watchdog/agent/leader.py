@@ -8,7 +8,6 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
@@ -187,7 +186,12 @@ class Leader:
             self._avoided |= broken
 
     def broken_hosts(self) -> set[str]:
-        return {host for alarm in self.alarms if alarm.severity is Severity.CRIT for host in _avoided(alarm)}
+        return {
+            host
+            for alarm in self.alarms
+            if alarm.severity is Severity.CRIT
+            for host in alarm.facts.get("avoid_hosts", ())
+        }
 
     # ------------------------------------------------------------------ export and notification
 
@@ -260,8 +264,3 @@ class Leader:
             self._notifier.close()
         self.alarms.close()
         self._journal.close()
-
-
-def _avoided(alarm: Alarm) -> Iterable[str]:
-    hosts = alarm.facts.get("avoid_hosts")
-    return hosts if isinstance(hosts, list) else ()

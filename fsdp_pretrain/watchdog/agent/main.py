@@ -269,7 +269,11 @@ class Agent:
             self._leader.run_pass()
         intent = self._intent()
         explained = intent is not None and intent.code != Exit.UNEXPECTED
-        if not lost or explained or any(other.number < self._nodes.node for other in self._nodes.left(lost)):
+        if (
+            not lost
+            or explained
+            or any(other.number < self._nodes.node and other.name not in lost for other in self._nodes.others)
+        ):
             return  # the first node that is left speaks for all
         for host, seconds in lost.items():
             if self._leader is not None:
