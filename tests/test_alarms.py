@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from records import step_record
 from sight import until
 
 from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.step_record import HealthFinding
 from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.watchdog.agent.leader import HealthAlarms
 from fsdp_pretrain.watchdog.notify import operator
 from fsdp_pretrain.watchdog.notify.alarms import Alarms, read_alarms
 from fsdp_pretrain.watchdog.notify.prometheus import Exporter
@@ -80,6 +83,25 @@ def test_acknowledging(run: Path, alarms: Alarms, verb: Verb) -> None:
     assert verb("ack", "hang").returncode == 78
 
 
+@pytest.mark.shows("F44")
+def test_findings_of_the_trainer_become_alarms(run: Path) -> None:
+    """Their lines in the journal are the trainer's; the first record of a start repeats those that go on."""
+    told: list[tuple[str, str, bool]] = []
+    alarms = Alarms(
+        run / "a.jsonl", lambda alarm: told.append((alarm.key, alarm.state, health.is_written_by_trainer(alarm)))
+    )
+    health = HealthAlarms(alarms)
+    collapse, spike = (HealthFinding(key=key, severity=WARN, summary="up") for key in ("scale/collapse", "loss/spike"))
+    for findings in ([collapse, spike], [], [collapse.model_copy(update={"resolved": True})]):
+        health.step(step_record(7, health=findings))
+    assert told == [
+        ("scale/collapse", "open", True), ("loss/spike", "open", True), ("scale/collapse", "resolved", True),
+    ]  # fmt: skip
+    health = HealthAlarms(alarms)
+    health.step(step_record(8))
+    assert told[3:] == [("loss/spike", "resolved", False)]
+
+
 def full() -> Snapshot:
     """A snapshot with every value known."""
     known = {"step_seconds": 0.4, "disk_full_in": math.inf, "loss": math.nan, "heartbeat_ages": {0: 0.1, 1: 0.2}}
@@ -114,6 +136,9 @@ def test_metrics_by_http() -> None:
     age = re.compile(r"^watchdog_pass_age_seconds.* (\S+)$", re.MULTILINE)
     until(lambda: float(age.findall(get(shown.port, "/metrics")[1])[0]) > 0.1)  # it grows while no pass is made
     assert "train_step{" not in get(shown.port, "/metrics")[1]  # unknown is not zero
+    second = Exporter(f"127.0.0.1:{shown.port}")  # a port that is taken is told, and harms nothing
+    second.update(full())
+    assert "Address already in use" in second.problem and second.port is None
     shown.close()
     with pytest.raises(urllib.error.URLError):
         get(shown.port, "/metrics")
@@ -130,15 +155,6 @@ def test_metrics_in_a_file(tmp_path: Path) -> None:
     assert shown.problem == "" and {f.name for f in text_string_to_metric_families(path.read_text())} >= {"train_step"}
     assert NotifySection(metrics=str(path)).metrics == str(path)
     shown.close()
-
-
-def test_a_port_that_is_taken_harms_nothing() -> None:
-    first = Exporter("127.0.0.1:0")
-    second = Exporter(f"127.0.0.1:{first.port}")
-    second.update(full())
-    assert "Address already in use" in second.problem and second.port is None
-    second.close()
-    first.close()
 
 
 def test_alert_rules_name_metrics_that_exist() -> None:

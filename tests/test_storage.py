@@ -122,40 +122,37 @@ class Scripted:
 
 @pytest.mark.shows("D22")
 @pytest.mark.parametrize(
-    ("per_hour", "warns"), [(0, False), (1e9, False), (20e9, False), (150e9, True), (-5e9, False)], ids=str
+    ("hours", "free", "per_hour", "warns"),
+    [
+        (0.5, 3e12, 0, False),
+        (0.5, 3e12, 20e9, False),
+        (0.5, 3e12, 150e9, True),
+        (0.5, 3e12, -5e9, False),
+        (1 / 3600, 40e9, 3.6e9, False),  # a trend of seconds says nothing of half a day, but of half a minute
+        (1 / 3600, 40e9, 3.6e12, True),
+    ],
+    ids=str,
 )
 @pytest.mark.promise("storage-told")
-def test_time_to_full_is_foreseen(watch: Watch, tmp_path: Path, per_hour: float, warns: bool) -> None:
-    """3 TB free on shared storage with bursts of other users: warned when a day or less is left."""
+def test_time_to_full_is_foreseen(
+    watch: Watch, tmp_path: Path, hours: float, free: float, per_hour: float, warns: bool
+) -> None:
+    """Shared storage with bursts of other users: warned when a day or less is left. A checkpoint every so many hours."""
     rng = np.random.default_rng(1)
-    hours = np.arange(0, 12, 0.5)
-    noise = np.where(rng.random(len(hours)) < 0.1, 30e9, 0) + rng.normal(0, 2e9, len(hours))
+    times = hours * np.arange(24)
+    noise = np.where(rng.random(24) < 0.1, free / 100, 0) + rng.normal(0, free / 1500, 24)
     checkpoints = saves(watch, tmp_path)
     space = DiskSpaceDetector(watch.alarms, {"checkpoints": tmp_path}, checkpoints)
-    space.probes["checkpoints"] = Scripted(list(3e12 - per_hour * hours + noise))  # type: ignore[assignment]
-    for hour in hours:
+    space.probes["checkpoints"] = Scripted(list(free - per_hour * times + noise))  # type: ignore[assignment]
+    for hour in times:
         checkpoints.completed += 1
         space.tick(hour * 3600)
     assert bool(watch.transitions()) is warns
     if warns:
         assert space.seconds_to_full is not None
-        left = space.seconds_to_full / 3600
         assert {alarm.severity for alarm in watch.changes} == {Severity.WARN}
-        assert left == pytest.approx((3e12 - per_hour * hours[-1]) / per_hour, rel=0.3)
-
-
-@pytest.mark.parametrize(("per_second", "warns"), [(1e6, False), (1e9, True)], ids=str)
-def test_what_seconds_show_says_nothing_of_tomorrow(
-    watch: Watch, tmp_path: Path, per_second: float, warns: bool
-) -> None:
-    """A checkpoint every second and 40 GB free: full in half a minute is reported, a trend to half a day is not."""
-    checkpoints = saves(watch, tmp_path)
-    space = DiskSpaceDetector(watch.alarms, {"checkpoints": tmp_path}, checkpoints)
-    space.probes["checkpoints"] = Scripted([40e9 - per_second * second for second in range(12)])  # type: ignore[assignment]
-    for second in range(12):
-        checkpoints.completed += 1
-        space.tick(second)
-    assert bool(watch.transitions()) is warns and (space.seconds_to_full is not None) is warns
+        left = (free - per_hour * times[-1]) / per_hour
+        assert space.seconds_to_full / 3600 == pytest.approx(left, rel=0.3)
 
 
 # ---------------------------------------------------------------------- mounts and data

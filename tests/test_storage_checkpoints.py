@@ -14,7 +14,6 @@ from records import commit, step_record
 from watch import Watch, record, saves, write_journal
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors import checkpoint_age
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import TrainedCounts
 
@@ -74,30 +73,6 @@ def test_what_is_at_risk_is_counted_not_extrapolated(watch: Watch, tmp_path: Pat
     at_risk = (5 * 8 + 7 * 2 * 16) * 32
     assert checkpoints.unprotected == TrainedCounts(step=12, consumed=5 * 8 + 7 * 16, tokens=at_risk)
     assert [alarm.facts["tokens"] for alarm in watch.changes] == ([at_risk] if late else [])
-
-
-@pytest.mark.parametrize("written", [True, False])
-def test_steps_that_take_long_are_not_lost(watch: Watch, tmp_path: Path, written: bool) -> None:
-    """A standstill of many intervals in which no checkpoint was due; steps trained since count, recorded or not."""
-    reached = 50
-    checkpoints = saves(watch, tmp_path / "run", reached=lambda: reached)
-    watch.detectors = [checkpoints]
-    for step in range(1, 51):
-        checkpoints.step(record(step))
-    watch.advance()
-    for _ in range(10):
-        watch.advance(100)
-        reached += 5
-        if written:
-            checkpoints.step(record(reached))
-    assert not watch.changes
-    reached += 400
-    if written:
-        checkpoints.step(record(reached))
-    watch.advance(61)
-    assert [json.loads(path.read_text())["verb"] for path in (tmp_path / "run/control").iterdir()] == ["stop"]
-    (alarm,) = watch.changes
-    assert alarm.severity is Severity.CRIT and alarm.effect.startswith("500 steps")
 
 
 def test_a_request_that_a_full_disk_does_not_take_becomes_a_signal(watch: Watch, small_disk: Disk) -> None:
