@@ -83,7 +83,6 @@ def test_acknowledging(run: Path, alarms: Alarms, verb: Verb) -> None:
     assert verb("ack", "hang").returncode == 78
 
 
-@pytest.mark.shows("F44")
 def test_findings_of_the_trainer_become_alarms(run: Path) -> None:
     """Their lines in the journal are the trainer's; the first record of a start repeats those that go on."""
     told: list[tuple[str, str, bool]] = []
