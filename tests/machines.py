@@ -1,4 +1,4 @@
-"""Private file systems and network cables that a test can fill, remove and unplug. All need root."""
+"""Private file systems that a test can fill and remove, and nodes of its own. All need root."""
 
 from __future__ import annotations
 
@@ -75,11 +75,6 @@ class Node(NamedTuple):
     @property
     def name(self) -> str:
         return self.prefix[3]
-
-    def cable(self, state: str) -> None:
-        """Unplug it (`down`) or plug it in (`up`)."""
-        end = self.environment["GLOO_SOCKET_IFNAME"]
-        subprocess.run(["ip", "-n", self.name, "link", "set", end, state], check=True)
 
 
 @contextlib.contextmanager

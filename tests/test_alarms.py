@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from records import step_record
 from sight import until
 
 from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.record.step_record import HealthFinding
 from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.watchdog.agent.leader import HealthAlarms
 from fsdp_pretrain.watchdog.notify import operator
 from fsdp_pretrain.watchdog.notify.alarms import Alarms, read_alarms
 from fsdp_pretrain.watchdog.notify.prometheus import Exporter
@@ -29,7 +32,7 @@ from fsdp_pretrain.watchdog.notify.snapshot import METRICS, Snapshot
 pytestmark = pytest.mark.quick
 INFO, WARN, CRIT = Severity
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = {metric.name for metric in METRICS}
+NAMES = {metric.name for metric in METRICS.values()}
 Verb = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -80,17 +83,28 @@ def test_acknowledging(run: Path, alarms: Alarms, verb: Verb) -> None:
     assert verb("ack", "hang").returncode == 78
 
 
+def test_findings_of_the_trainer_become_alarms(run: Path) -> None:
+    """Their lines in the journal are the trainer's; the first record of a start repeats those that go on."""
+    told: list[tuple[str, str, bool]] = []
+    alarms = Alarms(
+        run / "a.jsonl", lambda alarm: told.append((alarm.key, alarm.state, health.is_written_by_trainer(alarm)))
+    )
+    health = HealthAlarms(alarms)
+    collapse, spike = (HealthFinding(key=key, severity=WARN, summary="up") for key in ("scale/collapse", "loss/spike"))
+    for findings in ([collapse, spike], [], [collapse.model_copy(update={"resolved": True})]):
+        health.step(step_record(7, health=findings))
+    assert told == [
+        ("scale/collapse", "open", True), ("loss/spike", "open", True), ("scale/collapse", "resolved", True),
+    ]  # fmt: skip
+    health = HealthAlarms(alarms)
+    health.step(step_record(8))
+    assert told[3:] == [("loss/spike", "resolved", False)]
+
+
 def full() -> Snapshot:
     """A snapshot with every value known."""
-    return Snapshot(
-        'a "run"', segment=3, step=1200, total_steps=2000, segment_steps=200, tokens=10**9, step_drift=1.03, world=16,
-        verified_step=1000, verified_age=640.5, unprotected_tokens=10**6, checkpoint_failures=2,
-        checkpoint_bytes_per_second=1e9, next_checkpoint_fits=7.0, disk_full_in=float("inf"),
-        heartbeat_ages={0: 0.1, 1: 0.2}, own_ratios={0: 1.0, 1: 1.1}, loss=2.5, loss_z=float("nan"), grad_norm=0.7,
-        group_grad_norms={"embedding": 0.4},
-        step_seconds=0.4, skipped_steps=1,
-        open={"INFO": 0, "WARN": 2, "CRIT": 0},
-    )  # fmt: skip
+    known = {"step_seconds": 0.4, "disk_full_in": math.inf, "loss": math.nan, "heartbeat_ages": {0: 0.1, 1: 0.2}}
+    return {**dict.fromkeys(METRICS, 7), **known, "run": 'a "run"', "open": {"INFO": 0, "WARN": 2, "CRIT": 0}}
 
 
 def get(port: int | None, path: str) -> tuple[int, str]:
@@ -117,10 +131,13 @@ def test_metrics_by_http() -> None:
     assert {name for name, *_ in samples} == NAMES
     kinds = {line.split()[2]: line.split()[3] for line in text.splitlines() if line.startswith("# TYPE")}
     assert {name for name, kind in kinds.items() if kind == "counter"} == {n for n in NAMES if n.endswith("_total")}
-    shown.update(Snapshot("blind"))
+    shown.update({"run": "blind"})
     age = re.compile(r"^watchdog_pass_age_seconds.* (\S+)$", re.MULTILINE)
     until(lambda: float(age.findall(get(shown.port, "/metrics")[1])[0]) > 0.1)  # it grows while no pass is made
     assert "train_step{" not in get(shown.port, "/metrics")[1]  # unknown is not zero
+    second = Exporter(f"127.0.0.1:{shown.port}")  # a port that is taken is told, and harms nothing
+    second.update(full())
+    assert "Address already in use" in second.problem and second.port is None
     shown.close()
     with pytest.raises(urllib.error.URLError):
         get(shown.port, "/metrics")
@@ -137,15 +154,6 @@ def test_metrics_in_a_file(tmp_path: Path) -> None:
     assert shown.problem == "" and {f.name for f in text_string_to_metric_families(path.read_text())} >= {"train_step"}
     assert NotifySection(metrics=str(path)).metrics == str(path)
     shown.close()
-
-
-def test_a_port_that_is_taken_harms_nothing() -> None:
-    first = Exporter("127.0.0.1:0")
-    second = Exporter(f"127.0.0.1:{first.port}")
-    second.update(full())
-    assert "Address already in use" in second.problem and second.port is None
-    second.close()
-    first.close()
 
 
 def test_alert_rules_name_metrics_that_exist() -> None:

@@ -21,7 +21,6 @@ from fsdp_pretrain.record.step_record import StepRecord, parse
 from fsdp_pretrain.report.panels import lay_out
 from fsdp_pretrain.trackers.points import step_values
 from fsdp_pretrain.train.group_statistics import group_of
-from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 
 GROUPS = ["embedding", "norms", "attention/0", "mlp/0", "attention/1", "mlp/1", "head"]
 MEASURED = {"record": {"statistics_every": "3 steps", "console_every": 100}}
@@ -136,7 +135,7 @@ def grouped(step: int) -> StepRecord:
 
 @pytest.mark.quick
 def test_who_shows_them(tmp_path: Path) -> None:
-    """Trackers, what is known; the report, panels with gaps; Prometheus, the last measurement."""
+    """Trackers, what is known; the report, panels with gaps."""
     found = step_values(grouped(7)).values
     assert found["optimizer/group_grad_norm/embedding"] == 0.5
     assert "optimizer/group_grad_norm/mlp/0-7" not in found
@@ -147,7 +146,3 @@ def test_who_shows_them(tmp_path: Path) -> None:
     assert all(math.isnan(steps["gradient/embedding"][row]) for row in (0, 2))
     panels = {panel.name: panel for panel in lay_out(steps)}
     assert [trace.column for trace in panels["moment"].traces] == ["second_moment/embedding", "second_moment/mlp/0-7"]
-    seen = Snapshot("x")
-    seen.see_groups(grouped(7))
-    seen.see_groups(step_record(8))
-    assert seen.group_grad_norms == {"embedding": 0.5}

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,7 +132,7 @@ def test_a_silent_leader_is_in_the_journal_and_the_ranks_of_other_nodes_are_stil
     job.wait()
 
 
-# ---------------------------------------------------------------------- a launcher on each of two nodes, and a cable
+# ---------------------------------------------------------------------- a launcher on each of two nodes
 
 HASTE = {"stop_timeout": "60 s", "join_timeout": "60 s"}
 SWITCHES = ["enabled=true", "hang.soft='3 s'", "hang.hard='8 s'"]
@@ -171,18 +170,13 @@ def sides(lab: Any, two_nodes: Any) -> Iterator[Callable[..., list[Side]]]:
     """Starts a launcher on each of two nodes, and waits until two steps after the first save are recorded."""
     started: list[Side] = []
 
-    def start(steps_: int = 120, every: int = 10, **options: Any) -> list[Side]:
-        ranks = options.get("ranks", 1)
-        sections = {
-            "train": {"duration": f"{steps_} steps"},
-            "checkpoint": {"every": f"{every} steps"},
-            "launch": HASTE,
-        }
-        config = lab.config(parallel={**SLOW, "shard": ranks}, **sections)
-        lab.train(config, f"run.dir={lab.path / 'whole'}", ranks=2 * ranks)
-        for node in two_nodes(**{"ranks": 1, **options}):
+    def start(nnodes: str) -> list[Side]:
+        sections = {"train": {"duration": "300 steps"}, "checkpoint": {"every": "10 steps"}, "launch": HASTE}
+        config = lab.config(parallel={**SLOW, "shard": 1}, **sections)
+        lab.train(config, f"run.dir={lab.path / 'whole'}", ranks=2)
+        for node in two_nodes(ranks=1, nnodes=nnodes):
             started.append(Side(node, config, lab.path / f"{node.name}.log"))
-        until(lambda: steps(lab.path / "run") > every + 2 or started[0].process.poll() is not None)
+        until(lambda: steps(lab.path / "run") > 12 or started[0].process.poll() is not None)
         return started
 
     yield start
@@ -199,19 +193,14 @@ def lives(pid: int) -> bool:
         return False
 
 
-def same_curve(helpers: Any, lab: Any, rel: float | None = None) -> None:
-    """The run is complete, and its losses are those of the undisturbed run.
-
-    On another mesh (`rel`) for five steps from the first that differs in a bit: later, rounding errors grow.
-    """
+def same_curve(helpers: Any, lab: Any) -> None:
+    """The run is complete, and its losses are those of the undisturbed run: on another mesh for five steps from the
+    first that differs in a bit; later, rounding errors grow."""
     ours, theirs = helpers.metrics(lab.path / "run"), helpers.metrics(lab.path / "whole")
     assert [one["data_digest"] for one in ours] == [one["data_digest"] for one in theirs]
     losses = [[one["loss"]["sum"] for one in records] for records in (ours, theirs)]
-    if rel is None:
-        assert losses[0] == losses[1]
-        return
     apart = next((place for place, (one, other) in enumerate(zip(*losses, strict=True)) if one != other), len(ours))
-    assert losses[0][: apart + 5] == pytest.approx(losses[1][: apart + 5], rel=rel)
+    assert losses[0][: apart + 5] == pytest.approx(losses[1][: apart + 5], rel=1e-5)
 
 
 def starts(run: Path) -> int:
@@ -221,43 +210,15 @@ def starts(run: Path) -> int:
 @pytest.mark.shows("A8")
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("nnodes", ["1:2", "2"])
-def test_a_node_dies(lab: Any, helpers: Any, sides: Sides, nnodes: str) -> None:
-    """kill -9 of everything on the second node. A job that may shrink continues on the first; another ends with 75."""
-    both, run = sides(nnodes=nnodes), lab.path / "run"
+def test_a_node_dies(lab: Any, sides: Sides) -> None:
+    """kill -9 of everything on the second node: it is named, and the job, which may not shrink, ends with 75."""
+    both, run = sides("2"), lab.path / "run"
     name = both[1].node.name
     both[1].signal(signal.SIGKILL)
     until(lambda: alarms(run, f"node/{name}"))
     until(lambda: (intent(run) or {}).get("lost") == [name], what=lambda: f"{intent(run)}; {both[0].log.read_text()}")
-    if nnodes == "2":
-        both[0].ends(75)
-        assert "did not find each other" in both[0].log.read_text() and starts(run) == 1
-        return
-    until(lambda: starts(run) == 2)
-    both[0].ends(0)
-    same_curve(helpers, lab, rel=1e-5)
-    assert alarms(run, f"node/{name}")[-1]["state"] == "resolved"
-    assert f"hosts gone: {name}" in helpers.journal(run, "changed")[-1]["text"]
-
-
-@pytest.mark.shows("A8")
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Sides) -> None:
-    """gloo does not notice. Both watchdogs report, so the verdict is the network; all ranks are ended at the hard
-    deadline, and start again when the cable is back."""
-    both, run = sides(), lab.path / "run"
-    both[1].node.cable("down")
-    hang(run, verdict="network")
-    ranks = [both[number].rank(number) for number in (0, 1)]
-    until(lambda: not any(map(lives, ranks)))
-    assert intent(run)["code"] == 75 and intent(run)["verdict"] == "network"
-    time.sleep(5)
-    both[1].node.cable("up")
-    for side in both:
-        side.ends(0)
-    same_curve(helpers, lab)
-    assert starts(run) == 2 and alarms(run, "hang")[-1]["state"] == "resolved"
+    both[0].ends(75)
+    assert "did not find each other" in both[0].log.read_text() and starts(run) == 1
 
 
 @pytest.mark.slow
@@ -265,15 +226,16 @@ def test_the_cable_is_cut(lab: Any, helpers: Any, sides: Sides) -> None:
 def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Sides) -> None:
     """All of the second node is stopped. The first names it, ends, and continues alone. When the second is thawed its
     ranks end without a trace in the run; then it takes part again."""
-    both, run = sides(300, nnodes="1:2"), lab.path / "run"
+    both, run = sides("1:2"), lab.path / "run"
     name, stale = both[1].node.name, both[1].rank(1)
     both[1].signal(signal.SIGSTOP)
     assert hang(run, verdict="silent")["facts"]["hosts"] == [name]
     until(lambda: (intent(run) or {}).get("lost") == [name])
     until(lambda: starts(run) == 2 and steps(run) > 5)
+    assert f"hosts gone: {name}" in helpers.journal(run, "changed")[-1]["text"]
     both[1].signal(signal.SIGCONT)
     until(lambda: not lives(stale))
     for side in both:
         side.ends(0)
-    same_curve(helpers, lab, rel=1e-5)
+    same_curve(helpers, lab)
     assert intent(run)["code"] == 0 and json.loads((run / "status.json").read_text())["state"] == "complete"

@@ -155,20 +155,6 @@ def test_a_killed_watchdog_leaves_its_messages_to_the_next(
     assert sorted(told(tmp_path, "webhook")) == sorted(keys)
 
 
-def test_a_run_directory_that_cannot_be_written(endpoint: Endpoint, quick: None, tmp_path: Path) -> None:
-    """It may be what there is to tell."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/watchdog").write_text("in the way")
-    endpoint.up()
-    watch = Watch(tmp_path / "run", {"ALARM_WEBHOOK_URL": f"http://127.0.0.1:{endpoint.port}/x"}, webhook=True)
-    watch.alarms.open("disk/run", CRIT, "full")
-    watch.until(lambda: endpoint.requests)
-    watch.alarms.resolve("disk/run")
-    watch.until(lambda: len(endpoint.requests) == 2)
-    watch.notifier.close()
-    assert [body["state"] for body in endpoint.bodies()] == ["open", "resolved"]
-
-
 def test_a_digest_of_a_flood_fits_a_message() -> None:
     news = [Alarm(f"gpu/{n:03}", WARN, "open", "hot", changed="t") for n in range(300)]
     digest = make_message("digest", news, MessageSender("llama-7b", "/runs/7b"))
@@ -243,8 +229,6 @@ def test_a_command_has_ten_seconds_and_its_children_with_it(
     watch.until(lambda: not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text())
     hook.write_text("#!/bin/sh\nexit 3\n")
     watch.until(lambda: "exit status 3" in next(a for a in watch.alarms if a.key == "notify/command").summary)
-    hook.write_text("#!/bin/sh\nexit 0\n")
-    watch.until(lambda: watch.open("notify/command") is None)
     watch.notifier.close()
 
 

@@ -137,9 +137,6 @@ PLANTS: dict[str, Plant] = {
     "tokenizer and loader each add one": Plant(
         lambda docs, b: [[*d, b.eod, b.eod] for d in docs], {"separator-doubled": ALL}, "trailing"
     ),
-    "doubled and undeclared": Plant(
-        lambda docs, b: [[*d, b.eod, b.eod] for d in docs], {"separator-at-end": ALL, "separator-doubled": ALL}
-    ),
     "doubled at the front": Plant(
         lambda docs, b: [[b.eod, b.eod, *d] for d in docs],
         {"separator-doubled": ALL, "separator-at-start": 0},
@@ -150,9 +147,6 @@ PLANTS: dict[str, Plant] = {
     ),
     "documents joined by it": Plant(
         lambda docs, b: [[*docs[k], b.eod, *docs[k + 1]] for k in range(0, 12, 2)] + docs[12:], {"separator-inside": 6}
-    ),
-    "joined by two": Plant(
-        lambda docs, b: [[*docs[0], b.eod, b.eod, *docs[1]], *docs[2:]], {"separator-inside": 1, "separator-doubled": 1}
     ),
     "one in ten lacks the trailing one": Plant(
         lambda docs, b: every(10, lambda d: d[:-1], trailing(docs, b)), {"separator-missing": TENTH}, "trailing"
@@ -166,9 +160,6 @@ PLANTS: dict[str, Plant] = {
     "a beginning-of-sequence token in front": Plant(
         lambda docs, b: [[b.bos, *d] for d in docs], {"special-token": ALL}
     ),
-    "a control token inside one": Plant(
-        lambda docs, b: [[*docs[0][:9], b.bos, *docs[0][9:]], *docs[1:]], {"special-token": 1}
-    ),
     "documents of control tokens alone": Plant(
         lambda docs, b: [*docs, [b.bos, b.bos], [b.bos], [b.eod, b.eod]], {"special-only-documents": 3}
     ),
@@ -178,12 +169,8 @@ PLANTS: dict[str, Plant] = {
         lambda docs, b: [*docs, [i for _ in range(3) for d in docs for i in d]], {"giant-documents": 1}
     ),
     "documents given twice": Plant(lambda docs, b: [*docs, *docs[:7]], {"duplicate-documents": 7}),
-    "one document three times in one shard": Plant(
-        lambda docs, b: [*docs[:4], docs[2], docs[5], docs[2], *docs[6:]], {"duplicate-documents": 2}
-    ),
-    "a document of backslashes": Plant(lambda docs, b: [*docs, b.long("\\")], {"degenerate-documents": 1}),
-    "documents of one line over and over": Plant(
-        lambda docs, b: [*docs, b.long("All work and no play.\n"), b.long("x = [0, 1, 7]; ")],
+    "documents of one line, or of backslashes, over and over": Plant(
+        lambda docs, b: [*docs, b.long("All work and no play.\n"), b.long("\\")],
         {"degenerate-documents": 2},
     ),
     "ids beyond the vocabulary": Plant(
@@ -200,7 +187,6 @@ PLANTS: dict[str, Plant] = {
     ),
     "a shard with shifted ids": Plant(shifted_ids, {"foreign-tokens": 1}, unit="files"),
 }
-assert len(PLANTS) >= 25
 
 
 def measure(path: Path, b: Bench, docs: Docs, plant: Plant, helpers: Any) -> Any:
@@ -256,16 +242,3 @@ def test_clean_twins_are_clean(
     report = measure(tmp_path / "c", bench, clean(bench.docs, bench), plant, helpers)
     assert report.findings.by_code == {} and report.findings.exit_code == 0
     assert report.lengths["max"] == max(map(len, clean(bench.docs, bench)))
-
-
-def test_examples_show_the_boundary(tmp_path: Path, trained: dict[str, Tokenizer], helpers: Any) -> None:
-    """A doubled separator is shown decoded, with the text before and after it."""
-    tokenizer = trained["bpe"]
-    one, two = tokenizer.encode(["the first ends here", "and the second begins"])
-    corpus = helpers.corpus(
-        tmp_path / "c", [[*d, tokenizer.eod, tokenizer.eod] for d in (one, two)], tokenizer, shards=1
-    )
-    report = validate(corpus / "shards", tokenizer=tokenizer, separators="trailing", quiet=True)
-    (example, _) = report.findings.by_code["separator-doubled"].examples
-    assert (example.file, example.document, example.token) == ("s0", 0, len(one))
-    assert "ends here<|endoftext|><|endoftext|> ‖ and the second" in str(example.text)

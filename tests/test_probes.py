@@ -183,23 +183,3 @@ def test_verdicts(
     given = replace(subject, model=model, documents=held, judged=judged)
     verdict = separator_probe(given).verdict
     assert verdict is not None and verdict.ok is ok, verdict
-
-
-def test_without_the_corpora(subject: Subject, tmp_path: Path) -> None:
-    """A checkpoint that was moved elsewhere: less is judged, and it is said."""
-    judged = subject.judged
-    assert judged.trained is not None
-    shutil.copytree(judged.path, tmp_path / judged.path.name)
-    moved = Store(tmp_path).find(FIRST)
-    data = judged.trained.data
-    sources = [source.model_copy(update={"path": tmp_path / "gone"}) for source in data.sources]
-    config = judged.trained.model_copy(
-        update={
-            "data": data.model_copy(update={"sources": sources}),
-            "run": judged.trained.run.model_copy(update={"dir": tmp_path / "gone"}),
-        }
-    )
-    given = replace(subject, judged=replace(judged, checkpoint=moved, trained=config))
-    assert "judged without the corpora" in separator_probe(given).verdict.text
-    bad = separator_probe(replace(given, model=Table(subject.judged.tokenizer.eod, -1, 0.9, 0.3, 0.01)))
-    assert bad.verdict is not None and bad.verdict.ok is False

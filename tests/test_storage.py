@@ -70,18 +70,17 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
     store = Store(run / "checkpoints")
     commit(store, 1, {"data": bytes(1_000_000)})
     checkpoints = saves(watch, run)
-    places = [("checkpoints", store.directory, True), ("run", run, False)]
-    space = DiskSpaceDetector(watch.alarms, places, checkpoints)
+    space = DiskSpaceDetector(watch.alarms, {"checkpoints": store.directory, "run": run}, checkpoints)
     watch.detectors = [checkpoints, space]
     watch.advance()
     watch.advance(61)
-    assert space.fit == {"checkpoints": 6} and watch.transitions() == []
+    assert space.fit == 6 and watch.transitions() == []
     seen = []
     for hog in (4_300_000, 5_900_000, 6_900_000, 5_000_000, 2_000_000):
         with (run / "hog").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, hog)
         watch.advance(61)
-        seen.append(space.fit["checkpoints"])
+        seen.append(space.fit)
     assert seen == [2, 1, 0, 2, 5]
     key = "disk/checkpoints"
     assert watch.transitions() == [(key, "WARN", "open"), (key, "CRIT", "open"), (key, "CRIT", "resolved")]
@@ -89,14 +88,14 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
     attempt = store.begin(2)  # space used by a save in flight is not lost
     (attempt / "data").write_bytes(bytes(900_000))
     watch.advance(61)
-    assert space.fit["checkpoints"] == 5
+    assert space.fit == 5
 
 
 @pytest.mark.shows("F35")
 def test_a_full_record_is_told_once(watch: Watch, small_disk: Disk) -> None:
     """The file system of the record, which holds no checkpoint."""
     run = small_disk("4m")
-    watch.detectors = [DiskSpaceDetector(watch.alarms, [("run", run, False)])]
+    watch.detectors = [DiskSpaceDetector(watch.alarms, {"run": run})]
     watch.advance()
     assert watch.transitions() == []
     for size in (4_170_000, 4_194_304):
@@ -123,39 +122,37 @@ class Scripted:
 
 @pytest.mark.shows("D22")
 @pytest.mark.parametrize(
-    ("per_hour", "warns"), [(0, False), (1e9, False), (20e9, False), (150e9, True), (-5e9, False)], ids=str
+    ("hours", "free", "per_hour", "warns"),
+    [
+        (0.5, 3e12, 0, False),
+        (0.5, 3e12, 20e9, False),
+        (0.5, 3e12, 150e9, True),
+        (0.5, 3e12, -5e9, False),
+        (1 / 3600, 40e9, 3.6e9, False),  # a trend of seconds says nothing of half a day, but of half a minute
+        (1 / 3600, 40e9, 3.6e12, True),
+    ],
+    ids=str,
 )
 @pytest.mark.promise("storage-told")
-def test_time_to_full_is_foreseen(watch: Watch, tmp_path: Path, per_hour: float, warns: bool) -> None:
-    """3 TB free on shared storage with bursts of other users: warned when a day or less is left."""
+def test_time_to_full_is_foreseen(
+    watch: Watch, tmp_path: Path, hours: float, free: float, per_hour: float, warns: bool
+) -> None:
+    """Shared storage with bursts of other users: warned when a day or less is left. A checkpoint every so many hours."""
     rng = np.random.default_rng(1)
-    hours = np.arange(0, 12, 0.5)
-    noise = np.where(rng.random(len(hours)) < 0.1, 30e9, 0) + rng.normal(0, 2e9, len(hours))
+    times = hours * np.arange(24)
+    noise = np.where(rng.random(24) < 0.1, free / 100, 0) + rng.normal(0, free / 1500, 24)
     checkpoints = saves(watch, tmp_path)
-    space = DiskSpaceDetector(watch.alarms, [("checkpoints", tmp_path, True)], checkpoints)
-    space.places[0].probe = Scripted(list(3e12 - per_hour * hours + noise))  # type: ignore[assignment]
-    for hour in hours:
+    space = DiskSpaceDetector(watch.alarms, {"checkpoints": tmp_path}, checkpoints)
+    space.probes["checkpoints"] = Scripted(list(free - per_hour * times + noise))  # type: ignore[assignment]
+    for hour in times:
         checkpoints.completed += 1
         space.tick(hour * 3600)
     assert bool(watch.transitions()) is warns
     if warns:
-        left = space.seconds_to_full["checkpoints"] / 3600
+        assert space.seconds_to_full is not None
         assert {alarm.severity for alarm in watch.changes} == {Severity.WARN}
-        assert left == pytest.approx((3e12 - per_hour * hours[-1]) / per_hour, rel=0.3)
-
-
-@pytest.mark.parametrize(("per_second", "warns"), [(1e6, False), (1e9, True)], ids=str)
-def test_what_seconds_show_says_nothing_of_tomorrow(
-    watch: Watch, tmp_path: Path, per_second: float, warns: bool
-) -> None:
-    """A checkpoint every second and 40 GB free: full in half a minute is reported, a trend to half a day is not."""
-    checkpoints = saves(watch, tmp_path)
-    space = DiskSpaceDetector(watch.alarms, [("checkpoints", tmp_path, True)], checkpoints)
-    space.places[0].probe = Scripted([40e9 - per_second * second for second in range(12)])  # type: ignore[assignment]
-    for second in range(12):
-        checkpoints.completed += 1
-        space.tick(second)
-    assert bool(watch.transitions()) is warns and bool(space.seconds_to_full) is warns
+        left = (free - per_hour * times[-1]) / per_hour
+        assert space.seconds_to_full / 3600 == pytest.approx(left, rel=0.3)
 
 
 # ---------------------------------------------------------------------- mounts and data

@@ -14,7 +14,6 @@ from records import commit, step_record
 from watch import Watch, record, saves, write_journal
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors import checkpoint_age
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import TrainedCounts
 
@@ -76,30 +75,6 @@ def test_what_is_at_risk_is_counted_not_extrapolated(watch: Watch, tmp_path: Pat
     assert [alarm.facts["tokens"] for alarm in watch.changes] == ([at_risk] if late else [])
 
 
-@pytest.mark.parametrize("written", [True, False])
-def test_steps_that_take_long_are_not_lost(watch: Watch, tmp_path: Path, written: bool) -> None:
-    """A standstill of many intervals in which no checkpoint was due; steps trained since count, recorded or not."""
-    reached = 50
-    checkpoints = saves(watch, tmp_path / "run", reached=lambda: reached)
-    watch.detectors = [checkpoints]
-    for step in range(1, 51):
-        checkpoints.step(record(step))
-    watch.advance()
-    for _ in range(10):
-        watch.advance(100)
-        reached += 5
-        if written:
-            checkpoints.step(record(reached))
-    assert not watch.changes
-    reached += 400
-    if written:
-        checkpoints.step(record(reached))
-    watch.advance(61)
-    assert [json.loads(path.read_text())["verb"] for path in (tmp_path / "run/control").iterdir()] == ["stop"]
-    (alarm,) = watch.changes
-    assert alarm.severity is Severity.CRIT and alarm.effect.startswith("500 steps")
-
-
 def test_a_request_that_a_full_disk_does_not_take_becomes_a_signal(watch: Watch, small_disk: Disk) -> None:
     run = small_disk("1m")
     got: list[int] = []
@@ -148,7 +123,7 @@ def test_failed_saves_and_slow_ones(watch: Watch, tmp_path: Path) -> None:
 
 @pytest.mark.shows("F15")
 def test_a_writer_that_does_not_write(watch: Watch, tmp_path: Path) -> None:
-    """Reported as the writer's, whether or not training continues. A slow writer is only slow."""
+    """Reported as the writer's, whether or not training continues; a slow one is not."""
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
     watch.detectors = [saves(watch, run)]
@@ -161,13 +136,13 @@ def test_a_writer_that_does_not_write(watch: Watch, tmp_path: Path) -> None:
     for size in range(6, 9):
         (attempt / "data").write_bytes(bytes(size))
         watch.advance(16)
-    assert watch.transitions() == [("checkpoint-speed", "WARN", "open")]
+    assert watch.transitions() == []
     for _ in range(5):
         watch.advance(16)
-    assert watch.transitions()[1:] == [("checkpoint-writer", "CRIT", "open")]
+    assert watch.transitions() == [("checkpoint-writer", "CRIT", "open")]
     shutil.rmtree(attempt)
     watch.advance(61)
-    assert watch.transitions()[2:] == [("checkpoint-writer", "CRIT", "resolved")]
+    assert watch.transitions()[1:] == [("checkpoint-writer", "CRIT", "resolved")]
 
 
 @pytest.mark.shows("F4")

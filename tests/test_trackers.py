@@ -291,7 +291,7 @@ def test_the_dashboard_shows_what_is_exported() -> None:
     functions = set(re.findall(r"[a-z_]+(?=\()", bare))
     assert functions <= {"quantile_over_time", "rate", "increase", "deriv", "topk", "changes"}
     named = set(re.findall(r"\b[a-z][a-z_]+\b", bare)) - functions
-    exported = {metric.name for metric in METRICS}
+    exported = {metric.name for metric in METRICS.values()}
     assert named == exported
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids) and all('run=~"$run"' in query for query in queries)

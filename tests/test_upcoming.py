@@ -82,7 +82,7 @@ def test_whether_it_fits(
         take_space(str(disk / "hog"), state.leave)
 
     checkpoints = saves(watch, run.path)
-    places = [("checkpoints", run.checkpoints, True)]
+    places = {"checkpoints": run.checkpoints}
     watch.detectors = [
         checkpoints,
         DiskSpaceDetector(watch.alarms, places, checkpoints),

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.evaluations import failed_evaluations
 from fsdp_pretrain.checkpoint.expected import missing
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.upcoming import SAVES, Late, UnsavedTraining, longest_save
 from fsdp_pretrain.config.config import Config
@@ -147,10 +148,8 @@ def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
         report.problems.append((WARN, f"{error.cause}; a job that runs writes it again"))
     if run.rollback.exists():
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
-    _check_checkpoints(report, run, report.status)
-    _check_next_checkpoint(report, run, report.status)
-    checks = (_add_alarms, _check_evaluations, _check_watchdog, _check_files)
-    for each in (_add_progress, _add_goodput) * (not brief) + checks:
+    checks = (_check_checkpoints, _add_alarms, _check_evaluations, _check_watchdog, _check_files)
+    for each in checks + (_add_progress, _add_goodput) * (not brief):
         each(report, run)
     return report
 
@@ -197,11 +196,10 @@ def _told(status: Status) -> tuple[int, str]:
     return (WARN, f"stopped before its end: {reason}") if status.state == "stopped" else (OK, "complete")
 
 
-def _check_checkpoints(report: StatusReport, run: RunDir, status: Status) -> None:
-    found = Store(run.checkpoints)
+def _check_checkpoints(report: StatusReport, run: RunDir) -> None:
     try:
         lost = None if run.rollback.exists() else missing(run)
-        checkpoints = found.scan()
+        checkpoints = Store(run.checkpoints).scan()
     except UserError as error:
         report.problems.append((ALERT, error.cause))
         return
@@ -212,30 +210,28 @@ def _check_checkpoints(report: StatusReport, run: RunDir, status: Status) -> Non
     for checkpoint in checkpoints:
         if checkpoint.problem is not None:
             report.problems.append((WARN, f"{checkpoint.path.name} is damaged: {checkpoint.problem}"))
-    if not good:
-        report.verified_checkpoint = None
-        return
-    manifest = good[-1].manifest()
-    report.verified_checkpoint = Verified(
-        step=good[-1].step,
-        age_seconds=round(age(manifest.committed), 1),
-        steps_behind=(status.step or 0) - good[-1].step,
-        bytes=sum(entry.bytes for entry in manifest.files),
-        path=str(good[-1].path),
-    )
+    report.verified_checkpoint, newest = None, good[-1].manifest() if good else None
+    if newest is not None:
+        report.verified_checkpoint = Verified(
+            step=newest.step,
+            age_seconds=round(age(newest.committed), 1),
+            steps_behind=(report.status.step or 0) - newest.step,
+            bytes=sum(entry.bytes for entry in newest.files),
+            path=str(good[-1].path),
+        )
+    if newest is not None or run.config.exists():  # else training has not started
+        _check_next_checkpoint(report, run, newest)
 
 
-def _check_next_checkpoint(report: StatusReport, run: RunDir, status: Status) -> None:
-    """Whether the next checkpoint fits, and whether it is late, by the rules of the watchdog."""
-    if not run.config.exists() and not report.verified_checkpoint:
-        return  # training has not started
+def _check_next_checkpoint(report: StatusReport, run: RunDir, newest: CheckpointManifest | None) -> None:
+    """Whether the next checkpoint fits, and whether it is late, by the rules of the watchdog; `newest`: verified."""
     try:
         config = load_recorded(run.config)
     except UserError as error:
         report.problems.append((WARN, f"{run.config} cannot be read: {error.cause.splitlines()[0]}"))
         return
     try:
-        fit, late = upcoming.next_fit(run, config), _unsaved_training(run, config, status)
+        fit, late = upcoming.next_fit(run, config), _unsaved_training(run, config, report.status, newest)
     except (UserError, OSError) as error:
         cause = error.cause if isinstance(error, UserError) else error
         report.problems.append((WARN, f"whether the next checkpoint fits is not known: {cause}"))
@@ -250,10 +246,10 @@ def _check_next_checkpoint(report: StatusReport, run: RunDir, status: Status) ->
         report.problems.append((WARN if level is Late.LATE else ALERT, str(late)))
 
 
-def _unsaved_training(run: RunDir, config: Config, status: Status) -> UnsavedTraining:
+def _unsaved_training(
+    run: RunDir, config: Config, status: Status, newest: CheckpointManifest | None
+) -> UnsavedTraining:
     """What the run has trained since its newest verified checkpoint, or since its start without one."""
-    proved = [item for item in Store(run.checkpoints).scan() if item.problem is None and item.verified]
-    newest = proved[-1].manifest() if proved else None
     step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
     saves = journal.of_kind(journal.read(run), "checkpoint")
     return UnsavedTraining(
@@ -304,7 +300,9 @@ def _check_watchdog(report: StatusReport, run: RunDir) -> None:
         return  # reported elsewhere
     if wanted and silent > _SILENT_AT_LEAST:
         ago = f"has made no pass for {human_time(silent)}" if seen is not None else "has made no pass yet"
-        report.problems.append((WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}"))
+        report.problems.append(
+            (WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}, and the output of the job")
+        )
 
 
 def _add_progress(report: StatusReport, run: RunDir) -> None:

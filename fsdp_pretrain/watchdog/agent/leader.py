@@ -7,14 +7,10 @@ import json
 import math
 import socket
 import time
-from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import replace
-from statistics import median
+from collections import Counter
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
-from fsdp_pretrain.fetcher_status import status_file
 from fsdp_pretrain.record import environment, exit_intent, status
 from fsdp_pretrain.record.files import RunDir, now, replace_file
 from fsdp_pretrain.record.journal import Journal
@@ -22,7 +18,6 @@ from fsdp_pretrain.record.metrics import METRICS, records
 from fsdp_pretrain.record.requests import send
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector
@@ -40,7 +35,7 @@ from .registry import build_detectors
 
 _PER_START = frozenset("hang rank-died ended pace straggler node gpu run-directory corpus-storage mirror".split())
 """Detectors whose alarms end when the ranks are restarted."""
-_SNAPSHOT_SECONDS, _LOSS_NOISE = 10.0, 0.02
+_SNAPSHOT_SECONDS = 10.0
 _SERVE_PASSES = 5
 """Passes between two checks for requests and two exports, unless an alarm changes."""
 _HEALTH_DETECTORS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
@@ -77,9 +72,8 @@ class Leader:
         self._config, self._run = config, RunDir(config.run.dir)
         self._ranks, self._nodes = ranks, nodes
         self._metrics, self._offset = self._run.segment(segment) / METRICS, 0
-        self._losses = deque[float](maxlen=128)
-        self._snapshot = Snapshot(config.run.name, segment, total_steps=config.schedule.steps)
-        self._own: dict[int, float] = {}
+        self._segment = segment
+        self._snapshot: Snapshot = {"run": config.run.name, "segment": segment, "total_steps": config.schedule.steps}
         self._peer_alarms, self._avoided = set[str](), set[str]()
         self._written = self._served = -math.inf
         self._changed = False
@@ -106,11 +100,9 @@ class Leader:
         self._detectors += build_detectors(
             config,
             self.alarms,
+            ranks,
             segment=segment,
             devices=len(ranks.all) if "cpu" not in (begun.device or "cpu") else 0,
-            pids=ranks.pids,
-            reached=ranks.reached,
-            fetcher=status_file(ranks.pages, ranks.numbers.start),
         )
 
     # ------------------------------------------------------------------ a pass
@@ -133,14 +125,15 @@ class Leader:
             self._publish()
 
     def _update_snapshot(self, record: StepRecord) -> None:
-        seen = self._snapshot
-        seen.step_seconds = record.seconds.iteration
-        seen.step, seen.tokens, seen.world = record.step, record.tokens, record.world
-        seen.segment_steps = (seen.segment_steps or 0) + 1
-        seen.skipped_steps = (seen.skipped_steps or 0) + record.skipped
-        seen.grad_norm, seen.loss = record.grad_norm, record.loss.mean
-        seen.see_groups(record)
-        self._losses.append(record.loss.mean)
+        self._snapshot |= {
+            "step_seconds": record.seconds.iteration,
+            "step": record.step,
+            "tokens": record.tokens,
+            "world": record.world,
+            "skipped_steps": self._snapshot.get("skipped_steps", 0) + record.skipped,
+            "grad_norm": record.grad_norm,
+            "loss": record.loss.mean,
+        }
 
     def _check_nodes(self) -> None:
         windows = {
@@ -163,7 +156,6 @@ class Leader:
         self._peer_alarms = found
         if self._config.watchdog.pace:
             self._stragglers.check(windows)
-        self._own = {rank: own for rank, (_, _, own) in windows.items()}
 
     def open_silence(self, host: str, seconds: float, effect: str) -> None:
         """Open the alarm for a node that gives no sign of life."""
@@ -180,8 +172,7 @@ class Leader:
     @property
     def step_seconds(self) -> float | None:
         """Seconds that the last recorded step took; None before the first."""
-        last = self._health.last
-        return None if last is None else last.seconds.iteration
+        return self._snapshot.get("step_seconds")
 
     def _avoid_hosts(self) -> None:
         """If a device is broken for good: save, stop, and restart elsewhere (exit 76)."""
@@ -191,11 +182,16 @@ class Leader:
         names = ", ".join(sorted(broken))
         with contextlib.suppress(OSError):  # a full disk takes no request: retried in the next pass
             why, hosts = f"broken hardware on {names}", sorted(broken)
-            send(self._run, "stop", segment=self._snapshot.segment, reason=why, avoid_hosts=hosts)
+            send(self._run, "stop", segment=self._segment, reason=why, avoid_hosts=hosts)
             self._avoided |= broken
 
     def broken_hosts(self) -> set[str]:
-        return {host for alarm in self.alarms if alarm.severity is Severity.CRIT for host in _avoided(alarm)}
+        return {
+            host
+            for alarm in self.alarms
+            if alarm.severity is Severity.CRIT
+            for host in alarm.facts.get("avoid_hosts", ())
+        }
 
     # ------------------------------------------------------------------ export and notification
 
@@ -206,7 +202,11 @@ class Leader:
         self._exporter.update(snapshot)
         if time.monotonic() - self._written >= _SNAPSHOT_SECONDS:
             self._written = time.monotonic()
-            content = {"time": now(), "host": socket.gethostname(), **snapshot.to_json()}
+            known = {key: value for key, value in snapshot.items() if value is not None and value != {}}
+            numbers = {
+                key: value for key, value in known.items() if not isinstance(value, float) or math.isfinite(value)
+            }
+            content = {"time": now(), "host": socket.gethostname(), **numbers}
             with contextlib.suppress(OSError):  # for `fsdp-pretrain status`, which may run on any machine
                 replace_file(snapshot_file(self._run), json.dumps(content))
         if self._exporter.problem:
@@ -219,15 +219,13 @@ class Leader:
     def _build_snapshot(self) -> Snapshot:
         at = time.monotonic_ns()
         severities = Counter(alarm.severity for alarm in self.alarms)
-        shown = replace(
-            self._snapshot,
-            heartbeat_ages={beat.rank: (at - beat.phase_at) / 1e9 for beat in self._ranks.beats},
-            own_ratios=_ratios(self._own),
-            open={severity.name: severities[severity] for severity in Severity},
-            loss_z=score(self._losses[-1], self._losses, _LOSS_NOISE) if len(self._losses) >= 16 else None,
-        )
+        shown = {
+            **self._snapshot,
+            "heartbeat_ages": {beat.rank: (at - beat.phase_at) / 1e9 for beat in self._ranks.beats},
+            "open": {severity.name: severities[severity] for severity in Severity},
+        }
         for detector in self._detectors:
-            shown = replace(shown, **detector.figures())
+            shown |= detector.figures()
         return shown
 
     def _on_change(self, alarm: Alarm) -> None:
@@ -266,15 +264,3 @@ class Leader:
             self._notifier.close()
         self.alarms.close()
         self._journal.close()
-
-
-def _avoided(alarm: Alarm) -> Iterable[str]:
-    hosts = alarm.facts.get("avoid_hosts")
-    return hosts if isinstance(hosts, list) else ()
-
-
-def _ratios(own: dict[int, float]) -> dict[int, float]:
-    """Own times relative to the median of all."""
-    known = {rank: value for rank, value in own.items() if value > 0}
-    typical = median(known.values()) if known else 0.0
-    return {rank: value / typical for rank, value in known.items()}

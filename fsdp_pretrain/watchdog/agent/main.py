@@ -27,7 +27,6 @@ from typing import Any
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import Exit, StorageError
-from fsdp_pretrain.fetcher_status import status_file
 from fsdp_pretrain.record import exit_intent, run_id
 from fsdp_pretrain.record.exit_intent import ExitIntent
 from fsdp_pretrain.record.files import RunDir, make_directory
@@ -37,7 +36,7 @@ from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
 from fsdp_pretrain.watchdog.hang.peers import BEAT_SECONDS, NodeFindings, PeerNodes
-from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnapshot, killed_for_memory
+from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnapshot
 from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import root, sweep
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, AlarmSink
@@ -54,31 +53,16 @@ _GIVE_UP = 60.0
 """Seconds to wait for a first rank, or for the agent of an earlier attempt to end."""
 
 
-class AgentArguments(argparse.Namespace):
-    """The command-line arguments of an agent."""
-
-    run: Path
-    pages: Path
-    node: int
-    nodes: int
-    ranks: str
-    launcher: int
-    attempt: str
-    again: int
-
-
 def main() -> int:
     """Run an agent to its end."""
     parser = argparse.ArgumentParser(prog="python -m fsdp_pretrain.watchdog.agent", description=__doc__)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--pages", type=Path, required=True, help="folder of the ranks' pages")
-    parser.add_argument("--node", type=int, required=True, help="number of this node")
-    parser.add_argument("--nodes", type=int, required=True, help="how many there are")
-    parser.add_argument("--ranks", required=True, help="of this node, first:stop")
-    parser.add_argument("--launcher", type=int, required=True, help="id of the process that started the ranks")
-    parser.add_argument("--attempt", default="", help="what all nodes of a start have in common")
-    parser.add_argument("--again", type=int, default=0, help="how often it was started before")
-    args = parser.parse_args(namespace=AgentArguments())
+    parser.add_argument("--pages", type=Path, help="folder of the ranks' pages")
+    parser.add_argument("--ranks", help="of this node, first:stop")
+    parser.add_argument("--attempt", help="what all nodes of a start have in common")
+    for name in ("--node", "--nodes", "--launcher", "--again"):
+        parser.add_argument(name, type=int, default=0)
+    args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGUSR1):  # requests to stop, to every process of a job
         signal.signal(number, signal.SIG_IGN)
     config = Config.model_validate(tomllib.loads(sys.stdin.read()))
@@ -106,7 +90,7 @@ def _single_instance(path: Path) -> Iterator[None]:
 class Agent:
     """One node's agent."""
 
-    def __init__(self, config: Config, args: AgentArguments) -> None:
+    def __init__(self, config: Config, args: argparse.Namespace) -> None:
         self._config, self._run, self._args = config, RunDir(config.run.dir), args
         self._directory, self._segment = self._run.path / "watchdog", 0
         self._ranks = RankMonitor(range(*map(int, args.ranks.split(":"))), args.pages, args.launcher)
@@ -165,12 +149,7 @@ class Agent:
         """Run the detectors of a node that does not lead, which are built at the first pass."""
         if not self._detectors:
             self._detectors = build_detectors(
-                self._config,
-                self._findings,
-                segment=self._segment,
-                leads=False,
-                pids=self._ranks.pids,
-                fetcher=status_file(self._ranks.pages, self._ranks.numbers.start),
+                self._config, self._findings, self._ranks, segment=self._segment, leads=False
             )
         for detector in self._detectors:
             detector.tick(time.monotonic())
@@ -290,7 +269,11 @@ class Agent:
             self._leader.run_pass()
         intent = self._intent()
         explained = intent is not None and intent.code != Exit.UNEXPECTED
-        if not lost or explained or any(other.number < self._nodes.node for other in self._nodes.left(lost)):
+        if (
+            not lost
+            or explained
+            or any(other.number < self._nodes.node and other.name not in lost for other in self._nodes.others)
+        ):
             return  # the first node that is left speaks for all
         for host, seconds in lost.items():
             if self._leader is not None:
@@ -336,7 +319,7 @@ class Agent:
         self._alarms.open(
             "rank-died",
             Severity.CRIT,
-            text + killed_for_memory(),
+            text,
             effect="the other ranks cannot go on",
             remedy="the job starts again from the last checkpoint; check the kernel's log of that host",
             step=max(beat.step for beat in died),

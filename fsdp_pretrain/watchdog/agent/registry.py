@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.fetcher_status import status_file
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.metrics import find_step
 from fsdp_pretrain.record.step_record import StepRecord
@@ -24,6 +24,7 @@ from fsdp_pretrain.watchdog.detectors.host import HostDetector
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
 from fsdp_pretrain.watchdog.detectors.nvml import resolve
+from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 _SHM = Path("/dev/shm")
@@ -32,34 +33,29 @@ _SHM = Path("/dev/shm")
 def build_detectors(
     config: Config,
     alarms: AlarmSink,
+    ranks: RankMonitor,
     *,
     segment: int,
     leads: bool = True,
     devices: int = 0,
-    pids: Callable[[], list[int]] = list,
-    reached: Callable[[], int] = int,
-    fetcher: Path | None = None,
 ) -> list[Detector]:
     """The detectors of one node.
 
     Args:
         leads: this node also watches what the whole run shares: checkpoints, the data, the run directory.
         devices: GPUs that ranks use on this node; 0 if unknown.
-        pids: returns the process ids of the ranks on this node.
-        reached: returns the newest step that a rank of this node has started.
-        fetcher: where the fetcher of this node says how it is.
     """
     run, host = RunDir(config.run.dir), socket.gethostname()
     corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
     mounts = MountDetector(alarms, [run.checkpoints] if leads else [], corpora)
     found: list[Detector] = [mounts, HostDetector(alarms, host=host)]
-    if fetcher is not None and len(corpora) < len(config.data.sources):
-        found.append(CorpusStorageDetector(alarms, fetcher, host))
-    local = [("tmp", Path(tempfile.gettempdir()), False), ("shm", _SHM, False)]
+    if len(corpora) < len(config.data.sources):
+        found.append(CorpusStorageDetector(alarms, status_file(ranks.pages, ranks.numbers.start), host))
+    local = {"tmp": Path(tempfile.gettempdir()), "shm": _SHM}
     if not leads:
         found.append(DiskSpaceDetector(alarms, local))
     else:
-        places = [("checkpoints", run.checkpoints, True), ("run", run.path, False)]
+        places = {"checkpoints": run.checkpoints, "run": run.path, **local}
         checkpoints = CheckpointDetector(
             alarms,
             act=config.watchdog.act,
@@ -67,12 +63,12 @@ def build_detectors(
             segment=segment,
             store=run.checkpoints,
             every=config.schedule.save_every,
-            pids=pids,
-            reached=reached,
+            pids=ranks.pids,
+            reached=ranks.reached,
         )
         found += [
             checkpoints,
-            DiskSpaceDetector(alarms, [*places, *local], checkpoints),
+            DiskSpaceDetector(alarms, places, checkpoints),
             DataWaitDetector(alarms),
             _data_invariants(config, run, alarms),
         ]

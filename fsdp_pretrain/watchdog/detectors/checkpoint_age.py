@@ -12,7 +12,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +22,6 @@ from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded
 from fsdp_pretrain.checkpoint.upcoming import Late, UnsavedTraining
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.statistics import score
 from fsdp_pretrain.units import Progress, human_bytes, human_count, human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from fsdp_pretrain.watchdog.probes import looks
@@ -31,7 +30,7 @@ from fsdp_pretrain.watchdog.probes.periodic import AUDIT_DEADLINE, AUDIT_SECONDS
 from .base import Detector
 
 _LEAST_HISTORY = 5
-_SLOW_SCORE, _SLOW_TIMES, _SLOWEST_NOISE = -4.0, 3.0, 0.15
+_SLOW_TIMES = 3.0
 _NO_MATTER = 1.0
 """Seconds: shorter saves are never reported as slow."""
 _STILL_FIRST = 5
@@ -48,21 +47,6 @@ class TrainedCounts:
     step: int
     consumed: int
     tokens: int
-
-
-@dataclass(frozen=True)
-class SaveInFlight:
-    """A save in flight.
-
-    Attributes:
-        begun: when it was first seen, monotonic seconds.
-        bytes: written, at the last probe.
-        grown: when it was first seen with that many.
-    """
-
-    begun: float
-    bytes: int
-    grown: float
 
 
 class CheckpointDetector(Detector):
@@ -112,8 +96,8 @@ class CheckpointDetector(Detector):
         self.age = 0.0
         self._since, self._world = math.inf, 1
         self._steps: deque[float] = deque(maxlen=64)
-        self._saves: deque[tuple[float, float]] = deque(maxlen=upcoming.SAVES)
-        self._attempts: dict[str, SaveInFlight] = {}
+        self._saves: deque[float] = deque(maxlen=upcoming.SAVES)
+        self._grown: dict[str, tuple[int, float]] = {}  # bytes of a save in flight, and since when it has them
         self._bad: dict[str, str] = {}
         self._asked: set[str] = set()
         self._requests: dict[str, PeriodicProbe] = {}
@@ -195,7 +179,7 @@ class CheckpointDetector(Detector):
             tokens=risk.tokens,
             age=self.age,
             step_seconds=median(self._steps),
-            save_seconds=upcoming.longest_save([seconds for _, seconds in self._saves]),
+            save_seconds=upcoming.longest_save(self._saves),
         )
         late = made.late()
         if late is Late.NO:
@@ -254,7 +238,7 @@ class CheckpointDetector(Detector):
                 self.need = upcoming.first_need(entry["parameters"], self._world)
         elif kind == "checkpoint" and entry["seconds"]:
             self.speed = entry["bytes"] / entry["seconds"]
-            self._judge_speed(entry["bytes"], entry["seconds"], step if mine else None)
+            self._judge_speed(entry["seconds"], step if mine else None)
             if mine:
                 for key in ("checkpoint-failed", "checkpoint-missing"):
                     self.resolve(key, f"step {step} was saved", step=step)
@@ -282,31 +266,27 @@ class CheckpointDetector(Detector):
                 facts={"failures": entry.get("failures")},
             )
 
-    def _judge_speed(self, size: float, seconds: float, step: int | None) -> None:
+    def _judge_speed(self, seconds: float, step: int | None) -> None:
         """`step`: None for saves of earlier starts, which only serve as history."""
-        speed = math.log(max(1.0, size) / seconds)
         typical = self._typical_save()
         if step is not None and typical is not None:
-            away, text = score(speed, [known for known, _ in self._saves], _SLOWEST_NOISE), human_time(seconds)
-            if seconds > _NO_MATTER and (away < _SLOW_SCORE or seconds > _SLOW_TIMES * typical):
-                self._open_slow(f"the save of step {step} took {text}", typical, step)
+            text = f"the save of step {step} took {human_time(seconds)}"
+            if seconds > max(_NO_MATTER, _SLOW_TIMES * typical):
+                self.open(
+                    "checkpoint-speed",
+                    Severity.WARN,
+                    f"{text}; {human_time(typical)} is typical",
+                    "checkpoints come late; a save that is not done delays the next",
+                    "check whether something else uses the storage",
+                    step=step,
+                )
                 return  # keep slow saves out of the history, or slowness would become normal
-            self.resolve("checkpoint-speed", f"the save of step {step} took {text}", step=step)
-        self._saves.append((speed, seconds))
+            self.resolve("checkpoint-speed", text, step=step)
+        self._saves.append(seconds)
 
     def _typical_save(self) -> float | None:
         """Median seconds of a save; None before there were enough."""
-        return median(seconds for _, seconds in self._saves) if len(self._saves) >= _LEAST_HISTORY else None
-
-    def _open_slow(self, what: str, typical: float, step: int | None = None) -> None:
-        self.open(
-            "checkpoint-speed",
-            Severity.WARN,
-            f"{what}; {human_time(typical)} is typical",
-            "checkpoints come late; a save that is not done delays the next",
-            "check whether something else uses the storage",
-            step=step,
-        )
+        return median(self._saves) if len(self._saves) >= _LEAST_HISTORY else None
 
     # ------------------------------------------------------------------ what is on storage
 
@@ -324,27 +304,19 @@ class CheckpointDetector(Detector):
         self.resolve_others("checkpoint-damaged", damaged, "it is gone, or intact")
 
     def _judge_writers(self, writing: dict[str, int], now: float) -> None:
-        """Whether the save in flight grows, and how long it takes."""
-        seen = {}
-        for name, size in writing.items():
-            attempt = self._attempts.get(name, SaveInFlight(now, size, now))
-            seen[name] = attempt if size == attempt.bytes else replace(attempt, bytes=size, grown=now)
-        self._attempts = seen
+        """Whether the save in flight grows."""
+        known = {name: self._grown.get(name, (size, now)) for name, size in writing.items()}
+        self._grown = {name: known[name] if size == known[name][0] else (size, now) for name, size in writing.items()}
         typical, least = self._typical_save(), _STILL_SECONDS
         allowed = _STILL_FIRST * least if typical is None else max(least, typical)
-        still = [(now - attempt.grown, name) for name, attempt in seen.items() if now - attempt.grown > allowed]
-        if still:
-            seconds, name = max(still)
+        seconds, name = max(((now - since, name) for name, (_, since) in self._grown.items()), default=(0.0, ""))
+        if seconds > allowed:
             self.open(
                 "checkpoint-writer",
                 Severity.CRIT,
-                f"{name} has not grown for {human_time(seconds)}, at {human_bytes(seen[name].bytes)}",
+                f"{name} has not grown for {human_time(seconds)}, at {human_bytes(writing[name])}",
                 "its writer hangs, and the next save waits for it",
                 "check whether the storage responds; training is not affected yet",
             )
-            return
-        self.resolve("checkpoint-writer", "the writer makes progress, or has ended")
-        for name, attempt in seen.items():
-            lasted = now - attempt.begun
-            if typical is not None and lasted > max(_NO_MATTER, _SLOW_TIMES * typical):
-                self._open_slow(f"{name} is still being written after {human_time(lasted)}", typical)
+        else:
+            self.resolve("checkpoint-writer", "the writer makes progress, or has ended")

@@ -45,15 +45,6 @@ class PaceChange:
     since: int
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Some steps; `above`: their median (log seconds) minus the baseline."""
-
-    first: int
-    last: int
-    above: float
-
-
 class PaceCusum:
     """Watches the step times of one start, one schedule phase at a time.
 
@@ -75,7 +66,7 @@ class PaceCusum:
         self._baseline: float | None = None
         self._noise = self._sum = 0.0
         self._begun = 0
-        self._recent: list[_Block] = []
+        self._recent: list[tuple[int, float]] = []  # (first step, median of log seconds minus the baseline) of blocks
 
     def add(self, step: int, seconds: float, phase: Hashable = None) -> PaceChange | None:
         """Add a clean step.
@@ -98,9 +89,9 @@ class PaceCusum:
             if len(self._learned) == _SKIPPED + self._wanted:
                 self._adopt(self._learned[_SKIPPED:])
             return None
-        self._recent = [*self._recent, _Block(first, step, value - self._baseline)][-_FASTER_BLOCKS:]
-        self.ratio = math.exp(median(block.above for block in self._recent[-_BACK_BLOCKS:]))
-        return self._judge(self._recent[-1], self._baseline)
+        self._recent = [*self._recent, (first, value - self._baseline)][-_FASTER_BLOCKS:]
+        self.ratio = math.exp(median(above for _, above in self._recent[-_BACK_BLOCKS:]))
+        return self._judge(step, self._baseline)
 
     def _adopt(self, values: list[float]) -> None:
         """Set the baseline, and the noise of blocks about it."""
@@ -108,26 +99,24 @@ class PaceCusum:
         self._noise = max(deviation, _LEAST_NOISE)
         self._sum, self._recent, self.ratio = 0.0, [], 1.0
 
-    def _judge(self, block: _Block, baseline: float) -> PaceChange | None:
-        above = [recent.above for recent in self._recent]
+    def _judge(self, step: int, baseline: float) -> PaceChange | None:
+        """Judge the last block, which ends with a step."""
+        above = [value for _, value in self._recent]
         if self.slow:
-            is_back = len(above) >= _BACK_BLOCKS and max(above[-_BACK_BLOCKS:]) < _BACK
-            return self._end(block) if is_back else None
+            if len(above) < _BACK_BLOCKS or max(above[-_BACK_BLOCKS:]) >= _BACK:
+                return None
+            self.slow, self._sum = False, 0.0
+            return PaceChange("back", math.exp(median(above[-_BACK_BLOCKS:])), step, self._recent[-_BACK_BLOCKS][0])
         if len(above) == _FASTER_BLOCKS and max(above) < -_FASTER:
-            since = self._recent[0].first
+            since = self._recent[0][0]
             self._adopt([baseline + value for value in above])
-            return PaceChange("faster", math.exp(median(above)), block.last, since)
+            return PaceChange("faster", math.exp(median(above)), step, since)
         slack, limit = (max(least, times * self._noise) for least, times in (_SLACK, _LIMIT))
         if self._sum == 0.0:
-            self._begun = block.first
-        self._sum = max(0.0, self._sum + min(block.above, _LARGEST) - slack)
+            self._begun = self._recent[-1][0]
+        self._sum = max(0.0, self._sum + min(above[-1], _LARGEST) - slack)
         if self._sum <= limit:
             return None
-        since_begun = [recent.above for recent in self._recent if recent.first >= self._begun]
+        since_begun = [value for first, value in self._recent if first >= self._begun]
         self.slow, self._sum = True, 0.0
-        return PaceChange("slower", math.exp(median(since_begun)), block.last, self._begun)
-
-    def _end(self, block: _Block) -> PaceChange:
-        assert self.ratio is not None
-        self.slow, self._sum = False, 0.0
-        return PaceChange("back", self.ratio, block.last, self._recent[-_BACK_BLOCKS:][0].first)
+        return PaceChange("slower", math.exp(median(since_begun)), step, self._begun)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections import deque
-from dataclasses import dataclass
+from collections import Counter, deque
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -23,15 +22,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WAIT_LEAST, _WAIT_TIMES, _WAIT_STEPS, _WAITS = 5.0, 10.0, 50, 3
 
 
-@dataclass
-class _Mount:
-    """A directory that is periodically read from or written to."""
-
-    path: str
-    probe: PeriodicProbe
-    failures: int = 0
-
-
 class MountDetector(Detector):
     """Alarms `mount/PATH`, and `data-shard/SOURCE` for corpora that are not intact.
 
@@ -47,7 +37,8 @@ class MountDetector(Detector):
         corpora: dict[str, Path],
     ) -> None:
         super().__init__(alarms)
-        self._mounts = {str(path): _Mount(str(path), PeriodicProbe(looks.write, path=str(path))) for path in probed}
+        self._mounts = {str(path): PeriodicProbe(looks.write, path=str(path)) for path in probed}
+        self._failures = Counter[str]()  # in a row, by path
         self._audits = {
             name: PeriodicProbe(looks.corpus, AUDIT_SECONDS, AUDIT_DEADLINE, path=str(path))
             for name, path in corpora.items()
@@ -60,10 +51,10 @@ class MountDetector(Detector):
             answer = audit.tick(now)
             if answer is not None:
                 self._judge_corpus(name, answer)
-        for mount in list(self._mounts.values()):
-            answer = mount.probe.tick(now)
+        for path, probe in list(self._mounts.items()):
+            answer = probe.tick(now)
             if answer is not None:
-                self._judge_mount(mount, answer)
+                self._judge_mount(path, probe, answer)
 
     def _judge_corpus(self, name: str, answer: ProbeAnswer) -> None:
         path = self._corpora[name]
@@ -92,28 +83,28 @@ class MountDetector(Detector):
             if not paths:
                 continue
             if key not in self._mounts:
-                self._mounts[key] = _Mount(key, PeriodicProbe(looks.read, paths=paths))
-            elif "paths" in self._mounts[key].probe.arguments:
-                self._mounts[key].probe.arguments["paths"] = paths
+                self._mounts[key] = PeriodicProbe(looks.read, paths=paths)
+            elif "paths" in self._mounts[key].arguments:
+                self._mounts[key].arguments["paths"] = paths
 
     # ------------------------------------------------------------------ one mount
 
-    def _judge_mount(self, mount: _Mount, answer: ProbeAnswer) -> None:
+    def _judge_mount(self, path: str, probe: PeriodicProbe, answer: ProbeAnswer) -> None:
         if answer.error is None or answer.errno in _FULL:
-            mount.failures = 0
-            self.resolve(f"mount/{mount.path}", f"{mount.path} answers")
+            self._failures[path] = 0
+            self.resolve(f"mount/{path}", f"{path} answers")
             return
-        if answer.errno == errno.ENOENT and "paths" in mount.probe.arguments:
+        if answer.errno == errno.ENOENT and "paths" in probe.arguments:
             for audit in self._audits.values():  # a shard is gone: find out of which corpus
                 audit.due = 0.0
             return
-        mount.failures += 1
-        if mount.failures >= _TWICE:
+        self._failures[path] += 1
+        if self._failures[path] >= _TWICE:
             self.open(
-                f"mount/{mount.path}",
+                f"mount/{path}",
                 Severity.CRIT,
-                f"{mount.path} {'does not answer' if answer.late else 'fails'}: {answer.error}, "
-                f"{mount.failures} times in a row",
+                f"{path} {'does not answer' if answer.late else 'fails'}: {answer.error}, "
+                f"{self._failures[path]} times in a row",
                 "reading data or saving will hang or fail",
                 "check that the file system is mounted and its servers respond",
                 facts={"hanging": answer.late},

@@ -109,10 +109,8 @@ class SlowdownDetector(Detector):
             self.open("pace", Severity.CRIT, f"steps still take {ratio - 1:.1%} longer")
 
     def _report(self, change: PaceChange) -> None:
-        if change.kind == "back":
-            self.resolve("pace", "steps take as long as at the beginning again")
-        elif change.kind == "faster":
-            self.resolve("pace", "steps have become faster")
+        if change.kind != "slower":
+            self.resolve("pace", "steps take as long as at the beginning again, or less")
         else:
             first, now = _typical(self._first), _typical(self._recent)
             part = max(now, key=lambda name: now[name] - first[name])

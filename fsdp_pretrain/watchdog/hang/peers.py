@@ -13,7 +13,6 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -216,10 +215,6 @@ class PeerNodes:
         """Hosts that have not ended but are silent for some beats, with the seconds of silence."""
         silences = {other.name: other.silence for other in self.others if not other.ended}
         return {name: silence for name, silence in silences.items() if silence > _QUIET * BEAT_SECONDS}
-
-    def left(self, lost: Mapping[str, float]) -> list[PeerNode]:
-        """The other nodes but these."""
-        return [other for other in self.others if other.name not in lost]
 
     @property
     def all_ended(self) -> bool:

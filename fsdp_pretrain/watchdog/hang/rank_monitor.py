@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
 import signal
 import socket
@@ -210,13 +209,3 @@ class RankMonitor:
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for rank in self.alive:
                 rank.signal(number)
-
-
-def killed_for_memory() -> str:
-    """A message suffix if the OOM killer has killed processes in this container; else empty."""
-    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with contextlib.suppress(OSError):
-            found = re.search(r"^oom_kill ([1-9]\d*)$", Path(path).read_text(), re.MULTILINE)
-            if found is not None:
-                return f" (the kernel has killed {found[1]} processes here for lack of memory)"
-    return ""

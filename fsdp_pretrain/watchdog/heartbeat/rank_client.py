@@ -19,14 +19,11 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.deadline import Worker
 from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.record import run_id
-from fsdp_pretrain.record.files import make_directory
 from fsdp_pretrain.remote import Location
 
 from .page import Page, Phase, is_alive, read
@@ -35,7 +32,6 @@ _ROOT = f"{Path(__file__).parents[3]}/".encode("ascii", "backslashreplace").deco
 """Beginning of this project's files in stack dumps."""
 _INTERVAL = 1.0
 _OF_ALL_NODES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-_LOG_SECONDS = 5.0
 _RESTARTS = 10
 """An agent that ends more often is broken: training continues without it."""
 
@@ -143,17 +139,16 @@ class AgentProcess:
                 run_id.assign(self._pages, known)
 
     def ensure_running(self) -> None:
-        """Start it if it is not running."""
+        """Start it if it is not running. It writes to our output until it has a log."""
         if self._starts > _RESTARTS or (self.process is not None and self.process.poll() is None):
             return
         again = ["--again", str(self._starts)] if self._starts else []
         self._starts += 1
-        try:
-            with Worker("agent-log").call(self._open_log, _LOG_SECONDS) as output:
-                self.process = self._spawn(again, output.fileno())
-        except OSError:
-            with contextlib.suppress(OSError):  # the run directory is full, gone, hanging, or not created yet
-                self.process = self._spawn(again, subprocess.DEVNULL)
+        with contextlib.suppress(OSError):
+            self.process = start_module(*self._command, *again, stdin=subprocess.PIPE)
+            assert self.process.stdin is not None
+            self.process.stdin.write(self._config.encode())
+            self.process.stdin.close()
 
     def reconfigure(self, config: Config) -> None:
         """Start it anew if its configuration is another. It holds nothing yet: no segment is known."""
@@ -164,19 +159,6 @@ class AgentProcess:
             self.process.kill()
             self.process.wait()
         self.ensure_running()
-
-    def _open_log(self) -> BinaryIO:
-        log = self._run / "watchdog" / "agent.log"
-        make_directory(log.parent)
-        return log.open("ab")
-
-    def _spawn(self, again: list[str], output: int) -> subprocess.Popen[bytes]:
-        process = start_module(*self._command, *again, stdin=subprocess.PIPE, stdout=output, stderr=output)
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):
-            process.stdin.write(self._config.encode())
-            process.stdin.close()
-        return process
 
 
 def folder(run: Path) -> Path:

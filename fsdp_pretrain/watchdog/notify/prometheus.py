@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,8 +54,8 @@ class Exporter:
             self.problem = f"cannot listen on {address}: {error.strerror}"
 
     def update(self, snapshot: Snapshot) -> None:
-        """Export the result of a pass. The snapshot must not be changed afterwards."""
-        self._shown, self._at = snapshot, time.monotonic()
+        """Export the result of a pass: the values of `METRICS`, and the `run`."""
+        self._shown, self._at = {**snapshot}, time.monotonic()
         if self._write is not None:
             try:
                 self._write()
@@ -70,14 +69,14 @@ class Exporter:
 
         if self._shown is None:
             return
-        snapshot = replace(self._shown, pass_age=time.monotonic() - self._at)
-        for source, attribute in METRICS.items():
+        snapshot = {**self._shown, "pass_age": time.monotonic() - self._at}
+        for key, source in METRICS.items():
             family = CounterMetricFamily if source.name.endswith("_total") else GaugeMetricFamily
             metric = family(source.name, source.help, labels=["run", *([source.label] if source.label else [])])
-            value = getattr(snapshot, attribute)
-            known = value.items() if source.label else [] if value is None else [(None, value)]
-            for key, one in sorted(known):
-                metric.add_metric([snapshot.run, *([str(key)] if source.label else [])], one)
+            value = snapshot.get(key)
+            known = value.items() if source.label and value else [] if value is None else [(None, value)]
+            for label, one in sorted(known):
+                metric.add_metric([snapshot["run"], *([str(label)] if source.label else [])], one)
             if metric.samples:
                 yield metric
 

@@ -7,7 +7,6 @@ passes: a thread looks, and one that is late is left behind. Starting a look and
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -22,8 +21,6 @@ AUDIT_SECONDS, AUDIT_DEADLINE = 3600.0, 3600.0
 checkpoint still has the bytes that were written; and how long one may take."""
 THREADS = "look at "
 """Beginning of the names of the threads."""
-_COSTLY, _COST_FACTOR = 0.2, 100.0
-"""A look that takes more CPU seconds than the first repeats at most after a hundred times what it took."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +32,12 @@ class ProbeAnswer:
         error: why it failed; None if it did not.
         errno: of the error, if there is one.
         late: consecutive looks that were late; 0 if this one was not.
-        cpu: CPU seconds that it took.
     """
 
     value: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     errno: int | None = None
     late: int = 0
-    cpu: float = 0.0
 
 
 class PeriodicProbe:
@@ -74,8 +69,6 @@ class PeriodicProbe:
             pass
         else:
             self._asked, self._late = None, 0
-            if answer.cpu > _COSTLY:
-                self.due = max(self.due, now + _COST_FACTOR * answer.cpu)
             return answer
         if self._asked is None:
             if now >= self.due:
@@ -90,9 +83,8 @@ class PeriodicProbe:
         return ProbeAnswer(error=f"no answer within {self._deadline:g} s", late=self._late)
 
     def _run(self, arguments: dict[str, Any]) -> None:
-        start = time.thread_time()
         try:
-            answer = ProbeAnswer(self._look(**arguments), cpu=time.thread_time() - start)
+            answer = ProbeAnswer(self._look(**arguments))
         except Exception as error:
             number = error.errno if isinstance(error, OSError) else None
             answer = ProbeAnswer(error=f"{type(error).__name__}: {error}", errno=number)
