@@ -19,9 +19,8 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from fsdp_pretrain.errors import DataError
 
-from .cache import LENGTH_BYTES
 from .files import NOT_AT_ONCE, File
-from .shards import Shard
+from .shards import LENGTH_BYTES, Shard
 
 STRETCH_BITS = 11
 """Tokens are hashed in stretches of 2 ** 11: of a document that is copied, little else is read and hashed."""

@@ -74,7 +74,7 @@ def fetcher(settings: FetcherSettings) -> Fetcher:
         ranks=ranks,
         until=schedule.total + beyond,
     )
-    sizes = {fingerprint: copy.corpus.sizes for fingerprint, copy in copies.items()}
+    sizes = {fingerprint: copy.sizes for fingerprint, copy in copies.items()}
     assert cache is not None
     return Fetcher(
         Window(forecast, cached, sizes),

@@ -105,7 +105,7 @@ class NodeFetching:
 
     def begin(self, start: Position) -> Callable[[Position], None]:
         """Tell the fetcher where training begins; returns what is to be called with the position after each batch."""
-        return progress.ProgressPage(self._page, start).built
+        return progress.begin(self._page, start)
 
     def close(self) -> None:
         """End the fetcher, if this rank has started it."""
@@ -129,28 +129,23 @@ def _lock_cache(cache: Path, run: Path) -> int:
     Raises:
         ConfigError: another run uses it; DataError: it cannot be written.
     """
+    until = time.monotonic() + _LOCK_SECONDS
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.truncate(lock, 0)
+                os.pwrite(lock, str(run).encode(), 0)
+                return lock
+            time.sleep(_LOCK_PAUSE)
+        holder = os.pread(lock, 4096, 0).decode(errors="replace")
+        os.close(lock)
     except OSError as error:
         raise DataError(f"cannot write to the cache {cache}: {error.strerror}") from None
-    until = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > until:
-                holder = os.pread(lock, 4096, 0).decode(errors="replace")
-                os.close(lock)
-                raise ConfigError(
-                    f"data.cache.dir = {cache} is in use by the run {holder}",
-                    effect="each run would drop the blocks that the other needs",
-                    remedy="name another directory on a local disk of this node, or wait for the end of that run",
-                ) from None
-            time.sleep(_LOCK_PAUSE)
-        except OSError:  # a file system without locks
-            return lock
-    os.truncate(lock, 0)
-    os.pwrite(lock, str(run).encode(), 0)
-    return lock
+    raise ConfigError(
+        f"data.cache.dir = {cache} is in use by the run {holder}",
+        effect="each run would drop the blocks that the other needs",
+        remedy="name another directory on a local disk of this node, or wait for the end of that run",
+    )

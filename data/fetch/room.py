@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.corpus.cache import BlockCache
+from data.corpus.cached import blocks_in
 from data.packing.packer import Packer
 from data.packing.source import STRETCH, Ints
 from fsdp_pretrain.config.config import Config
@@ -39,7 +39,7 @@ class CacheNeed:
 
 def need(config: Config, packer: Packer) -> CacheNeed | None:
     """What the sources by URL need; None if there are none. It is that of the order without `data.reshuffle`."""
-    sizes = {name: corpus.cached.corpus.sizes for name, corpus in packer.corpora.items() if corpus.cached is not None}
+    sizes = {name: corpus.cached.sizes for name, corpus in packer.corpora.items() if corpus.cached is not None}
     if not sizes or config.data.cache is None:
         return None
     whole = sum(int(own.sum()) for own in sizes.values())
@@ -52,8 +52,7 @@ def check(config: Config, packer: Packer) -> None:
     found, cache = need(config, packer), config.data.cache
     if found is None or cache is None:
         return
-    caches = (BlockCache(cache.dir, folder.parent.name) for folder in cache.dir.glob("*/blocks"))
-    held = sum(size for own in caches for _, size in own.present().values())
+    held = sum(size for _, size in blocks_in(cache.dir).values())
     room = shutil.disk_usage(cache.dir).free + held
     if min(found.size, room) < found.least:
         small = found.size < found.least
