@@ -117,7 +117,7 @@ def test_what_fails_now_and_then_is_repeated(object_store: ObjectStore, fault: F
     assert 0 < wrong == len(object_store.log) - 6
 
 
-@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("az", "adlfs"), ("file", "fsspec")])
+@pytest.mark.parametrize(("scheme", "package"), [("az", "adlfs"), ("file", "fsspec")])
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, scheme: str, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=package) as raised:

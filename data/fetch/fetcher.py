@@ -10,17 +10,21 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+import tomllib
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 from data.corpus.cached import CachedCopy, block_file, blocks_in
 from data.packing import progress
+from data.packing.opening import open_packer, open_skips
 from data.packing.position import Position
+from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import Exit, UserError
-from fsdp_pretrain.fetcher_status import FetcherStatus
+from fsdp_pretrain.fetcher_status import FetcherStatus, status_file
 
+from .forecast import Forecast
+from .process import FetcherSettings
 from .window import Key, Window
 
 AT_ONCE = 8
@@ -29,7 +33,7 @@ PATIENCE = 5.0
 """Seconds for which a request is repeated before its failure is told."""
 _PAUSE, _LASTING_PAUSE = 5.0, 30.0
 """Seconds before a block is tried again, and one that needs a person."""
-_TURN, _FORECAST_SECONDS = 0.2, 0.05
+_START_TURN, _TURN, _FORECAST_SECONDS = 0.02, 0.2, 0.05
 _STATUS_SECONDS, _LIST_SECONDS = 1.0, 10.0
 
 
@@ -43,38 +47,37 @@ class _Failure(NamedTuple):
 
 
 class Fetcher:
-    """One node's fetcher.
+    """One node's fetcher, once the ranks have said where they are.
 
-    Args:
-        window: of the node's ranks.
-        copies: the corpora by URL, by fingerprint.
-        cache: the cache directory.
-        size: bytes that it may hold.
-        pages: folder of the ranks' positions.
-        ranks: of this node.
-        status: file in which it says how it is.
+    Raises:
+        UserError: a corpus cannot be opened.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        copies: Mapping[str, CachedCopy],
-        *,
-        cache: Path,
-        size: int,
-        pages: Path,
-        ranks: range,
-        status: Path,
-    ) -> None:
-        self._window, self._copies, self._cache, self._size = window, copies, cache, size
-        self._pages, self._ranks, self._status = pages, ranks, status
-        self._largest = max((int(copy.sizes.max()) for copy in copies.values()), default=0)
+    def __init__(self, settings: FetcherSettings) -> None:
+        config = Config.model_validate(tomllib.loads(settings.config))
+        assert config.data.cache is not None
+        self._cache, self._size = config.data.cache.dir, config.data.cache.size.value
+        self._pages, self._ranks = Path(settings.pages), range(settings.first, settings.stop)
+        self._status = status_file(self._pages, settings.first)
+        packer, batches = open_packer(config), config.schedule.batch
+        while (start := slowest(self._pages, self._ranks)) is None:
+            time.sleep(_START_TURN)
+        self._copies, sources = dict[str, CachedCopy](), dict[int, str]()
+        for number, corpus in enumerate(packer.corpora.values()):
+            if corpus.cached is not None:
+                sources[number] = fingerprint = corpus.manifest.fingerprint
+                self._copies[fingerprint] = corpus.cached
+                corpus.cached.remote.patience = PATIENCE
+        sizes = {fingerprint: copy.sizes for fingerprint, copy in self._copies.items()}
+        self._largest = max((int(own.max()) for own in sizes.values()), default=0)
+        until = config.schedule.total + (config.data.prefetch + 2) * batches.full  # loaders prepare what nobody trains
+        skips, world = open_skips(config), settings.world
+        forecast = Forecast(packer, batches, skips, start, world=world, ranks=self._ranks, until=until)
+        self._window = Window(forecast, sources, sizes)
         self._pool, self._arrived = ThreadPoolExecutor(AT_ONCE, "fetch"), threading.Event()
         self._coming: dict[Key, Future[int]] = {}
         self._failures: dict[Key, _Failure] = {}
         self._step, self._listed, self._said = 0, float("-inf"), float("-inf")
-        for copy in copies.values():
-            copy.remote.patience = PATIENCE
 
     def run(self) -> None:
         """Fetch until the process ends."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from data.packing import progress
 from data.packing.packer import Packer
 from data.packing.position import Position
-from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.child_process import start_helper
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.fetcher_status import log_folder, status_file
@@ -82,21 +82,12 @@ class NodeFetching:
         """Start it, again and again; a process of its own cannot take the rank down."""
         while not self._closed.is_set():
             with contextlib.suppress(OSError):
-                self.process = self._start(settings)
+                self.process = start_helper("data.fetch", log=self._log)
+                assert self.process.stdin is not None
+                self.process.stdin.write(json.dumps(settings).encode() + b"\n")
+                self.process.stdin.flush()
                 self.process.wait()
             self._closed.wait(_PAUSE)
-
-    def _start(self, settings: FetcherSettings) -> subprocess.Popen[bytes]:
-        with contextlib.ExitStack() as stack:
-            try:
-                output = stack.enter_context(self._log.open("ab"))
-            except OSError:  # the run directory is full, or gone
-                output = stack.enter_context(Path(os.devnull).open("wb"))
-            process = start_module("data.fetch", stdin=subprocess.PIPE, stdout=output, stderr=output)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(settings).encode() + b"\n")
-        process.stdin.flush()  # and kept open: its end tells the fetcher that this process has ended
-        return process
 
     def check(self, packer: Packer) -> None:
         """Raise ConfigError if the cache is too small. `packer`: of the run's corpora."""

@@ -9,12 +9,12 @@ import time
 
 from fsdp_pretrain.checkpoint.async_save import Pending
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
-from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.child_process import start_helper
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.mirror.restore import compare_with_mirror, restore
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record import mirror_status, run_id
-from fsdp_pretrain.record.files import RunDir, make_directory
+from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
@@ -82,10 +82,8 @@ class UploaderProcess:
         if self._process is not None:
             mirror_status.tell_death(self._run, self._segment, self._process.returncode)
         with contextlib.suppress(OSError):
-            make_directory(mirror_status.folder(self._run))
-            with (mirror_status.folder(self._run) / "log").open("ab") as log:
-                command = ("fsdp_pretrain.mirror.uploader", *self._command)
-                self._process = start_module(*command, nice=10, stdin=subprocess.PIPE, stdout=log, stderr=log)
+            log = mirror_status.folder(self._run) / "log"
+            self._process = start_helper("fsdp_pretrain.mirror.uploader", *self._command, log=log, nice=10)
 
     def finish(self) -> None:
         """Ask it to copy what is left and to end; see `ended`."""
