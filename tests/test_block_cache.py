@@ -138,7 +138,7 @@ def test_a_block_that_does_not_come_is_told_with_the_fetchers_words(tmp_path: Pa
     fetcher.write_text(json.dumps({"problem": "no access to the bucket"}))
     cache = CacheUse(tmp_path / "cache", fetcher)
     packer = Packer([("a", url(corpus), 1.0)], 32, seed=5, lanes=6, cache=cache, read_timeout=0.5)
-    with pytest.raises(ReadTimeoutError, match=r"s\d did not come within 0.5 s: no access to the bucket") as caught:
+    with pytest.raises(ReadTimeoutError, match=r"s\d did not answer for 0.5 s: no access to the bucket") as caught:
         packer.pack(0, 1)
     assert caught.value.exit == Exit.RESUME
 
@@ -150,7 +150,7 @@ def test_a_table_that_does_not_come_is_named(
     """Of all that a corpus is opened with, the object that is waited for."""
     corpus = object_store.put_folder(build(tmp_path / "corpus", tokenizer), "corpus")
     object_store.faults = Faults(hang=True, objects=f"corpus/{name}")
-    with pytest.raises(ReadTimeoutError, match=f"corpus/{name} did not come within 2 s"):
+    with pytest.raises(ReadTimeoutError, match=f"corpus/{name} did not answer for 2 s"):
         Corpus(corpus, cache=CacheUse(tmp_path / "cache"), read_timeout=2.0)
 
 

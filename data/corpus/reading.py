@@ -100,20 +100,14 @@ class CorpusReads:
         except NoAnswerError:
             self._worker = None  # abandoned with its thread
             file = reading.get(worker.identity, path)
-            if isinstance(path, Url):
-                problem = self._problem()
-                raise ReadTimeoutError(
-                    f"{file if isinstance(file, Url) else path} did not come within {self._timeout:g} s"
-                    + (f": {problem}" if problem else ""),
-                    effect="training cannot go on without it; it can be resumed from the last checkpoint",
-                    remedy="check the storage, the network and the credentials, or set the source's path to a copy of "
-                    "the corpus; data.read_timeout is how long a read may take",
-                ) from None
+            problem = ""
+            if isinstance(path, Url):  # a block's file in the cache says less
+                file, problem = file if isinstance(file, Url) else path, self._problem()
             raise ReadTimeoutError(
-                f"{file} did not answer for {self._timeout:g} s: the read hangs",
+                f"{file} did not answer for {self._timeout:g} s: {problem or 'the read hangs'}",
                 effect="training cannot go on without it; it can be resumed from the last checkpoint",
-                remedy="check the file system or mount (does `head` read the file?), or set the source's path to a "
-                "copy of the corpus; data.read_timeout is how long a read may take",
+                remedy="check the mount (does `head` read the file?), or the network and the credentials; or set the "
+                "source's path to a copy of the corpus. data.read_timeout is how long a read may take",
             ) from None
         finally:
             if self._worker is worker:

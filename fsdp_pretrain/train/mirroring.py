@@ -119,9 +119,10 @@ def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete:
     if run.config.checkpoint.mirror is None:
         return
     limit = _COMPLETE_SECONDS if complete else _STOP_SECONDS
-    begun, said = time.monotonic(), False
+    begun = time.monotonic()
     if uploader is not None:
         uploader.finish()
+        run.recorder.say(f"waiting up to {human_time(limit)} for the mirror")
 
     def ended() -> bool | None:
         """None: the time is over, or it has died."""
@@ -131,9 +132,6 @@ def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete:
 
     while (done := run.world.decide(ended)) is False:
         run.heartbeat.beat(Phase.SAVE)
-        if not said and time.monotonic() - begun > _TURN:
-            said = True
-            run.recorder.say(f"waiting up to {human_time(limit)} for the mirror")
         time.sleep(0.2)
     if done is None:
         run.recorder.say("the mirror lacks the end of this start; the next one copies it")
