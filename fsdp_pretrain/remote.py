@@ -64,11 +64,6 @@ class Url(str):
     def scheme(self) -> str:
         return self.partition("://")[0]
 
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return self.rpartition("/")[2]
-
 
 Location = Path | Url
 """A file or directory on this machine, or in remote storage."""
@@ -112,12 +107,9 @@ class RemoteError(DataError):
             Problem.FAILED: f"{object_url}: {text}",
         }[problem]
         super().__init__(cause, remedy=_REMEDIES[problem])
-        self._arguments = (object_url, problem, text)
+        self.args = (object_url, problem, text)  # with which it is made again on other ranks
         if self.is_temporary:
             self.exit = Exit.RESUME
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._arguments  # from worker processes
 
     @property
     def is_temporary(self) -> bool:

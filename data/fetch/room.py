@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,6 +64,30 @@ def check(config: Config, packer: Packer) -> None:
             if small
             else f"free space in {cache.dir}, or name another directory",
         )
+
+
+def warnings(found: CacheNeed, packer: Packer) -> Iterator[str]:
+    """What `plan` says about the size of the cache."""
+    if found.size < found.whole and any(stream.reshuffles for stream in packer.streams):
+        yield (
+            "data.reshuffle: until the epoch ends, blocks are read in pieces far apart, and a cache that does not hold "
+            "the rest of the epoch fetches each many times"
+        )
+    if found.size < found.recommended:
+        refused = found.size < found.least
+        yield (
+            f"data.cache.size = {human_bytes(found.size)}, but a node uses {human_bytes(found.least)} of blocks at a "
+            f"time: {'such a run is refused' if refused else 'little is left for fetching ahead'}; "
+            f"at least {human_bytes(found.recommended)} is recommended"
+        )
+
+
+def render(found: CacheNeed) -> str:
+    """A line of `plan`."""
+    return (
+        f"  cache       {human_bytes(found.least)} of {human_bytes(found.whole)} by URL in use at a time, at least "
+        f"{human_bytes(found.recommended)} recommended; data.cache.size is {human_bytes(found.size)}"
+    )
 
 
 def bytes_in_use(packer: Packer, sizes: Mapping[str, Ints], batch: int) -> int:
