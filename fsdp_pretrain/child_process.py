@@ -43,6 +43,20 @@ def start_module(
     )
 
 
+def start_helper(module: str, *arguments: str, log: Path, nice: int = 0) -> subprocess.Popen[bytes]:
+    """Start a module whose input stays open: its end tells it that this process has ended.
+
+    What it says goes to a log, unless its run directory is full, or gone. Raises OSError: it cannot be started.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            log.parent.mkdir(exist_ok=True)
+            output = stack.enter_context(log.open("ab"))
+        except OSError:
+            output = stack.enter_context(Path(os.devnull).open("wb"))
+        return start_module(module, *arguments, nice=nice, stdin=subprocess.PIPE, stdout=output, stderr=output)
+
+
 def run_module(
     module: str, *arguments: str, limit: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:

@@ -29,8 +29,6 @@ class FetcherStatus:
         since: when that began, seconds since 1970; 0 without a problem.
         lasting: it does not end without a person: no access, a damaged or replaced object.
         ready: steps ahead of the ranks whose blocks are all in the cache.
-        step: that all ranks of the node have built.
-        blocks, bytes: fetched since it was started.
     """
 
     time: float = 0.0
@@ -38,9 +36,6 @@ class FetcherStatus:
     since: float = 0.0
     lasting: bool = False
     ready: int = 0
-    step: int = 0
-    blocks: int = 0
-    bytes: int = 0
 
     def write(self, path: Path) -> None:
         """Raises OSError."""

@@ -7,7 +7,6 @@ Credentials come from where fsspec and the vendor's library look for them, never
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import random
 import re
 import time
@@ -16,11 +15,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import ConfigError, Exit, UserError
+from .errors import ConfigError, DataError, Exit
 
 T = TypeVar("T")
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "https": "aiohttp", "http": "aiohttp", "file": "fsspec"}
-"""By scheme: the package that fsspec needs for it."""
+_SCHEMES = ("s3", "gs", "az", "https", "http", "file")
 CREDENTIALS = "a URL must not hold credentials"
 """How the error about a URL begins whose text must not be shown."""
 PATIENCE = 60.0
@@ -35,7 +33,6 @@ _NO_BUCKET = "bucket does not exist"
 _CHECKSUMS = dict.fromkeys(("request_checksum_calculation", "response_checksum_validation"), "when_required")
 """None of botocore's own, which other servers (rclone, older MinIO and Ceph) answer with errors: what is read
 here has checksums of ours, and what is written is read back."""
-_BUSY = re.compile(r"slow ?down|throttl|too ?many ?requests|service ?unavailable", re.IGNORECASE)
 
 
 class Url(str):
@@ -49,8 +46,8 @@ class Url(str):
 
     def __new__(cls, text: str) -> Url:
         scheme, found, rest = text.partition("://")
-        if not found or scheme not in PACKAGES:
-            raise ValueError(f"{text!r} is not a URL of remote storage: {', '.join(f'{name}://' for name in PACKAGES)}")
+        if not found or scheme not in _SCHEMES:
+            raise ValueError(f"{text!r} is not a URL of remote storage: {', '.join(f'{name}://' for name in _SCHEMES)}")
         if "@" in rest.partition("/")[0] or ("?" in rest and scheme != "file"):
             raise ValueError(
                 f"{CREDENTIALS}, nor a query (?key=value), which may be some: leave them where the storage's own tools "
@@ -66,11 +63,6 @@ class Url(str):
     @property
     def scheme(self) -> str:
         return self.partition("://")[0]
-
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return self.rpartition("/")[2]
 
 
 Location = Path | Url
@@ -88,25 +80,22 @@ class Problem(StrEnum):
     MISSING = "missing"
     DENIED = "denied"
     """Wrong, absent or expired credentials, or other settings with which the storage cannot be asked."""
-    BUSY = "busy"
-    """The storage asks for fewer requests (429, 503)."""
     NO_RANGES = "no ranges"
     """The server sends whole objects when it is asked for a range of one."""
     FAILED = "failed"
-    """Anything else: no connection, no answer, a cut answer, an error of the storage."""
+    """Anything else: no connection, no answer, a cut answer, a storage that is busy or has an error of its own."""
 
 
-_AGAIN = "run the same command again when the storage answers; if it never does, check the endpoint and the network"
 _REMEDIES = {
     Problem.MISSING: "look for a mistake in the URL; buckets are not created here",
     Problem.DENIED: "check credentials, endpoint and region, where the storage's own tools look for them, and the URL",
     Problem.NO_RANGES: "serve it by one that answers requests for ranges: object storage, nginx, Apache",
-    Problem.BUSY: _AGAIN,
-    Problem.FAILED: _AGAIN,
+    Problem.FAILED: "run the same command again when the storage answers; if it never does, check the endpoint and the "
+    "network",
 }
 
 
-class RemoteError(UserError):
+class RemoteError(DataError):
     """An object cannot be read or written; `problem` says why, `object_url` names it."""
 
     def __init__(self, object_url: str, problem: Problem, text: str) -> None:
@@ -115,21 +104,17 @@ class RemoteError(UserError):
             Problem.MISSING: f"{object_url} does not exist" + (f": {text}" if _NO_BUCKET in text else ""),
             Problem.DENIED: f"no access to {object_url}: {text}",
             Problem.NO_RANGES: f"{object_url}: the server does not send ranges of an object, only whole ones",
-            Problem.BUSY: f"the storage of {object_url} is busy: {text}",
             Problem.FAILED: f"{object_url}: {text}",
         }[problem]
         super().__init__(cause, remedy=_REMEDIES[problem])
-        self._arguments = (object_url, problem, text)
+        self.args = (object_url, problem, text)  # with which it is made again on other ranks
         if self.is_temporary:
             self.exit = Exit.RESUME
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._arguments  # from worker processes
 
     @property
     def is_temporary(self) -> bool:
         """Whether the same call may succeed later without anyone's help."""
-        return self.problem in (Problem.BUSY, Problem.FAILED)
+        return self.problem is Problem.FAILED
 
 
 class Remote:
@@ -264,8 +249,6 @@ def _problem(error: Exception) -> Problem | None:
         or _SETTINGS.search(text)
     ):
         return Problem.DENIED
-    if status in (429, 503) or _BUSY.search(text):
-        return Problem.BUSY
     module = type(error).__module__.partition(".")[0]
     known = ("botocore", "aiobotocore", "aiohttp", "s3fs", "gcsfs", "adlfs", "azure", "google", "fsspec", "requests")
     return Problem.FAILED if isinstance(error, OSError | TimeoutError | EOFError) or module in known else None
@@ -295,14 +278,6 @@ def _real(error: Exception) -> Exception:
 
 def _file_system(scheme: str) -> Any:
     """The fsspec file system of a scheme, which neither retries by itself nor keeps listings."""
-    if importlib.util.find_spec(PACKAGES[scheme]) is None or importlib.util.find_spec("fsspec") is None:
-        extra = "pip install 'fsdp-pretrain[s3]'" if scheme in ("s3", "https", "http", "file") else ""
-        raise ConfigError(
-            f"{scheme}:// needs the Python package {PACKAGES[scheme]}, which is not installed",
-            remedy=extra or f"pip install {PACKAGES[scheme]}",
-        )
-    import fsspec
-
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme == "s3":
         options["config_kwargs"] = {
@@ -314,12 +289,20 @@ def _file_system(scheme: str) -> Any:
         }
     if scheme == "file":
         options = {"auto_mkdir": True, "skip_instance_cache": True}
-    if scheme in ("https", "http"):
-        import aiohttp
+    try:
+        import fsspec
 
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
-        options["client_kwargs"] = {"timeout": timeout}
-    files = fsspec.filesystem(scheme, **options)
+        if scheme in ("https", "http"):
+            import aiohttp
+
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS)
+            options["client_kwargs"] = {"timeout": timeout}
+        files = fsspec.filesystem(scheme, **options)
+    except ImportError as error:
+        raise ConfigError(
+            f"{scheme}:// needs a Python package that is not installed: {error}",
+            remedy="pip install 'fsdp-pretrain[s3]'; for gs:// also gcsfs, for az:// adlfs",
+        ) from None
     if scheme == "s3":
         files.retries = 1
     return files

@@ -15,17 +15,17 @@ import xxhash
 from object_store import Faults, ObjectStore
 from sight import until
 
-from data.corpus.cache import BlockCache, RemoteCorpus, WrongChecksumError, fetch_block
-from data.corpus.cached import CachedCopy, CacheUse, FetchError
+from data.corpus.cached import CachedCopy, CacheUse, block_file, blocks_in
 from data.corpus.corpus import Corpus
-from data.corpus.manifest import parse_manifest, read_manifest
+from data.corpus.manifest import read_manifest
 from data.corpus.shards import Shard, ShardWriter
 from data.corpus.writing import write_corpus
 from data.packing.packer import Packer
 from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.config.sequence_stages import SequenceStages
-from fsdp_pretrain.errors import Exit, ReadTimeoutError
-from fsdp_pretrain.remote import Remote, Url
+from fsdp_pretrain.errors import DataError, Exit, ReadTimeoutError
+from fsdp_pretrain.remote import RemoteError, Url
 from fsdp_pretrain.units import Progress
 
 pytest.importorskip("fsspec")
@@ -65,15 +65,11 @@ def url(path: Path) -> Url:
     return Url(f"file://{path}")
 
 
-def remote_corpus(path: Path, cache: Path) -> RemoteCorpus:
-    return CachedCopy(url(path), CacheUse(cache), parse_manifest).corpus
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_block_table_says_where_blocks_lie(tmp_path: Path, tokenizer: Tokenizer, kind: str) -> None:
     """What it says is what the indices say; the checksums are those of these bytes."""
     corpus = build(tmp_path / "corpus", tokenizer, kind)
-    found, manifest, remote = remote_corpus(corpus, tmp_path / "cache"), read_manifest(corpus), Remote(url(corpus))
+    found, manifest = CachedCopy(url(corpus), CacheUse(tmp_path / "cache")), read_manifest(corpus)
     assert len(found.blocks) > 8
     for number, (shard_number, first, count) in enumerate(found.blocks[:, :3].tolist()):
         shard = Shard(manifest.shards[shard_number].prefix(corpus))
@@ -81,10 +77,10 @@ def test_the_block_table_says_where_blocks_lie(tmp_path: Path, tokenizer: Tokeni
         stop = int(shard.pointers[last]) + int(shard.lengths[last]) * shard.dtype.itemsize
         expected = [shard.lengths[first : first + count].tobytes(), shard.tokens.tobytes()[start:stop]]
         parts = found.parts(number)
-        assert [remote.read(part.name, part.start, part.stop) for part in parts] == expected
-        assert found.sizes[number] == sum(map(len, expected))
-        assert [part.checksum for part in parts] == [xxhash.xxh3_64_intdigest(part) for part in expected]
-        assert fetch_block(remote, found, number) == b"".join(expected)
+        assert [found.remote.read(name, start, stop) for name, start, stop, _ in parts] == expected
+        assert found.sizes[number] == sum(map(len, expected)) == found.fetch(number)
+        assert [checksum for *_, checksum in parts] == [xxhash.xxh3_64_intdigest(part) for part in expected]
+        assert found.path(number).read_bytes() == b"".join(expected)
 
 
 PACKERS: dict[str, dict[str, Any]] = {
@@ -124,11 +120,11 @@ def test_a_missing_block_is_waited_for(tmp_path: Path, tokenizer: Tokenizer) -> 
     """With a fetcher, a process fetches nothing itself."""
     files, by_url = packers(tmp_path, tokenizer, "pairs", CacheUse(tmp_path / "cache", tmp_path / "fetcher.json"))
     copies = [corpus.cached for corpus in by_url.corpora.values() if corpus.cached is not None]
-    assert not any(copy.blocks.present() for copy in copies)
+    assert not blocks_in(tmp_path / "cache")
 
     def fetch() -> None:
         for copy in copies:
-            for block in range(len(copy.corpus.blocks)):
+            for block in range(len(copy.blocks)):
                 copy.fetch(block)
 
     fetcher = threading.Thread(target=fetch)
@@ -142,7 +138,7 @@ def test_a_block_that_does_not_come_is_told_with_the_fetchers_words(tmp_path: Pa
     fetcher.write_text(json.dumps({"problem": "no access to the bucket"}))
     cache = CacheUse(tmp_path / "cache", fetcher)
     packer = Packer([("a", url(corpus), 1.0)], 32, seed=5, lanes=6, cache=cache, read_timeout=0.5)
-    with pytest.raises(ReadTimeoutError, match=r"s\d did not come within 0.5 s: no access to the bucket") as caught:
+    with pytest.raises(ReadTimeoutError, match=r"s\d did not answer for 0.5 s: no access to the bucket") as caught:
         packer.pack(0, 1)
     assert caught.value.exit == Exit.RESUME
 
@@ -154,7 +150,7 @@ def test_a_table_that_does_not_come_is_named(
     """Of all that a corpus is opened with, the object that is waited for."""
     corpus = object_store.put_folder(build(tmp_path / "corpus", tokenizer), "corpus")
     object_store.faults = Faults(hang=True, objects=f"corpus/{name}")
-    with pytest.raises(ReadTimeoutError, match=f"corpus/{name} did not come within 2 s"):
+    with pytest.raises(ReadTimeoutError, match=f"corpus/{name} did not answer for 2 s"):
         Corpus(corpus, cache=CacheUse(tmp_path / "cache"), read_timeout=2.0)
 
 
@@ -173,18 +169,20 @@ def test_a_dropped_block_takes_up_no_room_and_comes_again(tmp_path: Path, tokeni
 
 
 def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
-    cache, content = BlockCache(tmp_path, "corpus"), b"\2" * 20_000_000
+    content, folder = b"\2" * 20_000_000, tmp_path / "corpus/blocks"
+    folder.mkdir(parents=True)
 
     def seen() -> bool:
         """What is there is whole at any time."""
-        assert {cache.path(block).read_bytes() for block in cache.present()} <= {content}
-        return len(cache.present()) >= 2
+        found = [block_file(tmp_path, *key).read_bytes() for key in blocks_in(tmp_path)]
+        assert set(found) <= {content}
+        return len(found) >= 2
 
     child = os.fork()
     if not child:
         try:
             for block in range(300):
-                cache.put(block, content)
+                replace_file(block_file(tmp_path, "corpus", block), content)
         finally:
             os._exit(0)
     try:
@@ -193,36 +191,29 @@ def test_a_killed_writer_leaves_whole_blocks_only(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     assert seen()
-    cache.put(0, content)
-    (cache.directory / "blocks/.00000099.abc.partial").write_bytes(content)
-    assert not cache.has(99) and 99 not in cache.present()
-    old, *_ = cache.directory.glob("blocks/.*.partial")
+    old = folder / ".00000099.abc.partial"
+    old.write_bytes(content)
+    left = set(folder.glob(".*.partial")) - {old}
     os.utime(old, (0, 0))
-    left = set(cache.directory.glob("blocks/.*.partial")) - {old}
-    cache.clean()
-    assert set(cache.directory.glob("blocks/.*.partial")) == left  # those that may be being written
-    cache.drop(0)
-    cache.drop(0)
-    assert not cache.has(0)
+    assert ("corpus", 99) not in blocks_in(tmp_path)
+    assert set(folder.glob(".*.partial")) == left  # those that may be being written
 
 
 def test_a_wrong_byte_is_found_and_its_object_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = build(tmp_path / "corpus", tokenizer)
-    corpus, remote = remote_corpus(path, tmp_path / "cache"), Remote(url(path))
-    part = corpus.parts(1)[1]
-    with (path / part.name).open("r+b") as file:
-        file.seek(part.start)
+    copy = CachedCopy(url(path), CacheUse(tmp_path / "cache"))
+    name, start, *_ = copy.parts(1)[1]
+    with (path / name).open("r+b") as file:
+        file.seek(start)
         file.write(b"\xff")
-    fetch_block(remote, corpus, 0)
-    with pytest.raises(WrongChecksumError) as caught:
-        fetch_block(remote, corpus, 1)
-    assert caught.value.object_url == url(path) / part.name
+    copy.fetch(0)
     reader = Corpus(url(path), cache=CacheUse(tmp_path / "cache"))
-    with pytest.raises(WrongChecksumError, match=part.name):
-        reader.block(1)
+    for act in (copy.fetch, reader.block):
+        with pytest.raises(DataError, match=f"{name} has a wrong checksum"):
+            act(1)
     assert not list((tmp_path / "cache").glob("*/blocks/*1"))
-    (path / part.name).unlink()
-    with pytest.raises(FetchError, match=f"{part.name} does not exist"):
+    (path / name).unlink()
+    with pytest.raises(RemoteError, match=f"{name} does not exist"):
         reader.block(1)
 
 

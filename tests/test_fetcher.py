@@ -109,16 +109,6 @@ class Node:
     def status(self) -> FetcherStatus:
         return until(lambda: fetcher_status.read(self.fetching.status))  # type: ignore[no-any-return]
 
-    def at(self, step: int) -> FetcherStatus:
-        """What the fetcher says once it has seen a step."""
-        return until(lambda: self.status if self.status.step == step else None)  # type: ignore[no-any-return]
-
-    @property
-    def sizes(self) -> Any:
-        cached = self.packer.corpora["text"].cached
-        assert cached is not None
-        return cached.corpus.sizes
-
 
 @pytest.fixture
 def nodes(tmp_path: Path, corpus: Path) -> Iterator[Callable[..., Node]]:
@@ -150,7 +140,7 @@ def test_a_killed_fetcher_is_started_again_and_goes_on(nodes: Any, corpus: Path,
         block.unlink()
     found += node.train(250)
     assert found == local(corpus, 450)
-    assert node.at(450).blocks and not node.status.problem and node.pid != killed
+    assert not node.status.problem and node.pid != killed
     node.fetching.close()
     until(lambda: node.fetching.process.poll() is not None)
 
@@ -261,14 +251,14 @@ def test_the_alarm_says_what_fails_and_whether_training_waits(tmp_path: Path) ->
         watch.advance(seconds)
 
     well = FetcherStatus(ready=7_200)
-    busy = replace(well, problem="the storage of s3://b/x is busy: SlowDown", since=time.time())
+    busy = replace(well, problem="s3://b/x: SlowDown", since=time.time())
     say(well)
     say(busy)
     assert watch.transitions() == []  # retries may help within seconds
     say(replace(busy, since=time.time() - 30))
     assert watch.transitions() == [(key, "WARN", "open")]
     assert (
-        "s3://b/x is busy" in watch.changes[0].summary
+        "s3://b/x: SlowDown" in watch.changes[0].summary
         and "the cache has the next 7_200 steps" in watch.changes[0].summary
     )
     say(replace(busy, since=time.time() - 6900, ready=0))

@@ -87,7 +87,7 @@ def test_storage_that_fails_is_told_and_heals(
     process = stored.process()
 
     def report() -> mirror_status.MirrorReport:
-        empty = mirror_status.MirrorReport(host="", pid=0, segment=0)
+        empty = mirror_status.MirrorReport(segment=0)
         return mirror_status.read(stored.run) or empty
 
     until(lambda: report().newest == 10, what=lambda: str(report()))

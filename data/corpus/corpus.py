@@ -29,7 +29,7 @@ from fsdp_pretrain.remote import PATIENCE, Location, Url
 
 from .cached import CachedCopy, CacheUse
 from .files import File, KeptFiles
-from .manifest import ShardEntry, parse_manifest, read_manifest
+from .manifest import ShardEntry, read_manifest
 from .reading import READ_TIMEOUT, CorpusReads
 from .shards import Shard
 from .stored import ChangedError, Piece, StoredBlock, local_block
@@ -78,11 +78,9 @@ class Corpus:
             )
         else:
             patience, warn = min(PATIENCE, read_timeout / 2), self.reads.warn
-            self.cached = self._read(
-                "manifest.json", lambda: CachedCopy(directory, cache, parse_manifest, patience, warn)
-            )
-            self.manifest = self.cached.corpus.manifest
-            self.blocks, self.checksums = self.cached.corpus.blocks, self.cached.corpus.checksums
+            self.cached = self._read("manifest.json", lambda: CachedCopy(directory, cache, patience, warn))
+            self.manifest = self.cached.manifest
+            self.blocks, self.checksums = self.cached.blocks, self.cached.checksums
         if not len(self.blocks):
             raise DataError(f"{directory} holds no tokens")
         self._blocks: OrderedDict[int, StoredBlock] = OrderedDict()

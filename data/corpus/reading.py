@@ -24,8 +24,6 @@ from .files import reading
 T = TypeVar("T")
 READ_TIMEOUT = 300.0
 """Default timeout of a read, seconds."""
-_SLOW = 0.1
-"""Reads that take more than this share of the timeout are reported."""
 
 
 @dataclass(slots=True)
@@ -58,16 +56,15 @@ def _read(path: Location, act: Callable[[], T]) -> T:
 class CorpusReads:
     """The reads of a corpus: each runs in another thread, for at most `timeout` seconds.
 
-    Time in which the process is suspended does not count: waiting is done in short turns. Slow reads are reported on
-    standard error, and kept for the journal. `problem` says why blocks of a URL do not come.
+    Time in which the process is suspended does not count: waiting is done in short turns. `problem` says why blocks of
+    a URL do not come.
     """
 
     def __init__(self, timeout: float, problem: Callable[[], str] = str) -> None:
         self._timeout, self._problem = timeout, problem
         self._worker: Worker | None = None
         self._turn = Lock()  # a loader that ends may still read when the next one begins
-        self._times, self._slowest_reported = ReadTimes(), timeout * _SLOW
-        self._notices: list[str] = []
+        self._times, self._notices = ReadTimes(), list[str]()
 
     def read(self, path: Location, act: Callable[[], T]) -> T:
         """Return or raise what `act` does, which reads a file or object.
@@ -103,27 +100,16 @@ class CorpusReads:
         except NoAnswerError:
             self._worker = None  # abandoned with its thread
             file = reading.get(worker.identity, path)
-            if isinstance(path, Url):
-                problem = self._problem()
-                raise ReadTimeoutError(
-                    f"{file if isinstance(file, Url) else path} did not come within {self._timeout:g} s"
-                    + (f": {problem}" if problem else ""),
-                    effect="training cannot go on without it; it can be resumed from the last checkpoint",
-                    remedy="check the storage, the network and the credentials, or set the source's path to a copy of "
-                    "the corpus; data.read_timeout is how long a read may take",
-                ) from None
+            problem = ""
+            if isinstance(path, Url):  # a block's file in the cache says less
+                file, problem = file if isinstance(file, Url) else path, self._problem()
             raise ReadTimeoutError(
-                f"{file} did not answer for {self._timeout:g} s: the read hangs",
+                f"{file} did not answer for {self._timeout:g} s: {problem or 'the read hangs'}",
                 effect="training cannot go on without it; it can be resumed from the last checkpoint",
-                remedy="check the file system or mount (does `head` read the file?), or set the source's path to a "
-                "copy of the corpus; data.read_timeout is how long a read may take",
+                remedy="check the mount (does `head` read the file?), or the network and the credentials; or set the "
+                "source's path to a copy of the corpus. data.read_timeout is how long a read may take",
             ) from None
         finally:
             if self._worker is worker:
-                self._count(path, time.perf_counter() - started)
-
-    def _count(self, file: Location, took: float) -> None:
-        self._times.add(ReadTimes(1, took, took, str(file)))
-        if took > self._slowest_reported:
-            self._slowest_reported = 2 * took  # report the next only if it is much slower: no flood from a slow mount
-            self.warn(f"a slow read: {file} took {took:.1f} s to answer")
+                took = time.perf_counter() - started
+                self._times.add(ReadTimes(1, took, took, str(path)))

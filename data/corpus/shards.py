@@ -27,6 +27,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 LENGTHS_AT = _HEADER.size
 """First byte of the lengths in an index."""
+LENGTH_BYTES = 4
 DTYPES: dict[int, np.dtype[Any]] = {
     1: np.dtype("uint8"),
     2: np.dtype("int8"),

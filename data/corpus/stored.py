@@ -19,9 +19,8 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from fsdp_pretrain.errors import DataError
 
-from .cache import LENGTH_BYTES
 from .files import NOT_AT_ONCE, File
-from .shards import Shard
+from .shards import LENGTH_BYTES, Shard
 
 STRETCH_BITS = 11
 """Tokens are hashed in stretches of 2 ** 11: of a document that is copied, little else is read and hashed."""
@@ -139,18 +138,12 @@ class StoredBlock:
         Raises:
             ChangedError: a piece, or tokens near it, changed since the block was opened.
         """
-        hashes, size, dtype, item = self._hashes, self._stretch, self._dtype, self._dtype.itemsize
         for (position, start, stop), content in zip(pieces, read, strict=True):
-            first = start >> STRETCH_BITS
-            if len(content) <= size:
-                same = xxh3_64_intdigest(content) == hashes[first]
-            else:
-                found = self._hashes_of(content)
-                same = found == hashes[first : first + len(found)].tolist()
-            if not same:
+            first, found = start >> STRETCH_BITS, self._hashes_of(content)
+            if found != self._hashes[first : first + len(found)].tolist():
                 raise ChangedError("its tokens changed since it was opened")
-            begin = (start - (first << STRETCH_BITS)) * item
-            row[position : position + stop - start] = np.frombuffer(content, dtype, stop - start, begin)
+            begin = (start - (first << STRETCH_BITS)) * self._dtype.itemsize
+            row[position : position + stop - start] = np.frombuffer(content, self._dtype, stop - start, begin)
 
     def copy_at_once(self, pieces: Sequence[Piece], row: npt.NDArray[Any], descriptor: int, buffer: memoryview) -> bool:
         """The same if all is in memory, without waiting; whether it is. Raises ChangedError.

@@ -6,112 +6,149 @@ It has no state of its own: started anew, it looks at the ranks' positions and a
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
+import threading
 import time
-from collections.abc import Mapping, Sequence
+import tomllib
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-from data.corpus.cache import BlockCache
-from data.corpus.cached import CachedCopy
+from data.corpus.cached import CachedCopy, block_file, blocks_in
 from data.packing import progress
+from data.packing.opening import open_packer, open_skips
 from data.packing.position import Position
-from fsdp_pretrain.fetcher_status import FetcherStatus
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import Exit, UserError
+from fsdp_pretrain.fetcher_status import FetcherStatus, status_file
 
-from .transfers import Transfers
+from .forecast import Forecast
+from .process import FetcherSettings
 from .window import Key, Window
 
-_TURN, _FORECAST_SECONDS = 0.2, 0.05
+AT_ONCE = 8
+"""Blocks in flight."""
+PATIENCE = 5.0
+"""Seconds for which a request is repeated before its failure is told."""
+_PAUSE, _LASTING_PAUSE = 5.0, 30.0
+"""Seconds before a block is tried again, and one that needs a person."""
+_START_TURN, _TURN, _FORECAST_SECONDS = 0.02, 0.2, 0.05
 _STATUS_SECONDS, _LIST_SECONDS = 1.0, 10.0
 
 
-class Fetcher:
-    """One node's fetcher.
+class _Failure(NamedTuple):
+    """Why a block did not come: does it need a person (`lasting`), `since` when, `time.monotonic()` of the next try."""
 
-    Args:
-        window: of the node's ranks.
-        copies: the corpora by URL, by fingerprint.
-        cache: the cache directory.
-        size: bytes that it may hold.
-        pages: folder of the ranks' positions.
-        ranks: of this node.
-        status: file in which it says how it is.
+    text: str
+    lasting: bool
+    since: float
+    not_before: float
+
+
+class Fetcher:
+    """One node's fetcher, once the ranks have said where they are.
+
+    Raises:
+        UserError: a corpus cannot be opened.
     """
 
-    def __init__(
-        self,
-        window: Window,
-        copies: Mapping[str, CachedCopy],
-        *,
-        cache: Path,
-        size: int,
-        pages: Path,
-        ranks: range,
-        status: Path,
-    ) -> None:
-        self._window, self._transfers, self._cache, self._size = window, Transfers(copies), cache, size
-        self._pages, self._ranks, self._status = pages, ranks, status
-        self._largest = max((int(copy.corpus.sizes.max()) for copy in copies.values()), default=0)
-        self._step, self._ready_until, self._listed, self._said = 0, 0, float("-inf"), float("-inf")
+    def __init__(self, settings: FetcherSettings) -> None:
+        config = Config.model_validate(tomllib.loads(settings.config))
+        assert config.data.cache is not None
+        self._cache, self._size = config.data.cache.dir, config.data.cache.size.value
+        self._pages, self._ranks = Path(settings.pages), range(settings.first, settings.stop)
+        self._status = status_file(self._pages, settings.first)
+        packer, batches = open_packer(config), config.schedule.batch
+        while (start := slowest(self._pages, self._ranks)) is None:
+            time.sleep(_START_TURN)
+        self._copies, sources = dict[str, CachedCopy](), dict[int, str]()
+        for number, corpus in enumerate(packer.corpora.values()):
+            if corpus.cached is not None:
+                sources[number] = fingerprint = corpus.manifest.fingerprint
+                self._copies[fingerprint] = corpus.cached
+                corpus.cached.remote.patience = PATIENCE
+        sizes = {fingerprint: copy.sizes for fingerprint, copy in self._copies.items()}
+        self._largest = max((int(own.max()) for own in sizes.values()), default=0)
+        until = config.schedule.total + (config.data.prefetch + 2) * batches.full  # loaders prepare what nobody trains
+        skips, world = open_skips(config), settings.world
+        forecast = Forecast(packer, batches, skips, start, world=world, ranks=self._ranks, until=until)
+        self._window = Window(forecast, sources, sizes)
+        self._pool, self._arrived = ThreadPoolExecutor(AT_ONCE, "fetch"), threading.Event()
+        self._coming: dict[Key, Future[int]] = {}
+        self._failures: dict[Key, _Failure] = {}
+        self._step, self._listed, self._said = 0, float("-inf"), float("-inf")
 
     def run(self) -> None:
         """Fetch until the process ends."""
         while True:
             self.turn()
-            self._transfers.arrived.wait(_TURN)
+            self._arrived.wait(_TURN)
 
     def turn(self) -> None:
         """Look at the ranks, the cache and the ended transfers, and start what can be started."""
-        found = slowest(self._pages, self._ranks)
-        if found is not None and found.step > self._step:
+        if (found := slowest(self._pages, self._ranks)) is not None:
             self._step = found.step
             self._window.drop(found.step)
-        for key in self._transfers.take_failed():
-            self._window.held.pop(key, None)
+        self._take_ended()
         if (now := time.monotonic()) > self._listed + _LIST_SECONDS:
             self._list_cache()
             self._listed = now
         limit = self._limit()
         while self._window.extend(limit) and time.monotonic() < now + _FORECAST_SECONDS:
             pass
-        self._start_transfers(limit)
+        self._forget_removed()
+        self._drop_for(limit)
+        missing = self._window.missing()
+        late = {key for key in (*missing, *self._coming) if key in self._window.uses}
+        self._failures = {key: failure for key, failure in self._failures.items() if key in late}
+        self._start(missing, limit)
         if now > self._said + _STATUS_SECONDS:
-            self._write_status()
+            last = min([self._window.last_step, *(self._window.uses[key][0] - 1 for key in late)])
+            self._write_status(max(0, last - self._step))
             self._said = now
+
+    def _take_ended(self) -> None:
+        self._arrived.clear()
+        for key, future in [item for item in self._coming.items() if item[1].done()]:
+            del self._coming[key]
+            try:
+                future.result()
+                self._failures.pop(key, None)
+            except UserError as error:
+                self._window.held.pop(key, None)
+                lasting, since = error.exit is Exit.REFUSED, time.time()
+                if key in self._failures:
+                    since = self._failures[key].since
+                pause = (_LASTING_PAUSE if lasting else _PAUSE) * random.uniform(0.5, 1.0)
+                self._failures[key] = _Failure(error.cause, lasting, since, time.monotonic() + pause)
 
     def _list_cache(self) -> None:
         """What others have put there or removed. Blocks that the run does not train on count, and are dropped first."""
-        ages: dict[Key, tuple[float, int]] = {}
-        for folder in self._cache.glob("*/blocks"):
-            cache = BlockCache(self._cache, folder.parent.name)
-            cache.clean()
-            ages |= {(folder.parent.name, block): found for block, found in cache.present().items()}
-        held, coming = self._window.held, self._transfers.in_flight
-        self._window.held = {key: size for key, size in held.items() if key in ages or key in coming}
-        for key in sorted(ages, key=ages.__getitem__):
-            self._window.held.setdefault(key, ages[key][1])
+        there, held = blocks_in(self._cache), self._window.held
+        self._window.held = {key: size for key, size in held.items() if key in there or key in self._coming}
+        for key in sorted(there, key=there.__getitem__):
+            self._window.held.setdefault(key, there[key][1])
 
-    def _start_transfers(self, limit: int) -> None:
-        window, transfers = self._window, self._transfers
-        self._forget_removed()
-        self._drop(window.excess(limit))
-        missing = window.missing()
-        late = [key for key in (*missing, *transfers.in_flight) if key in window.uses]
-        transfers.forget(late)
-        self._ready_until = min([window.last_step, *(window.uses[key][0] - 1 for key in late)])
+    def _start(self, missing: list[Key], limit: int) -> None:
+        """Start transfers of the first blocks that are missing."""
+        window = self._window
         for key in missing:
-            if not transfers.may_start(key):
+            failure = self._failures.get(key)
+            if len(self._coming) >= AT_ONCE or (failure is not None and time.monotonic() < failure.not_before):
                 continue
-            self._drop(window.excess(limit - window.size_of(key)))
+            self._drop_for(limit - window.size_of(key))
             # The next step must come, even if it does not fit.
             if sum(window.held.values()) + window.size_of(key) > limit and not window.is_urgent(key):
                 return
             window.held[key] = window.size_of(key)
-            transfers.start(key)
+            self._coming[key] = self._pool.submit(self._copies[key[0]].fetch, key[1])
+            self._coming[key].add_done_callback(lambda _: self._arrived.set())
 
     def _forget_removed(self) -> None:
         """A rank that finds a block damaged removes it, and waits for it: look whether the next step's are there."""
         for key in [key for key in self._window.uses if self._window.is_urgent(key)]:
-            if key not in self._transfers.in_flight and not BlockCache(self._cache, key[0]).has(key[1]):
+            if key not in self._coming and not block_file(self._cache, *key).exists():
                 self._window.held.pop(key, None)
 
     def _limit(self) -> int:
@@ -120,28 +157,22 @@ class Fetcher:
             free = shutil.disk_usage(self._cache).free - self._largest
         except OSError:
             return self._size
-        coming = self._transfers.in_flight
-        return min(self._size, max(0, sum(size for key, size in self._window.held.items() if key not in coming) + free))
+        held = sum(size for key, size in self._window.held.items() if key not in self._coming)
+        return min(self._size, max(0, held + free))
 
-    def _drop(self, keys: Sequence[Key]) -> None:
-        for key in keys:
+    def _drop_for(self, limit: int) -> None:
+        """Remove blocks outside the window until the others fit into `limit` bytes."""
+        for key in self._window.excess(limit):
             with contextlib.suppress(OSError):
-                BlockCache(self._cache, key[0]).drop(key[1])
+                block_file(self._cache, *key).unlink()
 
-    def _write_status(self) -> None:
-        problem, transfers = self._transfers.problem(), self._transfers
-        status = FetcherStatus(
-            time=time.time(),
-            problem="" if problem is None else problem.text,
-            since=0.0 if problem is None else problem.since,
-            lasting=problem is not None and problem.lasting,
-            ready=max(0, self._ready_until - self._step),
-            step=self._step,
-            blocks=transfers.blocks,
-            bytes=transfers.bytes,
-        )
+    def _write_status(self, ready: int) -> None:
+        failed = min(self._failures.values(), key=lambda item: (not item.lasting, item.since), default=None)
+        found = FetcherStatus(time=time.time(), ready=ready)
+        if failed is not None:
+            found = FetcherStatus(time.time(), failed.text, failed.since, failed.lasting, ready)
         with contextlib.suppress(OSError):
-            status.write(self._status)
+            found.write(self._status)
 
 
 def slowest(pages: Path, ranks: range) -> Position | None:

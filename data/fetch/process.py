@@ -16,7 +16,7 @@ from typing import NamedTuple
 from data.packing import progress
 from data.packing.packer import Packer
 from data.packing.position import Position
-from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.child_process import start_helper
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.fetcher_status import log_folder, status_file
@@ -82,21 +82,12 @@ class NodeFetching:
         """Start it, again and again; a process of its own cannot take the rank down."""
         while not self._closed.is_set():
             with contextlib.suppress(OSError):
-                self.process = self._start(settings)
+                self.process = start_helper("data.fetch", log=self._log)
+                assert self.process.stdin is not None
+                self.process.stdin.write(json.dumps(settings).encode() + b"\n")
+                self.process.stdin.flush()
                 self.process.wait()
             self._closed.wait(_PAUSE)
-
-    def _start(self, settings: FetcherSettings) -> subprocess.Popen[bytes]:
-        with contextlib.ExitStack() as stack:
-            try:
-                output = stack.enter_context(self._log.open("ab"))
-            except OSError:  # the run directory is full, or gone
-                output = stack.enter_context(Path(os.devnull).open("wb"))
-            process = start_module("data.fetch", stdin=subprocess.PIPE, stdout=output, stderr=output)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(settings).encode() + b"\n")
-        process.stdin.flush()  # and kept open: its end tells the fetcher that this process has ended
-        return process
 
     def check(self, packer: Packer) -> None:
         """Raise ConfigError if the cache is too small. `packer`: of the run's corpora."""
@@ -105,7 +96,7 @@ class NodeFetching:
 
     def begin(self, start: Position) -> Callable[[Position], None]:
         """Tell the fetcher where training begins; returns what is to be called with the position after each batch."""
-        return progress.ProgressPage(self._page, start).built
+        return progress.begin(self._page, start)
 
     def close(self) -> None:
         """End the fetcher, if this rank has started it."""
@@ -129,28 +120,23 @@ def _lock_cache(cache: Path, run: Path) -> int:
     Raises:
         ConfigError: another run uses it; DataError: it cannot be written.
     """
+    until = time.monotonic() + _LOCK_SECONDS
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = os.open(cache / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        while time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.truncate(lock, 0)
+                os.pwrite(lock, str(run).encode(), 0)
+                return lock
+            time.sleep(_LOCK_PAUSE)
+        holder = os.pread(lock, 4096, 0).decode(errors="replace")
+        os.close(lock)
     except OSError as error:
         raise DataError(f"cannot write to the cache {cache}: {error.strerror}") from None
-    until = time.monotonic() + _LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > until:
-                holder = os.pread(lock, 4096, 0).decode(errors="replace")
-                os.close(lock)
-                raise ConfigError(
-                    f"data.cache.dir = {cache} is in use by the run {holder}",
-                    effect="each run would drop the blocks that the other needs",
-                    remedy="name another directory on a local disk of this node, or wait for the end of that run",
-                ) from None
-            time.sleep(_LOCK_PAUSE)
-        except OSError:  # a file system without locks
-            return lock
-    os.truncate(lock, 0)
-    os.pwrite(lock, str(run).encode(), 0)
-    return lock
+    raise ConfigError(
+        f"data.cache.dir = {cache} is in use by the run {holder}",
+        effect="each run would drop the blocks that the other needs",
+        remedy="name another directory on a local disk of this node, or wait for the end of that run",
+    )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from data.corpus.cache import BlockCache
+from data.corpus.cached import blocks_in
 from data.packing.packer import Packer
 from data.packing.source import STRETCH, Ints
 from fsdp_pretrain.config.config import Config
@@ -39,7 +39,7 @@ class CacheNeed:
 
 def need(config: Config, packer: Packer) -> CacheNeed | None:
     """What the sources by URL need; None if there are none. It is that of the order without `data.reshuffle`."""
-    sizes = {name: corpus.cached.corpus.sizes for name, corpus in packer.corpora.items() if corpus.cached is not None}
+    sizes = {name: corpus.cached.sizes for name, corpus in packer.corpora.items() if corpus.cached is not None}
     if not sizes or config.data.cache is None:
         return None
     whole = sum(int(own.sum()) for own in sizes.values())
@@ -52,8 +52,7 @@ def check(config: Config, packer: Packer) -> None:
     found, cache = need(config, packer), config.data.cache
     if found is None or cache is None:
         return
-    caches = (BlockCache(cache.dir, folder.parent.name) for folder in cache.dir.glob("*/blocks"))
-    held = sum(size for own in caches for _, size in own.present().values())
+    held = sum(size for _, size in blocks_in(cache.dir).values())
     room = shutil.disk_usage(cache.dir).free + held
     if min(found.size, room) < found.least:
         small = found.size < found.least
@@ -65,6 +64,30 @@ def check(config: Config, packer: Packer) -> None:
             if small
             else f"free space in {cache.dir}, or name another directory",
         )
+
+
+def warnings(found: CacheNeed, packer: Packer) -> Iterator[str]:
+    """What `plan` says about the size of the cache."""
+    if found.size < found.whole and any(stream.reshuffles for stream in packer.streams):
+        yield (
+            "data.reshuffle: until the epoch ends, blocks are read in pieces far apart, and a cache that does not hold "
+            "the rest of the epoch fetches each many times"
+        )
+    if found.size < found.recommended:
+        refused = found.size < found.least
+        yield (
+            f"data.cache.size = {human_bytes(found.size)}, but a node uses {human_bytes(found.least)} of blocks at a "
+            f"time: {'such a run is refused' if refused else 'little is left for fetching ahead'}; "
+            f"at least {human_bytes(found.recommended)} is recommended"
+        )
+
+
+def render(found: CacheNeed) -> str:
+    """A line of `plan`."""
+    return (
+        f"  cache       {human_bytes(found.least)} of {human_bytes(found.whole)} by URL in use at a time, at least "
+        f"{human_bytes(found.recommended)} recommended; data.cache.size is {human_bytes(found.size)}"
+    )
 
 
 def bytes_in_use(packer: Packer, sizes: Mapping[str, Ints], batch: int) -> int:

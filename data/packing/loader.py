@@ -62,7 +62,7 @@ class StepBatch:
             for any number of ranks.
         shares, epochs: by source: the planned share around this step, and epochs read after it.
         reads: reads from storage for this share.
-        notices: slow reads, and damage that was repaired, for the journal.
+        notices: damage that was repaired, for the journal.
         distance: of the share's tokens from those typical of the run, see `Unigrams.score`; None if unknown.
     """
 

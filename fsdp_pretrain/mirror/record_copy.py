@@ -21,54 +21,52 @@ from fsdp_pretrain.record.files import RunDir
 from .layout import MirroredRecord, MirrorState, RunMirror
 
 _ARCHIVE = "record.tar.zst"
-_CORE = ("config.toml", "journal.jsonl", "overrides.toml", "segments", "tokenizer")
-"""What a start needs."""
-_MORE = ("avoid_hosts", "evals", "rollback.json", "watchdog")
+_COPIED = (
+    *("avoid_hosts", "config.toml", "evals", "journal.jsonl", "overrides.toml", "rollback.json", "segments"),
+    *("tokenizer", "watchdog/alarms.jsonl", "watchdog/pace.json", "watchdog/unigrams.json"),
+)
 _PASSING = re.compile(r"^\.|(lease|claim)\.json$|^log$|\.log$|^samples_.*\.jsonl$")
 """Names of files that only matter to processes that live, and of large ones."""
-_OF_WATCHDOG = frozenset(("alarms.jsonl", "pace.json", "unigrams.json"))
-"""What a later start reads of `watchdog/`."""
+Versions = Mapping[str, tuple[int, int]]
+"""(size, time of the last change) of files, by name."""
 
 
-def record_files(run: RunDir) -> Iterator[tuple[str, Path]]:
+def _record_files(run: RunDir) -> Iterator[tuple[str, Path]]:
     """(name, path) of every file that is copied."""
-    for top in (run.path / name for name in (*_CORE, *_MORE)):
+    for top in (run.path / name for name in _COPIED):
         for path in sorted(top.rglob("*")) if top.is_dir() else [top]:
-            if top.name == "watchdog" and (path.parent != top or path.name not in _OF_WATCHDOG):
-                continue
             if path.is_file() and not path.is_symlink() and not _PASSING.search(path.name):
                 yield path.relative_to(run.path).as_posix(), path
 
 
-class RecordCopy:
-    """Copies the record of a run to its mirror. Only one process at a time."""
+def push_record(
+    run: RunDir, mirror: RunMirror, own_id: str, before: list[MirroredRecord], copied: Versions
+) -> Versions:
+    """Copy what there is, if something has changed; then keep that and the copy before it. Only one process at a time.
 
-    def __init__(self, run: RunDir, mirror: RunMirror, own_id: str) -> None:
-        self._run, self._mirror, self._id = run, mirror, own_id
-        self._copied: Mapping[str, tuple[int, int]] = {}
+    Args:
+        before: what the mirror holds, newest first.
+        copied: what this process has copied last.
 
-    def push(self, before: list[MirroredRecord]) -> None:
-        """Copy what there is, if something has changed; then keep that and the copy before it.
+    Returns:
+        What is copied now.
 
-        Args:
-            before: what the mirror holds, newest first.
-
-        Raises:
-            RemoteError, RunGoneError, DamagedFileError, OSError.
-        """
-        lineage.nodes(self._run)  # with a damaged one no start goes on
-        found = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in record_files(self._run)}
-        if found == self._copied:
-            return
-        packed = mirror_status.folder(self._run) / _ARCHIVE
-        _pack(self._run, packed)
-        run_id.check()
-        entry = describe_file(packed)
-        made = max([time.time_ns() // 10**6, *(record.made + 1 for record in before)])  # whatever the clock says
-        self._mirror.put(f"record/{made:014d}-{self._id}-{entry.xxh3}.tar.zst", packed, entry)
-        packed.unlink()
-        self._copied = found
-        self._mirror.remote.delete(f"record/{record.entry.name}" for record in before[1:])
+    Raises:
+        RemoteError, RunGoneError, DamagedFileError, OSError.
+    """
+    lineage.nodes(run)  # with a damaged one no start goes on
+    found = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in _record_files(run)}
+    if found == copied:
+        return copied
+    packed = mirror_status.folder(run) / _ARCHIVE
+    _pack(run, packed)
+    run_id.check()
+    entry = describe_file(packed)
+    made = max([time.time_ns() // 10**6, *(record.made + 1 for record in before)])  # whatever the clock says
+    mirror.put(f"record/{made:014d}-{own_id}-{entry.xxh3}.tar.zst", packed, entry)
+    packed.unlink()
+    mirror.remote.delete(f"record/{record.entry.name}" for record in before[1:])
+    return found
 
 
 def _pack(run: RunDir, target: Path) -> None:
@@ -79,7 +77,7 @@ def _pack(run: RunDir, target: Path) -> None:
         zstandard.ZstdCompressor().stream_writer(file) as packed,
         tarfile.open(mode="w|", fileobj=packed, dereference=True) as archive,
     ):
-        for name, path in record_files(run):
+        for name, path in _record_files(run):
             try:
                 content = path.open("rb")
             except FileNotFoundError:

@@ -114,8 +114,6 @@ def _restore_checkpoint(
     for item in state.checkpoints:
         if item.problem is not None and (made is None or item.step > made.step):
             passed_over.insert(0, f"step {item.step}: {item.problem}")
-    for text in passed_over:
-        print(f"mirror: passed over {text}", flush=True)
     if made is None and any(item.raw is not None for item in state.checkpoints):
         raise MirrorError(
             f"{mirror.url} holds {len(passed_over)} checkpoints, none of them valid:\n    "

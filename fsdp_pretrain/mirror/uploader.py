@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -31,7 +30,7 @@ from fsdp_pretrain.record.mirror_status import MirrorReport
 from fsdp_pretrain.units import human_bytes, human_time
 
 from .layout import MirroredCheckpoint, MirrorState, RunMirror
-from .record_copy import RecordCopy
+from .record_copy import Versions, push_record
 from .restore import refuse_another
 
 AT_ONCE = 8
@@ -54,8 +53,9 @@ class Uploader:
 
     def __init__(self, config: Config, run: RunDir, own_id: str, segment: int, mirror: RunMirror) -> None:
         self._config, self._run, self._mirror = config, run, mirror
-        self._journal, self._record = Journal(run, segment), RecordCopy(run, mirror, own_id)
-        self._report = MirrorReport(host=socket.gethostname(), pid=os.getpid(), segment=segment)
+        self._journal, self._id = Journal(run, segment), own_id
+        self._copied: Versions = {}
+        self._report = MirrorReport(segment=segment)
         self._told: MirrorReport | None = None
         self._settled: list[Checkpoint] = []
         self._due = 0.0
@@ -86,7 +86,7 @@ class Uploader:
                     raise
             return 0.0
         begun = time.monotonic()
-        self._record.push(state.records)
+        self._copied = push_record(self._run, self._mirror, self._id, state.records, self._copied)
         took = time.monotonic() - begun  # the longer, the longer the run
         self._due = begun + max(_RECORD_SECONDS, 10 * took)
         self._settled = local
@@ -103,9 +103,7 @@ class Uploader:
     def failed(self, error: UserError | OSError) -> None:
         """Report why a pass has failed."""
         cause = error.cause if isinstance(error, UserError) else str(error)
-        passes = getattr(error, "is_temporary", False) or isinstance(error, OSError)
-        since = self._report.since if self._report.problem else time.time()
-        self.tell(problem=cause, since=since, needs_person=not passes)
+        self.tell(problem=cause, needs_person=not getattr(error, "is_temporary", isinstance(error, OSError)))
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -140,7 +138,7 @@ class Uploader:
             self._given_up.add(raw)
             self._journal.write("mirror-missed", f"{self._mirror.url} will not get it: {error.cause}", step=item.step)
             return
-        self._record.push(state.records)
+        self._copied = push_record(self._run, self._mirror, self._id, state.records, self._copied)
         self._mirror.put(f"{name}/{MANIFEST}", raw)
         self._sent.clear()
         size, seconds = sum(entry.bytes for entry in files), time.monotonic() - begun
@@ -194,7 +192,7 @@ def main(path: str, own_id: str, number: str) -> int:
     while True:
         try:
             pause, failures = worker.work(finish=finish.is_set()), 0
-            worker.tell(problem="", since=None, needs_person=False)
+            worker.tell(problem="", needs_person=False)
         except RunGoneError:
             return 0
         except (UserError, OSError) as error:

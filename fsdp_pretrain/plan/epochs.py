@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from data.corpus.cached import FetchError
 from data.packing.opening import check_supply, open_packer, open_skips
 from data.packing.packer import Packer
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.remote import Url
+from fsdp_pretrain.remote import RemoteError, Url
 from fsdp_pretrain.units import human_count
 
 MOST = 4.0
@@ -41,7 +40,7 @@ def open_corpora(config: Config) -> Packer | None:
         return None
     try:
         packer = open_packer(config)
-    except FetchError:  # a plan needs no network; the start of the run reports its problems
+    except RemoteError:  # a plan needs no network; the start of the run reports its problems
         return None
     check_supply(config, packer, cursor=0, consumed=0)
     return packer

@@ -20,7 +20,7 @@ from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
-from . import epochs, memory, preview, storage
+from . import epochs, memory, preview
 from . import warnings as advice
 from .devices import find, names
 from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, peak_flops, run_flops, speed
@@ -179,7 +179,7 @@ def plan(
     warnings += epochs.warnings(sources or {})
     fetched = None if packer is None else room.need(config, packer)
     if packer is not None and fetched is not None:
-        warnings += storage.warnings(fetched, packer)
+        warnings += room.warnings(fetched, packer)
     layout = None if world is None else _layout(config, world, gpus_per_node, device, available)
     if layout is not None:
         warnings += _memory_warning(layout, device)
@@ -301,7 +301,7 @@ def render(plan: Plan) -> str:
         lines.append(f"  lengths     {', then '.join(lengths)}")
     lines += _render_sources(plan)
     if plan.storage is not None:
-        lines.append(storage.render(plan.storage))
+        lines.append(room.render(plan.storage))
     if plan.heldout is not None:
         lines.append(
             f"  held-out    loss of {plan.heldout.samples:_} samples of {plan.heldout.sources} sources every "

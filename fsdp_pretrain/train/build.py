@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +17,11 @@ from data.packing.position import Position
 from data.packing.unigrams import Unigrams
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.fetcher_status import log_folder
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import AdamW, LossScaler
-from fsdp_pretrain.record.files import RunDir, make_directory
+from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import NotesOnlyRecorder, Recorder
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat, PageHeartbeat, folder
 
@@ -83,8 +81,6 @@ def build_fetching(config: Config) -> NodeFetching | None:
     if config.data.cache is None:
         return None
     ranks, pages = mesh.RankInfo.from_environment(), folder(config.run.dir)
-    with contextlib.suppress(OSError):  # only the fetcher's log would be missing
-        make_directory(log_folder(config.run.dir))
     if not config.watchdog.enabled:  # agents of other runs remove folders without pages of live ranks
         pages = pages.parent.with_name(f"{pages.parent.name}-fetch") / pages.name
     return NodeFetching(

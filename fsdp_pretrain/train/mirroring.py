@@ -9,12 +9,12 @@ import time
 
 from fsdp_pretrain.checkpoint.async_save import Pending
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
-from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.child_process import start_helper
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.mirror.restore import compare_with_mirror, restore
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record import mirror_status, run_id
-from fsdp_pretrain.record.files import RunDir, make_directory
+from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
@@ -82,10 +82,8 @@ class UploaderProcess:
         if self._process is not None:
             mirror_status.tell_death(self._run, self._segment, self._process.returncode)
         with contextlib.suppress(OSError):
-            make_directory(mirror_status.folder(self._run))
-            with (mirror_status.folder(self._run) / "log").open("ab") as log:
-                command = ("fsdp_pretrain.mirror.uploader", *self._command)
-                self._process = start_module(*command, nice=10, stdin=subprocess.PIPE, stdout=log, stderr=log)
+            log = mirror_status.folder(self._run) / "log"
+            self._process = start_helper("fsdp_pretrain.mirror.uploader", *self._command, log=log, nice=10)
 
     def finish(self) -> None:
         """Ask it to copy what is left and to end; see `ended`."""
@@ -121,9 +119,10 @@ def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete:
     if run.config.checkpoint.mirror is None:
         return
     limit = _COMPLETE_SECONDS if complete else _STOP_SECONDS
-    begun, said = time.monotonic(), False
+    begun = time.monotonic()
     if uploader is not None:
         uploader.finish()
+        run.recorder.say(f"waiting up to {human_time(limit)} for the mirror")
 
     def ended() -> bool | None:
         """None: the time is over, or it has died."""
@@ -133,9 +132,6 @@ def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete:
 
     while (done := run.world.decide(ended)) is False:
         run.heartbeat.beat(Phase.SAVE)
-        if not said and time.monotonic() - begun > _TURN:
-            said = True
-            run.recorder.say(f"waiting up to {human_time(limit)} for the mirror")
         time.sleep(0.2)
     if done is None:
         run.recorder.say("the mirror lacks the end of this start; the next one copies it")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 from fsdp_pretrain.severity import Severity
@@ -23,7 +22,7 @@ class MirrorDetector(Detector):
     def __init__(self, alarms: AlarmSink, run: Path, segment: int) -> None:
         super().__init__(alarms)
         self._probe = PeriodicProbe(looks.mirror, run=str(run), segment=segment)
-        self._log = run / "mirror/log"
+        self._log, self._since = run / "mirror/log", float("inf")
 
     def tick(self, now: float) -> None:
         """Start a due probe, and judge the answer of an earlier one."""
@@ -33,13 +32,15 @@ class MirrorDetector(Detector):
         report, newest = answer.value, answer.value["newest"]
         holds = f"its newest whole checkpoint: {'none' if newest is None else f'step {newest}'}"
         if not report["problem"]:
+            self._since = float("inf")
             self.resolve("mirror", f"the mirror answers; {holds}")
             return
-        seconds = max(0.0, time.time() - report["since"])
+        self._since = min(self._since, now)
+        seconds = now - self._since
         self.open(
             "mirror",
             Severity.CRIT if report["needs_person"] or seconds > _LONG else Severity.WARN,
-            f"{report['host']} cannot copy to the mirror for {human_time(seconds)}: {report['problem']}; {holds}",
+            f"nothing can be copied to the mirror for {human_time(seconds)}: {report['problem']}; {holds}",
             "training goes on; what is newer exists in the run directory only",
             f"check the storage and its credentials, and {self._log}; the copy is tried again by itself, the newest "
             "checkpoint first",
