@@ -16,8 +16,8 @@ from .metrics import METRICS
 from .start_history import Start, StartHistory
 from .step_columns import Column, StepColumns, read_steps
 
-CLOCKS = ("step", "consumed", "trained", "written")
-"""Columns of the x axes: steps, samples, tokens, and seconds since 1970."""
+CLOCKS = ("step", "trained", "written")
+"""Columns of the x axes: steps, tokens, and seconds since 1970."""
 Position = dict[str, float]
 """A place on every x axis, by clock; NaN where that is not known."""
 

@@ -1,4 +1,4 @@
-"""The evaluations of a run as its journal has them, with 95% intervals."""
+"""The evaluations of a run as its journal has them, with 1.96 standard errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ScorePoint:
     """A score of a checkpoint.
 
     Attributes:
-        low, high: 95% interval; None if it is not known.
+        low, high: 1.96 standard errors from it; None if that is not known.
         left: the checkpoint was left behind by a rollback.
     """
 
