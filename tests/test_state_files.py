@@ -127,8 +127,8 @@ def test_what_a_reader_tells_apart(tmp_path: Path) -> None:
         (b"{}", "is damaged: number: field required"),
         (json.dumps({**sealed, "number": 4}).encode(), "is damaged: its values are not the ones that were written"),
         (json.dumps({"format": FORMAT, "number": 3}).encode(), "is damaged: its values are not the ones"),
-        (b'{"number": 3, "format": 9}', f"is of a later version: its format is 9, this program reads {FORMAT}"),
-        (b'{"number": 3, "format": 2}', f"is of a version before 0.1.0: its format is 2, this program reads {FORMAT}"),
+        (b'{"number": 3, "format": 9}', f"is of another version: its format is 9, this program reads {FORMAT}"),
+        (b'{"number": 3, "format": 2}', f"is of another version: its format is 2, this program reads {FORMAT}"),
     ):
         path.write_bytes(damage)
         with pytest.raises(DamagedFileError, match=expected) as caught:

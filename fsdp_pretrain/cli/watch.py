@@ -37,4 +37,4 @@ def watch(args: argparse.Namespace) -> int:
     out = app.console()
     view = page.render(following.read_view(run), out.width, _LINES) if single else None
     out.print(view or fleet.render(args.path, rows, out.width))
-    return max(row.level for row in rows)
+    return max(row.report.level for row in rows)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fsdp_pretrain.checkpoint.store import Store, directory_name, step_of, sync_directory, verify_files
 from fsdp_pretrain.errors import BusyError, CheckpointError, ConfigError, StorageError
-from fsdp_pretrain.record import journal, lease, lineage, run_id, status
+from fsdp_pretrain.record import journal, lineage, run_id, status
 from fsdp_pretrain.record.files import AppendFile, RunDir, now, read_lines, replace_file
 from fsdp_pretrain.record.lineage import BranchReport, BranchRequest
 from fsdp_pretrain.record.lock import hold
@@ -78,9 +78,7 @@ def fork(
 
 
 def _refuse_during_rollback(parent: RunDir) -> None:
-    held = lease.read(parent.lock)
-    holds = held is not None and held.purpose == "rollback" and lease.is_alive(held) is not False
-    if parent.rollback.exists() or holds:
+    if parent.rollback.exists():
         raise BusyError(
             f"a rollback of {parent.path} is under way",
             remedy=f"wait for its end; if it was killed, repeat it: {parent.rollback} has the request",

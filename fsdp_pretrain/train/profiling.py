@@ -17,9 +17,9 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from fsdp_pretrain.record.files import make_directory
-from fsdp_pretrain.record.inbox import Request
 from fsdp_pretrain.record.journal import Kind
 from fsdp_pretrain.record.profiles import LARGEST_SHARE, trace_file
+from fsdp_pretrain.record.requests import Request
 
 from .run_context import RunContext
 

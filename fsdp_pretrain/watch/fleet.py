@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group
 from rich.table import Table
@@ -17,7 +16,7 @@ from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.status import Status
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, Verified, inspect
+from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, StatusReport, inspect
 
 from .following import RateLimited, open_alarms, signs
 from .page import INK, LEVEL, one_line
@@ -30,19 +29,11 @@ _ORDER = ("running", "saving", "paused", "starting", "incomplete", "stopped", "u
 
 @dataclass(frozen=True)
 class FleetRow:
-    """A run in the list. `level`: 0 ok, 1 warning, 2 alert, as of `status`."""
+    """A run in the list: what `status` finds, and the keys of its open alarms."""
 
-    path: str
-    name: str
-    state: str
-    level: int
-    running: bool = False
-    step: int | None = None
-    total_steps: int | None = None
-    eta_seconds: float | None = None
-    checkpoint: Verified | None = None  # the newest
+    path: Path
+    report: StatusReport
     alarms: tuple[str, ...] = ()
-    problem: str = ""  # the worst
 
 
 def find_runs(directory: Path) -> Iterator[RunDir]:
@@ -70,43 +61,24 @@ class FleetFollower:
         status = state_files.view(run.status, Status)
         rest = self._rows.setdefault(run.path, RateLimited(lambda: describe(run), least=10.0))
         row = rest.get(signs(run, status))
-        return row if status is None else replace(row, **_progress(status, row.running))
+        return row if status is None else replace(row, report=row.report.model_copy(update={"status": status}))
 
 
 def describe(run: RunDir) -> FleetRow:
     """The row of a run."""
     try:
-        report = inspect(run, brief=True)
+        return FleetRow(run.path, inspect(run, brief=True), tuple(alarm.key for alarm in open_alarms(run)))
     except (UserError, OSError) as error:
         text = error.cause if isinstance(error, UserError) else str(error)
-        return FleetRow(path=str(run.path), name=run.path.name, state="unreadable", level=ALERT, problem=text)
-    return FleetRow(
-        path=str(run.path),
-        name=report.status.run if report.status.run != "?" else run.path.name,
-        state=report.headline,
-        level=report.level,
-        running=report.running,
-        checkpoint=report.verified_checkpoint,
-        alarms=tuple(alarm.key for alarm in open_alarms(run)),
-        problem=max(report.problems, key=lambda each: each[0])[1] if report.problems else "",
-        **_progress(report.status, report.running),
-    )
-
-
-def _progress(status: Status, running: bool) -> dict[str, Any]:
-    pace, step, total = status.iteration_seconds, status.step, status.total_steps
-    return {
-        "step": step,
-        "total_steps": total,
-        "eta_seconds": (total - step) * pace if running and pace and step and total else None,
-    }
+        return FleetRow(run.path, StatusReport(state="unreadable", problems=[(ALERT, text)]))
 
 
 def sort_rows(rows: Iterable[FleetRow]) -> list[FleetRow]:
     """Worst first; of the same level, those that train before those that are complete."""
 
     def badness(row: FleetRow) -> tuple[int, int, str]:
-        return -row.level, _ORDER.index(row.state) if row.state in _ORDER else 0, row.path
+        state = row.report.headline
+        return -row.report.level, _ORDER.index(state) if state in _ORDER else 0, str(row.path)
 
     return sorted(rows, key=badness)
 
@@ -115,7 +87,7 @@ def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
     """The list."""
     title = Text(f"  {len(rows)} run{'s' * (len(rows) != 1)}")
     for level, name in ((ALERT, "alert"), (WARN, "warning"), (OK, "ok")):
-        if count := sum(row.level == level for row in rows):
+        if count := sum(row.report.level == level for row in rows):
             title.append("  ").append(f" {count} {name} ", LEVEL[level])
     place, room = str(directory), width - title.cell_len
     title = Text.assemble((place if len(place) <= room else "…" + place[1 - room :], "bold"), title)
@@ -127,17 +99,20 @@ def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
     table.add_column("", ratio=1, no_wrap=True)
     for row in rows:
         alarms = f"{len(row.alarms)} alarm{'s' * (len(row.alarms) != 1)}: {', '.join(row.alarms)}" if row.alarms else ""
+        status, saved, ink = row.report.status, row.report.verified_checkpoint, INK[row.report.level]
+        _, worst = max(row.report.problems, key=lambda each: each[0], default=(OK, ""))
+        pace, step, total = status.iteration_seconds, status.step, status.total_steps
         table.add_row(
             Text(_below(directory, row), overflow="ellipsis"),
-            Text(row.state, INK[row.level]),
-            "-" if row.step is None else f"{row.step:_}/{row.total_steps or 0:_}",
-            "-" if row.eta_seconds is None else human_time(row.eta_seconds),
-            human_time(row.checkpoint.age_seconds) if row.checkpoint else "never",
-            Text(one_line(alarms or row.problem), INK[row.level], overflow="ellipsis"),
+            Text(row.report.headline, ink),
+            "-" if step is None else f"{step:_}/{total or 0:_}",
+            human_time((total - step) * pace) if row.report.running and pace and step and total else "-",
+            human_time(saved.age_seconds) if saved else "never",
+            Text(one_line(alarms or worst), ink, overflow="ellipsis"),
         )
     return Group(title, table if rows else Text("no run yet", "dim"))
 
 
 def _below(directory: Path, row: FleetRow) -> str:
     path = os.path.relpath(row.path, directory)
-    return row.name if path == "." else path
+    return row.path.resolve().name if path == "." else path
