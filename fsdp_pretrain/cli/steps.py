@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp_pretrain.console import CommandLine, argument, positive, verb
+from fsdp_pretrain.console import CommandLine, argument, positive, step_number, verb
 from fsdp_pretrain.errors import ConfigError, StorageError
 from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
@@ -19,12 +19,6 @@ def add(command: CommandLine) -> None:
     parser.set_defaults(passed_on=[], nproc_per_node=None, rdzv_id="replay")
 
 
-def _step(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a step")
-    return int(text)
-
-
 @verb(
     "replay",
     "runs/quickstart/run --from 0 --steps 3",
@@ -32,7 +26,7 @@ def _step(text: str) -> int:
     argument(
         "--from",
         dest="start",
-        type=_step,
+        type=step_number,
         required=True,
         metavar="STEP",
         help="step of a checkpoint; 0: initial values",

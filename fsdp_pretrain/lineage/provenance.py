@@ -247,31 +247,24 @@ def describe_step(
     step: TrainedStep,
     *,
     rank: int | None = None,
-    sample: int | None = None,
     text: bool = False,
     ids: bool = False,
 ) -> ShownStep:
     """A step and its samples.
 
     Args:
-        rank, sample: only the samples of this rank, the sample with this index.
+        rank: only the samples of this rank.
         text, ids: add the text of every piece, the token ids of every sample.
 
     Raises:
-        ConfigError: the step has no such sample or rank.
+        ConfigError: the step has no such rank.
     """
     record, indices = step.record, step.indices
     number, size, world = step.number, len(indices), step.world
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"there is no rank {rank}: step {number} is split over ranks 0 to {world - 1}")
-    if sample is not None and sample not in indices:
-        raise ConfigError(f"step {number} has no sample {sample}; it has {indices[0]} to {indices[-1]}")
     share = size // world
-    chosen = [
-        position
-        for position, index in enumerate(indices)
-        if sample in (None, index) and rank in (None, position // share)
-    ]
+    chosen = range(size) if rank is None else range(rank * share, (rank + 1) * share)
     tokenizer = next(iter(step.packer.corpora.values())).tokenizer() if text else None
     return ShownStep(
         step=number,
