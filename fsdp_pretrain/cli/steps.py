@@ -90,8 +90,7 @@ def _profile(args: argparse.Namespace) -> int:
     """Trace steps of the running job with PyTorch's profiler: one file per rank in RUN/profiles, for Perfetto or
     chrome://tracing. All ranks begin at the same step; no number of the run changes."""
     from fsdp_pretrain.record import environment
-    from fsdp_pretrain.record.profiles import MOST_RANKS, MOST_STEPS, trace_file
-    from fsdp_pretrain.record.requests import send
+    from fsdp_pretrain.record.requests import MOST_RANKS, MOST_STEPS, send
     from fsdp_pretrain.watchdog.status import inspect
 
     report = inspect(args.run)
@@ -116,7 +115,7 @@ def _profile(args: argparse.Namespace) -> int:
             f"cannot write to {args.run.control}: {error.strerror}", effect="the request was not sent"
         ) from None
     print(
-        f"asked to trace; the journal says which steps, and when the files are in {trace_file(args.run, 0, 0).parent}\n"
+        f"asked to trace; the journal says which steps, and when the files are in {args.run.profiles}\n"
         "open them at https://ui.perfetto.dev (they stay in the browser) or in chrome://tracing"
     )
     return 0

@@ -123,22 +123,18 @@ def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
 
 def _link_tree(source: Path, target: Path) -> bool:
     """Link all files of a directory, or copy them if that fails. Returns whether all were linked. Raises OSError."""
-    linked = True
-    target.mkdir(parents=True)
-    for path in sorted(source.rglob("*")):
-        place = target / path.relative_to(source)
-        if path.is_dir():
-            place.mkdir()
-            continue
-        try:
-            os.link(path, place)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(path, place)
-            linked = False
-            with place.open("rb") as file:
-                os.fsync(file.fileno())
+    shutil.copytree(source, target, copy_function=_link)
     sync_directory(target)
-    return linked
+    return all(path.samefile(target / path.relative_to(source)) for path in source.rglob("*") if path.is_file())
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+        with Path(target).open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _copy_segment(source: Path, target: Path, after: int, until: float) -> None:

@@ -24,12 +24,13 @@ from fsdp_pretrain.errors import Interrupted
 from . import state_files
 from .files import RunDir, now
 from .journal import who
-from .profiles import MOST_RANKS, MOST_STEPS
 from .state_files import StateFile
 
 STEERING = ("pause", "resume", "set")
 """Requests whose meaning rank 0 broadcasts. Like `save` and `stop`, they are answered by an entry of the journal, kind
 `control`, with the request's id."""
+MOST_STEPS, MOST_RANKS = 20, 16
+"""Of one request to profile: a trace holds every kernel of its steps, megabytes each."""
 _POLL_INTERVAL = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

@@ -178,9 +178,8 @@ class Drawing:
 
     def _scores(self, scores: list[ScorePoint], left: bool) -> _Trace:
         """The scores of a metric, with whiskers."""
-        up = [0.0 if score.high is None else score.high - score.value for score in scores]
-        down = [0.0 if score.low is None else score.value - score.low for score in scores]
-        bars = {"type": "data", "array": up, "arrayminus": down, "color": "--c0", "thickness": 1, "width": 2}
+        spreads = [score.spread or 0.0 for score in scores]
+        bars = {"type": "data", "array": spreads, "color": "--c0", "thickness": 1, "width": 2}
         texts = [", ".join(filter(None, (_interval(score), "left behind" * left))) for score in scores]
         told = [_told(f"{score.value:.5g}", score.at, text) for score, text in zip(scores, texts, strict=True)]
         return {
@@ -197,7 +196,7 @@ class Drawing:
 
 
 def _interval(score: ScorePoint) -> str:
-    return "" if score.low is None else f"1.96 standard errors: {score.low:.4g} to {score.high:.4g}"
+    return "" if score.spread is None else f"±{score.spread:.3g} (1.96 standard errors)"
 
 
 def _scaled(column: Column, panel: Panel) -> Column:

@@ -61,13 +61,8 @@ def account(record: RunRecord) -> str:
             square, bar = (_bar(f"--s-{state}", width) for width in (12, share * 160))
             meaning = _cells([("meaning", MEANING[state])])
             rows.append(f"<tr><td>{square} {state}</td>{_cells(cells)}<td>{bar}</td>{meaning}</tr>")
-    wall, count = human_time(found.wall_seconds), len(found.incidents)
-    text = (
-        f"goodput {found.goodput:.1%} of {wall}; "
-        f"{human_count(found.tokens)} tokens kept, {human_count(found.tokens_lost)} lost; "
-        f"{count} interruption{'s' * (count != 1)}."
-    )
-    return f'<p class="note">{html.escape(text)}</p>{_table("account", "state #time #share  meaning", rows)}'
+    text = f"{human_count(found.tokens)} tokens kept, {human_count(found.tokens_lost)} lost"
+    return f'<p class="note">{text}</p>{_table("account", "state #time #share  meaning", rows)}'
 
 
 def events(record: RunRecord, place: int) -> str:

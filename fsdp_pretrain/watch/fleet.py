@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group
@@ -12,18 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.status import Status
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, StatusReport, inspect
 
-from .following import RateLimited, open_alarms, signs
+from .following import open_alarms
 from .page import INK, LEVEL, one_line
 
 _DEPTH = 4
 """Levels below the directory that are searched."""
-_SEARCH_SECONDS = 30.0
 _ORDER = ("running", "saving", "paused", "starting", "incomplete", "stopped", "unknown", "complete")
 
 
@@ -46,22 +43,9 @@ def find_runs(directory: Path) -> Iterator[RunDir]:
         below[:] = [] if deep else sorted(name for name in below if name[0] != ".")
 
 
-class FleetFollower:
-    """Follows all runs under a directory; writes nothing. A run in which nothing happened is seldom read again."""
-
-    def __init__(self, directory: Path) -> None:
-        self._rows: dict[Path, RateLimited[FleetRow]] = {}
-        self._runs = RateLimited(lambda: list(find_runs(directory)), least=_SEARCH_SECONDS)
-
-    def poll(self) -> list[FleetRow]:
-        """A row for each run, worst first."""
-        return sort_rows(self._row(run) for run in self._runs.get(None))
-
-    def _row(self, run: RunDir) -> FleetRow:
-        status = state_files.view(run.status, Status)
-        rest = self._rows.setdefault(run.path, RateLimited(lambda: describe(run), least=10.0))
-        row = rest.get(signs(run, status))
-        return row if status is None else replace(row, report=row.report.model_copy(update={"status": status}))
+def read_rows(directory: Path) -> list[FleetRow]:
+    """A row for each run under a directory, worst first."""
+    return sort_rows(map(describe, find_runs(directory)))
 
 
 def describe(run: RunDir) -> FleetRow:
