@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,31 +43,16 @@ class Lines:
     left: Line
 
     def locate(self, step: float | None, time: float | None) -> Position:
-        """Where an event was: at a step, a time, or both."""
-        every = self._by_time if step is None else self._by_step
-        known = math.nan if time is None else time
-        if not len(every["step"]):
+        """Where an event was, on the kept line: at a step, a time, or both."""
+        kept, known = self.kept.columns, math.nan if time is None else time
+        if not len(self.kept):
             return {**dict.fromkeys(CLOCKS, math.nan), "step": math.nan if step is None else step, "written": known}
         if step is None:
-            row = max(0, int(np.searchsorted(every["written"], known, side="right")) - 1)
-            found = {clock: float(every[clock][row]) for clock in CLOCKS}
+            row = max(0, int(np.searchsorted(kept["written"], known, side="right")) - 1)
+            found = {clock: float(kept[clock][row]) for clock in CLOCKS}
         else:
-            found = {clock: float(np.interp(step, every["step"], every[clock])) for clock in CLOCKS} | {"step": step}
+            found = {clock: float(np.interp(step, kept["step"], kept[clock])) for clock in CLOCKS} | {"step": step}
         return found if time is None else found | {"written": time}
-
-    @cached_property
-    def _clocks(self) -> dict[str, Column]:
-        return {name: np.concatenate([line.columns[name] for line in (self.kept, self.left)]) for name in CLOCKS}
-
-    @cached_property
-    def _by_time(self) -> dict[str, Column]:
-        order = np.argsort(self._clocks["written"], kind="stable")
-        return {name: column[order] for name, column in self._clocks.items()}
-
-    @cached_property
-    def _by_step(self) -> dict[str, Column]:
-        _, first = np.unique(self._clocks["step"], return_index=True)  # the kept line's row, where there are several
-        return {name: column[first] for name, column in self._clocks.items()}
 
 
 def read_lines(run: RunDir, history: StartHistory, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Lines:
