@@ -46,15 +46,15 @@ def read(path: Path) -> LeaseRecord | None:
 
 
 class Lease:
-    """A lease that this process holds and touches every `beat` seconds."""
+    """A lease that this process holds and touches every `BEAT_SECONDS`."""
 
-    def __init__(self, path: Path, token: str, beat: float) -> None:
-        self.path, self._token, self._interval = path, token, beat
+    def __init__(self, path: Path, token: str) -> None:
+        self.path, self._token = path, token
         self._done = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
 
     @classmethod
-    def take(cls, path: Path, *, beat: float = BEAT_SECONDS, **facts: Any) -> Lease | None:
+    def take(cls, path: Path, **facts: Any) -> Lease | None:
         """Create the file, with `facts` as in `LeaseRecord`; None if it exists. Raises OSError."""
         if path.exists():  # without writing to storage, since some ask all the time
             return None
@@ -64,10 +64,10 @@ class Lease:
             state_files.create(path, {"token": token, **this_process(), "time": now(), **facts})
         except FileExistsError:
             return None
-        return cls(path, token, beat)
+        return cls(path, token)
 
     def _beat(self) -> None:
-        while not self._done.wait(self._interval):
+        while not self._done.wait(BEAT_SECONDS):
             with contextlib.suppress(OSError):
                 os.utime(self.path)
 

@@ -14,7 +14,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -66,7 +65,7 @@ def _library() -> str:
 def render(record: RunRecord, library: str, made: float) -> str:
     """The page, made at a time in seconds since 1970, with the source of plotly.js."""
     drawing, script = Drawing(record), _asset("report.js")
-    data = _plain({"places": drawing.places, "marks": drawing.marks, "figures": drawing.figures})
+    data = _plain({"places": drawing.places, "marks": drawing.marks, "figures": [*map(vars, drawing.figures)]})
     evaluations = [_panel(figure) for figure in drawing.figures if figure.scores]
     return Template(_asset("page.html")).substitute(
         title=html.escape(record.name),
@@ -111,8 +110,6 @@ def _plain(value: Any) -> Any:
     """JSON values: arrays with six significant digits, None for NaN."""
     if isinstance(value, np.ndarray):
         return [float(f"{each:.6g}") if math.isfinite(each) else None for each in value.tolist()]
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -79,14 +79,9 @@
     range = [low, high];
     return Promise.all(plots.map((plot) => plot.data && Plotly.relayout(plot, { "xaxis.range": [low, high] })));
   };
-  // Show the same part of the run on another clock.
   const choose = (name) => {
-    const [first, last] = extent(), rows = range.map((value) => nearest(value, column(kept)));
-    const isEdge = [range[0] <= first, range[1] >= last];
     clock = name;
-    const every = extent(), x = column(kept);
-    range = every.map((edge, at) => (isEdge[at] ? edge : x[rows[at]]));
-    if (!(range[1] > range[0])) range = every;
+    range = extent();
     for (const button of all("#clocks button")) button.setAttribute("aria-pressed", String(button.value === clock));
     return drawAll();
   };
