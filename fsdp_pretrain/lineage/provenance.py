@@ -133,7 +133,8 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
         DamagedFileError: the record of the start cannot be read.
     """
     record, replaced_by = _choose(run, step, segment)
-    config, packer = _open(run, record.segment)
+    config = load_recorded(run.segment(record.segment) / "config.toml")  # the digest proves that it means the same
+    packer = open_packer(config)
     begun = environment.read(run, record.segment)
     world = begun.world.size if begun is not None and begun.world is not None else 1
     found = TrainedStep(step, record, replaced_by, config, packer, world)
@@ -202,12 +203,6 @@ def _ahead(run: RunDir, last: StepRecord, step: int) -> StepInFlight | None:
     return None
 
 
-@functools.lru_cache(maxsize=1)
-def _open(run: RunDir, segment: int) -> tuple[Config, Packer]:
-    config = load_recorded(run.segment(segment) / "config.toml")  # the digest proves that it means the same
-    return config, open_packer(config)
-
-
 def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
     """What differs between the data now and as recorded in the newest checkpoint."""
     whole = [checkpoint for checkpoint in Store(run.checkpoints).scan() if checkpoint.problem is None]
@@ -243,13 +238,7 @@ def describe_sample(
     )
 
 
-def describe_step(
-    step: TrainedStep,
-    *,
-    rank: int | None = None,
-    text: bool = False,
-    ids: bool = False,
-) -> ShownStep:
+def describe_step(step: TrainedStep, *, rank: int | None = None, text: bool = False, ids: bool = False) -> ShownStep:
     """A step and its samples.
 
     Args:
