@@ -46,7 +46,7 @@ class _Screen:
 
     def __init__(self, path: Path, *, of_runs: bool) -> None:
         self._path, self._of_runs = path, of_runs
-        rows = RateLimited(partial(fleet.read_rows, path), least=_FLEET_SECONDS)
+        rows = RateLimited(lambda: fleet.read_rows(fleet.find_runs(path)), least=_FLEET_SECONDS)
         self._poll = partial(rows.get, None) if of_runs else RunFollower(RunDir(path)).poll
         self._answered = time.monotonic()
         self._failure: BaseException | None = None

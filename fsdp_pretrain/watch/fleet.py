@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Group
@@ -16,7 +15,6 @@ from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, StatusReport, inspect
 
-from .following import open_alarms
 from .page import INK, LEVEL, one_line
 
 _DEPTH = 4
@@ -24,13 +22,8 @@ _DEPTH = 4
 _ORDER = ("running", "saving", "paused", "starting", "incomplete", "stopped", "unknown", "complete")
 
 
-@dataclass(frozen=True)
-class FleetRow:
-    """A run in the list: what `status` finds, and the keys of its open alarms."""
-
-    path: Path
-    report: StatusReport
-    alarms: tuple[str, ...] = ()
+FleetRow = tuple[Path, StatusReport]
+"""A run in the list, and what `status` finds."""
 
 
 def find_runs(directory: Path) -> Iterator[RunDir]:
@@ -43,35 +36,29 @@ def find_runs(directory: Path) -> Iterator[RunDir]:
         below[:] = [] if deep else sorted(name for name in below if name[0] != ".")
 
 
-def read_rows(directory: Path) -> list[FleetRow]:
-    """A row for each run under a directory, worst first."""
-    return sort_rows(map(describe, find_runs(directory)))
-
-
-def describe(run: RunDir) -> FleetRow:
-    """The row of a run."""
-    try:
-        return FleetRow(run.path, inspect(run, brief=True), tuple(alarm.key for alarm in open_alarms(run)))
-    except (UserError, OSError) as error:
-        text = error.cause if isinstance(error, UserError) else str(error)
-        return FleetRow(run.path, StatusReport(state="unreadable", problems=[(ALERT, text)]))
-
-
-def sort_rows(rows: Iterable[FleetRow]) -> list[FleetRow]:
+def read_rows(runs: Iterable[RunDir]) -> list[FleetRow]:
     """Worst first; of the same level, those that train before those that are complete."""
 
     def badness(row: FleetRow) -> tuple[int, int, str]:
-        state = row.report.headline
-        return -row.report.level, _ORDER.index(state) if state in _ORDER else 0, str(row.path)
+        state = row[1].headline
+        return -row[1].level, _ORDER.index(state) if state in _ORDER else 0, str(row[0])
 
-    return sorted(rows, key=badness)
+    return sorted(((run.path, _look(run)) for run in runs), key=badness)
+
+
+def _look(run: RunDir) -> StatusReport:
+    try:
+        return inspect(run, brief=True)
+    except (UserError, OSError) as error:
+        text = error.cause if isinstance(error, UserError) else str(error)
+        return StatusReport(state="unreadable", problems=[(ALERT, text)])
 
 
 def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
     """The list."""
     title = Text(f"  {len(rows)} run{'s' * (len(rows) != 1)}")
     for level, name in ((ALERT, "alert"), (WARN, "warning"), (OK, "ok")):
-        if count := sum(row.report.level == level for row in rows):
+        if count := sum(report.level == level for _, report in rows):
             title.append("  ").append(f" {count} {name} ", LEVEL[level])
     place, room = str(directory), width - title.cell_len
     title = Text.assemble((place if len(place) <= room else "…" + place[1 - room :], "bold"), title)
@@ -81,22 +68,22 @@ def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
     for name in ("step", "ETA", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", ratio=1, no_wrap=True)
-    for row in rows:
-        alarms = f"{len(row.alarms)} alarm{'s' * (len(row.alarms) != 1)}: {', '.join(row.alarms)}" if row.alarms else ""
-        status, saved, ink = row.report.status, row.report.verified_checkpoint, INK[row.report.level]
-        _, worst = max(row.report.problems, key=lambda each: each[0], default=(OK, ""))
+    for path, report in rows:
+        keys = [alarm["key"] for alarm in report.alarms]
+        alarms = f"{len(keys)} alarm{'s' * (len(keys) != 1)}: {', '.join(keys)}" if keys else ""
+        status, saved, ink = report.status, report.verified_checkpoint, INK[report.level]
+        _, worst = max(report.problems, key=lambda each: each[0], default=(OK, ""))
         pace, step, total = status.iteration_seconds, status.step, status.total_steps
         table.add_row(
-            Text(_below(directory, row), overflow="ellipsis"),
-            Text(row.report.headline, ink),
+            Text(_below(directory, path), overflow="ellipsis"),
+            Text(report.headline, ink),
             "-" if step is None else f"{step:_}/{total or 0:_}",
-            human_time((total - step) * pace) if row.report.running and pace and step and total else "-",
+            human_time((total - step) * pace) if report.running and pace and step and total else "-",
             human_time(saved.age_seconds) if saved else "never",
             Text(one_line(alarms or worst), ink, overflow="ellipsis"),
         )
     return Group(title, table if rows else Text("no run yet", "dim"))
 
 
-def _below(directory: Path, row: FleetRow) -> str:
-    path = os.path.relpath(row.path, directory)
-    return row.path.resolve().name if path == "." else path
+def _below(directory: Path, path: Path) -> str:
+    return path.resolve().name if path == directory else os.path.relpath(path, directory)
