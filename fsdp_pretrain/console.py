@@ -26,22 +26,8 @@ from .units import Bytes
 
 Handler = Callable[[argparse.Namespace], int]
 
-_WRONG_PATH = "look for a mistake in the path"
-_STORAGE_FAILS = "look at the storage (kernel log, mount, server), then run the same command again"
-_STORAGE = {
-    errno.ENOSPC: "free space there, then run the same command again",
-    errno.EDQUOT: "free space there or have the quota raised, then run the same command again",
-    errno.EFBIG: "this file system, or a limit (`ulimit -f`), allows no file so large: raise it or use another place",
-    **dict.fromkeys((errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENODEV), _STORAGE_FAILS),
-}
-_PATHS = {
-    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG), _WRONG_PATH),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY, errno.EBUSY, errno.ETXTBSY), "name another path"),
-    errno.ENXIO: "name a file on disk, not a socket or a device",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "name another path, or have the permission granted"),
-    errno.ELOOP: "symbolic links lead in a circle: look for a mistake in the path or in the links",
-    errno.EROFS: "name another path, or have the file system mounted for writing",
-}
+_STORAGE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENODEV))
+"""Errors of storage that is full or fails; those of a path that is named are mistakes in it."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,19 +54,6 @@ class _Version(argparse.Action):
         where = f"Python {platform.python_version()}, {torch}, {platform.platform()}"
         print(f"{parser.prog} {__version__} ({where})")
         parser.exit()
-
-
-def add_verb(verbs: Any, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
-    """Add a verb to the subparsers `verbs`. Returns its parser, to which the caller adds arguments."""
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(handler=handler)
-    return parser
 
 
 Argument = Callable[[argparse.ArgumentParser], object]
@@ -110,7 +83,14 @@ class Verb:
     def add_to(self, verbs: Any, prefix: str) -> argparse.ArgumentParser:
         """Add it to the subparsers of a command; `prefix` is that command, for the example."""
         summary = " ".join((self.handler.__doc__ or "").split())
-        parser = add_verb(verbs, self.name, self.handler, summary, f"{prefix} {self.name} {self.example}".rstrip())
+        parser: argparse.ArgumentParser = verbs.add_parser(
+            self.name,
+            help=summary,
+            description=summary,
+            epilog=f"example:\n  {prefix} {self.name} {self.example}".rstrip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.set_defaults(handler=self.handler)
         for add in self.arguments:
             add(parser)
         return parser
@@ -130,15 +110,11 @@ class CommandLine:
         self._verbs = self._parser.add_subparsers(metavar="VERB", required=True)
 
     def add(self, *verbs: Verb) -> argparse.ArgumentParser:
-        """Add verbs. Returns the parser of the last."""
-        return [each.add_to(self._verbs, self._parser.prog) for each in verbs][-1]
+        """Add verbs. Returns the parser of the last.
 
-    def verb(self, name: str, handler: Handler, summary: str, example: str) -> argparse.ArgumentParser:
-        """Add a verb. Returns its parser, to which the caller adds arguments.
-
-        If the parser has a default for `passed_on`, that is set to the unknown arguments, in order.
+        If it has a default for `passed_on`, that is set to the unknown arguments, in order.
         """
-        return add_verb(self._verbs, name, handler, summary, example)
+        return [each.add_to(self._verbs, self._parser.prog) for each in verbs][-1]
 
     def run(self, arguments: Sequence[str] | None = None) -> int:
         """Parse and run. Returns the exit code. Raises SystemExit after `--help` and on invalid arguments."""
@@ -184,7 +160,7 @@ def run_guarded(act: Callable[[], int]) -> int:
 
 
 def explain(error: OSError) -> UserError | None:
-    """The error to show: exit 93 if storage is full or fails, 78 if a path cannot be used, None for other errors."""
+    """The error to show: exit 93 if storage is full or fails, 78 if a path cannot be used, None without a path."""
     number, where = error.errno or 0, error.filename
     if where is None and number in _STORAGE:
         try:
@@ -192,13 +168,14 @@ def explain(error: OSError) -> UserError | None:
         except OSError:
             _drop_output()
             where = "standard output"
-    remedies = _PATHS | _STORAGE if where is not None else _STORAGE
-    if number not in remedies:
+    if number not in _STORAGE and where is None:
         return None
     place = "a file or standard output" if where is None else os.fsdecode(where) if isinstance(where, bytes) else where
     cause = f"cannot use {place}: {os.strerror(number)}"
-    kind = StorageError if number in _STORAGE else UserError
-    return kind(cause, remedy=remedies[number])
+    if number in _STORAGE:
+        remedy = "free space there, or look at the storage (quota, kernel log, mount, server)"
+        return StorageError(cause, remedy=f"{remedy}, then run the same command again")
+    return UserError(cause, remedy="look for a mistake in the path, name another path, or have it made writable")
 
 
 def _show(error: UserError) -> int:
@@ -234,4 +211,11 @@ def positive(text: str) -> int:
     """Argument type of a positive integer. Raises ArgumentTypeError."""
     if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def step_number(text: str) -> int:
+    """Argument type of a step, from 0. Raises ArgumentTypeError."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a step")
     return int(text)

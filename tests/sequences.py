@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,27 +44,13 @@ KILLED = -9
 
 
 @dataclass
-class Figures:
-    """What was done and compared."""
-
-    sequences: int = 0
-    starts: int = 0
-    rollbacks: int = 0
-    forks: int = 0
-    entries: int = 0
-    steps: int = 0
-    replays: int = 0
-    replayed: int = 0
-
-
-@dataclass
 class RandomSequence:
     """One sequence, from its seed alone."""
 
     lab: Lab
     run_command: Run
     seed: int
-    figures: Figures
+    figures: Counter[str]
     said: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -87,7 +74,7 @@ class RandomSequence:
             self._play()
         except AssertionError as error:
             raise AssertionError("\n".join([f"sequence {self.seed}", *self.said, str(error)])) from error
-        self.figures.sequences += 1
+        self.figures["sequences"] += 1
 
     def _play(self) -> None:
         rng = self.rng
@@ -124,7 +111,7 @@ class RandomSequence:
         if not last:
             script.setdefault(until, []).append((rng.choice(["stop", "kill"]), {}))
         self.said.append(f"start from step {step}: {script}, held {held}")
-        self.figures.starts += 1
+        self.figures["starts"] += 1
         job = self.lab.start(self.config, variables=scripted(script, held))
         (code,) = job.wait()
         assert code in ({0} if last else {0, int(Exit.RESUME), KILLED}), f"exit {code}\n{job.output()}"
@@ -143,7 +130,7 @@ class RandomSequence:
 
     def _roll_back(self, step: int) -> None:
         self.said.append(f"rollback to {step}")
-        self.figures.rollbacks += 1
+        self.figures["rollbacks"] += 1
         rollback(self.run, step)
 
     def _fork(self, step: int) -> None:
@@ -152,7 +139,7 @@ class RandomSequence:
         if target.exists():
             return
         self.said.append(f"fork at {step}")
-        self.figures.forks += 1
+        self.figures["forks"] += 1
         fork(self.run, step, target)
         self.run, self.config = RunDir(target), target / "config.toml"
 
@@ -188,13 +175,13 @@ class RandomSequence:
         self.said.append(what)
         done = self.run_command(CLI, "replay", self.run.path, "--from", start, "--steps", steps, *chosen)
         assert done.returncode == 0, f"{what}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-        self.figures.replays += 1
-        self.figures.replayed += done.stdout.count(" equal\n")
+        self.figures["replays"] += 1
+        self.figures["replayed"] += done.stdout.count(" equal\n")
 
     def _compare_with_twin(self) -> None:
         overrides = self.run.overrides
         timeline = tomllib.loads(overrides.read_text()).get("timeline", []) if overrides.exists() else []
-        self.figures.entries += len(timeline)
+        self.figures["entries"] += len(timeline)
         values = tomllib.loads(self.config.read_text())
         twin = RunDir(self.lab.path / f"twin-{self.seed}")
         values["run"] = {**values["run"], "name": "twin", "dir": str(twin.path)}
@@ -209,4 +196,4 @@ class RandomSequence:
                 for record in (mine[step], its[step])
             )
             assert ours == theirs, f"step {step}: {ours} and not {theirs}; timeline {timeline}"
-        self.figures.steps += len(mine)
+        self.figures["steps"] += len(mine)

@@ -25,13 +25,12 @@ BEGIN = 1_700_000_000.0
 class Script:
     """Writes the record of a run that follows a script, and knows the true account.
 
-    Files are as the trainer writes them; every line that is written is kept in `lines`, in order of time.
+    Files are as the trainer writes them.
     """
 
     def __init__(self, path: Path, begin: float = BEGIN) -> None:
         self.run, self.clock, self.number = RunDir(path), begin, 0
         self.truth = dict.fromkeys(State, 0.0)
-        self.lines: list[tuple[float, Path, str]] = []
         self.done: list[tuple[int, int, float]] = []  # (segment, step, seconds) on the current line
         self.step = self.saved = 0
         self.stalled = 0.0
@@ -41,10 +40,9 @@ class Script:
         self.truth[state] += seconds
 
     def write(self, path: Path, content: dict[str, Any]) -> None:
-        self.lines.append((self.clock, path, json.dumps(content) + "\n"))
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
-            file.write(self.lines[-1][2])
+            file.write(json.dumps(content) + "\n")
 
     def tell(self, kind: str, *, outside: bool = False, **facts: Any) -> None:
         segment = {} if outside else {"segment": self.number}
@@ -122,10 +120,6 @@ class Script:
         self.tell("alarm", outside=True, key="hang", state="open")
         self.spend(down, State.STOPPING)
         self.intend(75, "hang")
-
-    def vanish(self, *, gap: float) -> None:
-        """A power cut: nothing more is written for `gap`."""
-        self.spend(gap, State.STOPPING)
 
     def kill(self, *, detect: float = 1.0) -> None:
         """A rank dies; the launcher notices. Follow it with `start(told="restart")`."""
@@ -241,27 +235,6 @@ def test_lost_lines_of_the_record_are_a_gap_not_an_error(tmp_path: Path) -> None
     assert found.wall_seconds == pytest.approx(script.clock - BEGIN, abs=0.01)
 
 
-@pytest.mark.quick
-def test_what_was_read_is_not_read_again_and_never_believed_of_another_file(tmp_path: Path) -> None:
-    script = Script(tmp_path)
-    script.start()
-    script.train(150)
-    read, path = list[int](), tmp_path / "segments/0001/metrics.jsonl"
-
-    def tokens() -> int:
-        read.append(0)
-        found = goodput(script.run, lambda lines: (read.append(read.pop() + 1) or line for line in lines))
-        assert found is not None
-        return found.tokens // (BATCH * LENGTH)
-
-    assert tokens() == 150
-    script.train(50)
-    assert tokens() == tokens() == 200 and read == [150, 50, 0]
-    path.with_name("other").write_text("".join(path.read_text().splitlines(keepends=True)[10:160]))
-    path.with_name("other").replace(path)
-    assert tokens() == 150 and read[-1] == 150
-
-
 @pytest.mark.shows("A2", "B8")
 @pytest.mark.quick
 def test_the_recommended_interval_is_the_square_root_law(tmp_path: Path) -> None:
@@ -283,22 +256,12 @@ def test_the_recommended_interval_is_the_square_root_law(tmp_path: Path) -> None
     assert found.interval_steps == round(wanted / 88.0) == 34
 
 
-def rebuild(lines: list[tuple[float, Path, str]], old: Path, new: Path) -> RunDir:
-    """The record as it was after these lines."""
-    for _, path, line in lines:
-        place = new / path.relative_to(old)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with place.open("a") as file:
-            file.write(line)
-    return RunDir(new)
-
-
 @pytest.mark.quick
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 10**9))
 @pytest.mark.promise("account")
 def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
-    """States sum to the wall clock and agree with the truth; it is deterministic; a cut record loses one interval."""
+    """States sum to the wall clock and agree with the truth; it is deterministic."""
     rng = random.Random(seed)
     script = Script(tmp_path_factory.mktemp("any"))
     script.start(launch=rng.uniform(0, 30), load=rng.uniform(0, 30))
@@ -308,9 +271,9 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
             script.save(stall=rng.choice([0.0, 2.0]))
         script.train(rng.randrange(1, 10))
         launcher = ""
-        match rng.randrange(6):
+        match rng.randrange(5):
             case 0:
-                script.kill(detect=rng.uniform(0.1, 9))
+                script.kill(detect=rng.uniform(0.1, 900))
                 launcher = "restart"
             case 1:
                 script.fail(rng.choice([1, 75, 93]), detect=rng.uniform(0, 9), down=rng.uniform(0, 9))
@@ -320,8 +283,6 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
                 script.queue(rng.uniform(0, 900))
                 launcher = "launch"
             case 3:
-                script.vanish(gap=rng.uniform(0, 900))
-            case 4:
                 script.hang(detect=rng.uniform(1, 90), down=rng.uniform(0, 9))
                 script.queue(rng.uniform(0, 900))
             case _:
@@ -341,12 +302,6 @@ def test_any_run_is_accounted_for(tmp_path_factory: Any, seed: int) -> None:
         assert states[name] == pytest.approx(truth[name], abs=0.05), name
     assert sum(states.values()) == pytest.approx(script.clock - BEGIN, rel=1e-3)
     assert found.tokens == script.step * BATCH * LENGTH
-    cut = rng.randrange(1, len(script.lines) + 1)
-    shorter = goodput(rebuild(script.lines[:cut], script.run.path, tmp_path_factory.mktemp("cut")))
-    assert shorter is not None
-    alive = sorted({time for time, path, _ in script.lines[:cut] if path.name in ("metrics.jsonl", "exit_intent.json")})
-    earliest = alive[-2] if len(alive) > 1 else BEGIN
-    assert earliest - 0.05 <= BEGIN + sum(shorter.states.values()) <= script.lines[cut - 1][0] + 0.05
 
 
 @pytest.mark.shows("A5", "F46")
@@ -386,6 +341,4 @@ def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_comm
     assert sum(states[name] for name in ("steps", "data", "saves")) == pytest.approx(kept, abs=0.01)
     (changed,) = helpers.journal(run, "changed")
     assert "optimizer.lr: 0.01 -> 0.002; because: it was too high" in changed["text"]
-    shown = run_command("fsdp_pretrain.cli", "goodput", run).stdout
-    assert "interrupted every" in shown and "recommended interval" in shown
     assert f"goodput {found['goodput']:.1%}" in run_command("fsdp_pretrain.cli", "status", run).stdout

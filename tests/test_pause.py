@@ -92,7 +92,7 @@ def test_a_pause_holds_all_ranks_between_two_steps(live: Any, run_command: Any, 
     assert "done" in json.loads((run.run / "status.json").read_text())["exit_intent"]["reason"]
     found = json.loads(run_command(CLI, "goodput", run.run, "--json").stdout)
     held = sum(record["seconds"]["paused"] for record in run.metrics())
-    assert found["states"]["idle"] >= held > 0
+    assert found["states"]["idle"] == pytest.approx(held) and held > 0
     assert sum(found["states"].values()) == pytest.approx(found["wall_seconds"])
     assert not found["incidents"]
 

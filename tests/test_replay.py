@@ -151,19 +151,6 @@ def test_a_bad_document_is_bad_in_another_precision_too(trained: Path, replay: A
     assert bad > max(before) + 0.1
 
 
-def test_other_tokens_are_named_first(trained: Path, tmp_path: Path, replay: Any) -> None:
-    """The record of a step says that it had other tokens; the state before it is as it was."""
-    run = tmp_path / "trained"
-    shutil.copytree(trained, run)
-    path = run / "segments/0001/metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    records[25]["data_digest"], records[26]["lr"] = "0" * 16, 1.0
-    records[27]["grad_norm"] = 7.0
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    found, _ = replay(run, "--from", 24, "--steps", 4)
-    assert [*found.values()] == ["equal", "data", "settings", "numerics"]
-
-
 def test_other_settings_are_told_where_they_begin(lab: Any, replay: Any) -> None:
     """Of two starts with other values in their own steps: equal up to the second, whatever its file says."""
     config = lab.config(train={"duration": "12 steps"}, checkpoint={"every": "4 steps"})

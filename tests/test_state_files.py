@@ -127,8 +127,8 @@ def test_what_a_reader_tells_apart(tmp_path: Path) -> None:
         (b"{}", "is damaged: number: field required"),
         (json.dumps({**sealed, "number": 4}).encode(), "is damaged: its values are not the ones that were written"),
         (json.dumps({"format": FORMAT, "number": 3}).encode(), "is damaged: its values are not the ones"),
-        (b'{"number": 3, "format": 9}', f"is of a later version: its format is 9, this program reads {FORMAT}"),
-        (b'{"number": 3, "format": 2}', f"is of a version before 0.1.0: its format is 2, this program reads {FORMAT}"),
+        (b'{"number": 3, "format": 9}', f"is of another version: its format is 9, this program reads {FORMAT}"),
+        (b'{"number": 3, "format": 2}', f"is of another version: its format is 2, this program reads {FORMAT}"),
     ):
         path.write_bytes(damage)
         with pytest.raises(DamagedFileError, match=expected) as caught:
@@ -190,27 +190,12 @@ def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
-        (
-            ("status",),
-            2,
-            [
-                "status.json is damaged: host: input should be a valid string",
-                "environment.json is damaged",
-                "exit_intent.json is damaged",
-            ],
-        ),
-        (
-            ("status",),
-            2,
-            ["step 24 verified", "cannot be read"],
-        ),
-        (("checkpoints", "list"), 0, ["24  "]),
+        (("status",), 2, ["status.json is damaged: host: input", "exit_intent.json is damaged", "step 24 verified"]),
         (("checkpoints", "verify"), 0, ["16  "]),
         (("alarms",), 2, ["rank-died"]),
         (("journal",), 0, ["a person's line", "lacks what it should say"]),
         (("goodput",), 0, ["tokens kept"]),
         (("where", "--step", 3), 78, ["future", "does not know"]),
-        (("control", "save"), 78, ["no job of"]),
         (("rollback", "--to", 16, "--dry-run"), 78, ["future", "unknown key"]),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",

@@ -151,31 +151,6 @@ def test_followers_share_a_run(tmp_path: Path) -> None:
     assert stops(made.run.path) == []
 
 
-@pytest.mark.slow
-@needs_aim
-def test_evaluations_after_the_end_are_shown(lab: Any, helpers: Any, run_command: Run) -> None:
-    """By the evaluation itself: training and its follower are over."""
-    tasks = {"every": "10 steps", "tasks": ["heldout_bpb"], "heldout": str(lab.heldout), "launch": False}
-    lab.train(lab.config(record=ALL, eval=tasks))
-    run = lab.path / "run"
-    until(lambda: not writers(run), what="the end of the follower")
-    (before,) = aim_runs(run / "aim").values()
-    assert not [name for name in before["curves"] if name.startswith("score/")] and not before["active"]
-    assert run_command("eval.cli", "watch", run, "--once").returncode == 0
-    until(lambda: not writers(run), what="the end of the follower")
-    expected = {
-        entry["step"]: entry["scores"]["heldout_bpb"]["bits_per_byte"] for entry in helpers.journal(run, "eval")
-    }
-    assert set(expected) == {10, 20}
-    for name in ALL:
-        curves = shown(name, run / name)
-        assert curves["score/bits_per_byte/heldout_bpb"] == pytest.approx(expected, rel=1e-6)
-    (after,) = aim_runs(run / "aim").values()
-    assert (
-        after["end_time"] == before["end_time"] and not after["active"] and not helpers.journal(run, "tracker-stopped")
-    )
-
-
 # ---------------------------------------------------------------- a view that breaks
 
 

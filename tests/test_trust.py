@@ -179,26 +179,6 @@ def test_a_resume_opens_no_pickle(copy: Path, marker: Path, module_lab: Any, lab
     assert helpers.losses(copy) == helpers.losses(module_lab.path / "trained") and not marker.exists()
 
 
-NO_VALUES = r"has 0 bytes where \(\d+, 32\) torch.float32 has \d+"
-
-
-def without_values(folder: Path, marker: Path) -> None:
-    """A tensor without values, whose archive calls a function."""
-    put(folder, lambda _: saved(touch(marker)))
-
-
-def test_a_resume_passes_over_a_tensor_without_values(
-    copy: Path, marker: Path, module_lab: Any, lab: Any, helpers: Any
-) -> None:
-    """On all ranks, after some of it was loaded."""
-    commit_again(copy, 8, lambda folder: without_values(folder, marker))
-    output = lab.train(module_lab.path / "trained.toml", f"run.dir={copy}", ranks=2)
-    assert "passed over step-00000008: " in output and re.search(NO_VALUES, output)
-    assert helpers.journal(copy, "resume")[-1]["step"] == 4
-    assert helpers.losses(copy) == helpers.losses(module_lab.path / "trained")
-    assert not marker.exists()
-
-
 def test_task_files_are_used_when_their_user_names_them(copy: Path, marker: Path, run_command: Run) -> None:
     """They are programs, so the configuration of a checkpoint cannot choose them."""
     tasks = copy / "tasks"

@@ -129,18 +129,6 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
     assert "-echo" not in shown.shows("left with 130", "echo") and shown.is_clean()
 
 
-@needs_tmux
-def test_runs_in_a_terminal(lab: Lab, written: Written, terminal: Any) -> None:  # noqa: F811
-    """Worst first; Ctrl-C leaves the terminal clean."""
-    other = Written(lab, "other")
-    other.train(20)
-    shown = terminal("watch", lab.path, NO_COLOR="1")
-    lines = shown.shows("1 alert", "2 runs", "2 alarms: disk/run, pace").splitlines()
-    assert [line.split()[0] for line in lines[2:4]] == ["small", "other"]
-    shown.press("C-c")
-    assert "-echo" not in shown.shows("left with 130", "echo") and shown.is_clean()
-
-
 # ------------------------------------------------------------------ not in a terminal
 
 
@@ -224,18 +212,3 @@ def test_a_spike_of_one_step_stays(columns: int) -> None:
     assert [at for at, char in enumerate(drawn.rows[0]) if char != " "] == [70_123 * columns // 100_000]
     low = 80_321 * columns // 100_000
     assert [at for at, char in enumerate(drawn.rows[3]) if char != drawn.rows[3][0]] in ([low], [low, low + 1])
-
-
-@pytest.mark.quick
-def test_blocks_are_as_high_as_the_values() -> None:
-    steps = np.arange(8.0)
-    drawn = draw(steps, 8, 1)
-    assert drawn is not None and (drawn.low, drawn.high, drawn.logarithmic) == (0.0, 7.0, False)
-    assert drawn.rows == ["▁▂▃▄▅▆▇█"]
-    twice = draw(steps, 8, 2)
-    assert twice is not None and twice.rows[0] == "    ▂▄▆█" and twice.rows[1] == "▁▃▅▇████"
-    assert draw(np.full(4, np.nan), 2, 1) is None
-    logarithmic = draw(np.array([1.0, 10.0, 100.0]), 3, 1, logarithmic=True)
-    assert logarithmic is not None and logarithmic.logarithmic and logarithmic.rows[0][1] in "▄▅"
-    flat = draw(np.ones(4), 2, 3, logarithmic=True)
-    assert flat is not None and flat.rows[0] == "  "

@@ -106,14 +106,11 @@ from aim.sdk.repo import Repo
 out = {}
 for run in Repo(sys.argv[1]).iter_runs():
     found = {key: getattr(run, key) for key in "name experiment tags archived active creation_time end_time".split()}
-    found["config"], found["curves"], found["times"], found["page"] = run["config"], {}, {}, []
+    found["config"], found["curves"], found["times"] = run["config"], {}, {}
     for metric in run.metrics():
         path = metric.name
-        found["page"].append(path)
         steps, (values, _, times) = metric.data.items_list()
         found["curves"][path], found["times"][path] = list(zip(steps, values)), list(zip(steps, times))
-    found["page"].sort(key=str.upper)  # as the page of a run does
-    found["first"] = next(iter(run.iter_metrics_info()))[0]  # on Aim's page of all runs
     out[run.hash] = found
 print("RESULT" + json.dumps(out, default=float))
 """

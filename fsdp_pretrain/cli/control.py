@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_pretrain.console import JSON, argument, verb
+from fsdp_pretrain.console import JSON, argument, step_number, verb
 from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
 from fsdp_pretrain.record.arguments import RUN, seconds
 from fsdp_pretrain.units import human_time
@@ -26,13 +26,6 @@ _PATIENCE, _STEPS = 60.0, 20
 _POLL_SECONDS, _LOOK_SECONDS = 0.1, 2.0
 
 
-def _step(text: str) -> int:
-    """Argument type of a step, from 0. Raises ArgumentTypeError."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a step")
-    return int(text)
-
-
 @verb(
     "control",
     'runs/quickstart/run set optimizer.lr_scale=0.5 --over "200 steps" --reason "the loss is noisy"',
@@ -40,7 +33,7 @@ def _step(text: str) -> int:
     argument("action", choices=("stop", "save", "pause", "resume", "set")),
     argument("overrides", nargs="*", metavar="KEY=VALUE", help="set: what to change"),
     argument("--over", default="", metavar="LENGTH", help="set: ramp to the new values, such as '200 steps'"),
-    argument("--at", type=_step, metavar="STEP", help="set: for the steps after this one (default: at once)"),
+    argument("--at", type=step_number, metavar="STEP", help="set: for the steps after this one (default: at once)"),
     argument("--yes", action="store_true", help="set: do not ask for confirmation"),
     argument("--reason", default="", help="for the chronicle"),
     argument("--wait", type=seconds, metavar="TIME", help="how long to wait for an answer, such as '5 minutes'"),

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_pretrain.console import CommandLine
+from fsdp_pretrain.console import JSON, CommandLine, argument, verb
 from fsdp_pretrain.errors import BusyError, ConfigError
 from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.record.arguments import parse_trainer, run_directory, seconds
@@ -15,55 +15,39 @@ from fsdp_pretrain.record.arguments import parse_trainer, run_directory, seconds
 
 def add(command: CommandLine) -> None:
     """Add the verbs."""
-    parser = command.verb(
-        "launch",
-        _launch,
-        "Train under torchrun, and restart it when it ends early, unless that was intended or a restart cannot help. "
-        "Everything before CONFIG that is not listed here goes to torchrun; what follows CONFIG goes to the trainer. "
-        "Exit 0 complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, "
-        "93 a person must look.",
-        "fsdp-pretrain launch --nproc-per-node 4 configs/runs/quickstart.toml train.micro_batch=2\n"
-        "  fsdp-pretrain launch --nnodes 16 --rdzv-endpoint node001 my-run.toml   # the same on every node",
-    )
-    parser.set_defaults(passed_on=[])
-    parser.usage = "fsdp-pretrain launch [options] [torchrun options] CONFIG [key=value ...] [trainer options]"
-    parser.add_argument(
-        "--time-limit",
-        type=seconds,
-        metavar="TIME",
-        help="save and end before this much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
-    )
-    parser.add_argument("--print-run", action="store_true", help="print the run directory, for scripts, and exit")
-    parser.add_argument("--no-preflight", action="store_true", help="start without the checks of storage and devices")
-    add_torchrun_options(parser)
-
-    parser = command.verb(
-        "doctor",
-        _doctor,
-        "Check the hardware of a stopped job: GPUs and memory of every rank, a timed matrix product, and sums over "
-        "pairs of nodes, for their correctness and speed. Names the bad host or pair. "
-        "Exit 0 if nothing is wrong, 1 otherwise. What is not listed here goes to torchrun.",
-        "fsdp-pretrain doctor --nproc-per-node 2 --run runs/quickstart/run\n"
-        "  fsdp-pretrain doctor --nnodes 16 --rdzv-endpoint node001   # the same on every node",
-    )
-    parser.set_defaults(passed_on=[])
-    parser.usage = "fsdp-pretrain doctor [options] [torchrun options]"
-    parser.add_argument(
-        "--run", type=run_directory, metavar="RUN", help="refuse if a job of this run directory is running"
-    )
-    parser.add_argument("--json", action="store_true")
-    add_torchrun_options(parser)
+    for each, usage in ((_launch, "CONFIG [key=value ...] [trainer options]"), (_doctor, "")):
+        parser = command.add(each)
+        parser.set_defaults(passed_on=[])
+        parser.usage = f"fsdp-pretrain {each.name} [options] [torchrun options] {usage}".rstrip()
+        add_torchrun_options(parser)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """(options of torchrun, configuration and arguments of the trainer). Raises ConfigError."""
-    for at, argument in enumerate(arguments):
-        if argument.endswith(".toml") and not argument.startswith("-"):
+    for at, text in enumerate(arguments):
+        if text.endswith(".toml") and not text.startswith("-"):
             return list(arguments[:at]), list(arguments[at:])
     raise ConfigError("no configuration: none of the arguments is a .toml file", remedy="fsdp-pretrain launch --help")
 
 
+@verb(
+    "launch",
+    "--nproc-per-node 4 configs/runs/quickstart.toml train.micro_batch=2\n"
+    "  fsdp-pretrain launch --nnodes 16 --rdzv-endpoint node001 my-run.toml   # the same on every node",
+    argument(
+        "--time-limit",
+        type=seconds,
+        metavar="TIME",
+        help="save and end before this much time has passed, such as '24 h' (default: the time limit of a Slurm job)",
+    ),
+    argument("--print-run", action="store_true", help="print the run directory, for scripts, and exit"),
+    argument("--no-preflight", action="store_true", help="start without the checks of storage and devices"),
+)
 def _launch(args: argparse.Namespace) -> int:
+    """Train under torchrun, and restart it when it ends early, unless that was intended or a restart cannot help.
+    Everything before CONFIG that is not listed here goes to torchrun; what follows CONFIG goes to the trainer. Exit 0
+    complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, 93 a person must
+    look."""
     from fsdp_pretrain.launch.launcher import Launcher
     from fsdp_pretrain.record.overrides import load_run
 
@@ -78,7 +62,17 @@ def _launch(args: argparse.Namespace) -> int:
         return Launcher(args, options, job, config, Path(notes)).run()
 
 
+@verb(
+    "doctor",
+    "--nproc-per-node 2 --run runs/quickstart/run\n"
+    "  fsdp-pretrain doctor --nnodes 16 --rdzv-endpoint node001   # the same on every node",
+    argument("--run", type=run_directory, metavar="RUN", help="refuse if a job of this run directory is running"),
+    JSON,
+)
 def _doctor(args: argparse.Namespace) -> int:
+    """Check the hardware of a stopped job: GPUs and memory of every rank, a timed matrix product, and sums over pairs
+    of nodes, for their correctness and speed. Names the bad host or pair. Exit 0 if nothing is wrong, 1 otherwise. What
+    is not listed here goes to torchrun."""
     from fsdp_pretrain.launch import torchrun
     from fsdp_pretrain.launch.preflight import check_devices
     from fsdp_pretrain.watchdog.status import inspect

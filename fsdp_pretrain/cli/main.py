@@ -119,7 +119,6 @@ def _fork(args: argparse.Namespace) -> int:
     argument("--step", type=positive, required=True, help="optimiser step, from 1"),
     SEGMENT,
     argument("--rank", type=int, help="only the samples of this rank"),
-    argument("--sample", type=int, help="only the sample with this index"),
     argument("--text", action="store_true", help="show the text of every piece"),
     argument("--ids", action="store_true", help="show the token ids, the last of which is only a label"),
     argument("--json", action="store_true", help="print JSON"),
@@ -130,7 +129,7 @@ def _where(args: argparse.Namespace) -> int:
     from fsdp_pretrain.lineage import provenance
 
     step = provenance.trained_step(args.run, args.step, args.segment)
-    found = provenance.describe_step(step, rank=args.rank, sample=args.sample, text=args.text, ids=args.ids)
+    found = provenance.describe_step(step, rank=args.rank, text=args.text, ids=args.ids)
     print(json.dumps(found.model_dump(exclude_unset=True)) if args.json else provenance.render(found))
     return 0
 

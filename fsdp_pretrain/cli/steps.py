@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp_pretrain.console import CommandLine, argument, positive, verb
+from fsdp_pretrain.console import CommandLine, argument, positive, step_number, verb
 from fsdp_pretrain.errors import ConfigError, StorageError
 from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
@@ -19,12 +19,6 @@ def add(command: CommandLine) -> None:
     parser.set_defaults(passed_on=[], nproc_per_node=None, rdzv_id="replay")
 
 
-def _step(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a step")
-    return int(text)
-
-
 @verb(
     "replay",
     "runs/quickstart/run --from 0 --steps 3",
@@ -32,7 +26,7 @@ def _step(text: str) -> int:
     argument(
         "--from",
         dest="start",
-        type=_step,
+        type=step_number,
         required=True,
         metavar="STEP",
         help="step of a checkpoint; 0: initial values",
@@ -96,8 +90,7 @@ def _profile(args: argparse.Namespace) -> int:
     """Trace steps of the running job with PyTorch's profiler: one file per rank in RUN/profiles, for Perfetto or
     chrome://tracing. All ranks begin at the same step; no number of the run changes."""
     from fsdp_pretrain.record import environment
-    from fsdp_pretrain.record.profiles import MOST_RANKS, MOST_STEPS, trace_file
-    from fsdp_pretrain.record.requests import send
+    from fsdp_pretrain.record.requests import MOST_RANKS, MOST_STEPS, send
     from fsdp_pretrain.watchdog.status import inspect
 
     report = inspect(args.run)
@@ -122,7 +115,7 @@ def _profile(args: argparse.Namespace) -> int:
             f"cannot write to {args.run.control}: {error.strerror}", effect="the request was not sent"
         ) from None
     print(
-        f"asked to trace; the journal says which steps, and when the files are in {trace_file(args.run, 0, 0).parent}\n"
+        f"asked to trace; the journal says which steps, and when the files are in {args.run.profiles}\n"
         "open them at https://ui.perfetto.dev (they stay in the browser) or in chrome://tracing"
     )
     return 0

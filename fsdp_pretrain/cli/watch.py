@@ -33,8 +33,8 @@ def watch(args: argparse.Namespace) -> int:
     if not args.once and app.is_live():
         app.show(args.path, fleet_of_runs=not single)
         return 0
-    rows = fleet.sort_rows(map(fleet.describe, runs))
+    rows = fleet.read_rows(runs)
     out = app.console()
     view = page.render(following.read_view(run), out.width, _LINES) if single else None
     out.print(view or fleet.render(args.path, rows, out.width))
-    return max(row.level for row in rows)
+    return max(report.level for _, report in rows)

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from data.packing.opening import check_supply, open_packer
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
-from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, verify_files
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store, verify_files
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.config.resume_rules import changes, differences, load_recorded, refuse
+from fsdp_pretrain.config.resume_rules import changes, differences, refuse
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.record import lineage, overrides
@@ -49,7 +49,6 @@ class Branch:
             cursor=self.state.cursor,
             skip=str(self.skip) if self.skip else None,
             changes=_changes(self.before, self.after),
-            since_checkpoint=_changes(load_recorded(self.checkpoint.path / CONFIG), self.after),
         )
 
 
@@ -153,10 +152,7 @@ def render(report: BranchReport) -> list[str]:
     """A report as lines."""
     lines = [f"  from        step {report.step:_}, {report.consumed:_} samples trained, {report.cursor:_} read"]
     lines += [f"  skip        samples {report.skip.removesuffix(' samples')}"] if report.skip else []
-    lines += [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report.changes or ["none"])]
-    other = [text for text in report.since_checkpoint if text not in report.changes]
-    lines += [f"  {'earlier' if not at else '':11} {text} (since the checkpoint)" for at, text in enumerate(other)]
-    return lines
+    return lines + [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report.changes or ["none"])]
 
 
 def sentence(report: BranchReport, reason: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fsdp_pretrain.checkpoint.store import Store, directory_name, step_of, sync_directory, verify_files
 from fsdp_pretrain.errors import BusyError, CheckpointError, ConfigError, StorageError
-from fsdp_pretrain.record import journal, lease, lineage, run_id, status
+from fsdp_pretrain.record import journal, lineage, run_id, status
 from fsdp_pretrain.record.files import AppendFile, RunDir, now, read_lines, replace_file
 from fsdp_pretrain.record.lineage import BranchReport, BranchRequest
 from fsdp_pretrain.record.lock import hold
@@ -78,9 +78,7 @@ def fork(
 
 
 def _refuse_during_rollback(parent: RunDir) -> None:
-    held = lease.read(parent.lock)
-    holds = held is not None and held.purpose == "rollback" and lease.is_alive(held) is not False
-    if parent.rollback.exists() or holds:
+    if parent.rollback.exists():
         raise BusyError(
             f"a rollback of {parent.path} is under way",
             remedy=f"wait for its end; if it was killed, repeat it: {parent.rollback} has the request",
@@ -125,22 +123,18 @@ def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
 
 def _link_tree(source: Path, target: Path) -> bool:
     """Link all files of a directory, or copy them if that fails. Returns whether all were linked. Raises OSError."""
-    linked = True
-    target.mkdir(parents=True)
-    for path in sorted(source.rglob("*")):
-        place = target / path.relative_to(source)
-        if path.is_dir():
-            place.mkdir()
-            continue
-        try:
-            os.link(path, place)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(path, place)
-            linked = False
-            with place.open("rb") as file:
-                os.fsync(file.fileno())
+    shutil.copytree(source, target, copy_function=_link)
     sync_directory(target)
-    return linked
+    return all(path.samefile(target / path.relative_to(source)) for path in source.rglob("*") if path.is_file())
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)
+        with Path(target).open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _copy_segment(source: Path, target: Path, after: int, until: float) -> None:

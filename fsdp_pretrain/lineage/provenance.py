@@ -133,7 +133,8 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
         DamagedFileError: the record of the start cannot be read.
     """
     record, replaced_by = _choose(run, step, segment)
-    config, packer = _open(run, record.segment)
+    config = load_recorded(run.segment(record.segment) / "config.toml")  # the digest proves that it means the same
+    packer = open_packer(config)
     begun = environment.read(run, record.segment)
     world = begun.world.size if begun is not None and begun.world is not None else 1
     found = TrainedStep(step, record, replaced_by, config, packer, world)
@@ -202,12 +203,6 @@ def _ahead(run: RunDir, last: StepRecord, step: int) -> StepInFlight | None:
     return None
 
 
-@functools.lru_cache(maxsize=1)
-def _open(run: RunDir, segment: int) -> tuple[Config, Packer]:
-    config = load_recorded(run.segment(segment) / "config.toml")  # the digest proves that it means the same
-    return config, open_packer(config)
-
-
 def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
     """What differs between the data now and as recorded in the newest checkpoint."""
     whole = [checkpoint for checkpoint in Store(run.checkpoints).scan() if checkpoint.problem is None]
@@ -243,35 +238,22 @@ def describe_sample(
     )
 
 
-def describe_step(
-    step: TrainedStep,
-    *,
-    rank: int | None = None,
-    sample: int | None = None,
-    text: bool = False,
-    ids: bool = False,
-) -> ShownStep:
+def describe_step(step: TrainedStep, *, rank: int | None = None, text: bool = False, ids: bool = False) -> ShownStep:
     """A step and its samples.
 
     Args:
-        rank, sample: only the samples of this rank, the sample with this index.
+        rank: only the samples of this rank.
         text, ids: add the text of every piece, the token ids of every sample.
 
     Raises:
-        ConfigError: the step has no such sample or rank.
+        ConfigError: the step has no such rank.
     """
     record, indices = step.record, step.indices
     number, size, world = step.number, len(indices), step.world
     if rank is not None and not 0 <= rank < world:
         raise ConfigError(f"there is no rank {rank}: step {number} is split over ranks 0 to {world - 1}")
-    if sample is not None and sample not in indices:
-        raise ConfigError(f"step {number} has no sample {sample}; it has {indices[0]} to {indices[-1]}")
     share = size // world
-    chosen = [
-        position
-        for position, index in enumerate(indices)
-        if sample in (None, index) and rank in (None, position // share)
-    ]
+    chosen = range(size) if rank is None else range(rank * share, (rank + 1) * share)
     tokenizer = next(iter(step.packer.corpora.values())).tokenizer() if text else None
     return ShownStep(
         step=number,

@@ -47,10 +47,10 @@ def import_extra(module: str, what: str) -> ModuleType:
         ) from None
 
 
-def seconds(text: str, kind: type[Seconds] = Seconds) -> float:
-    """A time such as `30min`; as a `Pause` it may be zero. Raises ArgumentTypeError."""
+def seconds(text: str) -> float:
+    """A time such as `30min`. Raises ArgumentTypeError."""
     try:
-        return float(kind.parse(text).value)
+        return float(Seconds.parse(text).value)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

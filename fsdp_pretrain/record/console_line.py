@@ -32,7 +32,7 @@ def tone(kind: str, code: int | None = None) -> Tone:
 def console_lines(record: StepRecord, target: int) -> Iterator[str]:
     """One step as `key=value` in a fixed order, in at most 100 columns where names and numbers have usual lengths.
 
-    The held-out loss, if measured, is on lines of its own.
+    The held-out loss, if measured, is on a line of its own.
     """
     norm, step = record.grad_norm, f"step={record.step}/{target}"
     fields = {
@@ -52,7 +52,8 @@ def console_lines(record: StepRecord, target: int) -> Iterator[str]:
         if len(_joined(step, fields)) > WIDTH:
             fields.pop(name, None)
     yield _joined(step, fields)
-    yield from _heldout_lines(record, step)
+    if record.heldout:
+        yield _joined(step, {f"heldout/{name}": f"{loss.mean:.4f}" for name, loss in record.heldout.items()})
 
 
 def _seconds(value: float) -> str:
@@ -61,15 +62,3 @@ def _seconds(value: float) -> str:
 
 def _joined(step: str, fields: dict[str, str]) -> str:
     return " ".join([step, *(f"{key}={value}" for key, value in fields.items())])
-
-
-def _heldout_lines(record: StepRecord, step: str) -> Iterator[str]:
-    line = step
-    for name, loss in (record.heldout or {}).items():
-        field = f" heldout/{name}={loss.mean:.4f}"
-        if line != step and len(line) + len(field) > WIDTH:
-            yield line
-            line = step
-        line += field
-    if line != step:
-        yield line

@@ -128,7 +128,7 @@ def _divide(history: StartHistory) -> tuple[_Ledger, list[Interruption]]:
         if before is not None:
             ledger.until(_launch(history, start, before.end), State.IDLE if before.closed else State.STOPPING)
         ledger.until(start.connected if start.ready is None else start.ready, State.STARTING)
-        _train(ledger, start, kept_steps(history, start))
+        _train(ledger, start, kept_steps(history.nodes, start.segment, start.steps))
         incident = _judge(history, start, after)
         if incident is not None:
             incidents.append(incident)
@@ -188,7 +188,7 @@ def account(history: StartHistory) -> GoodputReport | None:
     ledger, incidents = _divide(history)
     states, wall = ledger.states, ledger.at - ledger.begin
     available = wall - states[State.IDLE]
-    kept = [(start.steps, kept_steps(history, start)) for start in history.starts]
+    kept = [(start.steps, kept_steps(history.nodes, start.segment, start.steps)) for start in history.starts]
     tokens = int(sum(steps["tokens"][mask].sum() for steps, mask in kept))
     mfus = np.concatenate([steps["mfu"][mask] for steps, mask in kept])
     iterations = np.concatenate([start.steps["iteration"] for start in history.starts])

@@ -46,15 +46,15 @@ def read(path: Path) -> LeaseRecord | None:
 
 
 class Lease:
-    """A lease that this process holds and touches every `beat` seconds."""
+    """A lease that this process holds and touches every `BEAT_SECONDS`."""
 
-    def __init__(self, path: Path, token: str, beat: float) -> None:
-        self.path, self._token, self._interval = path, token, beat
+    def __init__(self, path: Path, token: str) -> None:
+        self.path, self._token = path, token
         self._done = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
 
     @classmethod
-    def take(cls, path: Path, *, beat: float = BEAT_SECONDS, **facts: Any) -> Lease | None:
+    def take(cls, path: Path, **facts: Any) -> Lease | None:
         """Create the file, with `facts` as in `LeaseRecord`; None if it exists. Raises OSError."""
         if path.exists():  # without writing to storage, since some ask all the time
             return None
@@ -64,10 +64,10 @@ class Lease:
             state_files.create(path, {"token": token, **this_process(), "time": now(), **facts})
         except FileExistsError:
             return None
-        return cls(path, token, beat)
+        return cls(path, token)
 
     def _beat(self) -> None:
-        while not self._done.wait(self._interval):
+        while not self._done.wait(BEAT_SECONDS):
             with contextlib.suppress(OSError):
                 os.utime(self.path)
 
@@ -141,31 +141,7 @@ def is_alive(held: LeaseRecord) -> bool | None:
     return started is not None and abs(started - held.process_started) <= 1
 
 
-class LeaseWatch:
-    """Watches whether a lease's holder is alive; on another host it is dead after `silent` seconds without a beat.
-
-    Silence is measured on this process's clock from its first check, so hosts' clocks need not agree.
-    """
-
-    def __init__(self, path: Path, silent: float) -> None:
-        self.path, self._silent = path, silent
-        self._sign: tuple[Any, float] | None = None
-        self._since = 0.0
-
-    def holder_is_alive(self, held: LeaseRecord | None) -> bool | None:
-        """Whether the holder of the current lease is alive; None: not known yet. Raises OSError if it was released."""
-        sign = (held and held.token, self.path.stat().st_mtime)
-        alive = is_alive(held) if held is not None else None
-        if alive is not None:
-            return alive
-        before, now = self._sign, time.monotonic()
-        if sign != before:
-            self._sign, self._since = sign, now
-            return None if before is None else True
-        return False if now - self._since > self._silent else None
-
-
-def take_away(path: Path, held: LeaseRecord | None) -> None:
+def _take_away(path: Path, held: LeaseRecord | None) -> None:
     """Remove the lease that was read as `held`; if another process renewed it meanwhile, put it back."""
     aside = path.with_name(f"{path.stem}-stale-{uuid.uuid4().hex[:8]}.json")
     with contextlib.suppress(OSError):
@@ -176,22 +152,29 @@ def take_away(path: Path, held: LeaseRecord | None) -> None:
         aside.unlink(missing_ok=True)
 
 
-_watches: dict[Path, LeaseWatch] = {}
-"""What this process has seen of leases that others hold, see `drop_if_dead`."""
+_signs: dict[Path, tuple[Any, float]] = {}
+"""The last sign of life of holders on other hosts, as `drop_if_dead` saw it, and when it saw it first."""
 
 
 def drop_if_dead(path: Path, silent: float) -> bool | None:
-    """Take a lease away if its holder is dead, see `LeaseWatch`; whether it is free now.
+    """Take a lease away if its holder is dead; whether it is free now. None: that is not known yet, ask again.
 
-    None: it is not known yet whether the holder is alive, since this process has not watched it for `silent` seconds;
-    ask again.
+    A holder on another host is dead after `silent` seconds without a beat, on this process's clock from its first look:
+    hosts' clocks need not agree.
     """
     held = read(path)
     try:
-        alive = _watches.setdefault(path, LeaseWatch(path, silent)).holder_is_alive(held)
-    except OSError:
-        alive = False
+        sign = (held and held.token, path.stat().st_mtime)
+    except OSError:  # released
+        return True
+    alive = is_alive(held) if held is not None else None
+    if alive is None:
+        before, since = _signs.get(path, (None, 0.0))
+        if sign != before:
+            _signs[path] = sign, time.monotonic()
+            return None if before is None else False
+        alive = None if time.monotonic() - since <= silent else False
     if alive is False:
-        del _watches[path]
-        take_away(path, held)
+        _signs.pop(path, None)
+        _take_away(path, held)
     return None if alive is None else not alive

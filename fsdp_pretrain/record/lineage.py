@@ -45,7 +45,6 @@ class BranchReport(StateFile):
     cursor: int
     skip: str | None
     changes: list[str]
-    since_checkpoint: list[str]
     abandoned: list[str] = Field(default_factory=list)  # checkpoints moved aside
     config: str = ""  # of a fork: the configuration to start with
     linked: bool = False  # the fork's checkpoint shares its bytes with the parent's

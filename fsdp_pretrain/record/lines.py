@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from . import lineage
 from .files import RunDir
 from .metrics import METRICS
-from .start_history import Start, StartHistory
-from .step_columns import Column, StepColumns, read_steps
+from .start_history import Start, StartHistory, kept_steps
+from .step_columns import Column, StepColumns, concatenate, read_steps
 
-CLOCKS = ("step", "consumed", "trained", "written")
-"""Columns of the x axes: steps, samples, tokens, and seconds since 1970."""
+CLOCKS = ("step", "trained", "written")
+"""Columns of the x axes: steps, tokens, and seconds since 1970."""
 Position = dict[str, float]
 """A place on every x axis, by clock; NaN where that is not known."""
 
@@ -45,31 +43,16 @@ class Lines:
     left: Line
 
     def locate(self, step: float | None, time: float | None) -> Position:
-        """Where an event was: at a step, a time, or both."""
-        every = self._by_time if step is None else self._by_step
-        known = math.nan if time is None else time
-        if not len(every["step"]):
+        """Where an event was, on the kept line: at a step, a time, or both."""
+        kept, known = self.kept.columns, math.nan if time is None else time
+        if not len(self.kept):
             return {**dict.fromkeys(CLOCKS, math.nan), "step": math.nan if step is None else step, "written": known}
         if step is None:
-            row = max(0, int(np.searchsorted(every["written"], known, side="right")) - 1)
-            found = {clock: float(every[clock][row]) for clock in CLOCKS}
+            row = max(0, int(np.searchsorted(kept["written"], known, side="right")) - 1)
+            found = {clock: float(kept[clock][row]) for clock in CLOCKS}
         else:
-            found = {clock: float(np.interp(step, every["step"], every[clock])) for clock in CLOCKS} | {"step": step}
+            found = {clock: float(np.interp(step, kept["step"], kept[clock])) for clock in CLOCKS} | {"step": step}
         return found if time is None else found | {"written": time}
-
-    @cached_property
-    def _clocks(self) -> dict[str, Column]:
-        return {name: np.concatenate([line.columns[name] for line in (self.kept, self.left)]) for name in CLOCKS}
-
-    @cached_property
-    def _by_time(self) -> dict[str, Column]:
-        order = np.argsort(self._clocks["written"], kind="stable")
-        return {name: column[order] for name, column in self._clocks.items()}
-
-    @cached_property
-    def _by_step(self) -> dict[str, Column]:
-        _, first = np.unique(self._clocks["step"], return_index=True)  # the kept line's row, where there are several
-        return {name: column[first] for name, column in self._clocks.items()}
 
 
 def read_lines(run: RunDir, history: StartHistory, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> Lines:
@@ -78,21 +61,15 @@ def read_lines(run: RunDir, history: StartHistory, shown: Callable[[Iterable[Any
     for path in run.segments:  # of the parent of a fork, and starts whose environment is damaged
         if int(path.name) not in segments and (path / METRICS).exists():
             segments[int(path.name)] = read_steps(path / METRICS, shown)
-    parts = lineage.line(history.nodes)
-    kept, left, last = list[dict[str, Column]](), list[dict[str, Column]](), 0.0
+    kept, left = list[StepColumns](), list[StepColumns]()
     for number, steps in sorted(segments.items()):
         if not steps.count:
             continue
-        columns = steps | {"written": _rising(steps["written"])}
-        part = next((part for part in parts if part.segment == number), None)
-        after, until = (math.inf, math.inf) if part is None else (max(part.after, last), part.until)
-        on_line = (steps["step"] > after) & (steps["step"] <= until)
-        if on_line.any():
-            kept.append({name: column[on_line] for name, column in columns.items()})
-            last = float(steps["step"][on_line][-1])
+        columns = StepColumns(steps | {"written": _rising(steps["written"])})
+        on_line = kept_steps(history.nodes, number, steps)
+        kept += [columns.of(on_line)] * bool(on_line.any())
         edges = np.flatnonzero(np.diff(on_line, prepend=True, append=True))
-        for first, stop in zip(edges[::2], edges[1::2], strict=True):
-            left.append({name: column[first:stop] for name, column in columns.items()})
+        left += [columns.of(slice(first, stop)) for first, stop in zip(edges[::2], edges[1::2], strict=True)]
     return Lines(_join(kept), _join(left))
 
 
@@ -108,14 +85,7 @@ def _rising(times: Column) -> Column:
     return np.maximum.accumulate(np.where(np.isfinite(known), known, np.nanmin(times)))
 
 
-def _join(parts: list[dict[str, Column]]) -> Line:
-    names = dict.fromkeys(name for part in parts for name in part) or dict.fromkeys(CLOCKS)
-    sizes = [len(part["step"]) for part in parts]
-    columns = {
-        name: np.concatenate(
-            [np.zeros(0), *(part.get(name, np.full(size, math.nan)) for part, size in zip(parts, sizes, strict=True))]
-        )
-        for name in names
-    }
+def _join(parts: list[StepColumns]) -> Line:
+    columns = concatenate(parts)
     columns["written"] = np.maximum.accumulate(columns["written"])
-    return Line(columns, np.cumsum(sizes)[:-1].tolist())
+    return Line(columns, np.cumsum([part.count for part in parts])[:-1].tolist())

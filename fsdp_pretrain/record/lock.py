@@ -15,7 +15,7 @@ from fsdp_pretrain.errors import BusyError, StorageError
 
 from . import lease, state_files
 from .files import RunDir
-from .lease import BEAT_SECONDS, Lease, LeaseRecord, LeaseWatch, take_away
+from .lease import BEAT_SECONDS, Lease, LeaseRecord, drop_if_dead
 from .status import Status
 
 SILENT_SECONDS = 90.0
@@ -32,7 +32,7 @@ class RunLock:
     def __init__(self, run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> None:
         self._run, self._purpose, self._silent = run, purpose, silent
         self._claim: Lease | None = None
-        self._watch, self._waiting = LeaseWatch(run.lock, silent), False
+        self._waiting = False
 
     def attempt(self) -> bool:
         """Try to take the lock, for about a second. Returns whether it is held now.
@@ -48,20 +48,14 @@ class RunLock:
         if self._claim is not None:
             return True
         held = lease.read(path)
-        try:
-            alive = self._watch.holder_is_alive(held)
-        except OSError:  # released just now
-            return False
-        if alive:
+        free = drop_if_dead(path, self._silent)
+        if free is False:
             raise self._busy(held)
-        if alive is False:
-            take_away(path, held)
-            self._watch, self._waiting = LeaseWatch(path, self._silent), False
-        elif not self._waiting:
+        if free is None and self._waiting:
+            time.sleep(min(_RETRY_SECONDS, self._silent / 5))
+        elif free is None:
             self._waiting = True
             print(f"{self._describe(held)}: waiting up to {self._silent:g}s for a heartbeat from it", flush=True)
-        else:
-            time.sleep(min(_RETRY_SECONDS, self._silent / 5))
         return False
 
     def _describe(self, held: LeaseRecord | None) -> str:

@@ -7,26 +7,77 @@ ranks in the all-reduce that every step does anyway, so all act after the same s
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 import time
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pydantic import Field
+
 from fsdp_pretrain.errors import Interrupted
 
-from . import inbox
-from .files import RunDir
-from .inbox import Request
-from .profiles import MOST_RANKS, MOST_STEPS
+from . import state_files
+from .files import RunDir, now
+from .journal import who
+from .state_files import StateFile
 
 STEERING = ("pause", "resume", "set")
 """Requests whose meaning rank 0 broadcasts. Like `save` and `stop`, they are answered by an entry of the journal, kind
 `control`, with the request's id."""
+MOST_STEPS, MOST_RANKS = 20, 16
+"""Of one request to profile: a trace holds every kernel of its steps, megabytes each."""
 _POLL_INTERVAL = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+class Request(StateFile):
+    """A request; a damaged one has an empty verb.
+
+    `segment` is the start it was sent to; `avoid_hosts` belongs to a stop (see `send`), `key` to an alarm,
+    `changes` and `seen` to a `set`, `steps` and `ranks` to a profile, `at` to both.
+    """
+
+    id: str = ""  # the name of its file
+    verb: str = ""
+    reason: str = ""
+    segment: int | None = None
+    changes: list[str] = Field(default_factory=list)  # `section.key=value`
+    at: int | None = None
+    seen: int | None = None  # number of timeline entries that its sender knew
+    avoid_hosts: list[str] = Field(default_factory=list)
+    key: str = ""
+    steps: int = 0
+    ranks: list[int] = Field(default_factory=list)
+    by: str = "?"
+
+
+def put(folder: Path, **content: Any) -> Path:
+    """Write a request with time and user. Returns its file. Raises OSError."""
+    path = folder / f"{time.time_ns()}-{uuid.uuid4().hex[:6]}.json"
+    state_files.write(path, {**content, "time": now(), "by": who()})
+    return path
+
+
+def take(folder: Path) -> list[Request]:
+    """Remove and return all requests, oldest first, but not one that its sender takes back at this moment."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith(".json") and name[0] != ".")  # noqa: PTH208
+    except OSError:
+        return []
+    found = []
+    for name in names:
+        request = state_files.view(folder / name, Request) or Request()
+        try:
+            (folder / name).unlink()
+        except FileNotFoundError:
+            continue
+        found.append(request.model_copy(update={"id": name.removesuffix(".json")}))
+    return found
 
 
 def send(run: RunDir, verb: str, **more: Any) -> Path:
@@ -39,7 +90,7 @@ def send(run: RunDir, verb: str, **more: Any) -> Path:
     """
     if not run.begun:
         raise FileNotFoundError(errno.ENOENT, "there is no run", str(run.path))
-    return inbox.put(run.control, verb=verb, **more)
+    return put(run.control, verb=verb, **more)
 
 
 @dataclass
@@ -77,7 +128,7 @@ class Inbox:
 
     def discard(self, segment: int) -> list[Request]:
         """Remove and return requests that were not sent to the start of this segment."""
-        found = inbox.take(self._run.control) if self._run is not None else []
+        found = take(self._run.control) if self._run is not None else []
         for request in found:
             if request.segment == segment:
                 self._sort(request)
@@ -102,7 +153,7 @@ class Inbox:
         """
         if self._run is not None and time.monotonic() - self._polled >= _POLL_INTERVAL:
             self._polled = time.monotonic()
-            for request in inbox.take(self._run.control):
+            for request in take(self._run.control):
                 self._sort(request)
         taken = replace(self._requests, steer=bool(self._steering))
         self._requests.save, self._requests.profile = False, None

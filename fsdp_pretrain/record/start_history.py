@@ -134,10 +134,10 @@ def _declares(entry: dict[str, Any]) -> bool:
     return entry["kind"] in ("stop", "restart")
 
 
-def kept_steps(history: StartHistory, start: Start) -> NDArray[np.bool_]:
-    """Which steps of a start are on the kept line."""
-    parts = [part for part in lineage.line(history.nodes) if part.segment == start.segment]
-    kept = np.zeros(start.steps.count, dtype=np.bool_)
-    for part in parts:
-        kept |= (start.steps["step"] > part.after) & (start.steps["step"] <= part.until)
+def kept_steps(nodes: list[lineage.LineageNode], segment: int, steps: StepColumns) -> NDArray[np.bool_]:
+    """Which steps of a segment are on the kept line."""
+    kept = np.zeros(steps.count, dtype=np.bool_)
+    for part in lineage.line(nodes):
+        if part.segment == segment:
+            kept |= (steps["step"] > part.after) & (steps["step"] <= part.until)
     return kept

@@ -108,8 +108,7 @@ def _check(values: dict[str, Any]) -> None:
         return  # written again by a person
     format_ = values.get("format")
     if type(format_) is int and 0 < format_ != FORMAT:
-        age = "a later version" if format_ > FORMAT else "a version before 0.1.0"
-        raise ValueError(f"is of {age}: its format is {format_}, this program reads {FORMAT}")
+        raise ValueError(f"is of another version: its format is {format_}, this program reads {FORMAT}")
     if values.pop("checksum", None) != _checksum(values):
         raise ValueError("is damaged: its values are not the ones that were written (checksum)")
     values.pop("format", None)

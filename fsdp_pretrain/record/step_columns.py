@@ -57,6 +57,10 @@ class StepColumns(dict[str, Column]):
         """Number of rows."""
         return len(self["step"])
 
+    def of(self, rows: Any) -> StepColumns:
+        """Some rows: a slice or a mask."""
+        return StepColumns({name: column[rows] for name, column in self.items()})
+
     @property
     def compute(self) -> Column:
         """Seconds per step without waiting for data and saves, and without the held-out loss."""
@@ -95,7 +99,7 @@ def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = ite
         if len(rows) >= _CHUNK:
             tables.append(_table(rows))
             rows = []
-    steps = _concatenate([*tables, _table(rows)])
+    steps = concatenate([*tables, _table(rows)])
     _read[key] = steps, offset
     return steps
 
@@ -121,8 +125,9 @@ def _table(rows: list[dict[str, float]]) -> StepColumns:
     return StepColumns({name: np.array([row.get(name, math.nan) for row in rows], np.float64) for name in names})
 
 
-def _concatenate(tables: list[StepColumns]) -> StepColumns:
+def concatenate(tables: list[StepColumns]) -> StepColumns:
     """One table of several; NaN where one lacks a column."""
+    tables = [_table([]), *tables]
     names = dict.fromkeys(name for table in tables for name in table)
     missing = [np.full(table.count, math.nan) for table in tables]
     return StepColumns(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fsdp_pretrain.config.steering import StepValues
 from fsdp_pretrain.record.step_record import StepRecord
@@ -14,12 +14,8 @@ Difference = Literal["data", "settings", "numerics"]
 _RESULTS = ("loss", "loss_sequence", "sources", "z_loss", "grad_norm", "loss_scale", "skipped", "not_finite")
 
 
-class StepComparison(NamedTuple):
-    """A replayed step beside its record. `differs` is None if they are equal to the bit."""
-
-    replayed: StepRecord
-    recorded: StepRecord
-    differs: Difference | None
+StepComparison = tuple[StepRecord, StepRecord, Difference | None]
+"""A replayed step, its record, and what differs; None if they are equal to the bit."""
 
 
 def difference(
@@ -60,8 +56,10 @@ def table(steps: list[StepComparison], circumstances: list[str], asked: int) -> 
     yield from (f"  not as recorded: {text}" for text in circumstances)
     if len(steps) < asked:
         yield f"  the record ends after {len(steps)} of the {asked} steps that were asked for"
-    first = next((step for step in steps if step.differs), None)
-    yield "equal" if first is None else f"{first.differs} differs first, in step {first.replayed.step}"
+    first = next(
+        (f"{differs} differs first, in step {replayed.step}" for replayed, _, differs in steps if differs), None
+    )
+    yield first or "equal"
 
 
 def _text(value: float | None) -> str:

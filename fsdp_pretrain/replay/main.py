@@ -139,10 +139,9 @@ def _report(request: ReplayRequest, window: ReplayWindow, records: list[StepReco
     found = [*window.circumstances, *differences(was, is_)]
     if world.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
         found.append("some kernels of a GPU add in another order each time")
-    steps = []
+    steps = list[StepComparison]()
     for replayed, recorded in zip(records, window.records, strict=True):
         same = recorded.segment not in window.others
-        differs = difference(replayed, recorded, unsteered, same_settings=same)
-        steps.append(StepComparison(replayed, recorded, differs))
+        steps.append((replayed, recorded, difference(replayed, recorded, unsteered, same_settings=same)))
     print("\n".join(table(steps, found, request.steps)), flush=True)
-    return any(step.differs for step in steps)
+    return any(differs for _, _, differs in steps)

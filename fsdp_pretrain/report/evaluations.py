@@ -1,4 +1,4 @@
-"""The evaluations of a run as its journal has them, with 95% intervals."""
+"""The evaluations of a run as its journal has them, with 1.96 standard errors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ class ScorePoint:
     """A score of a checkpoint.
 
     Attributes:
-        low, high: 95% interval; None if it is not known.
+        spread: 1.96 standard errors; None if they are not known.
         left: the checkpoint was left behind by a rollback.
     """
 
     at: Position
     value: float
-    low: float | None
-    high: float | None
+    spread: float | None
     left: bool
 
 
@@ -41,6 +40,6 @@ def read_scores(entries: list[dict[str, Any]], lines: Lines) -> dict[tuple[str, 
         facts = {"step": entry["step"], "time": entry["time"], "committed": entry.get("committed")}
         at = lines.locate(entry["step"], seconds_of(facts["committed"] or entry["time"]))
         for task, metric, value, stderr in Results(tokens=0, scores=scores, seconds=0.0, **facts).metrics():
-            low, high = (None, None) if stderr is None else (value - Z95 * stderr, value + Z95 * stderr)
-            found.setdefault((task, metric), []).append(ScorePoint(at, value, low, high, id(entry) not in kept))
+            spread = None if stderr is None else Z95 * stderr
+            found.setdefault((task, metric), []).append(ScorePoint(at, value, spread, id(entry) not in kept))
     return found

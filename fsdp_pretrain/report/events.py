@@ -35,7 +35,7 @@ class Event:
     """One event.
 
     Attributes:
-        at, until: where it was, and where an incident ended; None if it is open, or no incident.
+        at: where it was, or began.
         group: one of `GROUPS`, or other.
         kind: of its entry in the journal, or `interruption`.
         open: it is an incident that has not ended.
@@ -47,7 +47,6 @@ class Event:
     text: str
     severity: Severity = Severity.INFO
     mark: Mark = Mark.TABLE
-    until: Position | None = None
     open: bool = False
 
 
@@ -110,7 +109,7 @@ def _incidents(entries: Iterable[dict[str, Any]], lines: Lines) -> Iterator[Even
         if entry.get("resolved") or entry.get("state") == "resolved":
             if known is not None:
                 over = f"; over after {human_time(max(0.0, at['written'] - known.at['written']))}"
-                yield replace(running.pop(key), until=at, open=False, text=known.text + over)
+                yield replace(running.pop(key), open=False, text=known.text + over)
         elif entry.get("state") == "acknowledged" and known is not None:
             running[key] = replace(known, text=f"{known.text}; acknowledged")
         else:

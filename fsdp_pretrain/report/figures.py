@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 import math
 import textwrap
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,7 +64,7 @@ class Drawing:
     Attributes:
         places: positions on every clock, [points] by clock; first those of the kept line and of what was left.
         marks: traces that are in every panel: lines at events.
-        events: the place of the events; their ends follow them.
+        events: the place of the events.
     """
 
     def __init__(self, record: RunRecord) -> None:
@@ -77,8 +76,8 @@ class Drawing:
         kept, left = record.curves(list(dict.fromkeys(trace.column for panel in panels for trace in panel.traces)))
         for curve in (kept, left):
             self._place(curve.clocks, whole=True)
-        events, end = record.events[0], record.lines.locate(None, record.account.end)
-        self.events = self._locate([*(each.at for each in events), *(each.until or end for each in events)])
+        events = record.events[0]
+        self.events = self._locate([each.at for each in events])
         self._draw_events(events)
         for panel in panels:
             if not panel.brief or self._changes(panel):
@@ -148,10 +147,6 @@ class Drawing:
         for severity, (color, symbol) in enumerate(_SEVERITIES):
             mine = [at for at, event in enumerate(events) if event.severity == severity and event.group in rows]
             strip = [at for at in mine if events[at].mark]
-            spans = [at for at in strip if events[at].until or events[at].open]
-            found = _segments(self.events, [(at, at + len(events)) for at in spans])
-            found |= {"y": [group for at in spans for group in (events[at].group, events[at].group, None)]}
-            figure.traces.append(found | {"line": {"color": color, "width": 3}, "opacity": 0.45, "hoverinfo": "skip"})
             points = {"place": self.events, "rows": strip, "y": [events[at].group for at in strip], "mode": "markers"}
             points |= {"marker": {"color": color, "symbol": symbol, "size": 10}, "cliponaxis": False}
             texts = [_told(events[at].kind, events[at].at, events[at].text) for at in strip]
@@ -165,7 +160,7 @@ class Drawing:
         """Lines through all panels, at these events."""
         events = [every[at] for at in rows]
         told = [f"{event.kind}, {_place(event.at)}: {event.text}" for event in events]
-        found = _segments(self.events, [(at, at) for at in rows])
+        found: _Trace = {"place": self.events, "rows": [x for at in rows for x in (at, at, None)], "mode": "lines"}
         found |= {"y": [0, 1, None] * len(rows), "yaxis": "y2", "line": line, "opacity": opacity}
         found |= {"told": [x for text in told for x in (text, text, "")], "hovertemplate": f"<b>{_TEXT}</b>"}
         self.marks.append(found | {"text": [x for event in events for x in (_text(event.kind),) * 3]})
@@ -183,9 +178,8 @@ class Drawing:
 
     def _scores(self, scores: list[ScorePoint], left: bool) -> _Trace:
         """The scores of a metric, with whiskers."""
-        up = [0.0 if score.high is None else score.high - score.value for score in scores]
-        down = [0.0 if score.low is None else score.value - score.low for score in scores]
-        bars = {"type": "data", "array": up, "arrayminus": down, "color": "--c0", "thickness": 1, "width": 2}
+        spreads = [score.spread or 0.0 for score in scores]
+        bars = {"type": "data", "array": spreads, "color": "--c0", "thickness": 1, "width": 2}
         texts = [", ".join(filter(None, (_interval(score), "left behind" * left))) for score in scores]
         told = [_told(f"{score.value:.5g}", score.at, text) for score, text in zip(scores, texts, strict=True)]
         return {
@@ -202,17 +196,12 @@ class Drawing:
 
 
 def _interval(score: ScorePoint) -> str:
-    return "" if score.low is None else f"95% {score.low:.4g} to {score.high:.4g}"
+    return "" if score.spread is None else f"±{score.spread:.3g} (1.96 standard errors)"
 
 
 def _scaled(column: Column, panel: Panel) -> Column:
     column = column / 2**30 if panel.unit == "GiB" else column
     return np.where(column > 0, column, math.nan) if panel.scale == "log" else column
-
-
-def _segments(place: int, pairs: Iterable[tuple[int, int]]) -> _Trace:
-    """A trace of separate lines between pairs of rows."""
-    return {"place": place, "rows": [row for pair in pairs for row in (*pair, None)], "mode": "lines"}
 
 
 def _place(at: Position) -> str:

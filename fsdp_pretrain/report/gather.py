@@ -41,12 +41,6 @@ class RunRecord:
         return self.status.status.run if self.status.status.run != "?" else self.run.path.resolve().name
 
     @cached_property
-    def begin(self) -> float:
-        """When it was launched, or of a fork its parent; seconds since 1970."""
-        written = self.lines.kept.columns["written"]
-        return min(self.account.begin, float(written[0])) if len(written) else self.account.begin
-
-    @cached_property
     def events(self) -> tuple[list[Event], int]:
         return read_events(self.entries, self.history.nodes, self.lines, self.account.incidents)
 

@@ -7,7 +7,6 @@ only its own scripts, by their hashes. plotly.js and the figures are compressed:
 from __future__ import annotations
 
 import base64
-import errno
 import gzip
 import hashlib
 import html
@@ -15,7 +14,6 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -24,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from fsdp_pretrain.atomic import replace_file
-from fsdp_pretrain.errors import ConfigError, StorageError
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.files import RunDir, stamp
 
 from . import tables
@@ -33,7 +31,6 @@ from .figures import Drawing, Figure
 from .gather import RunRecord, read
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def write_report(run: RunDir, out: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> int:
@@ -43,16 +40,13 @@ def write_report(run: RunDir, out: Path, shown: Callable[[Iterable[Any]], Iterab
         shown: may wrap metrics lines in a progress bar.
 
     Raises:
-        ConfigError: plotly is not installed, the run was never started, or `out` cannot be written.
+        ConfigError: plotly is not installed, or the run was never started.
+        OSError: `out` cannot be written.
         UserError: the lineage is damaged.
     """
     library = _library()
     content = render(read(run, shown), library, time.time()).encode()
-    try:
-        replace_file(out, content)
-    except OSError as error:
-        kind = StorageError if error.errno in _FULL else ConfigError
-        raise kind(f"cannot write {out}: {error.strerror}", remedy="name a file elsewhere: --out FILE") from None
+    replace_file(out, content)
     return len(content)
 
 
@@ -71,7 +65,7 @@ def _library() -> str:
 def render(record: RunRecord, library: str, made: float) -> str:
     """The page, made at a time in seconds since 1970, with the source of plotly.js."""
     drawing, script = Drawing(record), _asset("report.js")
-    data = _plain({"begin": record.begin, "places": drawing.places, "marks": drawing.marks, "figures": drawing.figures})
+    data = _plain({"places": drawing.places, "marks": drawing.marks, "figures": [*map(vars, drawing.figures)]})
     evaluations = [_panel(figure) for figure in drawing.figures if figure.scores]
     return Template(_asset("page.html")).substitute(
         title=html.escape(record.name),
@@ -116,8 +110,6 @@ def _plain(value: Any) -> Any:
     """JSON values: arrays with six significant digits, None for NaN."""
     if isinstance(value, np.ndarray):
         return [float(f"{each:.6g}") if math.isfinite(each) else None for each in value.tolist()]
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list):

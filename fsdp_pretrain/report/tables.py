@@ -7,37 +7,47 @@ import math
 from collections.abc import Iterable
 
 from fsdp_pretrain.record.files import stamp
-from fsdp_pretrain.record.goodput import MEANING
+from fsdp_pretrain.record.goodput import MEANING, headline
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_count, human_time
+from fsdp_pretrain.watchdog.status import facts
 
-from . import summary
 from .events import Event, Mark
 from .gather import RunRecord
-from .summary import Fact
 
+_LEVELS = ("ok", "warn", "alert")
 _SIGNS = {Severity.INFO: "", Severity.WARN: "▲ ", Severity.CRIT: "◆ "}
 
 
 def header(record: RunRecord) -> str:
     """What a person looks for first."""
-    steps, total = summary.progress(record)
-    share, level = min(1.0, steps / (total or 1.0)), summary.LEVELS[record.status.level]
-    bar = f'<progress max="1" value="{share:.4f}" aria-label="share of the steps done"></progress>' if total else ""
-    problems = "".join(f'<li class="{level}">{html.escape(text)}</li>' for level, text in summary.problems(record))
+    status, found = record.status.status, sorted(record.status.problems, reverse=True)
+    steps, total, level = status.step or 0, status.total_steps, _LEVELS[record.status.level]
+    bar = f'<progress max="{total}" value="{steps}" aria-label="share of the steps done"></progress>' if total else ""
+    problems = "".join(f'<li class="{_LEVELS[level]}">{html.escape(text)}</li>' for level, text in found)
+    rows = [*facts(record.status), ("time", headline(record.account))]
     return (
         f'<section class="run"><h2>{html.escape(record.name)} '
         f'<span class="state {level}">{html.escape(record.status.headline)}</span></h2>'
-        f'<p class="about">{html.escape(summary.about(record))}<br><code>{html.escape(str(record.run.path))}</code></p>'
-        f'{bar}<dl class="facts">{"".join(map(_fact, summary.facts(record)))}</dl>'
+        f'<p class="about">{html.escape(_about(record))}<br><code>{html.escape(str(record.run.path))}</code></p>'
+        f'{bar}<dl class="facts">{"".join(_fact(*each) for each in rows)}</dl>'
         + (f'<ul class="problems">{problems}</ul>' if problems else "")
         + "</section>"
     )
 
 
-def _fact(fact: Fact) -> str:
-    name, value, more = map(html.escape, (fact.name, fact.value, fact.more))
-    return f'<div class="{fact.level}"><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>'
+def _about(record: RunRecord) -> str:
+    """What is trained on what, as the newest start that trained said."""
+    segments = {start.segment for start in record.history.starts if start.steps.count}
+    starts = [entry for entry in record.entries if entry["kind"] == "start"]
+    trained = [entry for entry in starts if entry.get("segment") in segments] or starts
+    return str(trained[-1]["text"]) if trained else ""
+
+
+def _fact(name: str, text: str) -> str:
+    """A line of `status`: what stands before the first comma is large."""
+    value, _, more = map(html.escape, text.partition(", "))
+    return f"<div><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>"
 
 
 def account(record: RunRecord) -> str:
@@ -51,13 +61,8 @@ def account(record: RunRecord) -> str:
             square, bar = (_bar(f"--s-{state}", width) for width in (12, share * 160))
             meaning = _cells([("meaning", MEANING[state])])
             rows.append(f"<tr><td>{square} {state}</td>{_cells(cells)}<td>{bar}</td>{meaning}</tr>")
-    wall, count = human_time(found.wall_seconds), len(found.incidents)
-    text = (
-        f"goodput {found.goodput:.1%} of {wall}; "
-        f"{human_count(found.tokens)} tokens kept, {human_count(found.tokens_lost)} lost; "
-        f"{count} interruption{'s' * (count != 1)}."
-    )
-    return f'<p class="note">{html.escape(text)}</p>{_table("account", "state #time #share  meaning", rows)}'
+    text = f"{human_count(found.tokens)} tokens kept, {human_count(found.tokens_lost)} lost"
+    return f'<p class="note">{text}</p>{_table("account", "state #time #share  meaning", rows)}'
 
 
 def events(record: RunRecord, place: int) -> str:

@@ -17,12 +17,13 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from fsdp_pretrain.record.files import make_directory
-from fsdp_pretrain.record.inbox import Request
 from fsdp_pretrain.record.journal import Kind
-from fsdp_pretrain.record.profiles import LARGEST_SHARE, trace_file
+from fsdp_pretrain.record.requests import Request
 
 from .run_context import RunContext
 
+_LARGEST_SHARE = 0.1
+"""Of the free space that one trace may take: the next checkpoint matters more."""
 _LAST_SECONDS = 30.0
 """For which the end of a run waits for a trace to be written."""
 
@@ -122,7 +123,7 @@ class StepProfiler:
         made, self._profile, self._mine = self._profile, None, False
         assert made is not None
         self._guard(made.stop)
-        path = trace_file(self._recorder.run, self._first, self._world.rank)
+        path = self._recorder.run.profiles / f"step-{self._first:08d}-rank-{self._world.rank}.json.gz"
         text = f"steps {self._first} to {step} of rank {self._world.rank}"
         self._writer = threading.Thread(target=self._export, args=(made, path, text), name="profile", daemon=True)
         self._writer.start()
@@ -134,7 +135,7 @@ class StepProfiler:
                 packed, partial = Path(folder) / path.name, path.with_name(f".{path.name}.partial")
                 made.export_chrome_trace(str(packed))
                 make_directory(path.parent)
-                if packed.stat().st_size > LARGEST_SHARE * shutil.disk_usage(path.parent).free:
+                if packed.stat().st_size > _LARGEST_SHARE * shutil.disk_usage(path.parent).free:
                     raise OSError("the free space is for the next checkpoint")
                 shutil.copyfile(packed, partial)
                 partial.rename(path)

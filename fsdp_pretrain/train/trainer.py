@@ -27,8 +27,7 @@ from fsdp_pretrain.health.monitor import Health, RollbackRequest
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
-from fsdp_pretrain.record.inbox import Request
-from fsdp_pretrain.record.requests import Requests
+from fsdp_pretrain.record.requests import Request, Requests
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
 from .checkpointing import Checkpointing

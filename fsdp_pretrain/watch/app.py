@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_time
 
 from . import fleet, page
-from .following import RunFollower
+from .following import RateLimited, RunFollower
 
 _SECONDS = 1.0
+_FLEET_SECONDS = 5.0
+"""The least time after which all runs under a directory are looked at again."""
 _SILENT = 5.0
 """Seconds without an answer of the storage until that is shown."""
 
@@ -43,7 +46,8 @@ class _Screen:
 
     def __init__(self, path: Path, *, of_runs: bool) -> None:
         self._path, self._of_runs = path, of_runs
-        self._poll = fleet.FleetFollower(path).poll if of_runs else RunFollower(RunDir(path)).poll
+        rows = RateLimited(lambda: fleet.read_rows(fleet.find_runs(path)), least=_FLEET_SECONDS)
+        self._poll = partial(rows.get, None) if of_runs else RunFollower(RunDir(path)).poll
         self._answered = time.monotonic()
         self._failure: BaseException | None = None
         self._found: Any = None  # a `RunView`, or rows of runs

@@ -4,45 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.status import Status
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, Verified, inspect
+from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, StatusReport, inspect
 
-from .following import RateLimited, open_alarms, signs
 from .page import INK, LEVEL, one_line
 
 _DEPTH = 4
 """Levels below the directory that are searched."""
-_SEARCH_SECONDS = 30.0
 _ORDER = ("running", "saving", "paused", "starting", "incomplete", "stopped", "unknown", "complete")
 
 
-@dataclass(frozen=True)
-class FleetRow:
-    """A run in the list. `level`: 0 ok, 1 warning, 2 alert, as of `status`."""
-
-    path: str
-    name: str
-    state: str
-    level: int
-    running: bool = False
-    step: int | None = None
-    total_steps: int | None = None
-    eta_seconds: float | None = None
-    checkpoint: Verified | None = None  # the newest
-    alarms: tuple[str, ...] = ()
-    problem: str = ""  # the worst
+FleetRow = tuple[Path, StatusReport]
+"""A run in the list, and what `status` finds."""
 
 
 def find_runs(directory: Path) -> Iterator[RunDir]:
@@ -55,67 +36,29 @@ def find_runs(directory: Path) -> Iterator[RunDir]:
         below[:] = [] if deep else sorted(name for name in below if name[0] != ".")
 
 
-class FleetFollower:
-    """Follows all runs under a directory; writes nothing. A run in which nothing happened is seldom read again."""
-
-    def __init__(self, directory: Path) -> None:
-        self._rows: dict[Path, RateLimited[FleetRow]] = {}
-        self._runs = RateLimited(lambda: list(find_runs(directory)), least=_SEARCH_SECONDS)
-
-    def poll(self) -> list[FleetRow]:
-        """A row for each run, worst first."""
-        return sort_rows(self._row(run) for run in self._runs.get(None))
-
-    def _row(self, run: RunDir) -> FleetRow:
-        status = state_files.view(run.status, Status)
-        rest = self._rows.setdefault(run.path, RateLimited(lambda: describe(run), least=10.0))
-        row = rest.get(signs(run, status))
-        return row if status is None else replace(row, **_progress(status, row.running))
-
-
-def describe(run: RunDir) -> FleetRow:
-    """The row of a run."""
-    try:
-        report = inspect(run, brief=True)
-    except (UserError, OSError) as error:
-        text = error.cause if isinstance(error, UserError) else str(error)
-        return FleetRow(path=str(run.path), name=run.path.name, state="unreadable", level=ALERT, problem=text)
-    return FleetRow(
-        path=str(run.path),
-        name=report.status.run if report.status.run != "?" else run.path.name,
-        state=report.headline,
-        level=report.level,
-        running=report.running,
-        checkpoint=report.verified_checkpoint,
-        alarms=tuple(alarm.key for alarm in open_alarms(run)),
-        problem=max(report.problems, key=lambda each: each[0])[1] if report.problems else "",
-        **_progress(report.status, report.running),
-    )
-
-
-def _progress(status: Status, running: bool) -> dict[str, Any]:
-    pace, step, total = status.iteration_seconds, status.step, status.total_steps
-    return {
-        "step": step,
-        "total_steps": total,
-        "eta_seconds": (total - step) * pace if running and pace and step and total else None,
-    }
-
-
-def sort_rows(rows: Iterable[FleetRow]) -> list[FleetRow]:
+def read_rows(runs: Iterable[RunDir]) -> list[FleetRow]:
     """Worst first; of the same level, those that train before those that are complete."""
 
     def badness(row: FleetRow) -> tuple[int, int, str]:
-        return -row.level, _ORDER.index(row.state) if row.state in _ORDER else 0, row.path
+        state = row[1].headline
+        return -row[1].level, _ORDER.index(state) if state in _ORDER else 0, str(row[0])
 
-    return sorted(rows, key=badness)
+    return sorted(((run.path, _look(run)) for run in runs), key=badness)
+
+
+def _look(run: RunDir) -> StatusReport:
+    try:
+        return inspect(run, brief=True)
+    except (UserError, OSError) as error:
+        text = error.cause if isinstance(error, UserError) else str(error)
+        return StatusReport(state="unreadable", problems=[(ALERT, text)])
 
 
 def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
     """The list."""
     title = Text(f"  {len(rows)} run{'s' * (len(rows) != 1)}")
     for level, name in ((ALERT, "alert"), (WARN, "warning"), (OK, "ok")):
-        if count := sum(row.level == level for row in rows):
+        if count := sum(report.level == level for _, report in rows):
             title.append("  ").append(f" {count} {name} ", LEVEL[level])
     place, room = str(directory), width - title.cell_len
     title = Text.assemble((place if len(place) <= room else "…" + place[1 - room :], "bold"), title)
@@ -125,19 +68,22 @@ def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
     for name in ("step", "ETA", "saved"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", ratio=1, no_wrap=True)
-    for row in rows:
-        alarms = f"{len(row.alarms)} alarm{'s' * (len(row.alarms) != 1)}: {', '.join(row.alarms)}" if row.alarms else ""
+    for path, report in rows:
+        keys = [alarm["key"] for alarm in report.alarms]
+        alarms = f"{len(keys)} alarm{'s' * (len(keys) != 1)}: {', '.join(keys)}" if keys else ""
+        status, saved, ink = report.status, report.verified_checkpoint, INK[report.level]
+        _, worst = max(report.problems, key=lambda each: each[0], default=(OK, ""))
+        pace, step, total = status.iteration_seconds, status.step, status.total_steps
         table.add_row(
-            Text(_below(directory, row), overflow="ellipsis"),
-            Text(row.state, INK[row.level]),
-            "-" if row.step is None else f"{row.step:_}/{row.total_steps or 0:_}",
-            "-" if row.eta_seconds is None else human_time(row.eta_seconds),
-            human_time(row.checkpoint.age_seconds) if row.checkpoint else "never",
-            Text(one_line(alarms or row.problem), INK[row.level], overflow="ellipsis"),
+            Text(_below(directory, path), overflow="ellipsis"),
+            Text(report.headline, ink),
+            "-" if step is None else f"{step:_}/{total or 0:_}",
+            human_time((total - step) * pace) if report.running and pace and step and total else "-",
+            human_time(saved.age_seconds) if saved else "never",
+            Text(one_line(alarms or worst), ink, overflow="ellipsis"),
         )
     return Group(title, table if rows else Text("no run yet", "dim"))
 
 
-def _below(directory: Path, row: FleetRow) -> str:
-    path = os.path.relpath(row.path, directory)
-    return row.name if path == "." else path
+def _below(directory: Path, path: Path) -> str:
+    return path.resolve().name if path == directory else os.path.relpath(path, directory)

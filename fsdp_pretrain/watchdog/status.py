@@ -357,11 +357,12 @@ def _watchdog_line(seen: _WatchdogSnapshot) -> str:
 def render(report: StatusReport) -> str:
     """The report on one screen."""
     names = {WARN: "WARN", ALERT: "ALERT"}
-    rows = [*_rows(report), *((names[level], text) for level, text in sorted(report.problems, reverse=True))]
+    rows = [*facts(report), *((names[level], text) for level, text in sorted(report.problems, reverse=True))]
     return "\n".join([f"{report.status.run}: {report.headline.upper()}", *(row(*each) for each in rows)])
 
 
-def _rows(report: StatusReport) -> Iterator[tuple[str, str]]:
+def facts(report: StatusReport) -> Iterator[tuple[str, str]]:
+    """What was found, except problems: a name and a text each."""
     status = report.status
     if status.step is not None and status.total_steps is not None:
         loss = f", loss {status.loss:.4f}" if status.loss is not None else ""

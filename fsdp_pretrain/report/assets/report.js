@@ -8,17 +8,16 @@
   const library = document.createElement("script");
   library.textContent = await unpack("library"); // its hash is in the page's policy
   document.head.append(library);
-  const { begin, places, marks, figures } = JSON.parse(await unpack("data"));
+  const { places, marks, figures } = JSON.parse(await unpack("data"));
   const root = document.documentElement, all = (selector) => [...document.querySelectorAll(selector)];
   const plots = all(".plot"), kept = places[0], whole = places.filter((place) => place.whole);
 
   const BUTTONS = ["toImage", "zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "autoScale2d"]; // none that sends anything
 
   // ---------------------------------------------------------------- clocks
-  let clock = "step", range; // the range: in steps, ..., hours, or milliseconds since 1970
+  let clock = "step", range; // the range: in steps, tokens, or milliseconds since 1970
   const column = (place) => {
     if (clock === "date") return place.written.map((value) => value && value * 1000);
-    if (clock === "elapsed") return place.written.map((value) => value && (value - begin) / 3600);
     return place[clock];
   };
   const extent = () => {
@@ -61,12 +60,12 @@
   };
   const draw = (at) => {
     const figure = figures[at], grid = css("--grid"), line = { color: css("--muted"), gridcolor: grid, zerolinecolor: grid, linecolor: grid };
-    const x = { type: clock === "date" ? "date" : "linear", exponentformat: clock === "step" ? "none" : "B", separatethousands: true, ticksuffix: clock === "elapsed" ? " h" : "" };
+    const x = { type: clock === "date" ? "date" : "linear", exponentformat: clock === "step" ? "none" : "B", separatethousands: true };
     const layout = {
       xaxis: { ...line, ...x, range: [...range], uirevision: clock }, yaxis: { ...line, ...figure.axis },
       yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
       height: figure.height, uirevision: "kept", // what a person chose stays
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 68, r: 26, t: 24, b: clock === "date" ? 38 : 24, autoexpand: window.innerWidth < 640 },
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", margin: { l: 68, r: 26, t: 24, b: clock === "date" ? 38 : 24, autoexpand: false },
       font: { family: "system-ui, sans-serif", size: 11, color: css("--ink") }, legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom" }, modebar: { bgcolor: "rgba(0,0,0,0)", color: line.color, activecolor: css("--c0") },
       hovermode: figure.unified ? "x unified" : "closest", hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink") }, align: "left", namelength: -1 },
     };
@@ -80,14 +79,9 @@
     range = [low, high];
     return Promise.all(plots.map((plot) => plot.data && Plotly.relayout(plot, { "xaxis.range": [low, high] })));
   };
-  // Show the same part of the run on another clock.
   const choose = (name) => {
-    const [first, last] = extent(), rows = range.map((value) => nearest(value, column(kept)));
-    const isEdge = [range[0] <= first, range[1] >= last];
     clock = name;
-    const every = extent(), x = column(kept);
-    range = every.map((edge, at) => (isEdge[at] ? edge : x[rows[at]]));
-    if (!(range[1] > range[0])) range = every;
+    range = extent();
     for (const button of all("#clocks button")) button.setAttribute("aria-pressed", String(button.value === clock));
     return drawAll();
   };
@@ -95,7 +89,7 @@
   const tell = (x, points) => {
     if (!kept.step.length) return;
     const at = nearest(x, column(kept)), events = points.flatMap(({ data, pointNumber }) => data.told?.[pointNumber] ?? []);
-    const place = `step ${kept.step[at].toLocaleString("en-US")} · ${count(kept.consumed[at])} samples · ${count(kept.trained[at])} tokens · ${new Date(kept.written[at] * 1000).toISOString().slice(0, 19).replace("T", " ")} UTC`;
+    const place = `step ${kept.step[at].toLocaleString("en-US")} · ${count(kept.trained[at])} tokens · ${new Date(kept.written[at] * 1000).toISOString().slice(0, 19).replace("T", " ")} UTC`;
     where.replaceChildren(...[place, ...new Set(events)].map((text) => Object.assign(document.createElement("p"), { textContent: text })));
   };
 

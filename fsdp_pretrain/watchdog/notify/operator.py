@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp_pretrain.errors import ConfigError, StorageError
-from fsdp_pretrain.record import inbox, journal
+from fsdp_pretrain.record import journal, requests
 from fsdp_pretrain.record.files import RunDir
 
 from .alarms import Alarm, Alarms, read_alarms
@@ -26,7 +26,7 @@ def snapshot_file(run: RunDir) -> Path:
 
 def serve(run: RunDir, alarms: Alarms) -> None:
     """Carry out the requests since the last pass."""
-    for request in inbox.take(_inbox(run)):
+    for request in requests.take(_inbox(run)):
         if request.verb == "ack":
             alarms.acknowledge(request.key, request.by)
 
@@ -45,7 +45,7 @@ def acknowledge(run: RunDir, key: str) -> None:
             remedy=f"these are: {', '.join(sorted(waiting))}" if waiting else "none is; see `fsdp-pretrain alarms RUN`",
         )
     try:
-        inbox.put(_inbox(run), verb="ack", key=key)
+        requests.put(_inbox(run), verb="ack", key=key)
     except OSError as error:
         raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
 
