@@ -215,25 +215,14 @@ def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         yield port
 
 
-def _object_store(port: int) -> Iterator[ObjectStore]:
-    store = ObjectStore(port)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in store.environment.items():
-            patch.setenv(name, value)
-        yield store
-    store.close()
-
-
 @pytest.fixture
-def object_store(s3_port: int) -> Iterator[ObjectStore]:
+def object_store(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
     """A fresh bucket behind a proxy with faults; commands started by the test find it."""
-    yield from _object_store(s3_port)
-
-
-@pytest.fixture(scope="module")
-def module_object_store(s3_port: int) -> Iterator[ObjectStore]:
-    """A bucket that the tests of one module share."""
-    yield from _object_store(s3_port)
+    store = ObjectStore(s3_port)
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    yield store
+    store.close()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from processes import Job, Zygotes
+from processes import Job, Zygotes, as_rank, free_port
 
 WORDS = (
     *"the run writes every checkpoint before it reads a shard and the loss falls while the mesh of ranks sums".split(),
@@ -114,21 +114,18 @@ class Lab:
         """Start a training job, as if on `nodes` nodes (their host names: `hostname.py`), with `variables` in its
         environment."""
         log = self.path / f"log-{len(self._jobs)}"
-        job = Job(self._zygotes, config, overrides, ranks, log, flags, nodes, variables)
-        self._jobs.append(job)
-        return job
+        port, started = free_port(), []
+        for rank in range(ranks):
+            environment = as_rank(rank, ranks, ranks // nodes, port) | (variables or {})
+            arguments = (config, *overrides, *flags)
+            started.append(self._zygotes.start("fsdp_pretrain.train", *arguments, environment=environment, log=log))
+        self._jobs.append(Job(started, log))
+        return self._jobs[-1]
 
-    def train(
-        self,
-        config: Path,
-        *overrides: str,
-        ranks: int = 1,
-        expect: int = 0,
-        flags: tuple[str, ...] = (),
-        variables: dict[str, str] | None = None,
-    ) -> str:
-        """Run a training job to its end and return its output. Fails the test on another exit code."""
-        job = self.start(config, *overrides, ranks=ranks, flags=flags, variables=variables)
+    def train(self, config: Path, *overrides: str, ranks: int = 1, expect: int = 0, **options: Any) -> str:
+        """Run a training job to its end, with the options of `start`, and return its output. Fails the test on another
+        exit code."""
+        job = self.start(config, *overrides, ranks=ranks, **options)
         codes = job.wait()
         assert codes == [expect] * ranks, f"exit codes {codes}\n{job.output()}"
         return job.output()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,18 +24,25 @@ class Marked:
         return f"`{self.file}::{self.name}`" + " (slow)" * self.slow
 
 
+@functools.cache
+def functions() -> list[tuple[str, ast.FunctionDef]]:
+    """(file, function) of all tests, in the order of files."""
+    files = sorted(Path(ROOT / "tests").rglob("test_*.py"))
+    nodes = [
+        (str(path.relative_to(ROOT / "tests")), node) for path in files for node in ast.parse(path.read_text()).body
+    ]
+    return [(file, node) for file, node in nodes if isinstance(node, ast.FunctionDef)]
+
+
 def marked(mark: str) -> list[Marked]:
     """The marked tests, in the order of files."""
     found = []
-    for path in sorted(Path(ROOT / "tests").rglob("test_*.py")):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.FunctionDef):
-                marks = {ast.unparse(getattr(each, "func", each)): each for each in node.decorator_list}
-                named = marks.get(f"pytest.mark.{mark}")
-                if isinstance(named, ast.Call):
-                    rows = tuple(ast.literal_eval(row) for row in named.args)
-                    file = str(path.relative_to(ROOT / "tests"))
-                    found.append(Marked(file, node.name, rows, "pytest.mark.slow" in marks))
+    for file, node in functions():
+        marks = {ast.unparse(getattr(each, "func", each)): each for each in node.decorator_list}
+        named = marks.get(f"pytest.mark.{mark}")
+        if isinstance(named, ast.Call):
+            rows = tuple(ast.literal_eval(row) for row in named.args)
+            found.append(Marked(file, node.name, rows, "pytest.mark.slow" in marks))
     return found
 
 

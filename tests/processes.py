@@ -122,17 +122,9 @@ IMPORTS = {
         *("numpy.ma", "tokenizers", "torch._dynamo", "torch.utils.serialization"),
     ],
     "eval": [
-        *(
-            "datasets",
-            "eval.attempt",
-            "eval.checkpoints",
-            "eval.cli",
-            "eval.evaluation",
-            "eval.exported",
-            "eval.harness",
-        ),
-        *("eval.jobs", "eval.ranks", "eval.samples", "eval.separators", "eval.tasks", "lm_eval.evaluator"),
-        *("lm_eval.tasks", "numpy.ma", "torch._dynamo"),
+        *("datasets", "eval.attempt", "eval.checkpoints", "eval.cli", "eval.evaluation", "eval.exported"),
+        *("eval.harness", "eval.jobs", "eval.ranks", "eval.samples", "eval.separators", "eval.tasks"),
+        *("lm_eval.evaluator", "lm_eval.tasks", "numpy.ma", "torch._dynamo"),
     ],
 }
 QUIET = {"TQDM_DISABLE": "1"}
@@ -235,24 +227,8 @@ class Zygotes:
 class Job:
     """The ranks of one training job, started without torchrun so that survivors can be watched."""
 
-    def __init__(
-        self,
-        zygotes: Zygotes,
-        config: Path,
-        overrides: tuple[str, ...],
-        ranks: int,
-        log: Path,
-        flags: tuple[str, ...],
-        nodes: int = 1,
-        variables: dict[str, str] | None = None,
-    ) -> None:
-        port, local = free_port(), ranks // nodes
-        self.log = log
-        self.ranks = []
-        for rank in range(ranks):
-            environment = as_rank(rank, ranks, local, port) | (variables or {})
-            arguments = (config, *overrides, *flags)
-            self.ranks.append(zygotes.start("fsdp_pretrain.train", *arguments, environment=environment, log=log))
+    def __init__(self, ranks: list[Process], log: Path) -> None:
+        self.ranks, self.log = ranks, log
 
     def wait(self, timeout: float = PATIENCE) -> list[int]:
         try:

@@ -230,9 +230,8 @@ class Breaker:
             self.wrong.append(f"after {name} the launcher had ended with {self.job.returncode}")
             self.job = self.soak.launch()
         told = [f"{body['severity']} {body['key']} {body['state']}" for body in self.endpoint.bodies()[heard:]]
-        if (
-            sum(text.startswith("CRIT") and text.endswith("open") for text in told) > 2
-        ):  # a full disk, and a failed save
+        # A full disk and a failed save are two.
+        if sum(text.startswith("CRIT") and text.endswith("open") for text in told) > 2:
             self.wrong.append(f"too many pages for one fault ({name}): {told}")
         self.done[name] += 1
         print(f"  {name:9} at step {step:6}: on after {recovered:5.1f}s, told: {', '.join(told)}", flush=True)

@@ -121,8 +121,8 @@ include = ["{root}/configs/runs/quickstart.toml"]
 model = {{ layers = 1, hidden = 32, heads = 2, kv_heads = 1, ffn = 64, vocab = 512, declared_params = 42_080 }}
 data = {{ sequence_length = 16, lanes = 8 }}
 train = {{ global_batch = "8 samples", micro_batch = 1 }}
-eval = {{ limit = 2, launch = false }}
-record = {{ aim = false }}
+eval = {{ limit = 2, launch = false, loss_every = "150 steps", loss_samples = 8 }}
+record = {{ aim = false, statistics_every = "0 steps" }}
 watchdog = {{ enabled = false, notify = {{ command = ["true"] }} }}
 """
 TINIER = """
@@ -192,11 +192,6 @@ def examples() -> list[str]:
     return [text for text in found if not any(part in text for part in NOT_RUN)]
 
 
-def code_of(example: str) -> int:
-    """The expected exit code of an example."""
-    return next((code for begin, code in CODES.items() if example.startswith(begin)), 0)
-
-
 @pytest.mark.promise("documented")
 def test_examples_of_help_run(quickstart: Path, examples: list[str], run_command: Any) -> None:
     """One after the other in one directory, as a reader would try them."""
@@ -205,7 +200,7 @@ def test_examples_of_help_run(quickstart: Path, examples: list[str], run_command
     for text in short:
         command, *arguments = shlex.split(text.removeprefix("python -m "))
         done = run_command(COMMANDS.get(command, command), *arguments, cwd=quickstart)
-        if done.returncode != code_of(text):
+        if done.returncode != next((code for begin, code in CODES.items() if text.startswith(begin)), 0):
             wrong.append(f"{text}\nexit {done.returncode}\n{done.stderr}")
     assert not wrong, "\n".join(wrong)
     assert {text.partition(" ")[0] for text in short} == {*COMMANDS, "python"}
@@ -215,11 +210,9 @@ def test_examples_of_help_run(quickstart: Path, examples: list[str], run_command
 @pytest.mark.timeout(900)
 def test_long_examples_of_help_run(quickstart: Path, examples: list[str], helpers: Any) -> None:
     long = [text for text in examples if text.startswith(LONG)]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = helpers.environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     for text in long:
-        ran = subprocess.run(
-            ["bash", "-c", text], cwd=quickstart, env=helpers.environment(PATH=path), capture_output=True, text=True
-        )
+        ran = subprocess.run(["bash", "-c", text], cwd=quickstart, env=environment, capture_output=True, text=True)
         assert ran.returncode == 0, f"{text}\n{ran.stdout}\n{ran.stderr}"
     assert all(any(text.startswith(begin) for text in long) for begin in LONG)
 

