@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
 
 from . import dcp
-from .async_save import Pending, Stager
+from .async_save import Stager, in_background
 from .loading import state_dict
 from .manifest import Facts, is_permanent
 from .state import TrainState
@@ -69,7 +70,7 @@ class CheckpointManager:
         self._world.together(self._guard)
         return self._save(self._world, state, self._tensors(), self._facts(state, final), self._config)
 
-    def begin(self, state: TrainState) -> Pending[dcp.SaveResult]:
+    def begin(self, state: TrainState) -> Future[dcp.SaveResult]:
         """Copy the state, then do the same as `save` in the background; training may continue on return.
 
         Raises:
@@ -78,7 +79,7 @@ class CheckpointManager:
         self._world.together(self._guard)
         tensors = self._world.together(lambda: self._stager.copy(self._tensors()))
         world, facts, config = self._world.on(self._writers), self._facts(state, False), self._config
-        return Pending(lambda: self._save(world, state, tensors, facts, config))
+        return in_background(lambda: self._save(world, state, tensors, facts, config))
 
     def renew(self) -> None:
         """Create a new process group and new copy buffers for background saves.
