@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp_pretrain import __version__
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.optimizer import AdamW
+from fsdp_pretrain.record.files import RunDir
 
 from . import dcp
 from .async_save import Stager, in_background
 from .loading import state_dict
-from .manifest import Facts, is_permanent
+from .manifest import Facts, RunIdentity, is_permanent
 from .state import TrainState
 from .store import Checkpoint, Store
-from .training_objects import TrainingObjects
+
+
+@dataclass(frozen=True)
+class TrainingObjects:
+    """A run in training; `model` and `optimizer` are sharded."""
+
+    world: World
+    run: RunDir
+    model: nn.Module
+    optimizer: AdamW
+    config: Config
+    identity: RunIdentity
 
 
 class CheckpointManager:

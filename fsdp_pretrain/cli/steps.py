@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 
 from fsdp_pretrain.console import CommandLine, argument, positive, verb
-from fsdp_pretrain.errors import ConfigError, StorageError
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
+
+from .control import running_job, send_request, step_argument
 
 
 def add(command: CommandLine) -> None:
@@ -19,12 +21,6 @@ def add(command: CommandLine) -> None:
     parser.set_defaults(passed_on=[], nproc_per_node=None, rdzv_id="replay")
 
 
-def _step(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a step")
-    return int(text)
-
-
 @verb(
     "replay",
     "runs/quickstart/run --from 0 --steps 3",
@@ -32,7 +28,7 @@ def _step(text: str) -> int:
     argument(
         "--from",
         dest="start",
-        type=_step,
+        type=step_argument,
         required=True,
         metavar="STEP",
         help="step of a checkpoint; 0: initial values",
@@ -97,15 +93,8 @@ def _profile(args: argparse.Namespace) -> int:
     chrome://tracing. All ranks begin at the same step; no number of the run changes."""
     from fsdp_pretrain.record import environment
     from fsdp_pretrain.record.profiles import MOST_RANKS, MOST_STEPS, trace_file
-    from fsdp_pretrain.record.requests import send
-    from fsdp_pretrain.watchdog.status import inspect
 
-    report = inspect(args.run)
-    if not report.running:
-        raise ConfigError(
-            f"no job of {args.run.path} is running (state {report.state})",
-            effect="the request would wait for a later start, which discards it",
-        )
+    report = running_job(args.run)
     if args.at and args.at <= (report.status.step or 0):
         raise ConfigError(f"--at {args.at}: the job is at step {report.status.step} already")
     begun = environment.view(args.run, int(args.run.segments[-1].name)).world
@@ -115,12 +104,7 @@ def _profile(args: argparse.Namespace) -> int:
             f"--steps {args.steps} --ranks {','.join(map(str, args.ranks))}: at most {MOST_STEPS} steps, {MOST_RANKS} "
             f"ranks at once, and the job has ranks 0 to {ranks - 1}"
         )
-    try:
-        send(args.run, "profile", segment=report.status.segment, steps=args.steps, at=args.at, ranks=args.ranks)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write to {args.run.control}: {error.strerror}", effect="the request was not sent"
-        ) from None
+    send_request(args.run, "profile", report, steps=args.steps, at=args.at, ranks=args.ranks)
     print(
         f"asked to trace; the journal says which steps, and when the files are in {trace_file(args.run, 0, 0).parent}\n"
         "open them at https://ui.perfetto.dev (they stay in the browser) or in chrome://tracing"

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp_pretrain.console import CommandLine, verb
+from fsdp_pretrain.console import verb
 from fsdp_pretrain.record.arguments import RUN
 
 _EXAMPLE = "runs/quickstart/run"
 
 
-def add(command: CommandLine) -> None:
-    """Add the verbs."""
-    command.add(_aim, _tensorboard, _wandb)
-
-
 @verb("aim", _EXAMPLE, RUN)
-def _aim(args: argparse.Namespace) -> int:
+def aim(args: argparse.Namespace) -> int:
     """Build, or bring up to date, the Aim run of a record."""
     return _rebuild(args, "aim", "aim up --repo {}")
 
 
 @verb("tensorboard", _EXAMPLE, RUN)
-def _tensorboard(args: argparse.Namespace) -> int:
+def tensorboard(args: argparse.Namespace) -> int:
     """Build the TensorBoard directory of a record."""
     return _rebuild(args, "tensorboard", "tensorboard --logdir {}")
 
 
 @verb("wandb", _EXAMPLE, RUN)
-def _wandb(args: argparse.Namespace) -> int:
+def wandb(args: argparse.Namespace) -> int:
     """Build the offline Weights & Biases run of a record; nothing is sent."""
     return _rebuild(args, "wandb", "wandb sync {}")
 
