@@ -83,9 +83,8 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Adam
     stored = world.decide(lambda: _stored(checkpoint, manifest))
     world.decide(lambda: _compare(checkpoint, stored, state))
     _read_tensors(world, checkpoint, manifest, stored, tensors)
-    digests = set(
-        StateDigest(world, tensors, world.replicas).totals()
-    )  # of all: replicas were sent what one of them read
+    # Of all replicas: they were sent what one of them read.
+    digests = set(StateDigest(world, tensors, world.replicas).totals())
     if digests != {manifest.state_digest}:
         raise CheckpointError(
             f"{checkpoint.path} is not the state that was saved (digest {', '.join(sorted(digests))}, "
