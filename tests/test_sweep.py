@@ -20,7 +20,7 @@ Key = tuple[str, ...]
 def times(config: Config, seconds: float, accumulation: int) -> MeasuredSteps:
     batch = accumulation * config.train.micro_batch
     rate = batch * config.data.sequence_length / seconds
-    speed = Speed(batch, seconds, 1, "cpu", rate, rate, 0.0, None, 1.0)
+    speed = Speed(batch, seconds, 1, "cpu", rate, rate, 0.0, 0.0, None, None, 1.0)
     return MeasuredSteps("run", "ours", "2.13", "float32", False, 1, 1, 1, 8, speed, 2**30, 6.0, None)
 
 
