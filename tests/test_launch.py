@@ -19,7 +19,7 @@ from sight import PATIENCE, PATIENT, rank_of, until
 
 from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.launch import outcome
-from fsdp_pretrain.launch.policy import EndedStart, decide
+from fsdp_pretrain.launch.policy import decide
 from fsdp_pretrain.record.files import RunDir, json_object, read_lines
 
 HASTE = {"stop_timeout": "120 s"}
@@ -257,7 +257,7 @@ def test_options_of_torchrun_that_it_does_not_know_are_no_failed_start(tmp_path:
     assert isinstance(ended.value.code, int)
     refused = outcome.read_outcome(RunDir(tmp_path), 0, tmp_path / "note", ended.value.code)
     assert refused.code == 78 and "torchrun rejected" in refused.reason
-    assert decide([EndedStart(0.0, refused, 0)], LaunchSection(), asked=False, host="a", elastic=False).code == 78
+    assert decide([refused], LaunchSection(), asked=False, host="a", elastic=False).code == 78
 
 
 def test_a_reason_is_no_setting(lab: Any, run_command: Any) -> None:

@@ -23,13 +23,13 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
 from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.launch.outcome import StartOutcome, segment_of
-from fsdp_pretrain.launch.policy import EndedStart, decide
+from fsdp_pretrain.launch.policy import decide
 from fsdp_pretrain.record import journal, state_files
 from fsdp_pretrain.record.files import RunDir
 
 
-def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int = 0, **facts: Any) -> EndedStart:
-    return EndedStart(at, StartOutcome(code, "why", verified=verified, **facts), before)
+def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int = 0, **facts: Any) -> StartOutcome:
+    return StartOutcome(code, "why", verified=verified, verified_before=before, at=at, **facts)
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def ended(code: int | None, verified: int = 0, *, at: float = 0.0, before: int =
     ],
 )
 @pytest.mark.promise("exit-codes")
-def test_what_follows_an_end(history: list[EndedStart], code: int | None) -> None:
+def test_what_follows_an_end(history: list[StartOutcome], code: int | None) -> None:
     """A job that may shrink goes on without a bad host."""
     decision = decide(history, LaunchSection(), asked=False, host="here", elastic=False)
     assert decision.code == code
     asked = decide(history, LaunchSection(), asked=True, host="here", elastic=False)
-    assert asked.code == (code if history[-1].outcome.code in (0, 76, 78, 93) else 75)
+    assert asked.code == (code if history[-1].code in (0, 76, 78, 93) else 75)
     shrunk = decide(history, LaunchSection(), asked=False, host="here", elastic=True)
     assert shrunk.code == (None if code == 76 else code)
     bad = decide(history, LaunchSection(), asked=False, host="other", elastic=True)
@@ -66,7 +66,7 @@ def test_what_follows_an_end(history: list[EndedStart], code: int | None) -> Non
 
 @pytest.mark.promise("no-loops")
 def test_pauses_grow_and_progress_shortens_them() -> None:
-    def pause(history: list[EndedStart]) -> float:
+    def pause(history: list[StartOutcome]) -> float:
         settings = LaunchSection(attempts=9)
         return decide(history, settings, asked=False, host="here", elastic=False).pause
 
@@ -77,10 +77,10 @@ def test_pauses_grow_and_progress_shortens_them() -> None:
 def test_nodes_that_do_not_meet_are_no_failed_start() -> None:
     """All try for `join_timeout` in total, then 75; starts before and after count as if these had not happened."""
 
-    def unmet(at: float, seconds: float) -> EndedStart:
-        return EndedStart(at, StartOutcome(None, "why", joined=False), 0, seconds=seconds)
+    def unmet(at: float, seconds: float) -> StartOutcome:
+        return StartOutcome(None, "why", joined=False, at=at, seconds=seconds)
 
-    def code(*history: EndedStart) -> int | None:
+    def code(*history: StartOutcome) -> int | None:
         return decide(history, LaunchSection(), asked=False, host="here", elastic=False).code
 
     assert code(unmet(300, 300)) == code(*(unmet(70.0 * n, 60) for n in range(1, 6))) == 75
@@ -112,7 +112,7 @@ def test_deaths_at_the_same_step_are_named(apart: int) -> None:
 def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1.5 times four steps and two saves, at least what is configured or two minutes; Slurm gets the limit."""
     run = RunDir(tmp_path)
-    assert limit.needed_grace(run) is None and limit.grace(run) == 120
+    assert limit.grace(run) == 120
     segment = run.new_segment()
     parts = {"iteration": 20.0, "data": 0.0, "checkpoint": 0.0}
     lines = [json.dumps(records.metric(step, seconds=parts)) for step in range(2_000)]
@@ -120,7 +120,7 @@ def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.Monk
     for seconds in (999.0, 30.0, 25.0, 50.0, 30.0, 30.0):
         journal.add(run, "checkpoint", "saved", step=1, seconds=seconds, bytes=1)
     needed = 1.5 * (4 * 20 + 2 * 50)
-    assert limit.needed_grace(run) == limit.grace(run) == needed
+    assert limit.grace(run) == max(120, needed)
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1500")
     clock = {"now": 50.0, "wall": 1000.0}
     assert limit.deadline(3600, **clock) == 550 and limit.deadline(100, **clock) == 150

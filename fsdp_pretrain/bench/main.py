@@ -28,11 +28,11 @@ def main() -> int:
         raise ConfigError("--sweep and --peers start processes of their own", remedy="start it without torchrun")
     if args.sweep:
         tried = sweep.sweep(config, command, args.overrides, ranks=args.ranks, limit=args.limit)
-        _deliver(args, [asdict(each) for each in tried], sweep.render(tried))
+        _deliver(args, [asdict(each) for each in tried], "\n".join(sweep.render(tried)))
         return 0 if any(each.times for each in tried) else 1
     if args.peers:
         compared = peers.compare(config, command, rounds=args.rounds, limit=args.limit)
-        _deliver(args, asdict(compared), peers.render(compared))
+        _deliver(args, asdict(compared), "\n".join(peers.render(compared)))
         return 1 if compared.failed else 0
     if args.side != peers.OURS:
         times = sides.measure(args.side, config, steps=args.steps, warmup=args.warmup)

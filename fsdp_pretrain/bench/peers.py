@@ -35,10 +35,6 @@ class Comparison:
     rounds: list[dict[str, MeasuredSteps]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
-    def of(self, side: str) -> list[MeasuredSteps]:
-        """The results of a side."""
-        return [each[side] for each in self.rounds if side in each]
-
     def ratio(self, side: str) -> Spread | None:
         """A side's step time divided by ours in the same round; None without a common round."""
         both = [
@@ -94,16 +90,8 @@ def _check(config: Config) -> None:
         )
 
 
-def _seconds(found: Sequence[MeasuredSteps]) -> Spread:
-    return Spread.of([each.speed.seconds_per_step for each in found])
-
-
-def render(result: Comparison) -> str:
-    """The results for people."""
-    return "\n".join(_lines(result))
-
-
-def _lines(result: Comparison) -> Iterator[str]:
+def render(result: Comparison) -> Iterator[str]:
+    """The results for people, in lines."""
     shared = next((times for each in result.rounds for times in each.values()), None)
     if shared is None:
         yield "no side could be measured"
@@ -113,8 +101,9 @@ def _lines(result: Comparison) -> Iterator[str]:
             f"{shared.torch}; {len(result.rounds)} rounds of {shared.steps} steps, median [least to most]"
         )
     for side in SIDES:
-        if found := result.of(side):
+        if found := [each[side] for each in result.rounds if side in each]:
             ratio = "" if side == OURS or result.ratio(side) is None else f", {result.ratio(side)} of ours"
-            yield f"  {side:<13} step {_seconds(found)}s{ratio}; loss {found[-1].loss:.3f}"
+            seconds = Spread.of([each.speed.seconds_per_step for each in found])
+            yield f"  {side:<13} step {seconds}s{ratio}; loss {found[-1].loss:.3f}"
             yield f"  {'':<13} the last: {found[-1]}"
     yield from (f"  {side:<13} failed: {reason}" for side, reason in result.failed.items())

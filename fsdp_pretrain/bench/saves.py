@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.checkpoint import dcp
-from fsdp_pretrain.checkpoint.async_save import Pending, Stager
+from fsdp_pretrain.checkpoint.async_save import Stager, in_background
 from fsdp_pretrain.checkpoint.loading import state_dict
 from fsdp_pretrain.checkpoint.manager import make_facts
 from fsdp_pretrain.checkpoint.store import Store
@@ -86,10 +86,10 @@ def _round(
     usual = statistics.median(step_bench.run_steps(trainer, 1) for _ in range(steps))
     start = time.perf_counter()
     copy = stager.copy(state_dict(trainer.model, trainer.optimizer))
-    pending = Pending(lambda: save(writers, 2, copy))
+    pending = in_background(lambda: save(writers, 2, copy))
     stall = time.perf_counter() - start
     beside = 0
-    while not all(world.gather(pending.done)):
+    while not all(world.gather(pending.done())):
         step_bench.run_steps(trainer, 1)
         beside += 1
     pending.result()

@@ -25,7 +25,6 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.models.masks import choose_backend
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.plan import flops
 from fsdp_pretrain.plan.plan import count_parameters
 from fsdp_pretrain.train.trainer import DataStream
 
@@ -69,17 +68,8 @@ def measure(name: str, config: Config, *, steps: int, warmup: int) -> MeasuredSt
     for _ in range(steps):
         loop.step()
     loss = loop.loss()
-    seconds = (time.perf_counter() - start) / steps
-    return step_times(
-        config,
-        device,
-        batch=config.schedule.batch.full,
-        steps=steps,
-        seconds=seconds,
-        loss=loss,
-        memory=flops.memory_in_use(device),
-        side=name,
-    )
+    seconds, batch = (time.perf_counter() - start) / steps, config.schedule.batch.full
+    return step_times(config, alone, batch=batch, steps=steps, seconds=seconds, loss=loss, side=name)
 
 
 def _build_plain(config: Config, world: World) -> Network:

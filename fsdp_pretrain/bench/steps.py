@@ -142,20 +142,11 @@ def measure(config: Config, world: World, *, steps: int, warmup: int, accumulati
     run_steps(trainer, warmup)
     seconds = run_steps(trainer, steps) / steps
     timed = records.records[warmup:]
-    return step_times(
-        config,
-        world.device,
-        batch=batch,
-        steps=steps,
-        seconds=max(world.gather(seconds)),
-        loss=float(timed[-1].loss.mean),
-        mesh_shape=(world.replicas, world.shards),
-        memory=max(world.gather(flops.memory_in_use(world.device))),
-        parts={
-            part: statistics.median(getattr(record.seconds, part) for record in timed)
-            for part in StepSeconds.model_fields
-        },
-    )
+    parts = {
+        part: statistics.median(getattr(record.seconds, part) for record in timed) for part in StepSeconds.model_fields
+    }
+    loss = float(timed[-1].loss.mean)
+    return step_times(config, world, batch=batch, steps=steps, seconds=seconds, loss=loss, parts=parts)
 
 
 def run_steps(trainer: Trainer, steps: int) -> float:
@@ -170,20 +161,18 @@ def run_steps(trainer: Trainer, steps: int) -> float:
 
 def step_times(
     config: Config,
-    device: torch.device,
+    world: World,
     *,
     batch: int,
     steps: int,
     seconds: float,
     loss: float,
-    memory: int,
     side: str = "ours",
-    mesh_shape: tuple[int, int] = (1, 1),
     parts: dict[str, float] | None = None,
 ) -> MeasuredSteps:
-    """The result for a measured step; `mesh_shape`: replicas and shards."""
-    parameters, name = count_parameters(config.model), flops.device_name(device)
-    replicas, shards = mesh_shape
+    """The result for a step that took this rank some seconds. Collective."""
+    parameters, device = count_parameters(config.model), world.device
+    seconds, name = max(world.gather(seconds)), flops.device_name(device)
     return MeasuredSteps(
         run=config.run.name,
         side=side,
@@ -191,11 +180,11 @@ def step_times(
         dtype=str(fsdp.compute_dtype(config, device)).removeprefix("torch."),
         compiled=fsdp.compiles(config, device),
         parameters=parameters,
-        replicas=replicas,
-        shards=shards,
+        replicas=world.replicas,
+        shards=world.shards,
         steps=steps,
-        speed=flops.speed(config, parameters, batch=batch, seconds=seconds, devices=replicas * shards, device=name),
-        memory=memory,
+        speed=flops.speed(config, parameters, batch=batch, seconds=seconds, devices=world.size, device=name),
+        memory=max(world.gather(flops.memory_in_use(device))),
         loss=loss,
         parts=parts,
     )

@@ -88,12 +88,8 @@ def sweep(
     return sorted(tried, key=lambda way: -(way.times.speed.tokens_per_second if way.times else 0.0))
 
 
-def render(tried: Sequence[TriedWay]) -> str:
-    """The ways for people."""
-    return "\n".join(_lines(tried))
-
-
-def _lines(tried: Sequence[TriedWay]) -> Iterator[str]:
+def render(tried: Sequence[TriedWay]) -> Iterator[str]:
+    """The ways for people, in lines."""
     best = tried[0].times if tried else None
     if best is None:
         yield "nothing fits: shard over more ranks (parallel.shard), or look at the reasons below"

@@ -1,7 +1,7 @@
 """Background checkpoints: the state is copied to host memory, and a thread writes the copy while training continues.
 
 The thread runs the synchronous save over its own process group: collectives of two threads on one group would
-interleave. At most one save is in flight; `Pending` has its outcome.
+interleave. At most one save is in flight.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,41 +24,18 @@ _PAGE = 4096
 """Copies of at least this many bytes are pinned."""
 
 
-class Pending(Generic[T]):
-    """A call that runs in a daemon thread."""
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """Run a call in a daemon thread: one that hangs does not keep the process, as an executor's would."""
+    future: Future[T] = Future()
 
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._result: T | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._result = self._work()
+            future.set_result(work())
         except BaseException as error:  # whatever it is, it must reach the main thread
-            self._error = error
+            future.set_exception(error)
 
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for the call to end. Returns `done`."""
-        self._thread.join(timeout)
-        return self.done
-
-    def result(self) -> T:
-        """The call's return value, or its exception raised. Only when `done`."""
-        assert self.done
-        if self._error is not None:
-            raise self._error
-        return cast(T, self._result)
+    threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
+    return future
 
 
 class Stager:

@@ -25,7 +25,7 @@ from fsdp_pretrain.record.journal import Kind
 from fsdp_pretrain.units import human_bytes
 
 from .delivery import root_cause
-from .digest import StateDigest, state_digest
+from .digest import StateDigest
 from .disk_space import Prune, SpaceNeeded, make_room
 from .layout import FILE_BYTES, SaveLayout, TensorRows, file_name, layout_of
 from .loading import flatten, verify
@@ -166,7 +166,7 @@ def _write(
     Raises:
         StorageError: on every rank, if any failed.
     """
-    digest, failure = StateDigest(world), None
+    digest, failure = StateDigest(world, {} if fetch else state), None
     written: list[FileEntry] = []
     lengths: list[int] = []
 
@@ -189,8 +189,7 @@ def _write(
             free = f" ({human_bytes(shutil.disk_usage(attempt.parent).free)} free)"
         raise StorageError(f"writing {attempt.with_name(attempt.name.partition('.')[0])} failed: {failures[0]}{free}")
     descriptions = layout.descriptions([sizes for _, _, sizes in outcomes]) if world.is_main else {}
-    total = digest.totals()[0] if fetch else state_digest(world, state)
-    return [entry for _, files, _ in outcomes for entry in files], descriptions, total
+    return [entry for _, files, _ in outcomes for entry in files], descriptions, digest.totals()[0]
 
 
 def _write_pieces(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import xxhash
@@ -22,28 +22,16 @@ _CHUNK = {"cpu": 2**16, "cuda": 2**22}
 _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio, as a signed integer
 
 
-def state_digest(world: World, tensors: dict[str, Any]) -> str:
-    """The hash of named tensors, plain or sharded over dim 0, in the first replica; the same on every rank. It covers
-    the names."""
-    return replica_digests(world, tensors, replicas=1)[0]
-
-
-def replica_digests(world: World, tensors: dict[str, Any], *, replicas: int | None = None) -> list[str]:
-    """The hashes of the first replicas; default: of all."""
-    digest = StateDigest(world, replicas)
-    for name, tensor in tensors.items():
-        digest.add(name, tensor)
-    return digest.totals()
-
-
 class StateDigest:
-    """The hash of tensors that are added one at a time, in each of the first `replicas`; None: in all.
+    """The hash of named tensors, plain or sharded over dim 0, in each of the first `replicas`. It covers the names.
 
     A plain tensor is assumed to be equal on every rank of a replica, and counted once.
     """
 
-    def __init__(self, world: World, replicas: int | None = 1) -> None:
-        self._world, self._replicas, self._own = world, world.replicas if replicas is None else replicas, 0
+    def __init__(self, world: World, tensors: Mapping[str, Tensor], replicas: int = 1) -> None:
+        self._world, self._replicas, self._own = world, replicas, 0
+        for name, tensor in tensors.items():
+            self.add(name, tensor)
 
     def add(self, name: str, tensor: Tensor) -> None:
         replica, shard = divmod(self._world.rank, self._world.shards)

@@ -16,7 +16,7 @@ from fsdp_pretrain.parallel.mesh import World, local_part, local_rows
 from fsdp_pretrain.parallel.optimizer import AdamW
 
 from .delivery import Delivery, parse_chunk, place, read_archive, root_cause
-from .digest import replica_digests
+from .digest import StateDigest
 from .layout import leaves
 from .manifest import CheckpointManifest
 from .store import CONFIG, TRAIN_STATE, Checkpoint, verify_files
@@ -83,7 +83,8 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Adam
     stored = world.decide(lambda: _stored(checkpoint, manifest))
     world.decide(lambda: _compare(checkpoint, stored, state))
     _read_tensors(world, checkpoint, manifest, stored, tensors)
-    digests = set(replica_digests(world, tensors))  # of all: replicas were sent what one of them read
+    # Of all replicas: they were sent what one of them read.
+    digests = set(StateDigest(world, tensors, world.replicas).totals())
     if digests != {manifest.state_digest}:
         raise CheckpointError(
             f"{checkpoint.path} is not the state that was saved (digest {', '.join(sorted(digests))}, "

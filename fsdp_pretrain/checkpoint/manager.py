@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp_pretrain import __version__
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.optimizer import AdamW
+from fsdp_pretrain.record.files import RunDir
 
 from . import dcp
-from .async_save import Pending, Stager
+from .async_save import Stager, in_background
 from .loading import state_dict
-from .manifest import Facts, is_permanent
+from .manifest import Facts, RunIdentity, is_permanent
 from .state import TrainState
 from .store import Checkpoint, Store
-from .training_objects import TrainingObjects
+
+
+@dataclass(frozen=True)
+class TrainingObjects:
+    """A run in training; `model` and `optimizer` are sharded."""
+
+    world: World
+    run: RunDir
+    model: nn.Module
+    optimizer: AdamW
+    config: Config
+    identity: RunIdentity
 
 
 class CheckpointManager:
@@ -69,7 +84,7 @@ class CheckpointManager:
         self._world.together(self._guard)
         return self._save(self._world, state, self._tensors(), self._facts(state, final), self._config)
 
-    def begin(self, state: TrainState) -> Pending[dcp.SaveResult]:
+    def begin(self, state: TrainState) -> Future[dcp.SaveResult]:
         """Copy the state, then do the same as `save` in the background; training may continue on return.
 
         Raises:
@@ -78,7 +93,7 @@ class CheckpointManager:
         self._world.together(self._guard)
         tensors = self._world.together(lambda: self._stager.copy(self._tensors()))
         world, facts, config = self._world.on(self._writers), self._facts(state, False), self._config
-        return Pending(lambda: self._save(world, state, tensors, facts, config))
+        return in_background(lambda: self._save(world, state, tensors, facts, config))
 
     def renew(self) -> None:
         """Create a new process group and new copy buffers for background saves.

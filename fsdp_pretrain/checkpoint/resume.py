@@ -29,10 +29,10 @@ from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.units import human_count
 
 from .loading import DamagedError, load, verify
+from .manager import TrainingObjects
 from .manifest import SavedState
 from .state import TrainState, forbidden
 from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, verify_files
-from .training_objects import TrainingObjects
 
 
 @dataclass(frozen=True)

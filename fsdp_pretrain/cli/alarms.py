@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import JSON, CommandLine, argument, verb
+from fsdp_pretrain.console import JSON, argument, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.arguments import RUN
 from fsdp_pretrain.record.files import age
@@ -20,13 +20,8 @@ if TYPE_CHECKING:
 _EXAMPLE = "runs/quickstart/run"
 
 
-def add(command: CommandLine) -> None:
-    """Add the verbs."""
-    command.add(_alarms, _ack, _notify)
-
-
 @verb("alarms", _EXAMPLE, RUN, argument("--all", action="store_true", help="also those that are over"), JSON)
-def _alarms(args: argparse.Namespace) -> int:
+def alarms(args: argparse.Namespace) -> int:
     """The alarms of a run that are open. Exit 0 none, 1 warnings, 2 critical ones."""
     from fsdp_pretrain.severity import Severity
     from fsdp_pretrain.watchdog.notify.alarms import read_alarms
@@ -55,7 +50,7 @@ def _render(alarm: Alarm) -> str:
 
 
 @verb("ack", f"{_EXAMPLE} disk/run", RUN, argument("key", help="of the alarm, as `fsdp-pretrain alarms` shows it"))
-def _ack(args: argparse.Namespace) -> int:
+def ack(args: argparse.Namespace) -> int:
     """Acknowledge an alarm: you take it, and no reminders are sent. It is sent again if it gets worse."""
     from fsdp_pretrain.watchdog.notify.operator import acknowledge
 
@@ -65,7 +60,7 @@ def _ack(args: argparse.Namespace) -> int:
 
 
 @verb("notify", _EXAMPLE, RUN, JSON)
-def _notify(args: argparse.Namespace) -> int:
+def notify(args: argparse.Namespace) -> int:
     """Send a test message through every channel of a run, with the secrets of your environment. Exit 1 if one fails."""
     from tqdm import tqdm
 

@@ -42,20 +42,37 @@ _POLL_SECONDS, _LOOK_SECONDS = 0.1, 2.0
 def control(args: argparse.Namespace) -> int:
     """Ask the running job to save a checkpoint, or to save and stop; to hold its ranks idle between two steps (pause),
     and to go on (resume); to go on with other settings (set), for good, after a preview."""
-    from fsdp_pretrain.watchdog.status import inspect
-
     if args.action != "set" and (args.overrides or args.over or args.at is not None):
         raise ConfigError(f"KEY=VALUE, --over and --at belong to `set`, not to `{args.action}`")
-    report = inspect(args.run, brief=True)
-    if not report.running:
-        raise ConfigError(
-            f"no job of {args.run.path} is running (state {report.state})",
-            effect="the request would wait for a later start, which discards it",
-        )
+    report = running_job(args.run)
     if args.action == "set":
         return _set(args, report)
     _show(args, answer=_ask(args, report, reason=args.reason))
     return 0
+
+
+def running_job(run: RunDir) -> StatusReport:
+    """The status of the job of a run. Raises ConfigError if none is running."""
+    from fsdp_pretrain.watchdog.status import inspect
+
+    report = inspect(run, brief=True)
+    if not report.running:
+        raise ConfigError(
+            f"no job of {run.path} is running (state {report.state})",
+            effect="the request would wait for a later start, which discards it",
+        )
+    return report
+
+
+def send_request(run: RunDir, action: str, report: StatusReport, **content: Any) -> Path:
+    """Send a request to the running job; the file, see `record.requests.send`. Raises StorageError."""
+    from fsdp_pretrain.record.requests import send
+
+    try:
+        return send(run, action, segment=report.status.segment, **content)
+    except OSError as error:
+        effect = "the request was not sent"
+        raise StorageError(f"cannot write to {run.control}: {error.strerror}", effect=effect) from None
 
 
 def _set(args: argparse.Namespace, report: StatusReport) -> int:
@@ -112,7 +129,6 @@ def _show(args: argparse.Namespace, **found: Any) -> None:
 
 def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict[str, Any]:
     """Send the request and wait for its answer. Raises UserError: it was refused, or not answered in time."""
-    from fsdp_pretrain.record.requests import send
     from fsdp_pretrain.watchdog.status import inspect
 
     def runs() -> bool:
@@ -121,11 +137,7 @@ def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict
 
     patience = args.wait or max(_PATIENCE, _STEPS * (report.status.iteration_seconds or 0.0))
     offset = args.run.journal.stat().st_size if args.run.journal.exists() else 0
-    try:
-        request = send(args.run, args.action, segment=report.status.segment, **content)
-    except OSError as error:
-        effect = "the request was not sent"
-        raise StorageError(f"cannot write to {args.run.control}: {error.strerror}", effect=effect) from None
+    request = send_request(args.run, args.action, report, **content)
     try:
         answer = _wait(args.run, request, offset, runs, patience)
     except KeyboardInterrupt:

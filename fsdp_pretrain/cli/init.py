@@ -7,7 +7,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from fsdp_pretrain.console import CommandLine, argument, verb
+from fsdp_pretrain.console import argument, verb
 from fsdp_pretrain.errors import ConfigError, shortened
 
 STARTER = Path(__file__).resolve().parent.parent / "starter"
@@ -30,13 +30,8 @@ Your own: change configs/runs/llama-7b-hsdp.toml, then:
 """
 
 
-def add(command: CommandLine) -> None:
-    """Add the verb."""
-    command.add(_init)
-
-
 @verb("init", "my-project", argument("directory", type=Path, metavar="DIR", help="may exist; made if it does not"))
-def _init(args: argparse.Namespace) -> int:
+def init(args: argparse.Namespace) -> int:
     """Copy a starting set into a directory: configurations of models and runs, alert rules, Slurm scripts, a JobSet.
     Files that were copied before and changed are never overwritten."""
     from fsdp_pretrain.atomic import create_file

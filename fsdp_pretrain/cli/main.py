@@ -17,22 +17,23 @@ from fsdp_pretrain.record import journal
 from fsdp_pretrain.record.arguments import RUN, SEGMENT
 from fsdp_pretrain.units import human_bytes
 
-from . import alarms, checkpoints, init, launch, plan, steps, trackers
+from . import checkpoints, launch, steps
+from .alarms import ack, alarms, notify
 from .control import control
+from .init import init
+from .plan import plan
+from .trackers import aim, tensorboard, wandb
 from .watch import watch
 
 
 def main() -> int:
     """Entry point of the console script."""
     command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
-    init.add(command)
-    plan.add(command)
-    command.add(_status, watch)
+    command.add(init, plan, _status, watch)
     checkpoints.add(command)
-    alarms.add(command)
-    command.add(_rollback, _fork, control, _where, _journal, _goodput, _report, _note)
+    command.add(alarms, ack, notify, _rollback, _fork, control, _where, _journal, _goodput, _report, _note)
     steps.add(command)
-    trackers.add(command)
+    command.add(aim, tensorboard, wandb)
     launch.add(command)
     command.add(_config_reference)
     return command.run()

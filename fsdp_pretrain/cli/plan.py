@@ -7,17 +7,12 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, positive, verb
+from fsdp_pretrain.console import JSON, argument, byte_count, positive, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.record.arguments import import_extra
 
 if TYPE_CHECKING:
     from fsdp_pretrain.config.config import Config
-
-
-def add(command: CommandLine) -> None:
-    """Add the verb."""
-    command.add(_plan)
 
 
 def _share(text: str) -> float:
@@ -50,7 +45,7 @@ def _share(text: str) -> float:
     argument("--at", help="print the schedule at a point, such as '43680 steps', or at several: '22_800,22_801 steps'"),
     JSON,
 )
-def _plan(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace) -> int:
     """What a configuration means in numbers: parameters, memory, FLOPs, mesh, disk, schedule; and what in it is
     probably not meant. Exit 78 on a contradiction."""
     from fsdp_pretrain.config.config import load

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 
 from fsdp_pretrain.console import CommandLine, argument, positive, step_number, verb
-from fsdp_pretrain.errors import ConfigError, StorageError
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
+
+from .control import running_job, send_request
 
 
 def add(command: CommandLine) -> None:
@@ -90,15 +92,9 @@ def _profile(args: argparse.Namespace) -> int:
     """Trace steps of the running job with PyTorch's profiler: one file per rank in RUN/profiles, for Perfetto or
     chrome://tracing. All ranks begin at the same step; no number of the run changes."""
     from fsdp_pretrain.record import environment
-    from fsdp_pretrain.record.requests import MOST_RANKS, MOST_STEPS, send
-    from fsdp_pretrain.watchdog.status import inspect
+    from fsdp_pretrain.record.requests import MOST_RANKS, MOST_STEPS
 
-    report = inspect(args.run)
-    if not report.running:
-        raise ConfigError(
-            f"no job of {args.run.path} is running (state {report.state})",
-            effect="the request would wait for a later start, which discards it",
-        )
+    report = running_job(args.run)
     if args.at and args.at <= (report.status.step or 0):
         raise ConfigError(f"--at {args.at}: the job is at step {report.status.step} already")
     begun = environment.view(args.run, int(args.run.segments[-1].name)).world
@@ -108,12 +104,7 @@ def _profile(args: argparse.Namespace) -> int:
             f"--steps {args.steps} --ranks {','.join(map(str, args.ranks))}: at most {MOST_STEPS} steps, {MOST_RANKS} "
             f"ranks at once, and the job has ranks 0 to {ranks - 1}"
         )
-    try:
-        send(args.run, "profile", segment=report.status.segment, steps=args.steps, at=args.at, ranks=args.ranks)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write to {args.run.control}: {error.strerror}", effect="the request was not sent"
-        ) from None
+    send_request(args.run, "profile", report, steps=args.steps, at=args.at, ranks=args.ranks)
     print(
         f"asked to trace; the journal says which steps, and when the files are in {args.run.profiles}\n"
         "open them at https://ui.perfetto.dev (they stay in the browser) or in chrome://tracing"

@@ -27,9 +27,6 @@ def add_torchrun_options(parser: argparse.ArgumentParser) -> None:
         help="further settings of the rendezvous; is_host=false for a second launcher on the first node",
     )
     options.add_argument("--rdzv-id", "--rdzv_id", help="name of the job (default: the configuration's file name)")
-    options.add_argument(
-        "--local-addr", "--local_addr", help="address of this node, if other nodes resolve its host name differently"
-    )
 
 
 def _ranks(text: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import socket
 import sys
 import time
@@ -64,10 +63,8 @@ class NodeSum:
 def main() -> int:
     """Check, print on rank 0, exit 0 or 1."""
     parser = Parser(prog="python -m fsdp_pretrain.launch.doctor", description=__doc__)
-    parser.add_argument(
-        "--slow", type=float, default=1.15, help="of the median time of a matrix product (default: 1.15)"
-    )
-    parser.add_argument("--slow-sum", type=float, default=1.5, help="the same for all-reduce sums (default: 1.5)")
+    parser.add_argument("--slow", type=float, default=1.15, help="matrix products, of their median (default: 1.15)")
+    parser.add_argument("--slow-sum", type=float, default=1.5, help="all-reduces, of theirs (default: 1.5)")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torchrun.die_with_launcher()
@@ -78,12 +75,10 @@ def _check(args: argparse.Namespace) -> int:
     info = RankInfo.from_environment()
     device = device_of(info)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
     open_files.raise_limit(open_files.files_needed(info.world, info.local_world))
-    dist.init_process_group(backend, store=store, timeout=_TIMEOUT, rank=info.rank, world_size=info.world)
-    checker = Checker(info, device)
-    ranks = checker.products()
-    sums = checker.sums(ranks)
+    dist.init_process_group(backend, timeout=_TIMEOUT, rank=info.rank, world_size=info.world)
+    ranks = _products(info, device)
+    sums = _sums(info, device, ranks)
     problems = [*_bad_ranks(ranks, args.slow), *_bad_nodes(ranks, sums, args.slow_sum)]
     if info.rank == 0:
         found = {"ranks": [asdict(one) for one in ranks], "sums": [asdict(one) for one in sums], "problems": problems}
@@ -93,66 +88,61 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if not problems or torchrun.leave_note(1, problems[0]) else 1
 
 
-class Checker:
-    """The measurements. All ranks call its methods together."""
+def _products(info: RankInfo, device: torch.device) -> list[RankFacts]:
+    """What every rank is, with the time of a matrix product."""
+    size, kind, hardware = 256, torch.float32, "cpu"
+    if device.type == "cuda":
+        memory = human_bytes(torch.cuda.get_device_properties(device).total_memory)
+        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)} with {memory}"
+        size, kind = 8192, torch.bfloat16
+    ones = torch.ones(size, size, dtype=kind, device=device)
+    into = torch.empty_like(ones)
+    seconds = _best(lambda: torch.mm(ones, ones, out=into), device)
+    return _gather(RankFacts(info.rank, info.node, socket.gethostname(), hardware, seconds))
 
-    def __init__(self, info: RankInfo, device: torch.device) -> None:
-        self._info, self._device = info, device
-        self._cuda = device.type == "cuda"
-        self._gloo = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-        self._values = torch.empty((256 if self._cuda else 1) * 2**18, device=device)
 
-    def products(self) -> list[RankFacts]:
-        """What every rank is, with the time of a matrix product."""
-        size, kind, hardware = 256, torch.float32, "cpu"
-        if self._cuda:
-            memory = human_bytes(torch.cuda.get_device_properties(self._device).total_memory)
-            hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(self._device)} with {memory}"
-            size, kind = 8192, torch.bfloat16
-        ones = torch.ones(size, size, dtype=kind, device=self._device)
-        into = torch.empty_like(ones)
-        seconds = self._best(lambda: torch.mm(ones, ones, out=into))
-        return self._gather(RankFacts(self._info.rank, self._info.node, socket.gethostname(), hardware, seconds))
+def _sums(info: RankInfo, device: torch.device, ranks: Sequence[RankFacts]) -> list[NodeSum]:
+    """All-reduces in rounds of node pairs."""
+    values, found = torch.empty((256 if device.type == "cuda" else 1) * 2**18, device=device), []
+    for pairs in pair_rounds(sorted({rank.node for rank in ranks})):
+        members = {pair: [rank.rank for rank in ranks if rank.node in pair] for pair in pairs}
+        groups = {pair: dist.new_group(those) for pair, those in members.items()}
+        mine = next((pair for pair, those in members.items() if info.rank in those), None)
+        by_rank = _gather(None if mine is None else _sum(groups[mine], values))
+        for pair, those in members.items():
+            seconds = max(by_rank[rank][0] for rank in those)
+            rate = 2 * (len(those) - 1) / len(those) * values.nbytes / seconds
+            found.append(NodeSum(list(pair), seconds, all(by_rank[rank][1] for rank in those), rate))
+    return found
 
-    def sums(self, ranks: Sequence[RankFacts]) -> list[NodeSum]:
-        """All-reduces in rounds of node pairs."""
-        found = []
-        for pairs in pair_rounds(sorted({rank.node for rank in ranks})):
-            members = {pair: [rank.rank for rank in ranks if rank.node in pair] for pair in pairs}
-            groups = {pair: dist.new_group(those) for pair, those in members.items()}
-            mine = next((pair for pair, those in members.items() if self._info.rank in those), None)
-            by_rank = self._gather(None if mine is None else self._sum(groups[mine]))
-            for pair, those in members.items():
-                seconds = max(by_rank[rank][0] for rank in those)
-                rate = 2 * (len(those) - 1) / len(those) * 4 * self._values.numel() / seconds
-                found.append(NodeSum(list(pair), seconds, all(by_rank[rank][1] for rank in those), rate))
-        return found
 
-    def _sum(self, group: Any) -> tuple[float, bool]:
-        """Seconds of an all-reduce, and whether one of known integers that differ per element is exact."""
-        size, place = dist.get_world_size(group), dist.get_rank(group) + 1
-        places = torch.arange(self._values.numel(), device=self._device) % 1024
-        self._values.copy_(places * place)
-        dist.all_reduce(self._values, group=group)
-        right = bool((self._values == places * (size * (size + 1) // 2)).all())
-        self._values.zero_()
-        return self._best(lambda: dist.all_reduce(self._values, group=group)), right
+def _sum(group: Any, values: torch.Tensor) -> tuple[float, bool]:
+    """Seconds of an all-reduce, and whether one of known integers that differ per element is exact."""
+    size, place = dist.get_world_size(group), dist.get_rank(group) + 1
+    places = torch.arange(len(values), device=values.device) % 1024
+    values.copy_(places * place)
+    dist.all_reduce(values, group=group)
+    right = bool((values == places * (size * (size + 1) // 2)).all())
+    values.zero_()
+    return _best(lambda: dist.all_reduce(values, group=group), values.device), right
 
-    def _best(self, act: Callable[[], object]) -> float:
-        """The shortest of several runs of `act`: other load on the machine only adds time."""
-        taken = []
-        for _ in range(_REPEATS):
-            start = time.perf_counter()
-            act()
-            if self._cuda:
-                torch.cuda.synchronize(self._device)
-            taken.append(time.perf_counter() - start)
-        return min(taken)
 
-    def _gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self._info.world
-        dist.all_gather_object(values, value, group=self._gloo)
-        return values
+def _best(act: Callable[[], object], device: torch.device) -> float:
+    """The shortest of several runs of `act`: other load on the machine only adds time."""
+    taken = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        act()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def _gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)  # over gloo, which the default group has for the CPU
+    return values
 
 
 def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, ...]]]:

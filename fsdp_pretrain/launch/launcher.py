@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -27,7 +28,7 @@ from fsdp_pretrain.units import human_time
 
 from . import limit, outcome, torchrun
 from .outcome import StartOutcome
-from .policy import EndedStart, RestartDecision, decide, same_place
+from .policy import RestartDecision, decide, same_place
 from .preflight import preflight
 from .torchrun import Torchrun
 from .watch import END_SECONDS, TorchrunWatch
@@ -62,7 +63,7 @@ class Launcher:
         self._signals: list[int] = []
         self._grace = limit.grace(self._run)
         self._asked = ""
-        self._history: list[EndedStart] = []
+        self._history: list[StartOutcome] = []
 
     def run(self) -> int:
         """Start until there is a reason to end; the exit code. Raises UserError from the checks around a start."""
@@ -120,7 +121,9 @@ class Launcher:
             self._wait_for_others(ended.segment)
             ended = read()
         now = time.monotonic()
-        self._history.append(EndedStart(now, ended, verified, seconds=now - begun))
+        after = outcome.verified_step(self._run)
+        ended = replace(ended, at=now, seconds=now - begun, verified=after, verified_before=verified)
+        self._history.append(ended)
         if ended.code == Exit.RESUME_AVOIDING_HOSTS and self._first:
             _try_to_write(lambda: outcome.avoid(self._run, ended.avoid))
         elastic = ":" in self._args.nnodes
@@ -142,7 +145,7 @@ class Launcher:
     # ------------------------------------------------------------------ the journal
 
     def _report_restart(self, decision: RestartDecision) -> None:
-        last, number = self._history[-1].outcome, len(self._history) + 1
+        last, number = self._history[-1], len(self._history) + 1
         code = "no code" if last.code is None else f"exit {last.code}"
         text = f"start {number} follows in {human_time(decision.pause)}: {code}, {decision.reason}"
         _say(text)
@@ -166,7 +169,7 @@ class Launcher:
     def _end(self, decision: RestartDecision) -> int:
         assert decision.code is not None
         torchrun.ignore_requests()
-        last = self._history[-1].outcome if self._history else StartOutcome(None, "")
+        last = self._history[-1] if self._history else StartOutcome(None, "")
         _say(f"exit {decision.code}: {decision.reason}")
         if decision.overruled:
             if self._first:

@@ -16,8 +16,8 @@ _STEPS_TO_AGREE = 4
 """The step in which the request arrives, the one that sums it over the ranks, and two until the sum is read."""
 
 
-def needed_grace(run: RunDir) -> float | None:
-    """Seconds that a stop takes according to the run's record, with a margin; None without a record.
+def grace(run: RunDir) -> float:
+    """Seconds before the limit at which the ranks are to be asked to stop: by the record, with a margin.
 
     A save may be in flight when the request arrives; it is awaited before the final save.
     """
@@ -26,13 +26,8 @@ def needed_grace(run: RunDir) -> float | None:
     recent = [entry for entry, _ in journal.entries(run.journal, tail_offset(run.journal, 1 << 20))]
     saves = [entry["seconds"] for entry in journal.of_kind(recent, "checkpoint")][-_SAVES:]
     if not steps or not saves:
-        return None
-    return float(_MARGIN * (_STEPS_TO_AGREE * statistics.median(steps) + 2 * max(saves)))
-
-
-def grace(run: RunDir) -> float:
-    """Seconds before the limit at which the ranks are to be asked to stop."""
-    return max(LEAST, needed_grace(run) or 0.0)
+        return LEAST
+    return max(LEAST, float(_MARGIN * (_STEPS_TO_AGREE * statistics.median(steps) + 2 * max(saves))))
 
 
 def deadline(time_limit: float | None, now: float, wall: float) -> float | None:

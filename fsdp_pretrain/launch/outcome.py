@@ -37,8 +37,9 @@ class StartOutcome:
         segment: number of its segment; None if it ended before creating one.
         step: last recorded step, or the one it resumed from; None if it never got there.
         ahead: the following steps, one of which was being trained: see `provenance.batches_after`.
-        verified: newest step with a verified checkpoint, or 0.
+        verified, verified_before: newest step with a verified checkpoint, or 0; the same when it began.
         joined: whether the rendezvous succeeded, so that there were ranks.
+        at, seconds: when it ended (`time.monotonic`), and how long it took.
     """
 
     code: int | None
@@ -49,7 +50,10 @@ class StartOutcome:
     step: int | None = None
     ahead: tuple[dict[str, int], ...] = ()
     verified: int = 0
+    verified_before: int = 0
     joined: bool = True
+    at: float = 0.0
+    seconds: float = 0.0
 
 
 def newest_segment(run: RunDir) -> int:
@@ -96,27 +100,19 @@ def read_outcome(
         host: name of this host if there are others.
         joined: whether there were ranks.
     """
-    number, verified = segment_of(run, before, host), verified_step(run)
+    number = segment_of(run, before, host)
     if number <= before:
         left = state_files.view(note, ExitIntent)
         if left is not None:
-            return StartOutcome(left.code, left.reason, verified=verified)
+            return StartOutcome(left.code, left.reason)
         if code == 0:
-            return StartOutcome(0, "complete", verified=verified)
+            return StartOutcome(0, "complete")
         if code == WRONG_OPTIONS:
-            return StartOutcome(int(Exit.REFUSED), "torchrun rejected its options", verified=verified)
-        return StartOutcome(
-            None, f"torchrun exit {code} before training began", verified=verified, joined=joined or code != 1
-        )
+            return StartOutcome(int(Exit.REFUSED), "torchrun rejected its options")
+        return StartOutcome(None, f"torchrun exit {code} before training began", joined=joined or code != 1)
     step, ahead = _last_place(run, number)
-    ended = StartOutcome(
-        None,
-        f"ended without giving a reason (torchrun exit {code})",
-        segment=number,
-        step=step,
-        ahead=tuple(ahead),
-        verified=verified,
-    )
+    reason = f"ended without giving a reason (torchrun exit {code})"
+    ended = StartOutcome(None, reason, segment=number, step=step, ahead=tuple(ahead))
     try:
         intent = state_files.read(run.segment(number) / EXIT_INTENT, ExitIntent)
     except UserError as error:

@@ -21,21 +21,6 @@ _SAME_STEP = 2
 
 
 @dataclass(frozen=True)
-class EndedStart:
-    """One start: when it ended (`time.monotonic`), how, the verified step before it, and its duration in seconds."""
-
-    at: float
-    outcome: StartOutcome
-    verified_before: int
-    seconds: float = 0.0
-
-    @property
-    def progressed(self) -> bool:
-        """Whether it left a newer verified checkpoint."""
-        return self.outcome.verified > self.verified_before
-
-
-@dataclass(frozen=True)
 class RestartDecision:
     """What to do now: end with `code`, or if None restart after `pause` seconds. `overruled`: the launcher decided to
     end, not the run."""
@@ -47,7 +32,7 @@ class RestartDecision:
 
 
 def decide(
-    history: Sequence[EndedStart], config: LaunchSection, *, asked: bool, host: str, elastic: bool
+    history: Sequence[StartOutcome], config: LaunchSection, *, asked: bool, host: str, elastic: bool
 ) -> RestartDecision:
     """What follows the last start.
 
@@ -57,7 +42,7 @@ def decide(
         host: name of this host.
         elastic: the job may continue with fewer nodes.
     """
-    last = history[-1].outcome
+    last = history[-1]
     if last.code in (Exit.COMPLETE, Exit.REFUSED, Exit.NEEDS_PERSON):
         return RestartDecision(last.code, last.reason)
     if last.code == Exit.RESUME_AVOIDING_HOSTS and (asked or not elastic or host in last.avoid):
@@ -66,8 +51,8 @@ def decide(
         return RestartDecision(int(Exit.RESUME), last.reason if last.asked else f"asked to stop; {last.reason}")
     if not last.joined:
         return _retry_rendezvous(history, config)
-    history = [ended for ended in history if ended.outcome.joined]
-    fruitless = len(list(takewhile(lambda ended: not ended.progressed, reversed(history))))
+    history = [ended for ended in history if ended.joined]
+    fruitless = len(list(takewhile(lambda ended: ended.verified <= ended.verified_before, reversed(history))))
     recent = sum(ended.at >= history[-1].at - _WINDOW_SECONDS for ended in history)
     reason, cause = last.reason + same_place(history), ""
     if fruitless >= config.attempts:
@@ -79,20 +64,20 @@ def decide(
     return RestartDecision(None, reason, PAUSES[min(max(0, fruitless - 1), len(PAUSES) - 1)])
 
 
-def _retry_rendezvous(history: Sequence[EndedStart], config: LaunchSection) -> RestartDecision:
+def _retry_rendezvous(history: Sequence[StartOutcome], config: LaunchSection) -> RestartDecision:
     """The rendezvous failed, which is no fault of the run. All nodes retry as long as the one that waits longest."""
-    first = list(takewhile(lambda ended: not ended.outcome.joined, reversed(history)))[-1]
-    waited, reason = history[-1].at - first.at + first.seconds, history[-1].outcome.reason
+    first, last = list(takewhile(lambda ended: not ended.joined, reversed(history)))[-1], history[-1]
+    waited, reason = last.at - first.at + first.seconds, last.reason
     if waited >= config.join_timeout.value:
         reason = f"the nodes did not find each other within {human_time(waited)}: {reason}"
         return RestartDecision(int(Exit.RESUME), reason)
     return RestartDecision(None, f"the nodes did not find each other: {reason}", PAUSES[0])
 
 
-def same_place(history: Sequence[EndedStart]) -> str:
+def same_place(history: Sequence[StartOutcome]) -> str:
     """A message if the last two starts died at the same step; else empty."""
-    last = history[-1].outcome
-    before = history[-2].outcome.step if len(history) > 1 else None
+    last = history[-1]
+    before = history[-2].step if len(history) > 1 else None
     if before is None or last.step is None or abs(last.step - before) > _SAME_STEP:
         return ""
     batches = ", ".join(f"step {each['step']} samples {each['first']}:{each['cursor']}" for each in last.ahead)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 from fsdp_pretrain.checkpoint.upcoming import next_fit
@@ -35,7 +34,14 @@ def preflight(config: Config, run: RunDir, nproc: str) -> list[str]:
     _write_test(run.path)
     _write_test(run.checkpoints)
     check_devices(nproc)
-    return list(_check_space(config, run))
+    fit = next_fit(run, config)
+    if fit is not None and fit.severity is Severity.CRIT:
+        raise ConfigError(
+            fit.text,
+            effect="training would run without new checkpoints, and end with exit 93",
+            remedy="free space there, or keep fewer checkpoints (checkpoint.keep_last)",
+        )
+    return [fit.text] if fit is not None and fit.severity is not None else []
 
 
 def _write_test(directory: Path) -> None:
@@ -81,17 +87,3 @@ def check_devices(nproc: str) -> None:
             effect="two ranks would share a device, or find none",
             remedy="start one rank per GPU; if one is missing, check the driver and run fsdp-pretrain doctor",
         )
-
-
-def _check_space(config: Config, run: RunDir) -> Iterator[str]:
-    """Raises ConfigError if the next checkpoint does not fit, whatever is pruned for it."""
-    fit = next_fit(run, config)
-    if fit is None or fit.severity is None:
-        return
-    if fit.severity is Severity.CRIT:
-        raise ConfigError(
-            fit.text,
-            effect="training would run without new checkpoints, and end with exit 93",
-            remedy="free space there, or keep fewer checkpoints (checkpoint.keep_last)",
-        )
-    yield fit.text

@@ -61,7 +61,6 @@ def command(
         conf = ",".join(f"{key}={value}" for key, value in {**_settings(usual), **_settings(args.rdzv_conf)}.items())
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
         meeting += ["--rdzv-id", args.rdzv_id, "--rdzv-conf", conf]
-        meeting += ["--local-addr", args.local_addr] if args.local_addr else []
     return [
         *(sys.executable, "-m", "fsdp_pretrain.launch.elastic_agent", "--signals-to-handle", "SIGHUP,SIGQUIT"),
         *("--nnodes", args.nnodes, "--nproc-per-node", args.nproc_per_node, "--max-restarts", "0", *meeting, *rest),

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 
-from fsdp_pretrain.checkpoint.async_save import Pending
 from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.manager import CheckpointManager
 from fsdp_pretrain.checkpoint.state import TrainState
@@ -52,7 +52,7 @@ class Checkpointing:
         self._patience = config.parallel.timeout.value
         self._after_save, self._recorder = after_save, recorder
         self.saved_step = step
-        self._pending: Pending[SaveResult] | None = None
+        self._pending: Future[SaveResult] | None = None
         self._pending_step, self._number, self._reported = step, 0, False
         self._failures, self._retry_at = 0, math.inf
         self._safe_at = time.monotonic()
@@ -86,11 +86,11 @@ class Checkpointing:
         The first is summed over the ranks and passed to `all_ended`; the others follow rank 0's clock.
         """
         pending, done = self._pending, 0
-        if pending is not None and pending.done:
+        if pending is not None and pending.done():
             done = self._number
-            if pending.error is not None and not self._reported:  # the alarm does not wait for the other ranks
+            if (error := pending.exception()) and not self._reported:  # the alarm does not wait for the other ranks
                 self._reported = True
-                self._report_failure(self._failures + 1, _cause(pending.error))
+                self._report_failure(self._failures + 1, _cause(error))
         now, limit = time.monotonic(), self._config.max_age
         retry = self._world.is_main and now >= self._retry_at
         overdue = self._world.is_main and limit is not None and now - self._safe_at > limit.value
@@ -160,14 +160,15 @@ class Checkpointing:
         if pending is None:
             return 0.0
         start = time.perf_counter()
-        ended = pending.wait(self._patience)
-        failure = _cause(pending.error) if pending.error is not None else None if ended else "its writer timed out"
-        expected = ended and (pending.error is None or isinstance(pending.error, StorageError))
+        ended = pending in wait([pending], self._patience).done
+        error = pending.exception() if ended else None
+        failure = _cause(error) if error is not None else None if ended else "its writer timed out"
+        expected = ended and (error is None or isinstance(error, StorageError))
         outcomes = self._world.gather((failure, expected))
         if not all(fine for _, fine in outcomes):
             self._saver.renew()
-        if pending.error is not None and isinstance(pending.error, UserError) and not expected:
-            raise pending.error  # on every rank, e.g. another job took over the run
+        if isinstance(error, UserError) and not expected:
+            raise error  # on every rank, e.g. another job took over the run
         causes = [
             text if fine else f"rank {rank}: {text}" for rank, (text, fine) in enumerate(outcomes) if text is not None
         ]

@@ -22,10 +22,9 @@ from data.packing.opening import check_supply, open_packer
 from data.packing.position import Position
 from eval import jobs
 from fsdp_pretrain.checkpoint.dcp import SaveResult
-from fsdp_pretrain.checkpoint.manager import CheckpointManager
+from fsdp_pretrain.checkpoint.manager import CheckpointManager, TrainingObjects
 from fsdp_pretrain.checkpoint.resume import Resume, Resumed, ResumeOptions
 from fsdp_pretrain.checkpoint.state import identity
-from fsdp_pretrain.checkpoint.training_objects import TrainingObjects
 from fsdp_pretrain.config import resume_rules
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import Exit, Interrupted, UserError

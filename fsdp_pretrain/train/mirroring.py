@@ -6,8 +6,9 @@ import contextlib
 import subprocess
 import threading
 import time
+from concurrent.futures import Future, wait
 
-from fsdp_pretrain.checkpoint.async_save import Pending
+from fsdp_pretrain.checkpoint.async_save import in_background
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
 from fsdp_pretrain.child_process import start_helper
 from fsdp_pretrain.config.config import Config
@@ -36,12 +37,12 @@ def restored_from_mirror(config: Config, world: World, terms: ResumeOptions, hea
     Raises:
         UserError: see `mirror.restore`.
     """
-    run, box, stop = RunDir(config.run.dir), list[Pending[None]](), threading.Event()
+    run, box, stop = RunDir(config.run.dir), list[Future[None]](), threading.Event()
 
     def begin() -> bool:
         task = compare_with_mirror(config, restore=terms.from_mirror, fresh=terms.fresh)
         if task is not None:
-            box.append(Pending(lambda: restore(task, run, stop)))
+            box.append(in_background(lambda: restore(task, run, stop)))
         return task is not None
 
     if not world.decide(begin):
@@ -54,8 +55,8 @@ def restored_from_mirror(config: Config, world: World, terms: ResumeOptions, hea
     return True
 
 
-def _ended(restoring: Pending[None]) -> bool:
-    if not restoring.wait(_TURN):
+def _ended(restoring: Future[None]) -> bool:
+    if not wait([restoring], _TURN).done:
         return False
     restoring.result()
     return True

@@ -16,9 +16,9 @@ from data.packing.heldout import HeldOutSamples
 from data.packing.opening import open_skips
 from data.packing.packer import Packer
 from fsdp_pretrain.checkpoint.expected import MissingCheckpoint, missing
+from fsdp_pretrain.checkpoint.manager import TrainingObjects
 from fsdp_pretrain.checkpoint.resume import Resumed, ResumeOptions
 from fsdp_pretrain.checkpoint.state import TrainState
-from fsdp_pretrain.checkpoint.training_objects import TrainingObjects
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError, UserError
 from fsdp_pretrain.launch.outcome import newest_segment

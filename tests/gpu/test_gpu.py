@@ -182,7 +182,7 @@ def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world:
 def test_a_save_beside_training_does_not_wait_for_the_device(config: Path, world: Any, tmp_path: Path) -> None:
     from fsdp_pretrain.bench import steps
     from fsdp_pretrain.checkpoint import dcp
-    from fsdp_pretrain.checkpoint.async_save import Pending, Stager
+    from fsdp_pretrain.checkpoint.async_save import Stager, in_background
     from fsdp_pretrain.checkpoint.loading import state_dict
     from fsdp_pretrain.checkpoint.manager import make_facts
     from fsdp_pretrain.checkpoint.store import Store
@@ -197,8 +197,8 @@ def test_a_save_beside_training_does_not_wait_for_the_device(config: Path, world
     busy.record()
     facts = make_facts(trainer.config, world, trainer.state)
     contents = {"state": copy, "train_state": "{}\n", "config": ""}
-    pending = Pending(lambda: dcp.save(writers, store, facts, **contents))
-    assert pending.wait(120) and pending.result().checkpoint.verified
+    pending = in_background(lambda: dcp.save(writers, store, facts, **contents))
+    assert pending.result(120).checkpoint.verified
     assert not busy.query()
     torch.cuda.synchronize()
 
