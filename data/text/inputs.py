@@ -96,7 +96,7 @@ def _text_bytes(path: Path) -> int:
 
 def _units(path: Path, size: int, *, lines: bool) -> Iterator[Unit]:
     kind, total = kind_of(path), path.stat().st_size
-    if kind == "parquet" and path.suffix == ".parquet":
+    if kind == "parquet":
         with readable(path), _parquet(path) as file:
             sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
         for group, text in enumerate(sizes):
@@ -248,12 +248,8 @@ def _parquet(path: Path) -> Iterator[Any]:
     from pyarrow import parquet
 
     try:
-        if path.suffix in PACKED:
-            with open_unpacked(path) as file:
-                yield parquet.ParquetFile(pyarrow.BufferReader(BoundedReader(file, path).rest()))
-        else:
-            with parquet.ParquetFile(path) as file:
-                yield file
+        with parquet.ParquetFile(path) as file:
+            yield file
     except pyarrow.ArrowException as error:
         raise DataError(f"cannot read {path} as parquet: {error}", remedy=DAMAGED) from None
 
@@ -263,7 +259,7 @@ def _read_parquet(path: Path, unit: Unit, names: list[str], on_bad: OnBad) -> It
         for name, option in zip(names, _OPTIONS, strict=False):
             _check_column(path, file.schema_arrow, name, option)
         rows = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-        groups = list(range(len(rows)) if path.suffix in PACKED else range(unit.start, unit.stop))
+        groups = list(range(unit.start, unit.stop))
         number = 0
         for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=names):
             for texts in zip(*(_texts(batch.column(name)) for name in names), strict=True):
