@@ -26,7 +26,7 @@ from data.text.tokenizer import Tokenizer
 from data.validate.checker import TokenChecker
 from fsdp_pretrain.errors import DataError
 
-from .jobs import Task, claim, describe, gather, make_all, summed, write_record
+from .jobs import Task, claim, describe, gather, make_all, release, summed, write_record
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,11 @@ def ingest(
         for name, file, stamp in zip(_names(files), files, stamps, strict=True)
     ]
     claim(out, _job(files, stamps, tokenizer, options), len(files), overwrite=overwrite)
-    make_all(ingest_file, out, tasks, tokenizer, workers, desc="import", disable=quiet or None)
+    try:
+        make_all(ingest_file, out, tasks, tokenizer, workers, desc="import", disable=quiet or None)
+    except DataError:
+        release(out)
+        raise
     return _finish(out, gather(out, tasks), tokenizer, options, dtype)
 
 

@@ -101,6 +101,13 @@ def _held_job(out: Path) -> Any:
     return held.get("job") if isinstance(held, dict) else ""
 
 
+def release(out: Path) -> None:
+    """Undo `claim` for a refused job without finished shards: the corrected command is another job."""
+    shards = [name for name in _names(out) if name.startswith("shards/")]
+    if not any(name.endswith(".json") for name in shards):
+        delete(out, [PLAN, *shards])
+
+
 def write_record(prefix: Path, record: dict[str, Any]) -> None:
     """Mark a shard done: its manifest `entry`, `counts`, and further information for people."""
     sealed = {**record, "xxh3": _seal(record)}
