@@ -349,9 +349,9 @@ def _inspect(args: argparse.Namespace) -> int:
 
     corpus = Corpus(args.directory)
     if args.doc is not None:
-        found = document(corpus, args.doc)
-        print(f"{found.shard}, document {found.number}: {found.tokens} tokens", file=sys.stderr)
-        print(found.text)
+        place, text = document(corpus, args.doc)
+        print(place, file=sys.stderr)
+        print(text)
         return 0
     manifest = corpus.manifest
     if args.json:

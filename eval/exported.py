@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain import models
@@ -28,17 +27,6 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 def is_exported(path: Path) -> bool:
     """Whether a path is a Hugging Face folder: runs and checkpoints have no `config.json`."""
     return (path / "config.json").is_file()
-
-
-class _Weights:
-    """Reads the parameters of a folder by rows."""
-
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
-
-    def read_rows(self, name: str, rows: range, out: Tensor) -> None:
-        """Some rows of a parameter under our name, into a tensor of any dtype. Raises DataError."""
-        out.copy_(self._folder.read(name)[rows.start : rows.stop])
 
 
 def open_exported(path: Path) -> EvaluatedModel:
@@ -66,7 +54,7 @@ def open_exported(path: Path) -> EvaluatedModel:
 
     def read(device: str, world: World | None) -> Decoder:
         place = usable_device(device) if world is None else world.device
-        return read_weights(_Weights(folder), models.build(model), dtype, place, world)
+        return read_weights(folder, models.build(model), dtype, place, world)
 
     return EvaluatedModel(
         path=path,

@@ -261,7 +261,7 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
     blocks = ShardBlocks.of(Shard(prefix), options.block_tokens or BLOCK_TOKENS, 0, pairs=options.pairs)
     entry["blocks"] = blocks.to_json()
     record = {"entry": entry, "counts": asdict(counts), "sources": sources, "quarantined": quarantined}
-    write_record(prefix, {**record, "bad": [each.to_json() for each in bad.first]})
+    write_record(prefix, {**record, "bad": [asdict(each) for each in bad.first]})
 
 
 def _encoded(

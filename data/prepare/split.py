@@ -131,7 +131,7 @@ def make_part(prefix: Path, units: list[Unit], options: PrepareOptions, tokenize
     lines.sort()
     replace_file(prefix.with_name(prefix.name + ".jsonl"), b"".join(lines))
     counts = {"read": bad.good, "empty": empty, "bad": bad.count, "held_out": len(lines)}
-    write_record(prefix, {"counts": counts, "bad": [each.to_json() for each in bad.first]})
+    write_record(prefix, {"counts": counts, "bad": [asdict(each) for each in bad.first]})
 
 
 def _line(document: Document) -> bytes:

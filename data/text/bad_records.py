@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from fsdp_pretrain.errors import DataError
 
@@ -19,7 +18,6 @@ class BadRecord:
     Attributes:
         kind: `line` or `row`; `number` counts from 1 in the whole file.
         offset: byte where the line starts, in the unpacked text of a packed file; None for rows.
-        remedy: what else may be wrong than this record.
     """
 
     path: str
@@ -27,24 +25,10 @@ class BadRecord:
     number: int
     offset: int | None
     reason: str
-    remedy: str = ""
 
     def __str__(self) -> str:
         byte = "" if self.offset is None else f", byte {self.offset}"
         return f"{self.path}, {self.kind} {self.number}{byte}: {self.reason}"
-
-    def to_json(self) -> dict[str, Any]:
-        """For the lists in files."""
-        values = asdict(self)
-        del values["remedy"]
-        return values
-
-    def error(self) -> DataError:
-        """The refusal of this record."""
-        also = f"; {self.remedy}" if self.remedy else ""
-        return DataError(
-            str(self), remedy=f"mend or remove it, or pass over up to N bad records with --max-bad N{also}"
-        )
 
 
 OnBad = Callable[[BadRecord], None]
@@ -52,7 +36,7 @@ OnBad = Callable[[BadRecord], None]
 
 def refuse(record: BadRecord) -> None:
     """Raise DataError: bad records are not passed over."""
-    raise record.error()
+    raise DataError(str(record), remedy="mend or remove it, or pass over up to N bad records with --max-bad N")
 
 
 class BadRecords:

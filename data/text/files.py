@@ -22,7 +22,8 @@ Kind = Literal["text", "jsonl", "parquet"]
 _KINDS: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 TEXT_SUFFIXES = (
-    *(suffix + packed for suffix in (".txt", *_KINDS) for packed in ("", *PACKED)),
+    ".parquet",
+    *(suffix + packed for suffix in (".txt", ".jsonl", ".ndjson") for packed in ("", *PACKED)),
     *(f".json{packed}" for packed in PACKED),
 )
 """Suffixes of the files taken from directories by default."""

@@ -29,7 +29,7 @@ from .files import (
     readable,
 )
 
-_OPTIONS = ("--text-field", "--answer-field")
+_NAME_IT = "name the right one with --text-field or --answer-field"
 _EXPANSION = 4
 """Assumed ratio of text to compressed bytes, for balancing shards only."""
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
@@ -96,7 +96,7 @@ def _text_bytes(path: Path) -> int:
 
 def _units(path: Path, size: int, *, lines: bool) -> Iterator[Unit]:
     kind, total = kind_of(path), path.stat().st_size
-    if kind == "parquet" and path.suffix == ".parquet":
+    if kind == "parquet":
         with readable(path), _parquet(path) as file:
             sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
         for group, text in enumerate(sizes):
@@ -138,7 +138,7 @@ def read_documents(
                     if isinstance(document, Document):
                         yield document
                     else:
-                        on_bad(_bad_line(path, line, *document))
+                        on_bad(_bad_line(path, line, document))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +168,9 @@ def _read_lines(path: Path, unit: Unit) -> Iterator[_Line]:
             number, offset = number + 1, offset + len(line)
 
 
-def _bad_line(path: Path, line: _Line, reason: str, remedy: str) -> BadRecord:
+def _bad_line(path: Path, line: _Line, reason: str) -> BadRecord:
     number = _lines_before(path, line.first) + line.number + 1
-    return BadRecord(str(path), "line", number, line.first + line.offset, reason, remedy)
+    return BadRecord(str(path), "line", number, line.first + line.offset, reason)
 
 
 @lru_cache(maxsize=4)
@@ -185,8 +185,8 @@ def _lines_before(path: Path, byte: int) -> int:
     return count
 
 
-def _json_document(line: _Line, names: list[str]) -> Document | tuple[str, str]:
-    """The document of a line; if it is none, why, and a remedy that may apply."""
+def _json_document(line: _Line, names: list[str]) -> Document | str:
+    """The document of a line; if it is none, why."""
     valid = True
     try:
         try:
@@ -194,7 +194,7 @@ def _json_document(line: _Line, names: list[str]) -> Document | tuple[str, str]:
         except UnicodeDecodeError:
             record, valid = parse_json(line.content.decode("utf-8", "replace")), False
     except ValueError as error:
-        return f"not JSON ({error})", ""
+        return f"not JSON ({error})"
     found = [record.get(name) for name in names] if isinstance(record, dict) else []
     texts = [text for text in found if isinstance(text, str)]
     if len(texts) < len(names):
@@ -202,24 +202,20 @@ def _json_document(line: _Line, names: list[str]) -> Document | tuple[str, str]:
     return _document(texts, line.number, repaired=not valid)
 
 
-def _no_text(record: Any, names: list[str]) -> tuple[str, str]:
-    """Why a JSON value is not a record with texts in these fields, and a remedy."""
+def _no_text(record: Any, names: list[str]) -> str:
+    """Why a JSON value is not a record with texts in these fields."""
     if not isinstance(record, dict):
-        return f"{_shown(record)} is not a JSON object", ""
-    name, option = next(pair for pair in zip(names, _OPTIONS, strict=False) if not isinstance(record.get(pair[0]), str))
+        return f"{_shown(record)} is not a JSON object"
+    name = next(name for name in names if not isinstance(record.get(name), str))
     if name in record:
-        return f"field {name!r} is {_shown(record[name])}, not a string", ""
+        return f"field {name!r} is {_shown(record[name])}, not a string"
     keys = ", ".join(map(_shown, list(record)[:20]))
-    return f"no field {name!r} (the record has {keys or 'none'})", f"if all lack it, {_name_it(option)}"
+    return f"no field {name!r} (the record has {keys or 'none'}); if all lack it, {_NAME_IT}"
 
 
 def _shown(value: Any) -> str:
     """A JSON value in a message."""
     return "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else json.dumps(value)[:40]
-
-
-def _name_it(option: str) -> str:
-    return f"name the right one with {option}"
 
 
 def _document(found: Sequence[str | bytes], number: int, *, repaired: bool = False) -> Document:
@@ -248,22 +244,18 @@ def _parquet(path: Path) -> Iterator[Any]:
     from pyarrow import parquet
 
     try:
-        if path.suffix in PACKED:
-            with open_unpacked(path) as file:
-                yield parquet.ParquetFile(pyarrow.BufferReader(BoundedReader(file, path).rest()))
-        else:
-            with parquet.ParquetFile(path) as file:
-                yield file
+        with parquet.ParquetFile(path) as file:
+            yield file
     except pyarrow.ArrowException as error:
         raise DataError(f"cannot read {path} as parquet: {error}", remedy=DAMAGED) from None
 
 
 def _read_parquet(path: Path, unit: Unit, names: list[str], on_bad: OnBad) -> Iterator[Document]:
     with _parquet(path) as file:
-        for name, option in zip(names, _OPTIONS, strict=False):
-            _check_column(path, file.schema_arrow, name, option)
+        for name in names:
+            _check_column(path, file.schema_arrow, name)
         rows = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
-        groups = list(range(len(rows)) if path.suffix in PACKED else range(unit.start, unit.stop))
+        groups = list(range(unit.start, unit.stop))
         number = 0
         for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=names):
             for texts in zip(*(_texts(batch.column(name)) for name in names), strict=True):
@@ -279,12 +271,12 @@ def _read_parquet(path: Path, unit: Unit, names: list[str], on_bad: OnBad) -> It
             raise DataError(f"{path} has {number} rows where its footer promises {promised}", remedy=DAMAGED)
 
 
-def _check_column(path: Path, schema: Any, name: str, option: str) -> None:
+def _check_column(path: Path, schema: Any, name: str) -> None:
     """Raise DataError unless there is one column of that name, and it holds texts."""
     found = [field for field in schema if field.name == name]
     if len(found) != 1:
         count = f"{len(found)} columns" if found else "no column"
-        raise DataError(f"{path} has {count} {name!r} (it has {', '.join(schema.names)})", remedy=_name_it(option))
+        raise DataError(f"{path} has {count} {name!r} (it has {', '.join(schema.names)})", remedy=_NAME_IT)
     kind = found[0].type
     if str(kind.value_type if str(kind).startswith("dictionary") else kind) not in _TEXT_TYPES:
         raise DataError(f"{path}: column {name!r} holds no texts (it is of type {kind})")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from data.corpus.corpus import Corpus
@@ -12,18 +10,8 @@ from fsdp_pretrain.errors import DataError
 from .report import decode_any
 
 
-@dataclass(frozen=True)
-class ShownDocument:
-    """A document: its shard, number there, tokens and text."""
-
-    shard: str
-    number: int
-    tokens: int
-    text: str
-
-
-def document(corpus: Corpus, wanted: int) -> ShownDocument:
-    """Document `wanted`, counted over all shards; only its block is read.
+def document(corpus: Corpus, wanted: int) -> tuple[str, str]:
+    """The place and the text of document `wanted`, counted over all shards; only its block is read.
 
     Raises:
         DataError: there is no such document, or the corpus is damaged.
@@ -40,4 +28,5 @@ def document(corpus: Corpus, wanted: int) -> ShownDocument:
         lengths, at = corpus.lengths(block).astype(np.int64), number - int(table[block, 1])
         begin = int(lengths[:at].sum())
         ids = corpus.tokens(block, begin, begin + int(lengths[at])).tolist()
-    return ShownDocument(shards[index].name, number, len(ids), decode_any(ids, corpus.tokenizer()))
+    place = f"{shards[index].name}, document {number}: {len(ids)} tokens"
+    return place, decode_any(ids, corpus.tokenizer())

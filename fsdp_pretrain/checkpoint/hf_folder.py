@@ -84,6 +84,10 @@ class Folder:
             raise DataError(f"cannot read {stored} in {path}: {error}") from None
         return tensor
 
+    def read_rows(self, name: str, rows: range, out: Tensor) -> None:
+        """Some rows of a parameter, into a tensor of any dtype. Raises DataError."""
+        out.copy_(self.read(name)[rows.start : rows.stop])
+
     def source_name(self, name: str) -> str:
         return self._places[name][1]
 
