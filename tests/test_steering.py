@@ -16,13 +16,14 @@ from processes import Run
 
 from data.packing.position import Position
 from fsdp_pretrain.config.config import Config, load, schema_keys
+from fsdp_pretrain.config.data_section import DataSection
 from fsdp_pretrain.config.resume_rules import DECLARED, changes, undeclared
 from fsdp_pretrain.config.schedule import BatchSchedule, Ramp, Schedule
+from fsdp_pretrain.config.sections import CheckpointSection, OptimizerSection, TrainSection
 from fsdp_pretrain.config.step_settings import ROUNDING, SCHEDULED, rounding_differences, value_differences
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.plan import plan
-from fsdp_pretrain.units import Progress
 
 pytestmark = pytest.mark.quick
 RECIPES = Path(__file__).resolve().parent.parent / "configs/runs"
@@ -34,17 +35,13 @@ def recipe(name: str, *overrides: str) -> Config:
 
 def schedule(*entries: dict[str, Any], steps: int = 100, **options: Any) -> Schedule:
     """Steps of 4 samples of 10 tokens."""
-    parsed = [TimelineEntry.model_validate(entry) for entry in entries]
-    values: dict[str, Any] = {"curve": "constant", "lr": 1.0, "min_lr": 0.0, "warmup": "0 steps", "decay": None}
-    values |= options
-    for key in ("warmup", "decay", "decay_length"):
-        values[key] = Progress.parse(values[key]) if values.get(key) else None
+    optimizer = {"curve": "constant", "lr": 1.0, **options}
     return Schedule(
-        sequence_length=10,
-        batch=BatchSchedule(4),
-        duration=Progress(steps, "step"),
-        timeline=parsed,
-        **values,
+        DataSection.model_validate({"sequence_length": 10, "sources": [{"name": "a", "path": "a"}]}),
+        TrainSection.model_validate({"duration": f"{steps} steps", "global_batch": "4 samples", "micro_batch": 4}),
+        OptimizerSection.model_validate(optimizer),
+        CheckpointSection.model_validate({"every": "9 steps"}),
+        [TimelineEntry.model_validate(entry) for entry in entries],
     )
 
 

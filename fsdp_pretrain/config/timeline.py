@@ -1,6 +1,6 @@
 """`[[timeline]]`: what changes in the course of a run, so that its whole history is one configuration.
 
-What the entries mean as numbers is computed by `steering`.
+What the entries mean as numbers is computed by `schedule`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from data.packing.loader import StepBatch
 from data.packing.position import Position
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.steering import StepValues
+from fsdp_pretrain.config.schedule import StepValues
 from fsdp_pretrain.errors import DataError, Exit, UserError
 from fsdp_pretrain.health import limits
 from fsdp_pretrain.health.journal import Provenance, record_findings
