@@ -144,7 +144,7 @@ def test_a_change_to_fp16_starts_the_scale_and_says_so(module_lab: Any, fp16: Pa
 
 
 def test_overflowing_at_the_smallest_scale_stops_with_93(lab: Any, helpers: Any, fault: Any) -> None:
-    fault("gradient", rank=1, **{"from": 1})
+    fault("gradient", rank=1, steps=[1], on=True)
     config = lab.config(train={"precision": "fp16", "loss_scale": {"first": 1.0}})
     output = lab.train(config, ranks=2, expect=93)
     assert "10 steps in a row overflowed at the smallest loss scale" in output and output.count("error:") == 1

@@ -352,7 +352,7 @@ def test_one_compilation_for_each_length_which_is_no_hang(lab: Any, monkeypatch:
     ):
         beats, packer = Phases(), open_packer(config)
         trainer, _ = steps.build(config, world, beats)
-        trainer.data = Loader(packer, config.schedule.batch, rank=0, world=1, micro_batch=2, prefetch=0)
+        trainer.batches.stream = Loader(packer, config.schedule.batch, rank=0, world=1, micro_batch=2, prefetch=0)
         for _ in range(18):
             trainer.step()
         trainer.collect(keep=0)

@@ -44,32 +44,20 @@ class Change(Section, Generic[T]):
         return {"from" if name == "from_" else name: value for name, value in said if value is not None}
 
 
-class AmountChange(Change[NotNegative]):
-    """Of a value that is not negative."""
-
-
-class PositiveChange(Change[AboveZero]):
-    """Of a value above 0."""
-
-
-class ShareChange(Change[Share]):
-    """Of a value from 0 to 1."""
-
-
 class OptimizerTimeline(Section):
     """Keys of `[optimizer]` that an entry can change."""
 
-    lr: PositiveChange | None = None
+    lr: Change[AboveZero] | None = None
     """Peak of the curve."""
-    min_lr: AmountChange | None = None
+    min_lr: Change[NotNegative] | None = None
     """End of the curve."""
-    lr_scale: AmountChange | None = None
+    lr_scale: Change[NotNegative] | None = None
     """Factor of the learning rate. `{ from = 0, to = 1, over = "2000 steps" }` warms up again."""
-    weight_decay: AmountChange | None = None
+    weight_decay: Change[NotNegative] | None = None
     """Decoupled weight decay."""
     betas: Betas | None = None
     """AdamW betas, at once; the moments are kept."""
-    embedding_shrink: ShareChange | None = None
+    embedding_shrink: Change[Share] | None = None
     """Factor of the embedding's gradient."""
     shrink_paths: Literal["input", "both"] | None = None
     """Gradients that are shrunk."""
@@ -78,9 +66,9 @@ class OptimizerTimeline(Section):
 class TrainTimeline(Section):
     """Keys of `[train]` that an entry can change."""
 
-    grad_clip: AmountChange | None = None
+    grad_clip: Change[NotNegative] | None = None
     """Largest global gradient norm; 0: off."""
-    z_loss: AmountChange | None = None
+    z_loss: Change[NotNegative] | None = None
     """Weight of the z-loss; 0: off."""
 
 
