@@ -199,7 +199,7 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`fault(kind, rank=1, steps=[7])` breaks the following runs, with `on=True` in all later steps too; without
     arguments they run without faults again. See `faults.py`."""
 
-    def set_(kind: str = "", *, rank: int = 0, steps: Sequence[int] = (), on: bool = False) -> None:
+    def set_(kind: str = "", *, rank: int | str = 0, steps: Sequence[int] = (), on: bool = False) -> None:
         if kind:
             monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/faults.py"))
             made = [{"kind": kind, "rank": rank, "step": step, "on": on} for step in steps]

@@ -196,7 +196,7 @@ def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) 
     job.wait()
     run = lab.path / "run"
     assert [record["step"] for record in helpers.metrics(run)][-1] >= 11
-    fault("repeat", rank=0, steps=[11])
+    fault("repeat", rank="all", steps=[11])
     output = lab.train(config, ranks=2, expect=93)
     assert "step 11 trained on the batch" in output and output.count("error:") == 1
     assert not (run / "checkpoints/step-00000020").exists()

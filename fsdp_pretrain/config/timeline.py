@@ -44,20 +44,35 @@ class Change(Section, Generic[T]):
         return {"from" if name == "from_" else name: value for name, value in said if value is not None}
 
 
+# Classes with names of their own: rank 0 sends entries to the others, and `Change[NotNegative]` cannot be pickled.
+
+
+class AmountChange(Change[NotNegative]):
+    """Of a value that is not negative."""
+
+
+class PositiveChange(Change[AboveZero]):
+    """Of a value above 0."""
+
+
+class ShareChange(Change[Share]):
+    """Of a value from 0 to 1."""
+
+
 class OptimizerTimeline(Section):
     """Keys of `[optimizer]` that an entry can change."""
 
-    lr: Change[AboveZero] | None = None
+    lr: PositiveChange | None = None
     """Peak of the curve."""
-    min_lr: Change[NotNegative] | None = None
+    min_lr: AmountChange | None = None
     """End of the curve."""
-    lr_scale: Change[NotNegative] | None = None
+    lr_scale: AmountChange | None = None
     """Factor of the learning rate. `{ from = 0, to = 1, over = "2000 steps" }` warms up again."""
-    weight_decay: Change[NotNegative] | None = None
+    weight_decay: AmountChange | None = None
     """Decoupled weight decay."""
     betas: Betas | None = None
     """AdamW betas, at once; the moments are kept."""
-    embedding_shrink: Change[Share] | None = None
+    embedding_shrink: ShareChange | None = None
     """Factor of the embedding's gradient."""
     shrink_paths: Literal["input", "both"] | None = None
     """Gradients that are shrunk."""
@@ -66,9 +81,9 @@ class OptimizerTimeline(Section):
 class TrainTimeline(Section):
     """Keys of `[train]` that an entry can change."""
 
-    grad_clip: Change[NotNegative] | None = None
+    grad_clip: AmountChange | None = None
     """Largest global gradient norm; 0: off."""
-    z_loss: Change[NotNegative] | None = None
+    z_loss: AmountChange | None = None
     """Weight of the z-loss; 0: off."""
 
 
