@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,12 +196,14 @@ def two_nodes() -> Iterator[Callable[..., list[Node]]]:
 
 @pytest.fixture
 def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`fault(kind, rank=1, steps=[7])` breaks the following runs; without arguments they run without faults again."""
+    """`fault(kind, rank=1, steps=[7])` breaks the following runs, with `on=True` in all later steps too; without
+    arguments they run without faults again. See `faults.py`."""
 
-    def set_(kind: str = "", **where: Any) -> None:
+    def set_(kind: str = "", *, rank: int | str = 0, steps: Sequence[int] = (), on: bool = False) -> None:
         if kind:
-            monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/numeric_faults.py"))
-            monkeypatch.setenv("FAULT", json.dumps({"kind": kind, **where}))
+            monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/faults.py"))
+            made = [{"kind": kind, "rank": rank, "step": step, "on": on} for step in steps]
+            monkeypatch.setenv("FAULT", json.dumps(made))
         else:
             monkeypatch.delenv("EXECUTE_FIRST")
 

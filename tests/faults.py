@@ -22,6 +22,10 @@ _NOW = [0]
 """The current step of this rank."""
 _ENDED = [0.0]
 """End of the last step that had to wait."""
+_TRAINER: list[Any] = []
+"""The trainer of this rank, once it has begun a step."""
+_HIT: dict[str, int] = {}
+"""Kind of a numeric fault -> the last step with it."""
 
 
 def hold(fault: dict[str, Any]) -> None:
@@ -104,8 +108,60 @@ def trust(fault: dict[str, Any]) -> None:
     Packer._clean = lambda *_: True  # type: ignore[method-assign]
 
 
+def gradient(fault: dict[str, Any]) -> None:
+    """Make a gradient of the step NaN."""
+    from fsdp_pretrain.parallel import optimizer
+
+    norm_really = optimizer.local_norm
+
+    def local_norm(model: Any) -> Any:
+        local = (parameter.grad.to_local() for parameter in model.parameters())
+        if _HIT["gradient"] == _NOW[0]:
+            next(part for part in local if part.numel()).view(-1)[0] = float("nan")
+        return norm_really(model)
+
+    if "gradient" not in _HIT:
+        optimizer.local_norm = local_norm
+    _HIT["gradient"] = _NOW[0]
+
+
+def loss(fault: dict[str, Any]) -> None:
+    """Make the losses of the step NaN, by a constant: the gradients stay finite."""
+    from fsdp_pretrain.models import forward
+
+    losses_really = forward.losses
+
+    def losses(*args: Any, **kwargs: Any) -> Any:
+        measured = losses_really(*args, **kwargs)
+        return measured._replace(losses=measured.losses + float("nan")) if _HIT["loss"] == _NOW[0] else measured
+
+    if "loss" not in _HIT:
+        forward.losses = losses
+    _HIT["loss"] = _NOW[0]
+
+
+def nudge(fault: dict[str, Any]) -> None:
+    """Change one parameter."""
+    next(_TRAINER[0].model.parameters()).data.to_local().view(-1)[3] += 1e-3
+
+
+def repeat(fault: dict[str, Any]) -> None:
+    """Read the last batch again."""
+    from fsdp_pretrain.train.batch_reader import BatchReader
+
+    read_really = BatchReader.read
+
+    def read(self: BatchReader, before: Any) -> Any:
+        BatchReader.read = read_really  # type: ignore[method-assign]
+        return self.stream.build(replace(before, cursor=before.cursor - _TRAINER[0].state.batch))  # type: ignore[attr-defined]
+
+    BatchReader.read = read  # type: ignore[method-assign]
+
+
+NUMERIC = (gradient, loss, nudge, repeat)
 KINDS: dict[str, Callable[[dict[str, Any]], None]] = {
-    function.__name__: function for function in (hold, doze, wait, await_file, desync, die, drag, rewind, trust)
+    function.__name__: function
+    for function in (hold, doze, wait, await_file, desync, die, drag, rewind, trust, *NUMERIC)
 }
 
 
@@ -125,6 +181,7 @@ def arm(faults: list[dict[str, Any]]) -> None:
 
     def faulty(self: Trainer) -> None:
         number = _NOW[0] = self.state.step + 1
+        _TRAINER[:] = [self]
         for fault in mine:
             on = fault.get("on") and fault["step"] < number < fault.get("until", 10**9)
             if number == fault["step"] or on:

@@ -41,7 +41,7 @@ LEAST = 75  # percent of each subject
 SUBJECTS = {
     "schedules": [
         *("fsdp_pretrain/config/schedule.py", "fsdp_pretrain/config/curves.py", "fsdp_pretrain/config/timeline.py"),
-        *("fsdp_pretrain/config/steering.py", "fsdp_pretrain/config/live_set.py", "fsdp_pretrain/config/skips.py"),
+        *("fsdp_pretrain/config/live_set.py", "fsdp_pretrain/config/skips.py"),
         *("fsdp_pretrain/config/sequence_stages.py", "fsdp_pretrain/config/piecewise.py"),
     ],
     "models and training": [f"fsdp_pretrain/{package}/*.py" for package in ("models", "parallel", "train", "health")],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from data.packing.loader import MicroBatch
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.train.batch_reader import DataStream
 from fsdp_pretrain.train.heldout_loss import HeldOutLoss
-from fsdp_pretrain.train.trainer import DataStream
 
 
 def random_samples(config: Config, world: World, batches: DataStream) -> HeldOutLoss:

@@ -112,7 +112,6 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         ("eval.every=50 steps", "eval.heldout names no file"),
         ("train.batch_ramp={first='2 samples', by='5 samples', duration='80 samples'}", "whole increments"),
         ("train.batch_ramp={first='2 samples', by='2 samples', duration='80 steps'}", "cannot be in steps"),
-        ("train.batch_ramp={first='2 samples', by='2 samples'}", "train.batch_ramp.duration"),
         ("train.duration=0 steps", "less than one step"),
         ("checkpoint.every=0 steps", "0 steps is no length"),
         ("model.family=bert", "must be one of 'llama', 'mistral', 'qwen2', 'qwen3', 'gpt'"),
@@ -122,15 +121,9 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         ("data.sources.3.name=x", "there is no data.sources.3"),
         ("run.name.x=1", "is a value, not a section"),
         ("train.micro_batch='2'", "valid integer"),
-        ("train.micro_batch=true", "valid integer"),
         ("optimizer.lr=nan", "optimizer.lr = nan (override 'optimizer.lr=nan'): input should be a finite number"),
-        ("optimizer.lr=inf", "optimizer.lr = inf"),
-        ("optimizer.betas=[nan, 0.9]", "optimizer.betas.0 = nan"),
         ("optimizer.betas=[0.9, 1.0]", "optimizer.betas.1 = 1.0"),
-        ("optimizer.betas=[-0.1, 0.9]", "optimizer.betas.0 = -0.1"),
-        ("optimizer.decay=0 steps", "optimizer.decay = '0 steps' (override 'optimizer.decay=0 steps'): 0 steps is no"),
         ("data.sources.0.stop=0 tokens", "`stop` = 0 tokens is not after"),
-        ("data.seed=-1", "data.seed = -1"),
         ("watchdog.hang.soft=0 s", "'0 s' is too short"),
         (f"parallel.timeout={'9' * 400} s", "is too long"),
     ],
@@ -249,23 +242,22 @@ def test_a_corpus_by_url_needs_a_cache(good: Path, tmp_path: Path) -> None:
         load(good, [url, *cache[:1], "data.cache.size=200"])
 
 
-def test_duplicate_source_names(good: Path) -> None:
-    good.write_text(GOOD + '[[data.sources]]\nname = "a"\npath = "b"\n'.replace("[[", "\n[["))
-    assert "source names must differ" in problems(good)
-
-
-def test_gpt_positions_bound_the_sequence(tmp_path: Path) -> None:
-    path = tmp_path / "gpt.toml"
-    path.write_text(GOOD.replace('family = "llama"', 'family = "gpt"\npositions = 32').replace("ffn = 128", ""))
-    assert "data.sequence_length = 64 exceeds model.positions = 32" in problems(path)
-
-
-def test_missing_sections_and_keys(tmp_path: Path) -> None:
-    path = tmp_path / "empty.toml"
-    path.write_text('[run]\nname = "x"\n')
-    text = problems(path)
-    assert "run.dir: this key is required" in text
-    assert "[model]: this section is missing" in text
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD + '[[data.sources]]\nname = "a"\npath = "b"\n', ["source names must differ"]),
+        (
+            GOOD.replace('family = "llama"', 'family = "gpt"\npositions = 32').replace("ffn = 128", ""),
+            ["data.sequence_length = 64 exceeds model.positions = 32"],
+        ),
+        ('[run]\nname = "x"\n', ["run.dir: this key is required", "[model]: this section is missing"]),
+    ],
+)
+def test_files_that_are_no_run(tmp_path: Path, text: str, expected: list[str]) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    found = problems(path)
+    assert all(problem in found for problem in expected)
 
 
 def test_includes_merge_under_the_file_and_name_themselves(good: Path, tmp_path: Path) -> None:

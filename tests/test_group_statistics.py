@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from count_collectives import collectives
 from records import step_record
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -95,17 +94,6 @@ def test_training_is_the_same_to_the_bit_without_them(lab: Any, helpers: Any) ->
     assert digests[0] == digests[1] and len(digests[0]) == 7
     assert all(record["groups"] for record in helpers.metrics(seen))
     assert not any(record["groups"] for record in helpers.metrics(blind))
-
-
-@pytest.mark.slow
-def test_they_cost_one_small_gather(lab: Any) -> None:
-    """Over the shards, of three numbers per group from every rank; all other collectives stay."""
-    config, found = lab.config(train={"micro_batch": 1}), []
-    for every in ("1 step", "0 steps"):
-        found.append(Counter(collectives(2, 4, config, [f"record.statistics_every={every}"])))
-    measured, without = found
-    assert measured - without == Counter({("allgather_", 4, 3 * len(GROUPS) * 8): 1})
-    assert not without - measured
 
 
 # ------------------------------------------------------------------------ parts

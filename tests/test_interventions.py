@@ -83,7 +83,7 @@ def test_one_bad_step_is_skipped_by_all(lab: Any, helpers: Any, fault: Any, kind
 def test_a_fault_that_persists_is_rolled_back_once(lab: Any, helpers: Any, fault: Any) -> None:
     """NaN in every step from 14 on. One rollback that skips the samples, then exit 93."""
     config = lab.config(checkpoint={"every": "5 steps"})
-    fault("gradient", rank=1, **{"from": 14})
+    fault("gradient", rank=1, steps=[14], on=True)
     output = lab.train(config, ranks=2, expect=75)
     run = lab.path / "run"
     (back,) = helpers.journal(run, "health-rollback")
@@ -189,14 +189,14 @@ def test_a_resume_repeats_what_was_recorded(lab: Any, helpers: Any, fault: Any) 
     stopped."""
     saves = {"every": "10 steps", "background": False}  # that of step 10 is there when the run is killed
     config = lab.config(checkpoint=saves)
-    fault("kill", rank=1, steps=[15])
+    fault("die", rank=1, steps=[15])
     job = lab.start(config, ranks=2)
     helpers.wait_for(lambda: job.ranks[1].poll() is not None, what="the kill")
     job.kill()
     job.wait()
     run = lab.path / "run"
     assert [record["step"] for record in helpers.metrics(run)][-1] >= 11
-    fault("repeat", rank=0, steps=[11])
+    fault("repeat", rank="all", steps=[11])
     output = lab.train(config, ranks=2, expect=93)
     assert "step 11 trained on the batch" in output and output.count("error:") == 1
     assert not (run / "checkpoints/step-00000020").exists()

@@ -14,7 +14,7 @@ from processes import CLI, Run, as_rank, constants, free_port
 from records import step_record
 
 from data.text.tokenizer import Tokenizer
-from fsdp_pretrain.config.steering import StepValues
+from fsdp_pretrain.config.schedule import StepValues
 from fsdp_pretrain.replay.comparison import difference
 
 NOISE, BAD = 291, 28

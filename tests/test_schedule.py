@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.piecewise import Piecewise
-from fsdp_pretrain.config.schedule import BatchSchedule, Ramp, Schedule
+from fsdp_pretrain.config.schedule import BatchSchedule, Ramp
 from fsdp_pretrain.units import BatchSize, Progress, Seconds, human_bytes, human_count, human_time
 
 pytestmark = pytest.mark.quick
+RECIPE = Path(__file__).resolve().parent.parent / "configs/runs/llama-7b-hsdp.toml"
 
 
 @pytest.mark.parametrize(
@@ -76,16 +79,9 @@ def test_stages_agree_with_walking_step_by_step(first: int, by: int, increments:
 @pytest.mark.parametrize("curve", ["cosine", "linear", "constant"])
 @pytest.mark.promise("schedules")
 def test_curves_begin_and_end_where_they_should(curve: str) -> None:
-    schedule = Schedule(
-        sequence_length=10,
-        batch=BatchSchedule(4),
-        duration=Progress(100, "step"),
-        curve=curve,
-        lr=1.0,
-        min_lr=0.1,
-        warmup=Progress(10, "step"),
-        decay=None,
-    )
+    shape = "train.duration=100 steps", "train.global_batch=4 samples"
+    values = "optimizer.lr=1.0", "optimizer.min_lr=0.1", "optimizer.warmup_shape=linear"
+    schedule = load(RECIPE, [*shape, *values, f"optimizer.curve={curve}", "optimizer.warmup=10 steps"]).schedule
     assert schedule.lr_at(4) == pytest.approx(0.1)  # the first of ten warm-up steps already moves
     assert schedule.lr_at(40) == 1.0
     assert schedule.lr_at(400) == (1.0 if curve == "constant" else 0.1)
@@ -96,10 +92,9 @@ def test_curves_begin_and_end_where_they_should(curve: str) -> None:
 
 
 def test_intervals_fire_once_in_every_unit() -> None:
-    steps, none = Progress(9999, "step"), Progress(0, "step")
-    schedule = Schedule(
-        sequence_length=2048, batch=TR11, duration=steps, curve="constant", lr=1.0, min_lr=0.0, warmup=none, decay=None
-    )
+    ramp = "{first='192 samples',by='16 samples',duration='9_765_625 samples'}"
+    sizes = "train.global_batch=2048 samples", f"train.batch_ramp={ramp}", "data.sequence_length=2048"
+    schedule = load(RECIPE, [*sizes, "train.duration=9999 steps", "optimizer.warmup=0 steps"]).schedule
     for every, size in (("300 samples", 300), ("1M tokens", 10**6 / 2048), ("7 steps", None)):
         interval = Progress.parse(every)
         fired = []

@@ -21,7 +21,6 @@ from data.packing.loader import Loader, StepBatch
 from data.packing.mixture import MixtureWeight
 from data.packing.opening import check_supply, open_packer, open_skips
 from data.packing.packer import Packer
-from data.packing.pieces import Pieces
 from data.packing.position import Position
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.checkpoint.state import forbidden, identity
@@ -82,39 +81,6 @@ def test_conversions_are_sums_over_the_samples(stages: list[tuple[int, int, bool
 
 
 # ------------------------------------------------------------------ pieces of windows
-
-
-def stage_windows(stages: SequenceStages, sample: int) -> int:
-    """Windows of the stage of a sample, which has an end."""
-    (samples_,) = (b - a for a, b in pairwise(stages.starts) if a <= sample < b)
-    return samples_ * stages.length_at(sample) // 32
-
-
-@quick
-@settings(max_examples=30, deadline=None)
-@given(stages=drawn_stages, group=st.integers(1, 12))
-def test_every_piece_of_every_window_is_one_sample(stages: list[tuple[int, int, bool]], group: int) -> None:
-    """A bijection; groups are runs of windows, in the order of a run without stages; nothing begun is unfinished."""
-    lengths = drawn(stages)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pieces, "GROUP", group)
-        cut, taken = Pieces(lengths), defaultdict[int, list[int]](list)
-        windows = cut.place(lengths.starts[-1])[0] + 10
-        for sample in range(cut.first_sample(windows)):
-            its, (window, piece, parts) = cut.group(sample), cut.place(sample)
-            assert (piece, parts, 32 // parts) == (len(taken[window]), its.pieces, lengths.length_at(sample))
-            assert window in range(its.window, its.window + its.size)
-            if sample == its.sample:  # all before it is finished
-                assert cut.begun(sample) == its.window
-                assert sorted(taken) == [*range(its.window), its.window]
-                assert all(len(taken[number]) == cut.place(taken[number][0])[2] for number in range(its.window))
-            assert cut.begun(sample + 1) == its.window + its.size
-            assert its.pieces == 1 or group <= its.size < 2 * group or its.size == stage_windows(lengths, sample)
-            taken[window].append(sample)
-        assert sorted(taken) == list(range(windows))
-        for window, own in taken.items():
-            its = cut.group(own[0])
-            assert own == [cut.first_sample(window) + piece * its.size for piece in range(its.pieces)]
 
 
 def mixed(tmp_path: Path, tokenizer: Tokenizer) -> list[tuple[str, Path, float | MixtureWeight]]:
@@ -255,16 +221,9 @@ def test_clocks_in_tokens_count_the_tokens_trained(lab: Any) -> None:
     ("data", "overrides", "expected"),
     [
         ({"stages": [{"length": 12, "until": "9 samples"}]}, [], "a length of 12 is not a whole part of"),
-        ({"stages": [{"length": 64, "until": "9 samples"}]}, [], "a length of 64 is not a whole part of"),
         ({"stages": [*TABLES, {"length": 8, "until": "130 samples"}]}, [], "stage 3 ends at 130 samples, which is not"),
         ({"stages": [{"length": 8, "until": "5 steps"}]}, [], "counted in samples or tokens, not in steps"),
-        ({"stages": [{"length": 0, "until": "5 samples"}]}, [], "greater than 0"),
         ({"stages": TABLES}, ["train.global_batch=256 tokens"], "train.global_batch = 256 tokens: with data.stages"),
-        (
-            {"stages": TABLES},
-            ["train.batch_ramp={first='4 samples', by='4 samples', duration='64 tokens'}"],
-            "train.batch_ramp.duration = 64 tokens: with data.stages",
-        ),
         (
             {"stages": TABLES, "objective": {"kind": "glm", "row": 24, "slots": 2}},
             ["model={family='glm', layers=1, hidden=32, heads=4, vocab=576}"],
@@ -320,44 +279,6 @@ def test_skips_that_do_not_explain_the_counters_are_refused(lab: Any) -> None:
 
 
 # ------------------------------------------------------------------ compiled
-
-
-@pytest.mark.slow
-def test_one_compilation_for_each_length_which_is_no_hang(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later stage is computed as by a start in it, and the first pass of each is not timed like a step."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    from fsdp_pretrain.bench import steps
-    from fsdp_pretrain.config.sections import ParallelSection
-    from fsdp_pretrain.parallel import mesh
-    from fsdp_pretrain.watchdog.heartbeat.page import Phase
-    from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
-
-    class Phases(Heartbeat):
-        seen: list[tuple[int, Phase]]
-
-        def __init__(self) -> None:
-            self.seen = []
-
-        def beat(self, phase: Phase) -> None:
-            self.seen.append((trainer.state.step + 1, phase))
-
-    torch._dynamo.reset()
-    counter, plain = CompileCounterWithBackend("aot_eager"), torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: plain(self, backend=counter, **how))
-    config = load(lab.config(data={"stages": TABLES, "prefetch": 0}), ["parallel.compile=true"])
-    with (
-        torch._dynamo.config.patch(automatic_dynamic_shapes=True, recompile_limit=8),
-        mesh.connect(ParallelSection()) as world,
-    ):
-        beats, packer = Phases(), open_packer(config)
-        trainer, _ = steps.build(config, world, beats)
-        trainer.data = Loader(packer, config.schedule.batch, rank=0, world=1, micro_batch=2, prefetch=0)
-        for _ in range(18):
-            trainer.step()
-        trainer.collect(keep=0)
-    assert counter.frame_count == 3
-    assert [step for step, phase in beats.seen if phase is Phase.LOAD] == [1, 11, 17]
 
 
 # ------------------------------------------------------------------ real runs

@@ -16,13 +16,14 @@ from processes import Run
 
 from data.packing.position import Position
 from fsdp_pretrain.config.config import Config, load, schema_keys
+from fsdp_pretrain.config.data_section import DataSection
 from fsdp_pretrain.config.resume_rules import DECLARED, changes, undeclared
 from fsdp_pretrain.config.schedule import BatchSchedule, Ramp, Schedule
+from fsdp_pretrain.config.sections import CheckpointSection, OptimizerSection, TrainSection
 from fsdp_pretrain.config.step_settings import ROUNDING, SCHEDULED, rounding_differences, value_differences
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.plan import plan
-from fsdp_pretrain.units import Progress
 
 pytestmark = pytest.mark.quick
 RECIPES = Path(__file__).resolve().parent.parent / "configs/runs"
@@ -34,17 +35,13 @@ def recipe(name: str, *overrides: str) -> Config:
 
 def schedule(*entries: dict[str, Any], steps: int = 100, **options: Any) -> Schedule:
     """Steps of 4 samples of 10 tokens."""
-    parsed = [TimelineEntry.model_validate(entry) for entry in entries]
-    values: dict[str, Any] = {"curve": "constant", "lr": 1.0, "min_lr": 0.0, "warmup": "0 steps", "decay": None}
-    values |= options
-    for key in ("warmup", "decay", "decay_length"):
-        values[key] = Progress.parse(values[key]) if values.get(key) else None
+    optimizer = {"curve": "constant", "lr": 1.0, **options}
     return Schedule(
-        sequence_length=10,
-        batch=BatchSchedule(4),
-        duration=Progress(steps, "step"),
-        timeline=parsed,
-        **values,
+        DataSection.model_validate({"sequence_length": 10, "sources": [{"name": "a", "path": "a"}]}),
+        TrainSection.model_validate({"duration": f"{steps} steps", "global_batch": "4 samples", "micro_batch": 4}),
+        OptimizerSection.model_validate(optimizer),
+        CheckpointSection.model_validate({"every": "9 steps"}),
+        [TimelineEntry.model_validate(entry) for entry in entries],
     )
 
 
@@ -92,9 +89,7 @@ def test_curves_are_their_closed_forms(
         ("optimizer={lr=1e-3,curve='wsd',warmup='1900B tokens',decay_length='200B tokens'}", "within the warm-up"),
         ("timeline=[{at='9 steps',reason='none'}]", "the entry changes nothing"),
         ("timeline=[{at='9 steps',optimizer={lr={from=1e-4,to=1e-5}}}]", "give its length as `over`"),
-        ("timeline=[{at='9 steps',optimizer={lr={to=1e-5,over='0 steps'}}}]", "optimizer.lr.over = '0 steps'"),
         ("timeline=[{at='9 steps',optimizer={beta=1}}]", "unknown key"),
-        ("timeline=[{at=9,optimizer={lr=1e-4}}]", "a bare number has no unit"),
         ("timeline=[{at='9 steps',optimizer={min_lr=1.0}}]", "min_lr = 1 is above optimizer.lr"),
         ("timeline=[{at='9 steps',checkpoint={every='0 steps'}}]", "0 steps is no length"),
     ],
@@ -237,22 +232,15 @@ def test_plan_shows_the_steps_around_every_entry(lab: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "step", "consumed", "batch", "lr"),
     [
-        ("tr1-13b", 29_020, 10_698_064, 1024, None),  # its learning rate lagged by skipped steps
         ("tr1-13b", 33_240, 15_019_344, 1024, None),
         ("tr1-13b", 8_641, 216_320, None, 1.0e-4),
-        ("tr8-104b", 6_900, 251_312, 96, None),
         ("tr8-104b", 7_000, 260_912, 96, None),
-        ("tr8-104b", 6_502, 216_960, 80, None),
-        ("tr8-104b", 8_738, 488_048, 176, None),
-        ("tr8-104b", 11_446, 1_255_856, 432, None),
         ("tr8-104b", 12_000, 1_519_744, 528, None),
         ("tr8-104b", 6_494, 216_320, 80, 6.0e-5),
-        ("tr11-176b", 12_695, 9_841_584, 2048, 5.969e-5),
         ("tr11-176b", 31_214, 47_768_496, 2048, 5.279e-5),
         ("tr11-176b", 12_658, 9_765_625, None, None),
         ("glm-130b", 2_318, 1_098_632, None, 8.0e-5),
         ("llama-7b-hsdp", 1_000, 256_000, 256, 2.25e-4),  # 1 - (1 - 1/2)^2
-        ("llama-7b-hsdp", 2_000, 512_000, 256, 3e-4),
         ("llama-7b-hsdp", 1_907_349, 488_281_344, 256, 3e-5),
     ],
 )
@@ -298,32 +286,24 @@ def test_another_interval_from_a_place_on() -> None:
 # ---------------------------------------------------------------- resume rules
 
 
+REWARM = "{{at='{} steps',optimizer={{lr_scale={{from=0.0,to=1.0,over='{} steps'}}}}}}"
+EARLY, AHEAD, OTHER = REWARM.format(9, 5), REWARM.format(90, 5), REWARM.format(90, 6)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "declared"),
     [
-        (
-            "[]",
-            "[{at='20 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]",
-            False,
-        ),  # where the run is: the next step is the first of it
-        ("[]", "[{at='19 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]", True),
-        ("[]", "[{at='19 steps',checkpoint={every='5 steps'}}]", False),  # nothing that is learned
-        ("[{at='90 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]", "[]", True),  # an old file
-        (
-            "[{at='90 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]",
-            "[{at='90 steps',optimizer={lr_scale={from=0.0,to=1.0,over='6 steps'}}}]",
-            True,
-        ),
-        (
-            "[{at='9 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]",
-            "[{at='90 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}},{at='9 steps',optimizer={lr_scale={from=0.0,to=1.0,over='5 steps'}}}]",
-            False,
-        ),
+        ("", REWARM.format(20, 5), False),  # where the run is: the next step is the first of it
+        ("", REWARM.format(19, 5), True),
+        ("", "{at='19 steps',checkpoint={every='5 steps'}}", False),  # nothing that is learned
+        (AHEAD, "", True),  # an old file
+        (AHEAD, OTHER, True),
+        (EARLY, f"{AHEAD},{EARLY}", False),
     ],
 )
 def test_an_entry_ahead_is_free_and_one_behind_is_declared(before: str, after: str, declared: bool) -> None:
     """Of a run that is at step 20."""
-    old, new = (recipe("llama-7b-hsdp", f"timeline={entries}") for entries in (before, after))
+    old, new = (recipe("llama-7b-hsdp", f"timeline=[{entries}]") for entries in (before, after))
     found = changes(old, new)
     assert found and all(change.key == "timeline" for change in found)
     needed = undeclared(found, (), old.schedule.batch.consumed_at(20))

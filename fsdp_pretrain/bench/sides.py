@@ -26,7 +26,7 @@ from fsdp_pretrain.models.masks import choose_backend
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan.plan import count_parameters
-from fsdp_pretrain.train.trainer import DataStream
+from fsdp_pretrain.train.batch_reader import DataStream
 
 from .steps import RandomSteps, initialise, step_times
 from .times import MeasuredSteps

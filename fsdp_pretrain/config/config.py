@@ -23,9 +23,8 @@ from .base import Section
 from .data_section import DataSection, GLMObjective
 from .model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
 from .operations import HealthSection, LaunchSection, WatchdogSection
-from .schedule import BatchSchedule, Ramp, Schedule
+from .schedule import Schedule
 from .sections import (
-    BatchRampSection,
     CheckpointSection,
     EvalSection,
     OptimizerSection,
@@ -34,7 +33,6 @@ from .sections import (
     RunSection,
     TrainSection,
 )
-from .skips import Skips
 from .timeline import TimelineEntry
 from .toml_file import describe, override, read_toml
 
@@ -67,7 +65,7 @@ class Config(Section):
     @cached_property
     def schedule(self) -> Schedule:
         """The run's schedules as numbers."""
-        return _build_schedule(self.data, self.train, self.optimizer, self.checkpoint, self.timeline)
+        return Schedule(self.data, self.train, self.optimizer, self.checkpoint, self.timeline)
 
     @property
     def read_timeout(self) -> float:
@@ -98,62 +96,6 @@ class Config(Section):
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
 
-def _samples(size: Progress, sequence_length: int, name: str) -> int:
-    """Raises ValueError if tokens are not whole samples."""
-    if size.unit == "token":
-        if size.value % sequence_length:
-            raise ValueError(f"{name} = {size} is not a whole number of samples of {sequence_length} tokens")
-        return size.value // sequence_length
-    return size.value
-
-
-def _build_ramp(section: BatchRampSection, length: int) -> Ramp:
-    samples = {
-        name: _samples(getattr(section, name), length, f"train.batch_ramp.{name}")
-        for name in ("first", "by", "start", "duration")
-    }
-    return Ramp(samples["first"], samples["by"], samples["start"], samples["start"] + samples["duration"])
-
-
-def _build_schedule(
-    data: DataSection,
-    train: TrainSection,
-    optimizer: OptimizerSection,
-    checkpoint: CheckpointSection,
-    timeline: Sequence[TimelineEntry],
-) -> Schedule:
-    """Raises ValueError if the durations contradict each other."""
-    length, ramp = data.sequence_length, train.batch_ramp
-    return Schedule(
-        sequence_length=length,
-        batch=BatchSchedule(
-            _samples(train.global_batch, length, "train.global_batch"),
-            None if ramp is None else _build_ramp(ramp, length),
-        ),
-        duration=train.duration,
-        curve=optimizer.curve,
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        warmup=optimizer.warmup,
-        decay=optimizer.decay,
-        warmup_shape=optimizer.warmup_shape,
-        decay_shape=optimizer.decay_shape,
-        decay_length=optimizer.decay_length,
-        values={
-            "optimizer.lr_scale": optimizer.lr_scale,
-            "optimizer.weight_decay": optimizer.weight_decay,
-            "optimizer.betas": optimizer.betas,
-            "optimizer.embedding_shrink": optimizer.embedding_shrink,
-            "optimizer.shrink_paths": optimizer.shrink_paths,
-            "train.grad_clip": train.grad_clip,
-            "train.z_loss": train.z_loss,
-            "checkpoint.every": checkpoint.every,
-        },
-        timeline=timeline,
-        lengths=data.sequence_stages.trained(Skips((span.first, span.stop) for span in data.skip)),
-    )
-
-
 def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     """Contradictions between sections, of those that are valid in themselves."""
     model, data, train = sections.get("model"), sections.get("data"), sections.get("train")
@@ -182,7 +124,7 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     timeline = sections.get("timeline")
     if data and train and optimizer and checkpoint and timeline is not None:
         try:
-            _build_schedule(data, train, optimizer, checkpoint, timeline)
+            Schedule(data, train, optimizer, checkpoint, timeline)
         except ValueError as error:
             yield from map(str, error.args)
     asked = data and data.read_timeout

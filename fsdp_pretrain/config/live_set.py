@@ -75,7 +75,7 @@ def read_entry(changes: Sequence[str], schedule: Schedule, *, at: int, reason: s
 
 def _in_samples(entry: TimelineEntry, schedule: Schedule) -> TimelineEntry:
     """An entry whose place is in samples, with its lengths in samples too."""
-    at, raw = entry.at.value, plain(entry)
+    at, raw = entry.at.value, entry.model_dump(mode="json")
     for key, change in entry.changes():
         if isinstance(change, Change) and (over := change.over) is not None:
             end = schedule.batch.ahead(at, over.value) if over.unit == "step" else schedule.behind(at, over)
@@ -133,8 +133,3 @@ def values_of(entry: TimelineEntry, config: Config, consumed: int) -> dict[str, 
         elif key not in ("optimizer.lr", "optimizer.min_lr"):
             found[key] = getattr(values, key.partition(".")[2])
     return found
-
-
-def plain(entry: TimelineEntry) -> dict[str, Any]:
-    """An entry as JSON values, as it is in `overrides.toml`."""
-    return entry.model_dump(mode="json", exclude_defaults=True)

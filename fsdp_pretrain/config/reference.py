@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import types
 from collections.abc import Iterator
 from itertools import pairwise
@@ -156,25 +157,12 @@ def _type(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.default is PydanticUndefined:
-        return "required"
-    if field.default is None:
-        return "absent"
     value = field.default
+    if value is PydanticUndefined:
+        return "required"
     if isinstance(value, Section):
-        return "see its table" if not value.model_fields_set else str(value)
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, str | Progress | Seconds):
-        text = f'"{value}"'
-    else:
-        parts = (
-            [str(part) if isinstance(part, Seconds) else part for part in value]
-            if isinstance(value, list | tuple)
-            else value
-        )
-        text = str(parts)
-    return f"`{text}`".replace("'", '"').replace("|", "\\|")
+        return "see its table"
+    return "absent" if value is None else f"`{json.dumps(value, default=str)}`".replace("|", "\\|")
 
 
 def _escape(text: str) -> str:

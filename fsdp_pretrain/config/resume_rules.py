@@ -51,12 +51,7 @@ CLASSES: dict[str, str] = {
     "train.micro_batch": FREE,
     "optimizer": DECLARED,
     "optimizer.decay": DECLARED,  # with its default, see `_decay`
-    "parallel.shard": FREE,
-    "parallel.reshard_after_forward": FREE,
-    "parallel.recompute": FREE,
-    "parallel.attention": FREE,
-    "parallel.compile": FREE,
-    "parallel.timeout": FREE,
+    "parallel": FREE,
     "checkpoint": FREE,
     "eval": FREE,
     "record": FREE,
@@ -225,13 +220,10 @@ def undeclared(
     found: Iterable[ConfigChange], allowed: Collection[str], consumed: int | None = None
 ) -> list[ConfigChange]:
     """The changes that must be declared and are not; without those that are still ahead at `consumed` samples."""
-    declared = (change for change in found if change.kind == DECLARED and not is_ahead(change, consumed))
+    declared = [change for change in found if change.kind == DECLARED]
+    if consumed is not None:
+        declared = [change for change in declared if change.at is None or change.at < consumed]
     return [change for change in declared if not any(_covers(name, change.key) for name in allowed)]
-
-
-def is_ahead(change: ConfigChange, consumed: int | None) -> bool:
-    """Whether a change affects no step that ends at or before `consumed` samples, and waits for its place."""
-    return consumed is not None and change.at is not None and change.at >= consumed
 
 
 def refuse(where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange], cursor: int) -> None:

@@ -11,18 +11,32 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from fsdp_pretrain.units import Progress
 
 from .curves import LearningRateCurve
+from .data_section import DataSection
 from .piecewise import Piecewise
-from .sequence_stages import SequenceStages
-from .steering import SteeredValues, StepValues
-from .timeline import TimelineEntry
+from .sections import BatchRampSection, CheckpointSection, OptimizerSection, TrainSection
+from .skips import Skips
+from .timeline import Change, TimelineEntry
+
+_LR, _MIN_LR, _SHRINK = "optimizer.lr", "optimizer.min_lr", "optimizer.embedding_shrink"
+_SAVES = "checkpoint.every"
+_OF_STEP = (
+    "optimizer.lr_scale",
+    "optimizer.weight_decay",
+    "optimizer.betas",
+    "train.grad_clip",
+    "train.z_loss",
+    _SHRINK,
+    "optimizer.shrink_paths",
+)
+"""Keys whose values are fields of `StepValues`."""
 
 
 @dataclass(frozen=True)
@@ -110,60 +124,141 @@ class BatchSchedule:
         return stage.step + -(-(consumed - stage.consumed) // stage.batch)
 
 
-class Schedule(SteeredValues):
-    """Everything that changes over a run, as numbers. Raises ValueError, whose `args` are all contradictions found.
+def _samples(size: Progress, sequence_length: int, name: str) -> int:
+    """Raises ValueError if tokens are not whole samples."""
+    if size.unit == "token":
+        if size.value % sequence_length:
+            raise ValueError(f"{name} = {size} is not a whole number of samples of {sequence_length} tokens")
+        return size.value // sequence_length
+    return size.value
 
-    The last step is the first that reaches `duration`. `lr` is the peak of the learning rate, reached after a `warmup`
-    from 0; `curve` (see `curves`) leads to `min_lr` at `decay`, counted from the start of the run (None: at its
-    end), within the last `decay_length` of that for `wsd`. `lengths` are those of the samples trained, if not all have
-    `sequence_length` tokens. `values` are all other values of a step, and the interval between checkpoints, by key;
-    `timeline` changes them.
+
+def _build_ramp(section: BatchRampSection, length: int) -> Ramp:
+    samples = {
+        name: _samples(getattr(section, name), length, f"train.batch_ramp.{name}")
+        for name in ("first", "by", "start", "duration")
+    }
+    return Ramp(samples["first"], samples["by"], samples["start"], samples["start"] + samples["duration"])
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """Everything steered in one step. `lr` is what the optimiser gets: `lr_scale` is in it."""
+
+    lr: float
+    lr_scale: float
+    weight_decay: float
+    betas: tuple[float, float]
+    grad_clip: float
+    z_loss: float
+    embedding_shrink: float
+    shrink_paths: Literal["input", "both"]
+
+    @property
+    def shrink_head(self) -> bool:
+        """Whether the gradient through the logits is shrunk too."""
+        return self.shrink_paths == "both"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A timeline entry and its place in samples."""
+
+    at: int
+    entry: TimelineEntry
+
+
+class Schedule:
+    """Everything that changes over a run, as numbers: what the sections say, and what the timeline makes of it.
+
+    The last step is the first that reaches `train.duration`. An entry of the timeline at `at` counts for steps that end
+    behind it, as if a run had restarted there with other settings: values at `at` itself are the last of before, and a
+    ramp over n reaches its end at `at` + n.
+
+    Raises ValueError, whose `args` are all contradictions found.
     """
 
     def __init__(
         self,
-        *,
-        sequence_length: int,
-        batch: BatchSchedule,
-        duration: Progress,
-        curve: str,
-        lr: float,
-        min_lr: float,
-        warmup: Progress,
-        decay: Progress | None,
-        warmup_shape: str = "linear",
-        decay_shape: str = "1-sqrt",
-        decay_length: Progress | None = None,
-        values: Mapping[str, Any] | None = None,
+        data: DataSection,
+        train: TrainSection,
+        optimizer: OptimizerSection,
+        checkpoint: CheckpointSection,
         timeline: Sequence[TimelineEntry] = (),
-        lengths: SequenceStages | None = None,
     ) -> None:
-        self.batch, self.lengths = batch, lengths or SequenceStages.constant(sequence_length)
-        self.steps = batch.step_at(self.samples(duration))
-        self.total = batch.consumed_at(self.steps)
+        length, ramp = data.sequence_length, train.batch_ramp
+        full = _samples(train.global_batch, length, "train.global_batch")
+        self.batch = BatchSchedule(full, None if ramp is None else _build_ramp(ramp, length))
+        self.lengths = data.sequence_stages.trained(Skips((span.first, span.stop) for span in data.skip))
+        self.steps = self.batch.step_at(self.samples(train.duration))
+        self.total = self.batch.consumed_at(self.steps)
+        warmup, decay_length = optimizer.warmup, optimizer.decay_length
         self.warmup = self.samples(warmup)
-        self.decay = self.samples(decay) if decay is not None else self.total
-        self.decays = curve != "constant"
-        problems = list[str]()
-        if self.steps < 1:
-            problems.append(f"a duration of {duration} is less than one step")
-        if self.warmup > self.decay:
-            problems.append(
-                f"the warm-up of {warmup} ({self.warmup:_} samples) is longer than the decay ({self.decay:_} samples)"
-            )
+        self.decay = self.total if optimizer.decay is None else self.samples(optimizer.decay)
+        self.decays = optimizer.curve != "constant"
         self.decay_start = self.warmup if decay_length is None else self._ahead(self.decay, decay_length)
         """Where the learning rate leaves its peak, in samples."""
-        if self.decay_start < self.warmup:
-            problems.append(f"optimizer.decay_length = {decay_length} begins within the warm-up of {warmup}")
-        if problems:
+        if problems := list(self._contradictions(train.duration, warmup, decay_length)):
             raise ValueError(*problems)
-        super().__init__(
-            {"optimizer.lr": lr, "optimizer.min_lr": min_lr, **(values or {})},
-            timeline,
-            curve=LearningRateCurve(curve, self.warmup, self.decay, self.decay_start, warmup_shape, decay_shape),
-            place=self.samples,
-            behind=self.behind,
-        )
+        shapes = optimizer.warmup_shape, optimizer.decay_shape
+        self._curve = LearningRateCurve(optimizer.curve, self.warmup, self.decay, self.decay_start, *shapes)
+        sections = {"optimizer": optimizer, "train": train, "checkpoint": checkpoint}
+        self._values = dict[str, Piecewise[Any]]()
+        for key in (_LR, _MIN_LR, _SAVES, *_OF_STEP):
+            section, _, name = key.partition(".")
+            self._values[key] = Piecewise(getattr(sections[section], name))
+        steered = {_SHRINK} if optimizer.embedding_shrink != 1.0 else set[str]()
+        placed = [Placed(self.samples(entry.at), entry) for entry in timeline]
+        self.timeline = sorted(placed, key=lambda each: each.at)
+        """The entries in order, with their places."""
+        for each in self.timeline:
+            for key, value in each.entry.changes():
+                self._change(self._values[key], each.at, value)
+                steered.add(key)
+        self._check_floor()
+        self._of_step = [(key.partition(".")[2], self._values[key]) for key in _OF_STEP]
+        self._steered = [key.partition(".")[2] for key in _OF_STEP if key in steered]
+
+    def _contradictions(self, duration: Progress, warmup: Progress, decay_length: Progress | None) -> Iterator[str]:
+        if self.steps < 1:
+            yield f"a duration of {duration} is less than one step"
+        if self.warmup > self.decay:
+            yield f"the warm-up of {warmup} ({self.warmup:_} samples) is longer than the decay ({self.decay:_} samples)"
+        if self.decay_start < self.warmup:
+            yield f"optimizer.decay_length = {decay_length} begins within the warm-up of {warmup}"
+
+    def _change(self, along: Piecewise[Any], at: int, value: Any) -> None:
+        """A ramp that is over when the next step ends is a change at once."""
+        if isinstance(value, Change):
+            length = 0 if value.over is None else self.behind(at, value.over) - at
+            ramped = length > self.behind(at, Progress(1, "step")) - at
+            along.change(at, value.to, *((value.from_, length) if ramped else ()))
+        else:
+            along.change(at, value)
+
+    def _check_floor(self) -> None:
+        for mark in {*self._values[_LR].marks, *self._values[_MIN_LR].marks}:
+            peak, floor = (self._values[key].at(mark, behind=True) for key in (_LR, _MIN_LR))
+            if floor > peak:
+                raise ValueError(
+                    f"timeline: from sample {mark:_} on, optimizer.min_lr = {floor:g} is above optimizer.lr = {peak:g}"
+                )
+
+    def values_at(self, consumed: int, *, behind: bool = False) -> StepValues:
+        """The values of the step that brings the counter to `consumed`; `behind`: the limit of the steps after it."""
+        peak, floor = (self._values[key].at(consumed, behind=behind) for key in (_LR, _MIN_LR))
+        others = {name: along.at(consumed, behind=behind) for name, along in self._of_step}
+        return StepValues(lr=self._curve.lr(consumed, peak, floor) * others["lr_scale"], **others)
+
+    def save_every(self, consumed: int) -> Progress:
+        """Interval between checkpoints in the step that ends at `consumed`."""
+        every: Progress = self._values[_SAVES].at(consumed)
+        return every
+
+    @property
+    def marks(self) -> list[int]:
+        """Where something changes, and where ramps end."""
+        return sorted({mark for along in self._values.values() for mark in along.marks})
 
     def samples(self, progress: Progress) -> int:
         """Samples consumed after `progress` from the start of the run, rounded up."""
@@ -201,7 +296,7 @@ class Schedule(SteeredValues):
 
     def steered(self, values: StepValues) -> dict[str, Any]:
         """Those of a step's values, besides the learning rate, that change in the course of the run."""
-        return {name: getattr(values, name) for name in self.names}
+        return {name: getattr(values, name) for name in self._steered}
 
     def due(self, every: Progress | None, *, step: int, before: int, after: int) -> bool:
         """Whether step number `step`, which took `consumed` from `before` to `after`, completed an interval."""

@@ -1,6 +1,6 @@
 """`[[timeline]]`: what changes in the course of a run, so that its whole history is one configuration.
 
-What the entries mean as numbers is computed by `steering`.
+What the entries mean as numbers is computed by `schedule`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ class Change(Section, Generic[T]):
     def _by_alias(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         said = handler(self).items()
         return {"from" if name == "from_" else name: value for name, value in said if value is not None}
+
+
+# Classes with names of their own: rank 0 sends entries to the others, and `Change[NotNegative]` cannot be pickled.
 
 
 class AmountChange(Change[NotNegative]):

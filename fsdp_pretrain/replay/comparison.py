@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, Literal
 
-from fsdp_pretrain.config.steering import StepValues
+from fsdp_pretrain.config.schedule import StepValues
 from fsdp_pretrain.record.step_record import StepRecord
 
 Difference = Literal["data", "settings", "numerics"]

@@ -114,7 +114,7 @@ class LiveControl:
         standing = self._make_lasting(entry, after)
         values = ", ".join(f"{key} {was[key]} -> {is_[key]}" for key in was)
         text = f"set {', '.join(request.changes)} after step {at:_}; in step {at + 1:_}: {values}"
-        facts = {"at": at, "consumed": place, "before": was, "after": is_, "entry": live_set.plain(entry)}
+        facts = {"at": at, "consumed": place, "before": was, "after": is_, "entry": entry.model_dump(mode="json")}
         self._answer(request, here.step, text, did="set", **facts)
         self._recorder.status(force=True, overrides=str(standing))
         return entry, after

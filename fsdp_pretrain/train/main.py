@@ -187,7 +187,7 @@ def _train(
         fsdp.initialise_all(model, config.run.seed)
     state = resumed.state
     if world.is_main:
-        start.record_changes(recorder, start.fingerprints(subject.identity.corpora, samples), terms.reason)
+        start.record_changes(recorder, subject.identity.corpora, samples, terms.reason)
     world.decide(lambda: start.record_lineage(run_dir, recorder, resumed, fresh=terms.fresh))
     memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
     health = _health(subject, recorder.number, resumed)
@@ -195,7 +195,6 @@ def _train(
     heldout = None if samples is None else world.together(partial(build_heldout_loss, config, samples, world))
     scaler = build_loss_scaler(config, world, state.loss_scale)
     start.record_heldout(context, samples)
-    start.record_reads(context, samples)
     start.record_skips(context, state)
     if world.is_main:
         start.join_run(context, resumed)

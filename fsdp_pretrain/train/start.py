@@ -241,14 +241,10 @@ def record_start(recorder: Recorder, subject: TrainingObjects, parameters: int) 
     )
 
 
-def fingerprints(corpora: dict[str, str], heldout: HeldOutSamples | None) -> dict[str, str]:
-    """Of the training corpora and the held-out ones, by source."""
-    return corpora | {f"held-out {name}": value for name, value in (heldout.fingerprints if heldout else {}).items()}
-
-
-def record_changes(recorder: Recorder, corpora: dict[str, str], reason: str) -> None:
-    """Record what changed since the last start, and why. `corpora`: fingerprints by source."""
-    found = environment.compare(recorder.run, recorder.number, corpora)
+def record_changes(recorder: Recorder, corpora: dict[str, str], heldout: HeldOutSamples | None, reason: str) -> None:
+    """Record what changed since the last start, and why. `corpora`: fingerprints of the training data by source."""
+    heldout_too = {f"held-out {name}": value for name, value in (heldout.fingerprints if heldout else {}).items()}
+    found = environment.compare(recorder.run, recorder.number, corpora | heldout_too)
     if found is not None:
         last, changed = found
         text = "; ".join([*(changed or ["nothing"]), *([f"because: {reason}"] if changed and reason else [])])
@@ -287,18 +283,15 @@ def discard_requests(run: RunContext) -> None:
 
 
 def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
-    """Record which held-out samples are measured, and how often."""
-    if heldout is not None:
-        names = ", ".join(f"{count:_} of {name}" for name, count in heldout.counts.items())
-        text = f"the loss of {names} is measured every {run.config.heldout_every}"
-        run.recorder.event("heldout", text, samples=heldout.counts, corpora=heldout.fingerprints)
-
-
-def record_reads(run: RunContext, heldout: HeldOutSamples | None) -> None:
-    """Record what was wrong while the held-out corpora were read; batches tell of the others."""
-    for corpus in heldout.packer.corpora.values() if heldout is not None else ():
-        for text in corpus.reads.take_notices():
-            run.recorder.note("data-read", f"rank {run.world.rank}: {text}")
+    """Record which held-out samples are measured, how often, and what was wrong while they were read."""
+    if heldout is None:
+        return
+    names = ", ".join(f"{count:_} of {name}" for name, count in heldout.counts.items())
+    text = f"the loss of {names} is measured every {run.config.heldout_every}"
+    run.recorder.event("heldout", text, samples=heldout.counts, corpora=heldout.fingerprints)
+    for corpus in heldout.packer.corpora.values():
+        for notice in corpus.reads.take_notices():
+            run.recorder.note("data-read", f"rank {run.world.rank}: {notice}")
 
 
 def record_ready(run: RunContext, state: TrainState) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.steering import StepValues
+from fsdp_pretrain.config.schedule import StepValues
 from fsdp_pretrain.parallel import replica_check as replicas
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan.flops import device_name, flops_per_token, memory_in_use, peak_flops

@@ -150,18 +150,17 @@ class StepSums:
         """fp32 0-dim, 1 if any value of any rank is non-finite, else 0; the same on every rank once summed."""
         return (self.bad_losses + self.bad_norms > 0).float()
 
-    def add_update(self, norm: Tensor, loss_scale: Tensor | None, skipped: Tensor | None) -> None:
+    def add_update(self, norm: Tensor, loss_scale: Tensor | None, skipped: Tensor) -> None:
         """Add what the optimiser did.
 
         Args:
             norm: of the gradients, unclipped and unscaled, fp32 0-dim.
             loss_scale: fp32 0-dim; None is 1.
-            skipped: fp32 0-dim, 1 if the step was skipped, else 0; None is 0.
+            skipped: fp32 0-dim, 1 if the step was skipped, else 0.
         """
         self.norm.copy_(norm)
         self.loss_scale.fill_(1.0) if loss_scale is None else self.loss_scale.copy_(loss_scale)
-        if skipped is not None:
-            self.skipped.copy_(skipped)
+        self.skipped.copy_(skipped)
 
 
 _SUMS = [part.name for part in fields(StepSums) if part.name != "packed"]

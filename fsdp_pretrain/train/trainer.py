@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from data.packing.loader import StepBatch
 from data.packing.position import Position
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.config.steering import StepValues
+from fsdp_pretrain.config.schedule import StepValues
 from fsdp_pretrain.errors import DataError, Exit, UserError
 from fsdp_pretrain.health import limits
 from fsdp_pretrain.health.journal import Provenance, record_findings
@@ -30,6 +30,7 @@ from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.record.requests import Request, Requests
 from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
+from .batch_reader import BatchReader, DataStream
 from .checkpointing import Checkpointing
 from .device_timing import to_host
 from .garbage import collect_garbage, collection_at_steps
@@ -46,19 +47,6 @@ from .step_sums import StepCounts
 LAG = 2
 """Steps between issuing a step and reading its metrics on the host."""
 
-_QUARANTINE_BASE = 100_000
-"""Minimum base for the quarantined share, so that one early bad document does not stop a run."""
-
-
-class DataStream(Protocol):
-    """Source of batches; see `data.packing.loader.Loader`."""
-
-    def __next__(self) -> StepBatch: ...
-
-    def blank(self, before: Position) -> StepBatch:
-        """A batch of the shape due at this position, without targets."""
-
-
 Reread = Callable[[Position], StepBatch]
 """The position before a batch -> this rank's share of it."""
 
@@ -74,6 +62,12 @@ class AgreedActions:
     saved: int = 0
     overdue: bool = False
     rollback: RollbackRequest | None = None
+
+    def add(self, counts: StepCounts) -> None:
+        """What the sums of one more step say."""
+        for name in ("stop", "save", "profile", "steer", "overdue"):
+            setattr(self, name, getattr(self, name) or getattr(counts, name) > 0)
+        self.saved = max(self.saved, counts.saved)
 
 
 class Trainer:
@@ -117,7 +111,8 @@ class Trainer:
     ) -> None:
         config, world = run.config, run.world
         self.context, self.config, self.schedule, self.world = run, config, config.schedule, world
-        self.model, self.optimizer, self.scaler, self.data = model, optimizer, scaler, data
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.batches = BatchReader(data, config, world, run.recorder)
         self.saves, self.state, self.recorder, self._heartbeat = saves, state, run.recorder, run.heartbeat
         self._statistics = GroupStatistics(model, optimizer, config, world)
         parameters, scaled = model.count_parameters(), scaler is not None
@@ -131,8 +126,6 @@ class Trainer:
         self._first = state.step
         self._issued: deque[IssuedStep] = deque()
         self._agreed = AgreedActions()
-        self._stretches = self._quarantined = 0
-        self._data_error: DataError | None = None
         self._passes = Passes(config, world, model, scaler, run.heartbeat, compiled=compiled)
 
     # ------------------------------------------------------------------ the loop
@@ -263,7 +256,7 @@ class Trainer:
     def step(self) -> None:
         """Issue one optimiser step: read a batch, run its micro-batches, reduce, clip, decide, apply."""
         with self._clock.reading(self.state.step + 1):
-            batch = self._next_batch()
+            batch = self.batches.read(self.state)
         state = TrainState.at(batch.position)
         values = self.schedule.values_at(state.consumed)
         counts = self._sum_counts(batch)
@@ -299,21 +292,6 @@ class Trainer:
             return None
         return self._heldout.measure(self.model, lambda: self._heartbeat.beat(Phase.COMPUTE))
 
-    def _next_batch(self) -> StepBatch:
-        """This rank's next batch, or a blank one if it cannot be read: the other ranks learn of it `LAG` steps later.
-
-        Raises:
-            DataError: there are no other ranks.
-        """
-        if self._data_error is None:
-            try:
-                return next(self.data)
-            except DataError as error:
-                if self.world.size == 1:
-                    raise
-                self._data_error = error
-        return self.data.blank(self.state)
-
     def _sum_counts(self, batch: StepBatch) -> Tensor:
         """Packed `StepCounts` of all ranks, on the device; periodically with checksums of the parameters."""
         asked = self.context.inbox.take()
@@ -324,14 +302,10 @@ class Trainer:
             save=asked.save or retry,
             profile=self._profiler.ask(asked.profile),
             steer=asked.steer,
-            without_data=self._data_error is not None,
+            without_data=self.batches.failed,
             saved=saved,
             overdue=overdue,
         )
-        for text in batch.notices:
-            self.recorder.note("data-read", f"rank {self.world.rank}: {text}")
-        for piece in batch.quarantined:
-            self.recorder.say(f"quarantined: {piece}")
         # Two steps apart, so that parameters that do not change are noticed too.
         due = (self.state.step - self._first) % limits.COMPARE_EVERY in (0, 2)
         return counts.sum_over(self.world, replica_check.checksums(self.model, self.world) if due else None)
@@ -359,39 +333,17 @@ class Trainer:
                 issued.ready.synchronize()
             counts = StepCounts.read(issued.counts)
             if counts.without_data:
-                self.world.together(self._raise_data_error)
-            self._agreed.stop |= counts.stop > 0
-            self._agreed.save |= counts.save > 0
-            self._agreed.profile |= counts.profile > 0
-            self._agreed.steer |= counts.steer > 0
-            self._agreed.saved = max(self._agreed.saved, counts.saved)
-            self._agreed.overdue |= counts.overdue > 0
+                self.batches.refuse_to_go_on()
+            self._agreed.add(counts)
             self._clock.finish(issued.times)
             record = self._records.of(issued)
-            self._stretches += record.documents + record.batch  # a document may span several samples
-            self._quarantined += record.quarantined
             judgement = self._health.step(record)
             self.recorder.step(record.model_copy(update={"health": judgement.findings}), target=self._target_step())
             record_findings(self.recorder, record, judgement, self._provenance)
             self._agreed.rollback = self._agreed.rollback or judgement.rollback
             if judgement.error is not None:
                 raise judgement.error
-            self._check_quarantined(record.step)
-
-    def _raise_data_error(self) -> None:
-        if self._data_error is not None:
-            raise self._data_error
-
-    def _check_quarantined(self, step: int) -> None:
-        """Raise DataError if too many documents fail the packer's checks."""
-        limit = self.config.data.max_quarantined * max(self._stretches, _QUARANTINE_BASE)
-        if self._quarantined > limit:
-            raise DataError(
-                f"{self._quarantined} of {self._stretches} stretches of documents failed the packer's checks "
-                f"by step {step}",
-                effect="the corpus is not what its manifest says; training on would waste tokens",
-                remedy="run `fsdp-data validate` on the sources; the log names the documents",
-            ).on_all_ranks()
+            self.batches.check(record)
 
     def _target_step(self) -> int:
         """Number of the last step, as planned from here."""
