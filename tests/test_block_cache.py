@@ -215,15 +215,3 @@ def test_a_wrong_byte_is_found_and_its_object_named(tmp_path: Path, tokenizer: T
     (path / name).unlink()
     with pytest.raises(RemoteError, match=f"{name} does not exist"):
         reader.block(1)
-
-
-def test_blocks_may_be_small(tmp_path: Path, shared_corpus: Path, run_command: Any) -> None:
-    """The size of blocks is part of the job; the shards are the same."""
-    text, out = shared_corpus / "train.jsonl", tmp_path / "small"
-    command = ["data.cli", "prepare", text, "--tokenizer", shared_corpus / "tokenizer", "--out", out, "--quiet"]
-    done = run_command(*command, "--workers", 1, "--block-tokens", "2K")
-    assert done.returncode == 0, done.stderr
-    small, usual = Corpus(out), Corpus(shared_corpus / "corpus")
-    assert len(usual.blocks) == len(usual.manifest.shards) < len(small.blocks) // 4
-    assert [entry.bin_xxh3 for entry in small.manifest.shards] == [entry.bin_xxh3 for entry in usual.manifest.shards]
-    assert run_command(*command).returncode == 78
