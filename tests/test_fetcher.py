@@ -161,21 +161,6 @@ def test_a_cache_is_of_one_run_at_a_time(
     second.fetching.close()
 
 
-def test_a_damaged_block_is_fetched_again_while_the_node_trains(nodes: Any, corpus: Path, tmp_path: Path) -> None:
-    """The rank that finds it removes it, and the fetcher brings it again, soon enough."""
-    node = nodes("1MB")
-    found = node.train(20)
-    until(lambda: node.status.ready > 100)
-    for block in present(tmp_path):
-        with block.open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            last = file.read(1)
-            file.seek(-1, os.SEEK_END)
-            file.write(bytes([last[0] ^ 1]))
-    assert found + node.train(300) == local(corpus, 320)
-    assert node.packer.corpora["text"].reads.take_notices()
-
-
 @pytest.mark.slow
 def test_what_fails_is_told_and_ends_by_itself(nodes: Any, corpus: Path, tmp_path: Path) -> None:
     """An object that is missing, then damaged: named with the cause; once it is back, training goes on."""
