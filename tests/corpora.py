@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -39,3 +41,18 @@ def synthetic_corpus(directory: Path, tokens: int, *, block_tokens: int) -> None
                 written += length
             entries.append(writer.finish())
     write_corpus(directory, tokenizer, entries, dtype, {}, block_tokens=block_tokens)
+
+
+def random_corpus(
+    path: Path, tokenizer: Tokenizer, shards: Sequence[Sequence[int]], *, pairs: bool = False, **options: Any
+) -> Path:
+    """A corpus of random documents with these lengths, by shard; `options` are those of `write_corpus`."""
+    (path / "shards").mkdir(parents=True)
+    dtype, rng, entries = np.dtype("<u2"), np.random.default_rng(1), []
+    words = np.setdiff1d(np.arange(tokenizer.vocab_size), [tokenizer.eod, *tokenizer.specials]).astype(dtype)
+    for number, lengths in enumerate(shards):
+        with ShardWriter(path / f"shards/shard-{number}", dtype) as writer:
+            writer.extend(rng.choice(words, sum(lengths)), lengths)
+            entries.append(writer.finish())
+    write_corpus(path, tokenizer, entries, dtype, {}, pairs=pairs, **options)
+    return path

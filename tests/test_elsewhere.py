@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from corpora import word_tokenizer
+from corpora import random_corpus, word_tokenizer
 from object_store import NODE, Faults, ObjectStore
 from sight import CALM, PATIENCE, WATCHED, alarms, until
 
-from data.corpus.shards import ShardWriter
-from data.corpus.writing import write_corpus
 from data.packing.loader import Loader
 from data.packing.packer import Packer
 from data.text.tokenizer import EOD
@@ -27,23 +25,6 @@ from fsdp_pretrain.config.schedule import BatchSchedule
 VOCABULARY, LENGTH, LANES, BLOCK, SHARDS = 64, 64, 8, 16_000, 16
 NODES = ("node-0", "node-1")
 MODEL = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 32, "vocab": VOCABULARY}
-
-
-def random_corpus(path: Path, tokens: int) -> Path:
-    """Random documents of some hundred tokens, in small blocks."""
-    (path / "shards").mkdir(parents=True)
-    tokenizer = word_tokenizer(
-        path / "words.json", {EOD: 0, **{f"w{number}": number for number in range(1, VOCABULARY)}}
-    )
-    rng, entries = np.random.default_rng(1), []
-    for number in range(SHARDS):
-        with ShardWriter(path / f"shards/shard-{number}", np.dtype("<u2")) as writer:
-            for length in rng.integers(100, 900, tokens // SHARDS // 500).tolist():
-                writer.append(rng.integers(1, VOCABULARY, length).astype("<u2"))
-            entries.append(writer.finish())
-    write_corpus(path, tokenizer, entries, np.dtype("<u2"), {}, block_tokens=BLOCK)
-    (path / "words.json").unlink()
-    return path
 
 
 def digests(corpus: Path, batch: int, count: int) -> list[str]:
@@ -57,8 +38,11 @@ class Elsewhere:
     """Runs of a laboratory that read a corpus by URL, on two nodes with a local disk each."""
 
     def __init__(self, lab: Any, store: ObjectStore, tokens: int) -> None:
+        words = {EOD: 0, **{f"w{number}": number for number in range(1, VOCABULARY)}}
+        tokenizer = word_tokenizer(lab.path / "words.json", words)
+        lengths = [np.random.default_rng(n).integers(100, 900, tokens // SHARDS // 500).tolist() for n in range(SHARDS)]
         self.lab, self.store, self.run = lab, store, lab.path / "run"
-        self.corpus = random_corpus(lab.path / "corpus", tokens)
+        self.corpus = random_corpus(lab.path / "corpus", tokenizer, lengths, block_tokens=BLOCK)
         self.url, self.disk = store.put_folder(self.corpus, "corpus"), lab.path / "disk"
         self.bytes = {
             name: (self.corpus / f"shards/shard-{name}").stat().st_size for name in (f"{n}.bin" for n in range(SHARDS))

@@ -12,14 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tomli_w
+from corpora import random_corpus
 from sight import until
 from watch import Watch
 
-from data.corpus.shards import ShardWriter
-from data.corpus.writing import write_corpus
 from data.fetch import room
 from data.fetch.process import NodeFetching
 from data.packing.opening import open_packer, open_skips
@@ -38,17 +36,9 @@ LENGTH, LANES, BATCH = 16, 3, 16
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path) -> Path:
     """400k tokens in a hundred blocks."""
-    path, rng = tmp_path_factory.mktemp("remote") / "corpus", random.Random(1)
-    (path / "shards").mkdir(parents=True)
-    tokenizer, entries = Tokenizer.load(shared_corpus / "tokenizer"), []
-    words = [word for word in range(tokenizer.vocab_size) if word not in (tokenizer.eod, *tokenizer.specials)]
-    for number in range(3):
-        with ShardWriter(path / f"shards/s{number}", np.dtype("<u2")) as writer:
-            for _ in range(6000):
-                writer.append(np.array(rng.choices(words, k=rng.choice([2, 5, 17, 60])), dtype="<u2"))
-            entries.append(writer.finish())
-    write_corpus(path, tokenizer, entries, np.dtype("<u2"), {}, block_tokens=4000)
-    return path
+    lengths = [random.Random(number).choices([2, 5, 17, 60], k=6000) for number in range(3)]
+    tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
+    return random_corpus(tmp_path_factory.mktemp("remote") / "corpus", tokenizer, lengths, block_tokens=4000)
 
 
 class Node:
@@ -169,21 +159,6 @@ def test_a_cache_is_of_one_run_at_a_time(
     second.start()
     assert second.train(5) == local(corpus, 5)
     second.fetching.close()
-
-
-def test_a_damaged_block_is_fetched_again_while_the_node_trains(nodes: Any, corpus: Path, tmp_path: Path) -> None:
-    """The rank that finds it removes it, and the fetcher brings it again, soon enough."""
-    node = nodes("1MB")
-    found = node.train(20)
-    until(lambda: node.status.ready > 100)
-    for block in present(tmp_path):
-        with block.open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            last = file.read(1)
-            file.seek(-1, os.SEEK_END)
-            file.write(bytes([last[0] ^ 1]))
-    assert found + node.train(300) == local(corpus, 320)
-    assert node.packer.corpora["text"].reads.take_notices()
 
 
 @pytest.mark.slow

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import random_corpus
 
-from data.corpus.shards import ShardWriter
-from data.corpus.writing import write_corpus
 from data.fetch.forecast import Forecast
 from data.fetch.room import RECOMMENDED, bytes_in_use
 from data.fetch.window import Window
@@ -28,29 +27,22 @@ pytestmark = pytest.mark.quick
 RAMP = BatchSchedule(24, Ramp(8, 8, 0, 100))
 
 
-def corpus(path: Path, tokenizer: Tokenizer, *, seed: int, documents: int, block: int, pairs: bool = False) -> Path:
-    """Random documents in two shards, in blocks of about `block` tokens; some are empty."""
-    rng = random.Random(seed)
-    (path / "shards").mkdir(parents=True)
-    entries = []
-    for number in range(2):
-        with ShardWriter(path / f"shards/s{number}", np.dtype("<u2")) as writer:
-            for _ in range(documents // 4 * 2):
-                writer.append(np.arange(rng.choice([2, 5, 17, 60] if pairs else [0, 2, 5, 17, 60]), dtype="<u2") + 1)
-            entries.append(writer.finish())
-    write_corpus(path, tokenizer, entries, np.dtype("<u2"), {}, pairs=pairs, block_tokens=block)
-    return path
-
-
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path) -> dict[str, Path]:
+    """Random documents in two shards, in small blocks; some are empty."""
     folder, tokenizer = tmp_path_factory.mktemp("corpora"), Tokenizer.load(shared_corpus / "tokenizer")
+
+    def make(name: str, seed: int, documents: int, block: int, pairs: bool = False) -> Path:
+        sizes, rng = [2, 5, 17, 60] if pairs else [0, 2, 5, 17, 60], random.Random(seed)
+        lengths = [[rng.choice(sizes) for _ in range(documents)] for _ in range(2)]
+        return random_corpus(folder / name, tokenizer, lengths, pairs=pairs, block_tokens=block)
+
     return {
-        "a": corpus(folder / "a", tokenizer, seed=1, documents=600, block=700),
-        "b": corpus(folder / "b", tokenizer, seed=2, documents=200, block=300),
-        "pairs": corpus(folder / "pairs", tokenizer, seed=3, documents=160, block=250, pairs=True),
-        "large": corpus(folder / "large", tokenizer, seed=4, documents=16_000, block=4_000),
-        "middle": corpus(folder / "middle", tokenizer, seed=5, documents=6_000, block=3_000),
+        "a": make("a", 1, 300, 700),
+        "b": make("b", 2, 100, 300),
+        "pairs": make("pairs", 3, 80, 250, pairs=True),
+        "large": make("large", 4, 8_000, 4_000),
+        "middle": make("middle", 5, 3_000, 3_000),
     }
 
 

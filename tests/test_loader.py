@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +53,6 @@ def test_digests_add_up_to_the_same_whatever_the_ranks(packer: Packer, world: in
         assert sum(rank[i].targets for rank in ranks) == alone[i].targets == alone[i].position.batch * 32
         assert sum(rank[i].documents for rank in ranks) == alone[i].documents
     assert len({step.digest for step in alone}) == 8
-
-
-def test_state_is_small_and_resumes_at_another_world_size(packer: Packer) -> None:
-    expected = global_batches(packer, 2, 12)
-    loader = Loader(packer, BATCHES, rank=0, world=2, micro_batch=2)
-    position = [next(loader).position for _ in range(7)][-1]  # of the batch returned, not of the prefetched ones
-    assert len(json.dumps(vars(position))) < 1024
-    resumed = global_batches(packer, 3, 5, start=position)
-    assert all(torch.equal(a, b) for a, b in zip(resumed, expected[7:], strict=True))
 
 
 def test_quarantined_stretches_are_not_learned(packer: Packer) -> None:

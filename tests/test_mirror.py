@@ -168,25 +168,6 @@ def test_a_damaged_copy_is_passed_over_loudly(carried: Carried, capsys: pytest.C
     assert carried.look() is None  # that start went on without it
 
 
-def test_retention_in_the_mirror(tmp_path: Path) -> None:
-    """The newest two, permanent ones; a slow mirror gets the newest first."""
-    carried = Carried(tmp_path, keep_every="40 steps").begin()
-    for step in (10, 20, 30, 40, 50):
-        carried.save(step)
-        carried.copy()
-    assert carried.whole() == [40, 50]
-    worker = carried.uploader()
-    carried.save(60)
-    carried.save(70)
-    assert worker.work(finish=False) == 0 and carried.whole() == [40, 50, 70]  # 60 waits
-    shutil.rmtree(carried.run.checkpoints / "step-00000060")
-    carried.copy(worker)
-    assert carried.whole() == [40, 50, 70]
-    carried.save(80)
-    carried.copy()
-    assert carried.whole() == [40, 70, 80]
-
-
 def test_a_rollback_replaces_what_it_left(carried: Carried) -> None:
     """A checkpoint of the same step from another line is replaced; what is left of the old line is not restored."""
     for step in (10, 20, 30):

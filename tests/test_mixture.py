@@ -250,23 +250,3 @@ def test_the_same_ids_for_every_world_and_prefetch_and_across_resumes(
             cursor, consumed = indices[-1] + 1, consumed + 16
             (position,) = {step.position for step in steps}
             assert (position.cursor, position.consumed) == (cursor, consumed)
-
-
-@pytest.mark.shows("B9")
-def test_skipping_steps_drops_exactly_their_samples(shared_corpus: Path) -> None:
-    """Steps 10 to 20 at 12 samples a step: 132 samples, counted manually, and nothing else moves."""
-    plain, first, stop = packer(shared_corpus), 9 * 12, 20 * 12
-
-    def trained(skips: Skips, steps: int) -> list[int]:
-        cursor, samples = 0, []
-        loader = Loader(plain, BatchSchedule(12), rank=0, world=1, micro_batch=4, skips=skips, prefetch=0)
-        for _ in range(steps):
-            step = next(loader)
-            samples += skips.take(cursor, 12)
-            assert len(step.micro) == 3
-            cursor = step.position.cursor
-        return samples
-
-    skipping = trained(Skips([(first, stop)]), 30)
-    assert skipping == [*range(first), *range(stop, stop + 30 * 12 - first)]
-    assert sorted(set(trained(Skips(), 41)) - set(skipping)) == list(range(first, stop)) and stop - first == 132

@@ -249,30 +249,3 @@ def test_a_changed_block_table_is_refused(tmp_path: Path, tokenizer: Tokenizer) 
     np.save(path / "blocks.npy", table)
     with pytest.raises(DataError, match=r"blocks\.npy is not the one that manifest\.json names"):
         Packer([("a", path, 1.0)], 16, seed=1, lanes=2)
-
-
-def test_sources_keep_their_own_order_in_a_mixture(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    a = write_tokens(tmp_path / "a", unique_documents(90, 1), tokenizer)
-    b = write_tokens(tmp_path / "b", [[401, 402, 403]] * 50, tokenizer)
-    alone = line(Packer([("a", a, 1.0)], 24, seed=1, lanes=5), 0, 60)
-    packed = Packer([("a", a, 2.0), ("b", b, 1.0)], 24, seed=1, lanes=5).pack(0, 90)
-    assert packed.tokens[packed.sources == 0].tolist() == alone
-    assert (packed.sources == 1).sum() == 30
-
-
-def test_parts_of_a_long_document_do_not_follow_each_other(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """A lane permutes the parts of a long document, and all lanes are read at once."""
-    path = write_tokens(tmp_path / "c", [[1 + k % 400 for k in range(39_999)]], tokenizer, shards=1)
-    packer = Packer([("a", path, 1.0)], 20, seed=1, lanes=4)
-    source = packer._sources[0]
-    starts = [source.start_of(i)[1] // 20 for i in range(2000)]
-    assert sorted(starts) == list(range(2000))
-    rounds = [
-        [start // 500 for start in starts[at : at + 4]] for at in range(0, 2000, 4)
-    ]  # lanes: quarters of the epoch
-    assert all(sorted(lanes) == [0, 1, 2, 3] for lanes in rounds)
-    assert len({tuple(lanes) for lanes in rounds}) == 24  # dealt in every order
-    for lane in range(4):
-        own = [start for start in starts if start // 500 == lane]
-        assert sum(abs(a - b) == 1 for a, b in pairwise(own)) < 10
-        assert abs(np.corrcoef(own[:-1], own[1:])[0, 1]) < 0.2

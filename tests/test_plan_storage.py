@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import random_corpus
 from test_forecast import fetch_all
 
-from data.corpus.shards import ShardWriter
-from data.corpus.writing import write_corpus
 from data.fetch.forecast import Forecast
 from data.fetch.window import Window
 from data.packing.packer import Packer
@@ -26,15 +25,8 @@ LENGTH, LANES, BATCH, STEPS = 64, 2, 8, 5500
 @pytest.fixture(scope="module")
 def corpus(module_lab: Any, tokenizer: Any) -> Path:
     """2M tokens in blocks of 8,000."""
-    path: Path = module_lab.path / "corpus"
-    (path / "shards").mkdir(parents=True)
-    rng = np.random.default_rng(1)
-    with ShardWriter(path / "shards/s", np.dtype("<u2")) as writer:
-        for length in rng.integers(20, 380, 10_000).tolist():
-            writer.append(rng.integers(10, 250, length).astype("<u2"))
-        entries = [writer.finish()]
-    write_corpus(path, tokenizer, entries, np.dtype("<u2"), {}, block_tokens=8_000)
-    return path
+    lengths = np.random.default_rng(1).integers(20, 380, 10_000).tolist()
+    return random_corpus(module_lab.path / "corpus", tokenizer, [lengths], block_tokens=8_000)
 
 
 def config(lab: Any, corpus: Path, size: str, place: str, **data: Any) -> Path:

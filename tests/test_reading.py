@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import random_corpus
 from sight import until
 
 from data.corpus.corpus import Corpus
@@ -25,7 +26,6 @@ from data.corpus.shards import Shard, ShardWriter
 from data.corpus.writing import write_corpus
 from data.packing.loader import Loader
 from data.packing.packer import Packer
-from data.packing.position import Position
 from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.schedule import BatchSchedule
 from fsdp_pretrain.errors import DataError, Exit, ReadTimeoutError
@@ -33,23 +33,10 @@ from fsdp_pretrain.errors import DataError, Exit, ReadTimeoutError
 BATCHES = BatchSchedule(16)
 
 
-def build(path: Path, shared_corpus: Path, shards: int, documents: int) -> Path:
-    """A corpus of documents of 50 tokens."""
-    rng, entries = np.random.default_rng(1), []
-    (path / "shards").mkdir(parents=True)
-    for number in range(shards):
-        with ShardWriter(path / f"shards/shard-{number}", np.dtype("<u2")) as writer:
-            for _ in range(documents):
-                writer.append(rng.integers(10, 250, 50).astype("<u2"))
-            entries.append(writer.finish())
-    write_corpus(path, Tokenizer.load(shared_corpus / "tokenizer"), entries, np.dtype("<u2"), {})
-    return path
-
-
 @pytest.fixture
 def corpus(tmp_path: Path, shared_corpus: Path) -> Path:
     """A corpus to break."""
-    return build(tmp_path / "corpus", shared_corpus, 4, 40)
+    return random_corpus(tmp_path / "corpus", Tokenizer.load(shared_corpus / "tokenizer"), [[50] * 40] * 4)
 
 
 @pytest.fixture(autouse=True)
@@ -177,17 +164,6 @@ def test_what_is_read_is_said_only_while_it_is_read(corpus: Path) -> None:
     until(lambda: str(pipe) in map(str, list(reading.values())))
 
 
-@pytest.mark.quick
-def test_reads_are_counted_and_the_slowest_is_named(corpus: Path) -> None:
-    packer = open_packer(corpus)
-    packer.corpora["a"].reads.take_times()
-    step = Loader(packer, BATCHES, rank=0, world=1, micro_batch=4, prefetch=0).build(Position())
-    assert step.reads.reads >= 4  # each shard was opened
-    assert 0 < step.reads.slowest <= step.reads.seconds
-    assert step.reads.file.startswith(str(corpus / "shards/shard-"))
-    assert step.notices == []
-
-
 MANY = """
 import json, os, resource, sys
 from pathlib import Path
@@ -227,22 +203,12 @@ def on(path: Path, timeout: str = "3 s", **more: Any) -> dict[str, Any]:
     return {"sources": [{"name": "text", "path": str(path)}], "read_timeout": timeout, **more}
 
 
-@pytest.mark.parametrize(("suffix", "ranks"), [(".idx", 1), (".bin", 2)])
-def test_a_run_on_a_hanging_shard_ends_on_every_rank(lab: Any, corpus: Path, suffix: str, ranks: int) -> None:
-    pipe = hang(corpus / f"shards/shard-3{suffix}")
-    config = lab.config(data=on(corpus, prefetch=0 if suffix == ".idx" else 4))
-    output = lab.train(config, ranks=ranks, expect=75)
-    assert f"{pipe} did not answer for 3 s" in output and "Traceback" not in output
-    intent = json.loads((lab.path / "run/segments/0001/exit_intent.json").read_text())
-    assert intent["code"] == 75 and str(pipe) in intent["reason"]
-
-
 @pytest.mark.shows("A17")
 def test_one_rank_alone_ends_the_run_on_all_and_a_copy_carries_it_on(
     lab: Any, tmp_path: Path, shared_corpus: Path, helpers: Any
 ) -> None:
     """Rank 1 opens the pipe, rank 0 does not need that shard: both end at once, with the file in the journal."""
-    corpus = build(tmp_path / "wide", shared_corpus, 40, 4)
+    corpus = random_corpus(tmp_path / "wide", Tokenizer.load(shared_corpus / "tokenizer"), [[50] * 4] * 40)
     copy = Path(shutil.copytree(corpus, tmp_path / "copy"))
     packer = Packer([("text", corpus, 1.0)], 32, seed=1234, lanes=8)
     halves = [{piece.shard for i in range(4 * h, 4 * h + 4) for piece in packer.provenance(i)} for h in range(20)]

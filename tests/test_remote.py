@@ -84,27 +84,6 @@ def test_a_fault_is_told_after_one_request(object_store: ObjectStore, scheme: st
     assert remote.read("a", 0, 1000) == CONTENT[:1000]
 
 
-@pytest.mark.parametrize("fault", ["busy", "expired", "refused"])
-def test_every_call_tells_a_fault(object_store: ObjectStore, tmp_path: Path, fault: str) -> None:
-    faults, problem = FAULTS[fault]
-    (tmp_path / "a").write_bytes(CONTENT)
-    remote = Remote(object_store.url, patience=0.0)
-    object_store.faults = faults
-    calls: list[Any] = [
-        lambda: remote.list(),
-        lambda: remote.write("a", CONTENT),
-        lambda: remote.upload(tmp_path / "a", "a"),
-        lambda: remote.delete(["a"]),
-    ]
-    for call in calls:
-        with pytest.raises(RemoteError) as raised:
-            call()
-        assert raised.value.problem is problem, raised.value
-    if fault != "expired":  # then the vendor's library asks for the region once
-        assert len(object_store.log) == (0 if faults.refuse else len(calls))
-    assert object_store.names() == []
-
-
 @pytest.mark.parametrize("fault", [Faults(failing=0.5), Faults(cut=0.5), Faults(failing=0.5, status=500)])
 def test_what_fails_now_and_then_is_repeated(object_store: ObjectStore, fault: Faults) -> None:
     for name in "abcdef":
@@ -123,13 +102,6 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, sch
     with pytest.raises(ConfigError, match=package) as raised:
         Remote(Url(f"{scheme}://bucket/a"))
     assert "pip install" in raised.value.remedy
-
-
-def test_settings_come_from_the_environment(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    with pytest.raises((RemoteError, ConfigError), match="redentials"):
-        Remote(object_store.url, patience=0.0).write("a", b"")
 
 
 @pytest.mark.parametrize(
