@@ -146,15 +146,6 @@ def test_activations_of_a_layer_are_the_closed_form(lab: Any) -> None:
     assert activations(lab, GPT, "parallel.recompute=feed-forward") == gpt - 2 * 2 * 4 * h
 
 
-def test_dense_masks_keep_scores(lab: Any) -> None:
-    """With as many KV heads as heads the mask becomes a bias per layer; with fewer, all probabilities are kept."""
-    for model, kept in ((GPT, 2 * 128), (LLAMA, 2 * 128 * 4)):
-        plain = activations(lab, model)
-        dense = activations(lab, model, "data.attention=document", "parallel.attention=sdpa")
-        assert dense - plain == kept
-    assert activations(lab, LLAMA, "data.attention=document") == plain  # flex_attention keeps no scores
-
-
 def test_what_sharding_gathers(lab: Any) -> None:
     model = models.build(configuration(lab, GPT).model)
     block = 2 * sum(parameter.numel() for parameter in model.blocks[0].parameters())
