@@ -189,7 +189,6 @@ def test_a_port_that_another_process_has_is_named_at_once(tmp_path: Path) -> Non
     ("code", "array", "restarts", "expected"),
     [
         (0, False, 0, []),
-        (93, False, 0, []),
         (75, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
         (76, False, 9, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),
         (137, False, 0, ["requeuehold 5", "update JobId=5 ExcNodeList=spare,bad1,bad2", "release 5"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -70,20 +69,12 @@ def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
         (["--seconds-per-step", "2", "--world-size", "2", "--at", "4 steps"], ["exclude each other"]),
         (["--mfu", "40%"], ["--mfu needs --world-size and --device"]),
         (["--mfu", "40%", "--world-size", "2"], ["that of None is not known", "NVIDIA H100"]),
-        (["--mfu", "40%", "--world-size", "2", "--device", "NVIDIA A9000"], ["that of 'NVIDIA A9000' is not known"]),
         (["--mfu", "0.4", "--world-size", "2"], ["is not a share such as 45%"]),
         (["--device", "NVIDIA A100-SXM4-80GB"], ["what a rank needs: give --world-size as well"]),
-        (["--seconds-per-step", "nan", "--world-size", "2"], ["--seconds-per-step needs a positive time"]),
         (["optimizer.betas=[nan,0.9]", "optimizer.lr=inf"], ["2 problems", "optimizer.betas.0 = nan", "lr = inf"]),
-        (["train.duration=100"], ["bare number has no unit"]),
         (["--at", "soon"], ["--at: not a quantity"]),
         (["--at", "21 steps"], ["after the end of the run, which has 20 steps: 160 samples, 5_120 tokens"]),
-        (["--at", "6K tokens"], ["after the end of the run"]),
         (["--at", "0 steps"], ["before the first step of the run"]),
-        (
-            ["optimizer.embedding_shrink=[{at='9 steps',value=1.0},{at='8 samples',value=0.1}]"],
-            ["optimizer.embedding_shrink", "should be a valid number"],
-        ),
     ],
 )
 def test_contradictions_are_refused(lab: Any, run_command: Run, arguments: list[str], expected: list[str]) -> None:
@@ -99,12 +90,9 @@ def test_the_schedule_at_a_point(lab: Any, run_command: Run) -> None:
         "step": 4, "consumed": 32, "cursor": 32, "tokens": 1024, "batch": 8, "lr": 0.01, "sequence_length": 32,
         "shares": {"text": 1.0},
     }  # fmt: skip
-    for first, last in (("1 samples", "20 steps"), ("1 steps", "160 samples"), ("1 tokens", "5120 tokens")):
-        rows = [
-            json.loads(run_command("fsdp_pretrain.cli", "plan", lab.config(), "--at", at, "--json").stdout)
-            for at in (first, last)
-        ]
-        assert [(row["step"], row["consumed"]) for row in rows] == [(1, 8), (20, 160)]
+    for at, place in (("1 samples", (1, 8)), ("5120 tokens", (20, 160))):
+        row = json.loads(run_command("fsdp_pretrain.cli", "plan", lab.config(), "--at", at, "--json").stdout)
+        assert (row["step"], row["consumed"]) == place
     ramp = [{"at": "0 samples", "value": 1.0}, {"at": "60 samples", "value": 1.0}, {"at": "60 samples", "value": 3.0}]
     sources = [{"name": "a", "path": "/a", "weight": ramp}, {"name": "b", "path": "/b"}]
     config = lab.config("mixed", data={"sources": sources, "skip": ["8:40 samples", "72:80 samples"]})
@@ -139,22 +127,6 @@ def test_epochs_and_days(lab: Any, run_command: Run) -> None:
         "fsdp_pretrain.cli", "plan", lab.config("away", data={"sources": [{**sources[0], "path": "/none"}]})
     )
     assert elsewhere.returncode == 0 and "the corpora are not here" in elsewhere.stdout
-
-
-def test_another_budget_and_vocabulary_by_their_keys(run_command: Run) -> None:
-    """50B tokens of the recipe of 2T, and a table of 50,304 rows: what the plan says to change is enough."""
-    recipe = ROOT / "configs/runs/llama-7b-hsdp.toml"
-    refused = run_command("fsdp_pretrain.cli", "plan", recipe, "model.vocab=50_304")
-    assert refused.returncode == 78
-    declared = re.search(r"set (model.declared_params) = ([\d_]+)", refused.stderr)
-    assert declared is not None and int(declared[2]) == 6_738_415_616 + 2 * 4096 * (50_304 - 32_000)
-    changes = ["model.vocab=50_304", f"{declared[1]}={declared[2]}", "train.duration=50B tokens"]
-    done = run_command("fsdp_pretrain.cli", "plan", recipe, *changes, "--json")
-    result = json.loads(done.stdout)
-    assert done.returncode == 0 and result["tokens"] == pytest.approx(50e9, rel=1e-4)
-    assert result["schedule"][-1]["lr"] == pytest.approx(3e-5) and not result["warnings"]
-    longer = run_command("fsdp_pretrain.cli", "plan", recipe, "train.duration=50B tokens", "optimizer.decay=2T tokens")
-    assert "the learning rate ends at 0.0003, above its floor of 3e-05" in longer.stdout
 
 
 GOLDEN = {
@@ -235,17 +207,12 @@ def test_a_warm_up_that_the_ramp_makes_long() -> None:
     [
         ([], []),
         (["model.heads=40", "model.hidden=5200", "model.ffn=13_866"], ["head size of 130 is not a multiple of 8:"]),
-        (["model.heads=16", "model.hidden=2560", "model.ffn=6912"], ["head size of 160 is not a multiple of 64:"]),
         (["model.ffn=4096"], ["ffn / hidden is 1.00, where the family has about 2.67"]),
         (["model.vocab=50_257"], ["50257 rows, not a multiple of 64"]),
         (["model.vocab=50_257", "model.vocab_multiple=128"], []),
         (["model.layers=10"], ["hidden / layers is 410"]),
         (["optimizer.decay=100_000 steps"], ["learning rate is at its floor from 25_600_000 of 488_281_344"]),
         (["checkpoint.every=2_000_000 steps"], ["is longer than the run"]),
-        (
-            ["optimizer.decay_shape=linear"],
-            ["optimizer.decay_shape = linear has no effect with optimizer.curve = cosi"],
-        ),
     ],
 )
 def test_warnings(overrides: list[str], expected: list[str]) -> None:
@@ -273,10 +240,7 @@ def test_a_rank_that_does_not_fit() -> None:
 def test_unknown_devices_have_no_peak() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("NVIDIA H200") == 989e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    for unknown in ("cpu", "NVIDIA GeForce RTX 9999", "H100", ""):
-        assert peak_flops(unknown) is None
+    assert [peak_flops(unknown) for unknown in ("cpu", "NVIDIA GeForce RTX 9999", "H100", "")] == [None] * 4
 
 
 @pytest.mark.shows("A1")

@@ -157,9 +157,9 @@ def test_a_chain_goes_on_at_the_time_limit_and_ends_with_the_run(
 
 
 def test_a_job_that_is_not_to_be_queued_again(cluster: Cluster, lab: Any, helpers: Any, run_command: Any) -> None:
-    """It saves and ends, as its owner said, or because it was cancelled. Submitted again, it completes. Then a job
+    """It saves and ends, as its owner said. Submitted again, it completes. Then a job
     evaluates what is due, and another one checkpoint."""
-    project, run = Project(cluster, lab, run_command, 6, 14), lab.path / "run"
+    project, run = Project(cluster, lab, run_command, 6), lab.path / "run"
     evaluation = {"every": "20 steps", "heldout": str(lab.heldout), "limit": 1, "launch": False}
     config = lab.config(checkpoint={"every": "1000 steps"}, eval={**evaluation, "device": "cpu"})
     job = project.submit(config)
@@ -169,13 +169,7 @@ def test_a_job_that_is_not_to_be_queued_again(cluster: Cluster, lab: Any, helper
     project.says(job, "launch: SIGTERM")
     project.open(6)
     until(lambda: cluster.job(job)["JobState"] == "FAILED", LONG, lambda: project.log(job), every=0.2)
-    assert cluster.job(job)["ExitCode"] == "75:0" and helpers.metrics(run)[-1]["step"] < 14
-    job = project.submit(config)
-    project.says(job, "[ready]")
-    cluster.run("scancel", job)
-    project.open(14)
-    until(lambda: not cluster.run("squeue", "--noheader"), LONG, lambda: project.log(job), every=0.2)
-    assert cluster.job(job)["JobState"] == "CANCELLED"
+    assert cluster.job(job)["ExitCode"] == "75:0" and helpers.metrics(run)[-1]["step"] < 20
     job = project.submit(config)
     until(lambda: cluster.job(job)["JobState"] == "COMPLETED", LONG, lambda: project.log(job), every=0.2)
     checkpoint, results = run / "checkpoints/step-00000020", lab.path / "results.json"

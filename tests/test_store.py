@@ -210,9 +210,3 @@ def test_sweep_removes_leftovers_only(store: Store) -> None:
     (store.directory / "abandoned").mkdir()
     assert len(store.sweep()) == 2
     assert sorted(path.name for path in store.directory.iterdir()) == ["abandoned", "step-00000005"]
-
-
-def test_unwritable_places_are_storage_errors(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot create"):
-        Store(tmp_path / "file").begin(1)
