@@ -41,16 +41,6 @@ def tokens(batch: int = 3, length: int = 20, seed: int = 0) -> Tensor:
     return torch.randint(97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("values", [LLAMA, GPT, {**LLAMA, "tied_head": True}, {**GPT, "tied_head": False}])
-def test_the_future_does_not_change_the_past(values: dict[str, Any]) -> None:
-    model, x = make(values), tokens()
-    y = x.clone()
-    y[:, 12] = (y[:, 12] + 1) % 97
-    a, b = model(x), model(y)
-    assert torch.equal(a[:, :12], b[:, :12])
-    assert not torch.allclose(a[:, 12:], b[:, 12:])
-
-
 @pytest.mark.parametrize("positions", ["sample", "document"])
 @pytest.mark.parametrize("values", [LLAMA, GPT])
 def test_every_document_of_a_sample_is_what_it_would_be_alone(values: dict[str, Any], positions: str) -> None:
@@ -222,15 +212,6 @@ def test_no_two_rows_are_alike() -> None:
     """Drawing in blocks must not repeat a block (the trap of initialising sharded tensors)."""
     weight = make({**LLAMA, "vocab": 70_000}).embedding.weight
     assert len(torch.unique(weight[:, 0])) > 69_000
-
-
-@pytest.mark.parametrize("values", [LLAMA, GPT])
-def test_groups_of_the_optimiser(values: dict[str, Any]) -> None:
-    model = make(values)
-    decaying, spared = optim.parameter_groups(model)
-    assert all(dict(model.named_parameters())[name].ndim == 1 for name in spared)
-    assert all(dict(model.named_parameters())[name].ndim == 2 for name in decaying)
-    assert len(decaying) + len(spared) == len(list(model.parameters()))
 
 
 def test_asking_for_optimiser_state_takes_no_step() -> None:
