@@ -239,7 +239,6 @@ LLAMA3 = {
 }
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": TINY_LLAMA,
-    "llama-tied": {**TINY_LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama-linear": {**TINY_LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}},
     "llama-llama3": {**TINY_LLAMA, "rope_parameters": LLAMA3},
     "mistral-window": {**TINY_LLAMA, "sliding_window": 32, "tie_word_embeddings": True},
