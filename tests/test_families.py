@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_models import GPT, make
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from fsdp_pretrain import models
-from fsdp_pretrain.config.model import GLMModel, GPTModel, LlamaModel, RopeScaling
+from fsdp_pretrain.config.model import GLMModel, GPTModel, RopeScaling
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.models.attention import scaled_attention
 from fsdp_pretrain.models.decoder import Decoder
@@ -28,18 +28,11 @@ from fsdp_pretrain.models.masks import (
     choose_backend,
     dense_mask,
 )
-from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.plan.plan import count_parameters
 
 pytestmark = pytest.mark.quick
 CPU = torch.device("cpu")
 GLM: dict[str, Any] = {"family": "glm", "layers": 3, "hidden": 48, "heads": 4, "vocab": 97}
-GPT: dict[str, Any] = {"family": "gpt", "layers": 3, "hidden": 48, "heads": 6, "vocab": 97, "positions": 40}
-
-
-def make(values: dict[str, Any], seed: int = 1, **changes: Any) -> Decoder:
-    kind = {"glm": GLMModel, "gpt": GPTModel, "llama": LlamaModel}[values["family"]]
-    return materialise(models.build(kind(**{**values, **changes})), seed, CPU)
 
 
 def tokens(batch: int = 2, length: int = 20, seed: int = 0) -> Tensor:

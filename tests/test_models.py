@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_pretrain import models
-from fsdp_pretrain.config.model import GPTModel, LlamaModel
+from fsdp_pretrain.config.model import GLMModel, GPTModel, LlamaModel
 from fsdp_pretrain.config.sections import OptimizerSection, Recompute
 from fsdp_pretrain.models import loss
 from fsdp_pretrain.models.decoder import Decoder
@@ -33,7 +33,7 @@ GPT: dict[str, Any] = {"family": "gpt", "layers": 3, "hidden": 48, "heads": 6, "
 
 
 def make(values: dict[str, Any], seed: int = 1, **changes: Any) -> Decoder:
-    kind = LlamaModel if values["family"] == "llama" else GPTModel
+    kind = {"llama": LlamaModel, "gpt": GPTModel, "glm": GLMModel}[values["family"]]
     return materialise(models.build(kind(**{**values, **changes})), seed, torch.device("cpu"))
 
 
