@@ -104,8 +104,8 @@ def test_llama_against_plain_formulas() -> None:
 def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(
     per_chunk: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss, "LOGITS_PER_CHUNK", per_chunk)
-    monkeypatch.setattr(loss, "KEPT_BYTES", kept)
+    monkeypatch.setattr(loss, "_LOGITS_PER_CHUNK", per_chunk)
+    monkeypatch.setattr(loss, "_KEPT_BYTES", kept)
     torch.manual_seed(0)
     hidden, weight = torch.randn(5, 201, 16), torch.randn(97, 16)
     labels = torch.randint(97, (5, 201))
@@ -127,8 +127,8 @@ def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(
 @pytest.mark.parametrize(("per_chunk", "kept"), [(2**12, 2**30), (2**12, 0), (2**25, 2**30)])
 def test_log_normalisers_are_differentiable_too(per_chunk: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each position with its own weights for the loss and for the squared normaliser; in fp64 up to rounding."""
-    monkeypatch.setattr(loss, "LOGITS_PER_CHUNK", per_chunk)
-    monkeypatch.setattr(loss, "KEPT_BYTES", kept)
+    monkeypatch.setattr(loss, "_LOGITS_PER_CHUNK", per_chunk)
+    monkeypatch.setattr(loss, "_KEPT_BYTES", kept)
     torch.manual_seed(0)
     hidden, weight, labels = torch.randn(2, 50, 16), torch.randn(97, 16), torch.randint(97, (2, 50))
     labels[1, 20:40] = loss.IGNORE
