@@ -130,7 +130,6 @@ def _text_kinds(tokenizer: Path) -> dict[str, Kind]:
     table = io.BytesIO()
     parquet.write_table(pyarrow.table({"text": texts(), "n": list(range(8))}), table, row_group_size=3)
     return {
-        "text.gz": kind("a.txt.gz", gzip.compress(jsonl())),
         "jsonl": kind("a.jsonl", jsonl(), bytes),
         "gz": kind("a.jsonl.gz", gzip.compress(jsonl()) * 2, gzip.decompress),
         "zst": kind("a.jsonl.zst", zstandard.compress(jsonl()) * 2),
@@ -151,8 +150,7 @@ def _token_kinds(tokenizer: Path) -> dict[str, Kind]:
     documents = [[5, 9, 11, EOD], [7, EOD], [*range(20, 220), EOD]] * 4
     flat = np.array([token for document in documents for token in document], dtype=np.uint16)
     return {
-        "arrow": kind(lambda folder: _make_arrow(folder, documents, stream=False), "a.arrow"),
-        "arrow stream": kind(lambda folder: _make_arrow(folder, documents, stream=True), "a.arrow"),
+        "arrow": kind(lambda folder: _make_arrow(folder, documents), "a.arrow"),
         "npy": kind(lambda folder: np.save(folder / "a.npy", flat), "a.npy"),
         "megatron": kind(lambda folder: _make_megatron(folder, documents), "a.idx", "a.idx", "a.bin"),
     }
@@ -216,12 +214,11 @@ def _directory_kinds(shared: Path) -> dict[str, Kind]:
     }
 
 
-def _make_arrow(folder: Path, documents: list[list[int]], *, stream: bool) -> None:
+def _make_arrow(folder: Path, documents: list[list[int]]) -> None:
     import pyarrow
 
     table = pyarrow.table({"tokens": pyarrow.array(documents, pyarrow.list_(pyarrow.int32()))})
-    make = pyarrow.ipc.new_stream if stream else pyarrow.ipc.new_file
-    with pyarrow.OSFile(str(folder / "a.arrow"), "wb") as sink, make(sink, table.schema) as writer:
+    with pyarrow.OSFile(str(folder / "a.arrow"), "wb") as sink, pyarrow.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=5)
 
 

@@ -268,19 +268,6 @@ def test_an_evaluation_that_hangs_is_ended_with_its_stack(
     assert not list(hanging.glob("evals/**/claim*"))
 
 
-@pytest.mark.shows("F26")
-@pytest.mark.slow
-def test_an_evaluation_that_is_stopped_is_ended(hanging: Path, helpers: Any, start_command: Callable[..., Any]) -> None:
-    """SIGSTOP: there is no stack, but it is killed at the same time."""
-    worker = start_command("eval.cli", "watch", hanging, "--once")
-    (child,) = helpers.wait_for(lambda: psutil.Process(worker.pid).children(), what="an evaluation")
-    helpers.wait_for(lambda: list(hanging.glob("evals/step-*/*/attempt-*/stack")), what="its mark")
-    child.suspend()
-    helpers.wait_for(lambda: helpers.journal(hanging, "eval-failed"), what="its end")
-    assert not child.is_running()
-    worker.signal(signal.SIGKILL)
-
-
 def test_an_evaluation_that_is_killed_is_one_try_and_ends_with_its_worker(
     hanging: Path, helpers: Any, start_command: Callable[..., Any]
 ) -> None:

@@ -62,12 +62,11 @@ def start(start_command: Callable[..., Process], ranks: int, *arguments: object)
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
 def test_scores_do_not_depend_on_the_number_of_ranks(
-    trained: Path, tasks: Path, tmp_path: Path, run_command: Run, start_command: Callable[..., Process], ranks: int
+    trained: Path, tasks: Path, tmp_path: Path, run_command: Run, start_command: Callable[..., Process]
 ) -> None:
     """Uneven numbers of requests, likelihoods and answers; read on other meshes than the trained one."""
-    files = tmp_path / "1.json", tmp_path / "n.json"
+    ranks, files = 3, (tmp_path / "1.json", tmp_path / "n.json")
     alone = run_command("eval.cli", "run", trained, "--include", tasks, *TASKS, "--out", files[0])
     assert alone.returncode == 0, alone.stderr
     processes = start(start_command, ranks, trained, "--include", tasks, *TASKS, "--out", files[1])

@@ -20,24 +20,20 @@ import pytest
 import torch
 from processes import Run
 from safetensors.torch import load_file
-from test_trust_folders import set_config
 from torch import Tensor
 
 from data.packing.opening import open_packer
 from data.prepare.prepare import PrepareOptions
 from data.prepare.train_tokenizer import train_tokenizer
 from data.text.tokenizer import Tokenizer
-from eval.checkpoints import EvaluatedModel, read_checkpoint
-from eval.exported import open_exported
-from eval.scorer import Prompt, Scorer
+from eval.checkpoints import read_checkpoint
 from fsdp_pretrain.checkpoint import hf
-from fsdp_pretrain.checkpoint.hf_layout import FACTS, ExportFacts, read_model, to_hf, weights
+from fsdp_pretrain.checkpoint.hf_layout import read_model, to_hf
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import export_tokenizer, samples
 from fsdp_pretrain.checkpoint.weights_import import import_folder
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError, UserError
-from fsdp_pretrain.record import state_files
 from fsdp_pretrain.record.files import RunDir
 
 pytestmark = pytest.mark.slow  # the default suite has no room for it
@@ -243,7 +239,6 @@ LLAMA3 = {
 }
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": TINY_LLAMA,
-    "llama-tied": {**TINY_LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama-linear": {**TINY_LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}},
     "llama-llama3": {**TINY_LLAMA, "rope_parameters": LLAMA3},
     "mistral-window": {**TINY_LLAMA, "sliding_window": 32, "tie_word_embeddings": True},
@@ -350,53 +345,6 @@ def test_import_trained_on_2x2_goes_out_and_comes_back(lab: Any, name: str) -> N
     back = load(path, [f"run.dir={lab.path / 'back'}"])
     import_folder(RunDir(back.run.dir), lab.path / "again", back)
     assert torch.equal(our_logits(RunDir(back.run.dir), 0, some_tokens()), trained)
-
-
-def opened(lab: Any, folder: Path) -> EvaluatedModel:
-    """A folder of transformers as if it were an export."""
-    shutil.copytree(lab.tokenizer, folder, dirs_exist_ok=True)
-    eod = Tokenizer.load(folder).eod
-    set_config(eos_token_id=eod)(folder)
-    facts = ExportFacts(step=0, tokens=0, sequence_length=32, eod=eod)
-    state_files.write(folder / FACTS, facts.model_dump(mode="json"))
-    return open_exported(folder)
-
-
-@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3"])
-def test_gradients_are_those_of_transformers(lab: Any, name: str) -> None:
-    folder, tokens = make_folder(lab.path / "theirs", name), some_tokens()
-    ours, theirs = opened(lab, folder).read("cpu", None), transformers.AutoModelForCausalLM.from_pretrained(folder)
-    ours(tokens[:, :-1], tokens[:, 1:]).mean().backward()
-    logits = theirs(tokens[:, :-1]).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    parameters, known = dict(ours.named_parameters()), dict(theirs.named_parameters())
-    pairs = [(parameters[weight.ours[0]], known[weight.theirs]) for weight in weights(ours.config, list(parameters))]
-    assert len(pairs) == len(parameters) == len(known)
-    for our, their in pairs:
-        assert float((our.grad - their.grad).abs().max() / their.grad.abs().max()) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["mistral-nemo", "qwen3"])
-def test_answers_are_those_of_transformers(lab: Any, name: str) -> None:
-    """Both with a cache of keys and values; ours with several prompts at once."""
-    folder = make_folder(lab.path / "theirs", name)
-    found = opened(lab, folder)
-    prompts = [Prompt(row[:count].tolist(), 16) for row in some_tokens() for count in (3, 11, 16)]
-    scorer = Scorer(found.read("cpu", None), found.tokenizer, batch=4)
-    model, expected = transformers.AutoModelForCausalLM.from_pretrained(folder), []
-    for prompt in prompts:
-        no_text = list(range(found.tokenizer.vocab_size, 512)) or None  # rows of the table that are no text
-        made = model.generate(
-            torch.tensor([prompt.inputs]),
-            max_new_tokens=16,
-            do_sample=False,
-            pad_token_id=0,
-            suppress_tokens=no_text,
-        )
-        ids = made[0, len(prompt.inputs) :].tolist()
-        ids.append(found.tokenizer.eod)
-        expected.append(found.tokenizer.decode(ids[: ids.index(found.tokenizer.eod)]))
-    assert scorer.answers(prompts, quiet=True) == expected
 
 
 def test_rows_that_the_folder_lacks_get_the_mean(lab: Any) -> None:

@@ -308,23 +308,16 @@ def test_own_tokenizers_are_lossless_and_literals_stay_text(
     assert run_command("data.cli", "validate", tmp_path / "out").returncode == 0
 
 
-@pytest.mark.parametrize("kind", ["template", "roberta"])
-def test_templates_truncation_and_padding_in_the_file_are_switched_off(
-    tmp_path: Path, shared_corpus: Path, kind: str
-) -> None:
+def test_templates_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path, shared_corpus: Path) -> None:
     """A tokenizer.json that adds BOS and EOS, cuts at 4, pads and drops out: our `encode` does none of it."""
     from tokenizers import Tokenizer as Model
-    from tokenizers.processors import RobertaProcessing, TemplateProcessing
+    from tokenizers.processors import TemplateProcessing
 
     model = Model.from_file(str(shared_corpus / "tokenizer/tokenizer.json"))
     texts = ["the run writes every checkpoint"] * 20
     plain = model.encode(texts[0], add_special_tokens=False).ids
-    eod = ("<|endoftext|>", 0)
-    model.post_processor = (
-        RobertaProcessing(eod, eod)
-        if kind == "roberta"
-        else TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=[eod])
-    )
+    around = "<|endoftext|> $A <|endoftext|>"
+    model.post_processor = TemplateProcessing(single=around, special_tokens=[("<|endoftext|>", 0)])
     model.enable_truncation(4)
     model.enable_padding(length=50)
     model.model.dropout = 0.5

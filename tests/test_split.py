@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import random
@@ -13,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import xxhash
-import zstandard
 from processes import Run
+from test_prepare import write
 
 from data.corpus.corpus import Corpus
 from data.corpus.manifest import read_manifest
@@ -45,22 +42,11 @@ def heldout(folder: Path) -> list[str]:
     return [json.loads(line)["text"] for line in (folder / "heldout.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def write(path: Path, texts: list[str]) -> Path:
-    """In the format of the name; JSONL with another field beside the text."""
-    path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table({"n": list(range(len(texts))), "text": texts}), path, row_group_size=50)
-        return path
-    content = "".join(json.dumps({"n": n, "text": text}) + "\n" for n, text in enumerate(texts)).encode()
-    packers = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress}
-    path.write_bytes(packers.get(path.suffix, bytes)(content))
-    return path
-
-
 @pytest.mark.promise("held-out")
 def test_the_side_of_a_document_depends_on_its_text_alone(tmp_path: Path, run_command: Run, texts: list[str]) -> None:
     """Not on the format, packing, order, number of files, processes, or repeats. A larger share begins with a smaller."""
     shuffled = random.Random(1).sample(texts, len(texts))
+    (tmp_path / "in").mkdir()
     inputs = {
         "plain": [write(tmp_path / "plain.jsonl", texts)],
         "parts": [
@@ -97,6 +83,7 @@ def test_training_never_sees_a_held_out_text(
     """`prepare` with the same share leaves out exactly what `split` writes; so does `train-tokenizer`. `validate` finds
     them where the share was forgotten."""
     folder = tmp_path / "in"
+    folder.mkdir()
     write(folder / "a.jsonl", texts[:400])
     write(folder / "b.parquet", texts[400:] + texts[:50])
     split = run_command("data.cli", "split", folder, "--holdout", "10%", "--out", tmp_path / "heldout")
@@ -157,6 +144,7 @@ def test_a_killed_split_goes_on_and_a_finished_one_is_not_repeated(
     tmp_path: Path, helpers: Any, texts: list[str]
 ) -> None:
     folder = tmp_path / "in"
+    folder.mkdir()
     for number in range(40):  # 8 MB make a part
         write(folder / f"{number}.jsonl", [text * 40 for text in texts[number::40]])
     command = [sys.executable, "-m", "data.cli", "split", str(folder), "--holdout", "5%", "--workers", "2", "--out"]
