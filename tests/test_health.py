@@ -401,3 +401,13 @@ def test_budgets(tmp_path: Path, key: str, before: list[tuple[str, int, int]], r
     with pytest.raises(NumericError, match=refused) as caught:
         roll_back(run, asked, NotesOnlyRecorder(run, run.segment(1)))
     assert caught.value.exit == 93 and "optimizer.lr" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("every", "ends"), [(2, 499 + 100), (1, 450 + 100)], ids=["mixed", "all"])
+def test_only_norms_that_all_stand_out_are_the_new_normal(config: Config, every: int, ends: int) -> None:
+    """Ten times the usual norm in every other step of a hundred, or from step 401 on: the incident ends 100 steps after the
+    last that stood out, which in the second case is the fiftieth."""
+    gradients = norms(1, 1000, 0)
+    gradients[400 : 500 if every > 1 else None : every] *= 10
+    verdicts = judge(Health(config), simulated(2 + noise(1, 1000, 8), gradients))
+    assert found_at(verdicts, "gradient/norm", "WARN", resolved=True) == [ends]

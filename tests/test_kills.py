@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sight import seeded, until
 
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 
@@ -252,3 +254,37 @@ def test_killed_in_the_middle_of_a_write(
     monkeypatch.delenv("TRAP")
     monkeypatch.delenv("EXECUTE_FIRST")
     killed.end()
+
+
+@pytest.mark.shows("F3")
+@pytest.mark.parametrize(
+    ("seed", "kills"), [(0, 2), *(pytest.param(seed, 10, marks=pytest.mark.slow) for seed in (1, 2))]
+)
+def test_killed_at_any_instant_of_a_save(chain: Any, helpers: Any, seed: int, kills: int) -> None:
+    """kill -9 from outside, of one rank or of all, on 2 to 4 ranks, in the background or while training waits."""
+    rng = seeded(seed)
+    killed = chain((2, 4, 3)[seed % 3], f"random-{seed}")
+    seconds = 0.3
+    for _ in range(kills):  # each long before its start has made all steps
+        job = killed.start(f"checkpoint.background={rng.choice(['true', 'false'])}")
+        wait_for_save(killed.run, job, rng.randrange(1, 3))
+        time.sleep(rng.uniform(0, 1.5 * seconds))
+        job.kill(rng.choice([None, rng.randrange(killed.ranks)]))
+        codes = job.wait()
+        assert -9 in codes and 0 not in codes, (codes, job.output())
+        killed.check(job)
+        seconds = min(1.0, (helpers.journal(killed.run, "checkpoint") or [{"seconds": seconds}])[-1]["seconds"])
+    killed.end()
+
+
+def wait_for_save(run: Path, job: Any, number: int) -> None:
+    """Wait until `number` saves of a start have started."""
+    old: set[str] = {path.name for path in (run / "checkpoints").glob("*.writing-*")}
+    new: set[str] = set()
+
+    def begun() -> bool:
+        new.update(path.name for path in (run / "checkpoints").glob("*.writing-*"))
+        assert job.codes() == [None] * len(job.ranks), job.output()
+        return len(new - old) >= number
+
+    until(begun, what=f"save {number} of a start", every=0.001)

@@ -290,3 +290,16 @@ def test_a_live_set_survives_kill_9_at_any_point(
     told = [entry["text"] for entry in helpers.journal(run, "overrides")]
     assert bool(told) is bool(lasts) and all("optimizer.lr_scale = 0.5" in text for text in told)
     same_as_configured(lab, helpers, config, run, 2, last=last)
+
+
+def test_back_to_a_save_of_a_pause_in_which_something_was_set(lab: Any, helpers: Any, run_command: Any) -> None:
+    """What was set goes, so the steps behind it are others than were recorded: that is no fault."""
+    config, run = config_of(lab, parallel={}, train={"duration": "24 steps"}), lab.path / "run"
+    change = ("set", {"changes": ["optimizer.lr=0.1"], "reason": ""})
+    lab.train(config, expect=75, variables=scripted({12: [("pause", {})], 18: [("stop", {})]}, [("save", {}), change]))
+    (saved,) = [entry["step"] for entry in helpers.journal(run, "control") if entry.get("did") == "pause"]
+    assert run_command(CLI, "rollback", run, "--to", saved).returncode == 0
+    lab.train(config)
+    assert not [entry for entry in helpers.journal(run, "health") if "replay/step" in entry["text"]]
+    same_as_configured(lab, helpers, config, run, 1, last=24)
+    assert not timeline(run)

@@ -21,6 +21,7 @@ from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.record import journal, lineage, run_id
 from fsdp_pretrain.record.lineage import LINEAGE
 from fsdp_pretrain.record.state_files import DamagedFileError
+from fsdp_pretrain.remote import RemoteError
 
 LYING = Faults(failing=0.1, cut=0.1, corrupt=0.1, spoiled=0.1, unanswered=0.1)
 """A tenth of all answers and uploads is refused, cut or wrong."""
@@ -331,3 +332,41 @@ def test_through_storage_that_lies_and_kills_every_whole_copy_comes_back(
     folders = {name.split("/")[3] for name in object_store.names("runs/run/checkpoints/")} - unclear
     assert folders == {f"step-{step:08d}" for step in (last + 10, last + 20)}
     assert os.path.commonpath(object_store.names("runs/run/record/")) == "runs/run/record"
+
+
+def test_what_is_written_is_read_back(stored: Carried, object_store: ObjectStore) -> None:
+    """Half of all uploads store a wrong byte."""
+    mirror = RunMirror(stored.config)
+    object_store.faults = Faults(spoiled=0.5)
+    told = 0
+    for number in range(20):
+        content = f"content of {number}".encode()
+        try:
+            mirror.put(f"record/{number}", content)
+            assert object_store.get(f"runs/run/record/{number}") == content
+        except RemoteError as error:
+            told += 1
+            assert "after it was written" in str(error)
+    assert 0 < told < 20 and any(request.fault == "spoiled" for request in object_store.log)
+
+
+@pytest.mark.quick
+def test_a_mirror_with_a_later_checkpoint(carried: Carried) -> None:
+    """The same starts in both, and the run directory has lost its newest checkpoint."""
+    carried.copy()
+    shutil.rmtree(carried.run.checkpoints / "step-00000020")
+    with pytest.raises(MirrorError, match=r"holds step 20 of start 2, and .* has step 10 and 2 starts"):
+        carried.look()
+    assert carried.look(fresh=True) is None
+    with pytest.raises(MirrorError, match="holds step 20"):
+        carried.look(restore=True)
+
+
+@pytest.mark.quick
+def test_without_a_record_no_start_gets_the_number_of_another(carried: Carried) -> None:
+    """The mirror has a checkpoint of the second start that is damaged: a new start is the third."""
+    carried.copy()
+    shutil.rmtree(carried.mirror / "record")
+    flip(carried.mirror / "checkpoints/step-00000020/__0_0.distcp", 3)
+    restored(carried, 10)
+    assert int(carried.run.new_segment().name) == 3

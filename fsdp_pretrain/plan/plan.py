@@ -73,7 +73,7 @@ class Plan:
         storage: what sources by URL need, or None.
         heldout: of the held-out loss, or None.
         schedule: rows of `Schedule.preview`.
-        timeline: what changes in the course of the run, and what of it jumps.
+        timeline: what changes in the course of the run.
         world: on a given number of ranks, or None.
     """
 
