@@ -66,7 +66,7 @@ class Views:
             "watch": [lines[1], *(line for line in lines if line.startswith(("goodput", "alarms")))],
             "list": rows.splitlines()[2].split()[:4],  # without the age of the checkpoint
             "goodput": json.loads(self.ask("goodput", self.run, "--json")[1]),
-            "report": re.sub(r", [^,]* old", "", header[0] if header else ""),
+            "report": _PASSING.sub("", header[0] if header else ""),
             "config": (self.run / "config.toml").read_bytes(),
             "tracker": read_facts(RunDir(self.run)),
         }
@@ -91,6 +91,8 @@ def complete(module_lab: Any, run_command: Run) -> Views:
 
 
 KILLED = -signal.SIGKILL
+_PASSING = re.compile(r"<div[^>]*><dt>(progress|checkpoint|heartbeat|disk|last start)</dt>.*?</div>", re.DOTALL)
+"""Rows of the report's header that count the time since, or are about the newest start; `status` shows them too."""
 DIED = "(its process|stopped before its end: rank 0) .*exited .*without reporting a reason"
 """Told by `status`, or by the watchdog if it was up before the rank died."""
 
