@@ -17,7 +17,7 @@ from fsdp_pretrain.config.sections import Recompute
 from .attention import Attention
 from .cache import LayerCache
 from .layers import FeedForward, Initial
-from .loss import token_losses
+from .loss import ChunkKernels, compiled_kernels, token_losses
 from .masks import Backend, Mask, Slots, Visible, block_mask, dense_mask
 
 Reader = Callable[[Tensor, Tensor], Tensor]
@@ -72,20 +72,29 @@ class Head(nn.Linear):
         self,
         x: Tensor,
         labels: Tensor | None = None,
+        kernels: ChunkKernels | None = None,
         *,
         with_normalisers: bool = False,
         read: Reader | None = None,
     ) -> Tensor:
-        return output(x, self.weight, labels, with_normalisers=with_normalisers, read=read)
+        return output(x, self.weight, labels, kernels, with_normalisers=with_normalisers, read=read)
 
 
-def output(x: Tensor, weight: Tensor, labels: Tensor | None, *, with_normalisers: bool, read: Reader | None) -> Tensor:
+def output(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor | None,
+    kernels: ChunkKernels | None,
+    *,
+    with_normalisers: bool,
+    read: Reader | None,
+) -> Tensor:
     """The result of `Decoder.forward` from the normalised hidden states `x [B, S, H]` and the output matrix [V, H]."""
     if read is not None:
         return read(x, weight)
     if labels is None:
         return nn.functional.linear(x, weight)
-    losses, normalisers = token_losses(x, weight, labels)
+    losses, normalisers = token_losses(x, weight, labels, kernels)
     # FSDP hooks the output; a view, or one of two outputs of a Function, would be fragile there.
     return torch.stack((losses, normalisers)) if with_normalisers else losses.clone()
 
@@ -108,6 +117,7 @@ class Decoder(nn.Module, ABC):
         self._recompute_every = 0
         self._draws, self.two_dimensions = config.uses_dropout, config.two_dimensions
         self.backend: Backend = "sdpa"
+        self._loss_kernels: ChunkKernels | None = None
         self._scales_scores = not isinstance(config, LlamaModel) and config.scores != "fused"
 
     def set_recompute(self, recompute: Recompute) -> None:
@@ -116,6 +126,12 @@ class Decoder(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, FeedForward):
                 module.recomputes = recompute == "feed-forward"
+
+    def compile_parts(self) -> None:
+        """Compile every block, each into one graph, and the kernels of the loss."""
+        for block in self.blocks:
+            block.compile(fullgraph=True)  # a break would be slow without a word
+        self._loss_kernels = compiled_kernels()
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens int64 [B, S], positions int64 [S], [B, S] or [B, 2, S] -> [B, S, H]."""
@@ -198,9 +214,10 @@ class Decoder(nn.Module, ABC):
             else:
                 x = block(x, *context)
         x = self.norm(x)
+        kernels = self._loss_kernels
         if self.head is None:
-            return output(x, self.embedding.as_head(), labels, with_normalisers=with_normalisers, read=read)
-        out: Tensor = self.head(x, labels, with_normalisers=with_normalisers, read=read)
+            return output(x, self.embedding.as_head(), labels, kernels, with_normalisers=with_normalisers, read=read)
+        out: Tensor = self.head(x, labels, kernels, with_normalisers=with_normalisers, read=read)
         return out
 
     def count_parameters(self) -> int:

@@ -41,8 +41,7 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
     if compiles(config, world.device):
         if config.data.stages:
             _compile_for_each_length(len({stage.length for stage in config.data.stages}))
-        for block in model.blocks:
-            block.compile(fullgraph=True)  # a break would be slow without a word
+        model.compile_parts()
     dtype = compute_dtype(config, world.device)
     # Inputs are not cast: the residual stream already has the embedding's dtype, and rotary tables stay fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

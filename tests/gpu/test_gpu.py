@@ -70,6 +70,19 @@ def test_bf16_learns_and_measures_itself(module_lab: Any, config: Path, helpers:
     assert (records[-1]["mfu"] is None) == (peak_flops(torch.cuda.get_device_name(0)) is None)
 
 
+def test_the_launcher_and_the_doctor(module_lab: Any, config: Path, helpers: Any) -> None:
+    run = module_lab.path / "launched"
+    one = ["--nproc-per-node", "1"]
+    for command in (["launch", *one, str(config), f"run.dir={run}", "watchdog.enabled=true"], ["doctor", *one]):
+        done = subprocess.run(
+            [sys.executable, "-m", "fsdp_pretrain.cli", *command],
+            capture_output=True, text=True, cwd="/", env=helpers.environment(), timeout=140,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert helpers.metrics(run)[-1]["step"] == 30
+    assert torch.cuda.get_device_name(0) in done.stdout
+
+
 def test_fp32_is_the_curve_of_the_cpu(module_lab: Any, config: Path, helpers: Any) -> None:
     on_gpu, on_cpu = module_lab.path / "fp32", module_lab.path / "cpu"
     shorter = ("train.duration=8 steps", "optimizer.decay=30 steps")
