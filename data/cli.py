@@ -78,7 +78,7 @@ _INPUTS = (
         nargs="+",
         metavar="INPUT",
         type=_path,
-        help="text, JSONL or parquet files (.gz, .zst too), or directories",
+        help="text or JSONL (.gz, .zst too), parquet, or directories of such files",
     ),
     argument("--text-field", default="text", help="JSONL field or parquet column (default: text)"),
     argument("--split", choices=("file", "lines"), default="file", help="a text file is one document, or each line is"),

@@ -230,6 +230,13 @@ def test_a_name_says_the_format(tmp_path: Path, name: str) -> None:
     assert find_files([str(tmp_path / "a.md")] if name == "a.md" else [str(tmp_path)], (".md", ".jsonl"))
 
 
+@pytest.mark.parametrize("folder", [True, False], ids=["folder", "file"])
+def test_a_packed_parquet_file_is_refused(tmp_path: Path, folder: bool) -> None:
+    put(tmp_path / "a.jsonl", LINES), put(tmp_path / "b.parquet.gz", b"")
+    with pytest.raises(DataError, match=r"b\.parquet\.gz is a packed parquet file"):
+        find_files([str(tmp_path if folder else tmp_path / "b.parquet.gz")])
+
+
 def test_all_files_below_a_directory_are_found(tmp_path: Path) -> None:
     """Behind links to directories too, each once; a link to nothing is an error."""
     elsewhere = tmp_path / "elsewhere"

@@ -27,6 +27,7 @@ TEXT_SUFFIXES = (
     *(f".json{packed}" for packed in PACKED),
 )
 """Suffixes of the files taken from directories by default."""
+_PACKED_PARQUET = tuple(f".parquet{packed}" for packed in PACKED)
 _SPLITS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -75,7 +76,7 @@ def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = (), only:
 
 def _found(path: Path, wanted: tuple[str, ...], only: str | None) -> Sequence[Path]:
     """The files of one input."""
-    files = [path]
+    files, wanted = [path], (*wanted, *_PACKED_PARQUET)
     if path.is_dir():
         inside = {file.relative_to(path): file for file in files_below(path) if file.name.endswith(wanted)}
         files = _of_split(path, {name: file for name, file in inside.items() if not _hidden(name)}, only)
@@ -88,6 +89,8 @@ def _found(path: Path, wanted: tuple[str, ...], only: str | None) -> Sequence[Pa
         )
     for file in files:
         require_file(file)
+        if file.name.endswith(_PACKED_PARQUET):
+            raise DataError(f"{file} is a packed parquet file", remedy="unpack it: parquet is compressed inside")
     return files
 
 
