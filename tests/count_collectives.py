@@ -50,7 +50,7 @@ def collectives(replicas: int, shards: int, path: Path, overrides: list[str]) ->
         world = World(RankInfo(0, size, 0, shards), torch.device("cpu"), mesh, timedelta(seconds=60))
         config = load(path, overrides)
         heldout = random_samples(config, world, RandomSteps(config, world)) if config.eval.loss_on else None
-        trainer, _ = build(config, world, heldout=heldout)
+        trainer = build(config, world, heldout=heldout)
         trainer.step()
         with _Collectives() as counted:
             trainer.step()

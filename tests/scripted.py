@@ -14,31 +14,33 @@ import signal
 from typing import Any
 
 from fsdp_pretrain.record import requests
+from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.requests import Requests
 from fsdp_pretrain.train import live_control
+from fsdp_pretrain.train.loop import Loop
 from fsdp_pretrain.train.trainer import Trainer
 
 
 def arm(steps: dict[str, list[tuple[str, dict[str, Any]]]], held: list[tuple[str, dict[str, Any]]]) -> None:
     """Install a script in the loop of this rank."""
-    step, look = Trainer.step, Trainer._look_while_held
+    step, look = Trainer.step, Loop._look_while_held
     requests._POLL_INTERVAL, live_control._ROUND = 0.0, 0.001
 
-    def act(trainer: Trainer, verb: str, content: dict[str, Any]) -> None:
+    def act(recorder: Recorder, verb: str, content: dict[str, Any]) -> None:
         if verb == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        requests.send(trainer.recorder.run, verb, **content)
+        requests.send(recorder.run, verb, **content)
 
     def scripted_step(self: Trainer) -> None:
         for verb, content in steps.get(str(self.state.step + 1), []):
-            act(self, verb, content)
+            act(self.recorder, verb, content)
         step(self)
 
-    def scripted_look(self: Trainer) -> Requests:
-        act(self, *(held.pop(0) if held else ("resume", {})))
+    def scripted_look(self: Loop) -> Requests:
+        act(self.context.recorder, *(held.pop(0) if held else ("resume", {})))
         return look(self)
 
-    Trainer.step, Trainer._look_while_held = scripted_step, scripted_look  # type: ignore[method-assign]
+    Trainer.step, Loop._look_while_held = scripted_step, scripted_look  # type: ignore[method-assign]
 
 
 if os.environ.get("RANK") == "0":

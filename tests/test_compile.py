@@ -86,14 +86,14 @@ def test_compiled_blocks_train_as_others_under_fsdp_and_its_hooks(lab: Any, monk
             given = [f"parallel.compile={compiled}", "parallel.recompute=feed-forward"]
             config = load(lab.config(eval=heldout), given)
             loss = random_samples(config, world, steps.RandomSteps(config, world)) if measures else None
-            trainer, records = steps.build(config, world, Watched(), heldout=loss)
+            trainer = steps.build(config, world, Watched(), heldout=loss)
             if loss is not None:
                 loss.compile(trainer.model)
             for _ in range(3):
                 trainer.step()
-            trainer.collect(keep=0)
-            curves.append([record.loss.sum for record in records.records])
-            measured += [record.heldout["random"].sum for record in records.records if record.heldout]
+            records = [record for _, record in trainer.read(keep=0)]
+            curves.append([record.loss.sum for record in records])
+            measured += [record.heldout["random"].sum for record in records if record.heldout]
     assert len(curves[0]) == 3 and curves[0] == pytest.approx(curves[2], rel=1e-4)
     assert curves[0] == curves[1]  # a measurement before and between steps changes no graph of theirs
     assert measured == [pytest.approx(measured[1], rel=1e-4), measured[1]]

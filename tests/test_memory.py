@@ -74,7 +74,7 @@ def world() -> Iterator[Any]:
 def test_estimate_is_the_measured_peak(lab: Any, world: Any, model: dict[str, Any], overrides: list[str]) -> None:
     """The allocator's own account of a real training step, as the profiler records it."""
     config = configuration(lab, model, *overrides)
-    trainer, _ = steps.build(config, world)
+    trainer = steps.build(config, world)
     trainer.step()
     moments = [value for state in trainer.optimizer.state.values() for value in state.values()]
     before = sum(getattr(t, "_local_tensor", t).nbytes for t in (*trainer.model.parameters(), *moments))

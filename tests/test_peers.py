@@ -59,7 +59,7 @@ def test_the_plain_loop_trains_as_the_trainer_does(
         optimizer={"curve": "constant", "warmup": None, "min_lr": None, "lr": 0.02, "weight_decay": 0.3},
     )
     config = load(path)
-    trainer, records = steps.build(config, world)
+    trainer = steps.build(config, world)
     network, start = sides.NETWORKS["plain"](config, world), initial(config)
     network.module.load_state_dict(dict(start.named_parameters()))
     loop = sides.PlainLoop(network, config, steps.RandomSteps(config, world), CPU, fsdp.compute_dtype(config, CPU))
@@ -68,9 +68,9 @@ def test_the_plain_loop_trains_as_the_trainer_does(
         trainer.step()
         loop.step()
         theirs.append(loop.loss())
-    trainer.collect(keep=0)
-    assert theirs == pytest.approx([record.loss.mean for record in records.records], rel=tolerance)
-    assert all(record.clip < 1 for record in records.records)
+    records = [record for _, record in trainer.read(keep=0)]
+    assert theirs == pytest.approx([record.loss.mean for record in records], rel=tolerance)
+    assert all(record.clip < 1 for record in records)
     before, after = dict(start.named_parameters()), dict(network.module.named_parameters())
     moved = difference = 0.0
     for name, parameter in trainer.model.named_parameters():

@@ -36,7 +36,7 @@ def highest(live, step):
 
 def rank(config):
     with mesh.connect(config.parallel) as world:
-        trainer, _ = steps.build(config, world)
+        trainer = steps.build(config, world)
         gradients, forget = [], trainer.optimizer.zero_grad
 
         def weigh():

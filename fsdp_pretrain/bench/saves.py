@@ -59,7 +59,7 @@ def measure(config: Config, world: World, directory: Path, *, rounds: int, steps
         steps: undisturbed training steps before each background save.
         warmup: steps before all, at least one, so that there is optimiser state.
     """
-    trainer, _ = step_bench.build(config, world)
+    trainer = step_bench.build(config, world)
     step_bench.run_steps(trainer, max(1, warmup))
     place = directory / "bench-saves"
     stager, writers = Stager(world.device), world.on(world.new_group())
@@ -83,7 +83,7 @@ def _round(
 
     saved = save(world, 1, state)
     plain = world.decide(lambda: _write_plainly(place / "plain", saved.bytes))
-    usual = statistics.median(step_bench.run_steps(trainer, 1) for _ in range(steps))
+    usual = statistics.median(step_bench.run_steps(trainer, 1)[0] for _ in range(steps))
     start = time.perf_counter()
     copy = stager.copy(state_dict(trainer.model, trainer.optimizer))
     pending = in_background(lambda: save(writers, 2, copy))

@@ -14,7 +14,6 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.config.schedule import BatchSchedule
 from fsdp_pretrain.config.skips import Skips
-from fsdp_pretrain.health.monitor import Health
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.layers import Constant
 from fsdp_pretrain.models.loss import IGNORE
@@ -22,13 +21,10 @@ from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan import flops
 from fsdp_pretrain.plan.plan import count_parameters, render_measured
-from fsdp_pretrain.record.recorder import MemoryRecorder
-from fsdp_pretrain.record.requests import Inbox
-from fsdp_pretrain.record.step_record import StepSeconds
+from fsdp_pretrain.record.recorder import SilentRecorder
+from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.train.build import build_loss_scaler, build_model_and_optimizer
-from fsdp_pretrain.train.checkpointing import Checkpointing
 from fsdp_pretrain.train.heldout_loss import HeldOutLoss
-from fsdp_pretrain.train.run_context import RunContext
 from fsdp_pretrain.train.trainer import LAG, Trainer
 from fsdp_pretrain.units import human_bytes, human_count
 from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
@@ -87,8 +83,8 @@ def build(
     *,
     heldout: HeldOutLoss | None = None,
     batch: int | None = None,
-) -> tuple[Trainer, MemoryRecorder]:
-    """A trainer on random tokens, and the recorder of its step records.
+) -> Trainer:
+    """A trainer on random tokens.
 
     Args:
         heartbeat: None: there is no watchdog.
@@ -101,20 +97,20 @@ def build(
     check_batches([batch or config.schedule.batch.full], world.size, config.train.micro_batch)
     model, optimizer = build_model_and_optimizer(config, world)
     initialise(model, config, world)
-    records = MemoryRecorder()
     trainer = Trainer(
-        RunContext(config, world, records, Inbox(None), heartbeat or Heartbeat()),
+        config,
+        world,
         model=model,
         optimizer=optimizer,
         scaler=build_loss_scaler(config, world),
         data=RandomSteps(config, world, batch),
-        saves=Checkpointing(config, world, None, lambda saved: None, records, 0),
         state=TrainState(),
-        health=Health(config),
+        recorder=SilentRecorder(),
+        heartbeat=heartbeat or Heartbeat(),
         heldout=heldout,
     )
-    model.train()
-    return trainer, records
+    trainer.start()
+    return trainer
 
 
 def initialise(model: Decoder, config: Config, world: World) -> None:
@@ -138,10 +134,10 @@ def initialise(model: Decoder, config: Config, world: World) -> None:
 def measure(config: Config, world: World, *, steps: int, warmup: int, accumulation: int | None = None) -> MeasuredSteps:
     """Time `steps` steps after `warmup`, with `accumulation` micro-batches or those of the full batch. Collective."""
     batch = accumulation * config.train.micro_batch * world.size if accumulation else config.schedule.batch.full
-    trainer, records = build(config, world, batch=batch)
+    trainer = build(config, world, batch=batch)
     run_steps(trainer, warmup)
-    seconds = run_steps(trainer, steps) / steps
-    timed = records.records[warmup:]
+    seconds, timed = run_steps(trainer, steps)
+    seconds /= steps
     parts = {
         part: statistics.median(getattr(record.seconds, part) for record in timed) for part in StepSeconds.model_fields
     }
@@ -149,14 +145,14 @@ def measure(config: Config, world: World, *, steps: int, warmup: int, accumulati
     return step_times(config, world, batch=batch, steps=steps, seconds=seconds, loss=loss, parts=parts)
 
 
-def run_steps(trainer: Trainer, steps: int) -> float:
-    """Seconds of some steps, until the device has finished them."""
-    start = time.perf_counter()
+def run_steps(trainer: Trainer, steps: int) -> tuple[float, list[StepRecord]]:
+    """Seconds of some steps, until the device has finished them, and their records."""
+    start, records = time.perf_counter(), list[StepRecord]()
     for _ in range(steps):
         trainer.step()
-        trainer.collect(keep=LAG)
-    trainer.collect(keep=0)
-    return time.perf_counter() - start
+        records += [record for _, record in trainer.read(keep=LAG)]
+    records += [record for _, record in trainer.read(keep=0)]
+    return time.perf_counter() - start, records
 
 
 def step_times(

@@ -19,9 +19,7 @@ Provenance = Callable[[StepRecord], dict[str, Any]]
 """Record of a step -> journal facts that name its samples and documents."""
 
 
-def record_findings(
-    recorder: Recorder, record: StepRecord, judgement: HealthOutcome, provenance: Provenance | None
-) -> None:
+def record_findings(recorder: Recorder, record: StepRecord, judgement: HealthOutcome, provenance: Provenance) -> None:
     """Report the findings of a step, and that it was skipped, if so.
 
     Documents are named once per incident: training waits for the lookup.
@@ -33,7 +31,7 @@ def record_findings(
             recorder.event("health", text, step=step, **finding.model_dump())
     if record.skipped and not record.overflow:
         facts: dict[str, Any] = {"cursor": record.cursor, "batch": record.batch}
-        if provenance is not None and any(finding.key == "loss/nonfinite" for finding in judgement.findings):
+        if any(finding.key == "loss/nonfinite" for finding in judgement.findings):
             facts |= provenance(record)
         recorder.event(
             "health-skip",

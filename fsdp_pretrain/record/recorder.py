@@ -132,15 +132,11 @@ class NotesOnlyRecorder(Recorder):
     say = event = step = status = ended = close = _nothing
 
 
-class MemoryRecorder(NotesOnlyRecorder):
-    """Keeps step records in memory and drops everything else: of a benchmark, or of a replay."""
+class SilentRecorder(NotesOnlyRecorder):
+    """Drops everything: of a benchmark, or of a replay."""
 
     def __init__(self) -> None:
-        self.records: list[StepRecord] = []
-
-    def step(self, record: StepRecord, *, target: int) -> None:
-        del target
-        self.records.append(record)
+        pass
 
     def note(self, kind: Kind, text: str, **data: Any) -> None:
         """Nothing."""

@@ -19,20 +19,17 @@ from fsdp_pretrain.checkpoint.state import forbidden, identity
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import differences, refuse
 from fsdp_pretrain.errors import Exit, UserError
-from fsdp_pretrain.health.monitor import Health, HealthOutcome
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record import run_id
 from fsdp_pretrain.record.environment import Environment
-from fsdp_pretrain.record.recorder import MemoryRecorder
-from fsdp_pretrain.record.requests import Inbox
+from fsdp_pretrain.record.recorder import SilentRecorder
 from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.train import environment
 from fsdp_pretrain.train.build import build_data, build_loss_scaler, build_model_and_optimizer
-from fsdp_pretrain.train.checkpointing import Checkpointing
-from fsdp_pretrain.train.run_context import RunContext
 from fsdp_pretrain.train.trainer import LAG, Trainer
+from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 from .comparison import StepComparison, difference, table
 from .window import ReplayRequest, ReplayWindow, open_window
@@ -88,14 +85,6 @@ def _asked(config: Config, request: ReplayRequest, begun: Environment) -> Config
     )
 
 
-class _NoVerdicts(Health):
-    """Judges nothing: a replay goes on through bad steps."""
-
-    def step(self, record: StepRecord) -> HealthOutcome:
-        del record
-        return HealthOutcome()
-
-
 def _train(window: ReplayWindow, world: World) -> list[StepRecord]:
     """Train the steps of the window. Returns their records."""
     config = window.config
@@ -111,24 +100,24 @@ def _train(window: ReplayWindow, world: World) -> list[StepRecord]:
         loading.load(world, checkpoint, model, optimizer)
         if window.reset:
             optimizer.state.clear()
-    records = MemoryRecorder()
     trainer = Trainer(
-        RunContext(config, world, records, Inbox(None)),
+        config,
+        world,
         model=model,
         optimizer=optimizer,
         scaler=build_loss_scaler(config, world, window.state.loss_scale),
         data=build_data(config, packer, world, window.state),
-        saves=Checkpointing(config, world, None, lambda saved: None, records, window.state.step),
         state=window.state,
-        health=_NoVerdicts(config),
+        recorder=SilentRecorder(),
+        heartbeat=Heartbeat(),
     )
-    model.train()
+    trainer.start()
+    records = list[StepRecord]()
     hidden = None if world.is_main else True
     for _ in tqdm(window.records, desc="replaying", unit="steps", delay=2, leave=False, disable=hidden):
         trainer.step()
-        trainer.collect(keep=LAG)
-    trainer.collect(keep=0)
-    return records.records
+        records += [record for _, record in trainer.read(keep=LAG)]
+    return records + [record for _, record in trainer.read(keep=0)]
 
 
 def _report(request: ReplayRequest, window: ReplayWindow, records: list[StepRecord], world: World) -> bool:

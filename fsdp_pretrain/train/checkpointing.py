@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
@@ -22,18 +22,20 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.units import human_bytes, human_time
 
+from .observer import Observer
+
 _LONGEST_PAUSE = 300.0
 _PATIENCE = 1.0
 """Seconds of waiting for an earlier save that are worth a journal entry."""
 
 
-class Checkpointing:
-    """The checkpoints of one start. All ranks call its methods together, `signals` with every step.
+class Checkpointing(Observer):
+    """The checkpoints of one start. All ranks call its methods together.
 
     Args:
         config: the run's configuration.
         world: all ranks.
-        saver: makes them; None: it is never asked to.
+        saver: makes them.
         after_save: called on every rank after a checkpoint was committed.
         recorder: writes the record.
         step: of the checkpoint that this start continues from.
@@ -43,12 +45,12 @@ class Checkpointing:
         self,
         config: Config,
         world: World,
-        saver: CheckpointManager | None,
+        saver: CheckpointManager,
         after_save: Callable[[SaveResult], None],
         recorder: Recorder,
         step: int,
     ) -> None:
-        self._config, self._world, self._maker = config.checkpoint, world, saver
+        self._config, self._world, self._saver = config.checkpoint, world, saver
         self._patience = config.parallel.timeout.value
         self._after_save, self._recorder = after_save, recorder
         self.saved_step = step
@@ -58,13 +60,7 @@ class Checkpointing:
         self._safe_at = time.monotonic()
         self._stalled = 0.0
 
-    @property
-    def _saver(self) -> CheckpointManager:
-        assert self._maker is not None, "a trainer without a saver saves nothing"
-        return self._maker
-
     def take_stalled(self) -> float:
-        """Seconds for which training waited since the last call."""
         stalled, self._stalled = self._stalled, 0.0
         return stalled
 
@@ -73,12 +69,15 @@ class Checkpointing:
         self.take_stalled()
         self._safe_at += seconds
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether a background save is running."""
-        return self._pending is not None
+    def beside(self, step: int) -> list[str]:
+        del step
+        return ["save"] if self._pending is not None else []
 
     # ------------------------------------------------------------------ agreed on by all ranks with every step
+
+    def requests(self) -> Mapping[str, int]:
+        done, retry, overdue = self.signals()
+        return {"saved": done, "save": retry, "overdue": overdue}
 
     def signals(self) -> tuple[int, bool, bool]:
         """This rank's part: the number of the save its writer has finished (or 0), retry now, overdue.

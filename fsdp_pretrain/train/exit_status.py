@@ -14,8 +14,8 @@ from fsdp_pretrain.record import exit_intent, status
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import Recorder
 
+from .loop import Loop
 from .run_context import RunContext
-from .trainer import Trainer
 
 
 def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, train: Callable[[], Exit]) -> Exit:
@@ -46,16 +46,16 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         recorder.close()
 
 
-def conclude(outcome: Exit, trainer: Trainer) -> Exit:
+def conclude(outcome: Exit, loop: Loop) -> Exit:
     """Record how the loop ended, after a rollback if one was requested; returns the exit code. Collective.
 
     Raises:
         UserError: the rollback is not allowed or fails; see `auto_rollback.roll_back`.
     """
-    run, asked = trainer.context, trainer.rollback
+    run, asked = loop.context, loop.rollback
     recorder, run_dir = run.recorder, run.recorder.run
     if asked is None:
-        return _record_stop(outcome, trainer.state.step, run)
+        return _record_stop(outcome, loop.step, run)
     if asked.repeats is False and not run.world.decide(lambda: was_blamed_on_device(run_dir, asked)):
         return _record_suspicion(asked, run)
     if asked.repeats is not None:

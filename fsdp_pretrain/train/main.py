@@ -62,6 +62,7 @@ from .build import (
 from .checkpointing import Checkpointing
 from .exit_status import conclude, record_end
 from .heldout_loss import build_heldout_loss
+from .loop import Loop
 from .mirroring import UploaderProcess, flush_mirror, restored_from_mirror
 from .run_context import RunContext
 from .trainer import Trainer
@@ -218,23 +219,30 @@ def _train(
     manager = _manager(subject, recorder.number, guard, health, uploader)
 
     trainer = Trainer(
-        context,
+        config,
+        world,
         model=model,
         optimizer=optimizer,
         scaler=scaler,
         data=build_data(config, packer, world, state, unigrams=unigrams, built=built),
-        saves=Checkpointing(config, world, manager, saved, recorder, state.step),
         state=state,
+        recorder=recorder,
+        heartbeat=context.heartbeat,
+        heldout=heldout,
+    )
+    loop = Loop(
+        context,
+        trainer,
+        saves=Checkpointing(config, world, manager, saved, recorder, state.step),
         health=health,
         provenance=provenance(config, world.size),
         reread=partial(_read_again, config, world),
-        heldout=heldout,
         guard=guard,
         on_set=manager.steer,
     )
     if world.is_main:
         start.record_ready(context, state)
-    outcome = conclude(trainer.run(), trainer)
+    outcome = conclude(loop.run(), loop)
     flush_mirror(context, uploader, complete=outcome is Exit.COMPLETE)
     finish_followers(run_dir, followers)
     return outcome

@@ -136,7 +136,7 @@ def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
     from fsdp_pretrain.bench import steps
     from fsdp_pretrain.config.config import load
 
-    trainer, records = steps.build(load(config, ["train.micro_batch=4", "data.attention=document", *MEASURED]), world)
+    trainer = steps.build(load(config, ["train.micro_batch=4", "data.attention=document", *MEASURED]), world)
     for _ in range(3):
         trainer.step()
     torch.cuda.synchronize()
@@ -146,9 +146,9 @@ def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
             trainer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    trainer.collect(keep=0)
-    assert [record.step for record in records.records] == list(range(1, 9))
-    assert all((record.loss.sum or 0) > 0 for record in records.records)
+    records = [record for _, record in trainer.read(keep=0)]
+    assert [record.step for record in records] == list(range(1, 9))
+    assert all((record.loss.sum or 0) > 0 for record in records)
 
 
 def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world: Any) -> None:
@@ -158,7 +158,7 @@ def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world:
     from fsdp_pretrain.checkpoint.loading import state_dict
     from fsdp_pretrain.config.config import load
 
-    trainer, _ = steps.build(load(config), world)
+    trainer = steps.build(load(config), world)
     stager, addresses = Stager(world.device), set()
     for _ in range(3):
         trainer.step()
@@ -172,7 +172,7 @@ def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world:
             assert local.is_pinned() or local.nbytes < 4096, name
             assert local.untyped_storage().nbytes() == local.nbytes, name
         addresses.add(tuple(tensor.to_local().data_ptr() for tensor in copy.values()))
-    trainer.collect(keep=0)
+    list(trainer.read(keep=0))
     assert len(addresses) == 1
 
 
@@ -185,9 +185,9 @@ def test_a_save_beside_training_does_not_wait_for_the_device(config: Path, world
     from fsdp_pretrain.checkpoint.store import Store
     from fsdp_pretrain.config.config import load
 
-    trainer, _ = steps.build(load(config), world)
+    trainer = steps.build(load(config), world)
     trainer.step()
-    trainer.collect(keep=0)
+    list(trainer.read(keep=0))
     copy = Stager(world.device).copy(state_dict(trainer.model, trainer.optimizer))
     writers, store, busy = world.on(world.new_group()), Store(tmp_path / "checkpoints"), torch.cuda.Event()
     torch.cuda._sleep(40_000_000_000)  # cycles, 20 seconds and more
@@ -248,10 +248,10 @@ def test_planned_memory_is_what_is_allocated(
     gc.collect()  # left over from earlier tests
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
-    trainer, _ = steps.build(loaded, world)
+    trainer = steps.build(loaded, world)
     for _ in range(3):  # the optimiser has moments from the second step on
         trainer.step()
-    trainer.collect(keep=0)
+    list(trainer.read(keep=0))
     torch.cuda.reset_peak_memory_stats()
     trainer.step()
     torch.cuda.synchronize()

@@ -1,6 +1,12 @@
-"""Forward and backward passes of a step on one rank."""
+"""The mathematics of a step: passes over micro-batches, sums over the ranks, clipping, the update of the parameters.
+
+Nothing here knows a clock, a record or a request, and nothing waits for the device.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,24 +17,37 @@ from fsdp_pretrain.config.schedule import StepValues
 from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp
+from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.parallel.optimizer import LossScaler
-from fsdp_pretrain.watchdog.heartbeat.page import Phase
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 from .step_sums import StepCounts, StepSums
 
 
-class Passes:
-    """Accumulates the gradients of a step's micro-batches.
+@dataclass(frozen=True)
+class Gradients:
+    """What all ranks know of the gradients of a step: scalars on the device, the same on every rank.
+
+    Attributes:
+        scale: by which they are too large (for fp16), fp32; None is 1.
+        divisor: that clips and unscales them, fp32; None is 1.
+        skip: fp32, 1 if a loss or gradient of any rank is not finite, else 0.
+    """
+
+    scale: Tensor | None
+    divisor: Tensor | None
+    skip: Tensor
+
+
+class Update:
+    """Updates the parameters of a model from batches.
 
     Args:
         config: the run's configuration.
         world: all ranks.
-        model: sharded.
+        model: sharded, with its values.
+        optimizer: of its parameters.
         scaler: loss scaler, for fp16.
-        heartbeat: receives the phases.
-        compiled: whether the blocks are.
+        before_micro_batch: called before each, with the number of tokens of its samples.
     """
 
     def __init__(
@@ -36,23 +55,20 @@ class Passes:
         config: Config,
         world: World,
         model: Decoder,
-        scaler: LossScaler | None,
-        heartbeat: Heartbeat,
-        *,
-        compiled: bool,
+        optimizer: optim.AdamW,
+        scaler: optim.LossScaler | None,
+        before_micro_batch: Callable[[int], None] = lambda width: None,
     ) -> None:
-        self._config, self._world, self._model, self._scaler = config, world, model, scaler
-        self._heartbeat = heartbeat
-        self._widths = set[int]()
-        self._compiles_anew = compiled and bool(config.data.stages)
+        self._config, self._world, self._before_micro_batch = config, world, before_micro_batch
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
 
-    def run(self, batch: StepBatch, counts: Tensor, values: StepValues) -> StepSums:
+    def backward(self, batch: StepBatch, counts: Tensor, values: StepValues) -> StepSums:
         """Forward and backward of a batch's micro-batches, accumulating gradients; returns what this rank measured.
 
         Args:
             batch: this rank's share.
             counts: packed `StepCounts` of all ranks, on the device.
-            values: steered values of the step.
+            values: of the step's schedules.
         """
         if self._config.model.uses_dropout:  # random numbers depend on (seed, step, rank) alone: a resume stores none
             seed = (self._config.run.seed * 1_000_003 + batch.position.step) * 65_537 + self._world.rank
@@ -68,16 +84,10 @@ class Passes:
         sums = StepSums.zeros(len(self._config.data.sources), self._world.device)
         reshard = self._config.parallel.reshard_after_forward
         for index, micro in enumerate(batch.micro):
-            self._heartbeat.beat(Phase.LOAD if self._compiles_for(micro.tokens.shape[1]) else Phase.COMPUTE)
+            self._before_micro_batch(micro.tokens.shape[1])
             fsdp.set_last_micro_batch(self._model, index == len(batch.micro) - 1, reshard=reshard)
             self._micro_step(micro, factor, values.z_loss, sums)
         return sums
-
-    def _compiles_for(self, width: int) -> bool:
-        """Whether the first pass over samples of this width is to come and compiles: for minutes, which is no hang."""
-        known = width in self._widths
-        self._widths.add(width)
-        return self._compiles_anew and not known
 
     def _micro_step(self, micro: forward.PackedBatch, factor: Tensor, weight: float, sums: StepSums) -> None:
         """Forward and backward of one micro-batch; adds what it measures to `sums`.
@@ -99,3 +109,31 @@ class Passes:
             sums.sample_losses.add_((losses * means).double().sum())
             if measured.penalties is not None:
                 sums.penalties.add_(measured.penalties.double().sum())
+
+    def reduce(self, sums: StepSums, values: StepValues, micro_batches: int) -> Gradients:
+        """Sum what the ranks measured, in place, and decide on clipping. One collective.
+
+        Args:
+            sums: what `backward` returned.
+            values: of the step's schedules.
+            micro_batches: of the step, on a rank.
+        """
+        sums.sum_over(self._world, optim.local_norm(self._model))
+        loss_scale = None if self._scaler is None else self._scaler.scale
+        scale = None if loss_scale is None else loss_scale * micro_batches
+        norm, divisor = optim.clip(sums.total_norm(self._world), values.grad_clip, scale)
+        skip = sums.not_finite()
+        sums.add_update(norm, loss_scale, skip)
+        return Gradients(scale, divisor, skip)
+
+    def apply(self, gradients: Gradients, values: StepValues) -> None:
+        """Take the optimiser's step, or skip it where something is not finite. Clears the gradients."""
+        self._optimizer.step(
+            lr=values.lr,
+            weight_decay=values.weight_decay,
+            betas=values.betas,
+            divisor=gradients.divisor,
+            skip=gradients.skip,
+        )
+        if self._scaler is not None:
+            self._scaler.advance(gradients.skip)

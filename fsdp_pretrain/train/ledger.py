@@ -1,7 +1,8 @@
-"""What a step measured, and the metrics record made from it."""
+"""Steps that were issued to the device, and the record made of each once its sums are on the host."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,8 +49,8 @@ class IssuedStep:
     ready: torch.cuda.Event | None
 
 
-class StepRecords:
-    """Makes the metrics records of a start.
+class Ledger:
+    """The steps that are in flight, oldest first.
 
     Args:
         config: the run's configuration.
@@ -67,9 +68,24 @@ class StepRecords:
         self._heldout = [source.name for source in config.eval.loss_on]
         self._flops = partial(flops_per_token, parameters, config.model)
         self._peak = peak_flops(device_name(world.device))
+        self._issued = deque[IssuedStep]()
 
-    def of(self, issued: IssuedStep) -> StepRecord:
-        """The record of a step whose metrics have arrived."""
+    def __len__(self) -> int:
+        return len(self._issued)
+
+    def enter(self, issued: IssuedStep) -> None:
+        """A step was issued."""
+        self._issued.append(issued)
+
+    def settle(self) -> IssuedStep:
+        """Take the oldest step out, and wait until what it measured is in host memory."""
+        issued = self._issued.popleft()
+        if issued.ready is not None:
+            issued.ready.synchronize()
+        return issued
+
+    def record(self, issued: IssuedStep) -> StepRecord:
+        """The record of a settled step."""
         config, world, state = self._config, self._world, issued.state
         lengths = config.schedule.lengths.between(state.consumed - state.batch, state.consumed)
         tokens = {length: length * samples for length, samples in lengths.items()}
