@@ -1,4 +1,4 @@
-"""One attempt at an evaluation: a process of its own, with a deadline. No torch.
+"""One attempt at an evaluation: a process of its own, with a deadline.
 
 The process evaluates the checkpoint itself, or becomes the shell of `eval.command`. A task is a program of other
 people: it may hang, or be killed for its memory, and the worker goes on. At the deadline the process saves its stack,

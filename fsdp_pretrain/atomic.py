@@ -1,4 +1,4 @@
-"""Atomic writes of small files: complete or absent for readers and after a crash. No torch."""
+"""Atomic writes of small files: complete or absent for readers and after a crash."""
 
 from __future__ import annotations
 

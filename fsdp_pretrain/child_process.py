@@ -1,4 +1,4 @@
-"""Starting another module of this program as a child process, and dying with its parent. No torch."""
+"""Starting another module of this program as a child process, and dying with its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls with a timeout, for what may hang: in a thread or a program. No torch.
+"""Calls with a timeout, for what may hang: in a thread or a program.
 
 A lost file system blocks every process that accesses it, for hours, even against SIGKILL. So nothing here waits for the
 end of a call that timed out: its thread or process is left behind, and the caller continues.

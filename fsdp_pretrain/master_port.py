@@ -1,4 +1,4 @@
-"""Keeps MASTER_PORT for rank 0's store. No torch.
+"""Keeps MASTER_PORT for rank 0's store.
 
 torchrun looks for a free port and lets it go again; rank 0 listens there only when torch is imported, seconds later. In
 between the kernel may give it to any process of the host, and the start is lost.

@@ -1,4 +1,4 @@
-"""The limit on open files of a rank: gloo keeps a socket to every peer, in every group. No torch."""
+"""The limit on open files of a rank: gloo keeps a socket to every peer, in every group."""
 
 from __future__ import annotations
 

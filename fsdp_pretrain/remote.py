@@ -1,7 +1,7 @@
 """Objects in remote storage: `s3://`, `gs://`, `az://`, `https://`, and directories as `file://`, through fsspec.
 
 Every call is one object or a range of one, retried with growing pauses while the storage is busy or fails.
-Credentials come from where fsspec and the vendor's library look for them, never from the configuration. No torch.
+Credentials come from where fsspec and the vendor's library look for them, never from the configuration.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Severity scale of health findings, alarms and notifications. No torch."""
+"""Severity scale of health findings, alarms and notifications."""
 
 from __future__ import annotations
 

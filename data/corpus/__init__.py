@@ -1,1 +1,1 @@
-"""Corpora of token shards: their files and formats. No torch."""
+"""Corpora of token shards: their files and formats."""

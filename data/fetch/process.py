@@ -1,4 +1,4 @@
-"""A rank's side of the node's fetcher: starts the process, and starts it again if it dies. No torch."""
+"""A rank's side of the node's fetcher: starts the process, and starts it again if it dies."""
 
 from __future__ import annotations
 

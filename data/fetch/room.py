@@ -1,4 +1,4 @@
-"""The room that corpora in remote storage need in the cache of a node. No torch."""
+"""The room that corpora in remote storage need in the cache of a node."""
 
 from __future__ import annotations
 

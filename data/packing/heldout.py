@@ -1,4 +1,4 @@
-"""The held-out samples whose loss is measured during training. No torch.
+"""The held-out samples whose loss is measured during training.
 
 They are packed as training samples are: same length, separators, masks and objective. They depend on the corpora of
 `eval.loss_on`, the names there and the number of samples, not on the seed, the lanes or the mixture of the training

@@ -1,4 +1,4 @@
-"""Blank infilling (GLM): packed samples become inputs, labels and positions with blanks to fill. No torch.
+"""Blank infilling (GLM): packed samples become inputs, labels and positions with blanks to fill.
 
 A sample from the packer is a row of text, or `slots` prompts with their answers. It becomes `slots` slots of equal
 size, or one slot of the whole sequence, which do not see each other. In each slot every token sees the prefix, and what

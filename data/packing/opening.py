@@ -1,4 +1,4 @@
-"""From a run's configuration to its packer, for training, `where` and evaluation. No torch."""
+"""From a run's configuration to its packer, for training, `where` and evaluation."""
 
 from __future__ import annotations
 

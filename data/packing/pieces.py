@@ -1,4 +1,4 @@
-"""Shorter samples are pieces of full windows: which piece of which window a sample is (`data.stages`). No torch.
+"""Shorter samples are pieces of full windows: which piece of which window a sample is (`data.stages`).
 
 The order of the data is that of full windows, with stages or without. In a stage of samples of S / k tokens, a window
 is cut into k pieces of S / k + 1 tokens, which overlap by one token as windows do. Windows are taken in groups; the

@@ -1,4 +1,4 @@
-"""The position of training: its counters, and how a step advances them. No torch."""
+"""The position of training: its counters, and how a step advances them."""
 
 from __future__ import annotations
 

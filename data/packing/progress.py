@@ -1,4 +1,4 @@
-"""How far the ranks of a node have built their batches: a small file of each, for the fetcher. No torch."""
+"""How far the ranks of a node have built their batches: a small file of each, for the fetcher."""
 
 from __future__ import annotations
 

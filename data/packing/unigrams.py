@@ -1,4 +1,4 @@
-"""Distance of a step's tokens from those typical of the run: one number per step. No torch.
+"""Distance of a step's tokens from those typical of the run: one number per step.
 
 Token ids are counted in 1,024 buckets (their lowest ten bits), of at most 16,384 tokens a step. The Jensen-Shannon
 divergence of these counts from those of the run's first steps shows shifted ids, text of another kind or boilerplate,

@@ -1,1 +1,1 @@
-"""Making corpora from text or from existing token files. No torch."""
+"""Making corpora from text or from existing token files."""

@@ -1,1 +1,1 @@
-"""Documents as text: files, records, tokenizers. No torch."""
+"""Documents as text: files, records, tokenizers."""

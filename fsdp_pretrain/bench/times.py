@@ -1,4 +1,4 @@
-"""What benchmarks measure. No torch."""
+"""What benchmarks measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disk space for checkpoints: how much is free, and what may be deleted for the next one. No torch."""
+"""Disk space for checkpoints: how much is free, and what may be deleted for the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are to be evaluated, and how far that is. No torch.
+"""Which checkpoints of a run are to be evaluated, and how far that is.
 
 Workers (`eval.jobs`), retention, the watchdog and `status` read the same files, in `RUN/evals/step-N/TASKS/`:
 `results.json`, and one `failed-ID.json` for each failed attempt. They name the commit time of the checkpoint, so

@@ -1,4 +1,4 @@
-"""Whether the newest checkpoint in a run's record still exists. No torch.
+"""Whether the newest checkpoint in a run's record still exists.
 
 Deleted checkpoints, or those on a missing mount, leave no trace in their directories, but the record lists them.
 Without this check, a run that lost its checkpoints would look like one that was never started.

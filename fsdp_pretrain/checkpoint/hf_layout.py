@@ -1,4 +1,4 @@
-"""The Hugging Face layout of our models: weight names and `config.json`, in both directions. No torch.
+"""The Hugging Face layout of our models: weight names and `config.json`, in both directions.
 
 Llama and GPT use the layouts of `LlamaForCausalLM` (`Mistral...`, `Qwen2...`, `Qwen3...`) and `GPT2LMHeadModel`.
 transformers has no class that computes the same as our GLM, so it has no folder.

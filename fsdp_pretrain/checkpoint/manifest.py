@@ -1,4 +1,4 @@
-"""Schemas of a checkpoint's `manifest.json` and `train_state.json`. No torch."""
+"""Schemas of a checkpoint's `manifest.json` and `train_state.json`."""
 
 from __future__ import annotations
 

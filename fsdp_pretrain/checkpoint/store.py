@@ -1,4 +1,4 @@
-"""The checkpoint store: which checkpoints exist, which are verified, which are kept. No torch.
+"""The checkpoint store: which checkpoints exist, which are verified, which are kept.
 
 A checkpoint is written into `step-N.writing-<id>/`, which readers ignore. `commit` writes the manifest (size and
 checksum of every file), makes everything durable and renames the directory to `step-N`: now the checkpoint exists.

@@ -1,4 +1,4 @@
-"""A checkpoint's `tensors.json`: its tensors, and where in its files they lie. No torch.
+"""A checkpoint's `tensors.json`: its tensors, and where in its files they lie.
 
 DCP's own description, `.metadata`, is a pickle, and opening one can run any program. It is written so that plain DCP
 reads our checkpoints; here it is never opened.

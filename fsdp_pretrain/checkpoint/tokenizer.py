@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: find it, compare it, export it for transformers. No torch."""
+"""The tokenizer of a checkpoint: find it, compare it, export it for transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the next checkpoint fits on disk, and whether it is late. No torch.
+"""Whether the next checkpoint fits on disk, and whether it is late.
 
 `plan`, `launch`, `status` and the watchdog share these rules, so they cannot contradict each other. Only the trainer,
 which knows the size of a save to the byte, may also use the margin and the reserve: `disk_space.make_room`.

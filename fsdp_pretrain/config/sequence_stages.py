@@ -1,4 +1,4 @@
-"""The length of every sample: constant, or in stages that train shorter samples first (`data.stages`). No torch.
+"""The length of every sample: constant, or in stages that train shorter samples first (`data.stages`).
 
 All conversions between samples and tokens are here. Samples are counted in one of two ways, and the same class serves
 both: samples read (`cursor`, places in the data), and samples trained (`consumed`, every schedule), see `trained`.

@@ -1,1 +1,1 @@
-"""Training health: anomaly rules on step metrics, incidents, automatic rollbacks. No torch."""
+"""Training health: anomaly rules on step metrics, incidents, automatic rollbacks."""

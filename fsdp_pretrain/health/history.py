@@ -1,4 +1,4 @@
-"""What a start's health checks take from the records of previous starts. No torch."""
+"""What a start's health checks take from the records of previous starts."""
 
 from __future__ import annotations
 

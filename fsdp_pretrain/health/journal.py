@@ -1,4 +1,4 @@
-"""Journal entries about a run's health. No torch."""
+"""Journal entries about a run's health."""
 
 from __future__ import annotations
 

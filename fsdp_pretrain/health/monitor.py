@@ -1,4 +1,4 @@
-"""Verdicts on a run's metrics: what to report, what not to save, when to roll back, when to stop. No torch.
+"""Verdicts on a run's metrics: what to report, what not to save, when to roll back, when to stop.
 
 `Health` is a pure function of the metrics records of a start (and the last ones before it). Every rank feeds it the
 same records after the same steps, so all ranks reach the same verdict without communication.

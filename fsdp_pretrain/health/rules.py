@@ -1,4 +1,4 @@
-"""Rules on a run's metrics: loss, gradient norm, loss scale. Each gets one value per step, in order. No torch.
+"""Rules on a run's metrics: loss, gradient norm, loss scale. Each gets one value per step, in order.
 
 Deviations are measured against the median and the spread (median absolute deviation) of the previous steps, without
 outliers. The loss level is judged by differences of block medians: the spread of a falling loss would hide any shift.

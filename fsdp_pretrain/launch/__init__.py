@@ -1,1 +1,1 @@
-"""Starts torchrun, and restarts it unless that is pointless. No torch."""
+"""Starts torchrun, and restarts it unless that is pointless."""

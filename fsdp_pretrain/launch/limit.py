@@ -1,4 +1,4 @@
-"""Stopping before a time limit: when the limit is, and how long saving and stopping take. No torch."""
+"""Stopping before a time limit: when the limit is, and how long saving and stopping take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a start ended, from what it left behind: segment, exit intent, last step, checkpoints. No torch."""
+"""How a start ended, from what it left behind: segment, exit intent, last step, checkpoints."""
 
 from __future__ import annotations
 

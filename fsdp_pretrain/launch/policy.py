@@ -1,4 +1,4 @@
-"""Restart or end, and with which exit code: a pure function of how earlier starts ended. No torch."""
+"""Restart or end, and with which exit code: a pure function of how earlier starts ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a node before ranks start: storage, disk space, devices. No torch."""
+"""Checks of a node before ranks start: storage, disk space, devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watches one start on one node: forwards requests, and makes sure that it ends when it should. No torch."""
+"""Watches one start on one node: forwards requests, and makes sure that it ends when it should."""
 
 from __future__ import annotations
 

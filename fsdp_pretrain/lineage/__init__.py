@@ -1,1 +1,1 @@
-"""The lineage of a run: rollback, fork, and the provenance of steps and samples. No torch."""
+"""The lineage of a run: rollback, fork, and the provenance of steps and samples."""

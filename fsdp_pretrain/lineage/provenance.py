@@ -1,4 +1,4 @@
-"""Which text a step was trained on: step -> samples -> documents -> text, from the run directory alone. No torch.
+"""Which text a step was trained on: step -> samples -> documents -> text, from the run directory alone.
 
 The record of a step gives the data position, the configuration of its start gives the order, and the packer is a pure
 function. So a batch can be recomputed, and its digest proves that it is the one that was trained.

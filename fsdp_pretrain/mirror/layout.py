@@ -1,4 +1,4 @@
-"""The mirror of a run, `MIRROR/<run.name>/`, and what is in it. No torch.
+"""The mirror of a run, `MIRROR/<run.name>/`, and what is in it.
 
     checkpoints/step-N/...   the files of a checkpoint; `manifest.json` is written last and deleted first
     record/TIME-ID-SUM...    the record of the run, packed; its name says of which run it is, and its checksum

@@ -1,4 +1,4 @@
-"""The record of a run to the mirror and back. No torch.
+"""The record of a run to the mirror and back.
 
 Each copy is one archive, so that it is one state of the record, and the one before it stays: a copy that is damaged in
 the mirror costs what was recorded since. Logs, traces, views and evaluated samples are not copied.

@@ -1,4 +1,4 @@
-"""What a start does about the mirror: compares the run directory with it, and restores an empty one. No torch.
+"""What a start does about the mirror: compares the run directory with it, and restores an empty one.
 
 The record comes first, then the newest valid checkpoint, the run id last. Only a checkpoint is needed. What is lost of
 the record is told; without its lineage the start that wrote the checkpoint counts as the first one. Until it has its

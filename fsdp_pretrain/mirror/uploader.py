@@ -1,5 +1,5 @@
 """The process that copies checkpoints and record to the mirror, beside training: a storage that hangs never touches a
-rank. No torch.
+rank.
 
     python -m fsdp_pretrain.mirror.uploader RUN ID SEGMENT
 

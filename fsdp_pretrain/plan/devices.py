@@ -1,4 +1,4 @@
-"""What is known of devices, by the driver's name, from their data sheets. No torch."""
+"""What is known of devices, by the driver's name, from their data sheets."""
 
 from __future__ import annotations
 

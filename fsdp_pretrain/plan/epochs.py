@@ -1,4 +1,4 @@
-"""How often a run reads each source. No torch."""
+"""How often a run reads each source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedule as a table, and what the timeline changes, for people and as JSON. No torch."""
+"""The schedule as a table, and what the timeline changes, for people and as JSON."""
 
 from __future__ import annotations
 

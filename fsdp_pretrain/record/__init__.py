@@ -1,1 +1,1 @@
-"""The run directory: writers and readers of its files. No torch."""
+"""The run directory: writers and readers of its files."""

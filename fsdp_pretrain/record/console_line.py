@@ -1,4 +1,4 @@
-"""The line of a step on the console, and which journal entries are good or bad news. No torch."""
+"""The line of a step on the console, and which journal entries are good or bad news."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The metrics files: one record per optimiser step; records of all segments combine into one curve. No torch."""
+"""The metrics files: one record per optimiser step; records of all segments combine into one curve."""
 
 from __future__ import annotations
 

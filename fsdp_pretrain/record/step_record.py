@@ -1,4 +1,4 @@
-"""The metrics record of one optimiser step, a line of `metrics.jsonl`. No torch.
+"""The metrics record of one optimiser step, a line of `metrics.jsonl`.
 
 Only this module defines its keys.
 """

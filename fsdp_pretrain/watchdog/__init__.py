@@ -1,1 +1,1 @@
-"""The watchdog of a run: an agent per node, fed by a heartbeat page per rank. No torch."""
+"""The watchdog of a run: an agent per node, fed by a heartbeat page per rank."""

@@ -1,1 +1,1 @@
-"""A node's watchdog process, and the tasks of the leading one. No torch."""
+"""A node's watchdog process, and the tasks of the leading one."""

@@ -1,4 +1,4 @@
-"""What the agent of node 0 does besides: run the job-wide detectors, keep the alarms, and notify people. No torch."""
+"""What the agent of node 0 does besides: run the job-wide detectors, keep the alarms, and notify people."""
 
 from __future__ import annotations
 

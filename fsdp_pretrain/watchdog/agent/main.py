@@ -1,4 +1,4 @@
-"""The agent: one small process per node beside the ranks, which sees what they cannot see themselves. No torch.
+"""The agent: one small process per node beside the ranks, which sees what they cannot see themselves.
 
     python -m fsdp_pretrain.watchdog.agent RUN --pages DIR --node 0 --nodes 1 --ranks 0:8 --launcher PID < config.toml
 

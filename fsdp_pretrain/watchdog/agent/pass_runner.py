@@ -1,4 +1,4 @@
-"""Passes of the agent that may hang: a run directory that does not answer must not blind or silence it. No torch.
+"""Passes of the agent that may hang: a run directory that does not answer must not blind or silence it.
 
 A pass reads and writes the run directory, and blocks with it. So it runs in a thread. If it overruns, the main thread,
 which touches only memory, sends an alarm on the channels, which have their own threads, and ends ranks that make no

@@ -1,4 +1,4 @@
-"""Builds the storage, data and hardware detectors of a node. No torch."""
+"""Builds the storage, data and hardware detectors of a node."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Detectors: each watches one thing, and opens and resolves its alarms. No torch."""
+"""Detectors: each watches one thing, and opens and resolves its alarms."""

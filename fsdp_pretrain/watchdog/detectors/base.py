@@ -1,4 +1,4 @@
-"""The base of all detectors: each watches one thing, and opens, updates and resolves the alarms about it. No torch.
+"""The base of all detectors: each watches one thing, and opens, updates and resolves the alarms about it.
 
 Detectors only observe. They receive the metrics records in order and one `tick` per pass, and report only through
 `open` and `resolve`, so a detector can be replayed over an old record. Only `AlarmSink` knows which alarms are open: a

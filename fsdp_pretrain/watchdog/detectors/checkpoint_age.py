@@ -1,4 +1,4 @@
-"""Checkpoints as seen from outside: the age of the newest verified one, and how saving goes. No torch.
+"""Checkpoints as seen from outside: the age of the newest verified one, and how saving goes.
 
 The trainer retries, prunes and gives up by itself. This watches the storage, whatever the trainer believes: a run whose
 saves fail silently, or whose writer hangs, is reported and made to save or stop.

@@ -1,4 +1,4 @@
-"""Whether the node's fetcher gets the blocks of corpora from remote storage. No torch."""
+"""Whether the node's fetcher gets the blocks of corpora from remote storage."""
 
 from __future__ import annotations
 

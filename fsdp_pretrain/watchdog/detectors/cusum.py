@@ -1,4 +1,4 @@
-"""Detects slowdowns: CUSUM of block medians of step times against a frozen baseline. No torch.
+"""Detects slowdowns: CUSUM of block medians of step times against a frozen baseline.
 
 Step times have heavy tails and wander: charts of single steps (mean and deviation, EWMA, plain CUSUM) give false alarms
 every few thousand steps, and comparing with the recent past misses a slow decline. A one-sided CUSUM (Page 1954) of

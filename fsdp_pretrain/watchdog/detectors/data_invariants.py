@@ -1,4 +1,4 @@
-"""Checks of the training data, step by step, from the metrics records. No torch.
+"""Checks of the training data, step by step, from the metrics records.
 
 Invariants are exact and also find a defect present from the first step; comparisons find changes.
 """

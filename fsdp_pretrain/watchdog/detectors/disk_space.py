@@ -1,4 +1,4 @@
-"""Disk space for the next checkpoint, the record, and temporary files. No torch.
+"""Disk space for the next checkpoint, the record, and temporary files.
 
 The trainer refuses a save that does not fit, which is late: the trend is visible for days.
 """

@@ -1,5 +1,5 @@
 """Watches evaluations, which run beside training, in workers anywhere: those that nobody runs or finishes, and what
-they found: verdicts of probes, scores that are no numbers. No torch.
+they found: verdicts of probes, scores that are no numbers.
 
 Each answer of a probe is judged as a whole: nothing is remembered that a restart would lose.
 """

@@ -1,4 +1,4 @@
-"""GPUs: a broken one ends the start on this host, an odd one is a warning. No torch."""
+"""GPUs: a broken one ends the start on this host, an odd one is a warning."""
 
 from __future__ import annotations
 

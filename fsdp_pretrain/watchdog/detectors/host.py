@@ -1,4 +1,4 @@
-"""The memory of a host: whether it lasts, whether it was too little. /proc and /sys do not hang. No torch."""
+"""The memory of a host: whether it lasts, whether it was too little. /proc and /sys do not hang."""
 
 from __future__ import annotations
 

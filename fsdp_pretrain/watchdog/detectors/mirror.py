@@ -1,4 +1,4 @@
-"""Whether checkpoints and record reach the mirror, by the report of the uploader. No torch."""
+"""Whether checkpoints and record reach the mirror, by the report of the uploader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether mounts answer, corpora are intact, and training waits for data. No torch."""
+"""Whether mounts answer, corpora are intact, and training waits for data."""
 
 from __future__ import annotations
 

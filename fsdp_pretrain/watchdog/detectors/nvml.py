@@ -1,4 +1,4 @@
-"""The state of GPUs, by NVIDIA's library, or from a JSON file, for other vendors' tools and for tests. No torch."""
+"""The state of GPUs, by NVIDIA's library, or from a JSON file, for other vendors' tools and for tests."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Hang detection: whether ranks make progress, which one is the cause, and what is done. No torch."""
+"""Hang detection: whether ranks make progress, which one is the cause, and what is done."""

@@ -1,4 +1,4 @@
-"""Hang deadlines: how long each phase may take, from earlier durations. No torch.
+"""Hang deadlines: how long each phase may take, from earlier durations.
 
 A deadline is a multiple of the median, never of the largest of a few: step times have tails that make such a bound
 either useless or a source of false alarms. The soft deadline collects evidence and opens the alarm; the hard one ends

@@ -1,4 +1,4 @@
-"""Finds the cause of a hang: from the position of every rank to a name and a reason. No torch.
+"""Finds the cause of a hang: from the position of every rank to a name and a reason.
 
 All ranks wait for the missing one, so their step says nothing; phase, process state and stack do. A rank in a
 collective is a victim, one elsewhere is a suspect; if all are in collectives, the minority in another one is. "No

@@ -1,4 +1,4 @@
-"""Handles a run without progress: find the cause, open the alarm, and finally end it for a restart. No torch.
+"""Handles a run without progress: find the cause, open the alarm, and finally end it for a restart.
 
 Progress is any beat of any rank. At the soft deadline all stacks are dumped and the suspect is named; a while later
 they are dumped again; at the hard deadline the ranks are ended if the suspects have not moved. A hung step is never

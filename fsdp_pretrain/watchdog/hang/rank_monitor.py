@@ -1,4 +1,4 @@
-"""The ranks of one node as its agent sees them: pages, processes, stacks. No torch."""
+"""The ranks of one node as its agent sees them: pages, processes, stacks."""
 
 from __future__ import annotations
 

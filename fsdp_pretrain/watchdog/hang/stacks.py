@@ -1,4 +1,4 @@
-"""Stack dumps, made by a signal handler at C level, and what they say about who waits for whom. No torch."""
+"""Stack dumps, made by a signal handler at C level, and what they say about who waits for whom."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a rank reports about itself, through shared memory. No torch."""
+"""What a rank reports about itself, through shared memory."""

@@ -1,4 +1,4 @@
-"""A rank's side of the watchdog: its page, its stack dumps, and on one rank per node the agent process. No torch.
+"""A rank's side of the watchdog: its page, its stack dumps, and on one rank per node the agent process.
 
 Nothing here can make a rank wait or fail: a rank without a working watchdog trains on. The agent is started before the
 rendezvous, so that a hang there is seen too, and restarted if it was killed.

@@ -1,1 +1,1 @@
-"""From an alarm to a person: throttling, messages, channels, operators, Prometheus. No torch."""
+"""From an alarm to a person: throttling, messages, channels, operators, Prometheus."""

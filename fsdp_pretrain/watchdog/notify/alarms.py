@@ -1,4 +1,4 @@
-"""Alarms: one key per incident; opened, raised in severity, acknowledged, resolved. No torch.
+"""Alarms: one key per incident; opened, raised in severity, acknowledged, resolved.
 
 Every transition is a line of `RUN/watchdog/alarms.jsonl`, from which the open alarms are restored after a restart. What
 is *sent* is decided elsewhere, see `delivery`.

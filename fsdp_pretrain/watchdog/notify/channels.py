@@ -1,4 +1,4 @@
-"""Notification channels: Slack, a webhook, PagerDuty, a command. No torch.
+"""Notification channels: Slack, a webhook, PagerDuty, a command.
 
 A channel sends one message or raises `DeliveryError`. Error texts can be shown to anybody: they hold no URL (the host
 at most), key or server response.

@@ -1,4 +1,4 @@
-"""What the people on a channel have been told, and what they must be told next. No torch.
+"""What the people on a channel have been told, and what they must be told next.
 
 The state of every alarm and what was last told of it are compared; the difference is the next message. So a message
 that did not get through is not stored: it is made again, until it gets through or is out of date. What has been told

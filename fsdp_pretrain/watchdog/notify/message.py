@@ -1,4 +1,4 @@
-"""The text of messages: a title that suffices on a phone, then meaning, risk, actions and advice. No torch."""
+"""The text of messages: a title that suffices on a phone, then meaning, risk, actions and advice."""
 
 from __future__ import annotations
 

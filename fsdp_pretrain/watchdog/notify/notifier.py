@@ -1,4 +1,4 @@
-"""Delivers alarms to people: every channel has a thread that decides and sends. No torch.
+"""Delivers alarms to people: every channel has a thread that decides and sends.
 
 The watchdog hands over without waiting, and a channel that hangs delays no other. A kill just after a delivery causes a
 duplicate, with the same `id`.

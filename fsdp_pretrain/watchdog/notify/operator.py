@@ -1,4 +1,4 @@
-"""Files of the watchdog of node 0, and what operators ask of it: acknowledging alarms. No torch.
+"""Files of the watchdog of node 0, and what operators ask of it: acknowledging alarms.
 
 Only the watchdog of node 0 writes `alarms.jsonl`; people leave requests in `RUN/watchdog/inbox`.
 """

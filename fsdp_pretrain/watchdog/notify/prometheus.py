@@ -1,4 +1,4 @@
-"""Metrics of a run for Prometheus, by HTTP or in a file for node_exporter. No torch.
+"""Metrics of a run for Prometheus, by HTTP or in a file for node_exporter.
 
 Unknown values are left out: an alert rule sees a missing series, never a made-up zero.
 """

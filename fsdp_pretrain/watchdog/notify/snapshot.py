@@ -1,4 +1,4 @@
-"""What the watchdog exports of a run: for Prometheus, and in `RUN/watchdog/snapshot.json`. No torch."""
+"""What the watchdog exports of a run: for Prometheus, and in `RUN/watchdog/snapshot.json`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Looks at storage and devices that may hang, in threads of their own. No torch."""
+"""Looks at storage and devices that may hang, in threads of their own."""

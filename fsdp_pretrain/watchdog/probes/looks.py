@@ -1,4 +1,4 @@
-"""What the watchdog looks at on storage that may hang: called in threads of `periodic`. No torch."""
+"""What the watchdog looks at on storage that may hang: called in threads of `periodic`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks that may hang, each in a thread of its own. No torch.
+"""Looks that may hang, each in a thread of its own.
 
 A file system that is gone blocks whoever touches it, and a driver whoever asks it. So the watchdog does neither in its
 passes: a thread looks, and one that is late is left behind. Starting a look and taking its answer never blocks.
