@@ -1,4 +1,4 @@
-"""Two evaluations compared document by document. No torch here.
+"""Two evaluations compared document by document.
 
 The difference of two scores over the same documents is far more certain than each score: what makes a document hard
 makes it hard for both. Of evaluations that cannot be paired, the scores are shown and the reason.

@@ -1,4 +1,4 @@
-"""Scheduled evaluations: each due checkpoint exactly once, by any number of workers, crash-safe. No torch here.
+"""Scheduled evaluations: each due checkpoint exactly once, by any number of workers, crash-safe.
 
 A worker claims a checkpoint by creating `claim.json` exclusively and touches it while it works. A claim whose owner is
 dead, by the rules of all leases (`record.lease`), is moved away by an atomic rename, which only one other worker can

@@ -1,4 +1,4 @@
-"""Per-sample outputs: a JSONL file per task beside `results.json`, with a line per document. No torch here.
+"""Per-sample outputs: a JSONL file per task beside `results.json`, with a line per document.
 
 A line holds `doc_id`, `doc_hash`, `filter` and the document's value of every metric: a number, or for ratios such as
 bits per byte (log-likelihood, bytes). With `eval.log_samples` it is lm-eval's whole sample: document, prompts and

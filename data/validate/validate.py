@@ -1,4 +1,4 @@
-"""`fsdp-data validate`: measure what a corpus really holds. No torch; streaming; every finding has a remedy.
+"""`fsdp-data validate`: measure what a corpus really holds. Streaming; every finding has a remedy.
 
 The manifest is not trusted: files are measured against it, and every token is checked. Memory: about 100 MB per
 worker, and 8 bytes per document in the parent (see `meter` and `totals`).

@@ -1,6 +1,5 @@
 """What the agents of a job's nodes report to that of node 0, which leads, through one file each in the run directory.
 
-
 The run directory is all that nodes share. A file that stops changing means that its agent, its node or its mount is
 gone. Silence is measured on the reader's own clock, so clocks need not agree.
 """
