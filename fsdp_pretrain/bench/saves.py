@@ -62,7 +62,7 @@ def measure(config: Config, world: World, directory: Path, *, rounds: int, steps
     trainer = step_bench.build(config, world)
     step_bench.run_steps(trainer, max(1, warmup))
     place = directory / "bench-saves"
-    stager, writers = Stager(world.device), world.on(world.new_group())
+    stager, writers = Stager(world.device), world.with_host_group(world.new_group())
     found = []
     for number in range(rounds + 1):
         found.append(_round(trainer, world, writers, stager, place, number, steps))

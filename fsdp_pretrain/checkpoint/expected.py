@@ -49,7 +49,7 @@ def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | Non
     """
     steps, known = recorded(run), -1
     if seen is not None and seen.checkpoint is not None:
-        left = lineage.left_on_purpose(lineage.nodes(run), seen.segment, seen.checkpoint)
+        left = lineage.abandoned_by(lineage.nodes(run), seen.segment, seen.checkpoint)
         if left is None:
             steps.add(known := seen.checkpoint)
     if not steps:

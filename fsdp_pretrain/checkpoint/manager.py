@@ -92,7 +92,7 @@ class CheckpointManager:
         """
         self._world.together(self._guard)
         tensors = self._world.together(lambda: self._stager.copy(self._tensors()))
-        world, facts, config = self._world.on(self._writers), self._facts(state, False), self._config
+        world, facts, config = self._world.with_host_group(self._writers), self._facts(state, False), self._config
         return in_background(lambda: self._save(world, state, tensors, facts, config))
 
     def renew(self) -> None:

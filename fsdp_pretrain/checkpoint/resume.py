@@ -77,16 +77,21 @@ class Resume:
     All ranks call it together.
     """
 
-    def __init__(self, subject: TrainingObjects, recorder: Recorder, terms: ResumeOptions) -> None:
+    def __init__(self, subject: TrainingObjects, recorder: Recorder, options: ResumeOptions) -> None:
         self._world, self._run = subject.world, subject.run
         self._model, self._optimizer = subject.model, subject.optimizer
-        self._config, self._identity, self._recorder, self._terms = subject.config, subject.identity, recorder, terms
+        self._config, self._identity, self._recorder, self._options = (
+            subject.config,
+            subject.identity,
+            recorder,
+            options,
+        )
 
     def run(self) -> Resumed:
         """Load the newest valid checkpoint; without any checkpoint, a fresh start.
 
         Raises:
-            CheckpointError: there are checkpoints, but none is valid (and `terms.fresh` is not set).
+            CheckpointError: there are checkpoints, but none is valid (and `options.fresh` is not set).
             ConfigError: the checkpoint belongs to another model or other data, or an undeclared change would alter
                 what is learned from here on.
         """
@@ -106,7 +111,7 @@ class Resume:
             text = f"{checkpoint.path.name}: {problem}"
             passed_over.append(text)
             self._recorder.event("checkpoint-rejected", f"passed over {text}", step=checkpoint.step)
-        if passed_over and not self._terms.fresh:
+        if passed_over and not self._options.fresh:
             error = CheckpointError(
                 f"{found.directory} holds {len(passed_over)} checkpoints, none of them valid:\n    "
                 + "\n    ".join(passed_over),
@@ -122,7 +127,7 @@ class Resume:
         """Move a checkpoint aside if a rollback left its line while its storage was unavailable. Returns why."""
         segment = checkpoint.manifest().segment
         known = lineage.nodes(self._run)
-        left = None if segment is None else lineage.left_on_purpose(known, segment, checkpoint.step)
+        left = None if segment is None else lineage.abandoned_by(known, segment, checkpoint.step)
         if left is None:
             return None
         try:
@@ -191,7 +196,9 @@ class Resume:
         here = changes(stands, self._config)
         if undeclared(here, (), content.consumed) and self._same_ahead(stands, content):
             here = [change for change in here if change.kind != DECLARED or change.key == "train.duration"]
-        missing = undeclared(here, self._terms.changes, content.consumed) if content.consumed else []  # nothing learned
+        missing = (
+            undeclared(here, self._options.changes, content.consumed) if content.consumed else []
+        )  # nothing learned
         wrong = forbidden(content.identity, self._identity, content.cursor)
         refuse(str(checkpoint.path), wrong, missing, content.cursor)
         changed = [change.text for change in changes(wrote, self._config)]
@@ -205,7 +212,7 @@ class Resume:
 
     def _judge_reset(self, step: int) -> bool:
         """Whether the optimiser is reset at this checkpoint. Raises ConfigError if its step was not reached."""
-        asked = self._terms.reset_optimizer
+        asked = self._options.reset_optimizer
         if asked is not None and step < asked:
             raise ConfigError(
                 f"--reset-optimizer {asked}, but the newest valid checkpoint is of step {step}",

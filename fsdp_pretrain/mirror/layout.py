@@ -112,7 +112,7 @@ class MirroredCheckpoint:
     def is_left(self, nodes: list[LineageNode]) -> bool:
         """Whether a rollback or a fresh start has left it behind. Raises CheckpointError."""
         segment = self.manifest().segment
-        return segment is not None and lineage.left_on_purpose(nodes, segment, self.step) is not None
+        return segment is not None and lineage.abandoned_by(nodes, segment, self.step) is not None
 
 
 @dataclass(frozen=True)

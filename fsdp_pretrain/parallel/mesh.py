@@ -82,7 +82,7 @@ class World:
         self.local_world = ranks.local_world
         self.replicas, self.shards = mesh.shape
 
-    def on(self, host_group: dist.ProcessGroup) -> World:
+    def with_host_group(self, host_group: dist.ProcessGroup) -> World:
         """The same world with another gloo group for joint decisions, for use in another thread."""
         other = copy.copy(self)
         other.host_group = host_group

@@ -22,7 +22,7 @@ from .files import RunDir, now
 from .state_files import DamagedFileError, StateFile
 
 LINEAGE = "lineage.json"
-LEAVING = ("rollback", "fresh")
+ABANDONING = ("rollback", "fresh")
 """Kinds of segments that deliberately abandon what was trained after the step they start from."""
 Count = Annotated[int, Field(ge=0)]
 
@@ -124,10 +124,10 @@ def holds(parts: Iterable[LineagePart], segment: int, step: int) -> bool:
     return any(part.segment == segment and part.after < step <= part.until for part in parts)
 
 
-def left_on_purpose(known: Iterable[LineageNode], segment: int, step: int) -> LineageNode | None:
-    """The last node of a kind in `LEAVING`, if it abandoned `step` of `segment`; else None."""
+def abandoned_by(known: Iterable[LineageNode], segment: int, step: int) -> LineageNode | None:
+    """The last node of a kind in `ABANDONING`, if it abandoned `step` of `segment`; else None."""
     table = {node.segment: node for node in known}
-    last = max((node.segment for node in table.values() if node.kind in LEAVING), default=-1)
+    last = max((node.segment for node in table.values() if node.kind in ABANDONING), default=-1)
     if last < segment or holds(line(table.values(), last), segment, step):
         return None
     return table[last]

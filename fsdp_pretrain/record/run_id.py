@@ -99,10 +99,10 @@ def lost() -> Path | None:
 def check() -> None:
     """Raise RunGoneError if a bound directory has lost its id, StorageError if an id cannot be read."""
     if (directory := lost()) is not None:
-        raise gone(directory)
+        raise run_gone_error(directory)
 
 
-def gone(directory: Path, found: str = "") -> RunGoneError:
+def run_gone_error(directory: Path, found: str = "") -> RunGoneError:
     """The error for a lost run or checkpoint directory; `found`: what is there instead (empty: inspect it)."""
     what = "checkpoint" if directory.name == "checkpoints" else "run"
     return RunGoneError(
@@ -155,9 +155,9 @@ class LauncherMemory:
         if self.seen is None or not self._active:
             return
         if read(directory) != self.seen.run_id:
-            raise gone(directory)
+            raise run_gone_error(directory)
         if (found := newest()) < self.seen.segment:
-            raise gone(directory, f"its newest segment is {found}, but segment {self.seen.segment} existed")
+            raise run_gone_error(directory, f"its newest segment is {found}, but segment {self.seen.segment} existed")
 
     def remember(self, **facts: Any) -> None:
         """Update fields of `seen`. Prints a warning if the note cannot be written."""

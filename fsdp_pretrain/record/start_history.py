@@ -81,7 +81,7 @@ def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = 
 
 def _until_complete(starts: list[Start], nodes: list[lineage.LineageNode]) -> list[Start]:
     """Without starts of a complete run that trained nothing: its time has ended."""
-    left = max((node.segment for node in nodes if node.kind in lineage.LEAVING), default=0)
+    left = max((node.segment for node in nodes if node.kind in lineage.ABANDONING), default=0)
     trained = max((start.segment for start in starts if start.steps.count), default=0)
     for number, start in enumerate(starts):
         if start.segment >= max(left, trained) and start.clean and start.code == Exit.COMPLETE:

@@ -45,7 +45,7 @@ def read_facts(run: RunDir) -> RunFacts:
     config = read_config(run)
     nodes = lineage.nodes(run)
     identity = run_id.read(run.path) or str(run.path.resolve())
-    left = sum(node.kind in lineage.LEAVING for node in nodes)
+    left = sum(node.kind in lineage.ABANDONING for node in nodes)
     state, ended = _end(run)
     return RunFacts(
         name=str(config["run"]["name"]),

@@ -142,7 +142,7 @@ class Loop(Observer):
         self._profiler.finish(self.step)
         self.collect(keep=0)
         if self._agreed.rollback is not None:
-            return self._end_for(self._agreed.rollback)
+            return self._abort_for_rollback(self._agreed.rollback)
         self._control.acknowledge(self.step)
         outcome = Exit.COMPLETE if self._complete() else outcome
         self.context.heartbeat.beat(Phase.SAVE)
@@ -185,7 +185,7 @@ class Loop(Observer):
     # ------------------------------------------------------------------ duties
 
     def _roll_back(self, agreed: AgreedActions) -> Exit | None:
-        return None if agreed.rollback is None else self._end_for(agreed.rollback)
+        return None if agreed.rollback is None else self._abort_for_rollback(agreed.rollback)
 
     def _profile(self, agreed: AgreedActions) -> None:
         if agreed.profile:
@@ -231,7 +231,7 @@ class Loop(Observer):
         stop = self._control.hold(pause, self.step, self._look_while_held, self._act_while_held)
         seconds = time.perf_counter() - start
         self._saves.exclude_pause(seconds)
-        self.trainer.clock.go_on(seconds)
+        self.trainer.clock.resume_after(seconds)
         return stop
 
     def _decide(self, *, held: bool = False) -> Decided:
@@ -269,7 +269,7 @@ class Loop(Observer):
         state = replace(self.trainer.state, loss_scale=None if scaler is None else scaler.state())
         self._saves.save(state, final=final, must_succeed=must_succeed)
 
-    def _end_for(self, rollback: RollbackRequest) -> Exit:
+    def _abort_for_rollback(self, rollback: RollbackRequest) -> Exit:
         """End without saving: the steps since the incident are discarded."""
         self._saves.abandon()
         self.rollback = replace(rollback, repeats=self._is_reproducible(rollback))

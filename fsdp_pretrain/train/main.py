@@ -85,7 +85,7 @@ def _start(args: argparse.Namespace) -> int:
     try:
         allowed = resume_rules.read_allowed(args.allow)
         config, lasting = load_run(args.config, args.overrides)
-        terms = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason, args.from_mirror)
+        options = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason, args.from_mirror)
         memory = LauncherMemory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
         start.bind_run_directory(RunDir(config.run.dir), memory)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
@@ -93,12 +93,12 @@ def _start(args: argparse.Namespace) -> int:
     try:
         heartbeat = build_heartbeat(config)
         with mesh.connect(config.parallel) as world:
-            terms = start.agree_on_options(terms, memory, world)
-            if restored_from_mirror(config, world, terms, heartbeat):
+            options = start.agree_on_options(options, memory, world)
+            if restored_from_mirror(config, world, options, heartbeat):
                 lasting = start.take_restored(RunDir(config.run.dir), world, memory)
                 config = world.together(partial(overrides.apply, args.config, args.overrides, lasting))
                 heartbeat.reconfigure(config)
-            return torchrun.end_as_agreed(run(config, world, lasting, terms, heartbeat, memory))
+            return torchrun.end_as_agreed(run(config, world, lasting, options, heartbeat, memory))
     except UserError as error:
         return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
 
@@ -111,7 +111,12 @@ def _refuse(error: UserError, *, speaks: bool) -> int:
 
 
 def run(
-    config: Config, world: World, lasting: Overrides, terms: ResumeOptions, heartbeat: Heartbeat, memory: LauncherMemory
+    config: Config,
+    world: World,
+    lasting: Overrides,
+    options: ResumeOptions,
+    heartbeat: Heartbeat,
+    memory: LauncherMemory,
 ) -> Exit:
     """Lock the run, open a segment, train, and record how it ended in any case. Raises UserError.
 
@@ -119,7 +124,7 @@ def run(
         config: what to train.
         world: all ranks.
         lasting: the part of `config` that comes from the run directory.
-        terms: resume options of the person who started it.
+        options: resume options of the person who started it.
         heartbeat: reports to the watchdog what this rank does.
         memory: what earlier starts under the same launcher have seen.
     """
@@ -134,11 +139,11 @@ def run(
         world.decide(lambda: len(lineage.nodes(run_dir)))  # refuses a damaged lineage before anything is written
         standing = world.decide(lambda: overrides.read(run_dir))
         world.together(lambda: start.check_overrides(run_dir, lasting, standing))
-        missing = world.decide(lambda: start.look_for_checkpoints(run_dir, terms, memory))
+        missing = world.decide(lambda: start.look_for_checkpoints(run_dir, options, memory))
         start.open_checkpoints(run_dir, world)
         hosts = world.gather(socket.gethostname())
         segment = world.decide(lambda: start.open_segment(run_dir, config, world, hosts))
-        heartbeat.belongs_to(int(segment.name))
+        heartbeat.set_segment(int(segment.name))
         fetching = build_fetching(config)
         recorder = build_recorder(config, world, run_dir, segment)
         if finished:
@@ -150,7 +155,7 @@ def run(
         inbox = Inbox(run_dir if world.is_main else None)
         context = RunContext(config, world, recorder, inbox, heartbeat, after_save.running, fetching)
         guard = partial(_check_writer, lock if world.is_main else None)
-        train = partial(_train, context, guard, terms, memory, after_save)
+        train = partial(_train, context, guard, options, memory, after_save)
         return record_end(world.rank, run_dir, segment, recorder, train)
     finally:
         heartbeat.close()
@@ -167,7 +172,11 @@ def _check_writer(lock: RunLock | None) -> None:
 
 
 def _train(
-    context: RunContext, guard: Callable[[], None], terms: ResumeOptions, memory: LauncherMemory, after_save: AfterSave
+    context: RunContext,
+    guard: Callable[[], None],
+    options: ResumeOptions,
+    memory: LauncherMemory,
+    after_save: AfterSave,
 ) -> Exit:
     """Build everything and run the loop."""
     config, world, recorder, run_dir = context.config, context.world, context.recorder, context.recorder.run
@@ -183,13 +192,13 @@ def _train(
     model, optimizer = build_model_and_optimizer(config, world)
     subject = TrainingObjects(world, run_dir, model, optimizer, config, identity(config, packer))
     start.record_start(recorder, subject, model.count_parameters())
-    resumed = Resume(subject, recorder, terms).run()
+    resumed = Resume(subject, recorder, options).run()
     if resumed.checkpoint is None:
         fsdp.initialise_all(model, config.run.seed)
     state = resumed.state
     if world.is_main:
-        start.record_changes(recorder, subject.identity.corpora, samples, terms.reason)
-    world.decide(lambda: start.record_lineage(run_dir, recorder, resumed, fresh=terms.fresh))
+        start.record_changes(recorder, subject.identity.corpora, samples, options.reason)
+    world.decide(lambda: start.record_lineage(run_dir, recorder, resumed, fresh=options.fresh))
     memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
     health = _health(subject, recorder.number, resumed)
     world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))

@@ -28,7 +28,7 @@ _COMPLETE_SECONDS, _STOP_SECONDS = 600.0, 20.0
 """How long a complete run, and one that was asked to stop, waits for the mirror."""
 
 
-def restored_from_mirror(config: Config, world: World, terms: ResumeOptions, heartbeat: Heartbeat) -> bool:
+def restored_from_mirror(config: Config, world: World, options: ResumeOptions, heartbeat: Heartbeat) -> bool:
     """Compare the run directory with its mirror, and restore it if that is needed and allowed. Collective.
 
     Returns:
@@ -40,7 +40,7 @@ def restored_from_mirror(config: Config, world: World, terms: ResumeOptions, hea
     run, box, stop = RunDir(config.run.dir), list[Future[None]](), threading.Event()
 
     def begin() -> bool:
-        task = compare_with_mirror(config, restore=terms.from_mirror, fresh=terms.fresh)
+        task = compare_with_mirror(config, restore=options.from_mirror, fresh=options.fresh)
         if task is not None:
             box.append(in_background(lambda: restore(task, run, stop)))
         return task is not None

@@ -97,7 +97,7 @@ def _wait_until_visible(directory: Path, known: str) -> None:
     until = time.monotonic() + _VISIBLE_WITHIN
     while run_id.read(directory) != known:
         if time.monotonic() > until:
-            raise run_id.gone(directory)
+            raise run_id.run_gone_error(directory)
         for folder in (directory.parent, directory):  # opening it makes a network file system refresh
             with contextlib.suppress(OSError):
                 os.close(os.open(folder, os.O_RDONLY))
@@ -135,22 +135,22 @@ def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
 # ---------------------------------------------------------------------- its checkpoints
 
 
-def agree_on_options(terms: ResumeOptions, memory: LauncherMemory, world: World) -> ResumeOptions:
+def agree_on_options(options: ResumeOptions, memory: LauncherMemory, world: World) -> ResumeOptions:
     """The options for this start: --allow-fresh and --from-mirror hold only for the first under a launcher or torchrun.
     Collective."""
     first = world.decide(lambda: not (memory.seen and memory.seen.segment))
-    return replace(terms, fresh=terms.fresh and first, from_mirror=terms.from_mirror and first)
+    return replace(options, fresh=options.fresh and first, from_mirror=options.from_mirror and first)
 
 
-def look_for_checkpoints(run: RunDir, terms: ResumeOptions, memory: LauncherMemory) -> MissingCheckpoint | None:
+def look_for_checkpoints(run: RunDir, options: ResumeOptions, memory: LauncherMemory) -> MissingCheckpoint | None:
     """The kept line's newest recorded checkpoint, if neither it nor a later one is in the directories; else None.
 
     Raises:
         CheckpointError: there is no checkpoint at all, or the missing one was seen under this launcher: continuing
-            would silently repeat training. Not raised with `terms.fresh`.
+            would silently repeat training. Not raised with `options.fresh`.
     """
     found = missing(run, memory.seen)
-    if found is None or terms.fresh or not (found.newest is None or found.seen):
+    if found is None or options.fresh or not (found.newest is None or found.seen):
         return found
     directory = run.checkpoints
     error = CheckpointError(

@@ -109,7 +109,7 @@ class StepClock:
         paused, self._paused = self._paused, 0.0
         return StepTimes(before, forward, update, updated, end, self._own_marks, self._data, checkpoint, paused)
 
-    def go_on(self, paused: float) -> None:
+    def resume_after(self, paused: float) -> None:
         """The next iteration starts now, after a pause of so many seconds between two steps."""
         self._paused += paused
         self._marks = [mark(self._device)]

@@ -189,7 +189,7 @@ def test_a_save_beside_training_does_not_wait_for_the_device(config: Path, world
     trainer.step()
     list(trainer.read(keep=0))
     copy = Stager(world.device).copy(state_dict(trainer.model, trainer.optimizer))
-    writers, store, busy = world.on(world.new_group()), Store(tmp_path / "checkpoints"), torch.cuda.Event()
+    writers, store, busy = world.with_host_group(world.new_group()), Store(tmp_path / "checkpoints"), torch.cuda.Event()
     torch.cuda._sleep(40_000_000_000)  # cycles, 20 seconds and more
     busy.record()
     facts = make_facts(trainer.config, world, trainer.state)

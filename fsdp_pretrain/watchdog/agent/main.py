@@ -206,7 +206,7 @@ class Agent:
             self._absent_since = time.monotonic()
         if time.monotonic() - self._absent_since < _ABSENT:
             return
-        act, error = self._config.watchdog.act, run_id.gone(directory)
+        act, error = self._config.watchdog.act, run_id.run_gone_error(directory)
         self._alarms.open(
             "run-directory",
             Severity.CRIT,

@@ -31,7 +31,7 @@ from .base import Detector
 
 _LEAST_HISTORY = 5
 _SLOW_TIMES = 3.0
-_NO_MATTER = 1.0
+_MIN_SLOW_SECONDS = 1.0
 """Seconds: shorter saves are never reported as slow."""
 _STILL_FIRST = 5
 """Before any save was timed, a writer may stall this many times longer."""
@@ -112,15 +112,15 @@ class CheckpointDetector(Detector):
         """Start due probes, and judge the answers of earlier ones."""
         answer = self._probe.tick(now)
         if answer is not None and answer.error is None:
-            self._see(answer.value, now)
+            self._update(answer.value, now)
             self._judge_age(now)  # only after an answer: nothing is known in between
-        self._see_to_requests(now)
+        self._poll_requests(now)
         audit = self._audit.tick(now)
         if audit is not None and audit.value.get("wrong"):
             self._bad[audit.value["name"]] = "; ".join(audit.value["wrong"])
             self._probe.due = 0.0
 
-    def _see(self, found: dict[str, Any], now: float) -> None:
+    def _update(self, found: dict[str, Any], now: float) -> None:
         self._probe.arguments["offset"] = found["offset"]
         for entry in found["entries"]:
             self._read(entry, mine=entry.get("segment") == self._segment)
@@ -212,7 +212,7 @@ class CheckpointDetector(Detector):
             self._requests[verb] = PeriodicProbe(looks.request, math.inf, run=str(self._run), verb=verb)
         return f"asked the run to {verb}"
 
-    def _see_to_requests(self, now: float) -> None:
+    def _poll_requests(self, now: float) -> None:
         """A full disk takes no request: then send a stop as a signal to a rank, and retry a save later."""
         for verb, request in list(self._requests.items()):
             answer = request.tick(now)
@@ -271,7 +271,7 @@ class CheckpointDetector(Detector):
         typical = self._typical_save()
         if step is not None and typical is not None:
             text = f"the save of step {step} took {human_time(seconds)}"
-            if seconds > max(_NO_MATTER, _SLOW_TIMES * typical):
+            if seconds > max(_MIN_SLOW_SECONDS, _SLOW_TIMES * typical):
                 self.open(
                     "checkpoint-speed",
                     Severity.WARN,

@@ -139,7 +139,7 @@ class Page:
             self._note = note
         self._q[_ALIVE] = monotonic_ns()
 
-    def belongs_to(self, segment: int) -> None:
+    def set_segment(self, segment: int) -> None:
         self._q[_SEGMENT] = segment
 
     def measured(self, window: int, own: float) -> None:

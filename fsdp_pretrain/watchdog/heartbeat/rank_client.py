@@ -48,7 +48,7 @@ class Heartbeat:
     def measured(self, window: int, own: float) -> None:
         """A rank's own seconds of a typical step of this window."""
 
-    def belongs_to(self, segment: int) -> None:
+    def set_segment(self, segment: int) -> None:
         """The segment number is known."""
 
     def reconfigure(self, config: Config) -> None:
@@ -104,10 +104,10 @@ class PageHeartbeat(Heartbeat):
             self._tended = time.monotonic()
             self._agent.ensure_running()
 
-    def belongs_to(self, segment: int) -> None:
+    def set_segment(self, segment: int) -> None:
         if self._agent is not None:
             self._agent.pass_run_id()
-        self._page.belongs_to(segment)
+        self._page.set_segment(segment)
 
     def reconfigure(self, config: Config) -> None:
         if self._agent is not None:
