@@ -179,3 +179,23 @@ def fetch_all(window: Window, limit: int) -> int:
         assert {key for key, steps in window.uses.items() if steps[0] == step} <= window.held.keys()
         assert sum(window.held.values()) <= limit
         window.drop(step)
+
+
+def test_the_next_step_gets_the_room_of_what_is_used_last(corpora: dict[str, Path]) -> None:
+    """As when others fill the disk after the window was chosen: or the step would wait for ever."""
+    packer = make(corpora, {"sources": {"large": 1.0}}, length=16, lanes=4)
+    (stream,) = packer.streams
+    sizes = {"large": 2 * stream.block_lengths}
+    forecast = Forecast(packer, BatchSchedule(8), Skips(), Position(), world=1, ranks=range(1), until=10_000)
+    window = Window(forecast, {0: "large"}, sizes)
+    while window.extend(int(sizes["large"].sum())):
+        pass
+    first, *others = window.missing()
+    assert window.is_urgent(first) and len(others) > 8
+    later = [key for key in others if not window.is_urgent(key)]
+    window.held = {key: window.size_of(key) for key in later}
+    room = sum(window.held.values()) - window.size_of(first)
+    assert window.excess(room) == []
+    in_flight, last = later[-1], later[-2]  # in the order of their next use
+    assert window.excess(room, spare=[in_flight])[0] == last
+    assert sum(window.held.values()) <= room and in_flight in window.held

@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 import tomllib
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -137,9 +138,10 @@ class Fetcher:
             failure = self._failures.get(key)
             if len(self._coming) >= AT_ONCE or (failure is not None and time.monotonic() < failure.not_before):
                 continue
-            self._drop_for(limit - window.size_of(key))
             # The next step must come, even if it does not fit.
-            if sum(window.held.values()) + window.size_of(key) > limit and not window.is_urgent(key):
+            urgent = window.is_urgent(key)
+            self._drop_for(limit - window.size_of(key), spare=self._coming if urgent else None)
+            if sum(window.held.values()) + window.size_of(key) > limit and not urgent:
                 return
             window.held[key] = window.size_of(key)
             self._coming[key] = self._pool.submit(self._copies[key[0]].fetch, key[1])
@@ -160,9 +162,9 @@ class Fetcher:
         held = sum(size for key, size in self._window.held.items() if key not in self._coming)
         return min(self._size, max(0, held + free))
 
-    def _drop_for(self, limit: int) -> None:
-        """Remove blocks outside the window until the others fit into `limit` bytes."""
-        for key in self._window.excess(limit):
+    def _drop_for(self, limit: int, spare: Collection[Key] | None = None) -> None:
+        """Remove blocks until the others fit into `limit` bytes: see `Window.excess`."""
+        for key in self._window.excess(limit, spare=spare):
             with contextlib.suppress(OSError):
                 block_file(self._cache, *key).unlink()
 

@@ -1,15 +1,15 @@
 """Which blocks a cache should hold, since the order of use is known: a window of the steps ahead. Pure.
 
 The window is as many steps as have blocks for half of the cache. What is missing of them is fetched, in the order of
-use. Room is made by dropping the blocks outside the window, the one used longest ago first. The other half of the cache
-therefore keeps what is used again soon after the window, such as a block at the border of two stretches of a lane;
-without it, such a block would come twice.
+use. Room is made by dropping the blocks outside the window, the one used longest ago first; where the next step still
+lacks room, those of the window that are used last. The other half of the cache therefore keeps what is used again soon
+after the window, such as a block at the border of two stretches of a lane; without it, such a block would come twice.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from data.packing.source import Ints
 
@@ -93,10 +93,19 @@ class Window:
         """Whether the next step reads a block of the window."""
         return self.uses[key][0] <= self._done + 1
 
-    def excess(self, limit: int) -> list[Key]:
-        """Forget blocks outside the window until the others fit into `limit` bytes; returns those forgotten."""
+    def excess(self, limit: int, *, spare: Collection[Key] | None = None) -> list[Key]:
+        """Forget blocks outside the window until the others fit into `limit` bytes; returns those forgotten.
+
+        Args:
+            spare: if given, blocks of the window are forgotten too, the one that is used last first, but not these and
+                not those of the next step.
+        """
         left, forgotten = sum(self.held.values()) - limit, list[Key]()
-        for key in [key for key in self.held if key not in self.uses]:
+        given_up = [key for key in self.held if key not in self.uses]
+        if spare is not None:
+            later = [key for key in self.held if key in self.uses and key not in spare and not self.is_urgent(key)]
+            given_up += sorted(later, key=lambda key: -self.uses[key][0])
+        for key in given_up:
             if left <= 0:
                 break
             left -= self.held.pop(key)
