@@ -45,7 +45,8 @@ def pair(lab: Any, monkeypatch: pytest.MonkeyPatch, constants: Any) -> Callable[
     ) -> Any:
         constants(PEERS, BEAT_SECONDS=beat, SILENT_SECONDS=silent)
         watchdog = {**WATCHED, "act": act, "hang": {**WATCHED["hang"], **deadlines}}
-        sections = {"train": {"duration": "9000 steps"}, "checkpoint": {"every": "50 steps"}, "parallel": SLOW}
+        # No save, whose first deadlines are long, when the fault comes.
+        sections = {"train": {"duration": "9000 steps"}, "checkpoint": {"every": "9000 steps"}, "parallel": SLOW}
         config = lab.config(watchdog=watchdog, **sections)
         job = lab.start(config, ranks=2, nodes=2)
         if before is None:  # both watchdogs have seen steps
@@ -231,7 +232,7 @@ def test_a_node_freezes_and_comes_back(lab: Any, helpers: Any, sides: Sides) -> 
     both[1].signal(signal.SIGSTOP)
     assert hang(run, verdict="silent")["facts"]["hosts"] == [name]
     until(lambda: (intent(run) or {}).get("lost") == [name])
-    until(lambda: starts(run) == 2 and steps(run) > 5)
+    until(lambda: starts(run) == 2 and helpers.journal(run, "changed"))  # steps that are kept may be of the first start
     assert f"hosts gone: {name}" in helpers.journal(run, "changed")[-1]["text"]
     both[1].signal(signal.SIGCONT)
     until(lambda: not lives(stale))
