@@ -54,11 +54,11 @@ class HangMonitor:
     """Watches the ranks of this node.
 
     Args:
-            keep: called with a rank and its stack dump, to be stored in the run directory.
-            end: records the reason and facts, and ends the ranks of this node.
+        keep: called with a rank and its stack dump, to be stored in the run directory.
+        end: records the reason and facts, and ends the ranks of this node.
 
-        Attributes:
-            alarms: of the run; None on nodes that do not lead.
+    Attributes:
+        alarms: of the run; None on nodes that do not lead.
     """
 
     def __init__(
