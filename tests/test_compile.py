@@ -17,10 +17,10 @@ from fsdp_pretrain.bench import steps
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.config.sections import ParallelSection, Recompute
+from fsdp_pretrain.heartbeat import Heartbeat
 from fsdp_pretrain.models.masks import Slots
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.parallel.fsdp import materialise
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 SHAPE = {"layers": 3, "hidden": 48, "heads": 6, "vocab": 97}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -170,7 +170,7 @@ def test_after_a_resume_it_goes_on_as_if_never_stopped(trained: Callable[..., Pa
 
 def test_training_is_the_same_to_the_bit(lab: Any, helpers: Any, sources: list[dict[str, str]], constants: Any) -> None:
     """Measured after every step: with dropout (of training alone), accumulation, gathered parameters, and saves."""
-    constants("fsdp_pretrain.health.limits", COMPARE_EVERY=1)
+    constants("fsdp_pretrain.parallel.replica_check", COMPARE_EVERY=1)
     config = lab.config(
         model={"family": "gpt", "dropout": 0.1, "positions": 32, "kv_heads": None, "ffn": None},
         train={"duration": "8 steps", "micro_batch": 2},

@@ -28,7 +28,7 @@ TORCH_FREE = """
 """.split()
 """Packages that need no torch, but for two modules."""
 NEED_TORCH = {"data.packing.loader", "fsdp_pretrain.launch.doctor"}
-TORCH_FREE_TOO = {"eval.compare", "eval.jobs", "fsdp_pretrain.checkpoint.store", "fsdp_pretrain.plan.flops"}
+TORCH_FREE_TOO = {"eval.compare", "eval.jobs", "fsdp_pretrain.checkpoint.store"}
 HANDLERS = [
     *("data.cli", "fsdp_pretrain.cli.main"),
     *("fsdp_pretrain.cli.alarms", "fsdp_pretrain.cli.checkpoints", "fsdp_pretrain.cli.launch"),
@@ -93,6 +93,21 @@ def test_imports_between_packages_point_down() -> None:
         for target in imports(module):
             if package(target) != package(module) and floors[package(target)] >= floors[package(module)]:
                 wrong.append(f"{module} -> {target}")
+    assert not wrong
+
+
+CORE = {"data.corpus", "data.packing", "data.text", "fsdp_pretrain.config", "fsdp_pretrain.models"}
+CORE |= {"fsdp_pretrain.checkpoint", "fsdp_pretrain.parallel"}
+STEPS = "batch_reader device_timing group_statistics heldout_loss ledger observer step_clock step_sums straggler_timing"
+STEPS += " trainer update"
+
+
+def test_the_core_imports_no_service() -> None:
+    """What turns text into a trained, saved model: of the rest it knows the record's types. `bench` trains with it."""
+    core = {name for name in modules() if package(name) in CORE}
+    core |= {f"fsdp_pretrain.train.{name}" for name in STEPS.split()}
+    known = core | {name for name in modules() if package(name) in {"data", "fsdp_pretrain", "fsdp_pretrain.record"}}
+    wrong = [f"{name} -> {target}" for name in core for target in imports(name) if target not in known | CORE]
     assert not wrong
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-LIMITS = {"WINDOW": 32, "PATIENCE": 5, "PATIENCE_WITH_NORM": 3, "DISTANCE": 4, "MARGIN": 3, "COMPARE_EVERY": 4}
+LIMITS = {"WINDOW": 32, "PATIENCE": 5, "PATIENCE_WITH_NORM": 3, "DISTANCE": 4, "MARGIN": 3}
 
 
 @pytest.fixture(autouse=True)
 def limits(constants: Any) -> None:
     """Those of short runs."""
     constants("fsdp_pretrain.health.limits", **LIMITS)
+    constants("fsdp_pretrain.parallel.replica_check", COMPARE_EVERY=4)
 
 
 def found(records: list[dict[str, Any]], **wanted: Any) -> list[tuple[int, str]]:

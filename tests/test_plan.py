@@ -19,11 +19,12 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.model import LlamaModel, Model
 from fsdp_pretrain.config.sections import OptimizerSection
 from fsdp_pretrain.errors import ConfigError, Exit
+from fsdp_pretrain.hardware import peak_flops
+from fsdp_pretrain.models.flops import hardware_flops_per_token, speed
 from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.plan import plan
 from fsdp_pretrain.plan import warnings as advice
-from fsdp_pretrain.plan.flops import hardware_flops_per_token, peak_flops, speed
 from fsdp_pretrain.plan.plan import count_parameters
 from fsdp_pretrain.units import human_count
 

@@ -24,7 +24,8 @@ NOISE, BAD = 291, 28
 @pytest.fixture(scope="module", autouse=True)
 def limits() -> Iterator[None]:
     """Those of short runs."""
-    with constants("fsdp_pretrain.health.limits", WINDOW=8, COMPARE_EVERY=4):
+    replicas = constants("fsdp_pretrain.parallel.replica_check", COMPARE_EVERY=4)
+    with constants("fsdp_pretrain.health.limits", WINDOW=8), replicas:
         yield
 
 

@@ -12,7 +12,7 @@ from processes import Run
 from fsdp_pretrain.bench import children, sweep
 from fsdp_pretrain.bench.times import MeasuredSteps
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.plan.flops import Speed
+from fsdp_pretrain.models.flops import Speed
 
 Key = tuple[str, ...]
 

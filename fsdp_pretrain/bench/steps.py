@@ -9,17 +9,18 @@ import torch
 
 from data.packing.loader import MicroBatch, StepBatch, check_batches
 from data.packing.position import Position
+from fsdp_pretrain import hardware
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.config.schedule import BatchSchedule
 from fsdp_pretrain.config.skips import Skips
-from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.heartbeat import Heartbeat
+from fsdp_pretrain.models import Decoder, flops
 from fsdp_pretrain.models.layers import Constant
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.plan import flops
 from fsdp_pretrain.plan.plan import count_parameters, render_measured
 from fsdp_pretrain.record.recorder import SilentRecorder
 from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
@@ -27,7 +28,6 @@ from fsdp_pretrain.train.build import build_loss_scaler, build_model_and_optimiz
 from fsdp_pretrain.train.heldout_loss import HeldOutLoss
 from fsdp_pretrain.train.trainer import LAG, Trainer
 from fsdp_pretrain.units import human_bytes, human_count
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 from .times import MeasuredSteps
 
@@ -168,7 +168,7 @@ def step_times(
 ) -> MeasuredSteps:
     """The result for a step that took this rank some seconds. Collective."""
     parameters, device = count_parameters(config.model), world.device
-    seconds, name = max(world.gather(seconds)), flops.device_name(device)
+    seconds, name = max(world.gather(seconds)), hardware.device_name(device)
     return MeasuredSteps(
         run=config.run.name,
         side=side,
@@ -180,7 +180,7 @@ def step_times(
         shards=world.shards,
         steps=steps,
         speed=flops.speed(config, parameters, batch=batch, seconds=seconds, devices=world.size, device=name),
-        memory=max(world.gather(flops.memory_in_use(device))),
+        memory=max(world.gather(hardware.memory_in_use(device))),
         loss=loss,
         parts=parts,
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_pretrain.plan.flops import Speed
+from fsdp_pretrain.models.flops import Speed
 from fsdp_pretrain.units import human_bytes, human_count
 
 

@@ -37,8 +37,6 @@ ROLLBACKS_NEARBY = 2
 """Automatic rollbacks within 1000 steps; instead of another one the run ends with exit 93."""
 ROLLBACKS_A_DAY = 3
 """Automatic rollbacks within 24 hours; instead of another one the run ends with exit 93."""
-COMPARE_EVERY = 1000
-"""Steps between two comparisons of the replicas' parameters; also done after each start."""
 REPLAY_TOLERANCE = 1e-3
 """Largest relative difference between the loss of a repeated step and its recorded loss, where identical bits cannot be
 expected: on another mesh, on GPUs, with other software."""

@@ -16,6 +16,8 @@ from fsdp_pretrain.record.step_record import Replicas
 
 from .mesh import World, local_part
 
+COMPARE_EVERY = 1000
+"""Steps between two comparisons of the replicas' parameters; also done after each start."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -15,6 +15,8 @@ from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.errors import ConfigError, UserError
+from fsdp_pretrain.hardware import device_memory, find, names, peak_flops
+from fsdp_pretrain.models.flops import Speed, flops_per_token, hardware_flops_per_token, run_flops, speed
 from fsdp_pretrain.parallel import float8
 from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.record.files import RunDir
@@ -22,8 +24,6 @@ from fsdp_pretrain.units import human_bytes, human_count
 
 from . import epochs, memory, preview
 from . import warnings as advice
-from .devices import find, names
-from .flops import Speed, device_memory, flops_per_token, hardware_flops_per_token, peak_flops, run_flops, speed
 
 
 @dataclass(frozen=True)

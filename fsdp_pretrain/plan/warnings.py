@@ -11,9 +11,8 @@ from typing import Any
 from fsdp_pretrain.config.base import Section
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel, GLMModel, LlamaModel
+from fsdp_pretrain.models.flops import feed_forward
 from fsdp_pretrain.units import human_bytes, human_count
-
-from .flops import feed_forward
 
 PLANNABLE = 0.9
 """Share of a device's memory that may be planned: the rest is for NCCL, the CUDA context and fragmentation."""

@@ -19,6 +19,7 @@ from fsdp_pretrain.checkpoint.state import forbidden, identity
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import differences, refuse
 from fsdp_pretrain.errors import Exit, UserError
+from fsdp_pretrain.heartbeat import Heartbeat
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
@@ -29,7 +30,6 @@ from fsdp_pretrain.record.step_record import StepRecord
 from fsdp_pretrain.train import environment
 from fsdp_pretrain.train.build import build_data, build_loss_scaler, build_model_and_optimizer
 from fsdp_pretrain.train.trainer import LAG, Trainer
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 from .comparison import StepComparison, difference, table
 from .window import ReplayRequest, ReplayWindow, open_window

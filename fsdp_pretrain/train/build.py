@@ -17,13 +17,14 @@ from data.packing.position import Position
 from data.packing.unigrams import Unigrams
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.heartbeat import Heartbeat
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import AdamW, LossScaler
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.recorder import NotesOnlyRecorder, Recorder
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat, PageHeartbeat, folder
+from fsdp_pretrain.watchdog.heartbeat.rank_client import PageHeartbeat, folder
 
 
 def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, AdamW]:

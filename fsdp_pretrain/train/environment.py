@@ -21,13 +21,12 @@ from typing import Any
 import psutil
 import torch
 
-from fsdp_pretrain import __version__
+from fsdp_pretrain import __version__, hardware
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.resume_rules import changes, differences
 from fsdp_pretrain.deadline import run_program
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.plan import flops
 from fsdp_pretrain.record import environment, state_files
 from fsdp_pretrain.record.environment import ENVIRONMENT
 from fsdp_pretrain.record.files import RunDir, now, stamp
@@ -71,7 +70,7 @@ def describe(world: World, hosts: list[str]) -> dict[str, Any]:
         "host": socket.gethostname(),
         "hosts": dict(sorted(Counter(hosts).items())),
         "world": {"size": world.size, "replicas": world.replicas, "shards": world.shards},
-        "device": flops.device_name(world.device),
+        "device": hardware.device_name(world.device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -13,9 +13,10 @@ from torch import Tensor
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.schedule import StepValues
+from fsdp_pretrain.hardware import device_name, memory_in_use, peak_flops
+from fsdp_pretrain.models.flops import flops_per_token
 from fsdp_pretrain.parallel import replica_check as replicas
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.plan.flops import device_name, flops_per_token, memory_in_use, peak_flops
 from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadSeconds, StepRecord, number
 
 from .group_statistics import GroupStatistics

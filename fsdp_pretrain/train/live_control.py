@@ -18,12 +18,12 @@ from fsdp_pretrain.config import live_set
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
+from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.record import overrides
 from fsdp_pretrain.record.files import now, replace_file
 from fsdp_pretrain.record.overrides import Overrides
 from fsdp_pretrain.record.requests import Request, Requests
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
 from .run_context import RunContext
 

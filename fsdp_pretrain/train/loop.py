@@ -12,8 +12,8 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import DataError, Exit, UserError
 from fsdp_pretrain.health.journal import Provenance, record_findings
 from fsdp_pretrain.health.monitor import Health, RollbackRequest
+from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.record.requests import Request, Requests
-from fsdp_pretrain.watchdog.heartbeat.page import Phase
 
 from .checkpointing import Checkpointing
 from .garbage import collect_garbage, collection_at_steps

@@ -31,6 +31,7 @@ from fsdp_pretrain.errors import Exit, Interrupted, UserError
 from fsdp_pretrain.health.history import recall
 from fsdp_pretrain.health.journal import provenance
 from fsdp_pretrain.health.monitor import Health
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.lineage.rollback import finish
 from fsdp_pretrain.parallel import fsdp, mesh
@@ -45,8 +46,6 @@ from fsdp_pretrain.record.requests import Inbox, interrupt_on_signal
 from fsdp_pretrain.record.run_id import LauncherMemory
 from fsdp_pretrain.trackers.follow import finish_followers, start_followers
 from fsdp_pretrain.trackers.sink import NAMES, check_installed
-from fsdp_pretrain.watchdog.heartbeat.page import Phase
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 from fsdp_pretrain.watchdog.notify.channels import make_channels
 
 from . import start

@@ -12,13 +12,12 @@ from fsdp_pretrain.checkpoint.async_save import in_background
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
 from fsdp_pretrain.child_process import start_helper
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.mirror.restore import compare_with_mirror, restore
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record import mirror_status, run_id
 from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.heartbeat.page import Phase
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 from .run_context import RunContext
 

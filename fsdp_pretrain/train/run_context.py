@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from data.fetch.process import NodeFetching
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.heartbeat import Heartbeat
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.requests import Inbox
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 
 @dataclass(frozen=True)

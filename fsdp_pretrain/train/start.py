@@ -15,6 +15,7 @@ import psutil
 from data.packing.heldout import HeldOutSamples
 from data.packing.opening import open_skips
 from data.packing.packer import Packer
+from fsdp_pretrain import hardware
 from fsdp_pretrain.checkpoint.expected import MissingCheckpoint, missing
 from fsdp_pretrain.checkpoint.manager import TrainingObjects
 from fsdp_pretrain.checkpoint.resume import Resumed, ResumeOptions
@@ -24,7 +25,6 @@ from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageErro
 from fsdp_pretrain.launch.outcome import newest_segment
 from fsdp_pretrain.lineage.rollback import abandon_all
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.plan import flops
 from fsdp_pretrain.plan.warnings import in_vain
 from fsdp_pretrain.record import environment as environments
 from fsdp_pretrain.record import exit_intent, lineage, overrides, run_id, state_files, status
@@ -225,7 +225,7 @@ def record_overrides(recorder: Recorder, lasting: Overrides) -> None:
 
 def record_start(recorder: Recorder, subject: TrainingObjects, parameters: int) -> None:
     """Record what is trained, on what."""
-    world, config, device = subject.world, subject.config, flops.device_name(subject.world.device)
+    world, config, device = subject.world, subject.config, hardware.device_name(subject.world.device)
     for warning in in_vain(config):
         recorder.say(f"warning: {warning}")
     recorder.event(

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.record.step_record import StepSeconds
-from fsdp_pretrain.watchdog.heartbeat.page import Phase
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 from .device_timing import between, mark
 from .straggler_timing import OwnTime

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_pretrain.heartbeat import Heartbeat
 from fsdp_pretrain.models import Decoder
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 from .device_timing import between, mark
 

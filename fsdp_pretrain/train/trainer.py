@@ -18,15 +18,13 @@ from data.packing.loader import StepBatch
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.schedule import StepValues
-from fsdp_pretrain.health import limits
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.record.recorder import Recorder
 from fsdp_pretrain.record.step_record import StepRecord
-from fsdp_pretrain.watchdog.heartbeat.page import Phase
-from fsdp_pretrain.watchdog.heartbeat.rank_client import Heartbeat
 
 from .batch_reader import BatchReader, DataStream
 from .device_timing import to_host
@@ -167,7 +165,7 @@ class Trainer:
             asked.update(observer.requests())
         counts = replace(StepCounts.of(batch), without_data=int(self._batches.failed), **asked)
         # Two steps apart, so that parameters that do not change are noticed too.
-        due = (self.state.step - self._first) % limits.COMPARE_EVERY in (0, 2)
+        due = (self.state.step - self._first) % replica_check.COMPARE_EVERY in (0, 2)
         return counts.sum_over(self.world, replica_check.checksums(self.model, self.world) if due else None)
 
     def _facts(self, batch: StepBatch, values: StepValues) -> dict[str, Any]:

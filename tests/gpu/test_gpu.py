@@ -65,7 +65,7 @@ def test_bf16_learns_and_measures_itself(module_lab: Any, config: Path, helpers:
         assert parts["iteration"] > 0 and min(parts.values()) >= 0
         assert parts["iteration"] == pytest.approx(sum(v for k, v in parts.items() if k != "iteration"), rel=1e-3)
     assert 1e6 < records[-1]["memory_bytes"] < torch.cuda.get_device_properties(0).total_memory
-    from fsdp_pretrain.plan.flops import peak_flops
+    from fsdp_pretrain.hardware import peak_flops
 
     assert (records[-1]["mfu"] is None) == (peak_flops(torch.cuda.get_device_name(0)) is None)
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import Exit, StorageError
+from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.record import exit_intent, run_id
 from fsdp_pretrain.record.exit_intent import ExitIntent
 from fsdp_pretrain.record.files import RunDir, make_directory
@@ -37,7 +38,7 @@ from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
 from fsdp_pretrain.watchdog.hang.peers import BEAT_SECONDS, NodeFindings, PeerNodes
 from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnapshot
-from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase
+from fsdp_pretrain.watchdog.heartbeat.page import Beat
 from fsdp_pretrain.watchdog.heartbeat.rank_client import root, sweep
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, AlarmSink
 

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fsdp_pretrain.config.operations import WatchdogSection
+from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
-from fsdp_pretrain.watchdog.heartbeat.page import Phase
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 from .deadlines import LONGEST, PhaseHistory

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic_ns
 
-from fsdp_pretrain.watchdog.heartbeat.page import Beat, Phase, Reader, is_exiting, process_state, start_ticks
+from fsdp_pretrain.heartbeat import Phase
+from fsdp_pretrain.watchdog.heartbeat.page import Beat, Reader, is_exiting, process_state, start_ticks
 
 from .stacks import Dumps, Stack
 

@@ -13,27 +13,14 @@ import math
 import mmap
 import os
 import struct
-from enum import IntEnum
 from pathlib import Path
 from time import monotonic_ns
 from typing import NamedTuple
 
+from fsdp_pretrain.heartbeat import Phase
+
 _MAGIC = 0x46534450_50414745  # "FSDPPAGE"
 _SIZE, _AT_NOTE = 4096, 1024
-
-
-class Phase(IntEnum):
-    """What a rank is doing."""
-
-    START = 0
-    LOAD = 1
-    DATA = 3
-    COMPUTE = 4
-    REDUCE = 5
-    OPTIMIZER = 6
-    SAVE = 7
-    PAUSED = 8
-    END = 9
 
 
 class Beat(NamedTuple):

@@ -23,10 +23,11 @@ from pathlib import Path
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.record import run_id
 from fsdp_pretrain.remote import Location
 
-from .page import Page, Phase, is_alive, read
+from .page import Page, is_alive, read
 
 _ROOT = f"{Path(__file__).parents[3]}/".encode("ascii", "backslashreplace").decode()
 """Beginning of this project's files in stack dumps."""
@@ -34,28 +35,6 @@ _INTERVAL = 1.0
 _OF_ALL_NODES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _RESTARTS = 10
 """An agent that ends more often is broken: training continues without it."""
-
-
-class Heartbeat:
-    """What the training loop reports about itself; this base class, for runs without a watchdog, does nothing."""
-
-    def beat(self, phase: Phase) -> None:
-        """A phase starts."""
-
-    def step(self, step: int) -> None:
-        """A step starts, with reading data."""
-
-    def measured(self, window: int, own: float) -> None:
-        """A rank's own seconds of a typical step of this window."""
-
-    def set_segment(self, segment: int) -> None:
-        """The segment number is known."""
-
-    def reconfigure(self, config: Config) -> None:
-        """The configuration is another than at the beginning; no segment is known yet."""
-
-    def close(self) -> None:
-        """The rank ends in order: from here on nothing is a hang, and its end is no failure."""
 
 
 class PageHeartbeat(Heartbeat):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the table is also for commands without torch
+    import torch
 
 
 @dataclass(frozen=True)
@@ -55,3 +61,32 @@ def find(name: str) -> Device | None:
 def names() -> list[str]:
     """The prefixes by which devices are known."""
     return list(_DEVICES)
+
+
+def device_name(device: torch.device) -> str:
+    """The driver's name of a device; `cpu` for the CPU."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense bf16 peak of a device by name, or None if unknown."""
+    device = find(name)
+    return device.peak if device else None
+
+
+def device_memory(name: str) -> int | None:
+    """Bytes of memory of a device by name, or None if unknown."""
+    device = find(name)
+    return device.bytes if device else None
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Peak bytes allocated on the GPU, or peak resident bytes of a CPU process."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,41 +1,15 @@
-"""Peak FLOP/s of devices, FLOPs of models, MFU, days of a run, memory in use."""
+"""FLOPs of models, MFU, days of a run."""
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel, GPTModel, LlamaModel
 from fsdp_pretrain.config.sections import Recompute
-
-from . import devices
-
-if TYPE_CHECKING:  # the formulas are also for commands without torch
-    import torch
+from fsdp_pretrain.hardware import peak_flops
 
 DAY = 86_400.0
-
-
-def device_name(device: torch.device) -> str:
-    """The driver's name of a device; `cpu` for the CPU."""
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def peak_flops(name: str) -> float | None:
-    """Dense bf16 peak of a device by name, or None if unknown."""
-    device = devices.find(name)
-    return device.peak if device else None
-
-
-def device_memory(name: str) -> int | None:
-    """Bytes of memory of a device by name, or None if unknown."""
-    device = devices.find(name)
-    return device.bytes if device else None
 
 
 def run_flops(config: Config, parameters: int) -> float:
@@ -129,13 +103,3 @@ def speed(config: Config, parameters: int, *, batch: int, seconds: float, device
         hfu=hardware / peak if peak else None,
         days=run_flops(config, parameters) / (model * devices) / DAY,
     )
-
-
-def memory_in_use(device: torch.device) -> int:
-    """Peak bytes allocated on the GPU, or peak resident bytes of a CPU process."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
