@@ -14,57 +14,33 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
-from data.packing.heldout import open_heldout
-from data.packing.loader import StepBatch, check_batches
-from data.packing.opening import check_supply, open_packer
-from data.packing.position import Position
-from eval import jobs
-from fsdp_pretrain.checkpoint.dcp import SaveResult
-from fsdp_pretrain.checkpoint.manager import CheckpointManager, TrainingObjects
-from fsdp_pretrain.checkpoint.resume import Resume, Resumed, ResumeOptions
-from fsdp_pretrain.checkpoint.state import identity
+from fsdp_pretrain.checkpoint.resume import ResumeOptions
 from fsdp_pretrain.config import resume_rules
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import Exit, Interrupted, UserError
-from fsdp_pretrain.health.history import recall
-from fsdp_pretrain.health.journal import provenance
-from fsdp_pretrain.health.monitor import Health
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.lineage.rollback import finish
-from fsdp_pretrain.parallel import fsdp, mesh
+from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.plan import plan
 from fsdp_pretrain.record import lineage, overrides, run_id
 from fsdp_pretrain.record.arguments import parse_trainer
-from fsdp_pretrain.record.files import RunDir, make_directory
+from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.record.lock import RunLock
 from fsdp_pretrain.record.overrides import Overrides, load_run
 from fsdp_pretrain.record.requests import Inbox, interrupt_on_signal
 from fsdp_pretrain.record.run_id import LauncherMemory
-from fsdp_pretrain.trackers.follow import finish_followers, start_followers
-from fsdp_pretrain.trackers.sink import NAMES, check_installed
-from fsdp_pretrain.watchdog.notify.channels import make_channels
 
-from . import start
+from . import phases, start
 from .after_save import AfterSave
 from .build import (
-    build_data,
     build_fetching,
     build_heartbeat,
-    build_loss_scaler,
-    build_model_and_optimizer,
     build_recorder,
 )
-from .checkpointing import Checkpointing
 from .exit_status import conclude, record_end
-from .heldout_loss import build_heldout_loss
-from .loop import Loop
-from .mirroring import UploaderProcess, flush_mirror, restored_from_mirror
+from .mirroring import restored_from_mirror
 from .run_context import RunContext
-from .trainer import Trainer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -171,135 +147,17 @@ def _check_writer(lock: RunLock | None) -> None:
 
 
 def _train(
-    context: RunContext,
-    guard: Callable[[], None],
-    options: ResumeOptions,
-    memory: LauncherMemory,
-    after_save: AfterSave,
+    run: RunContext, guard: Callable[[], None], options: ResumeOptions, memory: LauncherMemory, after_save: AfterSave
 ) -> Exit:
-    """Build everything and run the loop."""
-    config, world, recorder, run_dir = context.config, context.world, context.recorder, context.recorder.run
-    context.heartbeat.beat(Phase.LOAD)
-    world.together(lambda: _preflight(config, world))
-    fetching = context.fetching
-    packer = world.together(lambda: open_packer(config, None if fetching is None else fetching.status))
-    if fetching is not None:
-        world.together(partial(fetching.check, packer))
-    samples = world.together(lambda: open_heldout(config, packer))
-    if world.is_main:
-        start.copy_tokenizer(run_dir, packer)
-    model, optimizer = build_model_and_optimizer(config, world)
-    subject = TrainingObjects(world, run_dir, model, optimizer, config, identity(config, packer))
-    start.record_start(recorder, subject, model.count_parameters())
-    resumed = Resume(subject, recorder, options).run()
-    if resumed.checkpoint is None:
-        fsdp.initialise_all(model, config.run.seed)
-    state = resumed.state
-    if world.is_main:
-        start.record_changes(recorder, subject.identity.corpora, samples, options.reason)
-    world.decide(lambda: start.record_lineage(run_dir, recorder, resumed, fresh=options.fresh))
-    memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
-    health = _health(subject, recorder.number, resumed)
-    world.together(lambda: check_supply(config, packer, cursor=state.cursor, consumed=state.consumed))
-    heldout = None if samples is None else world.together(partial(build_heldout_loss, config, samples, world))
-    scaler = build_loss_scaler(config, world, state.loss_scale)
-    start.record_heldout(context, samples)
-    start.record_skips(context, state)
-    if world.is_main:
-        start.join_run(context, resumed)
-    start.discard_requests(context)
-    context.inbox.listen()
-    followers = start_followers(run_dir) if world.is_main else {}
-    copied = world.is_main and config.checkpoint.mirror is not None
-    uploader = UploaderProcess(run_dir, recorder.number) if copied else None
-
-    def saved(made: SaveResult) -> None:
-        memory.remember(checkpoint=made.checkpoint.step)
-        if world.is_main:
-            after_save.start(made)
-            if uploader is not None:
-                uploader.ensure_running()
-
-    unigrams = run_dir.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
-    if unigrams is not None:
-        make_directory(unigrams.parent)
-    built = fetching.begin(state) if fetching is not None else lambda _: None
-    manager = _manager(subject, recorder.number, guard, health, uploader)
-
-    trainer = Trainer(
-        config,
-        world,
-        model=model,
-        optimizer=optimizer,
-        scaler=scaler,
-        data=build_data(config, packer, world, state, unigrams=unigrams, built=built),
-        state=state,
-        recorder=recorder,
-        heartbeat=context.heartbeat,
-        heldout=heldout,
-    )
-    loop = Loop(
-        context,
-        trainer,
-        saves=Checkpointing(config, world, manager, saved, recorder, state.step),
-        health=health,
-        provenance=provenance(config, world.size),
-        reread=partial(_read_again, config, world),
-        guard=guard,
-        on_set=manager.steer,
-    )
-    if world.is_main:
-        start.record_ready(context, state)
+    """Go through the phases of a start, train, and let what runs beside finish."""
+    run.heartbeat.beat(Phase.LOAD)
+    run.world.together(lambda: phases.preflight(run.config, run.world))
+    corpora = phases.open_corpora(run)
+    restored = phases.restore(run, corpora, options, memory)
+    companions = phases.join(run, corpora, restored)
+    loop = phases.build_loop(run, corpora, restored, companions, guard=guard, memory=memory, after_save=after_save)
+    if run.world.is_main:
+        start.record_ready(run, restored.resumed.state)
     outcome = conclude(loop.run(), loop)
-    flush_mirror(context, uploader, complete=outcome is Exit.COMPLETE)
-    finish_followers(run_dir, followers)
+    companions.finish(run, complete=outcome is Exit.COMPLETE)
     return outcome
-
-
-def _manager(
-    subject: TrainingObjects,
-    segment: int,
-    guard: Callable[[], None],
-    health: Health,
-    uploader: UploaderProcess | None,
-) -> CheckpointManager:
-    return CheckpointManager(
-        subject,
-        segment=segment,
-        guard=guard,
-        protected=lambda: jobs.protected_steps(subject.run, subject.config),
-        suspicion=lambda: health.suspicion,
-        clean_until=lambda: health.clean_until,
-        spared=uploader.steps_in_use if uploader is not None else list,
-    )
-
-
-def _preflight(config: Config, world: World) -> None:
-    """Refuse what can be refused before anything is built. Raises ConfigError."""
-    plan.check_declared(config.model, plan.count_parameters(config.model))
-    check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
-    check_installed(name for name in NAMES if getattr(config.record, name))
-    if config.watchdog.enabled:
-        make_channels(config.watchdog.notify, os.environ)
-
-
-def _health(subject: TrainingObjects, segment: int, resumed: Resumed) -> Health:
-    """The `Health` of this start, identical on every rank."""
-    world = subject.world
-    exact = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
-    return world.decide(
-        lambda: recall(
-            subject.run,
-            subject.config,
-            segment=segment,
-            parent=resumed.parent,
-            step=resumed.state.step,
-            whole=resumed.whole,
-            exact=exact,
-        )
-    )
-
-
-def _read_again(config: Config, world: World, before: Position) -> StepBatch:
-    """This rank's share of the batch after a position, with a packer of its own. Raises DataError."""
-    return build_data(config, open_packer(config), world, before).build(before)
