@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,11 @@ import pytest
 from processes import TORCHRUN, spawn
 from sight import PATIENT, WATCHED, agents, family, hang, steps, until
 
+from fsdp_pretrain.config.operations import WatchdogSection
 from fsdp_pretrain.watchdog.hang.diagnosis import diagnose
-from fsdp_pretrain.watchdog.hang.rank_monitor import RankSnapshot
+from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
+from fsdp_pretrain.watchdog.hang.peers import PeerNodes
+from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor, RankSnapshot
 from fsdp_pretrain.watchdog.hang.stacks import Frame, Stack
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"
@@ -211,6 +216,51 @@ def test_a_watchdog_that_is_new_knows_steps_by_the_record(lab: Any, watched: Cal
     job.kill(1, signal.SIGSTOP)
     os.kill(agent, signal.SIGCONT)
     assert hang(run, suspects=[1])["facts"]["verdict"] == "stopped"
+
+
+IN_A_SAVE = """
+import os, pathlib, signal, sys
+from fsdp_pretrain.heartbeat import Phase
+from fsdp_pretrain.watchdog.heartbeat.page import Page
+page = Page(pathlib.Path(sys.argv[1]), rank=0, segment=1)
+page.step(7)
+page.beat(Phase.SAVE)
+os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("stopped", [True, False], ids=["stopped", "busy"])
+def test_a_rank_that_is_stopped_in_its_first_save_is_named_at_once(
+    tmp_path: Path, helpers: Any, watch: Any, stopped: bool
+) -> None:
+    """How long saves take is not known yet, so that one that is busy is waited for."""
+    line = [sys.executable, "-c", IN_A_SAVE, str(tmp_path / "rank-0.page"), "SIGSTOP" if stopped else "SIGCONT"]
+    rank = subprocess.Popen(line, env=helpers.environment())
+    ranks = RankMonitor(range(1), tmp_path, os.getpid())
+    section = WatchdogSection.model_validate({"act": False, "hang": {"soft": "1 s", "hard": "2 s"}})
+    nodes = PeerNodes(tmp_path, 0, 1, "attempt")
+    monitor = HangMonitor(section, ranks, nodes, keep=lambda *_: None, end=lambda *_: None)
+    monitor.alarms = watch.alarms
+    monitor.history.assume(0.01)
+
+    def after(seconds: float) -> bool:
+        """Whether the rank has made no progress for so long, as the monitor has seen."""
+        ranks.read_pages()
+        monitor.check()
+        return ranks.still() > seconds
+
+    try:
+        until(lambda: after(0.1) and ranks.all[0].state == ("T" if stopped else "S"))
+        if stopped:
+            until(lambda: after(1.0) and "hang" in watch.alarms.open_keys())
+            assert "is stopped" in next(iter(watch.alarms)).summary
+        else:
+            until(lambda: after(4.0))
+            assert not monitor.is_stalled
+    finally:
+        rank.kill()
+        rank.wait()
 
 
 @pytest.mark.shows("F15", "F31")

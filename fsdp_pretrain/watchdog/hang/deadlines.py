@@ -25,8 +25,8 @@ _SAVES = 4
 """Saves and loads, once known, may take so many times as long as steps."""
 _HISTORY = 512
 _FEW = 3
-_LONG_PHASES = (Phase.LOAD, Phase.SAVE)
-_NO_STEP = (*_LONG_PHASES, Phase.PAUSED)
+LONG_PHASES = (Phase.LOAD, Phase.SAVE)
+_NO_STEP = (*LONG_PHASES, Phase.PAUSED)
 """A paused rank beats often, so that the deadlines of steps hold for it; but the time is not that of a step."""
 
 
@@ -49,7 +49,7 @@ class PhaseHistory:
     def __init__(self, section: HangSection) -> None:
         self._section = section
         self._steps: deque[float] = deque(maxlen=_HISTORY)
-        self._long: dict[Phase, deque[float]] = {phase: deque(maxlen=_HISTORY) for phase in _LONG_PHASES}
+        self._long: dict[Phase, deque[float]] = {phase: deque(maxlen=_HISTORY) for phase in LONG_PHASES}
         self._last: Beat | None = None
         self._under_way: dict[Phase, int] = {}
 
@@ -71,7 +71,7 @@ class PhaseHistory:
                 self._under_way[phase] = beat.phase_at
             elif phase in self._under_way:
                 seconds = (beat.phase_at - self._under_way.pop(phase)) / 1e9
-                if phase in _LONG_PHASES:
+                if phase in LONG_PHASES:
                     self._long[phase].append(seconds)
 
     def deadlines(self, phases: set[Phase]) -> Deadlines:
@@ -82,7 +82,7 @@ class PhaseHistory:
     def _deadlines(self, phase: Phase) -> Deadlines:
         section = self._section
         unknown = Deadlines(max(UNKNOWN_SOFT, section.soft.value), max(UNKNOWN_HARD, section.hard.value))
-        if phase in _LONG_PHASES:
+        if phase in LONG_PHASES:
             known = self._long[phase]
             if len(known) < _FEW:
                 return unknown

@@ -7,6 +7,7 @@ saved.
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
-from .deadlines import LONGEST, PhaseHistory
+from .deadlines import LONG_PHASES, LONGEST, PhaseHistory
 from .diagnosis import HangDiagnosis, diagnose
 from .peers import PeerNodes
 from .rank_monitor import RankMonitor, RankSnapshot
@@ -113,6 +114,8 @@ class HangMonitor:
     # ------------------------------------------------------------------ no progress
 
     def _check_stall(self, phases: set[Phase], seconds: float) -> None:
+        if self._is_one_stopped():  # no phase takes longer because of that
+            phases = phases - {*LONG_PHASES} or {Phase.COMPUTE}
         due, stall = self.history.deadlines(phases), self._stall
         if stall is None:
             # An agent that has just started has seen no step and knows no step time: the leader does.
@@ -140,6 +143,12 @@ class HangMonitor:
             self._dump()
         elif seconds >= due.hard + stall.patience:
             self._last_resort(stall, seconds, due.hard)
+
+    def _is_one_stopped(self) -> bool:
+        """Whether the process of a rank is stopped, here or as its node reports."""
+        return any(rank.state == "T" for rank in self._ranks.all) or any(
+            snapshot.state == "T" for snapshot in self._nodes.snapshots(-math.inf)
+        )
 
     def _last_resort(self, stall: _Stall, seconds: float, hard: float) -> None:
         now, verdict = self._signatures(), self._diagnose(stall)

@@ -101,12 +101,17 @@ class Rank:
         self.dumps.skip()
         self.signal(signal.SIGUSR2)
 
+    @property
+    def state(self) -> str:
+        """Of its process, a letter of `ps`; X if it has ended, or never wrote its page."""
+        return "X" if self.gone or self.beat is None else process_state(self.beat.pid)
+
     def snapshot(self) -> RankSnapshot | None:
         """Its position, with the latest stack; None if it never wrote its page."""
         beat, stack = self.beat, self.stack
         if beat is None:
             return None
-        now, state = monotonic_ns(), "X" if self.gone else process_state(beat.pid)
+        now, state = monotonic_ns(), self.state
         return RankSnapshot(
             rank=self.number,
             host=socket.gethostname(),
