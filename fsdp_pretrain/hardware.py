@@ -1,4 +1,4 @@
-"""What is known of devices, by the driver's name, from their data sheets."""
+"""Devices: what their data sheets say, by the driver's name, and what they say themselves."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class ParallelSection(Section):
     """Kernels of masked attention. `sdpa` uses dense masks and works everywhere; `flex` skips masked blocks and needs a
     GPU; `auto` is `flex` where possible."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each block with torch.compile: the first step takes a minute longer, all others less time and memory.
+    """Compile blocks and loss (torch.compile): the first step takes a minute longer, all others less time and memory.
     `auto`: on a GPU, unless `model.scores` makes every layer another graph."""
     timeout: Seconds = Seconds(600)
     """Time limit of a collective operation, after which the rank ends."""
