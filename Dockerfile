@@ -7,7 +7,6 @@
 # (EFA, ...), start from the vendor's image: --build-arg BASE=...
 ARG BASE=python:3.12
 FROM ${BASE}
-ENV PYTHONSAFEPATH=1
 WORKDIR /src
 COPY . .
 RUN pip install --no-cache-dir '.[all]'

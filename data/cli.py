@@ -19,9 +19,9 @@ from fsdp_pretrain.remote import is_url
 from fsdp_pretrain.units import Progress
 
 if TYPE_CHECKING:
-    from data.corpus.manifest import Vocabulary
-    from data.prepare.prepare import PrepareOptions
-    from data.text.holdout import Holdout
+    from fsdp_pretrain.data.corpus.manifest import Vocabulary
+    from fsdp_pretrain.data.prepare.prepare import PrepareOptions
+    from fsdp_pretrain.data.text.holdout import Holdout
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _holdout(text: str) -> Holdout:
-    from data.text.holdout import Holdout
+    from fsdp_pretrain.data.text.holdout import Holdout
 
     try:
         return Holdout.parse(text)
@@ -123,7 +123,7 @@ _QUIET = argument("--quiet", action="store_true", help="no progress bar")
 def _split(args: argparse.Namespace) -> int:
     """Write the documents that are held out by the hash of their text, which are the same whatever the files and
     their order. Interrupted runs continue where they stopped."""
-    from data.prepare.split import split, summary
+    from fsdp_pretrain.data.prepare.split import split, summary
 
     report = split(
         args.inputs,
@@ -164,8 +164,8 @@ def _split(args: argparse.Namespace) -> int:
 )
 def _prepare(args: argparse.Namespace) -> int:
     """Tokenise text into a corpus of token shards. Interrupted runs continue where they stopped."""
-    from data.prepare.prepare import prepare, summary
-    from data.text.tokenizer import Tokenizer
+    from fsdp_pretrain.data.prepare.prepare import prepare, summary
+    from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
     manifest = prepare(
         args.inputs,
@@ -185,7 +185,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
-    from data.prepare.prepare import PrepareOptions
+    from fsdp_pretrain.data.prepare.prepare import PrepareOptions
 
     lines, suffixes = args.split == "lines", tuple(args.suffix)
     return PrepareOptions(
@@ -215,7 +215,7 @@ def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
 )
 def _import(args: argparse.Namespace) -> int:
     """Adopt token files made elsewhere, without tokenising again. Interrupted runs continue where they stopped."""
-    from data.text.tokenizer import Tokenizer
+    from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
     from .prepare import import_corpus
 
@@ -244,7 +244,7 @@ def _import(args: argparse.Namespace) -> int:
 )
 def _train_tokenizer(args: argparse.Namespace) -> int:
     """Train a byte-level BPE (tokenizers) or a sentencepiece tokenizer."""
-    from data.prepare.train_tokenizer import train_tokenizer
+    from fsdp_pretrain.data.prepare.train_tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(
         args.inputs,
@@ -282,11 +282,11 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 )
 def _validate(args: argparse.Namespace) -> int:
     """Measure what corpora really hold. Exit 0 clean, 1 warnings, 2 errors."""
-    from data.text.tokenizer import Tokenizer
-    from data.validate.against import check_against, heldout_hashes
-    from data.validate.report import render
-    from data.validate.validate import validate
     from fsdp_pretrain.config.config import load
+    from fsdp_pretrain.data.text.tokenizer import Tokenizer
+    from fsdp_pretrain.data.validate.against import check_against, heldout_hashes
+    from fsdp_pretrain.data.validate.report import render
+    from fsdp_pretrain.data.validate.validate import validate
 
     tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
     vocabulary = _vocabulary(args)
@@ -320,7 +320,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
     """The vocabulary given by --vocab-size, --eod and --bos, if any. Raises DataError."""
-    from data.corpus.manifest import MAX_VOCABULARY, Vocabulary
+    from fsdp_pretrain.data.corpus.manifest import MAX_VOCABULARY, Vocabulary
 
     size, ids = args.vocab_size, {"--eod": args.eod, "--bos": args.bos}
     if size is None and not any(number is not None for number in ids.values()):
@@ -344,8 +344,8 @@ def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
 )
 def _inspect(args: argparse.Namespace) -> int:
     """Show what a corpus holds, or one of its documents."""
-    from data.corpus.corpus import Corpus
-    from data.validate.inspect import document
+    from fsdp_pretrain.data.corpus.corpus import Corpus
+    from fsdp_pretrain.data.validate.inspect import document
 
     corpus = Corpus(args.directory)
     if args.doc is not None:

@@ -28,10 +28,10 @@ from fsdp_pretrain.child_process import die_with_parent, start_module
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.errors import StorageError, UserError
-from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import RunDir, make_directory, replace_file
-from fsdp_pretrain.record.lease import Lease
-from fsdp_pretrain.record.state_files import DamagedFileError, StateFile
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.files import RunDir, make_directory, replace_file
+from fsdp_pretrain.run.lease import Lease
+from fsdp_pretrain.run.state_files import DamagedFileError, StateFile
 from fsdp_pretrain.units import human_time
 
 from .results import EvaluationError, RefusedError, Results
@@ -89,7 +89,8 @@ def evaluate_job(run: RunDir, work: Work) -> Evaluated | None:
             elsewhere = job.section.command is not None
             output = files.enter_context((place / "log").open("ab")) if elsewhere else None
             process = start_module(
-                *("eval.attempt", str(run.path.absolute()), str(job.checkpoint.path.absolute()), str(place.absolute())),
+                "fsdp_pretrain.eval.attempt",
+                *(str(path.absolute()) for path in (run.path, job.checkpoint.path, place)),
                 str(os.getpid()),
                 environment={name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"},
                 stdin=subprocess.DEVNULL,

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.loading import DamagedError, RowReader, check_files, load_rows, load_weights
 from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint
@@ -17,6 +16,7 @@ from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import AnyObjective
 from fsdp_pretrain.config.resume_rules import load_recorded
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.fsdp import compute_dtype, shard_for_inference

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, UserError
-from fsdp_pretrain.record import run_id
-from fsdp_pretrain.record.arguments import RUN, SEGMENT, check_begun, import_extra
-from fsdp_pretrain.record.files import RunDir, make_directory, now, replace_file
+from fsdp_pretrain.run import run_id
+from fsdp_pretrain.run.arguments import RUN, SEGMENT, check_begun, import_extra
+from fsdp_pretrain.run.files import RunDir, make_directory, now, replace_file
 
 if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.store import Checkpoint
@@ -208,7 +208,7 @@ def _scheduled(run: RunDir) -> Config:
 def _retry(args: argparse.Namespace) -> int:
     """Forget the failed attempts of evaluations that were given up: workers try them again, at once."""
     from fsdp_pretrain.checkpoint.evaluations import without_results
-    from fsdp_pretrain.record.journal import add, who
+    from fsdp_pretrain.run.journal import add, who
 
     run = args.run
     unfinished = without_results(run, _scheduled(run))
@@ -245,7 +245,7 @@ def _retry(args: argparse.Namespace) -> int:
 )
 def _samples(args: argparse.Namespace) -> int:
     """The loss of every sample of a step, computed again from a checkpoint, highest first, with its documents."""
-    samples = import_extra("eval.samples", "losses are computed")
+    samples = import_extra("fsdp_pretrain.eval.samples", "losses are computed")
     result = samples.sample_losses(
         args.run, args.step, checkpoint=args.checkpoint, segment=args.segment, device=args.device
     )
@@ -266,7 +266,7 @@ def _report(args: argparse.Namespace) -> int:
     """All results of a run, oldest first."""
     from fsdp_pretrain.checkpoint.evaluations import failed_evaluations
     from fsdp_pretrain.config.resume_rules import load_recorded
-    from fsdp_pretrain.record import state_files
+    from fsdp_pretrain.run import state_files
 
     from .results import Results
 

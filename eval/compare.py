@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from fsdp_pretrain.errors import ConfigError, UserError
-from fsdp_pretrain.record import state_files
+from fsdp_pretrain.run import state_files
 
 from . import sample_files
 from .results import Results

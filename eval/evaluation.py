@@ -16,7 +16,7 @@ from fsdp_pretrain.checkpoint.evaluations import task_set
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.record.files import now
+from fsdp_pretrain.run.files import now
 
 from . import sample_files
 from .checkpoints import EvaluatedModel
@@ -27,7 +27,7 @@ from .tasks import BUNDLED, load_tasks, read_heldout, scores
 from .uncertainty import as_array, influence, standard_error
 
 if TYPE_CHECKING:
-    from .harness import CheckpointLM
+    from .harness import CheckpointLM  # imports lm-eval
 
 _PARTS = ("results", "samples", "n-samples", "higher_is_better", "n-shot", "configs", "versions")
 """What is used of lm-eval's results."""
@@ -113,7 +113,7 @@ def assist(judged: EvaluatedModel, section: EvalSection, world: World) -> None:
 
 def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | None = None) -> CheckpointLM:
     """A model behind lm-eval's interface. Raises UserError, on all ranks, if weights or device cannot be used."""
-    from .harness import CheckpointLM  # imports lm-eval
+    from .harness import CheckpointLM
 
     def build() -> CheckpointLM:
         return CheckpointLM(

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain import models
-from fsdp_pretrain.checkpoint.hf_folder import Folder
-from fsdp_pretrain.checkpoint.hf_layout import FACTS, ExportFacts, read_json_object, read_model
 from fsdp_pretrain.config.data_section import CausalObjective
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.hf.folder import Folder
+from fsdp_pretrain.hf.layout import FACTS, ExportFacts, read_json_object, read_model
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.record import state_files
+from fsdp_pretrain.run import state_files
 
 from .checkpoints import EvaluatedModel, read_weights, usable_device
 

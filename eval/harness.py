@@ -13,9 +13,9 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from data.packing.objectives import Specials
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.data_section import AnyObjective, GLMObjective
+from fsdp_pretrain.data.packing.objectives import Specials
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.mesh import World
 

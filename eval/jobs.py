@@ -18,12 +18,12 @@ from typing import Any
 from fsdp_pretrain.checkpoint.evaluations import FailedAttempt, Job, due_jobs, given_up_jobs, pause_after
 from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import RunDir, make_directory, now
-from fsdp_pretrain.record.journal import Journal, add, of_kind, read
-from fsdp_pretrain.record.lease import Lease, drop_if_dead
-from fsdp_pretrain.trackers.follow import catch_up
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.files import RunDir, make_directory, now
+from fsdp_pretrain.run.journal import Journal, add, of_kind, read
+from fsdp_pretrain.run.lease import Lease, drop_if_dead
 from fsdp_pretrain.units import human_time
+from fsdp_pretrain.views.trackers.follow import catch_up
 
 from . import sample_files
 from .attempt import Evaluated, Work, drop_attempts
@@ -183,7 +183,7 @@ def start_worker(run: RunDir, config: Config) -> subprocess.Popen[bytes]:
     make_directory(run.evals)
     with (run.evals / "log").open("ab") as log:
         return start_module(
-            *("eval.cli", "watch", str(run.path), "--once", "--wait"),
+            *("fsdp_pretrain.eval.cli", "watch", str(run.path), "--once", "--wait"),
             nice=19,
             environment={"OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,

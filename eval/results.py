@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.record.state_files import StateFile
+from fsdp_pretrain.run.state_files import StateFile
 
 
 class Verdict(BaseModel):
@@ -48,7 +48,7 @@ class Results(StateFile):
         tasks, limit: the task set, and maximum documents per task (below 1: the share of them).
         num_fewshot: by task.
         gen_kwargs: options of generating answers, by task that generates.
-        samples: by task, name of the file beside this one with a line per document, see `eval.sample_files`.
+        samples: by task, name of the file beside this one with a line per document, see `sample_files`.
         higher_is_better: by task and metric, where known.
         verdicts: of the probes among the tasks.
         versions, lm_eval: of the tasks, and of lm-eval.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.errors import DataError
-from fsdp_pretrain.record.files import json_object, replace_file
+from fsdp_pretrain.run.files import json_object, replace_file
 
 _HASH = 16
 """Hexadecimal digits of a document's hash."""

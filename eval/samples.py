@@ -7,15 +7,15 @@ import math
 import torch
 from pydantic import BaseModel
 
-from data.packing.loader import micro_batch
-from data.packing.opening import open_infilling
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
+from fsdp_pretrain.data.packing.loader import micro_batch
+from fsdp_pretrain.data.packing.opening import open_infilling
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.lineage.provenance import ShownSample, TrainedStep, describe_sample, trained_step
 from fsdp_pretrain.models import forward
 from fsdp_pretrain.models.loss import IGNORE
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.step_record import LossSum, StepRecord, number
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.step_record import LossSum, StepRecord, number
 
 from .checkpoints import read_checkpoint
 

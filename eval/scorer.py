@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.masks import Visible
 from fsdp_pretrain.parallel.mesh import World

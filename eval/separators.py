@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.corpus.corpus import Corpus
-from data.packing.opening import cache_use
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.corpus.corpus import Corpus
+from fsdp_pretrain.data.packing.opening import cache_use
 from fsdp_pretrain.errors import DataError
 
 from .results import RefusedError, Verdict

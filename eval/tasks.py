@@ -14,8 +14,8 @@ from typing import Any
 
 import xxhash
 
-from data.text.inputs import plan_shards, read_documents
 from fsdp_pretrain.config.sections import EvalSection
+from fsdp_pretrain.data.text.inputs import plan_shards, read_documents
 from fsdp_pretrain.errors import DataError
 
 from .results import RefusedError

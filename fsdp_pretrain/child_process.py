@@ -37,7 +37,7 @@ def start_module(
     command = [*(["nice", "-n", str(nice)] if nice else []), sys.executable, "-m", module, *arguments]
     return subprocess.Popen(
         command,
-        env={**kept, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", **(environment or {})},
+        env={**kept, "PYTHONPATH": path, **(environment or {})},
         start_new_session=True,
         **options,
     )

@@ -1,4 +1,4 @@
-"""What the fetcher of a node (`data.fetch`) says about itself: a small file in local memory."""
+"""What the fetcher of a node (`fsdp_pretrain.data.fetch`) says about itself: a small file in local memory."""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ python=${PYTHON:-python3}
 stamp=.venv/installed-$extras
 if [ "${INSTALL:-yes}" = no ]; then
     export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-    fsdp-data() { "$python" -m data.cli "$@"; }
+    fsdp-data() { "$python" -m fsdp_pretrain.data.cli "$@"; }
     fsdp-pretrain() { "$python" -m fsdp_pretrain.cli "$@"; }
-    fsdp-eval() { "$python" -m eval.cli "$@"; }
+    fsdp-eval() { "$python" -m fsdp_pretrain.eval.cli "$@"; }
     torchrun() { "$python" -m torch.distributed.run "$@"; }
 else
     if [ ! -f "$stamp" ] || [ pyproject.toml -nt "$stamp" ]; then
@@ -25,6 +25,5 @@ else
     python=$PWD/.venv/bin/python
     export PATH="$PWD/.venv/bin:$PATH"
 fi
-export PYTHONSAFEPATH=1                       # `data` and `eval` are common names: never import them from a working directory
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1   # without it torchrun --max-restarts cannot recover a job
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # one thread per rank; torchrun would set the same and warn

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.metrics import read_metrics
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.metrics import read_metrics
 
 WIDTH, HEIGHT, LEFT, TOP = 640, 320, 40, 15
 COLOURS = ("#1b6ca8", "#c1440e", "#3a7d44", "#7a4fa3")

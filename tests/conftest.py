@@ -24,9 +24,9 @@ from processes import ROOT, Process, Zygotes, clean_environment, free_port, pyth
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401  (hooks)
 from tqdm import tqdm
 
-from fsdp_pretrain.record import journal
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.metrics import read_metrics
+from fsdp_pretrain.run import journal
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.metrics import read_metrics
 
 pytest.register_assert_rewrite("watch")
 # Zygotes and tests fork, so neither pyarrow's allocator nor a progress bar may start a thread.
@@ -73,7 +73,7 @@ def shared_corpus(tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes) ->
         ["train-tokenizer", train, "--kind", "bpe", "--vocab-size", 512, "--out", path / "tokenizer"],
         ["prepare", train, "--tokenizer", path / "tokenizer", "--out", path / "corpus", "--quiet", "--workers", 1],
     ):
-        done = zygotes.run("data.cli", *arguments)
+        done = zygotes.run("fsdp_pretrain.data.cli", *arguments)
         assert done.returncode == 0, done.stderr
     return path
 
@@ -81,7 +81,7 @@ def shared_corpus(tmp_path_factory: pytest.TempPathFactory, zygotes: Zygotes) ->
 @pytest.fixture(scope="session")
 def tokenizer(shared_corpus: Path) -> Any:
     """The tokenizer of the shared corpus."""
-    from data.text.tokenizer import Tokenizer
+    from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
     return Tokenizer.load(shared_corpus / "tokenizer")
 
@@ -113,7 +113,7 @@ def module_lab(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, zy
 @pytest.fixture(scope="session", autouse=True)
 def _often() -> Iterator[None]:
     """Watchdogs make five passes a second."""
-    with processes.constants("fsdp_pretrain.watchdog.agent.pass_runner", INTERVAL=0.2, _ALLOWED=5.0):
+    with processes.constants("fsdp_pretrain.watchdog.pass_runner", INTERVAL=0.2, _ALLOWED=5.0):
         yield
 
 
@@ -132,7 +132,7 @@ def watched(
     from watch import Watched
 
     constants("fsdp_pretrain.checkpoint.upcoming", CHECK_SECONDS=0.2)
-    constants("fsdp_pretrain.watchdog.probes.periodic", AUDIT_SECONDS=1.0)
+    constants("fsdp_pretrain.watchdog.detectors.periodic", AUDIT_SECONDS=1.0)
 
     return Watched(lab, helpers, run_command, monkeypatch)
 
@@ -229,13 +229,13 @@ def object_store(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Obje
 
 @pytest.fixture(scope="session")
 def run_command(zygotes: Zygotes) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """`run_command("data.cli", "validate", path)` runs `python -m ...` and captures its output."""
+    """`run_command("fsdp_pretrain.data.cli", "validate", path)` runs `python -m ...` and captures its output."""
     return zygotes.run
 
 
 @pytest.fixture(scope="session")
 def start_command(zygotes: Zygotes) -> Callable[..., Process]:
-    """`start_command("eval.cli", "watch", run)` starts `python -m ...` and returns at once."""
+    """`start_command("fsdp_pretrain.eval.cli", "watch", run)` starts `python -m ...` and returns at once."""
     return zygotes.start
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from data.corpus.shards import ShardWriter, token_dtype
-from data.corpus.writing import write_corpus
-from data.text.tokenizer import EOD, Tokenizer
+from fsdp_pretrain.data.corpus.shards import ShardWriter, token_dtype
+from fsdp_pretrain.data.corpus.writing import write_corpus
+from fsdp_pretrain.data.text.tokenizer import EOD, Tokenizer
 
 _VOCABULARY = 32_000
 _SHARDS = 4

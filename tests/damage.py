@@ -38,12 +38,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from corpora import synthetic_corpus  # noqa: E402
 
-from data.corpus.cached import CacheUse  # noqa: E402
-from data.corpus.corpus import Corpus  # noqa: E402
-from data.packing.loader import Loader  # noqa: E402
-from data.packing.packer import Packer  # noqa: E402
-from data.packing.position import Position  # noqa: E402
 from fsdp_pretrain.config.schedule import BatchSchedule  # noqa: E402
+from fsdp_pretrain.data.corpus.cached import CacheUse  # noqa: E402
+from fsdp_pretrain.data.corpus.corpus import Corpus  # noqa: E402
+from fsdp_pretrain.data.packing.loader import Loader  # noqa: E402
+from fsdp_pretrain.data.packing.packer import Packer  # noqa: E402
+from fsdp_pretrain.data.packing.position import Position  # noqa: E402
 from fsdp_pretrain.errors import DataError  # noqa: E402
 from fsdp_pretrain.remote import Url  # noqa: E402
 

@@ -89,8 +89,8 @@ def drag(fault: dict[str, Any]) -> None:
 
 def rewind(fault: dict[str, Any]) -> None:
     """Read the data from the start again."""
-    from data.packing.loader import Loader
-    from data.packing.position import Position
+    from fsdp_pretrain.data.packing.loader import Loader
+    from fsdp_pretrain.data.packing.position import Position
 
     build, first = Loader.build, [True]
 
@@ -103,7 +103,7 @@ def rewind(fault: dict[str, Any]) -> None:
 
 def trust(fault: dict[str, Any]) -> None:
     """Assume that documents hold no special tokens."""
-    from data.packing.packer import Packer
+    from fsdp_pretrain.data.packing.packer import Packer
 
     Packer._clean = lambda *_: True  # type: ignore[method-assign]
 

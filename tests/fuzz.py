@@ -41,7 +41,6 @@ ENVIRONMENT = {
     "ARROW_DEFAULT_MEMORY_POOL": "system",  # does not reserve addresses it may never use
     "MALLOC_ARENA_MAX": "1",
     "OMP_NUM_THREADS": "1",
-    "PYTHONSAFEPATH": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TQDM_DISABLE": "1",
 }
@@ -190,7 +189,13 @@ def main() -> int:
         (folder / "inputs" / name).mkdir(parents=True)
         kind.make(folder / "inputs" / name)
     imports = (*IMPORTS["data"], *IMPORTS["fsdp_pretrain"])
-    for module in (*imports, "eval.cli", "eval.jobs", "eval.tasks", "pyarrow.parquet"):
+    for module in (
+        *imports,
+        "fsdp_pretrain.eval.cli",
+        "fsdp_pretrain.eval.jobs",
+        "fsdp_pretrain.eval.tasks",
+        "pyarrow.parquet",
+    ):
         importlib.import_module(module)
     if args.case is not None:
         case = run_case(kinds, args.only[0], args.case, args.seed, folder / "inputs", folder / "kept")

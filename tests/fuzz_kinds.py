@@ -112,15 +112,15 @@ def make_kinds(shared: Path) -> dict[str, Kind]:
     shared.mkdir()
     train, tokenizer, corpus = shared / "train.jsonl", shared / "tokenizer", shared / "corpus"
     train.write_bytes(jsonl() * 20)
-    call("data.cli", "train-tokenizer", train, "--kind", "bpe", "--vocab-size", 300, "--out", tokenizer)
-    call("data.cli", "prepare", train, "--tokenizer", tokenizer, "--out", corpus, "--workers", 1)
+    call("fsdp_pretrain.data.cli", "train-tokenizer", train, "--kind", "bpe", "--vocab-size", 300, "--out", tokenizer)
+    call("fsdp_pretrain.data.cli", "prepare", train, "--tokenizer", tokenizer, "--out", corpus, "--workers", 1)
     _make_runs(shared)
     return {**_text_kinds(tokenizer), **_token_kinds(tokenizer), **_directory_kinds(shared)}
 
 
 def _text_kinds(tokenizer: Path) -> dict[str, Kind]:
     def kind(name: str, content: bytes, unpack: Callable[[bytes], bytes] | None = None) -> Kind:
-        command = f"data.cli prepare {name} --tokenizer {tokenizer} --out out --workers 1"
+        command = f"fsdp_pretrain.data.cli prepare {name} --tokenizer {tokenizer} --out out --workers 1"
         lost = (lambda folder: uncounted(folder, unpack)) if unpack else (lambda folder: "")
         return Kind(8, lambda folder: (folder / name).write_bytes(content), (name,), (command,), READS, lost)
 
@@ -141,9 +141,9 @@ def _token_kinds(tokenizer: Path) -> dict[str, Kind]:
     def kind(make: Callable[[Path], object], *victims: str) -> Kind:
         name, common = victims[0], f"--tokenizer {tokenizer} --workers 1"
         commands = (
-            f"data.cli validate . --vocab-size 300 --eod {EOD} --separators trailing --workers 1",
-            f"data.cli validate {name} {common} --json",
-            f"data.cli import {name} {common} --separators trailing --out out",
+            f"fsdp_pretrain.data.cli validate . --vocab-size 300 --eod {EOD} --separators trailing --workers 1",
+            f"fsdp_pretrain.data.cli validate {name} {common} --json",
+            f"fsdp_pretrain.data.cli import {name} {common} --separators trailing --out out",
         )
         return Kind(9, make, victims, commands, REPORTS)
 
@@ -177,8 +177,8 @@ def _directory_kinds(shared: Path) -> dict[str, Kind]:
             8,
             "corpus",
             "* shards/* tokenizer/*",
-            "data.cli validate corpus --workers 1",
-            "data.cli inspect corpus --doc 3",
+            "fsdp_pretrain.data.cli validate corpus --workers 1",
+            "fsdp_pretrain.data.cli inspect corpus --doc 3",
         ),
         "hugging face": kind(
             8,
@@ -195,7 +195,7 @@ def _directory_kinds(shared: Path) -> dict[str, Kind]:
             "fsdp_pretrain.cli checkpoints run verify",
             "fsdp_pretrain.cli checkpoints run list --json",
             "fsdp_pretrain.cli checkpoints run export 4 out",
-            "eval.cli run run --tasks heldout_choice --limit 1",
+            "fsdp_pretrain.eval.cli run run --tasks heldout_choice --limit 1",
         ),
         "run directory": kind(
             10,
@@ -208,7 +208,7 @@ def _directory_kinds(shared: Path) -> dict[str, Kind]:
             "fsdp_pretrain.cli note run text",
             "fsdp_pretrain.cli rollback run --to 4 --dry-run",
             "fsdp_pretrain.cli fork run --at 4 new",
-            "eval.cli report run",
+            "fsdp_pretrain.eval.cli report run",
         ),
         "resume": replace(resume, lost=lambda folder: _changed_curve(folder / "run", shared / "untouched")),
     }
@@ -223,7 +223,7 @@ def _make_arrow(folder: Path, documents: list[list[int]]) -> None:
 
 
 def _make_megatron(folder: Path, documents: list[list[int]]) -> None:
-    from data.corpus.shards import ShardWriter
+    from fsdp_pretrain.data.corpus.shards import ShardWriter
 
     with ShardWriter(folder / "a", np.dtype("<u2")) as writer:
         for document in documents:
@@ -282,8 +282,8 @@ def _make_runs(shared: Path) -> None:
 
 def _changed_curve(run: Path, untouched: Path) -> str:
     """Which steps of a resumed run differ from a run with undamaged files."""
-    from fsdp_pretrain.record.files import RunDir
-    from fsdp_pretrain.record.metrics import read_metrics
+    from fsdp_pretrain.run.files import RunDir
+    from fsdp_pretrain.run.metrics import read_metrics
 
     ours, theirs = (
         {r.step: (r.loss.sum, r.data_digest, r.lr) for r in read_metrics(RunDir(path))} for path in (run, untouched)

@@ -38,8 +38,8 @@ def write_tokens(path: Path, documents: list[list[int]], tokenizer: Any, dtype: 
     """A corpus of the given token lists, unchanged, dealt over its shards in turn."""
     import numpy as np
 
-    from data.corpus.shards import ShardWriter
-    from data.corpus.writing import write_corpus
+    from fsdp_pretrain.data.corpus.shards import ShardWriter
+    from fsdp_pretrain.data.corpus.writing import write_corpus
 
     (path / "shards").mkdir(parents=True)
     entries = []
@@ -56,9 +56,9 @@ def seal(corpus: Path) -> None:
     """Make the checksums of a corpus those of its shards as they are now; its fingerprint stays."""
     import numpy as np
 
-    from data.corpus.manifest import read_manifest
-    from data.corpus.writing import write_corpus
-    from data.text.tokenizer import Tokenizer
+    from fsdp_pretrain.data.corpus.manifest import read_manifest
+    from fsdp_pretrain.data.corpus.writing import write_corpus
+    from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
     manifest = read_manifest(corpus)
     entries = [asdict(shard) for shard in manifest.shards]

@@ -12,8 +12,8 @@ import records
 import tomli_w
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import RunDir, stamp
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.files import RunDir, stamp
 
 BEGIN, LENGTH, PACE = 1_780_000_000.0, 2048, 2.0
 SOURCES = {"web": 0.7, "code": 0.2, "books": 0.1}

@@ -47,7 +47,7 @@ SUBJECTS = {
     "models and training": [f"fsdp_pretrain/{package}/*.py" for package in ("models", "parallel", "train", "health")],
     "data": ["data/packing/*.py", "data/corpus/*.py", "data/fetch/*.py"],
     "checkpoint": ["fsdp_pretrain/checkpoint/*.py", "fsdp_pretrain/lineage/*.py"],
-    "mirror": ["fsdp_pretrain/mirror/*.py", "fsdp_pretrain/train/mirroring.py"],
+    "mirror": ["fsdp_pretrain/mirror/*.py", "fsdp_pretrain/job/mirroring.py"],
     "watchdog": ["fsdp_pretrain/watchdog/**/*.py"],
     "evaluation": ["eval/*.py"],
 }

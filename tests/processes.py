@@ -33,7 +33,6 @@ def clean_environment(**extra: str) -> dict[str, str]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(hidden)}
     environment.update(
         PYTHONPATH=python_path(),
-        PYTHONSAFEPATH="1",
         OMP_NUM_THREADS="1",
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         TOKENIZERS_PARALLELISM="false",
@@ -112,18 +111,37 @@ def spawn(line: Sequence[object], log: Path, **variables: str) -> subprocess.Pop
 # also what the handlers of commands import.
 IMPORTS = {
     "data": [
-        *("data.cli", "data.prepare.import_corpus", "data.prepare.quickstart", "data.prepare.train_tokenizer"),
-        *("data.validate.validate", "numpy.ma", "sentencepiece", "tokenizers"),
+        *(
+            "fsdp_pretrain.data.cli",
+            "fsdp_pretrain.data.prepare.import_corpus",
+            "fsdp_pretrain.data.prepare.quickstart",
+            "fsdp_pretrain.data.prepare.train_tokenizer",
+        ),
+        *("fsdp_pretrain.data.validate.validate", "numpy.ma", "sentencepiece", "tokenizers"),
     ],
     "fsdp_pretrain": [
-        *("fsdp_pretrain.bench.main", "fsdp_pretrain.checkpoint.hf_layout", "fsdp_pretrain.checkpoint.listing"),
+        *("fsdp_pretrain.bench.main", "fsdp_pretrain.hf.layout", "fsdp_pretrain.checkpoint.listing"),
         *("fsdp_pretrain.cli.main", "fsdp_pretrain.config.reference", "fsdp_pretrain.launch.launcher"),
-        *("fsdp_pretrain.lineage.fork", "fsdp_pretrain.train.main", "fsdp_pretrain.watchdog.status"),
+        *("fsdp_pretrain.lineage.fork", "fsdp_pretrain.job.main", "fsdp_pretrain.views.status"),
         *("numpy.ma", "tokenizers", "torch._dynamo", "torch.utils.serialization"),
     ],
     "eval": [
-        *("datasets", "eval.attempt", "eval.checkpoints", "eval.cli", "eval.evaluation", "eval.exported"),
-        *("eval.harness", "eval.jobs", "eval.ranks", "eval.samples", "eval.separators", "eval.tasks"),
+        *(
+            "datasets",
+            "fsdp_pretrain.eval.attempt",
+            "fsdp_pretrain.eval.checkpoints",
+            "fsdp_pretrain.eval.cli",
+            "fsdp_pretrain.eval.evaluation",
+            "fsdp_pretrain.eval.exported",
+        ),
+        *(
+            "fsdp_pretrain.eval.harness",
+            "fsdp_pretrain.eval.jobs",
+            "fsdp_pretrain.eval.ranks",
+            "fsdp_pretrain.eval.samples",
+            "fsdp_pretrain.eval.separators",
+            "fsdp_pretrain.eval.tasks",
+        ),
         *("lm_eval.evaluator", "lm_eval.tasks", "numpy.ma", "torch._dynamo"),
     ],
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from data.packing.loader import MicroBatch
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.packing.loader import MicroBatch
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.train.batch_reader import DataStream
 from fsdp_pretrain.train.heldout_loss import HeldOutLoss

@@ -8,8 +8,8 @@ from typing import Any
 
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
 from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint, Store, describe_file
-from fsdp_pretrain.record.environment import WorldShape
-from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadSeconds, Replicas, StepRecord, StepSeconds, parse
+from fsdp_pretrain.run.environment import WorldShape
+from fsdp_pretrain.run.step_record import LossSum, Ramps, ReadSeconds, Replicas, StepRecord, StepSeconds, parse
 
 _PARTS = {"loss": LossSum, "seconds": StepSeconds, "ramps": Ramps, "replicas": Replicas, "data_read": ReadSeconds}
 WORLD = WorldShape(size=1, replicas=1, shards=1)

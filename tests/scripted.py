@@ -13,10 +13,10 @@ import os
 import signal
 from typing import Any
 
-from fsdp_pretrain.record import requests
-from fsdp_pretrain.record.recorder import Recorder
-from fsdp_pretrain.record.requests import Requests
-from fsdp_pretrain.train import live_control
+from fsdp_pretrain.job import live_control
+from fsdp_pretrain.run import requests
+from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.run.requests import Requests
 from fsdp_pretrain.train.loop import Loop
 from fsdp_pretrain.train.trainer import Trainer
 

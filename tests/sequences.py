@@ -21,9 +21,9 @@ from fsdp_pretrain.config.live_set import ramped
 from fsdp_pretrain.errors import Exit
 from fsdp_pretrain.lineage.fork import fork
 from fsdp_pretrain.lineage.rollback import rollback
-from fsdp_pretrain.record import lineage
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.metrics import METRICS, read_metrics, records
+from fsdp_pretrain.run import lineage
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.metrics import METRICS, read_metrics, records
 
 CHOICES: dict[str, list[Any]] = {
     "optimizer.lr": [4e-3, 2e-2],

@@ -15,9 +15,9 @@ import numpy as np
 import xxhash
 from corpora import word_tokenizer
 
-from data.corpus.shards import Shard, encode_index
-from data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
-from data.text.tokenizer import EOD
+from fsdp_pretrain.data.corpus.shards import Shard, encode_index
+from fsdp_pretrain.data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
+from fsdp_pretrain.data.text.tokenizer import EOD
 
 _DTYPE = np.dtype("<u2")
 _VARIANTS = 64

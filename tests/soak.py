@@ -35,8 +35,8 @@ from machines import tmpfs  # noqa: E402
 from processes import LAUNCH, SET_CONSTANTS, clean_environment, constants, free_port, python_path, spawn  # noqa: E402
 from sight import alarms, rank_of, seeded, until  # noqa: E402
 
-from fsdp_pretrain.record.files import RunDir  # noqa: E402
-from fsdp_pretrain.record.metrics import read_metrics  # noqa: E402
+from fsdp_pretrain.run.files import RunDir  # noqa: E402
+from fsdp_pretrain.run.metrics import read_metrics  # noqa: E402
 
 NAN_HOOK = """
 import os
@@ -93,7 +93,7 @@ class Soak:
             ["prepare", text / "train.jsonl", "--tokenizer", tokens, "--out", folder / "corpus", "--quiet"],
             ["prepare", text / "heldout.jsonl", "--tokenizer", tokens, "--out", folder / "heldout", "--quiet"],
         ):
-            self.command("data.cli", *arguments)
+            self.command("fsdp_pretrain.data.cli", *arguments)
 
     def command(self, module: str, *arguments: object) -> str:
         """Run `python -m`; its output."""
@@ -248,7 +248,7 @@ def faults(folder: Path, minutes: float, seed: int) -> list[str]:
         constants("fsdp_pretrain.launch.policy", PAUSES=[0.2], RESTARTS=10_000),
         constants("fsdp_pretrain.launch.watch", END_SECONDS=20.0),
         constants("fsdp_pretrain.checkpoint.upcoming", CHECK_SECONDS=2.0),
-        constants("fsdp_pretrain.watchdog.agent.pass_runner", INTERVAL=0.5),
+        constants("fsdp_pretrain.watchdog.pass_runner", INTERVAL=0.5),
     ):
         breaker = Breaker(soak, endpoint, seed)
         until(lambda: soak.step() > 50, 120, "the first steps", every=0.2)

@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 from processes import ROOT, Run, clean_environment
 
-COMMANDS = {"fsdp-pretrain": "fsdp_pretrain.cli", "fsdp-data": "data.cli", "fsdp-eval": "eval.cli"}
+COMMANDS = {
+    "fsdp-pretrain": "fsdp_pretrain.cli",
+    "fsdp-data": "fsdp_pretrain.data.cli",
+    "fsdp-eval": "fsdp_pretrain.eval.cli",
+}
 STARTING_SET = ("configs/models", "configs/runs", "configs/alerts", "configs/kubernetes", "scripts/slurm")
 
 

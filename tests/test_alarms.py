@@ -20,10 +20,10 @@ from records import step_record
 from sight import until
 
 from fsdp_pretrain.config.notify import NotifySection
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.step_record import HealthFinding
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.step_record import HealthFinding
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.agent.leader import HealthAlarms
+from fsdp_pretrain.watchdog.leader import HealthAlarms
 from fsdp_pretrain.watchdog.notify import operator
 from fsdp_pretrain.watchdog.notify.alarms import Alarms, read_alarms
 from fsdp_pretrain.watchdog.notify.prometheus import Exporter

@@ -13,14 +13,14 @@ import pytest
 import xxhash
 from object_store import Faults, ObjectStore
 
-from data.corpus.cached import CachedCopy, CacheUse, blocks_in
-from data.corpus.corpus import Corpus
-from data.corpus.manifest import read_manifest
-from data.corpus.shards import Shard, ShardWriter
-from data.corpus.writing import write_corpus
-from data.packing.packer import Packer
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.sequence_stages import SequenceStages
+from fsdp_pretrain.data.corpus.cached import CachedCopy, CacheUse, blocks_in
+from fsdp_pretrain.data.corpus.corpus import Corpus
+from fsdp_pretrain.data.corpus.manifest import read_manifest
+from fsdp_pretrain.data.corpus.shards import Shard, ShardWriter
+from fsdp_pretrain.data.corpus.writing import write_corpus
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError, Exit, ReadTimeoutError
 from fsdp_pretrain.remote import RemoteError, Url
 from fsdp_pretrain.units import Progress

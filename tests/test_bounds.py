@@ -14,11 +14,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from data.text.tokenizer import Tokenizer
-from eval import scorer
-from eval.scorer import Prompt, Query, Scorer
 from fsdp_pretrain import models
 from fsdp_pretrain.config.model import AnyModel
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.eval import scorer
+from fsdp_pretrain.eval.scorer import Prompt, Query, Scorer
 from fsdp_pretrain.models import Decoder, loss
 from fsdp_pretrain.parallel.fsdp import materialise
 

@@ -16,7 +16,7 @@ from machines import Disk
 from processes import Run
 
 from fsdp_pretrain.checkpoint.store import Store, describe_file
-from fsdp_pretrain.record import state_files
+from fsdp_pretrain.run import state_files
 
 
 @pytest.fixture(scope="module")

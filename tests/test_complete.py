@@ -11,8 +11,8 @@ import pytest
 from processes import ROOT, Run
 from sight import PATIENT, agents, steps, until
 
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.trackers.run_facts import read_facts
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.views.trackers.run_facts import read_facts
 
 CLI = "fsdp_pretrain.cli"
 TOTAL = 12

@@ -14,7 +14,7 @@ from processes import Run
 
 from fsdp_pretrain.console import run_guarded
 
-CLIS = ("data.cli", "fsdp_pretrain.cli", "eval.cli")
+CLIS = ("fsdp_pretrain.data.cli", "fsdp_pretrain.cli", "fsdp_pretrain.eval.cli")
 
 
 @pytest.mark.shows("D6")
@@ -22,12 +22,12 @@ CLIS = ("data.cli", "fsdp_pretrain.cli", "eval.cli")
     ("module", "arguments"),
     [
         *((module, arguments) for module in CLIS for arguments in ([], ["nope"])),
-        ("data.cli", ["validate"]),
-        ("data.cli", ["validate", "DIR", "--format", "nope"]),
-        ("data.cli", ["prepare", "IN", "--tokenizer", "T", "--out", "OUT", "--part", "3/2"]),
+        ("fsdp_pretrain.data.cli", ["validate"]),
+        ("fsdp_pretrain.data.cli", ["validate", "DIR", "--format", "nope"]),
+        ("fsdp_pretrain.data.cli", ["prepare", "IN", "--tokenizer", "T", "--out", "OUT", "--part", "3/2"]),
         ("fsdp_pretrain.cli", ["status", "/nowhere"]),
         ("fsdp_pretrain.cli", ["checkpoints", "/nowhere", "nope"]),
-        ("eval.cli", ["report", "RUN", "--nope"]),
+        ("fsdp_pretrain.eval.cli", ["report", "RUN", "--nope"]),
     ],
 )
 def test_a_mistake_in_the_arguments_is_no_finding(run_command: Run, module: str, arguments: list[str]) -> None:
@@ -48,7 +48,7 @@ def test_a_mistake_in_the_arguments_is_no_finding(run_command: Run, module: str,
 )
 def test_a_path_that_is_no_run_is_refused_by_every_verb(run_command: Run, tmp_path: Path, verb: str) -> None:
     """Exit 78 with the path, not an empty answer and 0, and not the 2 of an alert."""
-    module = "eval.cli" if verb.startswith("eval ") else "fsdp_pretrain.cli"
+    module = "fsdp_pretrain.eval.cli" if verb.startswith("eval ") else "fsdp_pretrain.cli"
     words = verb.removeprefix("eval ").split()
     words = [tmp_path if word == "{}" else word for word in (words if "{}" in words else [*words, "{}"])]
     done = run_command(module, *words)
@@ -97,7 +97,7 @@ def test_output_that_cannot_be_written(helpers: Any, shared_corpus: Path) -> Non
     """Detected before Python would fail on it at exit."""
     with open("/dev/full", "w") as full:  # noqa: PTH123
         done = command(
-            *("-m", "data.cli", "inspect", shared_corpus / "corpus"),
+            *("-m", "fsdp_pretrain.data.cli", "inspect", shared_corpus / "corpus"),
             stdout=full, stderr=subprocess.PIPE, env=helpers.environment(PYTHONUNBUFFERED=""),
         )  # fmt: skip
     assert done.returncode == 93
@@ -110,7 +110,7 @@ def test_output_that_cannot_be_shown(helpers: Any, shared_corpus: Path) -> None:
     lines = (shared_corpus / "train.jsonl").read_text().splitlines()
     number = next(n for n, line in enumerate(lines) if not json.loads(line)["text"].isascii())
     done = command(
-        *("-m", "data.cli", "inspect", shared_corpus / "corpus", "--doc", number),
+        *("-m", "fsdp_pretrain.data.cli", "inspect", shared_corpus / "corpus", "--doc", number),
         capture_output=True, env=helpers.environment(PYTHONIOENCODING="ascii"),
     )  # fmt: skip
     assert done.returncode == 0 and ("\\xe9" in done.stdout or "\\u6587" in done.stdout), done.stderr
@@ -119,7 +119,7 @@ def test_output_that_cannot_be_shown(helpers: Any, shared_corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("eval.cli", "samples RUN --step 2"),
+        ("fsdp_pretrain.eval.cli", "samples RUN --step 2"),
         ("fsdp_pretrain.cli.main", f"plan {Path(__file__).parent.parent}/configs/runs/quickstart.toml"),
     ],
 )

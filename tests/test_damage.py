@@ -13,10 +13,10 @@ from damage import write
 from sight import until
 from test_block_cache import build, url
 
-from data.corpus.cached import CacheUse
-from data.corpus.corpus import Corpus
-from data.packing.packer import Packer
-from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.corpus.cached import CacheUse
+from fsdp_pretrain.data.corpus.corpus import Corpus
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError, Exit
 
 pytest.importorskip("fsspec")

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data.packing.opening import open_packer, open_skips
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.data.packing.opening import open_packer, open_skips
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
 
 def digests(config: Path, run: Path, helpers: Any) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from data.validate.findings import CATALOGUE
+from fsdp_pretrain.data.validate.findings import CATALOGUE
 from fsdp_pretrain.errors import Exit
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
@@ -101,7 +101,11 @@ def test_python_of_the_documentation_runs(reader: Reader) -> None:
 
 # ---------------------------------------------------------------- examples in --help
 
-COMMANDS = {"fsdp-data": "data.cli", "fsdp-eval": "eval.cli", "fsdp-pretrain": "fsdp_pretrain.cli"}
+COMMANDS = {
+    "fsdp-data": "fsdp_pretrain.data.cli",
+    "fsdp-eval": "fsdp_pretrain.eval.cli",
+    "fsdp-pretrain": "fsdp_pretrain.cli",
+}
 CODES = {
     "fsdp-pretrain status": 1,  # the open alarm
     "fsdp-pretrain alarms": 1,
@@ -146,8 +150,22 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, ru
         shutil.copyfile(shared_corpus / name, made / "text" / name)
     tokens = ["--tokenizer", "runs/quickstart/tokenizer"]
     for module, *arguments in (
-        ["data.cli", "prepare", "runs/quickstart/text/train.jsonl", *tokens, "--out", "runs/quickstart/corpus"],
-        ["data.cli", "prepare", "runs/quickstart/text/heldout.jsonl", *tokens, "--out", "runs/quickstart/heldout"],
+        [
+            "fsdp_pretrain.data.cli",
+            "prepare",
+            "runs/quickstart/text/train.jsonl",
+            *tokens,
+            "--out",
+            "runs/quickstart/corpus",
+        ],
+        [
+            "fsdp_pretrain.data.cli",
+            "prepare",
+            "runs/quickstart/text/heldout.jsonl",
+            *tokens,
+            "--out",
+            "runs/quickstart/heldout",
+        ],
         ["fsdp_pretrain.train", "configs/runs/quickstart.toml", "parallel.shard=1", "train.micro_batch=8"],
     ):
         done = run_command(module, *arguments, cwd=path)

@@ -17,10 +17,10 @@ from corpora import random_corpus, word_tokenizer
 from object_store import NODE, Faults, ObjectStore
 from sight import CALM, PATIENCE, WATCHED, alarms, until
 
-from data.packing.loader import Loader
-from data.packing.packer import Packer
-from data.text.tokenizer import EOD
 from fsdp_pretrain.config.schedule import BatchSchedule
+from fsdp_pretrain.data.packing.loader import Loader
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.text.tokenizer import EOD
 
 VOCABULARY, LENGTH, LANES, BLOCK, SHARDS = 64, 64, 8, 16_000, 16
 NODES = ("node-0", "node-1")
@@ -88,7 +88,11 @@ class Elsewhere:
             for process in psutil.process_iter(["cmdline"]):
                 with contextlib.suppress(psutil.Error):
                     own = str(self.lab.path) == process.environ().get("NODE_DISK", "").removesuffix("/disk")
-                    if own and "data.fetch" in (process.info["cmdline"] or []) and process.environ().get(NODE) == node:
+                    if (
+                        own
+                        and "fsdp_pretrain.data.fetch" in (process.info["cmdline"] or [])
+                        and process.environ().get(NODE) == node
+                    ):
                         return process
             return None
 

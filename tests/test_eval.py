@@ -22,14 +22,14 @@ from processes import Run
 pytest.importorskip("lm_eval")
 import torch
 
-from eval import jobs
-from eval.checkpoints import open_checkpoint
-from eval.evaluation import evaluate
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.errors import CheckpointError
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.eval import jobs
+from fsdp_pretrain.eval.checkpoints import open_checkpoint
+from fsdp_pretrain.eval.evaluation import evaluate
+from fsdp_pretrain.run.files import RunDir
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +83,14 @@ def test_no_checkpoint_with_a_flipped_bit_is_evaluated(run: Path) -> None:
 def test_a_damaged_newest_checkpoint_is_not_evaluated(run: Path, run_command: Run) -> None:
     """It is refused, and the schedule publishes nothing of it."""
     flip(run / "checkpoints/step-00000030/__0_0.distcp", -100)
-    refused = run_command("eval.cli", "run", run, "--limit", "1")
+    refused = run_command("fsdp_pretrain.eval.cli", "run", run, "--limit", "1")
     assert refused.returncode == 78 and "__0_0.distcp: its bytes are not the ones" in refused.stderr
     assert "step-00000030 is damaged" in refused.stderr and refused.stdout == ""
     set_eval(run, tasks=["heldout_bpb"], attempts=1)
-    assert run_command("eval.cli", "watch", run, "--once").returncode == 1 and set(results(run)) == {10, 20}
+    assert run_command("fsdp_pretrain.eval.cli", "watch", run, "--once").returncode == 1 and set(results(run)) == {
+        10,
+        20,
+    }
 
 
 # ---------------------------------------------------------------- scores that are no numbers
@@ -124,16 +127,16 @@ def results(run: Path) -> dict[int, dict[str, Any]]:
 def test_every_due_checkpoint_exactly_once_by_many_workers(
     run: Path, helpers: Any, run_command: Run, start_command: Callable[..., Any]
 ) -> None:
-    workers = [start_command("eval.cli", "watch", run, "--once") for _ in range(3)]
+    workers = [start_command("fsdp_pretrain.eval.cli", "watch", run, "--once") for _ in range(3)]
     assert [worker.wait() for worker in workers] == [0, 0, 0], [worker.output() for worker in workers]
     assert set(results(run)) == {10, 20, 30}
     entries = helpers.journal(run, "eval")
     assert sorted(entry["step"] for entry in entries) == [10, 20, 30]
     assert entries[0]["scores"]["heldout_bpb"]["bits_per_byte"] > 0
     assert not list(run.glob("evals/**/claim*"))
-    again = run_command("eval.cli", "watch", run, "--once", "--wait")
+    again = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", "--wait")
     assert again.returncode == 0 and "evaluated 0" in again.stdout
-    report = run_command("eval.cli", "report", run).stdout
+    report = run_command("fsdp_pretrain.eval.cli", "report", run).stdout
     assert report.count("heldout_bpb") == 3 and "step 10," in report
 
 
@@ -142,14 +145,14 @@ def test_a_killed_worker_is_taken_over(
     run: Path, helpers: Any, run_command: Run, start_command: Callable[..., Any]
 ) -> None:
     """kill -9 in the middle of an evaluation: the next worker sees that the owner is dead and does the job."""
-    worker = start_command("eval.cli", "watch", run, "--once")
+    worker = start_command("fsdp_pretrain.eval.cli", "watch", run, "--once")
     helpers.wait_for(
         lambda: [claim for claim in run.glob("evals/**/claim.json") if claim.stat().st_size], what="a claim"
     )
     worker.signal(signal.SIGKILL)
     assert worker.wait() == -signal.SIGKILL
     assert list(run.glob("evals/**/claim.json"))
-    assert run_command("eval.cli", "watch", run, "--once").returncode == 0
+    assert run_command("fsdp_pretrain.eval.cli", "watch", run, "--once").returncode == 0
     assert set(results(run)) == {10, 20, 30}
 
 
@@ -185,7 +188,7 @@ def test_tasks_that_are_refused_end_the_worker_and_use_up_no_attempt(
     """Every checkpoint would fail alike. The worker reports it once and exits, and all stay due for corrected tasks."""
     set_eval(run, include=[str(searched)], tasks=["searched"])
     for once in ([], ["--once"]):
-        done = run_command("eval.cli", "watch", run, *once)
+        done = run_command("fsdp_pretrain.eval.cli", "watch", run, *once)
         assert done.returncode == 78 and "a task asks for num_beams=4" in done.stderr, done
     (entry,) = helpers.journal(run, "eval-refused")
     assert entry["step"] == 10 and "num_beams=4" in entry["text"]
@@ -203,7 +206,7 @@ def test_tasks_that_are_refused_end_the_worker_and_use_up_no_attempt(
     ],
 )
 def test_mistakes(trained: Path, run_command: Run, arguments: list[str], expected: str) -> None:
-    done = run_command("eval.cli", *(argument.format(run=trained) for argument in arguments))
+    done = run_command("fsdp_pretrain.eval.cli", *(argument.format(run=trained) for argument in arguments))
     assert done.returncode == 78 and expected in done.stderr and "Traceback" not in done.stderr
 
 
@@ -215,7 +218,7 @@ def test_the_trainer_starts_evaluations_and_does_not_wait(lab: Any, helpers: Any
     lab.train(lab.config("with", **common, eval=scheduled), ranks=2)
     run = lab.path / "with"
     assert json.loads((run / "status.json").read_text())["state"] == "complete"
-    assert run_command("eval.cli", "watch", run, "--once", "--wait").returncode == 0
+    assert run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", "--wait").returncode == 0
     assert set(results(run)) == {10, 20, 30}, (run / "evals/log").read_text()
     assert sorted(entry["step"] for entry in helpers.journal(run, "eval")) == [10, 20, 30]
     lab.train(lab.config("without", **common), ranks=2)
@@ -256,7 +259,7 @@ def test_an_evaluation_that_hangs_is_ended_with_its_stack(
 ) -> None:
     """A deadlock in an evaluation: its stack, then the next one."""
     set_eval(hanging, every="20 steps", deadline="15 s")  # time to import torch and lm-eval
-    worker = start_command("eval.cli", "watch", hanging, "--once")
+    worker = start_command("fsdp_pretrain.eval.cli", "watch", hanging, "--once")
     assert worker.wait() == 1, worker.output()
     failed = helpers.journal(hanging, "eval-failed")
     assert [(entry["step"], entry["failures"]) for entry in failed] == [(20, 1), (30, 1)]
@@ -282,13 +285,13 @@ def test_an_evaluation_that_is_killed_is_one_try_and_ends_with_its_worker(
         found: psutil.Process = child
         return found
 
-    worker = start_command("eval.cli", "watch", hanging, "--once", "--wait")
+    worker = start_command("fsdp_pretrain.eval.cli", "watch", hanging, "--once", "--wait")
     evaluation(worker).kill()
     failed = helpers.wait_for(lambda: helpers.journal(hanging, "eval-failed"), what="the failure")
     assert "its process was ended by signal 9" in failed[0]["text"] and failed[0]["failures"] == 1
     child = evaluation(worker)
     worker.signal(signal.SIGKILL)
     helpers.wait_for(lambda: not child.is_running(), what="its end")
-    again = start_command("eval.cli", "watch", hanging, "--once", "--wait")
+    again = start_command("fsdp_pretrain.eval.cli", "watch", hanging, "--once", "--wait")
     assert evaluation(again).is_running() and len(helpers.journal(hanging, "eval-failed")) == 1
     again.signal(signal.SIGKILL)

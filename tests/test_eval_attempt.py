@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import records
 
-from eval.attempt import guarded
-from eval.results import RefusedError, Results, Verdict
 from fsdp_pretrain.errors import StorageError
-from fsdp_pretrain.record import state_files
+from fsdp_pretrain.eval.attempt import guarded
+from fsdp_pretrain.eval.results import RefusedError, Results, Verdict
+from fsdp_pretrain.run import state_files
 
 pytestmark = pytest.mark.quick
 SCORES = {

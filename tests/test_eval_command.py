@@ -20,10 +20,10 @@ import records
 import tomli_w
 from processes import Process, Run
 
-from eval import jobs
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.eval import jobs
+from fsdp_pretrain.run.files import RunDir
 
 Start = Callable[..., Process]
 TASKS = "heldout_bpb"
@@ -60,7 +60,7 @@ class Elsewhere:
         self._lab.config(eval=section).rename(self.path / "config.toml")
 
     def worker(self) -> Process:
-        return self._start("eval.cli", "watch", self.path, "--once", "--wait")
+        return self._start("fsdp_pretrain.eval.cli", "watch", self.path, "--once", "--wait")
 
     @property
     def counted(self) -> dict[int, int]:
@@ -228,7 +228,7 @@ def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, 
     """The whole way: export, a command that evaluates the folder, results as of the checkpoint itself."""
     pytest.importorskip("lm_eval")
     run, pool = train(lab), lab.path / "pool"
-    evaluate = shlex.join([sys.executable, "-m", "eval.cli", "run"])
+    evaluate = shlex.join([sys.executable, "-m", "fsdp_pretrain.eval.cli", "run"])
     heldout = shlex.quote(str(lab.heldout))
     export = shlex.join([sys.executable, "-m", "fsdp_pretrain.cli", "checkpoints"])
     command = (
@@ -238,14 +238,14 @@ def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, 
     config = tomllib.loads(run.config.read_text())
     config["eval"] |= {"command": command}
     run.config.write_text(tomli_w.dumps(config))
-    done = run_command("eval.cli", "watch", run.path, "--once", "--wait")
+    done = run_command("fsdp_pretrain.eval.cli", "watch", run.path, "--once", "--wait")
     assert done.returncode == 0, (done.stderr, helpers.journal(run.path, "eval-failed"))
     (published,) = run.path.glob("evals/step-*/*/results.json")
-    direct = run_command("eval.cli", "run", run.path, "--out", lab.path / "direct.json")
+    direct = run_command("fsdp_pretrain.eval.cli", "run", run.path, "--out", lab.path / "direct.json")
     assert direct.returncode == 0, direct.stderr
     assert scores(published) == pytest.approx(scores(lab.path / "direct.json"), rel=1e-6)
     (entry,) = helpers.journal(run.path, "eval")
     assert entry["step"] == 2 and entry["tasks"] == f"{TASKS}+heldout_choice"
     (pool / "fsdp_pretrain.json").unlink()  # like a folder of transformers
-    done = run_command("eval.cli", "run", pool, "--tasks", TASKS, "--heldout", lab.heldout, "--json")
+    done = run_command("fsdp_pretrain.eval.cli", "run", pool, "--tasks", TASKS, "--heldout", lab.heldout, "--json")
     assert done.returncode == 78 and "has no fsdp_pretrain.json" in done.stderr

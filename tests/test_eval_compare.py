@@ -13,10 +13,10 @@ import pytest
 import records
 from processes import Run
 
-from eval import compare, sample_files
-from eval.results import Results
-from eval.uncertainty import as_array, influence, score_of, standard_error
-from fsdp_pretrain.record import state_files
+from fsdp_pretrain.eval import compare, sample_files
+from fsdp_pretrain.eval.results import Results
+from fsdp_pretrain.eval.uncertainty import as_array, influence, score_of, standard_error
+from fsdp_pretrain.run import state_files
 
 pytestmark = pytest.mark.quick
 DOCUMENTS = 400
@@ -109,7 +109,7 @@ def test_paired_differences(tmp_path: Path, run_command: Run) -> None:
         path = tmp_path / f"step-{step}/set/results.json"
         path.parent.mkdir(parents=True)
         publish(path, tasks=tasks, full=step == 10, step=step)
-    done = run_command("eval.cli", "compare", tmp_path / "step-10", tmp_path / "step-20", "--json")
+    done = run_command("fsdp_pretrain.eval.cli", "compare", tmp_path / "step-10", tmp_path / "step-20", "--json")
     assert done.returncode == 0, done.stderr
     rows = {row["task"]: row for row in json.loads(done.stdout)["differences"]}
     for task, at, score in (("texts", 0, bits), ("choice", 1, mean)):
@@ -130,7 +130,9 @@ def test_paired_differences(tmp_path: Path, run_command: Run) -> None:
     changed = [b - a for a, b in zip(values[10][1], values[20][1], strict=True)]
     assert (choice["better"], choice["worse"]) == (changed.count(1), changed.count(-1))
     assert choice["verdict"] == "no difference"
-    back = run_command("eval.cli", "compare", tmp_path / "step-20", tmp_path / "step-10", "--tasks", "texts")
+    back = run_command(
+        "fsdp_pretrain.eval.cli", "compare", tmp_path / "step-20", tmp_path / "step-10", "--tasks", "texts"
+    )
     assert "  worse\n" in back.stdout and f"{lower} worse" in back.stdout and "choice" not in back.stdout
 
 
@@ -138,7 +140,7 @@ def test_documents_of_only_one_side_are_left_out(tmp_path: Path, run_command: Ru
     right = [1.0, 0.0, 1.0, 1.0]
     a = publish(tmp_path / "a.json", tasks={"choice": ("acc", right), "texts": ("bits_per_byte", texts(3, 1.0))})
     b = publish(tmp_path / "b.json", tasks={"choice": ("acc", right[1:])}, first=1)
-    found = json.loads(run_command("eval.cli", "compare", a, b, "--json").stdout)
+    found = json.loads(run_command("fsdp_pretrain.eval.cli", "compare", a, b, "--json").stdout)
     (row,) = found["differences"]
     assert (row["documents"], row["a"], row["b"], row["equal"]) == (3, 2 / 3, 2 / 3, 3) and row["unpaired"] == ""
 
@@ -161,7 +163,7 @@ def test_what_cannot_be_paired_is_not_judged(
     right = answers(6, 0.5)[:100]
     a = publish(tmp_path / "a.json", tasks={"choice": ("acc", right)})
     b = publish(tmp_path / "b.json", tasks={"choice": ("acc", [1.0] * 70 + [0.0] * 30)}, **changes)
-    shown = run_command("eval.cli", "compare", a, b).stdout
+    shown = run_command("fsdp_pretrain.eval.cli", "compare", a, b).stdout
     assert (
         "unknown\n    not comparable document by document: " in shown and reason in shown and "paired over" not in shown
     )
@@ -191,5 +193,5 @@ def test_verdicts(tmp_path: Path, up: bool | None, count: int, verdict: str) -> 
 )
 def test_mistakes(tmp_path: Path, run_command: Run, words: list[str], expected: str) -> None:
     a = publish(tmp_path / "a.json", tasks={"choice": ("acc", [1.0, 0.0])})
-    done = run_command("eval.cli", "compare", *(word.format(a=a) for word in words))
+    done = run_command("fsdp_pretrain.eval.cli", "compare", *(word.format(a=a) for word in words))
     assert done.returncode == 78 and expected in done.stderr and "Traceback" not in done.stderr

@@ -18,17 +18,17 @@ import records
 import tomli_w
 from processes import Run
 
-from eval import jobs
-from eval.attempt import Evaluated, Work
-from eval.cli import table
-from eval.results import EvaluationError, Results
-from eval.tasks import read_heldout
 from fsdp_pretrain.checkpoint.evaluations import failed_evaluations, given_up_jobs
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.record import lease, state_files
-from fsdp_pretrain.record.files import RunDir, seconds_of, stamp
-from fsdp_pretrain.record.lease import this_process
+from fsdp_pretrain.eval import jobs
+from fsdp_pretrain.eval.attempt import Evaluated, Work
+from fsdp_pretrain.eval.cli import table
+from fsdp_pretrain.eval.results import EvaluationError, Results
+from fsdp_pretrain.eval.tasks import read_heldout
+from fsdp_pretrain.run import lease, state_files
+from fsdp_pretrain.run.files import RunDir, seconds_of, stamp
+from fsdp_pretrain.run.lease import this_process
 
 
 @pytest.fixture
@@ -237,18 +237,18 @@ def test_a_checkpoint_given_up_is_told_and_kept_until_somebody_decides(
 ) -> None:
     give_up(run)
     assert protected(run) == {10, 20, 30}
-    for done in (run_command("eval.cli", "report", run), run_command("fsdp_pretrain.cli", "status", run)):
+    for done in (run_command("fsdp_pretrain.eval.cli", "report", run), run_command("fsdp_pretrain.cli", "status", run)):
         lines = [line for line in done.stdout.splitlines() if "given up after 3 failed attempts" in line]
         assert len(lines) == 3 and f"(no such partition); then: fsdp-eval retry {run} " in lines[0], done.stdout
-    watched = run_command("eval.cli", "watch", run, "--once")
+    watched = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once")
     assert watched.returncode == 0 and "given up 3 (see fsdp-eval retry)" in watched.stdout, watched.stderr
-    again = run_command("eval.cli", "retry", run, 10)
+    again = run_command("fsdp_pretrain.eval.cli", "retry", run, 10)
     assert again.returncode == 0 and "step 10: will be evaluated again; 3 failed attempts" in again.stdout
     assert [(job.checkpoint.step, job.pause) for job in due(run)] == [(10, 0)]
     assert watch(run, works) == (1, 0)
-    unknown = run_command("eval.cli", "retry", run, 10)
+    unknown = run_command("fsdp_pretrain.eval.cli", "retry", run, 10)
     assert unknown.returncode == 78 and "no evaluation of step 10 has failed" in unknown.stderr
-    assert run_command("eval.cli", "retry", run).returncode == 0
+    assert run_command("fsdp_pretrain.eval.cli", "retry", run).returncode == 0
     assert watch(run, works) == (2, 0) and failed_evaluations(RunDir(run), load(run / "config.toml")) == []
     decided = [(entry["step"], bool(entry["by"])) for entry in helpers.journal(run, "eval-retry")]
     assert decided == [(10, True), (20, True), (30, True)]

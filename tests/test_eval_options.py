@@ -13,12 +13,12 @@ from processes import Run
 
 pytest.importorskip("lm_eval")
 
-from eval import jobs
-from eval.attempt import Evaluated
-from eval.results import Results
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.eval import jobs
+from fsdp_pretrain.eval.attempt import Evaluated
+from fsdp_pretrain.eval.results import Results
+from fsdp_pretrain.run.files import RunDir
 
 QUESTIONS = [
     {"text": "the run writes", "choices": ["every checkpoint", "loss"], "answer": 0},
@@ -80,7 +80,19 @@ def test_keys_of_the_configuration_can_be_replaced(run: Path, tasks: Path, tmp_p
     out = tmp_path / "results.json"
     keys = "num_fewshot=2 gen_kwargs={max_gen_toks=3} batch=1 log_samples=true".split()
     done = run_command(
-        *("eval.cli", "run", run, "--include", tasks, "--tasks", "choose,say,bare", "--limit", "0.5", "--out", out),
+        *(
+            "fsdp_pretrain.eval.cli",
+            "run",
+            run,
+            "--include",
+            tasks,
+            "--tasks",
+            "choose,say,bare",
+            "--limit",
+            "0.5",
+            "--out",
+            out,
+        ),
         *(f"eval.{key}" for key in keys),
     )
     assert done.returncode == 0, done.stderr
@@ -102,7 +114,7 @@ def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run)
     """A short line per document. Results that replace others replace their samples, and nobody else's."""
     out, beside = tmp_path / "results.json", tmp_path / "others.json"
     for path, limit in ((beside, "3"), (out, "5"), (out, "6")):
-        done = run_command("eval.cli", "run", run, "--limit", limit, "--out", path)
+        done = run_command("fsdp_pretrain.eval.cli", "run", run, "--limit", limit, "--out", path)
         assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())
     named = {*results["samples"].values(), *json.loads(beside.read_text())["samples"].values()}
@@ -140,7 +152,7 @@ def test_samples_make_up_the_scores(run: Path, tmp_path: Path, run_command: Run)
     ],
 )
 def test_mistakes(run: Path, run_command: Run, arguments: list[str], expected: list[str]) -> None:
-    done = run_command("eval.cli", "run", run, *arguments)
+    done = run_command("fsdp_pretrain.eval.cli", "run", run, *arguments)
     assert done.returncode == 78 and "Traceback" not in done.stderr and done.stdout == ""
     assert all(part in done.stderr for part in expected), done.stderr
 
@@ -171,7 +183,7 @@ def test_an_answer_without_tokens_is_refused(run: Path, tasks: Path, tmp_path: P
     """It would be the likeliest of all."""
     text = TASK.format(name="blank", folder=tasks)
     (tmp_path / "blank.yaml").write_text(text + 'output_type: loglikelihood\ndoc_to_target: ""\ntarget_delimiter: ""\n')
-    done = run_command("eval.cli", "run", run, "--include", tmp_path, "--tasks", "blank")
+    done = run_command("fsdp_pretrain.eval.cli", "run", run, "--include", tmp_path, "--tasks", "blank")
     assert done.returncode == 78 and "'' after 'the run writes', but it has no token" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
 
@@ -182,7 +194,7 @@ def test_data_that_is_not_in_the_cache_is_not_asked_for_offline(run: Path, tmp_p
     text = "".join(line for line in text.splitlines(keepends=True) if "dataset_kwargs" not in line)
     (tmp_path / "public.yaml").write_text(text + CHOICE)
     asked = ("--include", tmp_path, "--tasks", "public", "eval.offline=true")
-    done = run_command("eval.cli", "run", run, *asked)
+    done = run_command("fsdp_pretrain.eval.cli", "run", run, *asked)
     assert done.returncode == 78 and "lm-eval cannot load public" in done.stderr, done.stderr
     assert "offline" in done.stderr.lower() and "with the same cache (HF_HOME)" in done.stderr
 
@@ -190,7 +202,7 @@ def test_data_that_is_not_in_the_cache_is_not_asked_for_offline(run: Path, tmp_p
 @pytest.mark.slow
 def test_patterns_of_task_names(run: Path, tasks: Path, run_command: Run) -> None:
     """As lm-eval matches them; all its own tasks are among the candidates."""
-    common = ["eval.cli", "run", run, "--include", tasks, "--json", "--limit", "2"]
+    common = ["fsdp_pretrain.eval.cli", "run", run, "--include", tasks, "--json", "--limit", "2"]
     done = run_command(*common, "--tasks", "cho?s[a-f],say")
     assert done.returncode == 0 and set(json.loads(done.stdout)["scores"]) == {"choose", "say"}, done.stderr
     done = run_command(*common, "--tasks", "choose,no_such_*")

@@ -15,13 +15,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from laboratory import make_text
 from lm_eval.models.huggingface import HFLM
 
-from eval.checkpoints import read_checkpoint
-from eval.harness import CheckpointLM
-from eval.results import RefusedError
-from fsdp_pretrain.checkpoint.hf import export_checkpoint
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.eval.checkpoints import read_checkpoint
+from fsdp_pretrain.eval.harness import CheckpointLM
+from fsdp_pretrain.eval.results import RefusedError
+from fsdp_pretrain.hf.export import export_checkpoint
+from fsdp_pretrain.run.files import RunDir
 
 LENGTH = 48
 MODELS: dict[str, dict[str, Any]] = {

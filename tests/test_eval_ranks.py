@@ -57,7 +57,7 @@ def tasks(module_lab: Any) -> Path:
 def start(start_command: Callable[..., Process], ranks: int, *arguments: object) -> list[Process]:
     port = free_port()
     return [
-        start_command("eval.cli", "run", *arguments, environment=as_rank(rank, ranks, ranks, port))
+        start_command("fsdp_pretrain.eval.cli", "run", *arguments, environment=as_rank(rank, ranks, ranks, port))
         for rank in range(ranks)
     ]
 
@@ -67,7 +67,7 @@ def test_scores_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     """Uneven numbers of requests, likelihoods and answers; read on other meshes than the trained one."""
     ranks, files = 3, (tmp_path / "1.json", tmp_path / "n.json")
-    alone = run_command("eval.cli", "run", trained, "--include", tasks, *TASKS, "--out", files[0])
+    alone = run_command("fsdp_pretrain.eval.cli", "run", trained, "--include", tasks, *TASKS, "--out", files[0])
     assert alone.returncode == 0, alone.stderr
     processes = start(start_command, ranks, trained, "--include", tasks, *TASKS, "--out", files[1])
     assert [process.wait() for process in processes] == [0] * ranks, [process.output() for process in processes]

@@ -14,16 +14,16 @@ import torch
 from pydantic import TypeAdapter
 
 pytest.importorskip("lm_eval")
-from data.packing.objectives import Specials
-from data.text.tokenizer import Tokenizer
-from eval.checkpoints import EvaluatedModel
-from eval.evaluation import evaluate
-from eval.harness import CheckpointLM, answer_limits
-from eval.tasks import choice_questions, read_heldout, scores
 from fsdp_pretrain import models
 from fsdp_pretrain.config.data_section import AnyObjective, CausalObjective, GLMObjective
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.config.sections import EvalSection
+from fsdp_pretrain.data.packing.objectives import Specials
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.eval.checkpoints import EvaluatedModel
+from fsdp_pretrain.eval.evaluation import evaluate
+from fsdp_pretrain.eval.harness import CheckpointLM, answer_limits
+from fsdp_pretrain.eval.tasks import choice_questions, read_heldout, scores
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.fsdp import materialise
 

@@ -18,14 +18,14 @@ from corpora import random_corpus
 from sight import until
 from watch import Watch
 
-from data.fetch import room
-from data.fetch.process import NodeFetching
-from data.packing.opening import open_packer, open_skips
-from data.packing.packer import Packer
-from data.packing.position import Position
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain import fetcher_status
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.fetch import room
+from fsdp_pretrain.data.fetch.process import NodeFetching
+from fsdp_pretrain.data.packing.opening import open_packer, open_skips
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.packing.position import Position
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.fetcher_status import FetcherStatus
 from fsdp_pretrain.watchdog.detectors.corpus_storage import CorpusStorageDetector
@@ -149,7 +149,7 @@ def test_a_cache_is_of_one_run_at_a_time(
     nodes: Any, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second run is refused, with the name of the first; once that has ended, it may begin."""
-    monkeypatch.setattr("data.fetch.process._LOCK_SECONDS", 0.2)
+    monkeypatch.setattr("fsdp_pretrain.data.fetch.process._LOCK_SECONDS", 0.2)
     first = nodes(name="first")
     second = Node(tmp_path, corpus, tmp_path / "cache", "170KB", name="second")
     with pytest.raises(ConfigError, match=r"data\.cache\.dir = .*/cache is in use by the run .*/first"):

@@ -17,7 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/first-run.md").read_text()
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 JOBSET = ROOT / "configs/kubernetes/jobset.yaml"
-MODULES = {"fsdp-data": "data.cli", "fsdp-eval": "eval.cli", "fsdp-pretrain": "fsdp_pretrain.cli"}
+MODULES = {
+    "fsdp-data": "fsdp_pretrain.data.cli",
+    "fsdp-eval": "fsdp_pretrain.eval.cli",
+    "fsdp-pretrain": "fsdp_pretrain.cli",
+}
 REPORTS = re.compile(r"^(fsdp-pretrain (watch|status) .*)$", re.MULTILINE)
 """Commands whose exit codes 1 and 2 are findings."""
 

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from corpora import random_corpus
 
-from data.fetch.forecast import Forecast
-from data.fetch.room import RECOMMENDED, bytes_in_use
-from data.fetch.window import Window
-from data.packing import pieces
-from data.packing.loader import Loader
-from data.packing.mixture import MixtureWeight
-from data.packing.packer import Packer
-from data.packing.position import Position
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.schedule import BatchSchedule, Ramp
 from fsdp_pretrain.config.sequence_stages import SequenceStages
 from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.data.fetch.forecast import Forecast
+from fsdp_pretrain.data.fetch.room import RECOMMENDED, bytes_in_use
+from fsdp_pretrain.data.fetch.window import Window
+from fsdp_pretrain.data.packing import pieces
+from fsdp_pretrain.data.packing.loader import Loader
+from fsdp_pretrain.data.packing.mixture import MixtureWeight
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.packing.position import Position
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.quick
 RAMP = BatchSchedule(24, Ramp(8, 8, 0, 100))
@@ -140,7 +140,7 @@ def test_a_cache_fetches_each_block_once_an_epoch(
     corpora: dict[str, Path], case: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most 1.1 bytes for each byte and epoch with the recommended size, 1.5 with the least."""
-    for module in ("data.packing.source", "data.fetch.room"):
+    for module in ("fsdp_pretrain.data.packing.source", "fsdp_pretrain.data.fetch.room"):
         monkeypatch.setattr(f"{module}.STRETCH", 256)
     chosen = {"sources": {"large": 1.0}, "world": 1, "batch": 32, "lanes": 6, "epochs": 1.6} | CACHES[case]
     first, batch, world = next(iter(chosen["sources"])), chosen["batch"], chosen["world"]

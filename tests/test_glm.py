@@ -16,17 +16,17 @@ import torch.nn.functional as F
 from processes import Run
 from torch import Tensor
 
-from data.packing.objectives import IGNORE
-from data.packing.opening import open_infilling, open_packer
-from data.text.tokenizer import Tokenizer
-from eval.checkpoints import read_checkpoint
-from eval.samples import sample_losses
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.data.packing.objectives import IGNORE
+from fsdp_pretrain.data.packing.opening import open_infilling, open_packer
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.eval.checkpoints import read_checkpoint
+from fsdp_pretrain.eval.samples import sample_losses
 from fsdp_pretrain.lineage import provenance as where
 from fsdp_pretrain.models import Decoder
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run.files import RunDir
 
 Following = Callable[[list[int], list[int]], Tensor]
 SLOTS, SLOT = 2, 32
@@ -47,7 +47,7 @@ def config(module_lab: Any, run_command: Run, helpers: Any) -> Path:
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     options = ["--text-field", "q", "--answer-field", "a", "--workers", "1", "--quiet"]
     where = ["--tokenizer", module_lab.tokenizer, "--out", answers]
-    done = run_command("data.cli", "prepare", prompts, *options, *where)
+    done = run_command("fsdp_pretrain.data.cli", "prepare", prompts, *options, *where)
     assert done.returncode == 0, done.stderr
     path: Path = module_lab.config(
         "glm",
@@ -184,7 +184,7 @@ class Request:
 @pytest.fixture(params=["one", "two-dimensions"])
 def judged(trained: Callable[[str], Path], request: pytest.FixtureRequest) -> tuple[Any, Following]:
     """The adapter, which reads contexts as a whole, and the next token's logits of a plain model."""
-    harness = pytest.importorskip("eval.harness", exc_type=ImportError)
+    harness = pytest.importorskip("fsdp_pretrain.eval.harness", exc_type=ImportError)
     name = request.param
     run = trained(name)
     checkpoint = Store(run / "checkpoints").find(10)

@@ -13,10 +13,10 @@ import records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_pretrain.record import lineage
-from fsdp_pretrain.record.files import RunDir, stamp
-from fsdp_pretrain.record.goodput import GoodputReport, State, goodput, render
-from fsdp_pretrain.record.journal import Journal
+from fsdp_pretrain.run import lineage
+from fsdp_pretrain.run.files import RunDir, stamp
+from fsdp_pretrain.run.goodput import GoodputReport, State, goodput, render
+from fsdp_pretrain.run.journal import Journal
 
 LENGTH, BATCH = 32, 8
 BEGIN = 1_700_000_000.0

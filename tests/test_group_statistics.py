@@ -15,11 +15,11 @@ from records import step_record
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.record.step_columns import read_steps
-from fsdp_pretrain.record.step_record import StepRecord, parse
-from fsdp_pretrain.report.panels import lay_out
-from fsdp_pretrain.trackers.points import step_values
+from fsdp_pretrain.run.step_columns import read_steps
+from fsdp_pretrain.run.step_record import StepRecord, parse
 from fsdp_pretrain.train.group_statistics import group_of
+from fsdp_pretrain.views.report.panels import lay_out
+from fsdp_pretrain.views.trackers.points import step_values
 
 GROUPS = ["embedding", "norms", "attention/0", "mlp/0", "attention/1", "mlp/1", "head"]
 MEASURED = {"record": {"statistics_every": "3 steps", "console_every": 100}}

@@ -221,7 +221,7 @@ def test_a_watchdog_that_is_new_knows_steps_by_the_record(lab: Any, watched: Cal
 IN_A_SAVE = """
 import os, pathlib, signal, sys
 from fsdp_pretrain.heartbeat import Phase
-from fsdp_pretrain.watchdog.heartbeat.page import Page
+from fsdp_pretrain.watchdog.hang.page import Page
 page = Page(pathlib.Path(sys.argv[1]), rank=0, segment=1)
 page.step(7)
 page.beat(Phase.SAVE)

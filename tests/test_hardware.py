@@ -17,8 +17,8 @@ from sight import until
 from fsdp_pretrain.watchdog.detectors import nvml
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
 from fsdp_pretrain.watchdog.detectors.host import HostDetector, HostMemory, sample_host
+from fsdp_pretrain.watchdog.detectors.periodic import THREADS
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.probes.periodic import THREADS
 
 pytestmark = pytest.mark.quick
 HEALTHY = {

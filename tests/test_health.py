@@ -22,9 +22,9 @@ from fsdp_pretrain.health.auto_rollback import roll_back
 from fsdp_pretrain.health.monitor import ExpectedSteps, Health, HealthOutcome, RollbackRequest
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.parallel.replica_check import checksums, compare
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.recorder import NotesOnlyRecorder
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.recorder import NotesOnlyRecorder
+from fsdp_pretrain.run.step_record import StepRecord
 
 pytestmark = pytest.mark.quick
 

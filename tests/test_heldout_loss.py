@@ -13,17 +13,17 @@ import torch
 import torch.nn.functional as F
 from records import step_record
 
-from data.packing.objectives import IGNORE
-from data.packing.opening import open_infilling
-from data.packing.packer import Packer
-from eval.checkpoints import read_checkpoint
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.data.packing.objectives import IGNORE
+from fsdp_pretrain.data.packing.opening import open_infilling
+from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.eval.checkpoints import read_checkpoint
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.masks import Slots
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.goodput import State, goodput
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.goodput import State, goodput
 from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 

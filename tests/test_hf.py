@@ -22,19 +22,19 @@ from processes import Run
 from safetensors.torch import load_file
 from torch import Tensor
 
-from data.packing.opening import open_packer
-from data.prepare.prepare import PrepareOptions
-from data.prepare.train_tokenizer import train_tokenizer
-from data.text.tokenizer import Tokenizer
-from eval.checkpoints import read_checkpoint
-from fsdp_pretrain.checkpoint import hf
-from fsdp_pretrain.checkpoint.hf_layout import read_model, to_hf
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import export_tokenizer, samples
-from fsdp_pretrain.checkpoint.weights_import import import_folder
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.data.packing.opening import open_packer
+from fsdp_pretrain.data.prepare.prepare import PrepareOptions
+from fsdp_pretrain.data.prepare.train_tokenizer import train_tokenizer
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError, UserError
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.eval.checkpoints import read_checkpoint
+from fsdp_pretrain.hf import export as hf
+from fsdp_pretrain.hf.layout import read_model, to_hf
+from fsdp_pretrain.hf.weights_import import import_folder
+from fsdp_pretrain.run.files import RunDir
 
 pytestmark = pytest.mark.slow  # the default suite has no room for it
 
@@ -383,8 +383,8 @@ def test_memory_is_that_of_a_file_not_of_the_model(lab: Any, helpers: Any) -> No
     code = (
         "import json; from pathlib import Path\n"
         "from fsdp_pretrain.checkpoint import hf; from fsdp_pretrain.config.config import load\n"
-        "from fsdp_pretrain.checkpoint.weights_import import import_folder\n"
-        "from fsdp_pretrain.record.files import RunDir\n"
+        "from fsdp_pretrain.hf.weights_import import import_folder\n"
+        "from fsdp_pretrain.run.files import RunDir\n"
         "import threading, time; seen = [0]\n"
         "own = lambda: int(Path('/proc/self/status').read_text().partition('RssAnon:')[2].split()[0]) // 1024\n"
         "def watch():\n"

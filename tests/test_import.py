@@ -24,15 +24,15 @@ from hypothesis import strategies as st
 from laboratory import seal
 from processes import Run
 
-from data.corpus.corpus import Corpus
-from data.corpus.formats import Format, open_file, token_files
-from data.corpus.manifest import Vocabulary, read_manifest
-from data.corpus.shards import Shard, ShardWriter
-from data.packing.packer import Packer
-from data.prepare.import_corpus import ImportOptions, ingest
-from data.text.tokenizer import Tokenizer
-from data.validate.findings import CATALOGUE
-from data.validate.validate import validate
+from fsdp_pretrain.data.corpus.corpus import Corpus
+from fsdp_pretrain.data.corpus.formats import Format, open_file, token_files
+from fsdp_pretrain.data.corpus.manifest import Vocabulary, read_manifest
+from fsdp_pretrain.data.corpus.shards import Shard, ShardWriter
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.prepare.import_corpus import ImportOptions, ingest
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.validate.findings import CATALOGUE
+from fsdp_pretrain.data.validate.validate import validate
 from fsdp_pretrain.errors import DataError
 
 # ruff: noqa: A002 (`format` is what it is)
@@ -154,18 +154,22 @@ def test_adopted_shards_are_not_touched_and_the_manifest_tells_the_truth(
         megatron(tmp_path / name, docs[number::3])
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
     arguments = ["import", tmp_path / "x", tmp_path / "y/part.bin", tmp_path / "y/other", "--separators", "none"]
-    done = run_command("data.cli", *arguments, "--tokenizer", tokenizer.path, "--out", tmp_path / "out", "--workers", 2)
+    done = run_command(
+        "fsdp_pretrain.data.cli", *arguments, "--tokenizer", tokenizer.path, "--out", tmp_path / "out", "--workers", 2
+    )
     assert done.returncode == 0, done.stderr
     assert f"{len(docs)} documents" in done.stdout and "in place" in done.stdout
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     manifest = read_manifest(tmp_path / "out")
     assert len({entry.name for entry in manifest.shards}) == 3 and manifest.documents == len(docs)
-    checked = run_command("data.cli", "validate", tmp_path / "out", "--tokenizer", tokenizer.path, "--json")
+    checked = run_command(
+        "fsdp_pretrain.data.cli", "validate", tmp_path / "out", "--tokenizer", tokenizer.path, "--json"
+    )
     codes = {finding["code"] for finding in json.loads(checked.stdout)["corpora"][0]["findings"]}
     random_ids = {"foreign-tokens"}  # no tokenizer would encode text to these
     assert codes <= {"one-token-documents"} | random_ids, checked.stdout
     assert manifest.tokenizer.fingerprint == tokenizer.fingerprint
-    shown = run_command("data.cli", "inspect", tmp_path / "out")
+    shown = run_command("fsdp_pretrain.data.cli", "inspect", tmp_path / "out")
     assert "with each document: none" in shown.stdout and str(tmp_path / "y/other") in shown.stdout
 
 
@@ -242,10 +246,10 @@ def test_the_clean_twin_of_a_refused_import_is_adopted_at_once(
     """Exit 78 with decoded places; the corrected command needs no --overwrite."""
     store(tmp_path / "in", "s", carry(documents(), "trailing"), "megatron")
     arguments = ["import", tmp_path / "in", "--tokenizer", tokenizer.path, "--out", tmp_path / "out", "--separators"]
-    refused = run_command("data.cli", *arguments, "leading")
+    refused = run_command("fsdp_pretrain.data.cli", *arguments, "leading")
     assert refused.returncode == 78 and "<|endoftext|>" in refused.stderr and "Traceback" not in refused.stderr
     assert "remedy: all documents fit `--separators trailing`" in refused.stderr
-    assert run_command("data.cli", *arguments, "trailing").returncode == 0
+    assert run_command("fsdp_pretrain.data.cli", *arguments, "trailing").returncode == 0
 
 
 def test_flat_files_may_begin_or_end_inside_a_document(tmp_path: Path, run_command: Run, tokenizer: Tokenizer) -> None:
@@ -254,7 +258,7 @@ def test_flat_files_may_begin_or_end_inside_a_document(tmp_path: Path, run_comma
     for number, part in enumerate(np.array_split(flat, 3)):
         np.save(tmp_path / f"p{number}.npy", part)
     arguments = [*sorted(tmp_path.glob("p*.npy")), "--tokenizer", tokenizer.path, "--separators", "leading"]
-    done = run_command("data.cli", "import", *arguments, "--out", tmp_path / "out")
+    done = run_command("fsdp_pretrain.data.cli", "import", *arguments, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "files begin or end inside a document" in done.stdout
     stored = [Shard(tmp_path / "out/shards" / entry.name).tokens for entry in read_manifest(tmp_path / "out").shards]
@@ -386,7 +390,15 @@ def test_a_killed_import_leaves_no_manifest_and_continues(
     megatron(tmp_path / "in/s1", docs * 40)  # the others take long enough for the kill
     for number, suffix in product(range(2, 10), (".bin", ".idx")):
         shutil.copy(tmp_path / f"in/s1{suffix}", tmp_path / f"in/s{number}{suffix}")
-    arguments = ["-m", "data.cli", "import", str(tmp_path / "in"), "--tokenizer", str(tokenizer.path), "--quiet"]
+    arguments = [
+        "-m",
+        "fsdp_pretrain.data.cli",
+        "import",
+        str(tmp_path / "in"),
+        "--tokenizer",
+        str(tokenizer.path),
+        "--quiet",
+    ]
     arguments += ["--separators", "trailing", "--workers", "1", *(["--copy"] if copy else []), "--out"]
     command, environment = [sys.executable, *arguments], helpers.environment()
     broken = tmp_path / "broken"

@@ -28,8 +28,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("command", "needed"),
     [
-        ("data.cli prepare --help", set()),
-        ("eval.cli --help", set()),
+        ("fsdp_pretrain.data.cli prepare --help", set()),
+        ("fsdp_pretrain.eval.cli --help", set()),
         ("fsdp_pretrain.cli journal RUN", set()),
         ("fsdp_pretrain.cli checkpoints RUN list", STATE | {"tomli_w"}),
         ("fsdp_pretrain.cli status RUN", STATE | {"tomli_w", "psutil", "numpy"}),

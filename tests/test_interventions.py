@@ -110,7 +110,7 @@ def poison(lab: Any, helpers: Any, until: int) -> dict[str, Any]:
     """`data` with a second source of random tokens, which is the only one from sample 320 (step 41) on."""
     rng = random.Random(5)
     documents = [[rng.randrange(20, 200) for _ in range(200)] for _ in range(40)]
-    from data.text.tokenizer import Tokenizer
+    from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
     corpus = helpers.corpus(lab.path / "poison", documents, Tokenizer.load(lab.tokenizer))
     end = f"{until} samples"

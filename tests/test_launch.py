@@ -20,7 +20,7 @@ from sight import PATIENCE, PATIENT, rank_of, until
 from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.launch import outcome
 from fsdp_pretrain.launch.policy import decide
-from fsdp_pretrain.record.files import RunDir, json_object, read_lines
+from fsdp_pretrain.run.files import RunDir, json_object, read_lines
 
 HASTE = {"stop_timeout": "120 s"}
 
@@ -112,7 +112,7 @@ def dies_at(folder: Path, cursor: int) -> Path:
     (folder / "sitecustomize.py").write_text(
         SET_CONSTANTS + "import os\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    from data.packing import loader\n"
+        "    from fsdp_pretrain.data.packing import loader\n"
         "    real = loader.Loader.__next__\n"
         "    def fail(self):\n"
         "        batch = real(self)\n"

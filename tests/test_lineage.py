@@ -18,9 +18,9 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import BusyError, UserError
 from fsdp_pretrain.lineage.fork import fork
 from fsdp_pretrain.lineage.rollback import rollback
-from fsdp_pretrain.record import lineage, overrides
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.metrics import read_metrics
+from fsdp_pretrain.run import lineage, overrides
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.metrics import read_metrics
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ from traps import killed_at
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.live_set import preview, ramped, read_entry, steer, steerable
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.record import overrides
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.overrides import Overrides
-from fsdp_pretrain.record.requests import send
+from fsdp_pretrain.run import overrides
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.overrides import Overrides
+from fsdp_pretrain.run.requests import send
 
 CLI = "fsdp_pretrain.cli"
 STEPS = 60

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from data.packing.loader import IGNORE, Loader, StepBatch, check_batches
-from data.packing.packer import Packer
 from fsdp_pretrain.config.schedule import BatchSchedule, Ramp
+from fsdp_pretrain.data.packing.loader import IGNORE, Loader, StepBatch, check_batches
+from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.quick

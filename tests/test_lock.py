@@ -17,9 +17,9 @@ from sight import until
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.errors import BusyError
-from fsdp_pretrain.record import lease, state_files
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lock import RunLock, hold
+from fsdp_pretrain.run import lease, state_files
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.lock import RunLock, hold
 
 
 def refused(act: Callable[[], object]) -> str:
@@ -77,7 +77,7 @@ def test_a_dead_holder_on_this_host_is_taken_over_at_once(tmp_path: Path, how: s
     run = RunDir(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     holder = f"""
-from fsdp_pretrain.record import files, lease, state_files
+from fsdp_pretrain.run import files, lease, state_files
 import json, os, pathlib
 os.getpid = lambda: {child.pid}
 pathlib.Path({str(run.lock)!r}).write_text(state_files.seal({{"token": "t", **lease.this_process()}}))

@@ -18,13 +18,13 @@ from sight import until
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.errors import Exit, Interrupted, UserError
+from fsdp_pretrain.job.mirroring import UploaderProcess
 from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.mirror.restore import Restoration, compare_with_mirror, restore
 from fsdp_pretrain.mirror.uploader import Uploader
-from fsdp_pretrain.record import journal, lineage, mirror_status, run_id
-from fsdp_pretrain.record.files import RunDir
 from fsdp_pretrain.remote import Problem, RemoteError
-from fsdp_pretrain.train.mirroring import UploaderProcess
+from fsdp_pretrain.run import journal, lineage, mirror_status, run_id
+from fsdp_pretrain.run.files import RunDir
 
 pytestmark = pytest.mark.quick
 FILES = {

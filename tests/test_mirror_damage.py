@@ -18,10 +18,10 @@ from test_mirror_runs import uploader, whole, whole_now
 from fsdp_pretrain.checkpoint.expected import missing
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
-from fsdp_pretrain.record import journal, lineage, run_id
-from fsdp_pretrain.record.lineage import LINEAGE
-from fsdp_pretrain.record.state_files import DamagedFileError
 from fsdp_pretrain.remote import RemoteError
+from fsdp_pretrain.run import journal, lineage, run_id
+from fsdp_pretrain.run.lineage import LINEAGE
+from fsdp_pretrain.run.state_files import DamagedFileError
 
 LYING = Faults(failing=0.1, cut=0.1, corrupt=0.1, spoiled=0.1, unanswered=0.1)
 """A tenth of all answers and uploads is refused, cut or wrong."""

@@ -27,10 +27,10 @@ from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.mirror import restore
 from fsdp_pretrain.mirror.layout import RunMirror
-from fsdp_pretrain.record import mirror_status, run_id
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.requests import send
 from fsdp_pretrain.remote import RemoteError
+from fsdp_pretrain.run import mirror_status, run_id
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.requests import send
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.notify.operator import snapshot_file
 
@@ -114,7 +114,7 @@ def test_a_complete_run_waits_for_its_mirror_as_long_as_is_said(
     lab: Any, object_store: ObjectStore, constants: Callable[..., None]
 ) -> None:
     """Not as long as one that was asked to stop."""
-    constants("fsdp_pretrain.train.mirroring", _COMPLETE_SECONDS=1.5, _STOP_SECONDS=100_000.0)
+    constants("fsdp_pretrain.job.mirroring", _COMPLETE_SECONDS=1.5, _STOP_SECONDS=100_000.0)
     object_store.faults = Faults(corrupt=1.0, objects="runs/run/checkpoints/.*distcp")
     policy = {"every": "2 steps", "mirror": f"{object_store.url}/runs"}
     output = lab.train(lab.config("run", train={"duration": "4 steps"}, checkpoint=policy))

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.packing.loader import Loader, micro_batch
-from data.packing.mixture import CHUNK, GRID, Mixture, MixtureWeight
-from data.packing.objectives import IGNORE
-from data.packing.packer import Packer
-from data.packing.position import Position
 from fsdp_pretrain.config.schedule import BatchSchedule
 from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.data.packing.loader import Loader, micro_batch
+from fsdp_pretrain.data.packing.mixture import CHUNK, GRID, Mixture, MixtureWeight
+from fsdp_pretrain.data.packing.objectives import IGNORE
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick

@@ -16,7 +16,7 @@ from sight import until
 
 from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify import channels, notifier
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
@@ -119,7 +119,7 @@ KILLED = """
 import os, sys, time
 from pathlib import Path
 from fsdp_pretrain.config.notify import NotifySection
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.watchdog.notify.alarms import Alarms, Severity
 from fsdp_pretrain.watchdog.notify.message import MessageSender
 from fsdp_pretrain.watchdog.notify.notifier import Notifier

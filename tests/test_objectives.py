@@ -17,20 +17,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.corpus.hashing import hashes, uniforms
-from data.packing.loader import Loader, StepBatch
-from data.packing.objectives import IGNORE, Infilled, Infilling, Slot, SpanSampler, Specials, continue_text, fill_blanks
-from data.packing.opening import open_infilling, open_packer
-from data.packing.packer import Packed, Packer
-from data.packing.position import Position
-from data.text.tokenizer import Tokenizer
-from data.validate.against import check_against
-from data.validate.validate import validate
 from fsdp_pretrain.checkpoint.state import identity
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.config.resume_rules import differences
 from fsdp_pretrain.config.schedule import BatchSchedule
+from fsdp_pretrain.data.corpus.hashing import hashes, uniforms
+from fsdp_pretrain.data.packing.loader import Loader, StepBatch
+from fsdp_pretrain.data.packing.objectives import (
+    IGNORE,
+    Infilled,
+    Infilling,
+    Slot,
+    SpanSampler,
+    Specials,
+    continue_text,
+    fill_blanks,
+)
+from fsdp_pretrain.data.packing.opening import open_infilling, open_packer
+from fsdp_pretrain.data.packing.packer import Packed, Packer
+from fsdp_pretrain.data.packing.position import Position
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.validate.against import check_against
+from fsdp_pretrain.data.validate.validate import validate
 from fsdp_pretrain.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.quick
@@ -257,7 +266,7 @@ def tasks(shared_corpus: Path, tmp_path_factory: pytest.TempPathFactory, run_com
     (path / "tasks.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     options = ["--text-field", "question", "--answer-field", "answer", "--workers", "1", "--shard-size", "20KB"]
     where = ["--tokenizer", shared_corpus / "tokenizer", "--out", path / "corpus", "--quiet"]
-    done = run_command("data.cli", "prepare", path / "tasks.jsonl", *options, *where)
+    done = run_command("fsdp_pretrain.data.cli", "prepare", path / "tasks.jsonl", *options, *where)
     assert done.returncode == 0, done.stderr
     return path
 

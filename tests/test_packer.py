@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laboratory import write_tokens
 
-from data.corpus.hashing import permutation
-from data.corpus.manifest import read_manifest
-from data.corpus.shards import LENGTHS_AT, Shard
-from data.corpus.writing import ShardBlocks, build_blocks
-from data.packing.packer import Packer
-from data.packing.source import STRETCH
-from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.corpus.hashing import permutation
+from fsdp_pretrain.data.corpus.manifest import read_manifest
+from fsdp_pretrain.data.corpus.shards import LENGTHS_AT, Shard
+from fsdp_pretrain.data.corpus.writing import ShardBlocks, build_blocks
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.packing.source import STRETCH
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick

@@ -10,8 +10,8 @@ import pytest
 from processes import ROOT
 from sight import PATIENT, steps, until
 
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.requests import send
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.requests import send
 
 CLI = "fsdp_pretrain.cli"
 LONG = {"duration": "100_000 steps", "micro_batch": 2}
@@ -116,7 +116,7 @@ def test_a_pause_raises_no_alarm_and_a_hang_in_it_does(live: Any, helpers: Any) 
 
 
 def _age(since: str) -> float:
-    from fsdp_pretrain.record.files import age
+    from fsdp_pretrain.run.files import age
 
     return age(since)
 

@@ -14,9 +14,9 @@ import torch
 from fsdp_pretrain import models
 from fsdp_pretrain.bench import peers, sides, steps
 from fsdp_pretrain.bench.times import MeasuredSteps, Spread
-from fsdp_pretrain.checkpoint import hf_layout
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.sections import ParallelSection
+from fsdp_pretrain.hf import layout as hf_layout
 from fsdp_pretrain.parallel import fsdp, mesh
 
 CPU = torch.device("cpu")

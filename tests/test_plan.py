@@ -12,12 +12,12 @@ import torch
 from processes import Run
 from pydantic import TypeAdapter
 
-from data.corpus.manifest import read_manifest
 from fsdp_pretrain import models
 from fsdp_pretrain.cli import main
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.model import LlamaModel, Model
 from fsdp_pretrain.config.sections import OptimizerSection
+from fsdp_pretrain.data.corpus.manifest import read_manifest
 from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.hardware import peak_flops
 from fsdp_pretrain.models.flops import hardware_flops_per_token, speed

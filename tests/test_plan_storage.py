@@ -12,12 +12,12 @@ import pytest
 from corpora import random_corpus
 from test_forecast import fetch_all
 
-from data.fetch.forecast import Forecast
-from data.fetch.window import Window
-from data.packing.packer import Packer
-from data.packing.position import Position
 from fsdp_pretrain.config.schedule import BatchSchedule
 from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.data.fetch.forecast import Forecast
+from fsdp_pretrain.data.fetch.window import Window
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.packing.position import Position
 
 LENGTH, LANES, BATCH, STEPS = 64, 2, 8, 5500
 

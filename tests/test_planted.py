@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from data.corpus.manifest import Vocabulary
-from data.prepare.prepare import PrepareOptions
-from data.prepare.train_tokenizer import train_tokenizer
-from data.text.tokenizer import Tokenizer
-from data.validate.validate import validate
+from fsdp_pretrain.data.corpus.manifest import Vocabulary
+from fsdp_pretrain.data.prepare.prepare import PrepareOptions
+from fsdp_pretrain.data.prepare.train_tokenizer import train_tokenizer
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.validate.validate import validate
 
 Docs = list[list[int]]
 COUNT = 120

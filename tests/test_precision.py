@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.packing.opening import open_packer
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.loading import Weights
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.sections import LossScaleSection
+from fsdp_pretrain.data.packing.opening import open_packer
 from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.parallel.optimizer import LossScaler
 

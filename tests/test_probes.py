@@ -16,13 +16,13 @@ from processes import ROOT, Run
 pytest.importorskip("lm_eval")
 import torch
 
-from data.text.tokenizer import Tokenizer
-from eval.checkpoints import open_checkpoint
-from eval.evaluation import open_adapter
-from eval.separators import Subject, evenly, separator_probe
-from eval.tasks import read_heldout
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.sections import EvalSection
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.eval.checkpoints import open_checkpoint
+from fsdp_pretrain.eval.evaluation import open_adapter
+from fsdp_pretrain.eval.separators import Subject, evenly, separator_probe
+from fsdp_pretrain.eval.tasks import read_heldout
 
 FIRST = 70
 """Step of the first checkpoint, which is evaluated."""
@@ -57,7 +57,7 @@ def doubled(lab: Any, helpers: Any, run_command: Run, monkeypatch: pytest.Monkey
     tokenizer = Tokenizer.load(lab.tokenizer)
     texts = [json.loads(line)["text"] for line in (lab.corpus.parent / "train.jsonl").read_text().splitlines()]
     corpus = helpers.corpus(lab.path / "doubled", [[*ids, tokenizer.eod] for ids in tokenizer.encode(texts)], tokenizer)
-    said = run_command("data.cli", "validate", corpus)
+    said = run_command("fsdp_pretrain.data.cli", "validate", corpus)
     assert said.returncode == 2 and "separator-at-end" in said.stdout  # and it is trained on in spite of that
     monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/faults.py"))
     monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 0, "kind": "trust"}))
@@ -70,12 +70,12 @@ def test_a_second_separator_is_told_at_the_first_evaluated_checkpoint(
 ) -> None:
     run, said = doubled(lab, helpers, run_command, monkeypatch), "separators are doubled in the training data"
     monkeypatch.delenv("EXECUTE_FIRST", raising=False)
-    done = run_command("eval.cli", "watch", run, "--once")
+    done = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once")
     assert done.returncode == 0, done.stderr
     assert f"ALARM: separator_probe of step {FIRST}: " in done.stderr and said in done.stderr
     entries = helpers.journal(run, "eval-verdict")
     assert [entry["step"] for entry in entries] == [FIRST] and all(said in entry["text"] for entry in entries)
-    report = run_command("eval.cli", "report", run)
+    report = run_command("fsdp_pretrain.eval.cli", "report", run)
     assert report.stdout.count("ALARM: ") == 1 and report.returncode == 0
 
 
@@ -83,7 +83,7 @@ def test_its_clean_twin_is_not(clean: Path, tmp_path: Path, helpers: Any, run_co
     run = tmp_path / "run"
     shutil.copytree(clean, run)
     (run / "config.toml").write_text((run / "config.toml").read_text().replace(str(clean), str(run)))
-    done = run_command("eval.cli", "watch", run, "--once")
+    done = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once")
     assert done.returncode == 0 and "ALARM" not in done.stderr, done.stderr
     assert not helpers.journal(run, "eval-verdict") and len(helpers.journal(run, "eval")) == 1
 

@@ -14,9 +14,9 @@ import pytest
 from processes import CLI, Run
 from sight import tree
 
-from data.packing.opening import open_packer
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.data.packing.opening import open_packer
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
 END = ("train.duration=20 steps", "optimizer.decay=20 steps")
 
@@ -144,6 +144,6 @@ def test_a_noisy_template_is_seen_in_its_loss(lab: Any, helpers: Any, run_comman
     means = [{name: loss["sum"] / loss["count"] for name, loss in record["sources"].items()} for record in records]
     apart = [mean["noisy"] - mean["good"] for mean in means]
     assert statistics.mean(apart) > 5 * statistics.stdev(apart) / len(apart) ** 0.5
-    shown = run_command("eval.cli", "samples", lab.path / "run", "--step", 40, "--json")
+    shown = run_command("fsdp_pretrain.eval.cli", "samples", lab.path / "run", "--step", 40, "--json")
     worst = json.loads(shown.stdout)["samples"][:4]
     assert shown.returncode == 0 and {sample["source"] for sample in worst} == {"noisy"}, shown.stderr

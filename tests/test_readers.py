@@ -19,8 +19,8 @@ import pytest
 import zstandard
 from processes import Run
 
-from data.text.files import find_files
-from data.text.inputs import plan_shards, read_documents
+from fsdp_pretrain.data.text.files import find_files
+from fsdp_pretrain.data.text.inputs import plan_shards, read_documents
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
@@ -104,7 +104,7 @@ READ = """
 import sys
 from pathlib import Path
 import pyarrow.parquet
-from data.text.inputs import plan_shards, read_documents
+from fsdp_pretrain.data.text.inputs import plan_shards, read_documents
 from fsdp_pretrain.errors import DataError
 count = 0
 try:
@@ -207,10 +207,10 @@ def test_a_pipe_is_refused_with_the_way_to_say_the_format(
     for name in (tmp_path / "pipe", tmp_path):
         if name == tmp_path:
             (tmp_path / "pipe").rename(tmp_path / "pipe.jsonl")
-        refused = run_command("data.cli", "prepare", name, *arguments)
+        refused = run_command("fsdp_pretrain.data.cli", "prepare", name, *arguments)
         assert refused.returncode == 78 and "is a directory, a pipe or a device" in refused.stderr, refused.stderr
         assert ".jsonl" in refused.stderr and not (tmp_path / "out").exists()
-    command = [sys.executable, "-m", "data.cli", "prepare", "/dev/stdin", *map(str, arguments)]
+    command = [sys.executable, "-m", "fsdp_pretrain.data.cli", "prepare", "/dev/stdin", *map(str, arguments)]
     done = subprocess.run(command, cwd="/", env=helpers.environment(), input=LINES, capture_output=True)
     assert done.returncode == 78 and b"/dev/stdin is a directory, a pipe" in done.stderr
     with put(tmp_path / "a.jsonl", LINES).open("rb") as file:
@@ -255,31 +255,36 @@ def test_all_files_below_a_directory_are_found(tmp_path: Path) -> None:
 def test_input_without_any_text(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
     path = put(tmp_path / "a.jsonl", b"")
     arguments = ["--tokenizer", shared_corpus / "tokenizer", "--out", tmp_path / "out"]
-    refused = run_command("data.cli", "prepare", path, *arguments)
+    refused = run_command("fsdp_pretrain.data.cli", "prepare", path, *arguments)
     assert refused.returncode == 78 and "holds no text: 1 files, all of them empty" in refused.stderr
     assert not (tmp_path / "out").exists()
     put(path, b'{"body": "x"}\n')
-    assert "--text-field" in run_command("data.cli", "prepare", path, *arguments).stderr
+    assert "--text-field" in run_command("fsdp_pretrain.data.cli", "prepare", path, *arguments).stderr
     for verb in (["import", path, *arguments, "--separators", "none"], ["validate", path, *arguments[:2]]):
-        refused = run_command("data.cli", *verb)
+        refused = run_command("fsdp_pretrain.data.cli", *verb)
         assert refused.returncode == 78
         assert "holds text, not tokens\n  remedy: make a corpus of it with `fsdp-data prepare`" in refused.stderr
 
 
 def test_paths_that_do_not_exist_are_said_not_to(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
     names = [tmp_path / "nope", tmp_path / "neither"]
-    refused = run_command("data.cli", "validate", *names, shared_corpus / "corpus")
+    refused = run_command("fsdp_pretrain.data.cli", "validate", *names, shared_corpus / "corpus")
     assert refused.returncode == 78 and f"there is no {names[0]}, {names[1]}" in refused.stderr
     assert "--format" not in refused.stderr and refused.stdout == ""
     out = ["--tokenizer", shared_corpus / "tokenizer", "--out", tmp_path / "out"]
-    refused = run_command("data.cli", "import", names[0], *out, "--separators", "none")
+    refused = run_command("fsdp_pretrain.data.cli", "import", names[0], *out, "--separators", "none")
     assert refused.returncode == 78 and "there is no file" in refused.stderr and "--format" not in refused.stderr
-    assert f"there is no input {names[0]}, {names[1]}" in run_command("data.cli", "prepare", *names, *out).stderr
+    assert (
+        f"there is no input {names[0]}, {names[1]}"
+        in run_command("fsdp_pretrain.data.cli", "prepare", *names, *out).stderr
+    )
 
 
 def test_output_that_cannot_be_written(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
     path, below = put(tmp_path / "a.txt", b"text"), tmp_path / "a.txt/out"
-    refused = run_command("data.cli", "prepare", path, "--tokenizer", shared_corpus / "tokenizer", "--out", below)
+    refused = run_command(
+        "fsdp_pretrain.data.cli", "prepare", path, "--tokenizer", shared_corpus / "tokenizer", "--out", below
+    )
     assert refused.returncode == 78 and "Not a directory\n  remedy: look for a mistake" in refused.stderr
     assert f"cannot use {below}" in refused.stderr and "Traceback" not in refused.stderr
 
@@ -294,11 +299,11 @@ def test_a_full_disk_keeps_what_was_finished(
     path = put(tmp_path / "a.jsonl", lines * (4_000_000 // len(lines)))
     arguments = ["prepare", path, "--tokenizer", shared_corpus / "tokenizer", "--out", disk / "out"]
     arguments += ["--shard-size", "500KB", "--workers", workers]
-    full = run_command("data.cli", *arguments)
+    full = run_command("fsdp_pretrain.data.cli", *arguments)
     assert full.returncode == 93 and f"cannot use {disk}/out" in full.stderr, full.stderr
     assert "No space left on device\n  remedy: free space" in full.stderr and "Traceback" not in full.stderr
     assert workers > 1 or not list(disk.rglob("*.partial"))
     assert list(disk.rglob("*.json"))
     subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
-    done = run_command("data.cli", *arguments)
+    done = run_command("fsdp_pretrain.data.cli", *arguments)
     assert done.returncode == 0, done.stderr

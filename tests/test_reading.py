@@ -20,14 +20,14 @@ import pytest
 from corpora import random_corpus
 from sight import until
 
-from data.corpus.corpus import Corpus
-from data.corpus.files import reading
-from data.corpus.shards import Shard, ShardWriter
-from data.corpus.writing import write_corpus
-from data.packing.loader import Loader
-from data.packing.packer import Packer
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.schedule import BatchSchedule
+from fsdp_pretrain.data.corpus.corpus import Corpus
+from fsdp_pretrain.data.corpus.files import reading
+from fsdp_pretrain.data.corpus.shards import Shard, ShardWriter
+from fsdp_pretrain.data.corpus.writing import write_corpus
+from fsdp_pretrain.data.packing.loader import Loader
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError, Exit, ReadTimeoutError
 
 BATCHES = BatchSchedule(16)
@@ -143,7 +143,7 @@ def test_storage_that_must_be_asked_gives_the_same_samples(
     def refuse(*_: Any) -> int:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("data.corpus.stored.preadv", refuse)
+    monkeypatch.setattr("fsdp_pretrain.data.corpus.stored.preadv", refuse)
     packer = open_packer(corpus)
     assert (packed(packer), packed(packer)) == expected
     assert packer.corpora["a"].reads.take_times().reads > 320
@@ -167,7 +167,7 @@ def test_what_is_read_is_said_only_while_it_is_read(corpus: Path) -> None:
 MANY = """
 import json, os, resource, sys
 from pathlib import Path
-from data.packing.packer import Packer
+from fsdp_pretrain.data.packing.packer import Packer
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 names = "abcd"
 packer = Packer([(name, Path(sys.argv[1]), 1.0) for name in names], 16, seed=1, lanes=8)

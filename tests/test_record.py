@@ -18,18 +18,18 @@ from released import unpack
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.errors import RunGoneError, StorageError
-from fsdp_pretrain.record import exit_intent, lineage, run_id, state_files
-from fsdp_pretrain.record.exit_intent import EXIT_INTENT
-from fsdp_pretrain.record.files import AppendFile, RunDir, json_object, now, read_lines, replace_file
-from fsdp_pretrain.record.journal import Journal, entries
-from fsdp_pretrain.record.lease import Lease
-from fsdp_pretrain.record.metrics import find_step, read_metrics
-from fsdp_pretrain.record.recorder import Recorder
-from fsdp_pretrain.record.requests import send
-from fsdp_pretrain.record.run_id import LauncherMemory
-from fsdp_pretrain.record.status import ended
-from fsdp_pretrain.record.step_record import LossSum
-from fsdp_pretrain.watchdog.status import ALERT, OK, WARN, inspect, render
+from fsdp_pretrain.run import exit_intent, lineage, run_id, state_files
+from fsdp_pretrain.run.exit_intent import EXIT_INTENT
+from fsdp_pretrain.run.files import AppendFile, RunDir, json_object, now, read_lines, replace_file
+from fsdp_pretrain.run.journal import Journal, entries
+from fsdp_pretrain.run.lease import Lease
+from fsdp_pretrain.run.metrics import find_step, read_metrics
+from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.run.requests import send
+from fsdp_pretrain.run.run_id import LauncherMemory
+from fsdp_pretrain.run.status import ended
+from fsdp_pretrain.run.step_record import LossSum
+from fsdp_pretrain.views.status import ALERT, OK, WARN, inspect, render
 
 pytestmark = pytest.mark.quick
 

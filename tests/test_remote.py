@@ -163,7 +163,7 @@ def test_a_query_may_hold_a_secret(text: str, lab: Any, run_command: Any) -> Non
         done = run_command("fsdp_pretrain.cli", "plan", lab.config(**changes))
         assert done.returncode == 78 and "must not hold credentials" in done.stderr, done.stderr
         assert "S3CR3T" not in done.stdout + done.stderr
-    done = run_command("data.cli", "inspect", text)
+    done = run_command("fsdp_pretrain.data.cli", "inspect", text)
     assert done.returncode == 78 and "S3CR3T" not in done.stdout + done.stderr, done.stderr
 
 

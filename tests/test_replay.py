@@ -13,8 +13,8 @@ import pytest
 from processes import CLI, Run, as_rank, constants, free_port
 from records import step_record
 
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.schedule import StepValues
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.replay.comparison import difference
 
 NOISE, BAD = 291, 28

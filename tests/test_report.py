@@ -20,9 +20,9 @@ from browser import Tab, browser, needs_chromium
 from long_run import LongRun, write_long_run
 from sight import tree
 
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.goodput import goodput
-from fsdp_pretrain.record.metrics import read_metrics
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.goodput import goodput
+from fsdp_pretrain.run.metrics import read_metrics
 from fsdp_pretrain.units import human_time
 
 pytest.importorskip("plotly")

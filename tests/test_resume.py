@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from processes import CLI, Run
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from data.packing.opening import open_packer
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint.loading import Weights
 from fsdp_pretrain.checkpoint.state import forbidden, identity
@@ -30,8 +29,9 @@ from fsdp_pretrain.config.resume_rules import (
     read_allowed,
     undeclared,
 )
+from fsdp_pretrain.data.packing.opening import open_packer
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run.files import RunDir
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.parallel import mesh
-from fsdp_pretrain.record import state_files
+from fsdp_pretrain.run import state_files
 
 # ---------------------------------------------------------------------- room
 

@@ -14,7 +14,7 @@ SIZES = """
 import json, os, sys
 from pathlib import Path
 import psutil
-from data.packing.packer import Packer
+from fsdp_pretrain.data.packing.packer import Packer
 
 def memory():  # without pages of mapped files, which all ranks of a node share
     found = psutil.Process().memory_info()

@@ -11,10 +11,10 @@ import torch
 from pydantic import TypeAdapter
 from sentencepiece import SentencePieceTrainer
 
-from data.text.tokenizer import Tokenizer
-from eval.scorer import Prompt, Query, Scorer
 from fsdp_pretrain import models
 from fsdp_pretrain.config.model import AnyModel
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.eval.scorer import Prompt, Query, Scorer
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.masks import Slots
 from fsdp_pretrain.parallel.fsdp import materialise

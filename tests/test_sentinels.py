@@ -14,15 +14,15 @@ from laboratory import seal
 from processes import constants
 from records import parsed
 
-from data.packing import unigrams
-from data.packing.unigrams import Unigrams
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.step_record import StepRecord
-from fsdp_pretrain.watchdog.agent.registry import build_detectors
+from fsdp_pretrain.data.packing import unigrams
+from fsdp_pretrain.data.packing.unigrams import Unigrams
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetector
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
+from fsdp_pretrain.watchdog.registry import build_detectors
 
 Records = list[dict[str, Any]]
 
@@ -161,7 +161,7 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
         watchdog={"enabled": True},
         health={"rollback": False},  # or the run would skip these samples before the detector reads them
     )
-    with constants("data.packing.unigrams", LEARN=20):
+    with constants("fsdp_pretrain.data.packing.unigrams", LEARN=20):
         lab.train(config, "train.duration=60 steps")
     for path in (corpus / "shards").glob("*.bin"):
         ids = np.fromfile(path, dtype="<u2")

@@ -14,7 +14,7 @@ import pytest
 from records import step_record
 
 from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector
-from fsdp_pretrain.watchdog.heartbeat import page, rank_client
+from fsdp_pretrain.watchdog.hang import page, rank_client
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 FAULTS = Path(__file__).resolve().parent / "faults.py"

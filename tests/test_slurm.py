@@ -49,7 +49,11 @@ class Project:
         self._cluster, self.path = cluster, lab.path / "project"
         done = run_command("fsdp_pretrain.cli", "init", self.path)
         assert done.returncode == 0, done.stderr
-        commands = {"fsdp-pretrain": "fsdp_pretrain.cli", "fsdp-eval": "eval.cli", "torchrun": "torch.distributed.run"}
+        commands = {
+            "fsdp-pretrain": "fsdp_pretrain.cli",
+            "fsdp-eval": "fsdp_pretrain.eval.cli",
+            "torchrun": "torch.distributed.run",
+        }
         for name, module in commands.items():
             command = self.path / "bin" / name
             command.parent.mkdir(exist_ok=True)
@@ -115,7 +119,7 @@ def test_a_job_is_stopped_queued_again_and_completed(
     project.open(14)
     goes_on(2)
     project.says(job, "[ready]", 3)
-    code = "import sys; from pathlib import Path; from fsdp_pretrain.record import requests, files; "
+    code = "import sys; from pathlib import Path; from fsdp_pretrain.run import requests, files; "
     code += "requests.send(files.RunDir(Path(sys.argv[1])), 'stop', reason='bad', by='me', avoid_hosts=['n2'])"
     cluster.run(sys.executable, "-c", code, run, PYTHONPATH=python_path())
     until(lambda: not list((run / "control").iterdir()), LONG)

@@ -16,18 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laboratory import write_tokens
 
-from data.packing import pieces
-from data.packing.loader import Loader, StepBatch
-from data.packing.mixture import MixtureWeight
-from data.packing.opening import check_supply, open_packer, open_skips
-from data.packing.packer import Packer
-from data.packing.position import Position
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.checkpoint.state import forbidden, identity
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.schedule import BatchSchedule, Ramp
 from fsdp_pretrain.config.sequence_stages import SequenceStages
 from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.data.packing import pieces
+from fsdp_pretrain.data.packing.loader import Loader, StepBatch
+from fsdp_pretrain.data.packing.mixture import MixtureWeight
+from fsdp_pretrain.data.packing.opening import check_supply, open_packer, open_skips
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.packing.position import Position
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import Progress
 
@@ -166,8 +166,8 @@ def test_batches_over_a_change_do_not_depend_on_the_ranks(
 
 @pytest.mark.parametrize("data", [{}, {"attention": "document", "positions": "document"}], ids=["causal", "documents"])
 def test_filler_beside_a_shorter_sample_changes_no_loss(lab: Any, data: dict[str, Any]) -> None:
-    from data.packing.loader import micro_batch
     from fsdp_pretrain import models
+    from fsdp_pretrain.data.packing.loader import micro_batch
     from fsdp_pretrain.models import forward
     from fsdp_pretrain.parallel.fsdp import materialise
 

@@ -18,10 +18,10 @@ from fsdp_pretrain.checkpoint.store import MANIFEST, TRAIN_STATE, VERIFIED, Stor
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.launch.outcome import read_outcome, verified_step
 from fsdp_pretrain.lineage.rollback import rollback
-from fsdp_pretrain.record import exit_intent, lineage, requests, state_files
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lock import hold
-from fsdp_pretrain.record.state_files import FORMAT, DamagedFileError, StateFile
+from fsdp_pretrain.run import exit_intent, lineage, requests, state_files
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.lock import hold
+from fsdp_pretrain.run.state_files import FORMAT, DamagedFileError, StateFile
 
 pytestmark = pytest.mark.quick
 

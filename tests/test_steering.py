@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import Run
 
-from data.packing.position import Position
 from fsdp_pretrain.config.config import Config, load, schema_keys
 from fsdp_pretrain.config.data_section import DataSection
 from fsdp_pretrain.config.resume_rules import DECLARED, changes, undeclared
@@ -22,6 +21,7 @@ from fsdp_pretrain.config.schedule import BatchSchedule, Ramp, Schedule
 from fsdp_pretrain.config.sections import CheckpointSection, OptimizerSection, TrainSection
 from fsdp_pretrain.config.step_settings import ROUNDING, SCHEDULED, rounding_differences, value_differences
 from fsdp_pretrain.config.timeline import TimelineEntry
+from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.plan import plan
 

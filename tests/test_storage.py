@@ -14,12 +14,12 @@ from watch import Watch, record, saves
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.watchdog.detectors import looks
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
+from fsdp_pretrain.watchdog.detectors.periodic import PeriodicProbe, ProbeAnswer
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
-from fsdp_pretrain.watchdog.probes import looks
-from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe, ProbeAnswer
 
 pytestmark = pytest.mark.quick
 

@@ -19,7 +19,7 @@ from fsdp_pretrain.checkpoint.manifest import is_permanent
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, StorageError
-from fsdp_pretrain.record import state_files
+from fsdp_pretrain.run import state_files
 
 pytestmark = pytest.mark.quick
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run.files import RunDir
 
 OTHER = {
     "optimizer": {

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 from processes import Run
 
-from data.corpus.formats import open_file
-from data.corpus.shards import Shard
-from data.packing.packer import Packer
-from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.corpus.formats import open_file
+from fsdp_pretrain.data.corpus.shards import Shard
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
@@ -78,11 +78,13 @@ def test_offsets_that_lead_outside_or_backwards(
 ) -> None:
     path = put(tmp_path / "a.arrow", with_offsets(arrow(make, LISTS), offsets))
     tokenizer = ["--tokenizer", shared_corpus / "tokenizer"]
-    found = run_command("data.cli", "validate", path, *tokenizer, "--json")
+    found = run_command("fsdp_pretrain.data.cli", "validate", path, *tokenizer, "--json")
     assert found.returncode == 2, found.stderr
     (finding,) = [f for f in json.loads(found.stdout)["corpora"][0]["findings"] if f["code"] == "unreadable"]
     assert finding["count"] == 1 and "offset" in finding["examples"][0]["note"]
-    refused = run_command("data.cli", "import", path, *tokenizer, "--separators", "trailing", "--out", tmp_path / "o")
+    refused = run_command(
+        "fsdp_pretrain.data.cli", "import", path, *tokenizer, "--separators", "trailing", "--out", tmp_path / "o"
+    )
     assert refused.returncode == 78 and str(path) in refused.stderr and "Traceback" not in refused.stderr
 
 
@@ -141,7 +143,7 @@ def test_a_manifest_that_lies(
     manifest = json.loads((corpus / "manifest.json").read_text())
     (manifest["shards"][0] if place == "shards" else manifest["tokenizer"])[key] = value
     (corpus / "manifest.json").write_text(json.dumps(manifest))
-    done = run_command("data.cli", "validate", corpus)
+    done = run_command("fsdp_pretrain.data.cli", "validate", corpus)
     assert done.returncode in (2, 78) and "Traceback" not in done.stderr
     assert "manifest" in (done.stdout + done.stderr)
 

@@ -17,11 +17,11 @@ from sight import until
 from skips import needs_aim
 from views import BEGIN, Recorded, aim_runs, shown, wandb_view
 
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.journal import read
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.journal import read
 from fsdp_pretrain.watchdog.notify.snapshot import METRICS
 
-FOLLOW = "fsdp_pretrain.trackers.follow"
+FOLLOW = "fsdp_pretrain.views.trackers.follow"
 ALL = {"aim": True, "tensorboard": True, "wandb": True}
 WRITTEN = {"aim": ".aim/seqs/chunks/*/*.log", "tensorboard": "kept/*", "wandb": "*"}
 """Files of a view that is written to: one that is still being made would be made again, where somebody deleted it."""
@@ -196,7 +196,7 @@ def stuck(tmp_path: Path) -> str:
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(
         SET_CONSTANTS + f"import sys, time\nif {FOLLOW!r} in sys.orig_argv:\n"
-        "    from fsdp_pretrain.trackers import points\n"
+        "    from fsdp_pretrain.views.trackers import points\n"
         "    points.RecordStream.read = lambda self: time.sleep(3600)\n"
         "    import threading\n"
         "    def hurry():\n"

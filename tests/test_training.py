@@ -15,8 +15,8 @@ import pytest
 from processes import TORCHRUN, spawn
 from sight import PATIENCE, seeded
 
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.requests import send
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.requests import send
 
 MESHES = {
     # name: (ranks, overrides)
@@ -270,8 +270,8 @@ def test_dropout_resumes_bitwise(lab: Any, helpers: Any, run_command: Any) -> No
 
 def test_labels_that_cross_documents_can_be_left_out(lab: Any, helpers: Any) -> None:
     """Counts are those of the packer's separators, in all and by source."""
-    from data.packing.opening import open_packer
     from fsdp_pretrain.config.config import load
+    from fsdp_pretrain.data.packing.opening import open_packer
 
     sources = [{"name": name, "path": str(lab.corpus), "weight": weight} for name, weight in (("a", 3.0), ("b", 1.0))]
     gpt = {"family": "gpt", "layers": 2, "hidden": 32, "heads": 4, "vocab": 512, "positions": 32}

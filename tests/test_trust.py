@@ -26,7 +26,7 @@ from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.checkpoint.tensors import METADATA, TENSORS, Chunk, StoredTensor, read_tensors, wrong_tensors
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import CheckpointError
-from fsdp_pretrain.record import state_files
+from fsdp_pretrain.run import state_files
 
 DTYPES = get_args(StoredTensor.model_fields["dtype"].annotation)
 
@@ -162,7 +162,17 @@ def test_no_command_opens_a_pickle(copy: Path, marker: Path, module_lab: Any, ru
     for command in (
         (CLI, "checkpoints", copy, "verify"),
         (CLI, "checkpoints", copy, "export", 8, copy.with_name("hf")),
-        ("eval.cli", "run", path, "--tasks", "heldout_bpb", "--heldout", module_lab.heldout, "--limit", 1),
+        (
+            "fsdp_pretrain.eval.cli",
+            "run",
+            path,
+            "--tasks",
+            "heldout_bpb",
+            "--heldout",
+            module_lab.heldout,
+            "--limit",
+            1,
+        ),
     ):
         done = run_command(*command)
         assert done.returncode == 0, done.stderr
@@ -193,10 +203,10 @@ def test_task_files_are_used_when_their_user_names_them(copy: Path, marker: Path
         (folder / "config.toml").write_text(tomli_w.dumps(config) + text)
 
     path = commit_again(copy, 8, add)
-    done = run_command("eval.cli", "run", path)
+    done = run_command("fsdp_pretrain.eval.cli", "run", path)
     assert done.returncode == 78 and f"--include {tasks}" in done.stderr, done.stderr
     assert not marker.exists()
-    run_command("eval.cli", "run", path, "--include", tasks)
+    run_command("fsdp_pretrain.eval.cli", "run", path, "--include", tasks)
     assert marker.exists()
 
 

@@ -13,14 +13,14 @@ import torch
 from processes import CLI, Run
 from safetensors.torch import load_file, save_file
 
-from data.prepare.prepare import PrepareOptions
-from data.prepare.train_tokenizer import train_tokenizer
 from fsdp_pretrain import models
-from fsdp_pretrain.checkpoint.hf_layout import to_hf, weights
-from fsdp_pretrain.checkpoint.weights_import import import_folder
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.data.prepare.prepare import PrepareOptions
+from fsdp_pretrain.data.prepare.train_tokenizer import train_tokenizer
 from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.hf.layout import to_hf, weights
+from fsdp_pretrain.hf.weights_import import import_folder
+from fsdp_pretrain.run.files import RunDir
 
 INDEX = "model.safetensors.index.json"
 

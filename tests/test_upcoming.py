@@ -19,11 +19,11 @@ from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch.preflight import preflight
 from fsdp_pretrain.plan import plan
-from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import RunDir, now
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.files import RunDir, now
 from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.views.status import inspect
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
-from fsdp_pretrain.watchdog.status import inspect
 
 pytestmark = pytest.mark.quick
 WARN, CRIT = Severity.WARN, Severity.CRIT

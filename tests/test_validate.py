@@ -14,10 +14,10 @@ import pytest
 from processes import Run
 from test_import import store
 
-from data.corpus.manifest import Vocabulary, read_manifest
-from data.text.tokenizer import Tokenizer
-from data.validate import validate as validation
-from data.validate.validate import validate
+from fsdp_pretrain.data.corpus.manifest import Vocabulary, read_manifest
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.validate import validate as validation
+from fsdp_pretrain.data.validate.validate import validate
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
@@ -149,14 +149,16 @@ def test_bare_megatron_shards(
     tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, run_command: Run, helpers: Any
 ) -> None:
     bare = helpers.corpus(tmp_path / "c", [[*d, 0] for d in documents], tokenizer) / "shards"
-    refused = run_command("data.cli", "validate", bare)
+    refused = run_command("fsdp_pretrain.data.cli", "validate", bare)
     assert refused.returncode == 78 and "--vocab-size" in refused.stderr
-    refused = run_command("data.cli", "validate", bare, "--vocab-size", 5, "--eod", 9)
+    refused = run_command("fsdp_pretrain.data.cli", "validate", bare, "--vocab-size", 5, "--eod", 9)
     assert refused.returncode == 78 and "not an id" in refused.stderr
-    measured = run_command("data.cli", "validate", bare, "--vocab-size", 512, "--eod", 0)
+    measured = run_command("fsdp_pretrain.data.cli", "validate", bare, "--vocab-size", 512, "--eod", 0)
     assert measured.returncode == 0, measured.stdout
     assert "trailing (measured: of 200 documents 200 end and 0 begin with one)" in measured.stdout
-    done = run_command("data.cli", "validate", bare, "--tokenizer", tokenizer.path, "--separators", "none", "--json")
+    done = run_command(
+        "fsdp_pretrain.data.cli", "validate", bare, "--tokenizer", tokenizer.path, "--separators", "none", "--json"
+    )
     assert done.returncode == 2
     report = json.loads(done.stdout)["corpora"][0]
     (finding,) = report["findings"]
@@ -195,24 +197,28 @@ def test_command_line(
 ) -> None:
     with pytest.raises(DataError, match="declares separators `none`"):
         validate(corpus, separators="trailing", quiet=True)
-    clean = run_command("data.cli", "validate", corpus, "--workers", 2)
+    clean = run_command("fsdp_pretrain.data.cli", "validate", corpus, "--workers", 2)
     assert clean.returncode == 0 and "clean" in clean.stdout and "at least 100.0%" in clean.stdout
     warned = run_command(
-        "data.cli", "validate", helpers.corpus(corpus.parent / "w", [*documents, []], tokenizer), "--workers", 1
+        "fsdp_pretrain.data.cli",
+        "validate",
+        helpers.corpus(corpus.parent / "w", [*documents, []], tokenizer),
+        "--workers",
+        1,
     )
     assert warned.returncode == 1 and "WARNING empty-documents: 1 documents (0.498%)" in warned.stdout
     other = corpus.parent / "other.json"
     other.write_text(tokenizer.path.read_text() + " ")
-    wrong = run_command("data.cli", "validate", corpus, "--tokenizer", other)
+    wrong = run_command("fsdp_pretrain.data.cli", "validate", corpus, "--tokenizer", other)
     assert wrong.returncode == 2 and "ERROR   tokenizer" in wrong.stdout and "remedy:" in wrong.stdout
-    nothing = run_command("data.cli", "validate", corpus / "absent")
+    nothing = run_command("fsdp_pretrain.data.cli", "validate", corpus / "absent")
     assert nothing.returncode == 78 and "there is no" in nothing.stderr
 
 
 def test_against_a_configuration(run_command: Run, lab: Any, corpus: Path, helpers: Any) -> None:
-    assert run_command("data.cli", "validate", lab.corpus, "--against", lab.config()).returncode == 0
+    assert run_command("fsdp_pretrain.data.cli", "validate", lab.corpus, "--against", lab.config()).returncode == 0
     small = lab.config("small", model={"vocab": 300})
-    done = run_command("data.cli", "validate", lab.corpus, "--against", small, "--json")
+    done = run_command("fsdp_pretrain.data.cli", "validate", lab.corpus, "--against", small, "--json")
     assert done.returncode == 2
     assert [f["code"] for f in json.loads(done.stdout)["corpora"][0]["findings"]] == ["vocabulary-too-small"]
     changed = corpus.parent / "tokenizer.json"
@@ -222,7 +228,7 @@ def test_against_a_configuration(run_command: Run, lab: Any, corpus: Path, helpe
     sources = [{"name": "text", "path": str(lab.corpus)}, {"name": "web", "path": str(other)}]
     sources.append({"name": "gone", "path": str(lab.path / "gone")})
     mixed = lab.config("mixed", data={"sequence_length": 32, "sources": sources})
-    done = run_command("data.cli", "validate", lab.corpus, "--against", mixed)
+    done = run_command("fsdp_pretrain.data.cli", "validate", lab.corpus, "--against", mixed)
     assert done.returncode == 2 and "source web of the run" in done.stdout and "at gone: " in done.stdout
 
 
@@ -239,7 +245,7 @@ def test_prepare_and_validate_run_without_torch(tmp_path: Path, shared_corpus: P
         ["inspect", tmp_path / "c"],
     ):
         argv = ["fsdp-data", *map(str, arguments)]
-        code = f"{blocker}from data.cli import main\nsys.argv = {argv!r}\nif __name__ == '__main__': sys.exit(main())"
+        code = f"{blocker}from fsdp_pretrain.data.cli import main\nsys.argv = {argv!r}\nif __name__ == '__main__': sys.exit(main())"
         script = tmp_path / "script.py"
         script.write_text(code)
         done = subprocess.run(

@@ -15,10 +15,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from fsdp_pretrain import models
-from fsdp_pretrain.checkpoint.hf_layout import read_model, to_hf
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.model import LlamaModel, Model
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.hf.layout import read_model, to_hf
 from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.parallel.optimizer import parameter_groups
 

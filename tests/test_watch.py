@@ -17,13 +17,13 @@ from terminals import needs_tmux, terminal  # noqa: F401  (a fixture)
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.record import journal, lineage
-from fsdp_pretrain.record.files import RunDir, now
-from fsdp_pretrain.record.recorder import Recorder
-from fsdp_pretrain.record.step_record import LossSum
+from fsdp_pretrain.run import journal, lineage
+from fsdp_pretrain.run.files import RunDir, now
+from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.run.step_record import LossSum
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watch.charts import draw
-from fsdp_pretrain.watch.following import RunFollower
+from fsdp_pretrain.views.watch.charts import draw
+from fsdp_pretrain.views.watch.following import RunFollower
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 from fsdp_pretrain.watchdog.notify.operator import alarms_file
 

@@ -14,14 +14,14 @@ import xxhash
 from laboratory import seal
 from processes import Run
 
-from data.packing.loader import Loader
-from data.packing.opening import open_packer
-from data.text.tokenizer import Tokenizer
-from eval.samples import sample_losses
 from fsdp_pretrain.config.config import load
+from fsdp_pretrain.data.packing.loader import Loader
+from fsdp_pretrain.data.packing.opening import open_packer
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError, DataError
+from fsdp_pretrain.eval.samples import sample_losses
 from fsdp_pretrain.lineage import provenance
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run.files import RunDir
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from typing import Any
 import records
 import tomli_w
 
-from fsdp_pretrain.record import lineage, run_id, state_files
-from fsdp_pretrain.record.files import AppendFile, RunDir, stamp
-from fsdp_pretrain.record.metrics import METRICS
-from fsdp_pretrain.record.step_record import LossSum
+from fsdp_pretrain.run import lineage, run_id, state_files
+from fsdp_pretrain.run.files import AppendFile, RunDir, stamp
+from fsdp_pretrain.run.metrics import METRICS
+from fsdp_pretrain.run.step_record import LossSum
 
 BEGIN = 1_700_000_000.0
 Curves = dict[str, dict[int, float]]

@@ -16,13 +16,13 @@ import records
 from processes import ROOT
 from sight import until
 
-from fsdp_pretrain.record.files import now
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.run.files import now
+from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.units import Progress
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
+from fsdp_pretrain.watchdog.detectors.periodic import THREADS
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
-from fsdp_pretrain.watchdog.probes.periodic import THREADS
 
 
 class Watch:

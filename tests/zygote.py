@@ -23,7 +23,7 @@ import types
 from pathlib import Path
 from typing import Any, NoReturn
 
-FORKED = {"eval.attempt"}
+FORKED = {"fsdp_pretrain.eval.attempt"}
 
 
 def start(self: subprocess.Popen, command: Any, *options: Any) -> None:

@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from data.text.tokenizer import fingerprint_of
 from fsdp_pretrain import fetcher_status
 from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.data.text.tokenizer import fingerprint_of
 from fsdp_pretrain.errors import DataError, StorageError
 from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from data.text.tokenizer import Tokenizer, fingerprint_of
+from fsdp_pretrain.data.text.tokenizer import Tokenizer, fingerprint_of
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import PATIENCE, Location, Url
 

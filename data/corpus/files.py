@@ -17,7 +17,7 @@ import numpy as np
 from fsdp_pretrain.remote import Location
 
 reading: dict[int, Location] = {}
-"""The file that each thread reads just now, by thread identity; see `data.corpus.reading`."""
+"""The file that each thread reads just now, by thread identity; see `fsdp_pretrain.data.corpus.reading`."""
 NOT_AT_ONCE = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of `RWF_NOWAIT`: storage must be asked, or the file system does not know."""
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from data.text.files import DAMAGED, TEXT_SUFFIXES, files_below, readable, require_file
+from fsdp_pretrain.data.text.files import DAMAGED, TEXT_SUFFIXES, files_below, readable, require_file
 from fsdp_pretrain.errors import DataError
 
 from .shards import Shard

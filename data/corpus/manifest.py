@@ -12,8 +12,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 MAX_VOCABULARY = 1 << 24

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 from .corpus import BLOCK_COLUMNS, CHECKSUMS

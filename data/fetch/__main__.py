@@ -1,4 +1,4 @@
-"""The fetcher process: `python -m data.fetch`, with its settings in the first line of its input, which stays open.
+"""The fetcher process: `python -m fsdp_pretrain.data.fetch`, with its settings in the first line of its input.
 
 It ends when its input does: with the rank that started it, however that ends. See `process`.
 """

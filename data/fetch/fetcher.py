@@ -16,11 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from data.corpus.cached import CachedCopy, block_file, blocks_in
-from data.packing import progress
-from data.packing.opening import open_packer, open_skips
-from data.packing.position import Position
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.corpus.cached import CachedCopy, block_file, blocks_in
+from fsdp_pretrain.data.packing import progress
+from fsdp_pretrain.data.packing.opening import open_packer, open_skips
+from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import Exit, UserError
 from fsdp_pretrain.fetcher_status import FetcherStatus, status_file
 

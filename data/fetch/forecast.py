@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from data.packing.packer import Packer
-from data.packing.position import Position
 from fsdp_pretrain.config.schedule import BatchSchedule, share_of
 from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import DataError
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.corpus.cached import blocks_in
-from data.packing.packer import Packer
-from data.packing.source import STRETCH, Ints
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.corpus.cached import blocks_in
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.packing.source import STRETCH, Ints
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.units import human_bytes
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Mapping
 
-from data.packing.source import Ints
+from fsdp_pretrain.data.packing.source import Ints
 
 from .forecast import Forecast
 

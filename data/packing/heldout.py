@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data.corpus.corpus import Corpus
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.sections import HeldOutSource
+from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.errors import ConfigError, ReadTimeoutError, UserError
 
 from .mixture import MixtureWeight

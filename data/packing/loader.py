@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torchdata.nodes import BaseNode, Prefetcher
 
-from data.corpus.reading import ReadTimes
 from fsdp_pretrain.config.schedule import BatchSchedule, share_of
 from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.data.corpus.reading import ReadTimes
 from fsdp_pretrain.errors import ConfigError, UserError
 
 from .objectives import IGNORE, Infilled, Infilling

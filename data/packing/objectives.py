@@ -11,7 +11,7 @@ follows the prefix sees only what is before it:
 Each label is at the input that predicts it: the span and eop, the rest, the answer and eop. The prefix has none. The
 remainder of a slot is padding (id 0, position 0).
 
-All randomness of a sample comes from (data seed, source name, index in the source, slot) by `data.corpus.hashing`.
+All randomness of a sample comes from (data seed, source name, index in the source, slot) by `data/corpus/hashing.py`.
 Whatever changes a sample made from the same text must raise `VERSION`, which every checkpoint records.
 """
 
@@ -25,9 +25,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.corpus.hashing import key_of, uniforms
-from data.corpus.manifest import TokenizerEntry
 from fsdp_pretrain.config.data_section import GLMObjective
+from fsdp_pretrain.data.corpus.hashing import key_of, uniforms
+from fsdp_pretrain.data.corpus.manifest import TokenizerEntry
 from fsdp_pretrain.errors import ConfigError
 
 from .packer import Packed
@@ -276,7 +276,7 @@ class Infilling:
             self._put(out, row, number, fill_blanks(text[piece], targets[piece], starts, lengths, order, ids), "mask")
 
     def _answers(self, out: Infilled, row: int, text: Ints, targets: Ints) -> None:
-        """A prompt and its answer for each slot, each followed by a separator, as from `data.packing.pairs`."""
+        """A prompt and its answer for each slot, each followed by a separator, as from `pairs`."""
         ids = self._ids
         out.lengths[row] = self._slot
         for number in range(self._slots):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.corpus.cached import CacheUse
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import DataSection, GLMObjective, Place, SourceSection
 from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.data.corpus.cached import CacheUse
 from fsdp_pretrain.errors import ConfigError, DataError
 
 from .mixture import Mixture, MixtureWeight

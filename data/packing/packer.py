@@ -11,12 +11,12 @@ How a source becomes samples (all integers; S is the sequence length, T the toke
    smaller than a round does not meet the same lanes periodically.
 4. Inside a lane, each stretch of `STRETCH` windows is permuted, so that the windows of a long document do not follow
    each other, while a lane still reads one neighbourhood of the files at a time.
-5. In a stage of shorter samples (`data.stages`), a sample is a piece of a window: see `data.packing.pieces`. The order
+5. In a stage of shorter samples (`data.stages`), a sample is a piece of a window: see `pieces.py`. The order
    above, mixtures and epochs are those of windows, and a sample is a window everywhere else.
 
 So a sample is found from the block table and one block's lengths. There is no iterator state, no shuffle buffer and
-no rank here; the permutations depend on (seed, source name, epoch, block) by `data.corpus.hashing`, not by a library's
-generator that may change. Only the packer writes separators: those of imported documents are stripped, and
+no rank here; the permutations depend on (seed, source name, epoch, block) by `data/corpus/hashing.py`, not by some
+library's generator that may change. Only the packer writes separators: those of imported documents are stripped, and
 `pack_samples` checks the result.
 """
 
@@ -30,10 +30,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from data.corpus.cached import CacheUse
-from data.corpus.corpus import Corpus
-from data.corpus.reading import READ_TIMEOUT
 from fsdp_pretrain.config.sequence_stages import SequenceStages
+from fsdp_pretrain.data.corpus.cached import CacheUse
+from fsdp_pretrain.data.corpus.corpus import Corpus
+from fsdp_pretrain.data.corpus.reading import READ_TIMEOUT
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.remote import Location
 

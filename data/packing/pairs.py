@@ -1,7 +1,7 @@
 """A corpus of prompts with answers as an endless stream of samples, each of a few whole pairs.
 
 Documents 2k and 2k + 1 of a shard are a prompt and its answer, as the manifest declares. The stream is that of
-`data.packing.source` with pairs in place of tokens: blocks are permuted, the pairs inside each block too, epochs are
+`source.py` with pairs in place of tokens: blocks are permuted, the pairs inside each block too, epochs are
 concatenated, and a window is the `slots` pairs of a sample. So every pair is in exactly one sample of an epoch.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.corpus.corpus import Corpus
-from data.corpus.hashing import key_of, permutation
+from fsdp_pretrain.data.corpus.corpus import Corpus
+from fsdp_pretrain.data.corpus.hashing import key_of, permutation
 from fsdp_pretrain.errors import DataError
 
 from .source import Ints, SourceStream, Span

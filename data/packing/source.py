@@ -1,6 +1,6 @@
 """One corpus as an endless stream of windows: where each sample starts, and the tokens that fill it.
 
-The construction is described in `data.packing.packer`, which also checks the samples; here are arithmetic and reads.
+The construction is described in `packer.py`, which also checks the samples; here are arithmetic and reads.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.corpus.corpus import Corpus
-from data.corpus.hashing import key_of, permutation
-from data.corpus.stored import Piece
+from fsdp_pretrain.data.corpus.corpus import Corpus
+from fsdp_pretrain.data.corpus.hashing import key_of, permutation
+from fsdp_pretrain.data.corpus.stored import Piece
 from fsdp_pretrain.errors import DataError
 
 Ints = npt.NDArray[np.int64]

@@ -1,7 +1,7 @@
 """`fsdp-data import`: corpora from files tokenised elsewhere, without tokenising again.
 
 Megatron shards stay where they are and the manifest points to them; other formats are rewritten as new shards without
-separators. What the documents carry is declared, and checked on every token: see `data.validate.checker`.
+separators. What the documents carry is declared, and checked on every token: see `fsdp_pretrain.data.validate.checker`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data.corpus.formats import Format, open_file, token_files
-from data.corpus.manifest import CorpusManifest, Separators, Vocabulary
-from data.corpus.shards import Shard, ShardWriter, file_checksum, token_dtype
-from data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
-from data.text.files import stamp_of
-from data.text.tokenizer import Tokenizer
-from data.validate.checker import TokenChecker
+from fsdp_pretrain.data.corpus.formats import Format, open_file, token_files
+from fsdp_pretrain.data.corpus.manifest import CorpusManifest, Separators, Vocabulary
+from fsdp_pretrain.data.corpus.shards import Shard, ShardWriter, file_checksum, token_dtype
+from fsdp_pretrain.data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
+from fsdp_pretrain.data.text.files import stamp_of
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.validate.checker import TokenChecker
 from fsdp_pretrain.errors import DataError
 
 from .jobs import Task, claim, describe, gather, make_all, release, summed, write_record

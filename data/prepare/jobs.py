@@ -17,10 +17,10 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from data.corpus.manifest import CorpusManifest, load_json
-from data.text.tokenizer import Tokenizer
-from data.text.workers import worker_processes
 from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.data.corpus.manifest import CorpusManifest, load_json
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.text.workers import worker_processes
 from fsdp_pretrain.errors import DataError
 
 PLAN = "plan.json"

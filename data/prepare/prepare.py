@@ -17,15 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from data.corpus.manifest import CorpusManifest
-from data.corpus.shards import Shard, ShardWriter, token_dtype
-from data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
-from data.text.bad_records import BadRecord, BadRecords, passed_over, too_many
-from data.text.files import find_files, missing_numbers, stamp_of
-from data.text.holdout import Holdout
-from data.text.inputs import Document, Unit, plan_shards, read_documents
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.data.corpus.manifest import CorpusManifest
+from fsdp_pretrain.data.corpus.shards import Shard, ShardWriter, token_dtype
+from fsdp_pretrain.data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
+from fsdp_pretrain.data.text.bad_records import BadRecord, BadRecords, passed_over, too_many
+from fsdp_pretrain.data.text.files import find_files, missing_numbers, stamp_of
+from fsdp_pretrain.data.text.holdout import Holdout
+from fsdp_pretrain.data.text.inputs import Document, Unit, plan_shards, read_documents
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 from .jobs import Task, claim, describe, gather, make_all, summed, undone, write_record

@@ -22,11 +22,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from data.corpus.manifest import load_json
-from data.text.bad_records import BadRecords
-from data.text.holdout import text_digest
-from data.text.inputs import Document, Unit, plan_shards
 from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.data.corpus.manifest import load_json
+from fsdp_pretrain.data.text.bad_records import BadRecords
+from fsdp_pretrain.data.text.holdout import text_digest
+from fsdp_pretrain.data.text.inputs import Document, Unit, plan_shards
 from fsdp_pretrain.errors import DataError, naming
 from fsdp_pretrain.units import human_count
 

@@ -18,16 +18,7 @@ from typing import Any
 from fsdp_pretrain.errors import DataError
 
 from .bad_records import BadRecord, OnBad, refuse
-from .files import (
-    DAMAGED,
-    PACKED,
-    BoundedReader,
-    Kind,
-    kind_of,
-    open_unpacked,
-    parse_json,
-    readable,
-)
+from .files import DAMAGED, PACKED, BoundedReader, Kind, kind_of, open_unpacked, parse_json, readable
 
 _NAME_IT = "name the right one with --text-field or --answer-field"
 _EXPANSION = 4

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from data.corpus.corpus import Corpus
-from data.packing.objectives import Specials
-from data.packing.opening import cache_use
-from data.text.documents import document_hashes
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.corpus.corpus import Corpus
+from fsdp_pretrain.data.packing.objectives import Specials
+from fsdp_pretrain.data.packing.opening import cache_use
+from fsdp_pretrain.data.text.documents import document_hashes
 from fsdp_pretrain.errors import DataError
 
 from .findings import Findings

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.corpus.formats import Ints, Run, TokenFile
-from data.corpus.manifest import Separators, Vocabulary
-from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.corpus.formats import Ints, Run, TokenFile
+from fsdp_pretrain.data.corpus.manifest import Separators, Vocabulary
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 from .findings import EXAMPLES, Example, Findings

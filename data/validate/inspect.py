@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.corpus.corpus import Corpus
+from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.errors import DataError
 
 from .report import decode_any

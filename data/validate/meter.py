@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from data.corpus.formats import Ints, Run
-from data.corpus.manifest import Vocabulary
-from data.text.documents import SAMPLE_TOKENS, agreements, degenerate, document_hashes, suspects
-from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.corpus.formats import Ints, Run
+from fsdp_pretrain.data.corpus.manifest import Vocabulary
+from fsdp_pretrain.data.text.documents import SAMPLE_TOKENS, agreements, degenerate, document_hashes, suspects
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
 from .checker import TokenChecker
 from .findings import EXAMPLES, Findings
@@ -40,7 +40,7 @@ class Measurement:
         findings: of the file.
         documents, tokens: as stored, separators included.
         runs: the documents of each run.
-        agreement: of each sampled document with its re-encoding; see `data.text.documents.agreements`.
+        agreement: of each sampled document with its re-encoding; see `fsdp_pretrain.data.text.documents.agreements`.
     """
 
     findings: Findings

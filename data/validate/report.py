@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from data.corpus.formats import MEASURED_TOKENS, Run, TokenFile
-from data.corpus.manifest import Separators, Vocabulary
-from data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.corpus.formats import MEASURED_TOKENS, Run, TokenFile
+from fsdp_pretrain.data.corpus.manifest import Separators, Vocabulary
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
 from .findings import Example, Finding, Findings
 

@@ -11,7 +11,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from data.text.documents import FOREIGN_AGREEMENT, repeated
+from fsdp_pretrain.data.text.documents import FOREIGN_AGREEMENT, repeated
 
 from .findings import EXAMPLES, Example, Findings
 from .meter import Measurement, RunDocuments

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from data.corpus.corpus import CHECKSUMS
-from data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, open_file, token_files
-from data.corpus.manifest import CorpusManifest, Separators, ShardEntry, Vocabulary, read_manifest
-from data.corpus.shards import Shard, file_checksum
-from data.text.tokenizer import Tokenizer
-from data.text.workers import worker_processes
+from fsdp_pretrain.data.corpus.corpus import CHECKSUMS
+from fsdp_pretrain.data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, open_file, token_files
+from fsdp_pretrain.data.corpus.manifest import CorpusManifest, Separators, ShardEntry, Vocabulary, read_manifest
+from fsdp_pretrain.data.corpus.shards import Shard, file_checksum
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.data.text.workers import worker_processes
 from fsdp_pretrain.errors import DataError
 
 from .checker import TokenChecker

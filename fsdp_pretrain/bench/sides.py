@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp_pretrain import models
-from fsdp_pretrain.checkpoint import hf_layout
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.hf import layout as hf_layout
 from fsdp_pretrain.models.masks import choose_backend
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World

@@ -7,14 +7,14 @@ import time
 
 import torch
 
-from data.packing.loader import MicroBatch, StepBatch, check_batches
-from data.packing.position import Position
 from fsdp_pretrain import hardware
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.config.schedule import BatchSchedule
 from fsdp_pretrain.config.skips import Skips
+from fsdp_pretrain.data.packing.loader import MicroBatch, StepBatch, check_batches
+from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.heartbeat import Heartbeat
 from fsdp_pretrain.models import Decoder, flops
 from fsdp_pretrain.models.layers import Constant
@@ -22,8 +22,8 @@ from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan.plan import count_parameters, render_measured
-from fsdp_pretrain.record.recorder import SilentRecorder
-from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
+from fsdp_pretrain.run.recorder import SilentRecorder
+from fsdp_pretrain.run.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.train.build import build_loss_scaler, build_model_and_optimizer
 from fsdp_pretrain.train.heldout_loss import HeldOutLoss
 from fsdp_pretrain.train.trainer import LAG, Trainer

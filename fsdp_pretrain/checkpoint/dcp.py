@@ -20,8 +20,8 @@ import xxhash
 
 from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.parallel.mesh import World, local_part
-from fsdp_pretrain.record.files import make_directory, now, replace_file
-from fsdp_pretrain.record.journal import Kind
+from fsdp_pretrain.run.files import make_directory, now, replace_file
+from fsdp_pretrain.run.journal import Kind
 from fsdp_pretrain.units import human_bytes
 
 from .delivery import root_cause

@@ -1,6 +1,6 @@
 """Which checkpoints of a run are to be evaluated, and how far that is.
 
-Workers (`eval.jobs`), retention, the watchdog and `status` read the same files, in `RUN/evals/step-N/TASKS/`:
+Workers (`eval/jobs.py`), retention, the watchdog and `status` read the same files, in `RUN/evals/step-N/TASKS/`:
 `results.json`, and one `failed-ID.json` for each failed attempt. They name the commit time of the checkpoint, so
 nothing counts for another one of the same step.
 """
@@ -15,9 +15,9 @@ import xxhash
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.sections import EvalSection
-from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import RunDir, seconds_of
-from fsdp_pretrain.record.state_files import StateFile
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.files import RunDir, seconds_of
+from fsdp_pretrain.run.state_files import StateFile
 from fsdp_pretrain.units import human_time
 
 from .manifest import evaluation_due
@@ -36,7 +36,7 @@ class FailedAttempt(StateFile):
 
 
 class _Published(StateFile):
-    """What is needed here of `results.json`, see `eval.results.Results`."""
+    """What is needed here of `results.json`, see `fsdp_pretrain.eval.results.Results`."""
 
     committed: str | None = None
 

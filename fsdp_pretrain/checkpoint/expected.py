@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_pretrain.record import journal, lineage, state_files
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.run_id import SeenRun
-from fsdp_pretrain.record.status import Status
+from fsdp_pretrain.run import journal, lineage, state_files
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.run_id import SeenRun
+from fsdp_pretrain.run.status import Status
 
 from .store import Store, directory_name
 

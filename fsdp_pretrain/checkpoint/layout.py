@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_pretrain.parallel.mesh import World, shard_rows
-from fsdp_pretrain.record import state_files
+from fsdp_pretrain.run import state_files
 
 from .tensors import METADATA, TENSORS, Chunk, StoredTensor, TensorsFile
 

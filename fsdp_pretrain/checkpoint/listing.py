@@ -7,7 +7,7 @@ import contextlib
 from pydantic import BaseModel
 
 from fsdp_pretrain.errors import CheckpointError
-from fsdp_pretrain.record.environment import WorldShape
+from fsdp_pretrain.run.environment import WorldShape
 from fsdp_pretrain.units import human_bytes
 
 from .store import Checkpoint, verify_files

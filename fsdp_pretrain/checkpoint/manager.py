@@ -15,7 +15,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import AdamW
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run.files import RunDir
 
 from . import dcp
 from .async_save import Stager, in_background

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.record.environment import WorldShape
-from fsdp_pretrain.record.state_files import StateFile
+from fsdp_pretrain.run.environment import WorldShape
+from fsdp_pretrain.run.state_files import StateFile
 from fsdp_pretrain.units import Progress
 
 Count = Annotated[int, Field(ge=0)]

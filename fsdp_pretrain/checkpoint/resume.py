@@ -8,8 +8,6 @@ from functools import partial
 
 import torch
 
-from data.packing.opening import open_skips
-from data.packing.position import Position
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import (
     DECLARED,
@@ -20,12 +18,14 @@ from fsdp_pretrain.config.resume_rules import (
     undeclared,
 )
 from fsdp_pretrain.config.step_settings import same_values
+from fsdp_pretrain.data.packing.opening import open_skips
+from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
 from fsdp_pretrain.parallel.fsdp import compute_dtype
-from fsdp_pretrain.record import lineage
-from fsdp_pretrain.record.environment import WorldShape
-from fsdp_pretrain.record.metrics import left_behind
-from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.run import lineage
+from fsdp_pretrain.run.environment import WorldShape
+from fsdp_pretrain.run.metrics import left_behind
+from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.units import human_count
 
 from .loading import DamagedError, load, verify

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 
-from data.packing.mixture import SCALE, Mixture, MixtureWeight
-from data.packing.objectives import VERSION
-from data.packing.opening import windows_at
-from data.packing.packer import Packer
-from data.packing.pieces import Pieces
-from data.packing.position import Position
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import differences
 from fsdp_pretrain.config.sequence_stages import SequenceStages
-from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.environment import WorldShape
-from fsdp_pretrain.record.files import now
+from fsdp_pretrain.data.packing.mixture import SCALE, Mixture, MixtureWeight
+from fsdp_pretrain.data.packing.objectives import VERSION
+from fsdp_pretrain.data.packing.opening import windows_at
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.packing.pieces import Pieces
+from fsdp_pretrain.data.packing.position import Position
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.environment import WorldShape
+from fsdp_pretrain.run.files import now
 
 from .manifest import RunIdentity, SavedState, TokenizerIdentity
 

@@ -21,8 +21,8 @@ from typing import Any
 import xxhash
 
 from fsdp_pretrain.errors import CheckpointError, StorageError, UserError
-from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import make_directory, now
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.files import make_directory, now
 
 from .manifest import CheckpointManifest, FileEntry, SavedState
 

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict, model_validator
 
 from fsdp_pretrain.errors import CheckpointError, UserError
-from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.state_files import StateFile
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.state_files import StateFile
 
 from .manifest import Count
 

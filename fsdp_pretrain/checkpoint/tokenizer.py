@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import CheckpointError, DataError
 
 from .store import Checkpoint

@@ -12,8 +12,8 @@ from enum import IntEnum
 from statistics import quantiles
 
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.record import journal
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run import journal
+from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Progress, human_time
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, argument, verb
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.record.arguments import RUN
-from fsdp_pretrain.record.files import age
+from fsdp_pretrain.run.arguments import RUN
+from fsdp_pretrain.run.files import age
 from fsdp_pretrain.units import human_time
 
 if TYPE_CHECKING:

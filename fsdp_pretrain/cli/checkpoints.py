@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, verb
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.record.arguments import check_begun, import_extra
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run.arguments import check_begun, import_extra
+from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _print(rows: list[Row], *, as_json: bool) -> int:
 def _export(args: argparse.Namespace) -> int:
     """Write a checkpoint of any mesh as a folder that transformers loads: safetensors, config.json, tokenizer."""
     check_begun(args.run)
-    hf = import_extra("fsdp_pretrain.checkpoint.hf", _CONVERTED)
+    hf = import_extra("fsdp_pretrain.hf.export", _CONVERTED)
     done = hf.export_checkpoint(args.run, args.step, args.out, dtype=args.dtype, shard_bytes=args.shard_size)
     if args.json:
         print(json.dumps({**vars(done), "folder": str(done.folder)}, indent=1))
@@ -134,8 +134,8 @@ def _import(args: argparse.Namespace) -> int:
     """
     import tomli_w
 
-    from fsdp_pretrain.checkpoint.hf_layout import read_model
     from fsdp_pretrain.config.config import load
+    from fsdp_pretrain.hf.layout import read_model
 
     if args.show_model:
         print(tomli_w.dumps({"model": read_model(args.source).model_dump(mode="json", exclude_none=True)}), end="")
@@ -143,7 +143,7 @@ def _import(args: argparse.Namespace) -> int:
     if args.config is None:
         raise ConfigError("--config is missing: an import is the first checkpoint of a configured run")
     config = load(args.config[0], args.config[1:])
-    importer = import_extra("fsdp_pretrain.checkpoint.weights_import", _CONVERTED)
+    importer = import_extra("fsdp_pretrain.hf.weights_import", _CONVERTED)
     done = importer.import_folder(args.run, args.source, config, args.accept)
     checkpoint = done.saved.checkpoint
     if args.json:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.console import JSON, argument, step_number, verb
 from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
-from fsdp_pretrain.record.arguments import RUN, seconds
+from fsdp_pretrain.run.arguments import RUN, seconds
 from fsdp_pretrain.units import human_time
 
 if TYPE_CHECKING:
     from fsdp_pretrain.config.live_set import ShownValue
-    from fsdp_pretrain.record.files import RunDir
-    from fsdp_pretrain.watchdog.status import StatusReport
+    from fsdp_pretrain.run.files import RunDir
+    from fsdp_pretrain.views.status import StatusReport
 
 _PATIENCE, _STEPS = 60.0, 20
 """How long to wait for an answer: seconds, or this many steps if they take longer."""
@@ -53,7 +53,7 @@ def control(args: argparse.Namespace) -> int:
 
 def running_job(run: RunDir) -> StatusReport:
     """The status of the job of a run. Raises ConfigError if none is running."""
-    from fsdp_pretrain.watchdog.status import inspect
+    from fsdp_pretrain.views.status import inspect
 
     report = inspect(run, brief=True)
     if not report.running:
@@ -66,7 +66,7 @@ def running_job(run: RunDir) -> StatusReport:
 
 def send_request(run: RunDir, action: str, report: StatusReport, **content: Any) -> Path:
     """Send a request to the running job; the file, see `record.requests.send`. Raises StorageError."""
-    from fsdp_pretrain.record.requests import send
+    from fsdp_pretrain.run.requests import send
 
     try:
         return send(run, action, segment=report.status.segment, **content)
@@ -129,7 +129,7 @@ def _show(args: argparse.Namespace, **found: Any) -> None:
 
 def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict[str, Any]:
     """Send the request and wait for its answer. Raises UserError: it was refused, or not answered in time."""
-    from fsdp_pretrain.watchdog.status import inspect
+    from fsdp_pretrain.views.status import inspect
 
     def runs() -> bool:
         now = inspect(args.run, brief=True)
@@ -155,7 +155,7 @@ def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict
 
 def _wait(run: RunDir, request: Path, offset: int, runs: Callable[[], bool], seconds: float) -> dict[str, Any] | None:
     """The journal entry, behind `offset`, that answers a request; None if none came in time or before the job ended."""
-    from fsdp_pretrain.record import journal
+    from fsdp_pretrain.run import journal
 
     begun = looked = time.monotonic()
     alive = True

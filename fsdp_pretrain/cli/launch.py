@@ -10,7 +10,7 @@ from pathlib import Path
 from fsdp_pretrain.console import JSON, CommandLine, argument, verb
 from fsdp_pretrain.errors import BusyError, ConfigError
 from fsdp_pretrain.launch.arguments import add_torchrun_options
-from fsdp_pretrain.record.arguments import parse_trainer, run_directory, seconds
+from fsdp_pretrain.run.arguments import parse_trainer, run_directory, seconds
 
 
 def add(command: CommandLine) -> None:
@@ -49,7 +49,7 @@ def _launch(args: argparse.Namespace) -> int:
     complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, 93 a person must
     look."""
     from fsdp_pretrain.launch.launcher import Launcher
-    from fsdp_pretrain.record.overrides import load_run
+    from fsdp_pretrain.run.overrides import load_run
 
     options, job = _split(args.passed_on)
     asked = parse_trainer(job)  # report a mistake here, once, and not on every rank
@@ -75,7 +75,7 @@ def _doctor(args: argparse.Namespace) -> int:
     is not listed here goes to torchrun."""
     from fsdp_pretrain.launch import torchrun
     from fsdp_pretrain.launch.preflight import check_devices
-    from fsdp_pretrain.watchdog.status import inspect
+    from fsdp_pretrain.views.status import inspect
 
     if args.run is not None and inspect(args.run).running:
         raise BusyError(

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from fsdp_pretrain.console import JSON, CommandLine, argument, positive, row, verb
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.record import journal
-from fsdp_pretrain.record.arguments import RUN, SEGMENT
+from fsdp_pretrain.run import journal
+from fsdp_pretrain.run.arguments import RUN, SEGMENT
 from fsdp_pretrain.units import human_bytes
 
 from . import checkpoints, launch, steps
@@ -42,7 +42,7 @@ def main() -> int:
 @verb("status", "runs/quickstart/run", RUN, JSON)
 def _status(args: argparse.Namespace) -> int:
     """How a run is doing. Exit 0 ok, 1 warning, 2 alert."""
-    from fsdp_pretrain.watchdog.status import inspect, render
+    from fsdp_pretrain.views.status import inspect, render
 
     report = inspect(args.run)
     print(json.dumps(report.as_dict(), indent=1) if args.json else render(report))
@@ -162,7 +162,7 @@ def _goodput(args: argparse.Namespace) -> int:
     how often to save."""
     from tqdm import tqdm
 
-    from fsdp_pretrain.record import goodput
+    from fsdp_pretrain.run import goodput
 
     found = goodput.goodput(args.run, partial(tqdm, desc="reading", unit=" steps", delay=2, leave=False, disable=None))
     if found is None:
@@ -182,7 +182,7 @@ def _report(args: argparse.Namespace) -> int:
     network."""
     from tqdm import tqdm
 
-    from fsdp_pretrain.report.page import write_report
+    from fsdp_pretrain.views.report.page import write_report
 
     out = args.out or args.run.path / "report.html"
     shown = partial(tqdm, desc="reading", unit=" steps", delay=2, leave=False, disable=None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, argument, byte_count, positive, verb
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.record.arguments import import_extra
+from fsdp_pretrain.run.arguments import import_extra
 
 if TYPE_CHECKING:
     from fsdp_pretrain.config.config import Config

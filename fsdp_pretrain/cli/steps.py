@@ -7,7 +7,7 @@ import argparse
 from fsdp_pretrain.console import CommandLine, argument, positive, step_number, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch.arguments import add_torchrun_options
-from fsdp_pretrain.record.arguments import RUN, SEGMENT, import_extra
+from fsdp_pretrain.run.arguments import RUN, SEGMENT, import_extra
 
 from .control import running_job, send_request
 
@@ -42,8 +42,8 @@ def _replay(args: argparse.Namespace) -> int:
     with the record: equal to the bit, as with nothing changed on the same ranks, or does data, settings or numerics
     differ first? Exit 0 if equal, 1 if not. What is not listed here goes to torchrun."""
     from fsdp_pretrain.launch import torchrun
-    from fsdp_pretrain.record import environment
     from fsdp_pretrain.replay.window import ReplayRequest, open_window
+    from fsdp_pretrain.run import environment
 
     request = ReplayRequest(
         run=str(args.run.path),
@@ -91,8 +91,8 @@ def _ranks(text: str) -> tuple[int, ...]:
 def _profile(args: argparse.Namespace) -> int:
     """Trace steps of the running job with PyTorch's profiler: one file per rank in RUN/profiles, for Perfetto or
     chrome://tracing. All ranks begin at the same step; no number of the run changes."""
-    from fsdp_pretrain.record import environment
-    from fsdp_pretrain.record.requests import MOST_RANKS, MOST_STEPS
+    from fsdp_pretrain.run import environment
+    from fsdp_pretrain.run.requests import MOST_RANKS, MOST_STEPS
 
     report = running_job(args.run)
     if args.at and args.at <= (report.status.step or 0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fsdp_pretrain.console import verb
-from fsdp_pretrain.record.arguments import RUN
+from fsdp_pretrain.run.arguments import RUN
 
 _EXAMPLE = "runs/quickstart/run"
 
@@ -31,7 +31,7 @@ def wandb(args: argparse.Namespace) -> int:
 def _rebuild(args: argparse.Namespace, name: str, look: str) -> int:
     from tqdm import tqdm
 
-    from fsdp_pretrain.trackers.follow import rebuild
+    from fsdp_pretrain.views.trackers.follow import rebuild
 
     with tqdm(desc="writing", unit=" records", delay=2, leave=False, disable=None) as bar:
         made, count = rebuild(args.run, name, lambda done: bar.update(done - bar.n))

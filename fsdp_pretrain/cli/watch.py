@@ -21,8 +21,8 @@ _LINES = 40
 def watch(args: argparse.Namespace) -> int:
     """Follow a run in the terminal: progress, curves, checkpoints, evaluations, alarms, the journal. For a
     directory: all runs in it, worst first. Printed once, exit 0 ok, 1 warning, 2 alert."""
-    from fsdp_pretrain.record.files import RunDir
-    from fsdp_pretrain.watch import app, fleet, following, page
+    from fsdp_pretrain.run.files import RunDir
+    from fsdp_pretrain.views.watch import app, fleet, following, page
 
     run = RunDir(args.path)
     single = run.begun

@@ -11,11 +11,11 @@ from typing import Any
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.errors import CheckpointError, Exit, NumericError, StorageError, UserError
 from fsdp_pretrain.lineage.rollback import go_back
-from fsdp_pretrain.record import exit_intent, journal, state_files
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lineage import BranchReport, BranchRequest
-from fsdp_pretrain.record.recorder import Recorder
-from fsdp_pretrain.record.status import Status
+from fsdp_pretrain.run import exit_intent, journal, state_files
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.lineage import BranchReport, BranchRequest
+from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.run.status import Status
 from fsdp_pretrain.units import SampleRange
 
 from . import limits

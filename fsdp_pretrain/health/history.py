@@ -5,10 +5,10 @@ from __future__ import annotations
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.step_settings import rounding_differences, same_values
 from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.record import environment, journal, lineage
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.metrics import last_metrics, tail
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.run import environment, journal, lineage
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.metrics import last_metrics, tail
+from fsdp_pretrain.run.step_record import StepRecord
 
 from .monitor import HISTORY, ExpectedSteps, Health
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from itertools import chain, islice
 from typing import Any
 
-from data.packing.opening import open_packer, open_skips
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.schedule import share_of
-from fsdp_pretrain.record.recorder import Recorder
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.data.packing.opening import open_packer, open_skips
+from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 
 from .monitor import HealthOutcome

@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from data.packing.position import Position
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import NumericError, UserError
-from fsdp_pretrain.record.step_record import HealthFinding, LossSum, StepRecord
+from fsdp_pretrain.run.step_record import HealthFinding, LossSum, StepRecord
 from fsdp_pretrain.severity import Severity
 
 from . import limits

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fsdp_pretrain import statistics
 from fsdp_pretrain.config.operations import HealthSection
 from fsdp_pretrain.config.sections import SMALLEST_SCALE
-from fsdp_pretrain.record.step_record import HealthFinding
+from fsdp_pretrain.run.step_record import HealthFinding
 from fsdp_pretrain.severity import Severity
 
 from . import limits

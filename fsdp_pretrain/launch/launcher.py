@@ -20,10 +20,10 @@ from types import FrameType
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import Exit
-from fsdp_pretrain.record import run_id
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.journal import Journal, Kind
-from fsdp_pretrain.record.run_id import LauncherMemory
+from fsdp_pretrain.run import run_id
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.journal import Journal, Kind
+from fsdp_pretrain.run.run_id import LauncherMemory
 from fsdp_pretrain.units import human_time
 
 from . import limit, outcome, torchrun

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import statistics
 
-from fsdp_pretrain.record import journal
-from fsdp_pretrain.record.files import RunDir, tail_offset
-from fsdp_pretrain.record.metrics import last_records
+from fsdp_pretrain.run import journal
+from fsdp_pretrain.run.files import RunDir, tail_offset
+from fsdp_pretrain.run.metrics import last_records
 
 _SAVES, _MARGIN = 5, 1.5
 LEAST = 120.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from fsdp_pretrain.checkpoint.upcoming import next_fit
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.severity import Severity
 
 from .outcome import avoided

@@ -22,10 +22,10 @@ import psutil
 
 from fsdp_pretrain.child_process import die_with_parent
 from fsdp_pretrain.errors import ConfigError, Exit
-from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.exit_intent import ExitIntent
-from fsdp_pretrain.record.lease import process_start, this_process
-from fsdp_pretrain.watchdog.heartbeat.rank_client import root
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.exit_intent import ExitIntent
+from fsdp_pretrain.run.lease import process_start, this_process
+from fsdp_pretrain.watchdog.hang.rank_client import root
 
 LAUNCHER, NOTE, SEEN = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE", "FSDP_PRETRAIN_SEEN"
 """Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment; file for
@@ -109,7 +109,6 @@ def environment(base: Mapping[str, str], note: Path | None = None, seen: Path | 
     return {
         "OMP_NUM_THREADS": "1",
         **base,
-        "PYTHONSAFEPATH": "1",  # `data` and `eval` are common names: never import them from a working directory
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # torchrun's restarts do not recover without it
         LAUNCHER: str(os.getpid()),
         **{name: str(path) for name, path in ((NOTE, note), (SEEN, seen)) if path is not None},

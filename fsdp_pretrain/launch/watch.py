@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.errors import Exit
-from fsdp_pretrain.record import exit_intent
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run import exit_intent
+from fsdp_pretrain.run.files import RunDir
 
 from .outcome import ended_hosts, hosts_of, segment_of
 from .torchrun import Torchrun

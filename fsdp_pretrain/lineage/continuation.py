@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from data.packing.opening import check_supply, open_packer
 from fsdp_pretrain.checkpoint.state import TrainState, forbidden, identity
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, verify_files
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.resume_rules import changes, differences, refuse
 from fsdp_pretrain.config.timeline import TimelineEntry
+from fsdp_pretrain.data.packing.opening import check_supply, open_packer
 from fsdp_pretrain.errors import CheckpointError, ConfigError
-from fsdp_pretrain.record import lineage, overrides
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lineage import BranchReport, BranchRequest
-from fsdp_pretrain.record.metrics import find_step, last_records
-from fsdp_pretrain.record.overrides import Overrides
+from fsdp_pretrain.run import lineage, overrides
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.lineage import BranchReport, BranchRequest
+from fsdp_pretrain.run.metrics import find_step, last_records
+from fsdp_pretrain.run.overrides import Overrides
 from fsdp_pretrain.units import SampleRange
 
 from .provenance import IN_FLIGHT

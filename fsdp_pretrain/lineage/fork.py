@@ -16,12 +16,12 @@ from pathlib import Path
 
 from fsdp_pretrain.checkpoint.store import Store, directory_name, step_of, sync_directory, verify_files
 from fsdp_pretrain.errors import BusyError, CheckpointError, ConfigError, StorageError
-from fsdp_pretrain.record import journal, lineage, run_id, status
-from fsdp_pretrain.record.files import AppendFile, RunDir, now, read_lines, replace_file
-from fsdp_pretrain.record.lineage import BranchReport, BranchRequest
-from fsdp_pretrain.record.lock import hold
-from fsdp_pretrain.record.metrics import METRICS
-from fsdp_pretrain.record.step_record import parse
+from fsdp_pretrain.run import journal, lineage, run_id, status
+from fsdp_pretrain.run.files import AppendFile, RunDir, now, read_lines, replace_file
+from fsdp_pretrain.run.lineage import BranchReport, BranchRequest
+from fsdp_pretrain.run.lock import hold
+from fsdp_pretrain.run.metrics import METRICS
+from fsdp_pretrain.run.step_record import parse
 
 from .continuation import Branch, prepare, refuse_run_dir, sentence
 from .rollback import status_at

@@ -14,19 +14,19 @@ from dataclasses import asdict, dataclass
 from pydantic import BaseModel
 from tqdm import tqdm
 
-from data.packing.opening import open_packer, open_skips
-from data.packing.packer import Packed, Packer
-from data.packing.position import Position
-from data.text.tokenizer import Tokenizer
 from fsdp_pretrain.checkpoint.state import identity
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import differences, load_recorded
+from fsdp_pretrain.data.packing.opening import open_packer, open_skips
+from fsdp_pretrain.data.packing.packer import Packed, Packer
+from fsdp_pretrain.data.packing.position import Position
+from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError, DataError
-from fsdp_pretrain.record import environment
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.metrics import find_step, last_records, read_metrics
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.run import environment
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.metrics import find_step, last_records, read_metrics
+from fsdp_pretrain.run.step_record import StepRecord
 
 IN_FLIGHT = 3
 """Steps without a record when a run dies: the current one, and those whose metrics were in flight."""

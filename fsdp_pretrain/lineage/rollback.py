@@ -14,12 +14,12 @@ from typing import Any
 
 from fsdp_pretrain.checkpoint.store import directory_name, step_of, sync_directory
 from fsdp_pretrain.errors import Exit, StorageError
-from fsdp_pretrain.record import journal, lineage, state_files, status
-from fsdp_pretrain.record.files import RunDir, now, replace_file
-from fsdp_pretrain.record.journal import who
-from fsdp_pretrain.record.lineage import BranchReport, BranchRequest, DecidedRollback, LineageNode
-from fsdp_pretrain.record.lock import hold
-from fsdp_pretrain.record.metrics import left_behind
+from fsdp_pretrain.run import journal, lineage, state_files, status
+from fsdp_pretrain.run.files import RunDir, now, replace_file
+from fsdp_pretrain.run.journal import who
+from fsdp_pretrain.run.lineage import BranchReport, BranchRequest, DecidedRollback, LineageNode
+from fsdp_pretrain.run.lock import hold
+from fsdp_pretrain.run.metrics import left_behind
 from fsdp_pretrain.units import human_count
 
 from .continuation import Branch, prepare, refuse_run_dir, sentence

@@ -33,10 +33,10 @@ from fsdp_pretrain.checkpoint.store import (
 )
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, Exit, UserError
-from fsdp_pretrain.record import lineage, state_files
-from fsdp_pretrain.record.lineage import LineageNode
-from fsdp_pretrain.record.state_files import StateFile
 from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
+from fsdp_pretrain.run import lineage, state_files
+from fsdp_pretrain.run.lineage import LineageNode
+from fsdp_pretrain.run.state_files import StateFile
 
 T = TypeVar("T")
 _CHUNK = 16 << 20

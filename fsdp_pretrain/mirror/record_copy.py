@@ -15,8 +15,8 @@ from pathlib import Path
 import zstandard
 
 from fsdp_pretrain.checkpoint.store import describe_file
-from fsdp_pretrain.record import lineage, mirror_status, run_id
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run import lineage, mirror_status, run_id
+from fsdp_pretrain.run.files import RunDir
 
 from .layout import MirroredRecord, MirrorState, RunMirror
 

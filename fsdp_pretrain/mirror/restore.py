@@ -20,10 +20,10 @@ from fsdp_pretrain.checkpoint.manifest import FileEntry
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, directory_name, sync_directory
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, Interrupted, StorageError
-from fsdp_pretrain.record import journal, lineage, run_id
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.lock import hold
 from fsdp_pretrain.remote import PATIENCE, RemoteError, Url
+from fsdp_pretrain.run import journal, lineage, run_id
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.lock import hold
 
 from .layout import MirroredCheckpoint, MirrorError, MirrorState, RunMirror
 from .record_copy import restore_record

@@ -23,10 +23,10 @@ from fsdp_pretrain.checkpoint.store import MANIFEST, Checkpoint, Store
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError, RunGoneError, UserError
-from fsdp_pretrain.record import lineage, mirror_status, run_id, state_files
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.journal import Journal
-from fsdp_pretrain.record.mirror_status import MirrorReport
+from fsdp_pretrain.run import lineage, mirror_status, run_id, state_files
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.journal import Journal
+from fsdp_pretrain.run.mirror_status import MirrorReport
 from fsdp_pretrain.units import human_bytes, human_time
 
 from .layout import MirroredCheckpoint, MirrorState, RunMirror

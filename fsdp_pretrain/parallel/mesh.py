@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_pretrain import open_files
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import ConfigError, UserError
-from fsdp_pretrain.record.environment import WorldShape
+from fsdp_pretrain.run.environment import WorldShape
 
 T = TypeVar("T")
 REPLICATE, SHARD = "dp_replicate", "dp_shard"

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from fsdp_pretrain.record.step_record import Replicas
+from fsdp_pretrain.run.step_record import Replicas
 
 from .mesh import World, local_part
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from data.packing.opening import check_supply, open_packer, open_skips
-from data.packing.packer import Packer
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.packing.opening import check_supply, open_packer, open_skips
+from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.remote import RemoteError, Url
 from fsdp_pretrain.units import human_count
 

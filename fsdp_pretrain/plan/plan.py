@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from data.fetch import room
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel
+from fsdp_pretrain.data.fetch import room
 from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.hardware import device_memory, find, names, peak_flops
 from fsdp_pretrain.models.flops import Speed, flops_per_token, hardware_flops_per_token, run_flops, speed
 from fsdp_pretrain.parallel import float8
 from fsdp_pretrain.parallel.mesh import shard_size
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
 from . import epochs, memory, preview

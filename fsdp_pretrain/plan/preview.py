@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data.packing.opening import data_at
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.packing.opening import data_at
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.record.step_count import StepCount
+from fsdp_pretrain.run.step_count import StepCount
 from fsdp_pretrain.units import Progress, human_count
 
 _COLUMNS = {"step": "10_", "consumed": "14_", "cursor": "14_", "tokens": "8", "batch": "6_", "lr": "10.3e"}

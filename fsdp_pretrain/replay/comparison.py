@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from fsdp_pretrain.config.schedule import StepValues
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.run.step_record import StepRecord
 
 Difference = Literal["data", "settings", "numerics"]
 _RESULTS = ("loss", "loss_sequence", "sources", "z_loss", "grad_norm", "loss_scale", "skipped", "not_finite")

@@ -16,12 +16,12 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.config.step_settings import rounding_differences, same_values, value_differences
 from fsdp_pretrain.errors import CheckpointError, ConfigError
-from fsdp_pretrain.record import environment, journal, lineage
-from fsdp_pretrain.record.environment import Environment
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.metrics import find_step, last_metrics
-from fsdp_pretrain.record.state_files import StateFile
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.run import environment, journal, lineage
+from fsdp_pretrain.run.environment import Environment
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.metrics import find_step, last_metrics
+from fsdp_pretrain.run.state_files import StateFile
+from fsdp_pretrain.run.step_record import StepRecord
 
 Precision = Literal["bf16", "bf16+fp8", "fp16", "fp32"]
 

@@ -1,1 +1,1 @@
-"""The trainer: `torchrun ... -m fsdp_pretrain.train CONFIG.toml`."""
+"""Training: steps, the loop around them, and saves. Services attach to it; it knows none."""

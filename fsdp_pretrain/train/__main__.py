@@ -10,6 +10,6 @@ if __name__ == "__main__":
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         # Against fragmentation; torch reads it once.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    from .main import main  # imports torch, which takes seconds
+    from fsdp_pretrain.job.main import main  # imports torch, which takes seconds
 
     sys.exit(main())

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from data.packing.loader import StepBatch
-from data.packing.position import Position
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.packing.loader import StepBatch
+from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.record.recorder import Recorder
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.run.step_record import StepRecord
 
 _QUARANTINE_BASE = 100_000
 """Minimum base for the quarantined share, so that one early bad document does not stop a run."""
 
 
 class DataStream(Protocol):
-    """Source of batches; see `data.packing.loader.Loader`."""
+    """Source of batches; see `fsdp_pretrain.data.packing.loader.Loader`."""
 
     def __next__(self) -> StepBatch: ...
 

@@ -8,23 +8,23 @@ from pathlib import Path
 
 import torch
 
-from data.corpus.files import reading
-from data.fetch.process import NodeFetching
-from data.packing.loader import Loader
-from data.packing.opening import open_infilling, open_skips
-from data.packing.packer import Packer
-from data.packing.position import Position
-from data.packing.unigrams import Unigrams
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.corpus.files import reading
+from fsdp_pretrain.data.fetch.process import NodeFetching
+from fsdp_pretrain.data.packing.loader import Loader
+from fsdp_pretrain.data.packing.opening import open_infilling, open_skips
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.packing.position import Position
+from fsdp_pretrain.data.packing.unigrams import Unigrams
 from fsdp_pretrain.heartbeat import Heartbeat
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import AdamW, LossScaler
-from fsdp_pretrain.record.files import RunDir
-from fsdp_pretrain.record.recorder import NotesOnlyRecorder, Recorder
-from fsdp_pretrain.watchdog.heartbeat.rank_client import PageHeartbeat, folder
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.recorder import NotesOnlyRecorder, Recorder
+from fsdp_pretrain.watchdog.hang.rank_client import PageHeartbeat, folder
 
 
 def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, AdamW]:

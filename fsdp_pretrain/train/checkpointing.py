@@ -19,7 +19,7 @@ from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import StorageError, UserError
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.record.recorder import Recorder
+from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.units import human_bytes, human_time
 
 from .observer import Observer

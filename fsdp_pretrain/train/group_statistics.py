@@ -14,7 +14,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.mesh import World, local_part
 from fsdp_pretrain.parallel.optimizer import AdamW
-from fsdp_pretrain.record.step_record import ParameterGroup, number
+from fsdp_pretrain.run.step_record import ParameterGroup, number
 
 _STRETCHES = 4
 """Parts of the depth whose attention and feed-forward layers are groups of their own."""

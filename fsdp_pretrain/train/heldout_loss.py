@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from data.packing.heldout import HeldOutSamples
-from data.packing.loader import MicroBatch, micro_batch, pinned
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.packing.heldout import HeldOutSamples
+from fsdp_pretrain.data.packing.loader import MicroBatch, micro_batch, pinned
 from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp

@@ -17,7 +17,7 @@ from fsdp_pretrain.hardware import device_name, memory_in_use, peak_flops
 from fsdp_pretrain.models.flops import flops_per_token
 from fsdp_pretrain.parallel import replica_check as replicas
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.record.step_record import LossSum, Ramps, ReadSeconds, StepRecord, number
+from fsdp_pretrain.run.step_record import LossSum, Ramps, ReadSeconds, StepRecord, number
 
 from .group_statistics import GroupStatistics
 from .step_clock import StepTimes

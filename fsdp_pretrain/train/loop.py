@@ -6,21 +6,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from data.packing.loader import StepBatch
-from data.packing.position import Position
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.packing.loader import StepBatch
+from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import DataError, Exit, UserError
 from fsdp_pretrain.health.journal import Provenance, record_findings
 from fsdp_pretrain.health.monitor import Health, RollbackRequest
 from fsdp_pretrain.heartbeat import Phase
-from fsdp_pretrain.record.requests import Request, Requests
+from fsdp_pretrain.job.live_control import Decided, LiveControl
+from fsdp_pretrain.job.profiling import StepProfiler
+from fsdp_pretrain.job.run_context import RunContext
+from fsdp_pretrain.run.requests import Request, Requests
 
 from .checkpointing import Checkpointing
 from .garbage import collect_garbage, collection_at_steps
-from .live_control import Decided, LiveControl
 from .observer import Observer
-from .profiling import StepProfiler
-from .run_context import RunContext
 from .step_sums import StepCounts
 from .trainer import LAG, Trainer
 

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.models import Decoder
-from fsdp_pretrain.record.step_record import StepSeconds
+from fsdp_pretrain.run.step_record import StepSeconds
 
 from .device_timing import between, mark
 from .straggler_timing import OwnTime

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from data.packing.loader import StepBatch
+from fsdp_pretrain.data.packing.loader import StepBatch
 from fsdp_pretrain.models import forward as packed
 from fsdp_pretrain.parallel.mesh import World
 
@@ -22,7 +22,7 @@ class StepCounts:
     Attributes:
         targets: tokens to predict.
         samples: samples with at least one target.
-        documents, separators, adjacent_specials, digest: see `data.packing.loader.StepBatch`.
+        documents, separators, adjacent_specials, digest: see `fsdp_pretrain.data.packing.loader.StepBatch`.
         quarantined: documents excluded from the loss.
         stop, save, profile, steer: ranks that were asked to.
         without_data: ranks that could not read their batch.

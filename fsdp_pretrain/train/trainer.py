@@ -14,17 +14,17 @@ from typing import Any
 
 from torch import Tensor
 
-from data.packing.loader import StepBatch
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.schedule import StepValues
+from fsdp_pretrain.data.packing.loader import StepBatch
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.record.recorder import Recorder
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.run.step_record import StepRecord
 
 from .batch_reader import BatchReader, DataStream
 from .device_timing import to_host

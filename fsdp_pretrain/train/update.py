@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from data.packing.loader import StepBatch
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.schedule import StepValues
+from fsdp_pretrain.data.packing.loader import StepBatch
 from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp

@@ -20,14 +20,14 @@ from typing import Any
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.disk_space import SpaceNeeded
 from fsdp_pretrain.checkpoint.upcoming import Late, UnsavedTraining
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Progress, human_bytes, human_count, human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes import looks
-from fsdp_pretrain.watchdog.probes.periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe
 
+from . import looks
 from .base import Detector
+from .periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe
 
 _LEAST_HISTORY = 5
 _SLOW_TIMES = 3.0

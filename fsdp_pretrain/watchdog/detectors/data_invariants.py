@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 

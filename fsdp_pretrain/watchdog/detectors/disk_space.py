@@ -15,11 +15,11 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import slope
 from fsdp_pretrain.units import human_bytes, human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes.looks import space
-from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe
 
 from .base import Detector
 from .checkpoint_age import CheckpointDetector
+from .looks import space
+from .periodic import PeriodicProbe
 
 _DAY, _SHORT = 86400.0, 6 * 3600.0
 _LEAST_SAMPLES, _IN_A_ROW = 6, 3

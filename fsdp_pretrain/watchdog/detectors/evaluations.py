@@ -13,10 +13,10 @@ from typing import Any
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes import looks
-from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe
 
+from . import looks
 from .base import Detector
+from .periodic import PeriodicProbe
 
 _RESULTS = 24
 """Last results that are read each time."""

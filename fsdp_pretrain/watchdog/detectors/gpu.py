@@ -6,10 +6,10 @@ from collections import defaultdict, deque
 
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe
 
 from .base import Detector
 from .nvml import DeviceReader, DeviceState
+from .periodic import PeriodicProbe
 
 _CHECK_SECONDS, _DEADLINE_SECONDS = 15.0, 10.0
 """Between two checks of the GPUs, and how long one may take; two longer ones in a row are a warning."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes import looks
-from fsdp_pretrain.watchdog.probes.periodic import PeriodicProbe
 
+from . import looks
 from .base import Detector
+from .periodic import PeriodicProbe
 
 _LONG = 3600.0
 """Seconds after which a problem that may pass by itself is serious."""

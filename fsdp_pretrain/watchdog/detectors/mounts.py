@@ -8,14 +8,14 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from fsdp_pretrain.record.step_record import StepRecord
+from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
-from fsdp_pretrain.watchdog.probes import looks
-from fsdp_pretrain.watchdog.probes.periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe, ProbeAnswer
 
+from . import looks
 from .base import Detector
+from .periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe, ProbeAnswer
 
 _TWICE = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT)

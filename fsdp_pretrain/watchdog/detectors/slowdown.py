@@ -16,8 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.step_record import StepRecord, StepSeconds
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import spread
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink

@@ -13,7 +13,8 @@ from statistics import median
 
 from fsdp_pretrain.config.operations import HangSection
 from fsdp_pretrain.heartbeat import Phase
-from fsdp_pretrain.watchdog.heartbeat.page import Beat
+
+from .page import Beat
 
 LONGEST = 1800.0
 """Seconds to which slow steps extend the hard deadline."""

@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from fsdp_pretrain.record import state_files
-from fsdp_pretrain.record.files import now, replace_file
+from fsdp_pretrain.run import state_files
+from fsdp_pretrain.run.files import now, replace_file
 from fsdp_pretrain.severity import Severity, SeverityName
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from time import monotonic_ns
 
 from fsdp_pretrain.heartbeat import Phase
-from fsdp_pretrain.watchdog.heartbeat.page import Beat, Reader, is_exiting, process_state, start_ticks
 
+from .page import Beat, Reader, is_exiting, process_state, start_ticks
 from .stacks import Dumps, Stack
 
 _WEDGED_AFTER = 5.0

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import TypeAdapter
 
-from fsdp_pretrain.record.files import AppendFile, json_object, now, read_lines, seconds_of
+from fsdp_pretrain.run.files import AppendFile, json_object, now, read_lines, seconds_of
 from fsdp_pretrain.severity import Severity
 
 State = Literal["open", "acknowledged", "resolved"]

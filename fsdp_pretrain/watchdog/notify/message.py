@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fsdp_pretrain.record.files import age, now
+from fsdp_pretrain.run.files import age, now
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 
 from fsdp_pretrain.config.notify import NotifySection
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.severity import Severity
 
 from .alarms import Alarm, Alarms, read_alarms

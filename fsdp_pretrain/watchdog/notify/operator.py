@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp_pretrain.errors import ConfigError, StorageError
-from fsdp_pretrain.record import journal, requests
-from fsdp_pretrain.record.files import RunDir
+from fsdp_pretrain.run import journal, requests
+from fsdp_pretrain.run.files import RunDir
 
 from .alarms import Alarm, Alarms, read_alarms
 

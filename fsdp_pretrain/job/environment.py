@@ -1,0 +1,178 @@
+"""What a start runs on and with: hosts, devices, versions, code state. Recorded, and compared with the last start.
+
+Most failures after a restart come from an unintended change. So every start records its environment, and the journal
+names the differences from the last one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from fsdp_pretrain import __version__, hardware
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.config.resume_rules import changes, differences
+from fsdp_pretrain.deadline import run_program
+from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.run import environment, state_files
+from fsdp_pretrain.run.environment import ENVIRONMENT
+from fsdp_pretrain.run.files import RunDir, now, stamp
+from fsdp_pretrain.run.lease import process_start
+from fsdp_pretrain.run.lineage import LINEAGE
+from fsdp_pretrain.run.state_files import StateFile
+
+_RECORDED_VARIABLES = (
+    "CUDA_",
+    "NCCL_",
+    "GLOO_",
+    "FI_",
+    "TORCH",
+    "PYTORCH",
+    "OMP_",
+    "SLURM_JOB",
+    "SLURM_NODE",
+    "SLURM_PROCID",
+)
+_COMPARED = {"world", "device", "python", "torch", "cuda", "nccl", "driver", "fsdp_pretrain"}
+_ALWAYS_NEW = re.compile(r"SLURM_|TORCHELASTIC_|CUDA_VISIBLE|.*_ADDR$|.*_PORT$")
+_SHOWN_HOSTS = 20
+_CORPORA = "corpora.json"
+_GIT_SECONDS = 60.0
+
+
+class _Corpora(StateFile):
+    """Fingerprint of every source, by its name."""
+
+    corpora: dict[str, str]
+
+
+def describe(world: World, hosts: list[str]) -> dict[str, Any]:
+    """The content of a segment's `environment.json`; `hosts`: of every rank, in rank order."""
+    variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_RECORDED_VARIABLES)}
+    return {
+        "time": now(),
+        "launched": stamp(_launched()),
+        "command": sys.argv,
+        "directory": str(Path.cwd()),
+        "host": socket.gethostname(),
+        "hosts": dict(sorted(Counter(hosts).items())),
+        "world": {"size": world.size, "replicas": world.replicas, "shards": world.shards},
+        "device": hardware.device_name(world.device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": _nccl(),
+        "driver": _driver(),
+        "fsdp_pretrain": __version__,
+        "git": _git_state(),
+        "variables": variables,
+    }
+
+
+def _launched() -> float:
+    """When this process started, seconds since 1970. psutil's boot time has a resolution of one second."""
+    started = process_start(os.getpid())
+    if started is None or not hasattr(time, "CLOCK_BOOTTIME") or not Path("/proc/self/stat").exists():
+        return psutil.Process().create_time()
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))
+
+
+def _nccl() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA kernel driver; None without one."""
+    try:
+        match = re.search(r"\b\d+\.\d+(\.\d+)?\b", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    return match[0] if match else None
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of this program's checkout and whether it was changed; None outside a checkout."""
+    # Without the locks that `git status` takes to refresh the index: a killed rank would leave one behind.
+    git = ["git", "-C", str(Path(__file__).resolve().parent.parent), "--no-optional-locks"]
+    try:
+        found = [
+            run_program([*git, *question], _GIT_SECONDS, output=subprocess.PIPE)
+            for question in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        ]
+    except OSError:
+        return None
+    if any(answer.returncode for answer in found):
+        return None
+    commit, changed = (answer.stdout.decode(errors="replace") for answer in found)
+    return {"commit": commit.strip(), "changed": sorted(line[3:] for line in changed.splitlines())[:50]}
+
+
+def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, list[str]] | None:
+    """What changed since the last start that joined the lineage. Records the corpora for the next start to compare.
+
+    Args:
+        run: the run directory.
+        number: of this start's segment.
+        corpora: fingerprint of every source.
+
+    Returns:
+        (segment of the last start, `what: old -> new` each); None if this is the first.
+    """
+    with contextlib.suppress(OSError):  # a full disk must not stop a start here
+        state_files.write(run.segment(number) / _CORPORA, {"corpora": corpora})
+    went_through = (path for path in run.segments if (path / LINEAGE).exists())
+    started = [int(path.name) for path in went_through if (path / ENVIRONMENT).exists()]
+    last = max((other for other in started if other < number), default=None)
+    if last is None:
+        return None
+    before, after = (environment.view(run, n) for n in (last, number))
+    found = _configuration(run, last, number)
+    found += _hosts(before.hosts, after.hosts)
+    found += differences(before.model_dump(include=_COMPARED), after.model_dump(include=_COMPARED))
+    found += _code(before.git or {}, after.git or {})
+    found += differences(_variables(before), _variables(after), "environment")
+    known = state_files.view(run.segment(last) / _CORPORA, _Corpora)  # None if the disk was full then
+    return last, found + (differences(known.corpora, corpora, "corpora") if known is not None else [])
+
+
+def _variables(begun: environment.Environment) -> dict[str, str]:
+    return {key: value for key, value in begun.variables.items() if not _ALWAYS_NEW.match(key)}
+
+
+def _configuration(run: RunDir, last: int, number: int) -> list[str]:
+    try:
+        old, new = (load(run.segment(n) / "config.toml") for n in (last, number))
+    except UserError as error:  # written by another version of this program
+        return [f"the configuration of segment {last} cannot be compared: {error.cause.splitlines()[0]}"]
+    return [change.text for change in changes(old, new)]
+
+
+def _hosts(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    found = []
+    for word, names in (("gone", [*before.keys() - after.keys()]), ("new", [*after.keys() - before.keys()])):
+        if names:
+            more = f" and {len(names) - _SHOWN_HOSTS} more" if len(names) > _SHOWN_HOSTS else ""
+            found.append(f"hosts {word}: {', '.join(sorted(names)[:_SHOWN_HOSTS])}{more}")
+    return found
+
+
+def _code(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    found = differences({"commit": before.get("commit")}, {"commit": after.get("commit")}, "code")
+    if before.get("changed") != after.get("changed"):
+        found.append(f"uncommitted changes to the code: {', '.join(after.get('changed') or []) or 'none any more'}")
+    return found

@@ -1,0 +1,106 @@
+"""Records how a start ends: in the journal, in `status.json`, and for launchers in `exit_intent.json`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.errors import Exit, Interrupted, UserError
+from fsdp_pretrain.health.auto_rollback import record_rollback, roll_back, was_blamed_on_device
+from fsdp_pretrain.health.monitor import RollbackRequest
+from fsdp_pretrain.run import exit_intent, status
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.train.loop import Loop
+
+from .run_context import RunContext
+
+
+def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, train: Callable[[], Exit]) -> Exit:
+    """Train, and record a failure; returns or raises what `train` does.
+
+    Args:
+        rank: this rank; if several fail alike, the first to write counts.
+        run_dir: the run directory.
+        segment: of this start.
+        recorder: closed at the end.
+        train: the run.
+    """
+    try:
+        return train()
+    except Interrupted as asked:  # no intent: torchrun also sends SIGTERM when another rank has died
+        recorder.ended(str(asked), code=int(asked.exit))
+        recorder.status(force=True, **status.ended(int(asked.exit), str(asked)))
+        raise
+    except BaseException as error:
+        known = isinstance(error, UserError)
+        code = int(error.exit) if isinstance(error, UserError) else int(Exit.UNEXPECTED)
+        reason = error.cause if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        exit_intent.write(run_dir, segment, code, reason, rank=rank)
+        recorder.ended(f"exit {code}: {reason}" if known else f"unexpected {reason}", code=code)
+        recorder.status(force=True, **status.ended(code, reason))
+        raise
+    finally:
+        recorder.close()
+
+
+def conclude(outcome: Exit, loop: Loop) -> Exit:
+    """Record how the loop ended, after a rollback if one was requested; returns the exit code. Collective.
+
+    Raises:
+        UserError: the rollback is not allowed or fails; see `auto_rollback.roll_back`.
+    """
+    run, asked = loop.context, loop.rollback
+    recorder, run_dir = run.recorder, run.recorder.run
+    if asked is None:
+        return _record_stop(outcome, loop.step, run)
+    if asked.repeats is False and not run.world.decide(lambda: was_blamed_on_device(run_dir, asked)):
+        return _record_suspicion(asked, run)
+    if asked.repeats is not None:
+        found = "not finite again" if asked.repeats else "finite, but a device was suspected here before"
+        text = f"the same step from the same batch was {found}: {asked.cause}"
+        recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
+    report = run.world.decide(lambda: roll_back(run_dir, asked, recorder))
+    if run.world.is_main:
+        record_rollback(run_dir, report.step, asked, recorder)
+    return outcome
+
+
+def _record_stop(outcome: Exit, step: int, run: RunContext) -> Exit:
+    """`outcome`: COMPLETE or RESUME."""
+    asked = run.inbox.take()
+    reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({asked.reason or 'another rank'})"
+    facts: dict[str, object] = {"asked": outcome is Exit.RESUME}
+    if outcome is Exit.RESUME and asked.avoid_hosts:
+        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": list(asked.avoid_hosts)}
+    _record(outcome, f"{reason} after step {step:_}", reason, step, run, **facts)
+    return outcome
+
+
+def _record_suspicion(asked: RollbackRequest, run: RunContext) -> Exit:
+    """Non-finite steps that are not caused by their data.
+
+    No sample is skipped, and the weights are still clean: the next start continues from the last checkpoint, without
+    the suspect host if it is known and there are others.
+    """
+    hosts = run.world.gather(socket.gethostname())
+    host = None if asked.rank is None else hosts[asked.rank]
+    who = "of one of the ranks" if host is None else f"of rank {asked.rank} on {host}"
+    reason = f"{asked.cause}; the same step from the same batch was finite: suspect a device {who}, not the data"
+    outcome, facts = Exit.RESUME, dict[str, object](restart=True)
+    if host is not None and len(set(hosts)) > 1:
+        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": [host]}
+    run.recorder.event("health-again", reason, step=asked.end, rank=asked.rank, suspect=host, repeats=False)
+    _record(outcome, reason, reason, asked.end, run, **facts)
+    return outcome
+
+
+def _record(outcome: Exit, text: str, reason: str, step: int, run: RunContext, **facts: Any) -> None:
+    """Record a decided end: `text` in the journal, `reason` in `status.json` and, with `facts`, in the exit intent."""
+    code, recorder = int(outcome), run.recorder
+    recorder.ended(f"{text}, exit {code}", step=step, code=code)
+    recorder.status(force=True, **status.ended(code, reason))
+    if run.world.is_main:
+        exit_intent.write(recorder.run, recorder.segment, code, reason, **facts)

@@ -1,0 +1,159 @@
+"""The trainer: `torchrun ... -m fsdp_pretrain.train CONFIG.toml [key=value ...]`.
+
+Parses arguments, builds all parts, runs, reports how it ended. Running it again continues from the newest valid
+checkpoint in the run directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+from fsdp_pretrain.checkpoint.resume import ResumeOptions
+from fsdp_pretrain.config import resume_rules
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import Exit, Interrupted, UserError
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
+from fsdp_pretrain.launch import torchrun
+from fsdp_pretrain.lineage.rollback import finish
+from fsdp_pretrain.parallel import mesh
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.run import lineage, overrides, run_id
+from fsdp_pretrain.run.arguments import parse_trainer
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.lock import RunLock
+from fsdp_pretrain.run.overrides import Overrides, load_run
+from fsdp_pretrain.run.requests import Inbox, interrupt_on_signal
+from fsdp_pretrain.run.run_id import LauncherMemory
+from fsdp_pretrain.train.build import build_fetching, build_heartbeat, build_recorder
+
+from . import phases, start
+from .after_save import AfterSave
+from .exit_status import conclude, record_end
+from .mirroring import restored_from_mirror
+from .run_context import RunContext
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the job; the exit code."""
+    args = parse_trainer(sys.argv[1:] if arguments is None else arguments)
+    torchrun.die_with_launcher()
+    warnings.filterwarnings("ignore", message=".*socket.*", category=UserWarning)
+    try:
+        interrupt_on_signal()
+        return _start(args)
+    except Interrupted as asked:
+        print(f"stopped: {asked}", file=sys.stderr, flush=True)
+        return int(asked.exit)
+
+
+def _start(args: argparse.Namespace) -> int:
+    try:
+        allowed = resume_rules.read_allowed(args.allow)
+        config, lasting = load_run(args.config, args.overrides)
+        options = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason, args.from_mirror)
+        memory = LauncherMemory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
+        start.bind_run_directory(RunDir(config.run.dir), memory)
+    except UserError as error:  # every rank of a node reads the same file: one message is enough
+        return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
+    try:
+        heartbeat = build_heartbeat(config)
+        with mesh.connect(config.parallel) as world:
+            options = start.agree_on_options(options, memory, world)
+            if restored_from_mirror(config, world, options, heartbeat):
+                lasting = start.take_restored(RunDir(config.run.dir), world, memory)
+                config = world.together(partial(overrides.apply, args.config, args.overrides, lasting))
+                heartbeat.reconfigure(config)
+            return torchrun.end_as_agreed(run(config, world, lasting, options, heartbeat, memory))
+    except UserError as error:
+        return _refuse(error, speaks=not error.shared or os.environ.get("RANK", "0") == "0")
+
+
+def _refuse(error: UserError, *, speaks: bool) -> int:
+    if speaks:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    torchrun.leave_note(int(error.exit), error.cause)
+    return int(error.exit)
+
+
+def run(
+    config: Config,
+    world: World,
+    lasting: Overrides,
+    options: ResumeOptions,
+    heartbeat: Heartbeat,
+    memory: LauncherMemory,
+) -> Exit:
+    """Lock the run, open a segment, train, and record how it ended in any case. Raises UserError.
+
+    Args:
+        config: what to train.
+        world: all ranks.
+        lasting: the part of `config` that comes from the run directory.
+        options: resume options of the person who started it.
+        heartbeat: reports to the watchdog what this rank does.
+        memory: what earlier starts under the same launcher have seen.
+    """
+    run_dir = RunDir(config.run.dir)
+    world.decide(lambda: start.refuse_unwanted_restart(run_dir))
+    start.open_directory(run_dir, world, memory)
+    lock, fetching = RunLock(run_dir, "training"), None
+    while not world.decide(lock.attempt):  # short attempts, so that no rank waits long for rank 0
+        pass
+    try:
+        finished = world.decide(lambda: finish(run_dir))
+        world.decide(lambda: len(lineage.nodes(run_dir)))  # refuses a damaged lineage before anything is written
+        standing = world.decide(lambda: overrides.read(run_dir))
+        world.together(lambda: start.check_overrides(run_dir, lasting, standing))
+        missing = world.decide(lambda: start.look_for_checkpoints(run_dir, options, memory))
+        start.open_checkpoints(run_dir, world)
+        hosts = world.gather(socket.gethostname())
+        segment = world.decide(lambda: start.open_segment(run_dir, config, world, hosts))
+        heartbeat.set_segment(int(segment.name))
+        fetching = build_fetching(config)
+        recorder = build_recorder(config, world, run_dir, segment)
+        if finished:
+            recorder.say("finished the rollback that had been interrupted")
+        if missing is not None and missing.newest is not None:
+            recorder.event("checkpoint-missing", missing.text, step=missing.step, newest=missing.newest)
+        start.record_overrides(recorder, lasting)
+        after_save = AfterSave(config, recorder)
+        inbox = Inbox(run_dir if world.is_main else None)
+        context = RunContext(config, world, recorder, inbox, heartbeat, after_save.running, fetching)
+        guard = partial(_check_writer, lock if world.is_main else None)
+        train = partial(_train, context, guard, options, memory, after_save)
+        return record_end(world.rank, run_dir, segment, recorder, train)
+    finally:
+        heartbeat.close()
+        if fetching is not None:
+            fetching.close()
+        lock.release()
+
+
+def _check_writer(lock: RunLock | None) -> None:
+    """Before a save: raise RunGoneError if the run directory is gone, BusyError if rank 0 (`lock`) lost the lock."""
+    run_id.check()
+    if lock is not None:
+        lock.check()
+
+
+def _train(
+    run: RunContext, guard: Callable[[], None], options: ResumeOptions, memory: LauncherMemory, after_save: AfterSave
+) -> Exit:
+    """Go through the phases of a start, train, and let what runs beside finish."""
+    run.heartbeat.beat(Phase.LOAD)
+    run.world.together(lambda: phases.preflight(run.config, run.world))
+    corpora = phases.open_corpora(run)
+    restored = phases.restore(run, corpora, options, memory)
+    companions = phases.join(run, corpora, restored)
+    loop = phases.build_loop(run, corpora, restored, companions, guard=guard, memory=memory, after_save=after_save)
+    if run.world.is_main:
+        start.record_ready(run, restored.resumed.state)
+    outcome = conclude(loop.run(), loop)
+    companions.finish(run, complete=outcome is Exit.COMPLETE)
+    return outcome

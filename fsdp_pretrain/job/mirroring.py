@@ -1,0 +1,137 @@
+"""The mirror as ranks see it: restored from before a start, copied to beside training, flushed at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+import time
+from concurrent.futures import Future, wait
+
+from fsdp_pretrain.checkpoint.async_save import in_background
+from fsdp_pretrain.checkpoint.resume import ResumeOptions
+from fsdp_pretrain.child_process import start_helper
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
+from fsdp_pretrain.mirror.restore import compare_with_mirror, restore
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.run import mirror_status, run_id
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.units import human_time
+
+from .run_context import RunContext
+
+_TURN = 1.0
+"""Seconds that ranks wait for rank 0 before they show that they live."""
+_COMPLETE_SECONDS, _STOP_SECONDS = 600.0, 20.0
+"""How long a complete run, and one that was asked to stop, waits for the mirror."""
+
+
+def restored_from_mirror(config: Config, world: World, options: ResumeOptions, heartbeat: Heartbeat) -> bool:
+    """Compare the run directory with its mirror, and restore it if that is needed and allowed. Collective.
+
+    Returns:
+        Whether it was restored: what was read of it before does not count any more.
+
+    Raises:
+        UserError: see `mirror.restore`.
+    """
+    run, box, stop = RunDir(config.run.dir), list[Future[None]](), threading.Event()
+
+    def begin() -> bool:
+        task = compare_with_mirror(config, restore=options.from_mirror, fresh=options.fresh)
+        if task is not None:
+            box.append(in_background(lambda: restore(task, run, stop)))
+        return task is not None
+
+    if not world.decide(begin):
+        return False
+    try:
+        while not world.decide(lambda: _ended(box[0])):  # hours perhaps, in turns: no rank waits long for rank 0
+            heartbeat.beat(Phase.START)
+    finally:
+        stop.set()
+    return True
+
+
+def _ended(restoring: Future[None]) -> bool:
+    if not wait([restoring], _TURN).done:
+        return False
+    restoring.result()
+    return True
+
+
+class UploaderProcess:
+    """The uploader of a run, which dies with this process.
+
+    Args:
+        run: of a configuration with a mirror, which its segment has.
+        segment: of this start.
+    """
+
+    def __init__(self, run: RunDir, segment: int) -> None:
+        self._run, self._segment = run, segment
+        self._command = [str(run.path), run_id.bound_to(run.path) or "", str(segment)]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.ensure_running()
+
+    def ensure_running(self) -> None:
+        """Start it, again if it has died."""
+        if self._process is not None and not self.ended:
+            return
+        if self._process is not None:
+            mirror_status.tell_death(self._run, self._segment, self._process.returncode)
+        with contextlib.suppress(OSError):
+            log = mirror_status.folder(self._run) / "log"
+            self._process = start_helper("fsdp_pretrain.mirror.uploader", *self._command, log=log, nice=10)
+
+    def finish(self) -> None:
+        """Ask it to copy what is left and to end; see `ended`."""
+        self.ensure_running()
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.write(b"finish\n")
+                self._process.stdin.flush()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it does not run: it has finished, or died."""
+        return self._process is None or self._process.poll() is not None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has copied everything, as it was asked to."""
+        return self._process is not None and self._process.poll() == 0
+
+    def steps_in_use(self) -> list[int]:
+        """The step whose checkpoint is being copied, if one is."""
+        report = mirror_status.read(self._run, self._segment)
+        return [] if report is None or report.copying is None else [report.copying]
+
+
+def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete: bool) -> None:
+    """Wait until the mirror has the last checkpoint and the record, but not for longer than ten minutes,
+    and only for a moment if the run was asked to stop. Collective.
+
+    Args:
+        uploader: on rank 0, if the run has a mirror.
+    """
+    if run.config.checkpoint.mirror is None:
+        return
+    limit = _COMPLETE_SECONDS if complete else _STOP_SECONDS
+    begun = time.monotonic()
+    if uploader is not None:
+        uploader.finish()
+        run.recorder.say(f"waiting up to {human_time(limit)} for the mirror")
+
+    def ended() -> bool | None:
+        """None: the time is over, or it has died."""
+        if uploader is None or uploader.finished:
+            return True
+        return None if uploader.ended or time.monotonic() - begun >= limit else False
+
+    while (done := run.world.decide(ended)) is False:
+        run.heartbeat.beat(Phase.SAVE)
+        time.sleep(0.2)
+    if done is None:
+        run.recorder.say("the mirror lacks the end of this start; the next one copies it")

@@ -1,0 +1,254 @@
+"""The phases of a start once it has a segment: open, restore, join, build. Each takes what those before returned.
+
+All are collective; an error is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from fsdp_pretrain.checkpoint.dcp import SaveResult
+from fsdp_pretrain.checkpoint.manager import CheckpointManager, TrainingObjects
+from fsdp_pretrain.checkpoint.resume import Resume, Resumed, ResumeOptions
+from fsdp_pretrain.checkpoint.state import identity
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.packing.heldout import HeldOutSamples, open_heldout
+from fsdp_pretrain.data.packing.loader import StepBatch, check_batches
+from fsdp_pretrain.data.packing.opening import check_supply, open_packer
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.data.packing.position import Position
+from fsdp_pretrain.eval import jobs
+from fsdp_pretrain.health.history import recall
+from fsdp_pretrain.health.journal import provenance
+from fsdp_pretrain.health.monitor import Health
+from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.parallel import fsdp
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.plan import plan
+from fsdp_pretrain.run.files import make_directory
+from fsdp_pretrain.run.run_id import LauncherMemory
+from fsdp_pretrain.train.build import build_data, build_loss_scaler, build_model_and_optimizer
+from fsdp_pretrain.train.checkpointing import Checkpointing
+from fsdp_pretrain.train.heldout_loss import HeldOutLoss, build_heldout_loss
+from fsdp_pretrain.train.loop import Loop
+from fsdp_pretrain.train.trainer import Trainer
+from fsdp_pretrain.views.trackers.follow import Followers, finish_followers, start_followers
+from fsdp_pretrain.views.trackers.sink import NAMES, check_installed
+from fsdp_pretrain.watchdog.notify.channels import make_channels
+
+from . import start
+from .after_save import AfterSave
+from .mirroring import UploaderProcess, flush_mirror
+from .run_context import RunContext
+
+
+def preflight(config: Config, world: World) -> None:
+    """Refuse what can be refused before anything is built. Raises ConfigError."""
+    plan.check_declared(config.model, plan.count_parameters(config.model))
+    check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
+    check_installed(name for name in NAMES if getattr(config.record, name))
+    if config.watchdog.enabled:
+        make_channels(config.watchdog.notify, os.environ)
+
+
+@dataclass(frozen=True)
+class OpenCorpora:
+    """What is read.
+
+    Attributes:
+        packer: of the training data.
+        heldout: samples whose loss is measured; None: none.
+    """
+
+    packer: Packer
+    heldout: HeldOutSamples | None
+
+
+def open_corpora(run: RunContext) -> OpenCorpora:
+    """Open and check all corpora. Raises UserError."""
+    config, world, fetching = run.config, run.world, run.fetching
+    packer = world.together(lambda: open_packer(config, None if fetching is None else fetching.status))
+    if fetching is not None:
+        world.together(partial(fetching.check, packer))
+    heldout = world.together(lambda: open_heldout(config, packer))
+    if world.is_main:
+        start.copy_tokenizer(run.recorder.run, packer)
+    return OpenCorpora(packer, heldout)
+
+
+@dataclass(frozen=True)
+class RestoredRun:
+    """The state that training goes on from, in place.
+
+    Attributes:
+        model: with its values.
+        subject: it, its optimiser, and what their checkpoints say of the run.
+        resumed: where the run is, and the checkpoint it came from.
+        health: knows the steps before.
+        heldout: measures the held-out loss; None: it is not measured.
+    """
+
+    model: Decoder
+    subject: TrainingObjects
+    resumed: Resumed
+    health: Health
+    heldout: HeldOutLoss | None
+
+
+def restore(run: RunContext, corpora: OpenCorpora, options: ResumeOptions, memory: LauncherMemory) -> RestoredRun:
+    """Load the newest valid checkpoint, or the initial values, and make this start the head of the lineage.
+
+    Raises:
+        UserError: nothing valid is there, or something changed that may not.
+    """
+    config, world, recorder, packer = run.config, run.world, run.recorder, corpora.packer
+    model, optimizer = build_model_and_optimizer(config, world)
+    subject = TrainingObjects(world, recorder.run, model, optimizer, config, identity(config, packer))
+    start.record_start(recorder, subject, model.count_parameters())
+    resumed = Resume(subject, recorder, options).run()
+    if resumed.checkpoint is None:
+        fsdp.initialise_all(model, config.run.seed)
+    if world.is_main:
+        start.record_changes(recorder, subject.identity.corpora, corpora.heldout, options.reason)
+    world.decide(lambda: start.record_lineage(recorder.run, recorder, resumed, fresh=options.fresh))
+    memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
+    health, at = _recall_health(subject, recorder.number, resumed), resumed.state
+    world.together(lambda: check_supply(config, packer, cursor=at.cursor, consumed=at.consumed))
+    samples = corpora.heldout
+    heldout = None if samples is None else world.together(partial(build_heldout_loss, config, samples, world))
+    return RestoredRun(model, subject, resumed, health, heldout)
+
+
+def _recall_health(subject: TrainingObjects, segment: int, resumed: Resumed) -> Health:
+    """The `Health` of this start, identical on every rank."""
+    world = subject.world
+    exact = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+    return world.decide(
+        lambda: recall(
+            subject.run,
+            subject.config,
+            segment=segment,
+            parent=resumed.parent,
+            step=resumed.state.step,
+            whole=resumed.whole,
+            exact=exact,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Companions:
+    """Processes of rank 0 beside training; empty on other ranks.
+
+    Attributes:
+        followers: of the trackers, by name.
+        uploader: of the mirror.
+    """
+
+    followers: Followers = field(default_factory=dict)
+    uploader: UploaderProcess | None = None
+
+    def finish(self, run: RunContext, *, complete: bool) -> None:
+        """Let them finish, for a limited time. Collective."""
+        flush_mirror(run, self.uploader, complete=complete)
+        finish_followers(run.recorder.run, self.followers)
+
+
+def join(run: RunContext, corpora: OpenCorpora, restored: RestoredRun) -> Companions:
+    """From here on the run is this start's: its files, its requests, what runs beside it."""
+    recorder = run.recorder
+    start.record_heldout(run, corpora.heldout)
+    start.record_skips(run, restored.resumed.state)
+    if run.world.is_main:
+        start.join_run(run, restored.resumed)
+    start.discard_requests(run)
+    run.inbox.listen()
+    if not run.world.is_main:
+        return Companions()
+    mirrored = run.config.checkpoint.mirror is not None
+    uploader = UploaderProcess(recorder.run, recorder.number) if mirrored else None
+    return Companions(start_followers(recorder.run), uploader)
+
+
+def build_loop(
+    run: RunContext,
+    corpora: OpenCorpora,
+    restored: RestoredRun,
+    companions: Companions,
+    *,
+    guard: Callable[[], None],
+    memory: LauncherMemory,
+    after_save: AfterSave,
+) -> Loop:
+    """The loop, which goes on from the restored state.
+
+    Args:
+        guard: raises UserError if this job may not write into the run directory any more.
+        memory: told of every checkpoint.
+        after_save: starts what a checkpoint makes due.
+    """
+    config, world, recorder = run.config, run.world, run.recorder
+    subject, state, uploader = restored.subject, restored.resumed.state, companions.uploader
+
+    def saved(made: SaveResult) -> None:
+        memory.remember(checkpoint=made.checkpoint.step)
+        if world.is_main:
+            after_save.start(made)
+            if uploader is not None:
+                uploader.ensure_running()
+
+    manager = _build_manager(subject, recorder.number, guard, restored.health, uploader)
+    unigrams = recorder.run.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
+    if unigrams is not None:
+        make_directory(unigrams.parent)
+    built = run.fetching.begin(state) if run.fetching is not None else lambda _: None
+    trainer = Trainer(
+        config,
+        world,
+        model=restored.model,
+        optimizer=subject.optimizer,
+        scaler=build_loss_scaler(config, world, state.loss_scale),
+        data=build_data(config, corpora.packer, world, state, unigrams=unigrams, built=built),
+        state=state,
+        recorder=recorder,
+        heartbeat=run.heartbeat,
+        heldout=restored.heldout,
+    )
+    return Loop(
+        run,
+        trainer,
+        saves=Checkpointing(config, world, manager, saved, recorder, state.step),
+        health=restored.health,
+        provenance=provenance(config, world.size),
+        reread=partial(_read_again, config, world),
+        guard=guard,
+        on_set=manager.steer,
+    )
+
+
+def _build_manager(
+    subject: TrainingObjects,
+    segment: int,
+    guard: Callable[[], None],
+    health: Health,
+    uploader: UploaderProcess | None,
+) -> CheckpointManager:
+    return CheckpointManager(
+        subject,
+        segment=segment,
+        guard=guard,
+        protected=lambda: jobs.protected_steps(subject.run, subject.config),
+        suspicion=lambda: health.suspicion,
+        clean_until=lambda: health.clean_until,
+        spared=uploader.steps_in_use if uploader is not None else list,
+    )
+
+
+def _read_again(config: Config, world: World, before: Position) -> StepBatch:
+    """This rank's share of the batch after a position, with a packer of its own. Raises DataError."""
+    return build_data(config, open_packer(config), world, before).build(before)

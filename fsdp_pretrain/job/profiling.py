@@ -1,0 +1,157 @@
+"""Traces chosen steps of a live run: `fsdp-pretrain profile`. See docs/replay.md.
+
+Rank 0 finds the request in its inbox; it reaches all ranks as a count in the sums of a step, after which they agree on
+the steps. So all begin and end together, and none runs beside another's trace unknowingly. A trace is made in the
+local temporary directory and copied into the run directory by a thread: storage that is full, fails or hangs loses the
+trace, and nothing else. Tracing observes: no number of the run changes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
+
+from fsdp_pretrain.run.files import make_directory
+from fsdp_pretrain.run.journal import Kind
+from fsdp_pretrain.run.requests import Request
+
+from .run_context import RunContext
+
+_LARGEST_SHARE = 0.1
+"""Of the free space that one trace may take: the next checkpoint matters more."""
+_LAST_SECONDS = 30.0
+"""For which the end of a run waits for a trace to be written."""
+
+
+class StepProfiler:
+    """Traces of one start, on one rank. `agree` is collective."""
+
+    def __init__(self, run: RunContext) -> None:
+        self._world, self._recorder = run.world, run.recorder
+        self._pending: list[Request] = []
+        self._first = self._last = 0  # steps of the window, on every rank; 0: there is none
+        self._mine = False  # whether this rank traces it
+        self._profile: profile | None = None
+        self._range: record_function | None = None
+        self._writer: threading.Thread | None = None
+        self._outcome: tuple[Kind, str] | None = None
+
+    def ask(self, request: Request | None) -> bool:
+        """On rank 0: keep a new request until `agree`; returns whether there is one."""
+        self._pending += [] if request is None else [request]
+        return bool(self._pending)
+
+    def agree(self, step: int) -> None:
+        """After `step`, on all ranks: take the request. The step before its first one warms the profiler up."""
+        for request in self._world.decide(self._take):
+            if self._last > step or self._writer is not None:
+                self._tell("profile-failed", f"refused, asked by {request.by}: a trace is being made", main_only=True)
+                continue
+            self._first = max(request.at or 0, step + 2)
+            self._last = self._first + request.steps - 1
+            self._mine = self._world.rank in request.ranks
+            ranks = ", ".join(map(str, request.ranks))
+            text = f"tracing steps {self._first} to {self._last} on rank {ranks}, asked by {request.by}"
+            self._tell("profile", text, main_only=True)
+
+    def _take(self) -> list[Request]:
+        taken_, self._pending = self._pending, []
+        return taken_
+
+    def beside(self, step: int) -> list[str]:
+        """For the record of a step: whether a rank is traced in it."""
+        return ["profile"] if self._first - 1 <= step <= self._last else []
+
+    def begin_step(self, step: int) -> None:
+        """Before a step."""
+        if self._mine and step == self._first - 1:
+            self._start()
+        if self._profile is not None and step >= self._first:
+            self._range = record_function(f"step {step}")
+            self._range.__enter__()
+
+    def end_step(self, step: int) -> None:
+        """After a step."""
+        if self._profile is not None:
+            if self._range is not None:
+                self._range.__exit__(None, None, None)
+                self._range = None
+            self._guard(self._profile.step)
+            if step == self._last:
+                self._write(step)
+        self._tell_outcome()
+
+    def finish(self, step: int) -> None:
+        """After the last step of the run: write what there is of a trace."""
+        if self._profile is not None and step >= self._first:
+            self._write(step)
+
+    def close(self) -> None:
+        """At the end of the run, however it ends."""
+        if self._profile is not None:
+            self._guard(self._profile.stop)
+            self._profile = None
+        if self._writer is not None:
+            self._writer.join(_LAST_SECONDS)
+            self._tell_outcome()
+
+    # ------------------------------------------------------------------ the profiler
+
+    def _start(self) -> None:
+        kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._world.device.type == "cuda" else [])
+        active = self._last - self._first + 1
+        self._profile = profile(
+            activities=kinds, schedule=schedule(wait=0, warmup=1, active=active, repeat=1), record_shapes=True
+        )
+        self._guard(self._profile.start)
+
+    def _guard(self, act: Callable[[], object]) -> None:
+        """Call a method of the profiler; if it fails, this trace is given up."""
+        try:
+            act()
+        except Exception as error:
+            self._profile, self._mine = None, False
+            self._tell("profile-failed", f"rank {self._world.rank} was not traced: {error}")
+
+    def _write(self, step: int) -> None:
+        """Stop, and write the trace in the background."""
+        made, self._profile, self._mine = self._profile, None, False
+        assert made is not None
+        self._guard(made.stop)
+        path = self._recorder.run.profiles / f"step-{self._first:08d}-rank-{self._world.rank}.json.gz"
+        text = f"steps {self._first} to {step} of rank {self._world.rank}"
+        self._writer = threading.Thread(target=self._export, args=(made, path, text), name="profile", daemon=True)
+        self._writer.start()
+
+    def _export(self, made: profile, path: Path, text: str) -> None:
+        """In the thread: make the file here, then copy it into the run directory."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as folder:
+                packed, partial = Path(folder) / path.name, path.with_name(f".{path.name}.partial")
+                made.export_chrome_trace(str(packed))
+                make_directory(path.parent)
+                if packed.stat().st_size > _LARGEST_SHARE * shutil.disk_usage(path.parent).free:
+                    raise OSError("the free space is for the next checkpoint")
+                shutil.copyfile(packed, partial)
+                partial.rename(path)
+            self._outcome = "profile", f"{text}: {path.name}; open it at https://ui.perfetto.dev"
+        except Exception as error:
+            self._outcome = "profile-failed", f"{text}: no trace was written: {error}"
+
+    # ------------------------------------------------------------------ the journal
+
+    def _tell_outcome(self) -> None:
+        if self._outcome is not None:
+            self._tell(*self._outcome)
+            self._outcome = self._writer = None
+
+    def _tell(self, kind: Kind, text: str, *, main_only: bool = False) -> None:
+        if self._world.is_main:
+            self._recorder.event(kind, text)
+        elif not main_only:
+            self._recorder.note(kind, text)

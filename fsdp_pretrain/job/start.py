@@ -1,0 +1,309 @@
+"""How a start joins its run: run directory, checkpoints, segment, lineage, and its first journal entries."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+from fsdp_pretrain import hardware
+from fsdp_pretrain.checkpoint.expected import MissingCheckpoint, missing
+from fsdp_pretrain.checkpoint.manager import TrainingObjects
+from fsdp_pretrain.checkpoint.resume import Resumed, ResumeOptions
+from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.packing.heldout import HeldOutSamples
+from fsdp_pretrain.data.packing.opening import open_skips
+from fsdp_pretrain.data.packing.packer import Packer
+from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError, UserError
+from fsdp_pretrain.launch.outcome import newest_segment
+from fsdp_pretrain.lineage.rollback import abandon_all
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.plan.warnings import in_vain
+from fsdp_pretrain.run import environment as environments
+from fsdp_pretrain.run import exit_intent, lineage, overrides, run_id, state_files, status
+from fsdp_pretrain.run.environment import ENVIRONMENT
+from fsdp_pretrain.run.exit_intent import EXIT_INTENT
+from fsdp_pretrain.run.files import RunDir, make_directory, replace_file, seconds_of
+from fsdp_pretrain.run.metrics import left_behind
+from fsdp_pretrain.run.overrides import Overrides
+from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.run.run_id import LauncherMemory
+from fsdp_pretrain.units import human_count, human_time
+
+from . import environment
+from .run_context import RunContext
+
+_VISIBLE_WITHIN = 5.0
+"""Seconds in which a host must see what another has created in the run directory."""
+
+
+# ---------------------------------------------------------------------- the directory
+
+
+def bind_run_directory(run: RunDir, memory: LauncherMemory) -> None:
+    """Bind to the run directory before anything is created; refuse one that earlier starts did not use.
+
+    Raises:
+        RunGoneError: it is another directory.
+        StorageError: it cannot be read.
+    """
+    memory.check(run.path, partial(newest_segment, run))
+    run_id.bind(run.path, run_id.read(run.path))
+
+
+def take_restored(run: RunDir, world: World, memory: LauncherMemory) -> Overrides:
+    """After a restoration: the overrides that came back, and note what did, so that no end of an earlier start is taken
+    for that of this one. Collective. Raises UserError."""
+    known, newest, lasting = world.decide(lambda: (run_id.read(run.path), newest_segment(run), overrides.read(run)))
+    memory.remember(run_id=known, restored=newest)
+    return lasting
+
+
+def open_directory(run: RunDir, world: World, memory: LauncherMemory) -> None:
+    """Bind every rank to the run directory, which is created if no host has one. Collective.
+
+    Raises:
+        RunGoneError: some hosts see the run and others do not.
+        StorageError: it cannot be created or read.
+    """
+    found = world.gather(world.together(lambda: run_id.read(run.path)))
+    known = next((one for one in found if one is not None), None)
+    if known is None:
+        known = world.decide(lambda: run_id.assign(run.path))
+    _bind_all(run.path, known, world)
+    memory.remember(run_id=known)
+
+
+def open_checkpoints(run: RunDir, world: World) -> None:
+    """The same for `checkpoints/`, which may be a separate mount; after `look_for_checkpoints`. Collective."""
+    known = run_id.bound_to(run.path)
+    _bind_all(run.checkpoints, world.decide(lambda: run_id.assign(run.checkpoints, known or "")), world)
+
+
+def _bind_all(directory: Path, known: str, world: World) -> None:
+    world.together(lambda: _wait_until_visible(directory, known))
+    run_id.bind(directory, known)
+
+
+def _wait_until_visible(directory: Path, known: str) -> None:
+    """Raise RunGoneError if this host does not soon see a directory with this id."""
+    until = time.monotonic() + _VISIBLE_WITHIN
+    while run_id.read(directory) != known:
+        if time.monotonic() > until:
+            raise run_id.run_gone_error(directory)
+        for folder in (directory.parent, directory):  # opening it makes a network file system refresh
+            with contextlib.suppress(OSError):
+                os.close(os.open(folder, os.O_RDONLY))
+        time.sleep(0.1)
+
+
+def refuse_unwanted_restart(run: RunDir) -> None:
+    """Do not train on if the last start decided to end: torchrun restarts its ranks after any exit code but 0.
+
+    Raises:
+        UserError: with the decided exit code; torchrun uses up its restarts on it and ends.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not run.segments:
+        return
+    path = run.segments[-1] / EXIT_INTENT
+    intent = exit_intent.read(path.parent)
+    if intent is None or intent.restart or intent.code not in (Exit.RESUME, Exit.REFUSED, Exit.NEEDS_PERSON):
+        return
+    if path.stat().st_mtime > psutil.Process(os.getppid()).create_time():  # decided under this torchrun
+        error = UserError(f"not restarted by torchrun: the run ended on purpose ({intent.reason})")
+        error.exit = Exit(intent.code)
+        raise error
+
+
+def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
+    """Raise ConfigError if a rollback changed the overrides since this rank read them, or it read a stale file."""
+    if mine != standing:
+        raise ConfigError(
+            f"{run.overrides} was read as {str(mine)!r}, and is {str(standing)!r}",
+            effect="this start would train without the changes of a rollback",
+            remedy="start again; if it persists, the nodes do not see the same run directory",
+        )
+
+
+# ---------------------------------------------------------------------- its checkpoints
+
+
+def agree_on_options(options: ResumeOptions, memory: LauncherMemory, world: World) -> ResumeOptions:
+    """The options for this start: --allow-fresh and --from-mirror hold only for the first under a launcher or torchrun.
+    Collective."""
+    first = world.decide(lambda: not (memory.seen and memory.seen.segment))
+    return replace(options, fresh=options.fresh and first, from_mirror=options.from_mirror and first)
+
+
+def look_for_checkpoints(run: RunDir, options: ResumeOptions, memory: LauncherMemory) -> MissingCheckpoint | None:
+    """The kept line's newest recorded checkpoint, if neither it nor a later one is in the directories; else None.
+
+    Raises:
+        CheckpointError: there is no checkpoint at all, or the missing one was seen under this launcher: continuing
+            would silently repeat training. Not raised with `options.fresh`.
+    """
+    found = missing(run, memory.seen)
+    if found is None or options.fresh or not (found.newest is None or found.seen):
+        return found
+    directory = run.checkpoints
+    error = CheckpointError(
+        f"{directory} has lost checkpoints: {found.text}",
+        effect="nothing was done: training would begin again "
+        + ("at step 0" if found.newest is None else f"after step {found.newest}"),
+        remedy="check that its file system is mounted, or restore them; "
+        + (
+            "start manually with --allow-fresh to begin again at step 0 in this directory"
+            if found.newest is None
+            else f"`fsdp-pretrain rollback {run.path} --to {found.newest}` goes on without them"
+        ),
+    )
+    error.exit = Exit.NEEDS_PERSON
+    raise error
+
+
+# ---------------------------------------------------------------------- its segment
+
+
+def open_segment(run: RunDir, config: Config, world: World, hosts: list[str]) -> Path:
+    """Create this start's directory with what it was started from. Raises StorageError."""
+    try:
+        segment = run.new_segment()
+        replace_file(segment / "config.toml", config.to_toml())
+        state_files.write(segment / ENVIRONMENT, environment.describe(world, hosts))
+    except OSError as error:
+        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
+    return segment
+
+
+def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool) -> None:
+    """Make this start the head of the lineage, before it records a step.
+
+    A start at step 0 of a run with a record reports what is lost. If that was allowed (`fresh`), old checkpoints and
+    evaluations are moved aside: they belong to another line.
+
+    Raises:
+        StorageError: the run directory cannot be written.
+    """
+    fresh = fresh and resumed.checkpoint is None
+    steps, tokens = left_behind(run, 0, 0) if resumed.checkpoint is None else (0, 0)
+    aside = abandon_all(run) if fresh else []
+    kind = "fresh" if fresh else "start"
+    try:
+        lineage.record(run.segment(recorder.number), parent=resumed.parent, kind=kind, **vars(resumed.state))
+    except OSError as error:
+        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
+    if steps or aside:
+        why = "as --allow-fresh says" if fresh else "no checkpoint had been saved"
+        text = f"begins at step 0, {why}: {steps:_} steps ({human_count(tokens)} tokens) of the record are lost"
+        text += f"; checkpoints {', '.join(aside)} were moved to abandoned/ beside them" if aside else ""
+        recorder.event("fresh", text, step=0, lost={"steps": steps, "tokens": tokens}, abandoned=aside)
+
+
+def copy_tokenizer(run: RunDir, packer: Packer) -> None:
+    """Keep the tokenizer with the run, for evaluation and export without the corpora."""
+    source = next(iter(packer.corpora.values())).tokenizer().path
+    make_directory(run.tokenizer)
+    shutil.copyfile(source, run.tokenizer / source.name)
+
+
+# ---------------------------------------------------------------------- its first journal entries
+
+
+def record_overrides(recorder: Recorder, lasting: Overrides) -> None:
+    """Record what the run directory adds to the configuration file."""
+    recorder.status(overrides=str(lasting))
+    if str(lasting):
+        recorder.event("overrides", f"of overrides.toml: {lasting}")
+
+
+def record_start(recorder: Recorder, subject: TrainingObjects, parameters: int) -> None:
+    """Record what is trained, on what."""
+    world, config, device = subject.world, subject.config, hardware.device_name(subject.world.device)
+    for warning in in_vain(config):
+        recorder.say(f"warning: {warning}")
+    recorder.event(
+        "start",
+        f"{config.run.name}: {config.model.family} with {human_count(parameters)} parameters "
+        f"on {world.size} x {device} ({world.replicas} replicas x {world.shards} shards), "
+        f"{config.schedule.steps:_} steps of {config.train.global_batch}",
+        parameters=parameters,
+        world=world.size,
+        replicas=world.replicas,
+        shards=world.shards,
+        device=device,
+    )
+
+
+def record_changes(recorder: Recorder, corpora: dict[str, str], heldout: HeldOutSamples | None, reason: str) -> None:
+    """Record what changed since the last start, and why. `corpora`: fingerprints of the training data by source."""
+    heldout_too = {f"held-out {name}": value for name, value in (heldout.fingerprints if heldout else {}).items()}
+    found = environment.compare(recorder.run, recorder.number, corpora | heldout_too)
+    if found is not None:
+        last, changed = found
+        text = "; ".join([*(changed or ["nothing"]), *([f"because: {reason}"] if changed and reason else [])])
+        recorder.event("changed", f"since start {last}: {text}", last=last, changes=changed, reason=reason)
+
+
+def join_run(run: RunContext, resumed: Resumed) -> None:
+    """On rank 0: make `config.toml` and `status.json` those of the run from here on. A complete run, of which nothing
+    is left to train, stays as it is."""
+    config, state, before = run.config, resumed.state, status.read(run.recorder.run)
+    if before.was_complete and state.consumed >= config.schedule.total:
+        return
+    replace_file(run.recorder.run.config, config.to_toml())
+    facts: dict[str, object] = {} if state.step == before.step else {"loss": None, "heldout": None}
+    if resumed.checkpoint is None:
+        facts["checkpoint"] = None
+    at = {"step": state.step, "consumed": state.consumed, "cursor": state.cursor}
+    tokens, total = config.schedule.tokens(state.consumed), config.schedule.steps
+    run.recorder.status(force=True, total_steps=total, tokens=tokens, **at, **facts)
+
+
+def record_skips(run: RunContext, state: TrainState) -> None:
+    """Record the samples to skip, and which of them come too late."""
+    for first, stop in open_skips(run.config).ranges:
+        late = " (before this start's position: no effect)" if stop <= state.cursor else ""
+        run.recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
+
+
+def discard_requests(run: RunContext) -> None:
+    """Discard requests that were not sent to this start, and say so."""
+    for request in run.inbox.discard(run.recorder.number):
+        what = " ".join([request.verb or "a damaged request", *request.changes])
+        facts = {"request": request.id, "asked": request.verb, "by": request.by}
+        why = "it was sent to an earlier start"
+        run.recorder.event("control", f"discarded, since {why}: {what}", refused=why, **facts)
+
+
+def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
+    """Record which held-out samples are measured, how often, and what was wrong while they were read."""
+    if heldout is None:
+        return
+    names = ", ".join(f"{count:_} of {name}" for name, count in heldout.counts.items())
+    text = f"the loss of {names} is measured every {run.config.heldout_every}"
+    run.recorder.event("heldout", text, samples=heldout.counts, corpora=heldout.fingerprints)
+    for corpus in heldout.packer.corpora.values():
+        for notice in corpus.reads.take_notices():
+            run.recorder.note("data-read", f"rank {run.world.rank}: {notice}")
+
+
+def record_ready(run: RunContext, state: TrainState) -> None:
+    """Record how long startup took: the first step starts now."""
+    begun = environments.view(run.recorder.run, run.recorder.number)
+    launched, connected = seconds_of(begun.launched), seconds_of(begun.time)
+    if launched is not None and connected is not None:
+        loaded = time.time() - connected
+        run.recorder.event(
+            "ready",
+            f"{human_time(connected - launched)} until all ranks connected, {human_time(loaded)} to build and load",
+            step=state.step,
+            connect_seconds=connected - launched,
+            load_seconds=loaded,
+        )

@@ -1,0 +1,62 @@
+"""`environment.json` of a segment: the fields of a start's hardware and software that programs read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fsdp_pretrain.config.resume_rules import differences
+
+from . import state_files
+from .files import RunDir
+from .state_files import StateFile
+
+ENVIRONMENT = "environment.json"
+_COMPUTES = {"world", "device", "torch"}
+"""On which the last digits of a step depend."""
+
+
+class WorldShape(BaseModel):
+    """The ranks of a job: `size` ranks are `replicas` replicas of `shards` shards."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    size: int
+    replicas: int
+    shards: int
+
+
+class Environment(StateFile):
+    """The hardware and software of a start, written from `fsdp_pretrain.job.environment.describe`."""
+
+    time: str | None = None  # when all ranks had connected
+    launched: str | None = None  # when the process of rank 0 started
+    host: str = "?"  # of rank 0
+    hosts: dict[str, int] = Field(default_factory=dict)  # ranks by host
+    world: WorldShape | None = None
+    device: str | None = None
+    python: str | None = None
+    torch: str | None = None
+    cuda: str | None = None
+    nccl: str | None = None
+    driver: str | None = None
+    fsdp_pretrain: str | None = None
+    git: dict[str, Any] | None = None
+    variables: dict[str, str] = Field(default_factory=dict)  # of the process environment
+
+
+def read(run: RunDir, segment: int) -> Environment | None:
+    """A segment's environment, or None. Raises DamagedFileError, StorageError."""
+    return state_files.read(run.segment(segment) / ENVIRONMENT, Environment)
+
+
+def view(run: RunDir, segment: int) -> Environment:
+    """A segment's environment; the defaults if it is missing or damaged."""
+    return state_files.view(run.segment(segment) / ENVIRONMENT, Environment) or Environment()
+
+
+def unlike(run: RunDir, one: int, other: int) -> list[str]:
+    """What differs between the machines of two segments that a step's last digits depend on, as `key: old -> new`."""
+    was, is_ = (view(run, number).model_dump(include=_COMPUTES) for number in (one, other))
+    return differences(was, is_)

@@ -1,0 +1,1 @@
+"""What people look at: status, the live view, the report and trackers. They only read the record."""

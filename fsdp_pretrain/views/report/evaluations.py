@@ -1,0 +1,45 @@
+"""The evaluations of a run as its journal has them, with 1.96 standard errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_pretrain.eval.results import Results
+from fsdp_pretrain.eval.uncertainty import Z95
+from fsdp_pretrain.run import journal, lineage
+from fsdp_pretrain.run.files import seconds_of
+from fsdp_pretrain.run.lines import Lines, Position
+
+
+@dataclass(frozen=True)
+class ScorePoint:
+    """A score of a checkpoint.
+
+    Attributes:
+        spread: 1.96 standard errors; None if they are not known.
+        left: the checkpoint was left behind by a rollback.
+    """
+
+    at: Position
+    value: float
+    spread: float | None
+    left: bool
+
+
+def read_scores(entries: list[dict[str, Any]], lines: Lines) -> dict[tuple[str, str], list[ScorePoint]]:
+    """The scores in a journal by (task, metric), in the order of their steps."""
+    found: dict[tuple[str, str], list[ScorePoint]] = {}
+    kept = {id(entry) for entry in lineage.drop_abandoned(entries)}
+    for entry in sorted(journal.of_kind(entries, "eval"), key=lambda entry: int(entry["step"])):
+        scores = {
+            str(task): {str(name): float(value) for name, value in row.items() if isinstance(value, int | float)}
+            for task, row in entry["scores"].items()
+            if isinstance(row, dict)
+        }
+        facts = {"step": entry["step"], "time": entry["time"], "committed": entry.get("committed")}
+        at = lines.locate(entry["step"], seconds_of(facts["committed"] or entry["time"]))
+        for task, metric, value, stderr in Results(tokens=0, scores=scores, seconds=0.0, **facts).metrics():
+            spread = None if stderr is None else Z95 * stderr
+            found.setdefault((task, metric), []).append(ScorePoint(at, value, spread, id(entry) not in kept))
+    return found

@@ -1,0 +1,127 @@
+"""What happened to a run, for marks on its curves and a table: entries of the journal, and ends that nobody recorded.
+
+The entries of an alarm or health incident are one event, from its opening to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+from fsdp_pretrain.run.console_line import tone
+from fsdp_pretrain.run.files import seconds_of
+from fsdp_pretrain.run.goodput import Interruption
+from fsdp_pretrain.run.lineage import LineageNode
+from fsdp_pretrain.run.lines import Lines, Position
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_time
+
+_MOST, _LONGEST = 3000, 600
+"""Events in a page, and characters of a text."""
+
+
+class Mark(IntEnum):
+    """How an event is shown: only in the table, also above the curves, also as a line through every panel."""
+
+    TABLE = 0
+    STRIP = 1
+    LINE = 2
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event.
+
+    Attributes:
+        at: where it was, or began.
+        group: one of `GROUPS`, or other.
+        kind: of its entry in the journal, or `interruption`.
+        open: it is an incident that has not ended.
+    """
+
+    at: Position
+    group: str
+    kind: str
+    text: str
+    severity: Severity = Severity.INFO
+    mark: Mark = Mark.TABLE
+    open: bool = False
+
+
+GROUPS = {
+    "starts": "start fresh ready resume import fork launch restart",
+    "ends": "stop interruption",
+    "changes": "rollback skip changed overrides control health-rollback health-skip health-again",
+    "alarms": "alarm health",
+    "saves": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-late checkpoint-missing "
+    "checkpoint-rejected checkpoint-room on-commit-failed",
+    "evaluations": "eval eval-failed eval-refused eval-retry eval-verdict",
+    "notes": "note",
+}
+"""The rows above the curves, and the kinds of their entries."""
+_GROUP = {kind: group for group, kinds in GROUPS.items() for kind in kinds.split()}
+_LINES = frozenset("rollback fork skip health-rollback note eval-verdict checkpoint-missing".split())
+_STRIP = frozenset("checkpoint start import stop changed control".split())
+_SEVERITY = {"bad": Severity.CRIT, "warning": Severity.WARN}
+
+
+def read_events(
+    entries: list[dict[str, Any]], nodes: list[LineageNode], lines: Lines, interruptions: list[Interruption]
+) -> tuple[list[Event], int]:
+    """The events of a run, oldest first, and how many were left out because there are too many."""
+    begun = {node.segment: node.step for node in nodes}
+    failures = [each for each in interruptions if each.kind == "failure"]  # rollbacks have an entry of their own
+    found = [*_incidents(entries, lines), *(_interruption(each, lines) for each in failures)]
+    for entry in entries:
+        if entry["kind"] not in ("alarm", "health"):
+            event = _event(entry, begun, lines)
+            if entry["kind"] == "stop" and entry.get("segment") in {each.segment for each in failures}:
+                event = replace(event, mark=Mark.TABLE)  # the interruption says the same
+            found.append(event)
+    chosen = sorted(found, key=lambda event: (event.mark, event.severity, event.at["written"]))[-_MOST:]
+    return sorted(chosen, key=lambda event: event.at["written"]), len(found) - len(chosen)
+
+
+def _event(entry: dict[str, Any], begun: dict[int, int], lines: Lines) -> Event:
+    kind, text, step = entry["kind"], entry["text"], entry.get("step")
+    group = _GROUP.get(kind, "other")
+    if (step is None and group == "starts") or kind in ("changed", "overrides"):
+        step = begun.get(entry.get("segment") or 0)
+    severity = _SEVERITY.get(tone(kind, entry.get("code")), Severity.INFO)
+    if entry.get("by"):
+        text += f" ({entry['by']})"
+    mark = Mark.LINE if kind in _LINES else Mark.STRIP if kind in _STRIP or severity else Mark.TABLE
+    return Event(lines.locate(step, seconds_of(entry["time"])), group, kind, text[:_LONGEST], severity, mark)
+
+
+def _incidents(entries: Iterable[dict[str, Any]], lines: Lines) -> Iterator[Event]:
+    """One event for each incident, from the entries of its key."""
+    running: dict[str, Event] = {}
+    for entry in entries:
+        if entry["kind"] not in ("alarm", "health"):
+            continue
+        key, at = str(entry.get("key", "?")), lines.locate(entry.get("step"), seconds_of(entry["time"]))
+        severity = Severity.__members__.get(str(entry.get("severity")), Severity.INFO)
+        said = str(entry.get("summary") or entry["text"].partition(": ")[2] or entry["text"])[:_LONGEST]
+        known = running.get(key)
+        if entry.get("resolved") or entry.get("state") == "resolved":
+            if known is not None:
+                over = f"; over after {human_time(max(0.0, at['written'] - known.at['written']))}"
+                yield replace(running.pop(key), open=False, text=known.text + over)
+        elif entry.get("state") == "acknowledged" and known is not None:
+            running[key] = replace(known, text=f"{known.text}; acknowledged")
+        else:
+            known = known or Event(at, "alarms", entry["kind"], "", severity, open=True)
+            worst = max(severity, known.severity)
+            mark = Mark.LINE if worst is Severity.CRIT else Mark.STRIP
+            running[key] = replace(known, text=f"{key}: {said}", severity=worst, mark=mark)
+    yield from running.values()
+
+
+def _interruption(each: Interruption, lines: Lines) -> Event:
+    """An end that was not planned."""
+    over = f"{human_time(each.recovery_seconds)} to resume" if each.over else "training has not resumed"
+    text = f"{each.cause}; {over}"[:_LONGEST]
+    return Event(lines.locate(each.step, each.time), "ends", "interruption", text, Severity.CRIT, Mark.LINE)

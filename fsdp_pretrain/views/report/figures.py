@@ -1,0 +1,218 @@
+"""The figures of a page, as plotly.js takes them, except for what depends on the reader's choices.
+
+`report.js` puts the chosen clock's positions (of `place`) into every trace, and colours of the theme for `--NAME`.
+Texts of the record are untrusted, and plotly.js knows some tags, so every text goes through `_text`.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import textwrap
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fsdp_pretrain.run.files import stamp
+from fsdp_pretrain.run.lines import CLOCKS, Position
+from fsdp_pretrain.run.step_columns import Column
+
+from .curves import Curve
+from .evaluations import ScorePoint
+from .events import GROUPS, Event, Mark
+from .gather import RunRecord
+from .panels import Panel, Trace, lay_out
+
+_UNITS: dict[str, dict[str, Any]] = {
+    "": {"hoverformat": ".5~g", "exponentformat": "e"},
+    "count": {"hoverformat": ",.5~r", "exponentformat": "B"},
+    "s": {"tickformat": "~s", "hoverformat": ".3~s", "ticksuffix": "s"},
+    "GiB": {"hoverformat": ".4~g", "ticksuffix": " GiB", "exponentformat": "none"},
+    "share": {"tickformat": ".3~p", "hoverformat": ".3~p"},
+}
+"""Of a y axis."""
+_SEVERITIES = (("--info", "circle"), ("--warn", "triangle-up"), ("--crit", "diamond"))
+_TEXT = "%{text}<extra></extra>"
+_Trace = dict[str, Any]
+
+
+@dataclass
+class Figure:
+    """One figure.
+
+    Attributes:
+        traces: of plotly.js. `place` is the index of its positions, of which `rows`, if given, are the trace's; `low`
+            and `high` are the extremes around its values.
+        axis: its y axis.
+        unified: the values of all its lines at the cursor are shown, and the events are marked in it.
+        scores: it is of an evaluation.
+    """
+
+    title: str
+    about: str = ""
+    height: int = 220
+    axis: dict[str, Any] = field(default_factory=dict)
+    traces: list[_Trace] = field(default_factory=list)
+    unified: bool = False
+    scores: bool = False
+
+
+class Drawing:
+    """All figures of a page.
+
+    Attributes:
+        places: positions on every clock, [points] by clock; first those of the kept line and of what was left.
+        marks: traces that are in every panel: lines at events.
+        events: the place of the events.
+    """
+
+    def __init__(self, record: RunRecord) -> None:
+        self.record = record
+        self.places: list[dict[str, Any]] = []
+        self.figures: list[Figure] = []
+        self.marks: list[_Trace] = []
+        panels = lay_out(record.lines.kept.columns)
+        kept, left = record.curves(list(dict.fromkeys(trace.column for panel in panels for trace in panel.traces)))
+        for curve in (kept, left):
+            self._place(curve.clocks, whole=True)
+        events = record.events[0]
+        self.events = self._locate([each.at for each in events])
+        self._draw_events(events)
+        for panel in panels:
+            if not panel.brief or self._changes(panel):
+                self._draw_panel(panel, kept, left)
+        self._draw_scores()
+
+    def _place(self, clocks: dict[str, Column], whole: bool = False) -> int:
+        """Add positions, of the `whole` run or only of some events; their index."""
+        self.places.append(
+            {"whole": whole, **{clock: np.round(column, 3).tolist() for clock, column in clocks.items()}}
+        )
+        return len(self.places) - 1
+
+    def _locate(self, positions: list[Position]) -> int:
+        return self._place({clock: np.array([each[clock] for each in positions]) for clock in CLOCKS})
+
+    # ------------------------------------------------------------------ curves
+
+    def _draw_panel(self, panel: Panel, kept: Curve, left: Curve) -> None:
+        axis = {"type": "log"} if panel.scale == "log" else {"rangemode": "tozero"}
+        figure = Figure(panel.title, panel.about, axis=_UNITS[panel.unit] | axis, unified=True)
+        for number, trace in enumerate(panel.traces):
+            color, common = f"--c{number % 8}", {"legendgroup": trace.column, "mode": "lines", "hovertemplate": "%{y}"}
+            if trace.column in kept.mean:
+                drawn = self._curve(panel, trace, color, kept)
+                figure.traces.append(common | {"place": 0, "showlegend": True} | drawn)
+            if trace.column in left.mean and not trace.dots and (panel.name != "seconds" or not number):
+                values = left.high.get(trace.column, left.mean[trace.column])
+                line = {"color": color, "width": 1, "dash": "dash"}
+                drawn = {"name": _text(f"{trace.label}, left behind"), "y": _scaled(values, panel), "line": line}
+                figure.traces.append(common | {"place": 1, "opacity": 0.6} | drawn)
+        if figure.traces:
+            self.figures.append(figure)
+
+    def _curve(self, panel: Panel, trace: Trace, color: str, kept: Curve) -> _Trace:
+        """A column of the kept line."""
+        column, dash = trace.column, "dash" if trace.dots else "solid"
+        found: _Trace = {"name": _text(trace.label), "y": _scaled(kept.mean[column], panel)}
+        found["line"] = {"color": color, "width": 1.5, "dash": dash}
+        if trace.dots:
+            return found | {"mode": "lines+markers", "connectgaps": True, "marker": {"size": 4}}
+        if column in kept.low:
+            axis = _UNITS[panel.unit]
+            low, high = (f"%{{customdata[{at}]:{axis['hoverformat']}}}{axis.get('ticksuffix', '')}" for at in (0, 1))
+            found["hovertemplate"] = f"%{{y}} ({low} to {high})"
+            found |= {"low": _scaled(kept.low[column], panel), "high": _scaled(kept.high[column], panel)}
+        return found
+
+    def _changes(self, panel: Panel) -> bool:
+        """Whether a value of a panel ever changes."""
+        columns = self.record.lines.kept.columns
+        known = [columns[trace.column] for trace in panel.traces if trace.column in columns]
+        return any(len(np.unique(values[np.isfinite(values)])) > 1 for values in known)
+
+    # ------------------------------------------------------------------ events
+
+    def _draw_events(self, events: list[Event]) -> None:
+        """The rows above the curves, and lines through all panels."""
+        every = [event for event in events if event.mark]
+        rows = [group for group in GROUPS if any(event.group == group for event in every)]
+        counts = ", ".join(f"{row} {sum(event.group == row for event in every):,}" for row in rows)
+        axis = {"type": "category", "categoryarray": rows[::-1], "dtick": 1, "range": [-0.5, len(rows) - 0.5]}
+        figure = Figure("Events", counts, len(rows) * 22 + 36, axis | {"showgrid": False, "ticklabelstandoff": 6})
+        faint = min(0.8, max(0.3, 12 / (len(every) or 1)))  # where there are many lines
+        starts = [at for at, event in enumerate(events) if event.mark is Mark.STRIP and event.group == "starts"]
+        self._mark(events, starts, {"color": "--faint", "width": 1})
+        for severity, (color, symbol) in enumerate(_SEVERITIES):
+            mine = [at for at, event in enumerate(events) if event.severity == severity and event.group in rows]
+            strip = [at for at in mine if events[at].mark]
+            points = {"place": self.events, "rows": strip, "y": [events[at].group for at in strip], "mode": "markers"}
+            points |= {"marker": {"color": color, "symbol": symbol, "size": 10}, "cliponaxis": False}
+            texts = [_told(events[at].kind, events[at].at, events[at].text) for at in strip]
+            figure.traces.append(points | {"text": texts, "hovertemplate": _TEXT})
+            lines = [at for at in mine if events[at].mark is Mark.LINE]
+            self._mark(events, lines, {"color": color, "width": 1, "dash": "4px,3px"}, faint)
+        if rows:
+            self.figures.append(figure)
+
+    def _mark(self, every: list[Event], rows: list[int], line: dict[str, Any], opacity: float = 1.0) -> None:
+        """Lines through all panels, at these events."""
+        events = [every[at] for at in rows]
+        told = [f"{event.kind}, {_place(event.at)}: {event.text}" for event in events]
+        found: _Trace = {"place": self.events, "rows": [x for at in rows for x in (at, at, None)], "mode": "lines"}
+        found |= {"y": [0, 1, None] * len(rows), "yaxis": "y2", "line": line, "opacity": opacity}
+        found |= {"told": [x for text in told for x in (text, text, "")], "hovertemplate": f"<b>{_TEXT}</b>"}
+        self.marks.append(found | {"text": [x for event in events for x in (_text(event.kind),) * 3]})
+
+    # ------------------------------------------------------------------ evaluations
+
+    def _draw_scores(self) -> None:
+        for task, metric in sorted(self.record.scores, key=lambda name: (name[0].endswith("_probe"), name)):
+            scores = self.record.scores[task, metric]
+            kept, left = [score for score in scores if not score.left], [score for score in scores if score.left]
+            about = ", ".join(filter(None, (f"{kept[-1].value:.5g}", _interval(kept[-1])))) if kept else ""
+            figure = Figure(f"{task} {metric}", about, 160, _UNITS[""], scores=True)
+            figure.traces += [self._scores(kept, False), self._scores(left, True)]
+            self.figures.append(figure)
+
+    def _scores(self, scores: list[ScorePoint], left: bool) -> _Trace:
+        """The scores of a metric, with whiskers."""
+        spreads = [score.spread or 0.0 for score in scores]
+        bars = {"type": "data", "array": spreads, "color": "--c0", "thickness": 1, "width": 2}
+        texts = [", ".join(filter(None, (_interval(score), "left behind" * left))) for score in scores]
+        told = [_told(f"{score.value:.5g}", score.at, text) for score, text in zip(scores, texts, strict=True)]
+        return {
+            "place": self._locate([score.at for score in scores]),
+            "y": [score.value for score in scores],
+            "mode": "markers" if left else "lines+markers",
+            "line": {"color": "--c0", "width": 1.3},
+            "marker": {"color": "--c0", "symbol": "circle-open" if left else "circle", "size": 6},
+            "error_y": bars,
+            "text": told,
+            "hovertemplate": _TEXT,
+            "cliponaxis": False,
+        }
+
+
+def _interval(score: ScorePoint) -> str:
+    return "" if score.spread is None else f"±{score.spread:.3g} (1.96 standard errors)"
+
+
+def _scaled(column: Column, panel: Panel) -> Column:
+    column = column / 2**30 if panel.unit == "GiB" else column
+    return np.where(column > 0, column, math.nan) if panel.scale == "log" else column
+
+
+def _place(at: Position) -> str:
+    step = f"step {at['step']:,.0f}, " if math.isfinite(at["step"]) else ""
+    return step + (stamp(at["written"])[:19].replace("T", " ") if math.isfinite(at["written"]) else "")
+
+
+def _told(head: str, at: Position, text: str) -> str:
+    """A text to hover over."""
+    return "<br>".join([f"<b>{_text(head)}</b> {_place(at)}", *map(_text, textwrap.wrap(text, 80))])
+
+
+def _text(text: str) -> str:
+    return html.escape(text, quote=False)

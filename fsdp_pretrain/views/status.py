@@ -1,0 +1,400 @@
+"""The status of a run, from its record alone: works on any machine that sees the run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import BaseModel, ConfigDict
+
+from fsdp_pretrain.checkpoint import upcoming
+from fsdp_pretrain.checkpoint.evaluations import failed_evaluations
+from fsdp_pretrain.checkpoint.expected import missing
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.upcoming import SAVES, Late, UnsavedTraining, longest_save
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.resume_rules import load_recorded
+from fsdp_pretrain.console import row
+from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.run import goodput, journal, lineage, state_files
+from fsdp_pretrain.run.environment import ENVIRONMENT, Environment
+from fsdp_pretrain.run.exit_intent import EXIT_INTENT, ExitIntent
+from fsdp_pretrain.run.files import RunDir, age, now
+from fsdp_pretrain.run.lease import LeaseRecord
+from fsdp_pretrain.run.lock import holder_died, is_held
+from fsdp_pretrain.run.state_files import StateFile
+from fsdp_pretrain.run.status import ENDED, Status
+from fsdp_pretrain.run.step_columns import recorded_bytes
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_bytes, human_count, human_time
+from fsdp_pretrain.watchdog.notify.alarms import read_alarms
+from fsdp_pretrain.watchdog.notify.operator import alarms_file, snapshot_file
+
+OK, WARN, ALERT = 0, 1, 2
+_ENDED = (*ENDED, "incomplete")
+_SILENT_AT_LEAST = 120.0
+_LAST_LOOK = "status-last-look.json"
+_LARGEST_RECORD = 32 * 2**20
+"""Bytes of metrics that are read for one line: a second or two."""
+
+
+class _LastLook(StateFile):
+    """When the status was last shown, and the run's step then."""
+
+    step: int
+    time: str
+
+
+class _WatchdogSnapshot(StateFile):
+    """What is shown of the watchdog's snapshot, and its age."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow")
+
+    time: str | None = None
+    step_drift: float | None = None
+    disk_full_in: float | None = None
+    age_seconds: float = math.inf
+
+
+class Verified(BaseModel):
+    """The newest verified checkpoint."""
+
+    step: int
+    age_seconds: float
+    steps_behind: int
+    bytes: int
+    path: str
+
+
+class SinceLastLook(BaseModel):
+    """Progress since the status was last shown; negative after a rollback."""
+
+    steps: int
+    seconds: float
+
+
+class StatusReport(BaseModel):
+    """What `status` found; what it could not find out is not set.
+
+    Attributes:
+        status: what the job last reported.
+        state: starting, running, saving, paused, complete, incomplete (it was complete, and its last checkpoint is
+            missing), stopped, failed, or unknown.
+        running: whether a job seems to be alive.
+        untrained: how the newest start ended, if that was before its first step: the run is as it was before it.
+        problems: (level, text).
+        verified_checkpoint: the newest; None without one.
+        goodput: in one line.
+        evaluations: what is to be said of those that failed and are tried again.
+    """
+
+    status: Status = Status()
+    state: str = "unknown"
+    running: bool = False
+    untrained: str = ""
+    problems: list[tuple[int, str]] = []
+    heartbeat_age_seconds: float | None = None
+    verified_checkpoint: Verified | None = None
+    disk_free_bytes: int = 0
+    checkpoints_that_fit: int = 0
+    since_last_look: SinceLastLook | None = None
+    alarms: list[dict[str, Any]] = []
+    watchdog: _WatchdogSnapshot | None = None
+    goodput: str = ""
+    evaluations: list[str] = []
+
+    @property
+    def level(self) -> int:
+        """The worst problem's level: 0 ok, 1 warning, 2 alert."""
+        return max((level for level, _ in self.problems), default=OK)
+
+    @property
+    def headline(self) -> str:
+        """The state in words: that of the record, or `not running` where it says running and no process is."""
+        alive = self.state in ("starting", "running", "saving", "paused")
+        return "not running" if alive and not self.running else self.state
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`: what the job reported, and what was found."""
+        return {
+            **self.status.entries(),
+            **self.model_dump(exclude_unset=True, exclude={"status"}),
+            "state": self.state,
+            "running": self.running,
+            "level": self.level,
+            "problems": [{"level": level, "text": text} for level, text in self.problems],
+        }
+
+
+def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
+    """Inspect a run directory; if `brief`, without goodput and progress since the last look, which is not noted."""
+    report = StatusReport()
+    try:
+        found = state_files.read(run.status, Status)
+        if found is None:
+            text = f"{run.status} is missing: no job was started here, or it failed early"
+            report.problems.append((ALERT, text))
+        else:
+            report.status, report.state = found, found.state
+            _check_start(report, run, found)
+    except UserError as error:
+        report.running = is_held(run)
+        report.problems.append((WARN, f"{error.cause}; a job that runs writes it again"))
+    if run.rollback.exists():
+        report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
+    checks = (_check_checkpoints, _add_alarms, _check_evaluations, _check_watchdog, _check_files)
+    for each in checks + (_add_progress, _add_goodput) * (not brief):
+        each(report, run)
+    return report
+
+
+def _check_start(report: StatusReport, run: RunDir, status: Status) -> None:
+    """Whether the newest start runs, or how it ended."""
+    silent = age(status.heartbeat)
+    report.heartbeat_age_seconds = round(silent, 1)
+    allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0))
+    if (ending := _ending(run, status, silent, allowed)) is not None:
+        stands, told = status.of_run, [ending]
+        report.state = stands.state
+        if stands is not status:
+            report.untrained = f"{status.segment} trained nothing: {ending[1]}"
+            told = [_told(stands), (ending[0], f"start {report.untrained}")] if not status.was_complete else []
+        report.problems += [each for each in told if each[0] > OK]
+        return
+    report.running = True
+    if (held := status.paused) is not None:
+        since = f"paused for {human_time(age(held.since))}, since {held.since[:19].replace('T', ' ')}, by {held.by}"
+        report.problems.append((WARN, since + (f": {held.reason}" if held.reason else "")))
+    if silent > allowed:
+        report.problems.append((WARN, f"no heartbeat for {human_time(silent)}"))
+
+
+def _ending(run: RunDir, status: Status, silent: float, allowed: float) -> tuple[int, str] | None:
+    """How the newest start ended, with a level; None if it seems to run. `silent`, `allowed`: seconds without a sign of
+    life, and those that may be."""
+    if status.state in ENDED:
+        return _told(status)
+    here = status.host == socket.gethostname() and not psutil.pid_exists(status.pid or -1)
+    if here or holder_died(run):
+        return ALERT, f"its process {status.pid} exited without reporting a reason"
+    if silent > (1 if status.paused is not None else 3) * allowed:  # paused ranks have nothing else to do
+        return ALERT, f"no heartbeat for {human_time(silent)}"
+    return None
+
+
+def _told(status: Status) -> tuple[int, str]:
+    """How a start said that it ended, with a level."""
+    code, reason = (status.exit_intent.code, status.exit_intent.reason) if status.exit_intent else (None, None)
+    if status.state == "failed":
+        return ALERT, f"ended with exit {code}: {reason}"
+    return (WARN, f"stopped before its end: {reason}") if status.state == "stopped" else (OK, "complete")
+
+
+def _check_checkpoints(report: StatusReport, run: RunDir) -> None:
+    try:
+        lost = None if run.rollback.exists() else missing(run)
+        checkpoints = Store(run.checkpoints).scan()
+    except UserError as error:
+        report.problems.append((ALERT, error.cause))
+        return
+    if lost is not None:
+        report.state = "incomplete" if report.state == "complete" else report.state
+        report.problems.append((ALERT, f"{lost.text}: is a mount missing, or were checkpoints deleted?"))
+    good = [checkpoint for checkpoint in checkpoints if checkpoint.problem is None and checkpoint.verified]
+    for checkpoint in checkpoints:
+        if checkpoint.problem is not None:
+            report.problems.append((WARN, f"{checkpoint.path.name} is damaged: {checkpoint.problem}"))
+    report.verified_checkpoint, newest = None, good[-1].manifest() if good else None
+    if newest is not None:
+        report.verified_checkpoint = Verified(
+            step=newest.step,
+            age_seconds=round(age(newest.committed), 1),
+            steps_behind=(report.status.step or 0) - newest.step,
+            bytes=sum(entry.bytes for entry in newest.files),
+            path=str(good[-1].path),
+        )
+    if newest is not None or run.config.exists():  # else training has not started
+        _check_next_checkpoint(report, run, newest)
+
+
+def _check_next_checkpoint(report: StatusReport, run: RunDir, newest: CheckpointManifest | None) -> None:
+    """Whether the next checkpoint fits, and whether it is late, by the rules of the watchdog; `newest`: verified."""
+    try:
+        config = load_recorded(run.config)
+    except UserError as error:
+        report.problems.append((WARN, f"{run.config} cannot be read: {error.cause.splitlines()[0]}"))
+        return
+    try:
+        fit, late = upcoming.next_fit(run, config), _unsaved_training(run, config, report.status, newest)
+    except (UserError, OSError) as error:
+        cause = error.cause if isinstance(error, UserError) else error
+        report.problems.append((WARN, f"whether the next checkpoint fits is not known: {cause}"))
+        return
+    if fit is not None:
+        report.disk_free_bytes, report.checkpoints_that_fit = fit.room.free, fit.count
+    if report.state in _ENDED:
+        return
+    if fit is not None and fit.severity is not None:
+        report.problems.append((int(fit.severity), fit.text))
+    if level := late.late():
+        report.problems.append((WARN if level is Late.LATE else ALERT, str(late)))
+
+
+def _unsaved_training(
+    run: RunDir, config: Config, status: Status, newest: CheckpointManifest | None
+) -> UnsavedTraining:
+    """What the run has trained since its newest verified checkpoint, or since its start without one."""
+    step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
+    saves = journal.of_kind(journal.read(run), "checkpoint")
+    return UnsavedTraining(
+        config.schedule.save_every(status.consumed or 0),
+        steps=(status.step or 0) - step,
+        samples=(status.consumed or 0) - consumed,
+        tokens=(status.tokens or 0) - tokens,
+        age=min(age(newest.committed if newest is not None else None), age(status.started)),
+        step_seconds=status.iteration_seconds or 0.0,
+        save_seconds=longest_save([entry["seconds"] for entry in saves[-SAVES:]]),
+    )
+
+
+def _add_alarms(report: StatusReport, run: RunDir) -> None:
+    """The open alarms of the watchdog."""
+    open_ = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
+    report.alarms = [alarm.to_json() for alarm in open_]
+    for alarm in open_:
+        if alarm.severity is not Severity.INFO:
+            known = alarm.state == "acknowledged"
+            level = ALERT if alarm.severity is Severity.CRIT and not known else WARN
+            since = f"since {human_time(age(alarm.opened))}{', acknowledged' if known else ''}"
+            report.problems.append((level, f"{alarm.key}: {alarm.summary} ({since})"))
+
+
+def _check_evaluations(report: StatusReport, run: RunDir) -> None:
+    """Evaluations that failed, and whether they were given up."""
+    try:
+        failed = failed_evaluations(run, load_recorded(run.config)) if run.config.exists() else []
+    except UserError:
+        return  # reported elsewhere
+    report.problems += [(WARN, text) for text, given_up in failed if given_up]
+    if pausing := [text for text, given_up in failed if not given_up]:
+        report.evaluations = pausing
+
+
+def _check_watchdog(report: StatusReport, run: RunDir) -> None:
+    """Whether a watchdog is running, and its last snapshot."""
+    seen = state_files.view(snapshot_file(run), _WatchdogSnapshot)
+    silent = age(seen.time) if seen is not None else math.inf
+    if seen is not None:
+        report.watchdog = seen.model_copy(update={"age_seconds": round(silent, 1)})
+    if not report.running or age(report.status.started) < _SILENT_AT_LEAST:
+        return
+    try:
+        wanted = load_recorded(run.config).watchdog.enabled
+    except UserError:
+        return  # reported elsewhere
+    if wanted and silent > _SILENT_AT_LEAST:
+        ago = f"has made no pass for {human_time(silent)}" if seen is not None else "has made no pass yet"
+        report.problems.append(
+            (WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}, and the output of the job")
+        )
+
+
+def _add_progress(report: StatusReport, run: RunDir) -> None:
+    """Steps since the status was last shown."""
+    last, step = state_files.view(run.path / _LAST_LOOK, _LastLook), report.status.step or 0
+    if last is not None:
+        report.since_last_look = SinceLastLook(steps=step - last.step, seconds=round(age(last.time), 1))
+    with contextlib.suppress(OSError):  # must work on a full or read-only disk too
+        state_files.write(run.path / _LAST_LOOK, {"step": step, "time": now()})
+
+
+def _add_goodput(report: StatusReport, run: RunDir) -> None:
+    """Goodput, unless reading it takes too long."""
+    if (size := recorded_bytes(run)) > _LARGEST_RECORD:
+        report.goodput = f"`fsdp-pretrain goodput` reads the {human_bytes(size)} of the record"
+        return
+    try:
+        found = goodput.goodput(run)
+    except UserError as error:  # damaged lineage
+        report.problems.append((ALERT, error.cause))
+        return
+    if found is not None:
+        report.goodput = goodput.headline(found)
+
+
+def _check_files(report: StatusReport, run: RunDir) -> None:
+    """Damaged small files, which their readers ignore or refuse."""
+    for path, schema in _small_files(run):
+        try:
+            state_files.read(path, schema)
+        except UserError as error:
+            report.problems.append((WARN, error.cause))
+
+
+def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
+    yield run.rollback, lineage.DecidedRollback
+    yield run.lock, LeaseRecord
+    for segment in run.segments:
+        yield segment / EXIT_INTENT, ExitIntent
+        yield segment / ENVIRONMENT, Environment
+
+
+def _watchdog_line(seen: _WatchdogSnapshot) -> str:
+    parts = [f"last pass {human_time(seen.age_seconds)} ago"]
+    if seen.step_drift is not None:
+        parts.append(f"steps {seen.step_drift - 1:+.1%} of the baseline")
+    if seen.disk_full_in is not None:
+        parts.append(f"disk full in {human_time(seen.disk_full_in)}")
+    return ", ".join(parts)
+
+
+def render(report: StatusReport) -> str:
+    """The report on one screen."""
+    names = {WARN: "WARN", ALERT: "ALERT"}
+    rows = [*facts(report), *((names[level], text) for level, text in sorted(report.problems, reverse=True))]
+    return "\n".join([f"{report.status.run}: {report.headline.upper()}", *(row(*each) for each in rows)])
+
+
+def facts(report: StatusReport) -> Iterator[tuple[str, str]]:
+    """What was found, except problems: a name and a text each."""
+    status = report.status
+    if status.step is not None and status.total_steps is not None:
+        loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
+        yield "step", f"{status.step:_} of {status.total_steps:_}, {human_count(status.tokens or 0)} tokens{loss}"
+        if pace := status.iteration_seconds:
+            left = f", {human_time((status.total_steps - status.step) * pace)} to go" if report.running else ""
+            yield "pace", f"{pace:.3g}s a step, {human_count(status.tokens_per_second or 0)} tokens/s{left}"
+    if (heldout := status.heldout) is not None:
+        means = ", ".join(
+            f"{name} {'unknown' if mean is None else f'{mean:.4f}'}" for name, mean in heldout.loss.items()
+        )
+        yield "held-out", f"loss {means} after step {heldout.step:_}"
+    if (since := report.since_last_look) is not None:
+        done = f"{since.steps:_} steps" if since.steps >= 0 else f"went back {-since.steps:_} steps"
+        yield "progress", f"{done} in the {human_time(since.seconds)} since the last status"
+    if report.heartbeat_age_seconds is not None:
+        process = f" pid {status.pid}" if status.pid else ""
+        yield "heartbeat", f"{human_time(report.heartbeat_age_seconds)} ago, {status.host}{process}"
+    if report.untrained:
+        yield "last start", report.untrained
+    if (checkpoint := report.verified_checkpoint) is not None:
+        ago = f"verified {human_time(checkpoint.age_seconds)} ago"
+        yield "checkpoint", f"step {checkpoint.step:_} {ago}, {checkpoint.steps_behind:_} steps behind"
+    elif "verified_checkpoint" in report.model_fields_set:
+        yield "checkpoint", "none verified yet"
+    if "disk_free_bytes" in report.model_fields_set:
+        room = f"room for {report.checkpoints_that_fit:_} checkpoints"
+        yield "disk", f"{human_bytes(report.disk_free_bytes)} free, {room}"
+    yield from (("evaluation", text) for text in report.evaluations)
+    if report.watchdog is not None and report.running:
+        yield "watchdog", _watchdog_line(report.watchdog)
+    if report.goodput:
+        yield "time", report.goodput
+    if status.overrides:
+        yield "overrides", status.overrides

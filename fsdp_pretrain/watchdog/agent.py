@@ -1,0 +1,380 @@
+"""The agent: one small process per node beside the ranks, which sees what they cannot see themselves.
+
+    python -m fsdp_pretrain.watchdog.agent RUN --pages DIR --node 0 --nodes 1 --ranks 0:8 --launcher PID < config.toml
+
+A rank of the node starts it (`rank_client`). It outlives the rank, and ends with the process that started the ranks.
+Once a second it checks pages, processes and the record. It acts through the control inbox, by stack dumps and, as the
+last resort, by ending its own node's ranks. The agent of node 0 leads: it keeps the alarms, the others report to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import Exit, StorageError
+from fsdp_pretrain.heartbeat import Phase
+from fsdp_pretrain.run import exit_intent, run_id
+from fsdp_pretrain.run.exit_intent import ExitIntent
+from fsdp_pretrain.run.files import RunDir, make_directory
+from fsdp_pretrain.run.journal import Journal
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_time
+from fsdp_pretrain.watchdog.detectors.base import Detector
+from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
+from fsdp_pretrain.watchdog.hang.page import Beat
+from fsdp_pretrain.watchdog.hang.peers import BEAT_SECONDS, NodeFindings, PeerNodes
+from fsdp_pretrain.watchdog.hang.rank_client import root, sweep
+from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnapshot
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, AlarmSink
+
+from .leader import Leader
+from .pass_runner import INTERVAL, PassRunner
+from .registry import build_detectors
+
+_STALLED = 0.5
+"""Seconds between two passes while the ranks are stalled."""
+_ABSENT = 10.0
+"""Seconds for which a run directory may be gone, e.g. during a remount, before the ranks are asked to stop."""
+_GIVE_UP = 60.0
+"""Seconds to wait for a first rank, or for the agent of an earlier attempt to end."""
+
+
+def main() -> int:
+    """Run an agent to its end."""
+    parser = argparse.ArgumentParser(prog="python -m fsdp_pretrain.watchdog.agent", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--pages", type=Path, help="folder of the ranks' pages")
+    parser.add_argument("--ranks", help="of this node, first:stop")
+    parser.add_argument("--attempt", help="what all nodes of a start have in common")
+    for name in ("--node", "--nodes", "--launcher", "--again"):
+        parser.add_argument(name, type=int, default=0)
+    args = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGUSR1):  # requests to stop, to every process of a job
+        signal.signal(number, signal.SIG_IGN)
+    config = Config.model_validate(tomllib.loads(sys.stdin.read()))
+    sweep(root(), args.pages)
+    name = hashlib.sha256(f"{args.run} {socket.gethostname()} {args.node}".encode()).hexdigest()[:16]
+    with _single_instance(args.pages.parent / f"{name}.lock"):
+        Agent(config, args).run()
+    return 0
+
+
+@contextlib.contextmanager
+def _single_instance(path: Path) -> Iterator[None]:
+    """Ensure one agent per run and node: that of an earlier attempt ends first."""
+    with path.open("w") as file:
+        deadline = time.monotonic() + _GIVE_UP
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield
+
+
+class Agent:
+    """One node's agent."""
+
+    def __init__(self, config: Config, args: argparse.Namespace) -> None:
+        self._config, self._run, self._args = config, RunDir(config.run.dir), args
+        self._directory, self._segment = self._run.path / "watchdog", 0
+        self._ranks = RankMonitor(range(*map(int, args.ranks.split(":"))), args.pages, args.launcher)
+        self._nodes = PeerNodes(self._directory, args.node, args.nodes, args.attempt)
+        self._leader: Leader | None = None
+        self._findings = NodeFindings()
+        self._detectors: list[Detector] = []
+        self._hang = HangMonitor(config.watchdog, self._ranks, self._nodes, keep=self._keep_stack, end=self._end_ranks)
+        self._died: list[Rank] = []
+        self._stalled: list[RankSnapshot] = []
+        self._ended = self._asked_to_end = self._stop_asked = self._leader_missed = False
+        self._absent_since: float | None = None
+
+    def run(self) -> None:
+        """Make passes until the ranks and their launcher are gone."""
+        signal.signal(signal.SIGTERM, self._on_signal)
+        begun = time.monotonic()
+        runner = PassRunner(self._ranks, self._hang.hard_deadline, self._send)
+        runner.run(self._begin)
+        while True:
+            start = time.monotonic()
+            if (alarm := runner.run(self._run_pass)) is not None:  # already sent, and can now be recorded
+                runner.run(partial(self._record_alarm, alarm))
+            if self._finished(begun):
+                break
+            pause = min(INTERVAL, _STALLED) if self._hang.is_stalled else INTERVAL
+            self._died += self._ranks.wait(pause - (time.monotonic() - start))
+        runner.run(self._finish, self._nodes.patience)
+        shutil.rmtree(self._args.pages, ignore_errors=True)
+
+    def _begin(self) -> None:
+        self._bind()
+        if self._args.again:
+            self._log(f"the agent exited and was restarted (restart {self._args.again})")
+
+    def _run_pass(self) -> None:
+        """One pass; the order of the checks matters."""
+        self._ranks.read_pages()
+        self._update_segment()
+        died = self._take_dead_ranks()
+        self._check_launcher(died)
+        self._check_nodes()
+        self._report_dead_ranks(died)
+        if not self._ended:
+            self._hang.check()
+        self._report()
+        if self._leader is not None:
+            self._leader.run_pass()
+            if (seconds := self._leader.step_seconds) is not None:
+                self._hang.history.assume(seconds)
+        elif self._segment and self._nodes.leader is not None:
+            self._run_own_detectors()
+        self._check_run_directory()
+
+    def _run_own_detectors(self) -> None:
+        """Run the detectors of a node that does not lead, which are built at the first pass."""
+        if not self._detectors:
+            self._detectors = build_detectors(
+                self._config, self._findings, self._ranks, segment=self._segment, leads=False
+            )
+        for detector in self._detectors:
+            detector.tick(time.monotonic())
+
+    def _finished(self, begun: float) -> bool:
+        seen = bool(self._ranks.beats)
+        if self._asked_to_end or (not seen and time.monotonic() - begun > _GIVE_UP):
+            return True
+        return seen and not self._ranks.alive and not self._died
+
+    def _finish(self) -> None:
+        """Write the last report, and wait for those of the other nodes: they may name what brought the run down."""
+        self._report(ended=True)
+        if self._leader is not None:
+            self._leader.run_pass()
+        if self._nodes.others and self._segment and not self._asked_to_end:
+            self._wait_for_other_nodes()
+        if self._leader is not None:
+            self._leader.report_end()
+            self._leader.close()
+
+    # ------------------------------------------------------------------ this start, the run directory
+
+    def _update_segment(self) -> None:
+        if run_id.bound_to(self._run.path) is None:
+            self._bind()
+        if (segment := self._ranks.segment) and segment != self._segment:
+            self._segment = segment
+            run_id.bind(self._run.checkpoints, run_id.read(self._run.checkpoints))
+
+    def _bind(self) -> None:
+        """Take the id of the run directory from the ranks; until they know it, nothing is written there."""
+        known = run_id.read(self._args.pages)
+        run_id.bind(self._run.path, known)
+        if known is None:
+            return
+        with contextlib.suppress(OSError):
+            make_directory(self._directory)
+            with (self._directory / "agent.log").open("ab") as log:
+                for stream in (sys.stdout, sys.stderr):
+                    os.dup2(log.fileno(), stream.fileno())
+
+    def _check_run_directory(self) -> None:
+        """No save can succeed without the run directory: if it stays away, open an alarm and ask the ranks to stop."""
+        try:
+            directory = run_id.lost()
+        except StorageError:  # it does not answer, which the mount detector reports
+            return
+        if directory is None:
+            self._absent_since = None
+            self._alarms.resolve("run-directory", f"{self._run.path} is there again")
+            return
+        if self._absent_since is None:
+            self._absent_since = time.monotonic()
+        if time.monotonic() - self._absent_since < _ABSENT:
+            return
+        act, error = self._config.watchdog.act, run_id.run_gone_error(directory)
+        self._alarms.open(
+            "run-directory",
+            Severity.CRIT,
+            error.cause,
+            effect="nothing can be saved or recorded; a save that is due ends the run with exit 93",
+            remedy=error.remedy,
+            action="asked the ranks to stop" if act else "",
+        )
+        if act and not self._stop_asked and not self._ended and Phase.END not in self._ranks.phases:
+            self._stop_asked = True
+            for rank in self._ranks.alive[:1]:
+                rank.signal(signal.SIGUSR1)
+
+    # ------------------------------------------------------------------ other nodes
+
+    def _check_nodes(self) -> None:
+        """Read the other nodes' reports, and find out whether a later start left this (frozen) node behind."""
+        leads, stalled = self._nodes.leader is None, bool(self._hang.stalled)
+        if self._nodes.read(all_=leads or stalled, at_once=leads and stalled):
+            self._end_if_superseded()
+        if leads and self._leader is None and self._segment and not self._ended:
+            self._leader = Leader(self._config, self._ranks, self._nodes, self._segment)
+            for key, finding in self._findings.by_key.items():  # from before the segment was known
+                finding.enter(self._leader.alarms, key)
+            self._hang.alarms = self._leader.alarms
+        if self._nodes.leader is not None and self._nodes.leader.silent != self._leader_missed:
+            self._leader_missed = not self._leader_missed
+            name = f"the watchdog of {self._nodes.leader.name}, which sends the alarms of this run,"
+            self._log(f"{name} is silent: none is sent" if self._leader_missed else f"{name} is there again")
+
+    def _end_if_superseded(self) -> None:
+        segments = self._run.segments
+        newest = int(segments[-1].name) if segments else 0
+        if not self._segment or newest <= self._segment or self._ended:
+            return
+        self._ended = True
+        self._log(f"start {newest} went on without these ranks of start {self._segment}: they were ended")
+        self._ranks.kill()
+        if self._leader is not None:  # another one has the alarms now
+            self._leader.close()
+            self._leader = self._hang.alarms = None
+
+    def _report(self, *, ended: bool = False) -> None:
+        windows = {beat.rank: (beat.window, beat.own) for beat in self._ranks.beats}
+        if not (ended or self._ended):  # for ended ranks, keep their last positions: the others may still need them
+            self._stalled = self._hang.stalled
+        self._nodes.write(self._segment, self._stalled, self._findings.by_key, windows, ended=ended)
+
+    def _wait_for_other_nodes(self) -> None:
+        """Wait for the last reports of the other nodes. A node without one is the cause if ranks failed unexplained."""
+        intent = self._intent()
+        if intent is not None and intent.code == Exit.COMPLETE:
+            return
+        patience, begun = self._nodes.patience, time.monotonic()
+        while not self._nodes.all_ended and time.monotonic() - begun < patience:
+            time.sleep(BEAT_SECONDS / (4 if self._leader is not None else 1))
+            self._nodes.read(all_=True, at_once=True)
+        lost = self._nodes.quiet()
+        if self._leader is not None:
+            self._leader.run_pass()
+        intent = self._intent()
+        explained = intent is not None and intent.code != Exit.UNEXPECTED
+        if (
+            not lost
+            or explained
+            or any(other.number < self._nodes.node and other.name not in lost for other in self._nodes.others)
+        ):
+            return  # the first node that is left speaks for all
+        for host, seconds in lost.items():
+            if self._leader is not None:
+                self._leader.open_silence(host, seconds, "the ranks of the other nodes lost their connection to it")
+            else:
+                self._log(f"no heartbeat from {host} for {human_time(seconds)}: it is lost, and the ranks failed")
+        text = f"{', '.join(lost)} is lost: no heartbeat from it since the ranks failed"
+        self._write_intent(Exit.RESUME, text, {"suspects": [], "hosts": list(lost), "lost": list(lost)})
+
+    # ------------------------------------------------------------------ ranks that end
+
+    def _take_dead_ranks(self) -> list[Beat]:
+        """The last beats of the ranks that ended since the last pass without recording a reason."""
+        died, self._died = [(rank, rank.beat) for rank in self._died if rank.beat is not None], []
+        return [
+            beat
+            for rank, beat in died
+            if beat.segment != 0 and beat.phase is not Phase.END and not self._is_explained(rank)
+        ]
+
+    def _is_explained(self, rank: Rank) -> bool:
+        """Whether the run recorded why it ends, other than a failure that this death caused in another rank."""
+        intent = self._intent()
+        return intent is not None and (intent.code != Exit.UNEXPECTED or intent.rank == rank.number)
+
+    def _check_launcher(self, died: list[Beat]) -> None:
+        """The kernel kills all ranks when their torchrun is killed. When one rank dies by itself, the others fail and
+        record it."""
+        all_ = len(died) == len(self._ranks.all)
+        if self._ranks.launcher_gone and not self._ended and (self._ranks.alive or all_):
+            reason = "the process that started the ranks is gone" + (f"; {_deaths(died)}" if died else "")
+            self._end_ranks(reason, {}, restart=False)
+
+    def _report_dead_ranks(self, died: list[Beat]) -> None:
+        """Ranks that ended without a reason: open an alarm, and set the run's exit intent to resume."""
+        if self._ended or not died:
+            return
+        host, ranks, text = socket.gethostname(), [beat.rank for beat in died], _deaths(died)
+        broken = sorted(self._leader.broken_hosts()) if self._leader is not None else []
+        code = Exit.RESUME_AVOIDING_HOSTS if broken else Exit.RESUME
+        facts = {"suspects": ranks, "hosts": [host], **({"avoid_hosts": broken} if broken else {})}
+        self._write_intent(code, text, facts)
+        self._alarms.open(
+            "rank-died",
+            Severity.CRIT,
+            text,
+            effect="the other ranks cannot go on",
+            remedy="the job starts again from the last checkpoint; check the kernel's log of that host",
+            step=max(beat.step for beat in died),
+            facts={"ranks": ranks, "host": host},
+        )
+
+    def _intent(self) -> ExitIntent | None:
+        return exit_intent.read(self._run.segment(self._segment)) if self._segment else None
+
+    def _write_intent(self, code: Exit, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
+        if self._segment:
+            segment, more = self._run.segment(self._segment), {"by": "watchdog", "restart": restart, **facts}
+            exit_intent.write(self._run, segment, int(code), reason, is_cause=True, **more)
+
+    def _end_ranks(self, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
+        """Record why, let even stopped ranks dump their stacks, and end all ranks of this node."""
+        self._ended = True
+        self._write_intent(Exit.RESUME, reason, facts, restart=restart)
+        self._hang.take_last_stacks()
+        self._ranks.kill()
+
+    def _keep_stack(self, rank: int, text: str) -> None:
+        path = self._directory / "stacks" / f"{self._segment:04d}-rank-{rank:05d}.txt"
+        with contextlib.suppress(OSError):
+            make_directory(path.parent)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}Z\n{text}\n")
+
+    # ------------------------------------------------------------------ records, alarms
+
+    @property
+    def _alarms(self) -> AlarmSink:
+        """What takes this node's findings."""
+        return self._findings if self._leader is None else self._leader.alarms
+
+    def _log(self, text: str) -> None:
+        Journal(self._run, self._segment or None).write("watchdog", f"{socket.gethostname()}: {text}")
+
+    def _send(self, alarm: Alarm) -> None:
+        if self._leader is not None:
+            self._leader.send(alarm)
+
+    def _record_alarm(self, alarm: Alarm) -> None:
+        self._alarms.open(alarm.key, alarm.severity, alarm.summary, effect=alarm.effect, remedy=alarm.remedy)
+        self._alarms.resolve(alarm.key, "the run directory answers again")
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        del number, frame
+        self._asked_to_end = not self._ranks.alive  # else it is a request to the job: watch its last save
+
+
+def _deaths(died: list[Beat]) -> str:
+    host = socket.gethostname()
+    return "; ".join(
+        f"rank {beat.rank} ({host}, pid {beat.pid}) exited in step {beat.step} without reporting a reason"
+        for beat in died
+    )

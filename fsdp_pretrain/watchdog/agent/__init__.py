@@ -1,1 +1,0 @@
-"""A node's watchdog process, and the tasks of the leading one."""

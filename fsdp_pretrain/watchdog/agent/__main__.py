@@ -1,8 +1,0 @@
-"""`python -m fsdp_pretrain.watchdog.agent`."""
-
-import sys
-
-from .main import main
-
-if __name__ == "__main__":
-    sys.exit(main())

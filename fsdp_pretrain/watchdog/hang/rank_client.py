@@ -1,0 +1,169 @@
+"""A rank's side of the watchdog: its page, its stack dumps, and on one rank per node the agent process.
+
+Nothing here can make a rank wait or fail: a rank without a working watchdog trains on. The agent is started before the
+rendezvous, so that a hang there is seen too, and restarted if it was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
+from fsdp_pretrain.remote import Location
+from fsdp_pretrain.run import run_id
+
+from .page import Page, is_alive, read
+
+_ROOT = f"{Path(__file__).parents[3]}/".encode("ascii", "backslashreplace").decode()
+"""Beginning of this project's files in stack dumps."""
+_INTERVAL = 1.0
+_OF_ALL_NODES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+_RESTARTS = 10
+"""An agent that ends more often is broken: training continues without it."""
+
+
+class PageHeartbeat(Heartbeat):
+    """The heartbeat of a watched rank, written into its page.
+
+    Args:
+        reading: the file that each thread reads just now, by thread identity, what has lasted longest first.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        rank: int,
+        local_rank: int,
+        local_ranks: int,
+        node: int,
+        nodes: int,
+        reading: Mapping[int, Location],
+    ) -> None:
+        self._reading = reading
+        pages = folder(config.run.dir)
+        pages.mkdir(parents=True, exist_ok=True)
+        self._stacks = (pages / f"rank-{rank}.stacks").open("w", encoding="utf-8")
+        self._stacks.write(f"main 0x{threading.main_thread().ident:016x} {_ROOT}\n")
+        self._stacks.flush()
+        # Before the page exists: whoever sees it may send the signal. At C level, so a wedged interpreter dumps too.
+        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
+        self._page = Page(pages / f"rank-{rank}.page", rank=rank, segment=0)
+        # Bound directly, without a call in between, so a beat takes under 1 us.
+        self.beat, self.measured = self._page.beat, self._page.measured  # type: ignore[method-assign]
+        threading.Thread(target=self._stay_alive, name="watchdog-alive", daemon=True).start()
+        self._agent: AgentProcess | None = None
+        if local_rank == 0:
+            self._agent = AgentProcess(config, pages, node=node, nodes=nodes, ranks=range(rank, rank + local_ranks))
+        self._tended = time.monotonic()
+
+    def _stay_alive(self) -> None:
+        while True:
+            self._page.alive(str(next(iter([*self._reading.values()]), "")).encode())
+            time.sleep(_INTERVAL)
+
+    def step(self, step: int) -> None:
+        self._page.step(step)
+        if self._agent is not None and time.monotonic() - self._tended > _INTERVAL:
+            self._tended = time.monotonic()
+            self._agent.ensure_running()
+
+    def set_segment(self, segment: int) -> None:
+        if self._agent is not None:
+            self._agent.pass_run_id()
+        self._page.set_segment(segment)
+
+    def reconfigure(self, config: Config) -> None:
+        if self._agent is not None:
+            self._agent.reconfigure(config)
+
+    def close(self) -> None:
+        self._page.beat(Phase.END)
+
+
+class AgentProcess:
+    """The agent process of this node, managed by the rank that starts it; `process` is the latest one."""
+
+    def __init__(self, config: Config, pages: Path, *, node: int, nodes: int, ranks: range) -> None:
+        self._config, self._run, self._pages = config.to_toml(), config.run.dir, pages
+        self._command = ["fsdp_pretrain.watchdog.agent", str(config.run.dir)]
+        self._command += ["--pages", str(pages), "--node", str(node), "--nodes", str(nodes)]
+        self._command += ["--ranks", f"{ranks.start}:{ranks.stop}", "--launcher", str(os.getppid())]
+        self._command.append("--attempt=" + ":".join(os.environ.get(name, "") for name in _OF_ALL_NODES))
+        self._starts = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.pass_run_id()
+        self.ensure_running()
+
+    def pass_run_id(self) -> None:
+        """Leave the id of the run directory beside the pages once known: the agent writes nothing there before."""
+        known = run_id.bound_to(self._run)
+        if known is not None:
+            with contextlib.suppress(StorageError):
+                run_id.assign(self._pages, known)
+
+    def ensure_running(self) -> None:
+        """Start it if it is not running. It writes to our output until it has a log."""
+        if self._starts > _RESTARTS or (self.process is not None and self.process.poll() is None):
+            return
+        again = ["--again", str(self._starts)] if self._starts else []
+        self._starts += 1
+        with contextlib.suppress(OSError):
+            self.process = start_module(*self._command, *again, stdin=subprocess.PIPE)
+            assert self.process.stdin is not None
+            self.process.stdin.write(self._config.encode())
+            self.process.stdin.close()
+
+    def reconfigure(self, config: Config) -> None:
+        """Start it anew if its configuration is another. It holds nothing yet: no segment is known."""
+        if config.to_toml() == self._config:
+            return
+        self._config, self._starts = config.to_toml(), 0
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        self.ensure_running()
+
+
+def folder(run: Path) -> Path:
+    """The folder of this attempt's pages: in memory, shared by all ranks of a node, new for every attempt."""
+    names = (*_OF_ALL_NODES, "TORCHELASTIC_RESTART_COUNT")
+    attempt = [str(run), socket.gethostname(), str(os.getppid()), *(os.environ.get(name, "") for name in names)]
+    if "MASTER_PORT" not in os.environ:
+        attempt.append(str(os.getpid()))
+    digest = hashlib.sha256("\n".join(attempt).encode()).hexdigest()[:16]
+    return root() / digest
+
+
+def root() -> Path:
+    """The folder for the pages of all runs of this user, in memory if possible."""
+    shared = Path("/dev/shm")
+    base = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"fsdp-pretrain-{os.getuid()}"
+
+
+def sweep(base: Path, spare: Path) -> None:
+    """Remove folders that killed agents left behind, if all their ranks are gone."""
+    for found in base.iterdir() if base.is_dir() else ():
+        try:
+            beats = [read(path) for path in found.glob("*.page")]
+            old = time.time() - found.stat().st_mtime > 60
+        except OSError:  # another agent is removing it
+            continue
+        if found != spare and old and not any(beat is not None and is_alive(beat) for beat in beats):
+            shutil.rmtree(found, ignore_errors=True)

@@ -1,1 +1,0 @@
-"""What a rank reports about itself, through shared memory."""

@@ -1,1 +1,0 @@
-"""Looks at storage and devices that may hang, in threads of their own."""
