@@ -14,16 +14,16 @@ import signal
 from typing import Any
 
 from fsdp_pretrain.job import live_control
+from fsdp_pretrain.job.live_control import LiveControl
 from fsdp_pretrain.run import requests
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.requests import Requests
-from fsdp_pretrain.train.loop import Loop
 from fsdp_pretrain.train.trainer import Trainer
 
 
 def arm(steps: dict[str, list[tuple[str, dict[str, Any]]]], held: list[tuple[str, dict[str, Any]]]) -> None:
     """Install a script in the loop of this rank."""
-    step, look = Trainer.step, Loop._look_while_held
+    step, look = Trainer.step, LiveControl._look_while_held
     requests._POLL_INTERVAL, live_control._ROUND = 0.0, 0.001
 
     def act(recorder: Recorder, verb: str, content: dict[str, Any]) -> None:
@@ -36,11 +36,11 @@ def arm(steps: dict[str, list[tuple[str, dict[str, Any]]]], held: list[tuple[str
             act(self.recorder, verb, content)
         step(self)
 
-    def scripted_look(self: Loop) -> Requests:
-        act(self.context.recorder, *(held.pop(0) if held else ("resume", {})))
+    def scripted_look(self: LiveControl) -> Requests:
+        act(self.loop.trainer.recorder, *(held.pop(0) if held else ("resume", {})))
         return look(self)
 
-    Trainer.step, Loop._look_while_held = scripted_step, scripted_look  # type: ignore[method-assign]
+    Trainer.step, LiveControl._look_while_held = scripted_step, scripted_look  # type: ignore[method-assign]
 
 
 if os.environ.get("RANK") == "0":

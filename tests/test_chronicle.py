@@ -11,11 +11,11 @@ from processes import CLI
 from records import step_record
 
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.job.environment import compare
 from fsdp_pretrain.run import lineage, state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.journal import Journal, who
 from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.train.environment import compare
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent

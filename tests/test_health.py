@@ -19,12 +19,13 @@ from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import NumericError
 from fsdp_pretrain.health.auto_rollback import roll_back
-from fsdp_pretrain.health.monitor import ExpectedSteps, Health, HealthOutcome, RollbackRequest
+from fsdp_pretrain.health.monitor import ExpectedSteps, Health
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.parallel.replica_check import checksums, compare
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.recorder import NotesOnlyRecorder
 from fsdp_pretrain.run.step_record import StepRecord
+from fsdp_pretrain.train.observer import RollbackRequest, Verdict
 
 pytestmark = pytest.mark.quick
 
@@ -56,13 +57,13 @@ def bad(step: int, **changes: Any) -> StepRecord:
     return record(step, norm=None, **{"skipped": True, "not_finite": "gradients", **changes})
 
 
-def judge(health: Health, records: Iterable[StepRecord]) -> list[tuple[int, HealthOutcome]]:
+def judge(health: Health, records: Iterable[StepRecord]) -> list[tuple[int, Verdict]]:
     """Verdicts with findings, by step."""
     all_ = [(entry.step, health.step(entry)) for entry in records]
-    return [(step, judgement) for step, judgement in all_ if judgement != HealthOutcome()]
+    return [(step, judgement) for step, judgement in all_ if judgement != Verdict()]
 
 
-def found_at(verdicts: list[tuple[int, HealthOutcome]], key: str, severity: str, resolved: bool = False) -> list[int]:
+def found_at(verdicts: list[tuple[int, Verdict]], key: str, severity: str, resolved: bool = False) -> list[int]:
     """Steps with a finding."""
     return [
         step
@@ -72,7 +73,7 @@ def found_at(verdicts: list[tuple[int, HealthOutcome]], key: str, severity: str,
     ]
 
 
-def retreats(verdicts: list[tuple[int, HealthOutcome]]) -> list[tuple[int, RollbackRequest]]:
+def retreats(verdicts: list[tuple[int, Verdict]]) -> list[tuple[int, RollbackRequest]]:
     return [(step, judgement.rollback) for step, judgement in verdicts if judgement.rollback is not None]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -25,7 +26,9 @@ from fsdp_pretrain.plan.plan import count_parameters, render_measured
 from fsdp_pretrain.run.recorder import SilentRecorder
 from fsdp_pretrain.run.step_record import StepRecord, StepSeconds
 from fsdp_pretrain.train.build import build_loss_scaler, build_model_and_optimizer
+from fsdp_pretrain.train.group_statistics import GroupStatistics
 from fsdp_pretrain.train.heldout_loss import HeldOutLoss
+from fsdp_pretrain.train.observer import Observer
 from fsdp_pretrain.train.trainer import LAG, Trainer
 from fsdp_pretrain.units import human_bytes, human_count
 
@@ -81,14 +84,14 @@ def build(
     world: World,
     heartbeat: Heartbeat | None = None,
     *,
-    heldout: HeldOutLoss | None = None,
+    heldout: Sequence[MicroBatch] = (),
     batch: int | None = None,
 ) -> Trainer:
     """A trainer on random tokens.
 
     Args:
         heartbeat: None: there is no watchdog.
-        heldout: measures the held-out loss.
+        heldout: this rank's share of the samples whose loss is measured.
         batch: samples of a step; default: the full batch of the configuration.
 
     Raises:
@@ -97,6 +100,9 @@ def build(
     check_batches([batch or config.schedule.batch.full], world.size, config.train.micro_batch)
     model, optimizer = build_model_and_optimizer(config, world)
     initialise(model, config, world)
+    heartbeat = heartbeat or Heartbeat()
+    observers: list[Observer] = [GroupStatistics(model, optimizer, config, world)]
+    observers += [HeldOutLoss(config, world, model, heartbeat, heldout)] if heldout else []
     trainer = Trainer(
         config,
         world,
@@ -106,8 +112,8 @@ def build(
         data=RandomSteps(config, world, batch),
         state=TrainState(),
         recorder=SilentRecorder(),
-        heartbeat=heartbeat or Heartbeat(),
-        heldout=heldout,
+        heartbeat=heartbeat,
+        observers=observers,
     )
     trainer.start()
     return trainer

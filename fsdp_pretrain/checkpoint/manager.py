@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -56,10 +57,10 @@ class CheckpointManager:
         subject: TrainingObjects,
         *,
         segment: int,
-        guard: Callable[[], None],
-        protected: Callable[[], Collection[int]],
-        suspicion: Callable[[], str | None],
-        clean_until: Callable[[], Iterable[float]],
+        guard: Callable[[], None] = lambda: None,
+        protected: Callable[[], Collection[int]] = list,
+        suspicion: Callable[[], str | None] = lambda: None,
+        clean_until: Callable[[], Iterable[float]] = lambda: (math.inf,),
         spared: Callable[[], Collection[int]] = list,
     ) -> None:
         self._subject, self._world, self._config, self._segment = subject, subject.world, subject.config, segment
@@ -69,7 +70,7 @@ class CheckpointManager:
         if self._config.checkpoint.background:
             self.renew()
 
-    def steer(self, config: Config) -> None:
+    def reconfigure(self, config: Config) -> None:
         """Go on with a configuration in which only the timeline differs."""
         self._config = config
 

@@ -16,10 +16,10 @@ from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.lineage import BranchReport, BranchRequest
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.status import Status
+from fsdp_pretrain.train.observer import RollbackRequest
 from fsdp_pretrain.units import SampleRange
 
 from . import limits
-from .monitor import RollbackRequest
 
 _SAME, _NEARBY = 500, 1000
 """Steps within which an incident counts as the same one, and within which rollbacks count as nearby."""

@@ -1,4 +1,4 @@
-"""Journal entries about a run's health."""
+"""Health as an observer of training: judges every step, and tells the journal what it found."""
 
 from __future__ import annotations
 
@@ -12,14 +12,37 @@ from fsdp_pretrain.data.packing.opening import open_packer, open_skips
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.train.observer import Observer, Verdict
 
-from .monitor import HealthOutcome
+from .monitor import Health
 
 Provenance = Callable[[StepRecord], dict[str, Any]]
 """Record of a step -> journal facts that name its samples and documents."""
 
 
-def record_findings(recorder: Recorder, record: StepRecord, judgement: HealthOutcome, provenance: Provenance) -> None:
+class HealthObserver(Observer):
+    """Judges the steps of a start.
+
+    Args:
+        health: of the run.
+        recorder: writes the record.
+        provenance: names the documents of a step that was skipped.
+    """
+
+    def __init__(self, health: Health, recorder: Recorder, provenance: Provenance) -> None:
+        self._health, self._recorder, self._provenance = health, recorder, provenance
+
+    def judge(self, record: StepRecord) -> Verdict:
+        return self._health.step(record)
+
+    def recorded(self, record: StepRecord, verdict: Verdict) -> None:
+        _record_findings(self._recorder, record, verdict, self._provenance)
+
+    def reconfigured(self, config: Config) -> None:
+        self._health.reconfigure(config)
+
+
+def _record_findings(recorder: Recorder, record: StepRecord, judgement: Verdict, provenance: Provenance) -> None:
     """Report the findings of a step, and that it was skipped, if so.
 
     Documents are named once per incident: training waits for the lookup.

@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing.position import Position
-from fsdp_pretrain.errors import NumericError, UserError
 from fsdp_pretrain.run.step_record import HealthFinding, LossSum, StepRecord
 from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.train.observer import RollbackRequest, Verdict
 
 from . import limits
 from .rules import GradientNormRule, HealthIncident, LossLevelRule, LossScaleRule, LossSpikeRule
@@ -39,35 +39,6 @@ _ADVICE = (
     "look at the samples named in the journal (`fsdp-pretrain where`); then lower optimizer.lr or train.grad_clip, or "
     "go back further with `fsdp-pretrain rollback RUN --to STEP --skip-steps A:B --set key=value`"
 )
-
-
-@dataclass(frozen=True)
-class RollbackRequest:
-    """Go back to before an incident, and skip its samples."""
-
-    key: str  # of the incident
-    cause: str  # one sentence
-    start: int  # first step of the incident
-    end: int  # last step of the incident
-    first: int  # samples [first, stop) cover the incident's steps and the margins around them
-    stop: int
-    target: int  # go back to a checkpoint of this step or earlier, if possible
-    before: Position | None = None  # position before the last step, if that was not finite
-    rank: int | None = None  # the only rank whose loss was not finite then, if there was just one
-    repeats: bool | None = None  # whether that step was non-finite again when repeated; None: not repeated
-
-
-@dataclass
-class HealthOutcome:
-    """The verdict on a record: findings to report, and whether to go back or to end the run with an error."""
-
-    findings: list[HealthFinding] = field(default_factory=list)
-    rollback: RollbackRequest | None = None
-    error: UserError | None = None
-
-    def fail(self, text: str, effect: str, remedy: str) -> None:
-        """End the run; the first reason wins."""
-        self.error = self.error or NumericError(text, effect=effect, remedy=remedy).on_all_ranks()
 
 
 @dataclass(frozen=True)
@@ -118,7 +89,7 @@ class Health:
         self._carried = [finding for rule in rules for finding in rule.incident.carried()]
         self._expected = expected
 
-    def steer(self, config: Config) -> None:
+    def reconfigure(self, config: Config) -> None:
         """Go on with a configuration in which only the timeline differs."""
         self._schedule = config.schedule
 
@@ -136,10 +107,10 @@ class Health:
             return (math.inf,)
         return self._spike.start - limits.DISTANCE, self._spike.start - 1
 
-    def step(self, record: StepRecord) -> HealthOutcome:
+    def step(self, record: StepRecord) -> Verdict:
         """Judge a step by its record. Call once per step, in order."""
         self._cursors.append((record.step, record.cursor))
-        verdict, self._carried = HealthOutcome(self._carried), []
+        verdict, self._carried = Verdict(self._carried), []
         self._judge_finite(record, verdict)
         if record.loss_scale is not None:
             verdict.findings += self._scale.step(record.step, record.loss_scale, record.overflow)
@@ -154,7 +125,7 @@ class Health:
             verdict.rollback = None
         return verdict
 
-    def _judge_loss(self, record: StepRecord, verdict: HealthOutcome) -> None:
+    def _judge_loss(self, record: StepRecord, verdict: Verdict) -> None:
         loss, norm = record.loss.mean, record.grad_norm
         verdict.findings += self._level.step(record.step, loss)
         verdict.findings += self._norm.step(record.step, norm) if norm else []
@@ -182,7 +153,7 @@ class Health:
 
     # ------------------------------------------------------------------ numbers that are not finite
 
-    def _judge_finite(self, record: StepRecord, verdict: HealthOutcome) -> None:
+    def _judge_finite(self, record: StepRecord, verdict: Verdict) -> None:
         """Steps with non-finite loss or gradients; fp16 overflows with a finite loss are left to the scaler."""
         step = record.step
         if record.is_finite or (record.overflow and math.isfinite(record.loss.mean)):
@@ -208,7 +179,7 @@ class Health:
         before = None if cursor is None else Position(step - 1, record.consumed - record.batch, cursor)
         verdict.rollback = replace(rollback, before=before, rank=rank)
 
-    def _judge_scale(self, record: StepRecord, verdict: HealthOutcome) -> None:
+    def _judge_scale(self, record: StepRecord, verdict: Verdict) -> None:
         """Overflows that continue although the loss scale is at its minimum."""
         if self._scale.at_min >= _MAX_OVERFLOWS_AT_MIN:
             verdict.fail(
@@ -219,7 +190,7 @@ class Health:
 
     # ------------------------------------------------------------------ nothing is learned
 
-    def _judge_learning(self, record: StepRecord, verdict: HealthOutcome) -> None:
+    def _judge_learning(self, record: StepRecord, verdict: Verdict) -> None:
         """A constant loss, no gradient, or a learning rate other than planned."""
         step = record.step
         self._losses.append(record.loss)
@@ -241,7 +212,7 @@ class Health:
         else:
             verdict.findings += self._rate.settle(step, "the learning rate is as planned")
 
-    def _judge_change(self, record: StepRecord, verdict: HealthOutcome) -> None:
+    def _judge_change(self, record: StepRecord, verdict: Verdict) -> None:
         """Parameters that stay the same although the optimiser took steps."""
         sums = record.replicas
         if sums is not None:
@@ -256,7 +227,7 @@ class Health:
 
     # ------------------------------------------------------------------ what must be equal
 
-    def _judge_replicas(self, record: StepRecord, verdict: HealthOutcome) -> None:
+    def _judge_replicas(self, record: StepRecord, verdict: Verdict) -> None:
         """Replicas that hold different parameters before a step."""
         if record.replicas is None or not record.replicas.differing:
             return
@@ -272,7 +243,7 @@ class Health:
             verdict=verdict,
         )
 
-    def _judge_replay(self, record: StepRecord, verdict: HealthOutcome) -> None:
+    def _judge_replay(self, record: StepRecord, verdict: Verdict) -> None:
         """Repeated steps must reproduce what was recorded."""
         step = record.step
         if self._expected is None or (old := self._expected.records.get(step)) is None:
@@ -307,7 +278,7 @@ class Health:
             verdict.findings += self._replay.seen(Severity.WARN, step, text)
 
     def _mismatch(
-        self, incident: HealthIncident, step: int, text: str, *, effect: str, remedy: str, verdict: HealthOutcome
+        self, incident: HealthIncident, step: int, text: str, *, effect: str, remedy: str, verdict: Verdict
     ) -> None:
         verdict.findings += incident.seen(Severity.CRIT, step, text)
         if self._config.stop_on_mismatch:

@@ -1,4 +1,4 @@
-"""What follows a checkpoint: its evaluation. Training does not wait for it or fail with it."""
+"""What follows a checkpoint: the launcher's memory of it, and its evaluation. Training waits for neither."""
 
 from __future__ import annotations
 
@@ -10,23 +10,34 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.eval import jobs
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.recorder import Recorder
+from fsdp_pretrain.run.run_id import LauncherMemory
+from fsdp_pretrain.train.observer import Observer
 
 
-class AfterSave:
-    """Starts what a new checkpoint makes due, and tracks what is still running."""
+class AfterSave(Observer):
+    """Starts what a new checkpoint makes due, and tracks what is still running.
 
-    def __init__(self, config: Config, recorder: Recorder) -> None:
+    Args:
+        config: the run's configuration.
+        recorder: writes the record.
+        memory: told of every checkpoint.
+        main: this is rank 0, which starts evaluations.
+    """
+
+    def __init__(self, config: Config, recorder: Recorder, memory: LauncherMemory, *, main: bool) -> None:
         self._config, self._run, self._recorder = config, RunDir(config.run.dir), recorder
+        self._memory, self._main = memory, main
         self._worker: subprocess.Popen[bytes] | None = None
 
-    def start(self, saved: SaveResult) -> None:
-        """Start what is due; on rank 0."""
-        assert saved.manifest is not None
-        if self._config.eval.launch and evaluation_due(self._config, saved.manifest):
-            self._evaluate(saved.manifest)
+    def saved(self, result: SaveResult) -> None:
+        self._memory.remember(checkpoint=result.checkpoint.step)
+        if not self._main:
+            return
+        assert result.manifest is not None
+        if self._config.eval.launch and evaluation_due(self._config, result.manifest):
+            self._evaluate(result.manifest)
 
-    def running(self) -> list[str]:
-        """Names of what runs beside training now."""
+    def beside(self, step: int) -> list[str]:
         return ["evaluation"] if self._evaluating else []
 
     @property

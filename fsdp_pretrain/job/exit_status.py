@@ -9,11 +9,11 @@ from typing import Any
 
 from fsdp_pretrain.errors import Exit, Interrupted, UserError
 from fsdp_pretrain.health.auto_rollback import record_rollback, roll_back, was_blamed_on_device
-from fsdp_pretrain.health.monitor import RollbackRequest
 from fsdp_pretrain.run import exit_intent, status
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.train.loop import Loop
+from fsdp_pretrain.train.observer import RollbackRequest
 
 from .run_context import RunContext
 
@@ -46,14 +46,13 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         recorder.close()
 
 
-def conclude(outcome: Exit, loop: Loop) -> Exit:
+def conclude(outcome: Exit, loop: Loop, run: RunContext) -> Exit:
     """Record how the loop ended, after a rollback if one was requested; returns the exit code. Collective.
 
     Raises:
         UserError: the rollback is not allowed or fails; see `auto_rollback.roll_back`.
     """
-    run, asked = loop.context, loop.rollback
-    recorder, run_dir = run.recorder, run.recorder.run
+    asked, recorder, run_dir = loop.rollback, run.recorder, run.recorder.run
     if asked is None:
         return _record_stop(outcome, loop.step, run)
     if asked.repeats is False and not run.world.decide(lambda: was_blamed_on_device(run_dir, asked)):

@@ -8,9 +8,9 @@ it, so a killed run has it wholly or not at all. Every request is answered by a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdp_pretrain.checkpoint.store import sync_directory
 from fsdp_pretrain.config import live_set
@@ -23,8 +23,11 @@ from fsdp_pretrain.run import overrides
 from fsdp_pretrain.run.files import now, replace_file
 from fsdp_pretrain.run.overrides import Overrides
 from fsdp_pretrain.run.requests import Request, Requests
+from fsdp_pretrain.train.loop import Loop
+from fsdp_pretrain.train.observer import AgreedActions, Observer
 from fsdp_pretrain.units import human_time
 
+from .profiling import StepProfiler
 from .run_context import RunContext
 
 _ROUND = 0.5
@@ -40,31 +43,66 @@ class Decided:
     resume: Request | None = None
 
 
-class LiveControl:
-    """The requests of one start. All ranks call its methods together.
+class LiveControl(Observer):
+    """The requests of one start.
 
     Args:
         run: shared context of the start.
         guard: raises UserError if this job may not write into the run directory any more.
+        profiler: gets the requests for traces.
 
     Attributes:
-        config: with all changes up to now.
+        loop: that it steers, set before training.
     """
 
-    def __init__(self, run: RunContext, guard: Callable[[], None]) -> None:
-        self._run, self._world, self._recorder, self._guard = run, run.world, run.recorder, guard
-        self.config = run.config
+    loop: Loop
 
-    def decide(self, here: Position, *, held: bool = False) -> Decided:
-        """Decide on the pending requests, after the step at `here` was issued on all ranks and no later one on any."""
-        decided = self._world.decide(lambda: self._judge(here, held))
+    def __init__(self, run: RunContext, guard: Callable[[], None], profiler: StepProfiler) -> None:
+        self._run, self._world, self._recorder, self._guard = run, run.world, run.recorder, guard
+        self._profiler, self._config = profiler, run.config
+
+    def requests(self) -> Mapping[str, int]:
+        asked = self._run.inbox.take()
+        profile = self._profiler.ask(asked.profile)
+        return {"stop": asked.stop, "save": asked.save, "profile": profile, "steer": asked.steer}
+
+    def between_steps(self, agreed: AgreedActions) -> Exit | None:
+        if agreed.save or agreed.stop:
+            self._acknowledge(agreed.step)
+        return Exit.RESUME if agreed.stop or (agreed.steer and self._steer()) else None
+
+    def end(self, step: int) -> None:
+        self._acknowledge(step)
+
+    def _steer(self) -> bool:
+        """Do what operators asked for, before the next step; whether to stop."""
+        loop, pause = self.loop, self._decide().pause
+        if pause is None:
+            return False
+        start = time.perf_counter()
+        loop.collect(keep=0)
+        if loop.rolls_back:
+            self._refuse(pause, loop.step, "the run goes back to an earlier step")
+            return False
+        loop.finish_save()
+        stop = self._hold(pause)
+        seconds = time.perf_counter() - start
+        loop.saves.exclude_pause(seconds)
+        loop.trainer.clock.resume_after(seconds)
+        return stop
+
+    def _decide(self, *, held: bool = False) -> Decided:
+        """Decide on the pending requests, after the same step was issued on all ranks, and go on with what was set."""
+        decided = self._world.decide(lambda: self._judge(self.loop.trainer.state, held))
         for entry in decided.entries:
-            self.config = live_set.steer(self.config, entry)
+            self._config = live_set.steer(self._config, entry)
+        if decided.entries:
+            self.loop.trainer.reconfigure(self._config)
         return decided
 
     def _judge(self, here: Position, held: bool) -> Decided:
         """On rank 0: the requests in the order in which they were sent."""
-        decided, config, step = Decided(), self.config, here.step
+        decided, config, step = Decided(), self._config, here.step
         for request in self._run.inbox.take_steering():
             holds = decided.pause is not None or (held and decided.resume is None)
             if request.verb == "set":
@@ -74,22 +112,22 @@ class LiveControl:
                 except StorageError:
                     raise
                 except UserError as error:
-                    self.refuse(request, step, error.cause)
+                    self._refuse(request, step, error.cause)
             elif request.verb == "pause" and not holds:
                 decided.pause = request
             elif request.verb == "resume" and holds and decided.pause is None:
                 decided.resume = request
             else:
-                self.refuse(request, step, "the ranks are paused already" if holds else "the ranks are not paused")
+                self._refuse(request, step, "the ranks are paused already" if holds else "the ranks are not paused")
         return decided
 
-    def acknowledge(self, step: int) -> None:
+    def _acknowledge(self, step: int) -> None:
         """On rank 0: answer the requests to save or to stop, which all ranks now do."""
         for request in self._run.inbox.take_orders():
             what = "save" if request.verb == "save" else "save and stop"
             self._answer(request, step, f"all ranks {what} after step {step:_}", did=request.verb)
 
-    def refuse(self, request: Request, step: int, why: str) -> None:
+    def _refuse(self, request: Request, step: int, why: str) -> None:
         """Answer a request that changes nothing."""
         self._answer(request, step, f"{request.verb} refused: {why}", refused=why)
 
@@ -140,18 +178,9 @@ class LiveControl:
 
     # ------------------------------------------------------------------ pause
 
-    def hold(
-        self, asked: Request, step: int, look: Callable[[], Requests], act: Callable[[Requests], Request | None]
-    ) -> bool:
-        """Hold all ranks idle after `step`. Returns whether to stop, else they were asked to go on.
-
-        Args:
-            asked: who asked for it, and why.
-            step: number of the last step.
-            look: returns this rank's pending requests.
-            act: does what all ranks together were asked for meanwhile; returns a request to go on.
-        """
-        since, start = now(), time.monotonic()
+    def _hold(self, asked: Request) -> bool:
+        """Hold all ranks idle, as `asked`. Returns whether to stop, else they were asked to go on."""
+        since, start, step = now(), time.monotonic(), self.loop.step
         self._answer(asked, step, f"paused after step {step:_}", did="pause")
         held = {"since": since, "by": asked.by, "reason": asked.reason}
         self._recorder.status(force=True, state="paused", paused=held)
@@ -160,12 +189,14 @@ class LiveControl:
             while released is None:
                 self._run.heartbeat.beat(Phase.PAUSED)
                 time.sleep(_ROUND)
-                found = self._world.gather(look())
+                found = self._world.gather(self._look_while_held())
                 if any(each.stop for each in found):
-                    self.acknowledge(step)
+                    self._acknowledge(step)
                     return True
-                together = Requests(save=any(each.save for each in found), steer=any(each.steer for each in found))
-                released = act(together)
+                if any(each.save for each in found):
+                    self._save_while_held()
+                if any(each.steer for each in found):
+                    released = self._decide(held=True).resume
                 self._recorder.status(state="paused")
         finally:
             text = f"after a pause of {human_time(time.monotonic() - start)}"
@@ -175,6 +206,19 @@ class LiveControl:
                 self._recorder.event("control", f"ends {text}", step=step, did="resume")
             self._recorder.status(force=True, state="running", paused=None)
         return False
+
+    def _look_while_held(self) -> Requests:
+        """This rank's pending requests; a failed save that is to be repeated is one to save."""
+        asked, (_, retry, _) = self._run.inbox.take(), self.loop.saves.signals()
+        self._profiler.ask(asked.profile)
+        return replace(asked, save=asked.save or retry)
+
+    def _save_while_held(self) -> None:
+        loop = self.loop
+        self._acknowledge(loop.step)
+        if loop.saves.saved_step != loop.step:
+            loop.checkpoint()
+            loop.saves.finish()
 
 
 def _refuse_unseen(request: Request, entry: TimelineEntry, before: Config, place: int) -> None:

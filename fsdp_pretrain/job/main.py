@@ -30,13 +30,12 @@ from fsdp_pretrain.run.lock import RunLock
 from fsdp_pretrain.run.overrides import Overrides, load_run
 from fsdp_pretrain.run.requests import Inbox, interrupt_on_signal
 from fsdp_pretrain.run.run_id import LauncherMemory
-from fsdp_pretrain.train.build import build_fetching, build_heartbeat, build_recorder
 
 from . import phases, start
-from .after_save import AfterSave
 from .exit_status import conclude, record_end
 from .mirroring import restored_from_mirror
 from .run_context import RunContext
+from .services import build_fetching, build_heartbeat, build_recorder
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -122,11 +121,10 @@ def run(
         if missing is not None and missing.newest is not None:
             recorder.event("checkpoint-missing", missing.text, step=missing.step, newest=missing.newest)
         start.record_overrides(recorder, lasting)
-        after_save = AfterSave(config, recorder)
         inbox = Inbox(run_dir if world.is_main else None)
-        context = RunContext(config, world, recorder, inbox, heartbeat, after_save.running, fetching)
+        context = RunContext(config, world, recorder, inbox, heartbeat, fetching)
         guard = partial(_check_writer, lock if world.is_main else None)
-        train = partial(_train, context, guard, options, memory, after_save)
+        train = partial(_train, context, guard, options, memory)
         return record_end(world.rank, run_dir, segment, recorder, train)
     finally:
         heartbeat.close()
@@ -142,18 +140,16 @@ def _check_writer(lock: RunLock | None) -> None:
         lock.check()
 
 
-def _train(
-    run: RunContext, guard: Callable[[], None], options: ResumeOptions, memory: LauncherMemory, after_save: AfterSave
-) -> Exit:
+def _train(run: RunContext, guard: Callable[[], None], options: ResumeOptions, memory: LauncherMemory) -> Exit:
     """Go through the phases of a start, train, and let what runs beside finish."""
     run.heartbeat.beat(Phase.LOAD)
     run.world.together(lambda: phases.preflight(run.config, run.world))
     corpora = phases.open_corpora(run)
     restored = phases.restore(run, corpora, options, memory)
     companions = phases.join(run, corpora, restored)
-    loop = phases.build_loop(run, corpora, restored, companions, guard=guard, memory=memory, after_save=after_save)
+    loop = phases.build_loop(run, corpora, restored, companions, guard=guard, memory=memory)
     if run.world.is_main:
         start.record_ready(run, restored.resumed.state)
-    outcome = conclude(loop.run(), loop)
+    outcome = conclude(loop.run(), loop, run)
     companions.finish(run, complete=outcome is Exit.COMPLETE)
     return outcome

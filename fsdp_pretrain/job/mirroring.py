@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future, wait
 
 from fsdp_pretrain.checkpoint.async_save import in_background
+from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
 from fsdp_pretrain.child_process import start_helper
 from fsdp_pretrain.config.config import Config
@@ -17,6 +18,7 @@ from fsdp_pretrain.mirror.restore import compare_with_mirror, restore
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.run import mirror_status, run_id
 from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.train.observer import Observer
 from fsdp_pretrain.units import human_time
 
 from .run_context import RunContext
@@ -61,7 +63,7 @@ def _ended(restoring: Future[None]) -> bool:
     return True
 
 
-class UploaderProcess:
+class UploaderProcess(Observer):
     """The uploader of a run, which dies with this process.
 
     Args:
@@ -73,6 +75,9 @@ class UploaderProcess:
         self._run, self._segment = run, segment
         self._command = [str(run.path), run_id.bound_to(run.path) or "", str(segment)]
         self._process: subprocess.Popen[bytes] | None = None
+        self.ensure_running()
+
+    def saved(self, result: SaveResult) -> None:
         self.ensure_running()
 
     def ensure_running(self) -> None:

@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 
-from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.manager import CheckpointManager, TrainingObjects
 from fsdp_pretrain.checkpoint.resume import Resume, Resumed, ResumeOptions
 from fsdp_pretrain.checkpoint.state import identity
@@ -24,7 +23,7 @@ from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.eval import jobs
 from fsdp_pretrain.health.history import recall
-from fsdp_pretrain.health.journal import provenance
+from fsdp_pretrain.health.journal import HealthObserver, provenance
 from fsdp_pretrain.health.monitor import Health
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp
@@ -34,8 +33,10 @@ from fsdp_pretrain.run.files import make_directory
 from fsdp_pretrain.run.run_id import LauncherMemory
 from fsdp_pretrain.train.build import build_data, build_loss_scaler, build_model_and_optimizer
 from fsdp_pretrain.train.checkpointing import Checkpointing
+from fsdp_pretrain.train.group_statistics import GroupStatistics
 from fsdp_pretrain.train.heldout_loss import HeldOutLoss, build_heldout_loss
 from fsdp_pretrain.train.loop import Loop
+from fsdp_pretrain.train.observer import Observer
 from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.views.trackers.follow import Followers, finish_followers, start_followers
 from fsdp_pretrain.views.trackers.sink import NAMES, check_installed
@@ -43,7 +44,9 @@ from fsdp_pretrain.watchdog.notify.channels import make_channels
 
 from . import start
 from .after_save import AfterSave
+from .live_control import LiveControl
 from .mirroring import UploaderProcess, flush_mirror
+from .profiling import StepProfiler
 from .run_context import RunContext
 
 
@@ -119,8 +122,9 @@ def restore(run: RunContext, corpora: OpenCorpora, options: ResumeOptions, memor
     memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
     health, at = _recall_health(subject, recorder.number, resumed), resumed.state
     world.together(lambda: check_supply(config, packer, cursor=at.cursor, consumed=at.consumed))
-    samples = corpora.heldout
-    heldout = None if samples is None else world.together(partial(build_heldout_loss, config, samples, world))
+    heldout = None
+    if (samples := corpora.heldout) is not None:
+        heldout = world.together(lambda: build_heldout_loss(config, samples, world, model, run.heartbeat))
     return RestoredRun(model, subject, resumed, health, heldout)
 
 
@@ -183,30 +187,32 @@ def build_loop(
     *,
     guard: Callable[[], None],
     memory: LauncherMemory,
-    after_save: AfterSave,
 ) -> Loop:
     """The loop, which goes on from the restored state.
 
     Args:
         guard: raises UserError if this job may not write into the run directory any more.
         memory: told of every checkpoint.
-        after_save: starts what a checkpoint makes due.
     """
     config, world, recorder = run.config, run.world, run.recorder
     subject, state, uploader = restored.subject, restored.resumed.state, companions.uploader
-
-    def saved(made: SaveResult) -> None:
-        memory.remember(checkpoint=made.checkpoint.step)
-        if world.is_main:
-            after_save.start(made)
-            if uploader is not None:
-                uploader.ensure_running()
-
     manager = _build_manager(subject, recorder.number, guard, restored.health, uploader)
     unigrams = recorder.run.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
     if unigrams is not None:
         make_directory(unigrams.parent)
     built = run.fetching.begin(state) if run.fetching is not None else lambda _: None
+    profiler = StepProfiler(run)
+    control = LiveControl(run, guard, profiler)
+    beside: list[Observer] = [
+        GroupStatistics(restored.model, subject.optimizer, config, world),
+        *([restored.heldout] if restored.heldout is not None else []),
+        HealthObserver(restored.health, recorder, provenance(config, world.size)),
+        AfterSave(config, recorder, memory, main=world.is_main),
+        *([uploader] if uploader is not None else []),
+        profiler,
+        control,
+    ]
+    saves = Checkpointing(config, world, manager, recorder, state.step, beside)
     trainer = Trainer(
         config,
         world,
@@ -217,18 +223,10 @@ def build_loop(
         state=state,
         recorder=recorder,
         heartbeat=run.heartbeat,
-        heldout=restored.heldout,
+        observers=[saves, *beside],
     )
-    return Loop(
-        run,
-        trainer,
-        saves=Checkpointing(config, world, manager, saved, recorder, state.step),
-        health=restored.health,
-        provenance=provenance(config, world.size),
-        reread=partial(_read_again, config, world),
-        guard=guard,
-        on_set=manager.steer,
-    )
+    control.loop = loop = Loop(trainer, saves, partial(_read_again, config, world))
+    return loop
 
 
 def _build_manager(

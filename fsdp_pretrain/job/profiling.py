@@ -16,9 +16,11 @@ from pathlib import Path
 
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.run.files import make_directory
 from fsdp_pretrain.run.journal import Kind
 from fsdp_pretrain.run.requests import Request
+from fsdp_pretrain.train.observer import AgreedActions, Observer
 
 from .run_context import RunContext
 
@@ -28,8 +30,8 @@ _LAST_SECONDS = 30.0
 """For which the end of a run waits for a trace to be written."""
 
 
-class StepProfiler:
-    """Traces of one start, on one rank. `agree` is collective."""
+class StepProfiler(Observer):
+    """Traces of one start, on one rank."""
 
     def __init__(self, run: RunContext) -> None:
         self._world, self._recorder = run.world, run.recorder
@@ -42,12 +44,15 @@ class StepProfiler:
         self._outcome: tuple[Kind, str] | None = None
 
     def ask(self, request: Request | None) -> bool:
-        """On rank 0: keep a new request until `agree`; returns whether there is one."""
+        """On rank 0: keep a new request until all ranks agree on it; returns whether there is one."""
         self._pending += [] if request is None else [request]
         return bool(self._pending)
 
-    def agree(self, step: int) -> None:
-        """After `step`, on all ranks: take the request. The step before its first one warms the profiler up."""
+    def between_steps(self, agreed: AgreedActions) -> None:
+        """Take the request. The step before its first one warms the profiler up."""
+        if not agreed.profile:
+            return
+        step = agreed.step
         for request in self._world.decide(self._take):
             if self._last > step or self._writer is not None:
                 self._tell("profile-failed", f"refused, asked by {request.by}: a trace is being made", main_only=True)
@@ -64,19 +69,17 @@ class StepProfiler:
         return taken_
 
     def beside(self, step: int) -> list[str]:
-        """For the record of a step: whether a rank is traced in it."""
         return ["profile"] if self._first - 1 <= step <= self._last else []
 
-    def begin_step(self, step: int) -> None:
-        """Before a step."""
+    def before_step(self, step: int) -> None:
         if self._mine and step == self._first - 1:
             self._start()
         if self._profile is not None and step >= self._first:
             self._range = record_function(f"step {step}")
             self._range.__enter__()
 
-    def end_step(self, step: int) -> None:
-        """After a step."""
+    def after_step(self, state: TrainState) -> None:
+        step = state.step
         if self._profile is not None:
             if self._range is not None:
                 self._range.__exit__(None, None, None)
@@ -86,13 +89,12 @@ class StepProfiler:
                 self._write(step)
         self._tell_outcome()
 
-    def finish(self, step: int) -> None:
-        """After the last step of the run: write what there is of a trace."""
+    def end(self, step: int) -> None:
+        """Write what there is of a trace."""
         if self._profile is not None and step >= self._first:
             self._write(step)
 
     def close(self) -> None:
-        """At the end of the run, however it ends."""
         if self._profile is not None:
             self._guard(self._profile.stop)
             self._profile = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fsdp_pretrain.config.config import Config
@@ -23,7 +22,6 @@ class RunContext:
         recorder: writes the record (silent on ranks other than 0).
         inbox: requests to this rank.
         heartbeat: reports to the watchdog what this rank does.
-        beside: names of what currently runs on this node beside training.
         fetching: of blocks from remote storage; None if the training data is in files.
     """
 
@@ -32,5 +30,4 @@ class RunContext:
     recorder: Recorder
     inbox: Inbox
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    beside: Callable[[], list[str]] = list
     fetching: NodeFetching | None = None

@@ -35,9 +35,9 @@ from fsdp_pretrain.run.metrics import left_behind
 from fsdp_pretrain.run.overrides import Overrides
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.run_id import LauncherMemory
+from fsdp_pretrain.train import environment
 from fsdp_pretrain.units import human_count, human_time
 
-from . import environment
 from .run_context import RunContext
 
 _VISIBLE_WITHIN = 5.0

@@ -20,7 +20,6 @@ from fsdp_pretrain.data.packing.loader import check_batches
 from fsdp_pretrain.data.packing.opening import open_packer
 from fsdp_pretrain.errors import Exit, UserError
 from fsdp_pretrain.heartbeat import Heartbeat
-from fsdp_pretrain.job import environment
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
@@ -28,6 +27,7 @@ from fsdp_pretrain.run import run_id
 from fsdp_pretrain.run.environment import Environment
 from fsdp_pretrain.run.recorder import SilentRecorder
 from fsdp_pretrain.run.step_record import StepRecord
+from fsdp_pretrain.train import environment
 from fsdp_pretrain.train.build import build_data, build_loss_scaler, build_model_and_optimizer
 from fsdp_pretrain.train.trainer import LAG, Trainer
 

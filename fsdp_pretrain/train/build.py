@@ -1,8 +1,7 @@
-"""Builds the parts of a start from its configuration; used by training and by `fsdp_pretrain.bench`."""
+"""Builds what trains from a configuration; for the main job, replays and benchmarks."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,21 +9,15 @@ import torch
 
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.data.corpus.files import reading
-from fsdp_pretrain.data.fetch.process import NodeFetching
 from fsdp_pretrain.data.packing.loader import Loader
 from fsdp_pretrain.data.packing.opening import open_infilling, open_skips
 from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.data.packing.unigrams import Unigrams
-from fsdp_pretrain.heartbeat import Heartbeat
 from fsdp_pretrain.models import Decoder
-from fsdp_pretrain.parallel import fsdp, mesh
+from fsdp_pretrain.parallel import fsdp
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.parallel.optimizer import AdamW, LossScaler
-from fsdp_pretrain.run.files import RunDir
-from fsdp_pretrain.run.recorder import NotesOnlyRecorder, Recorder
-from fsdp_pretrain.watchdog.hang.rank_client import PageHeartbeat, folder
 
 
 def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, AdamW]:
@@ -75,56 +68,3 @@ def build_data(
         unigrams=None if unigrams is None else Unigrams(unigrams),
         built=built,
     )
-
-
-def build_fetching(config: Config) -> NodeFetching | None:
-    """This rank's part of the node's fetcher; None if the run has no cache."""
-    if config.data.cache is None:
-        return None
-    ranks, pages = mesh.RankInfo.from_environment(), folder(config.run.dir)
-    if not config.watchdog.enabled:  # agents of other runs remove folders without pages of live ranks
-        pages = pages.parent.with_name(f"{pages.parent.name}-fetch") / pages.name
-    return NodeFetching(
-        config,
-        pages,
-        rank=ranks.rank,
-        world=ranks.world,
-        local_rank=ranks.local_rank,
-        local_world=ranks.local_world,
-        node=ranks.node,
-    )
-
-
-def build_recorder(config: Config, world: World, run: RunDir, segment: Path) -> Recorder:
-    """Writes the record on rank 0, and nothing on the others."""
-    if not world.is_main:
-        return NotesOnlyRecorder(run, segment)
-    recorder = Recorder(
-        run,
-        segment,
-        name=config.run.name,
-        console_every=config.record.console_every,
-        total_steps=config.schedule.steps,
-    )
-    recorder.status(force=True, state="starting")
-    return recorder
-
-
-def build_heartbeat(config: Config) -> Heartbeat:
-    """This rank's part of the watchdog, active even before the rendezvous. Raises ConfigError."""
-    ranks = mesh.RankInfo.from_environment()
-    if not config.watchdog.enabled:
-        return Heartbeat()
-    try:
-        return PageHeartbeat(
-            config,
-            rank=ranks.rank,
-            local_rank=ranks.local_rank,
-            local_ranks=ranks.local_world,
-            node=ranks.node,
-            nodes=ranks.world // ranks.local_world,
-            reading=reading,
-        )
-    except OSError as error:
-        print(f"warning: training without a watchdog on this rank: {error}", file=sys.stderr, flush=True)
-        return Heartbeat()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
@@ -36,9 +36,9 @@ class Checkpointing(Observer):
         config: the run's configuration.
         world: all ranks.
         saver: makes them.
-        after_save: called on every rank after a checkpoint was committed.
         recorder: writes the record.
         step: of the checkpoint that this start continues from.
+        observers: told of every checkpoint.
     """
 
     def __init__(
@@ -46,27 +46,24 @@ class Checkpointing(Observer):
         config: Config,
         world: World,
         saver: CheckpointManager,
-        after_save: Callable[[SaveResult], None],
         recorder: Recorder,
         step: int,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._config, self._world, self._saver = config.checkpoint, world, saver
         self._patience = config.parallel.timeout.value
-        self._after_save, self._recorder = after_save, recorder
+        self._recorder, self._observers = recorder, observers
         self.saved_step = step
         self._pending: Future[SaveResult] | None = None
         self._pending_step, self._number, self._reported = step, 0, False
         self._failures, self._retry_at = 0, math.inf
         self._safe_at = time.monotonic()
-        self._stalled = 0.0
 
-    def take_stalled(self) -> float:
-        stalled, self._stalled = self._stalled, 0.0
-        return stalled
+    def reconfigured(self, config: Config) -> None:
+        self._saver.reconfigure(config)
 
     def exclude_pause(self, seconds: float) -> None:
-        """A pause of training is no wait for saves, and does not age the newest checkpoint."""
-        self.take_stalled()
+        """A pause of training does not age the newest checkpoint."""
         self._safe_at += seconds
 
     def beside(self, step: int) -> list[str]:
@@ -109,8 +106,10 @@ class Checkpointing(Observer):
 
     # ------------------------------------------------------------------ saving
 
-    def save(self, state: TrainState, *, final: bool = False, must_succeed: bool = False) -> None:
+    def save(self, state: TrainState, *, final: bool = False, must_succeed: bool = False) -> float:
         """Start a background save, or save synchronously: the final save, and retries after a failure.
+
+        Returns the seconds for which training waited.
 
         Raises:
             StorageError: on every rank, after too many failures in a row.
@@ -132,8 +131,9 @@ class Checkpointing(Observer):
             self._pending = self._saver.begin(state)
         else:
             self._save_now(state, final, must_succeed)
-        self._stalled += time.perf_counter() - start
+        seconds = time.perf_counter() - start
         self._recorder.status(force=True, state="running")
+        return seconds
 
     def _save_now(self, state: TrainState, final: bool, must_succeed: bool) -> None:
         while True:
@@ -225,7 +225,8 @@ class Checkpointing(Observer):
         tokens = manifest.tokens if manifest is not None else None
         state = {"step": step, "consumed": consumed, "tokens": tokens, "verified": saved.checkpoint.verified}
         self._recorder.status(force=True, checkpoint=state)
-        self._after_save(saved)
+        for observer in self._observers:
+            observer.saved(saved)
 
 
 def _cause(error: BaseException) -> str:

@@ -23,17 +23,14 @@ def between(start: Any, end: Any) -> float:
     return float(end - start) if isinstance(end, float) else float(start.elapsed_time(end)) / 1000
 
 
-def to_host(device: torch.device, *tensors: Tensor | None) -> tuple[Any, ...]:
-    """Start copying to the host; the copies, and an event that says when they are complete (None: already).
-
-    The copy of None is None.
-    """
+def to_host(device: torch.device, *tensors: Tensor) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    """Start copying to the host; the copies, and an event that says when they are complete (None: already)."""
     if device.type != "cuda":
-        return (*tensors, None)
-    copies = [_copy(tensor) if tensor is not None else None for tensor in tensors]
+        return [*tensors], None
+    copies = [_copy(tensor) for tensor in tensors]
     event = torch.cuda.Event()
     event.record()
-    return (*copies, event)
+    return copies, event
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from fsdp_pretrain.parallel.mesh import World, local_part
 from fsdp_pretrain.parallel.optimizer import AdamW
 from fsdp_pretrain.run.step_record import ParameterGroup, number
 
+from .observer import Observer
+
 _STRETCHES = 4
 """Parts of the depth whose attention and feed-forward layers are groups of their own."""
 
@@ -33,7 +35,7 @@ def group_of(name: str, layers: int) -> str:
     return f"{parts[2]}/{first:0{width}}" + (f"-{last:0{width}}" if last > first else "")
 
 
-class GroupStatistics:
+class GroupStatistics(Observer):
     """Measures the groups of a model.
 
     Args:
@@ -50,29 +52,32 @@ class GroupStatistics:
         self._names = list(dict.fromkeys(groups))
         mask = [[group == name for group in groups] for name in self._names]
         self._members = torch.tensor(mask, device=world.device)  # bool [groups, parameters]
+        self._gradients: Tensor | None = None
 
-    def due(self, state: TrainState) -> bool:
+    def reconfigured(self, config: Config) -> None:
+        self._config = config
+
+    def _due(self, state: TrainState) -> bool:
         """Whether to measure in the step that leads to `state`."""
         every, before = self._config.record.statistics_every, state.consumed - state.batch
         schedule = self._config.schedule
         return every.value > 0 and schedule.due(every, step=state.step, before=before, after=state.consumed)
 
-    def of_gradients(self, scale: Tensor | None) -> Tensor:
-        """Squared norms of this rank's parts of the gradients: fp64 [groups].
-
-        `scale`: by which they are too large, 0-dim; None is 1.
-        """
+    def before_update(self, state: TrainState, scale: Tensor | None) -> None:
+        """Keep the squared norms of this rank's parts of the gradients: fp64 [groups]."""
+        if not self._due(state):
+            return
         zero = torch.zeros((), device=self._world.device)
         gradients = [parameter.grad for parameter in self._parameters.values()]
         squares = torch.stack([zero if each is None else _square(each) for each in gradients]).double()
-        return self._by_group(squares if scale is None else squares / scale.double().square()).sum(-1)
+        self._gradients = self._by_group(squares if scale is None else squares / scale.double().square()).sum(-1)
 
     @torch.no_grad()
-    def after_update(self, gradients: Tensor) -> Tensor:
-        """What was measured, of the whole model: fp64 [values, groups] on the device, for `read`. One gather.
-
-        `gradients`: what `of_gradients` returned before the update.
-        """
+    def after_update(self) -> Tensor | None:
+        """What was measured, of the whole model: fp64 [values, groups] on the device. One gather."""
+        gradients, self._gradients = self._gradients, None
+        if gradients is None:
+            return None
         states = self._optimizer.state_by_name()
         weights = torch.stack([_square(parameter) for parameter in self._parameters.values()]).double()
         largest = torch.stack([_largest(states[name]["exp_avg_sq"]) for name in self._parameters]).double()
@@ -84,14 +89,15 @@ class GroupStatistics:
         """Values of the parameters in the rows of their groups; 0 elsewhere."""
         return torch.where(self._members, values, 0.0)
 
-    def read(self, measured: Tensor) -> dict[str, ParameterGroup]:
-        """By group, from what `after_update` measured, in host memory."""
-        return {
+    def fields(self, measured: Tensor) -> dict[str, dict[str, ParameterGroup]]:
+        """`groups` of a record."""
+        groups = {
             name: ParameterGroup(
                 grad_norm=number(gradients**0.5), weight_norm=number(weights**0.5), second_moment_max=number(largest)
             )
             for name, (gradients, weights, largest) in zip(self._names, measured.T.tolist(), strict=True)
         }
+        return {"groups": groups}
 
 
 def _square(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ stay on the device. Nothing here changes what is learned: there are no gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,54 +16,65 @@ from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing.heldout import HeldOutSamples
 from fsdp_pretrain.data.packing.loader import MicroBatch, micro_batch, pinned
+from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.run.step_record import LossSum
+
+from .ledger import loss_by_source
+from .observer import Observer
 
 
-class HeldOutLoss:
+class HeldOutLoss(Observer):
     """Measures the loss of this rank's share of the held-out samples.
 
     Args:
         config: the run's configuration.
         world: all ranks.
+        model: sharded; in training mode before and after.
+        heartbeat: receives a phase before each forward pass.
         micro: this rank's share, in host memory; the same number on every rank. `MicroBatch.sources` are numbers of
             `eval.loss_on`.
     """
 
-    def __init__(self, config: Config, world: World, micro: Sequence[MicroBatch]) -> None:
-        self._config, self._world, self._micro = config, world, micro
-        self._sources = len(config.eval.loss_on)
+    def __init__(
+        self, config: Config, world: World, model: Decoder, heartbeat: Heartbeat, micro: Sequence[MicroBatch]
+    ) -> None:
+        self._config, self._world, self._model, self._heartbeat, self._micro = config, world, model, heartbeat, micro
+        self._sources = [source.name for source in config.eval.loss_on]
 
-    def due(self, state: TrainState) -> bool:
+    def reconfigured(self, config: Config) -> None:
+        self._config = config
+
+    def _due(self, state: TrainState) -> bool:
         """Whether to measure after the step that led to `state`: it completes an interval, or is the last."""
         schedule, before = self._config.schedule, state.consumed - state.batch
         last, every = state.consumed >= schedule.total, self._config.heldout_every
         return last or schedule.due(every, step=state.step, before=before, after=state.consumed)
 
     @torch.no_grad()
-    def compile(self, model: Decoder) -> None:
+    def start(self) -> None:
         """Compile the forward pass, if blocks are compiled, before the first step: later it would look like a hang."""
         if fsdp.compiles(self._config, self._world.device):
-            self._run(model, self._micro[:1], lambda: None)
+            self._run(self._micro[:1], Phase.LOAD)
 
     @torch.no_grad()
-    def measure(self, model: Decoder, beat: Callable[[], None]) -> Tensor:
-        """Sums of losses and targets by source, over all ranks: fp64 [2, sources] on the device, without waiting.
+    def after_step(self, state: TrainState) -> Tensor | None:
+        """Sums of losses and targets by source, over all ranks: fp64 [2, sources] on the device, if they are due."""
+        return self._world.sum_(self._run(self._micro, Phase.COMPUTE)) if self._due(state) else None
 
-        Args:
-            model: sharded; in training mode before and after.
-            beat: called before each forward pass.
-        """
-        return self._world.sum_(self._run(model, self._micro, beat))
+    def fields(self, measured: Tensor) -> dict[str, dict[str, LossSum]]:
+        """`heldout` of a record."""
+        return {"heldout": loss_by_source(self._sources, *measured.tolist())}
 
-    def _run(self, model: Decoder, batches: Sequence[MicroBatch], beat: Callable[[], None]) -> Tensor:
-        device = self._world.device
-        sums = torch.zeros(2, self._sources, dtype=torch.float64, device=device)
+    def _run(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor:
+        device, model = self._world.device, self._model
+        sums = torch.zeros(2, len(self._sources), dtype=torch.float64, device=device)
         model.eval()
         for micro in batches:
-            beat()
+            self._heartbeat.beat(phase)
             measured = forward.losses(model, micro, self._config.data, device)
             of = micro.sources.to(device, non_blocking=True)
             sums[0].index_add_(0, of, measured.losses.double().sum(1))
@@ -73,7 +84,9 @@ class HeldOutLoss:
         return sums
 
 
-def build_heldout_loss(config: Config, samples: HeldOutSamples, world: World) -> HeldOutLoss:
+def build_heldout_loss(
+    config: Config, samples: HeldOutSamples, world: World, model: Decoder, heartbeat: Heartbeat
+) -> HeldOutLoss:
     """Pack this rank's share of the samples. Raises DataError."""
     size, every = config.train.micro_batch, samples.indices
     own = every[world.rank :: world.size]
@@ -82,7 +95,8 @@ def build_heldout_loss(config: Config, samples: HeldOutSamples, world: World) ->
     micro = [
         _pack(config, samples, filled[start : start + size], counted=len(own) - start) for start in range(0, rows, size)
     ]
-    return HeldOutLoss(config, world, [pinned(each) for each in micro] if world.device.type == "cuda" else micro)
+    micro = [pinned(each) for each in micro] if world.device.type == "cuda" else micro
+    return HeldOutLoss(config, world, model, heartbeat, micro)
 
 
 def _pack(config: Config, samples: HeldOutSamples, indices: Sequence[int], *, counted: int) -> MicroBatch:

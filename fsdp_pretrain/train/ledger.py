@@ -19,7 +19,7 @@ from fsdp_pretrain.parallel import replica_check as replicas
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.run.step_record import LossSum, Ramps, ReadSeconds, StepRecord, number
 
-from .group_statistics import GroupStatistics
+from .observer import Observer
 from .step_clock import StepTimes
 from .step_sums import StepCounts, StepSums
 
@@ -34,8 +34,7 @@ class IssuedStep:
         times: of it.
         data: facts about its batch, for the record.
         counts, sums: packed `StepCounts` and `StepSums` of all ranks.
-        heldout: of the held-out loss, see `HeldOutLoss.measure`; None: not measured.
-        groups: of groups of parameters, see `GroupStatistics.after_update`; None: not measured.
+        measured: by observers.
         ready: event after which the tensors are in host memory; None: they are.
     """
 
@@ -45,9 +44,8 @@ class IssuedStep:
     data: dict[str, Any]
     counts: Tensor
     sums: Tensor
-    heldout: Tensor | None
-    groups: Tensor | None
-    ready: torch.cuda.Event | None
+    measured: list[tuple[Observer, Tensor]]
+    ready: torch.cuda.Event | None = None
 
 
 class Ledger:
@@ -57,16 +55,12 @@ class Ledger:
         config: the run's configuration.
         world: all ranks.
         parameters: number of model parameters.
-        statistics: reads those of groups.
         scaled: the loss is scaled, for fp16.
     """
 
-    def __init__(
-        self, config: Config, world: World, parameters: int, statistics: GroupStatistics, *, scaled: bool
-    ) -> None:
-        self._config, self._world, self._statistics, self._scaled = config, world, statistics, scaled
+    def __init__(self, config: Config, world: World, parameters: int, *, scaled: bool) -> None:
+        self._config, self._world, self._scaled = config, world, scaled
         self._sources = [source.name for source in config.data.sources]
-        self._heldout = [source.name for source in config.eval.loss_on]
         self._flops = partial(flops_per_token, parameters, config.model)
         self._peak = peak_flops(device_name(world.device))
         self._issued = deque[IssuedStep]()
@@ -88,6 +82,7 @@ class Ledger:
     def record(self, issued: IssuedStep) -> StepRecord:
         """The record of a settled step."""
         config, world, state = self._config, self._world, issued.state
+        measured = {name: value for observer, each in issued.measured for name, value in observer.fields(each).items()}
         lengths = config.schedule.lengths.between(state.consumed - state.batch, state.consumed)
         tokens = {length: length * samples for length, samples in lengths.items()}
         counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()
@@ -103,9 +98,7 @@ class Ledger:
             loss=LossSum(sum=number(sum(losses)), count=counts.targets),
             loss_sequence=LossSum(sum=number(sums.sample_losses.item()), count=counts.samples),
             z_loss=LossSum(sum=number(z_loss * sums.penalties.item()), count=counts.targets) if z_loss else None,
-            sources=_by_source(self._sources, losses, targets),
-            heldout=None if issued.heldout is None else _by_source(self._heldout, *issued.heldout.tolist()),
-            groups=None if issued.groups is None else self._statistics.read(issued.groups),
+            sources=loss_by_source(self._sources, losses, targets),
             grad_norm=None if bad_norms else number(norm),
             clip=min(1.0, clip / (norm + 1e-6)) if clip and not bad_norms else 1.0,
             loss_scale=sums.loss_scale.item() if self._scaled else None,
@@ -136,10 +129,12 @@ class Ledger:
             tokens_per_second=rate,
             mfu=flops / (self._peak * world.size) if self._peak else None,
             memory_bytes=memory_in_use(world.device),
+            **measured,
         )
 
 
-def _by_source(names: list[str], losses: list[float], targets: list[float]) -> dict[str, LossSum]:
+def loss_by_source(names: list[str], losses: list[float], targets: list[float]) -> dict[str, LossSum]:
+    """Sums of losses and targets, by the names of their sources."""
     return {
         name: LossSum(sum=number(loss), count=int(count))
         for name, loss, count in zip(names, losses, targets, strict=True)

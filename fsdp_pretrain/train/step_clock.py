@@ -70,7 +70,8 @@ class StepClock:
     def __init__(self, model: Decoder, device: torch.device, heartbeat: Heartbeat, *, compiled: bool) -> None:
         self._device, self._heartbeat = device, heartbeat
         self._own = OwnTime(model, device, heartbeat, compiled=compiled)
-        self._data, self._paused, self._marks = 0.0, 0.0, [mark(device)]
+        self._data = self._stalled = self._paused = 0.0
+        self._marks = [mark(device)]
         self._own_marks: list[Any] | None = None
 
     @contextmanager
@@ -95,22 +96,24 @@ class StepClock:
         self._marks.append(mark(self._device))
         self._own_marks = self._own.end()
 
-    def end_step(self, checkpoint: float, *, measured: bool) -> StepTimes:
-        """The step ends.
+    def stalled(self, seconds: float) -> None:
+        """The host waited for a save, before the step that comes next."""
+        self._stalled += seconds
 
-        Args:
-            checkpoint: seconds that the host waited for saves since the previous step.
-            measured: the held-out loss was measured since the end of the update.
-        """
+    def end_step(self, *, measured: bool) -> StepTimes:
+        """The step ends. `measured`: the held-out loss was, since the end of the update."""
         before, forward, update, updated = self._marks
         end = mark(self._device) if measured else updated
         self._marks = [end]
-        paused, self._paused = self._paused, 0.0
-        return StepTimes(before, forward, update, updated, end, self._own_marks, self._data, checkpoint, paused)
+        times = StepTimes(
+            before, forward, update, updated, end, self._own_marks, self._data, self._stalled, self._paused
+        )
+        self._stalled = self._paused = 0.0
+        return times
 
     def resume_after(self, paused: float) -> None:
-        """The next iteration starts now, after a pause of so many seconds between two steps."""
-        self._paused += paused
+        """The next iteration starts now, after a pause of so many seconds, in which nothing waited for a save."""
+        self._paused, self._stalled = self._paused + paused, 0.0
         self._marks = [mark(self._device)]
 
     def finish(self, times: StepTimes) -> None:

@@ -8,7 +8,7 @@ step, so decisions based on them need no further communication.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,8 +28,6 @@ from fsdp_pretrain.run.step_record import StepRecord
 
 from .batch_reader import BatchReader, DataStream
 from .device_timing import to_host
-from .group_statistics import GroupStatistics
-from .heldout_loss import HeldOutLoss
 from .ledger import IssuedStep, Ledger
 from .observer import Observer
 from .step_clock import StepClock
@@ -52,12 +50,11 @@ class Trainer:
         state: counters to continue from.
         recorder: gets what is noticed about the data.
         heartbeat: receives the phases.
-        heldout: measures the held-out loss.
+        observers: take part in every step, in this order.
 
     Attributes:
         config: with all changes up to now.
         state: after the last step that was issued.
-        observers: take part in every step.
     """
 
     def __init__(
@@ -72,29 +69,35 @@ class Trainer:
         state: TrainState,
         recorder: Recorder,
         heartbeat: Heartbeat,
-        heldout: HeldOutLoss | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.config, self.world = config, world
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.state, self.recorder, self.heartbeat = state, recorder, heartbeat
-        self.observers: tuple[Observer, ...] = ()
+        self.observers = tuple(observers)
         self._batches = BatchReader(data, config, world, recorder)
         self._update = Update(config, world, model, optimizer, scaler, self._before_micro_batch)
-        self._statistics = GroupStatistics(model, optimizer, config, world)
-        parameters, scaled = model.count_parameters(), scaler is not None
-        self._ledger = Ledger(config, world, parameters, self._statistics, scaled=scaled)
+        self._ledger = Ledger(config, world, model.count_parameters(), scaled=scaler is not None)
         self._compiled = fsdp.compiles(config, world.device)
         self.clock = StepClock(model, world.device, heartbeat, compiled=self._compiled)
-        self._heldout, self._first, self._widths = heldout, state.step, set[int]()
+        self._first, self._widths = state.step, set[int]()
 
     def start(self) -> None:
         """Before the first step."""
         self.model.train()
-        if self._heldout is not None:
-            self._heldout.compile(self.model)
+        for observer in self.observers:
+            observer.start()
+
+    def reconfigure(self, config: Config) -> None:
+        """Go on with a configuration in which only the timeline differs."""
+        self.config = config
+        for observer in self.observers:
+            observer.reconfigured(config)
 
     def step(self) -> None:
         """Issue one optimiser step: read a batch, run its micro-batches, reduce, clip, decide, apply."""
+        for observer in self.observers:
+            observer.before_step(self.state.step + 1)
         with self.clock.reading(self.state.step + 1):
             batch = self._batches.read(self.state)
         state = TrainState.at(batch.position)
@@ -105,16 +108,25 @@ class Trainer:
         self.clock.begin_update()
         self.heartbeat.beat(Phase.REDUCE)
         gradients = self._update.reduce(sums, values, len(batch.micro))
-        measured = self._statistics.of_gradients(gradients.scale) if self._statistics.due(state) else None
+        for observer in self.observers:
+            observer.before_update(state, gradients.scale)
         self._update.apply(gradients, values)
-        groups = None if measured is None else self._statistics.after_update(measured)
+        measured = [(observer, observer.after_update()) for observer in self.observers]
         self.clock.end_update()
-        heldout = self._measure_heldout(state)
-        stalled = sum(observer.take_stalled() for observer in self.observers)
-        times = self.clock.end_step(stalled, measured=heldout is not None)
-        copies = to_host(self.world.device, counts, sums.packed, heldout, groups)
-        self._ledger.enter(IssuedStep(state, values, times, self._facts(batch, values), *copies))
-        self.state = state
+        later = [(observer, observer.after_step(state)) for observer in self.observers]
+        times = self.clock.end_step(measured=any(each is not None for _, each in later))
+        tensors = [(observer, each) for observer, each in (*measured, *later) if each is not None]
+        self._issue(IssuedStep(state, values, times, self._facts(batch, values), counts, sums.packed, tensors))
+
+    def _issue(self, issued: IssuedStep) -> None:
+        """Start copying what the step measured to the host."""
+        (counts, sums, *measured), ready = to_host(
+            self.world.device, issued.counts, issued.sums, *(each for _, each in issued.measured)
+        )
+        observers = [observer for observer, _ in issued.measured]
+        pairs = list(zip(observers, measured, strict=True))
+        self._ledger.enter(replace(issued, counts=counts, sums=sums, measured=pairs, ready=ready))
+        self.state = issued.state
 
     def read(self, *, keep: int) -> Iterator[tuple[StepCounts, StepRecord]]:
         """What issued steps measured, oldest first, until `keep` are outstanding.
@@ -151,12 +163,6 @@ class Trainer:
         compiles = self._compiled and bool(self.config.data.stages) and width not in self._widths
         self._widths.add(width)
         self.heartbeat.beat(Phase.LOAD if compiles else Phase.COMPUTE)
-
-    def _measure_heldout(self, state: TrainState) -> Tensor | None:
-        """See `HeldOutLoss.measure`; None unless it is due after the step that led to `state`."""
-        if self._heldout is None or not self._heldout.due(state):
-            return None
-        return self._heldout.measure(self.model, lambda: self.heartbeat.beat(Phase.COMPUTE))
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
         """Packed `StepCounts` of all ranks, on the device; periodically with checksums of the parameters."""

@@ -378,3 +378,7 @@ def _deaths(died: list[Beat]) -> str:
         f"rank {beat.rank} ({host}, pid {beat.pid}) exited in step {beat.step} without reporting a reason"
         for beat in died
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
