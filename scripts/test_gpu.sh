@@ -54,7 +54,7 @@ documents=data.attention=document eager=parallel.compile=false
 part suite 200 -m pytest -m gpu tests/gpu "${tests[@]}"
 bench peers-7b 190 llama-7b-layers --peers --rounds 2 --limit 90
 bench 7b-document 60 llama-7b-layers $documents
-bench saves 70 saves --saves "$out/scratch" --rounds 1
+bench saves 110 saves --saves "$out/scratch" --rounds 1
 bench 7b-eager 45 llama-7b-layers $eager
 bench 7b-8k 45 llama-7b-layers data.sequence_length=8192 train.micro_batch=1 "train.global_batch=4 samples"
 bench 1b 60 llama-1b

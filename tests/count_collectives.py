@@ -49,7 +49,7 @@ def collectives(replicas: int, shards: int, path: Path, overrides: list[str]) ->
         mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=(REPLICATE, SHARD))
         world = World(RankInfo(0, size, 0, shards), torch.device("cpu"), mesh, timedelta(seconds=60))
         config = load(path, overrides)
-        heldout = random_samples(config, world, RandomSteps(config, world)) if config.eval.loss_on else None
+        heldout = random_samples(config, world, RandomSteps(config, world)) if config.eval.loss_on else []
         trainer = build(config, world, heldout=heldout)
         trainer.step()
         with _Collectives() as counted:
