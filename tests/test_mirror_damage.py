@@ -15,7 +15,7 @@ from sight import seeded, until
 from test_mirror import FILES, Carried
 from test_mirror_runs import uploader, whole, whole_now
 
-from fsdp_pretrain.checkpoint.expected import missing
+from fsdp_pretrain.checkpoint.missing import missing
 from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.mirror.layout import MirrorError, RunMirror
 from fsdp_pretrain.remote import RemoteError

@@ -1,1 +1,1 @@
-"""Checkpoints: write, verify, find, load, convert."""
+"""Checkpoints: write, verify, find, load."""

@@ -21,17 +21,17 @@ from fsdp_pretrain.parallel.mesh import local_part
 
 T = TypeVar("T")
 _PAGE = 4096
-"""Copies of at least this many bytes are pinned."""
+"""Bytes: smaller copies are not pinned."""
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Run a call in a daemon thread: one that hangs does not keep the process, as an executor's would."""
+    """Run a call in a daemon thread, which, unlike an executor's, does not keep a process alive when it hangs."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # whatever it is, it must reach the main thread
+        except BaseException as error:  # every error must reach the main thread
             future.set_exception(error)
 
     threading.Thread(target=run, name="checkpoint-writer", daemon=True).start()
@@ -39,10 +39,10 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 class Stager:
-    """Copies state into host memory, reusing the same buffers: each copy overwrites the last.
+    """Copies state into host memory, into the same buffers each time. They are pinned if the state is on a GPU.
 
-    DCP's `DefaultStager` cannot: in torch 2.11 it frees its buffers after every copy, and fails at the second. If the
-    live state is on a GPU (`device`), the buffers are pinned.
+    Used instead of DCP's `DefaultStager`, which in torch 2.11 frees its buffers after every copy and fails at the
+    second. `device`: where the live state is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Stager:
 
 
 def _empty_copy(state: Any, *, pinned: bool) -> Any:
-    """The same tree with uninitialized host tensors. DTensors keep mesh and placements, which the layout reads."""
+    """A tree of uninitialized host tensors. DTensors keep mesh and placements, from which the layout is computed."""
     if isinstance(state, dict):
         return {name: _empty_copy(value, pinned=pinned) for name, value in state.items()}
     copy = torch.empty_like(local_part(state), device="cpu")
@@ -76,9 +76,9 @@ def _empty_copy(state: Any, *, pinned: bool) -> Any:
 
 
 def _pin(tensor: Tensor) -> None:
-    """Pin a tensor's memory until it is freed (`pin_memory=True` would round its size up to a power of two).
+    """Pin a tensor's memory until it is freed. Raises ConfigError.
 
-    Raises ConfigError.
+    `pin_memory=True` would round its size up to a power of two.
     """
     runtime, address = torch.cuda.cudart(), tensor.data_ptr()
     try:

@@ -36,11 +36,11 @@ Note = tuple[Kind, str]
 """A journal entry: kind and text."""
 Fetch = Callable[[str], torch.Tensor]
 _FILES_BESIDE = 8
-"""Files of a checkpoint besides one per rank: descriptions, manifest, and temporary files for atomic writes."""
+"""Files of a checkpoint that hold no pieces: descriptions, manifest, and temporary files for atomic writes."""
 
 
 class _PieceFile:
-    """A file of pieces, hashed while torch.save writes it, strictly sequentially. Durable once finished."""
+    """A file of pieces, hashed while torch.save writes it sequentially. Durable after `finish`."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("xb")
@@ -70,7 +70,7 @@ class SaveResult:
     """A committed and, if so configured, verified checkpoint.
 
     Attributes:
-        manifest: of the checkpoint, on rank 0; None on the others.
+        manifest: its manifest, on rank 0; None on the others.
         bytes: total size of its files.
         seconds: from the start of writing to the end of read-back.
         deleted: steps whose checkpoints retention deleted afterwards.
@@ -100,9 +100,9 @@ def save(
     """Write, commit and verify a checkpoint. All ranks call it together.
 
     Args:
-        facts: for the manifest; includes the step.
-        state: from `loading.state_dict`, live or a copy; must not change meanwhile. Has no optimiser state if only
-            weights are saved (recorded in the manifest).
+        facts: facts for the manifest, which include the step.
+        state: from `loading.state_dict`, live or a copy; must not change meanwhile. Without optimiser state only
+            weights are saved, which the manifest records.
         train_state, config: contents of `train_state.json` and `config.toml`.
         prune: called on rank 0 if the checkpoint does not fit, see `disk_space.make_room`.
         guard: called on rank 0 before the commit; its exception ends the save on every rank.
@@ -116,22 +116,23 @@ def save(
     layout = layout_of(state, world)
     need = SpaceNeeded(layout.size, layout.files + _FILES_BESIDE)
     attempt, pruned = world.decide(lambda: _begin(store, facts.step, need, prune))
-    promised: CheckpointManifest | None = None
+    manifest: CheckpointManifest | None = None
     try:
         files, descriptions, digest = _write(world, attempt, layout, flatten(state), fetch)
 
         def commit() -> tuple[Checkpoint, int]:
-            nonlocal promised
+            nonlocal manifest
             guard()
-            every = [*files, *_write_small(attempt, {**descriptions, TRAIN_STATE: train_state, CONFIG: config})]
-            promised = CheckpointManifest(
+            small = _write_small(attempt, {**descriptions, TRAIN_STATE: train_state, CONFIG: config})
+            entries = [*files, *small]
+            manifest = CheckpointManifest(
                 **facts.model_dump(exclude_unset=True),
                 optimizer="optim" in state,
                 state_digest=digest,
                 committed=now(),
-                files=sorted(every, key=lambda entry: entry.name),
+                files=sorted(entries, key=lambda entry: entry.name),
             )
-            return store.commit(attempt, promised), sum(entry.bytes for entry in every)
+            return store.commit(attempt, manifest), sum(entry.bytes for entry in entries)
 
         checkpoint, written = world.decide(commit)
     except BaseException:  # includes a lost lock, and a group that another rank left
@@ -141,12 +142,11 @@ def save(
     checkpoint = _read_back(world, store, checkpoint)
     room: Note = ("checkpoint-room", "to make room: all but the two newest verified checkpoints")
     notes = (room,) if pruned else ()
-    return SaveResult(checkpoint, promised, written, time.perf_counter() - start, notes=notes)
+    return SaveResult(checkpoint, manifest, written, time.perf_counter() - start, notes=notes)
 
 
 def _begin(store: Store, step: int, need: SpaceNeeded, prune: Prune | None) -> tuple[Path, bool]:
-    """Ensure that the checkpoint fits before writing. Returns the attempt's directory, and whether others were deleted
-    for it."""
+    """Make room for the checkpoint if necessary. Returns the directory to write to, and whether others were deleted."""
     try:
         make_directory(store.directory)
     except OSError as error:
@@ -161,7 +161,7 @@ def _write(
     """Write this rank's pieces.
 
     Returns:
-        The entries of all ranks' files, the files that describe them (on rank 0), and the state digest.
+        The entries of all ranks' files; contents by name of the files that describe them, on rank 0; the state digest.
 
     Raises:
         StorageError: on every rank, if any failed.
@@ -200,7 +200,13 @@ def _write_pieces(
     written: list[FileEntry],
     lengths: list[int],
 ) -> None:
-    """Write a rank's pieces, one at a time in memory; adds the finished files and the length of every piece."""
+    """Write a rank's pieces, with one at a time in memory.
+
+    Args:
+        value: returns the tensor that has the rows of a piece on this rank.
+        written: the finished files are appended here.
+        lengths: the bytes of every piece are appended here.
+    """
     file: _PieceFile | None = None
     try:
         for piece in pieces:
@@ -222,6 +228,7 @@ def _write_pieces(
 
 
 def _write_small(attempt: Path, contents: dict[str, str | bytes]) -> list[FileEntry]:
+    """Write files of these contents, and return their entries. Raises StorageError."""
     try:
         for name, content in contents.items():
             replace_file(attempt / name, content)
@@ -231,7 +238,7 @@ def _write_small(attempt: Path, contents: dict[str, str | bytes]) -> list[FileEn
 
 
 def _read_back(world: World, store: Store, checkpoint: Checkpoint) -> Checkpoint:
-    """Verify a checkpoint and mark it. If it is damaged, moves it aside and raises StorageError on every rank."""
+    """Read a checkpoint back and mark it verified; if it is damaged, move it aside and raise StorageError."""
     if wrong := verify(world, checkpoint):
         world.decide(lambda: _put_aside(store, checkpoint))
         raise StorageError(

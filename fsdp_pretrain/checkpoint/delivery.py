@@ -1,8 +1,8 @@
-"""Reads each file of a checkpoint once in all, checks it on the way, and delivers its tensors to the ranks.
+"""Reads every file of a checkpoint on one rank only, checks it on the way, and delivers its tensors to the ranks.
 
-With DCP's loader every replica reads the whole checkpoint. Here each file has one reader, if possible a rank that needs
-its contents; they pass to other shards inside the reader's replica, then to the other replicas. Any mesh can have
-written the checkpoint.
+With DCP's loader every replica reads the whole checkpoint. Here one rank reads a file, if possible one that needs its
+contents. They are sent to other shards in the reader's replica, and from there to the other replicas. The checkpoint
+may have been written by any mesh.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _END = object()
 
 @dataclass(frozen=True)
 class _Part:
-    """A chunk of a tensor; `rows`: by shard, the rows of the tensor that the shard takes from it."""
+    """A chunk of a tensor. `rows`: by shard, the rows of the tensor that the shard takes from the chunk."""
 
     name: str
     tensor: StoredTensor
@@ -52,15 +52,16 @@ def read_archive(file: Any, length: int) -> mmap.mmap:
 
 
 def parse_chunk(content: mmap.mmap, tensor: StoredTensor, chunk: Chunk) -> Tensor:
-    """A chunk, from what `torch.save` wrote of it: an uncompressed zip archive, in which its values are the only
-    storage. The pickle beside them is not opened. Raises ValueError or BadZipFile if it is something else.
+    """The values of a chunk, from the archive that `torch.save` wrote: an uncompressed zip file with one storage.
+
+    The pickle beside the storage is not opened. Raises ValueError or BadZipFile if it is another kind of file.
     """
     shape, dtype = tensor.shape_of(chunk), getattr(torch, tensor.dtype)
     with zipfile.ZipFile(cast(IO[bytes], content)) as archive:
         storages = [entry for entry in archive.infolist() if entry.filename.partition("/")[2].startswith("data/")]
-    held, size = sum(entry.file_size for entry in storages), math.prod(shape) * dtype.itemsize
-    if len(storages) != 1 or held != size or storages[0].compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"has {held} bytes where {tuple(shape)} {dtype} has {size}")
+    stored, size = sum(entry.file_size for entry in storages), math.prod(shape) * dtype.itemsize
+    if len(storages) != 1 or stored != size or storages[0].compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"has {stored} bytes where {tuple(shape)} {dtype} has {size}")
     if not size:
         return torch.empty(shape, dtype=dtype)
     header = storages[0].header_offset  # 30 bytes, a name and padding, whose lengths are its last two numbers
@@ -84,12 +85,11 @@ class Delivery:
     """Fills the tensors of a state from the files of a checkpoint.
 
     Args:
-        world: all ranks.
-        folder: the checkpoint's.
-        entries: of its files of tensors.
-        stored: its tensors, in these files; those of `state` have its shapes.
-        state: by name, in any dtypes; plain, or sharded by FSDP over the mesh. Files are read as a whole, also past
-            tensors that it does not have.
+        folder: directory of the checkpoint.
+        entries: manifest entries of its files with tensors. All are read as a whole, to be checked.
+        stored: the tensors in these files, by name.
+        state: tensors to fill, by name: some of the stored ones, of the same shapes, in any dtype; plain, or sharded by
+            FSDP over the mesh.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Delivery:
 
     @torch.no_grad()
     def run(self) -> list[str]:
-        """Read and deliver everything; what is wrong, the same on every rank. Collective."""
+        """Read and deliver everything. Returns the defects of all files, the same on every rank. Collective."""
         orders = [[part for file in files for part in self._parts[file]] for files in self._readers]
         with ThreadPoolExecutor(1, "checkpoint-reader") as pool:
             chunks = _ahead(pool, self._read(self._readers[self._world.rank]))
@@ -127,30 +127,30 @@ class Delivery:
                 place(self._state[part.name], part.chunk.first, values)
         return wrong
 
-    # ------------------------------------------------------------------ who reads what
+    # ------------------------------------------------------------------ which rank reads which file
 
     def _parts_by_file(self, stored: Mapping[str, StoredTensor]) -> dict[str, list[_Part]]:
-        """The parts of each file, in the order in which they lie there."""
+        """The parts of each file, in file order."""
         parts: dict[str, list[_Part]] = {name: [] for name in self._entries}
         for name, target in self._state.items():
             tensor, sharded = stored[name], isinstance(target, DTensor)
             for chunk in tensor.chunks:
                 rows = self._rows_by_shard(tensor, chunk) if sharded else {}
                 parts[chunk.file].append(_Part(name, tensor, chunk, rows))
-        return {name: sorted(found, key=lambda part: part.chunk.start) for name, found in parts.items()}
+        return {name: sorted(own, key=lambda part: part.chunk.start) for name, own in parts.items()}
 
     def _rows_by_shard(self, tensor: StoredTensor, chunk: Chunk) -> dict[int, range]:
         shards, first, stop = self._world.shards, chunk.first, chunk.first + chunk.rows
-        found = {}
+        rows = {}
         if math.prod(tensor.shape_of(chunk)):
             per_shard = math.ceil(tensor.shape[0] / shards)
             for shard in range(first // per_shard, (stop - 1) // per_shard + 1):
-                rows = shard_rows(tensor.shape[0], shards, shard)
-                found[shard] = range(max(first, rows.start), min(stop, rows.stop))
-        return found
+                held = shard_rows(tensor.shape[0], shards, shard)
+                rows[shard] = range(max(first, held.start), min(stop, held.stop))
+        return rows
 
     def _choose_readers(self) -> list[list[str]]:
-        """Each rank's files. A file goes to a rank whose shard needs much of it, bytes spread evenly."""
+        """The files that each rank reads: those that its shard needs much of, with bytes spread evenly."""
         files: list[list[str]] = [[] for _ in range(self._world.size)]
         load, shards = [0] * self._world.size, self._world.shards
         for name, parts in sorted(self._parts.items()):
@@ -168,7 +168,7 @@ class Delivery:
     # ------------------------------------------------------------------ reading
 
     def _read(self, files: Sequence[str]) -> Iterator[Tensor | None]:
-        """The chunks of files in order, None for what cannot be read. Notes what is wrong with a file."""
+        """The chunks of files in order, None for those that cannot be read. Notes the defects of files."""
         for name in files:
             parts, done, problem = self._parts[name], 0, ""
             try:
@@ -194,7 +194,7 @@ class Delivery:
     # ------------------------------------------------------------------ delivering
 
     def _deliver(self, reader: int, part: _Part, chunk: Tensor | None) -> None:
-        """Pass a part from its reader to every rank whose shard needs it. `chunk`: its values, on the reader."""
+        """Send a part from its reader to every rank whose shard needs it. `chunk`: its values, on the reader."""
         target, world = self._state[part.name], self._world
         if not isinstance(target, DTensor):
             if world.size == 1 and chunk is not None:
@@ -229,7 +229,7 @@ def _slice(file: HashedFile, chunk: Chunk, entry: FileEntry) -> mmap.mmap:
 
 
 def _ahead(pool: ThreadPoolExecutor, items: Iterator[Any]) -> Iterator[Any]:
-    """The items, computed in the pool's thread a few ahead of use."""
+    """The items of an iterator, computed in the pool's thread `_AHEAD` items before they are used."""
     waiting: deque[Future[Any]] = deque(pool.submit(next, items, _END) for _ in range(_AHEAD))
     while (item := waiting.popleft().result()) is not _END:
         waiting.append(pool.submit(next, items, _END))

@@ -23,31 +23,33 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # the golden ratio, as a signed intege
 
 
 class StateDigest:
-    """The hash of named tensors, plain or sharded over dim 0, in each of the first `replicas`. It covers the names.
+    """The hash of tensors and their names, for each of the first `replicas`.
 
-    A plain tensor is assumed to be equal on every rank of a replica, and counted once.
+    Tensors are plain or sharded over dim 0. A plain one is assumed to be equal on every rank of a replica.
     """
 
     def __init__(self, world: World, tensors: Mapping[str, Tensor], replicas: int = 1) -> None:
-        self._world, self._replicas, self._own = world, replicas, 0
+        self._world, self._replicas, self._sum = world, replicas, 0
         for name, tensor in tensors.items():
             self.add(name, tensor)
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Add this rank's part of a tensor."""
         replica, shard = divmod(self._world.rank, self._world.shards)
         if replica < self._replicas and (isinstance(tensor, DTensor) or shard == 0):
-            self._own += _digest(
+            self._sum += _digest(
                 name, local_part(tensor).detach(), local_rows(tensor).start * math.prod(tensor.shape[1:])
             )
 
     def totals(self) -> list[str]:
-        """The hash of all added tensors by replica; collective."""
-        own, shards = self._world.gather(self._own), self._world.shards
-        parts = [own[replica * shards : (replica + 1) * shards] for replica in range(self._replicas)]
+        """The hash of all added tensors, for each replica. Collective."""
+        sums, shards = self._world.gather(self._sum), self._world.shards
+        parts = [sums[replica * shards : (replica + 1) * shards] for replica in range(self._replicas)]
         return [f"{sum(part) % 2**64:016x}" for part in parts]
 
 
 def _digest(name: str, local: Tensor, offset: int) -> int:
+    """The sum over this rank's part of a tensor. `offset`: position of its first element in the whole tensor."""
     salt = xxhash.xxh3_64_intdigest(name.encode()) % 2**63
     bits = local.reshape(-1).contiguous().view(_BITS[local.element_size()])
     products = _products(bits.device)

@@ -38,12 +38,12 @@ class Room:
 
     @classmethod
     def of(cls, directory: Path) -> Room:
-        """The space for a directory, which need not exist yet. Raises OSError."""
+        """The space on a directory's file system; the directory need not exist yet. Raises OSError."""
         while not directory.exists() and directory != directory.parent:
             directory = directory.parent
-        found, device = os.statvfs(directory), directory.stat().st_dev
-        free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-        return cls(str(directory), free, total, found.f_favail, found.f_files, device)
+        space, device = os.statvfs(directory), directory.stat().st_dev
+        free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+        return cls(str(directory), free, total, space.f_favail, space.f_files, device)
 
     def reserved(self, share: float) -> float:
         """Bytes that do not count as free: a share of the file system, at most 20 GiB."""
@@ -52,17 +52,17 @@ class Room:
 
 @dataclass(frozen=True)
 class SpaceNeeded:
-    """Bytes and inodes that checkpoints take."""
+    """Bytes and inodes that one or more checkpoints need."""
 
     bytes: int
     files: int
 
     def fits(self, room: Room) -> bool:
-        """Whether it fits, without any margin."""
+        """Whether this fits into the free space, without any margin."""
         return room.free >= self.bytes and (not room.files or room.files_free >= self.files)
 
     def compare(self, room: Room) -> str:
-        """Text with what is needed and what is free."""
+        """A sentence with the space that is needed and that is free."""
         names = f" and room for {room.files_free} files" if room.files else ""
         need = f"needs {human_bytes(self.bytes)} in {self.files} files"
         return f"{need}, {room.path} has {human_bytes(room.free)} free{names}"
@@ -70,8 +70,8 @@ class SpaceNeeded:
 
 def attempts(directory: Path) -> dict[str, int]:
     """Bytes already written by saves in flight, by directory name."""
-    found = directory.glob("step-*.writing-*") if directory.is_dir() else ()
-    return {path.name: sum(_bytes(inner) for inner in path.rglob("*")) for path in found}
+    saves = directory.glob("step-*.writing-*") if directory.is_dir() else ()
+    return {path.name: sum(_bytes(inner) for inner in path.rglob("*")) for path in saves}
 
 
 def _bytes(path: Path) -> int:
@@ -82,17 +82,17 @@ def _bytes(path: Path) -> int:
 
 
 def prunable(checkpoints: Iterable[Checkpoint]) -> SpaceNeeded:
-    """Upper bound of what may be deleted for the next checkpoint; `keep_every` may protect some of it."""
+    """Upper bound of the space of checkpoints that may be deleted for the next one; `keep_every` may protect some."""
     verified = [item for item in checkpoints if item.problem is None and item.verified]
     files = [entry for item in verified[:-2] for entry in item.files()]
     return SpaceNeeded(sum(entry.bytes for entry in files), len(files))
 
 
 def make_room(directory: Path, need: SpaceNeeded, prune: Prune | None) -> bool:
-    """Delete old checkpoints if a new one does not fit; whether there were any.
+    """Delete old checkpoints if a new one does not fit. Returns whether any were deleted.
 
     Raises:
-        StorageError: it does not fit, even so.
+        StorageError: the new one does not fit, even so.
     """
     try:
         pruned = prune is not None and not need.fits(Room.of(directory)) and bool(prune())

@@ -1,8 +1,8 @@
-"""Which checkpoints of a run are to be evaluated, and how far that is.
+"""Which checkpoints of a run are due for evaluation, and the state of each evaluation.
 
 Workers (`eval/jobs.py`), retention, the watchdog and `status` read the same files, in `RUN/evals/step-N/TASKS/`:
-`results.json`, and one `failed-ID.json` for each failed attempt. They name the commit time of the checkpoint, so
-nothing counts for another one of the same step.
+`results.json`, and one `failed-ID.json` for each failed attempt. These files hold the commit time of the checkpoint, so
+they do not count for another checkpoint of the same step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .manifest import evaluation_due
 from .store import Checkpoint, Store, directory_name
 
 _GROWTH = 4.0
-"""How many times longer each pause is than the one before."""
+"""Factor by which each pause is longer than the one before."""
 
 
 class FailedAttempt(StateFile):
@@ -36,7 +36,7 @@ class FailedAttempt(StateFile):
 
 
 class _Published(StateFile):
-    """What is needed here of `results.json`, see `fsdp_pretrain.eval.results.Results`."""
+    """The part of `results.json` that is needed here, see `fsdp_pretrain.eval.results.Results`."""
 
     committed: str | None = None
 
@@ -46,9 +46,9 @@ class Job:
     """One evaluation: a checkpoint and a task set.
 
     Attributes:
-        folder: of its files.
-        committed: time of the checkpoint's commit: distinguishes it from one of the same step, made after a rollback.
-        section: how it is evaluated.
+        folder: directory of its files.
+        committed: when the checkpoint was committed; distinguishes it from one of the same step after a rollback.
+        section: the configuration of the evaluation.
     """
 
     checkpoint: Checkpoint
@@ -62,19 +62,20 @@ class Job:
 
     @property
     def done(self) -> bool:
-        """Whether there are results of this very checkpoint; damaged ones are made again."""
+        """Whether there are results of this very checkpoint; damaged ones do not count."""
         results = state_files.view(self.results, _Published)
         return results is not None and results.committed == self.committed
 
     @property
     def failures(self) -> list[FailedAttempt]:
-        """Its failed attempts, the last one last."""
-        found = [
+        """Its failed attempts, oldest first."""
+        attempts = [
             state_files.view(path, FailedAttempt)
             or FailedAttempt(time="", reason="its record is damaged", committed=self.committed)
             for path in self.folder.glob("failed-*.json")
         ]
-        return sorted((each for each in found if each.committed == self.committed), key=lambda each: each.time)
+        own = (attempt for attempt in attempts if attempt.committed == self.committed)
+        return sorted(own, key=lambda attempt: attempt.time)
 
     @property
     def given_up(self) -> bool:
@@ -89,16 +90,16 @@ class Job:
         if ended is None:
             return 0.0
         whole, waited = pause_after(self.section, len(failures)), time.time() - ended
-        return whole - waited if 0 <= waited < whole else 0.0  # a time to come was written by a clock that is wrong
+        return whole - waited if 0 <= waited < whole else 0.0  # a time in the future is of a clock that was wrong
 
     def forget_failures(self) -> None:
-        """Begin again with the first attempt, at once. Raises OSError."""
+        """Delete the failed attempts, so that the first one may begin at once. Raises OSError."""
         for path in self.folder.glob("failed-*.json"):
             path.unlink(missing_ok=True)
 
 
 def pause_after(section: EvalSection, failures: int) -> float:
-    """Seconds between so many failed attempts and the next: `eval.retry` after the first, then ever more."""
+    """Seconds between the last of so many failed attempts and the next: `eval.retry`, times `_GROWTH` each time."""
     return section.retry.value * _GROWTH ** (failures - 1)
 
 
@@ -131,13 +132,15 @@ def given_up_jobs(run: RunDir, config: Config) -> list[Job]:
 
 def failed_evaluations(run: RunDir, config: Config) -> list[tuple[str, bool]]:
     """(sentence, given up) of each evaluation with failed attempts and without results, oldest first."""
-    found = []
+    failed = []
     for job in without_results(run, config):
         failures = job.failures
         if not failures:
             continue
         step, count, reason = job.checkpoint.step, len(failures), failures[-1].reason
         ended = f"was given up after {count} failed attempts" if job.given_up else f"failed {count} times"
-        then = f"then: fsdp-eval retry {run.path} {step}" if job.given_up else f"again in {human_time(job.pause)}"
-        found.append((f"the evaluation of step {step:_} {ended} ({reason}); {then}", job.given_up))
-    return found
+        next_attempt = (
+            f"then: fsdp-eval retry {run.path} {step}" if job.given_up else f"again in {human_time(job.pause)}"
+        )
+        failed.append((f"the evaluation of step {step:_} {ended} ({reason}); {next_attempt}", job.given_up))
+    return failed

@@ -1,7 +1,7 @@
-"""Which rank writes which part of a checkpoint, and the two files that describe it, ours and DCP's.
+"""Which rank writes which part of a checkpoint, and the two files that describe the result, ours and DCP's.
 
-DCP lets rank 0 plan every save for all ranks, which takes most of a minute with hundreds of them. Here every rank
-computes the same layout from names, shapes and the mesh, once; only the lengths of what was written are exchanged.
+In DCP rank 0 plans every save for all ranks, which takes most of a minute with hundreds of them. Here every rank
+computes the same layout once, from names, shapes and the mesh; only the lengths of written pieces are exchanged.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ from fsdp_pretrain.run import state_files
 from .tensors import METADATA, TENSORS, Chunk, StoredTensor, TensorsFile
 
 FILE_BYTES = 1 << 30
-"""A rank starts another file once one has this size, so that reading spreads over the ranks of any mesh."""
+"""A rank begins another file when one has this size, so that the ranks of any mesh can share the reading."""
 _PIECE_OVERHEAD = 2048
 """Upper bound of the bytes that torch.save adds to a tensor, and its entries in the descriptions."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the state; `sharded`: over dim 0 and the mesh's shard axis, else the same on every rank.
+    """A tensor of the state.
 
-    `path`: its keys in the nested state dict.
+    Attributes:
+        path: its keys in the nested state dict.
+        sharded: whether it is sharded over dim 0 and the mesh's shard axis; else it is the same on every rank.
     """
 
     path: tuple[str, ...]
@@ -73,7 +75,7 @@ class TensorRows:
 
 @dataclass(frozen=True)
 class SaveLayout:
-    """The pieces that each rank writes, in this order; of each piece one replica writes one copy."""
+    """The pieces that each rank writes, in this order. Only one replica writes a piece."""
 
     tensors: tuple[TensorSpec, ...]
     pieces: tuple[tuple[TensorRows, ...], ...]
@@ -93,7 +95,7 @@ class SaveLayout:
         """Contents of `tensors.json` and `.metadata`.
 
         Args:
-            lengths: bytes of every piece, by rank.
+            lengths: bytes of the pieces, [rank][piece].
         """
         chunks: dict[str, list[Chunk]] = {spec.name: [] for spec in self.tensors}
         for rank, (pieces, sizes) in enumerate(zip(self.pieces, lengths, strict=True)):
@@ -134,7 +136,7 @@ def file_name(rank: int, number: int) -> str:
 
 
 def places(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(number of the file, start in it, length) of each of a rank's pieces."""
+    """(file number, start in the file, length) of each of a rank's pieces, given their lengths in bytes."""
     number = start = 0
     for length in lengths:
         yield number, start, length
@@ -144,7 +146,7 @@ def places(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 def leaves(tree: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """The tensors of nested dictionaries, each with its keys."""
+    """(keys, tensor) of every tensor in nested dictionaries."""
     for key, value in tree.items():
         if isinstance(value, torch.Tensor):
             yield (*path, key), value

@@ -1,4 +1,4 @@
-"""What a person is shown of a checkpoint: from its names and manifest, or after reading it back."""
+"""The rows that `checkpoints list` and `verify` show for a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class Row(BaseModel):
 
 
 def listed(checkpoint: Checkpoint) -> Row:
-    """A checkpoint by its names, sizes and manifest, without reading its files."""
+    """The row of a checkpoint by its manifest and the sizes of its files, which are not read."""
+    state = "verified" if checkpoint.verified else "committed"
     row = Row(
         step=checkpoint.step,
         path=str(checkpoint.path),
-        state="damaged" if checkpoint.problem else "verified" if checkpoint.verified else "committed",
+        state="damaged" if checkpoint.problem else state,
         problem=checkpoint.problem,
     )
     with contextlib.suppress(CheckpointError):
@@ -52,7 +53,7 @@ def listed(checkpoint: Checkpoint) -> Row:
 
 
 def read_back(checkpoint: Checkpoint) -> Row:
-    """The same after reading all its files and comparing their checksums."""
+    """The row of a checkpoint after reading all its files and comparing their checksums."""
     row = listed(checkpoint)
     if checkpoint.problem is None:
         wrong = verify_files(checkpoint.path, checkpoint.files()) or wrong_tensors(checkpoint.path)

@@ -1,4 +1,4 @@
-"""Loading and verifying checkpoints of any mesh.
+"""Loading and verifying checkpoints, written by any mesh.
 
 Names, shapes and dtypes are compared first; afterwards the digest of the loaded state is compared with the saved one.
 """
@@ -41,9 +41,9 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def other_rank(file: str, ranks: int, ranks_per_node: int) -> int:
-    """The rank that reads back a file of a checkpoint: of another node than its writer's; on one node, the writer.
+    """The rank that reads back a file of a checkpoint: one of another node than its writer's; on one node, the writer.
 
-    With three nodes or more, the files of a writer are read on several.
+    With three nodes or more, several other nodes read the files of a writer.
     """
     if not file.endswith(".distcp"):
         return ranks - 1  # rank 0 wrote it
@@ -53,10 +53,10 @@ def other_rank(file: str, ranks: int, ranks_per_node: int) -> int:
 
 
 def verify(world: World, checkpoint: Checkpoint) -> list[str]:
-    """Read a checkpoint back, files spread over the ranks. Returns what is wrong, the same on every rank.
+    """Read a checkpoint back, files spread over the ranks. Returns its defects, the same on every rank.
 
-    With several nodes, files of tensors are read as `other_rank` says: their writers' page caches might hide what
-    storage has lost.
+    With several nodes, another node than the writer's reads a file (see `other_rank`): the writer's page cache might
+    hide that storage has lost it.
     """
     entries = world.decide(checkpoint.files)
     mine = [entry for entry in entries if other_rank(entry.name, world.size, world.local_world) == world.rank]
@@ -83,7 +83,7 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Adam
     stored = world.decide(lambda: _stored(checkpoint, manifest))
     world.decide(lambda: _compare(checkpoint, stored, state))
     _read_tensors(world, checkpoint, manifest, stored, tensors)
-    # Of all replicas: they were sent what one of them read.
+    # Of all replicas: what one of them read was sent to the others, which can fail.
     digests = set(StateDigest(world, tensors, world.replicas).totals())
     if digests != {manifest.state_digest}:
         raise CheckpointError(
@@ -102,7 +102,7 @@ def load_weights(world: World, checkpoint: Checkpoint, model: M, allocate: Calla
 
     Args:
         model: on the meta device, with the dtypes of training; its parameters must match the checkpoint.
-        allocate: gives it memory: plain or sharded over the ranks, in any dtype. Called when the names match.
+        allocate: gives the model memory: plain or sharded over the ranks, in any dtype. Called if the names match.
 
     Raises:
         DamagedError: a file's bytes are not those that were written, or cannot be read.
@@ -123,7 +123,7 @@ def _read_tensors(
     stored: dict[str, StoredTensor],
     tensors: dict[str, torch.Tensor],
 ) -> None:
-    """Fill tensors from all files that hold tensors, and check these. Raises DamagedError on every rank."""
+    """Fill tensors from the files of tensors, and check these files. Raises DamagedError on every rank."""
     files = [entry for entry in manifest.files if entry.name not in (TENSORS, METADATA, TRAIN_STATE, CONFIG)]
     if wrong := Delivery(world, checkpoint.path, files, stored, tensors).run():
         raise DamagedError(wrong[0]).on_all_ranks()
@@ -139,7 +139,7 @@ def check_files(checkpoint: Checkpoint, *names: str) -> None:
 
 
 def _stored(checkpoint: Checkpoint, manifest: CheckpointManifest) -> dict[str, StoredTensor]:
-    """The tensors that `tensors.json` lists. Raises DamagedError, also for what only plain DCP would read."""
+    """The tensors that `tensors.json` lists. Raises DamagedError if it or `.metadata` is damaged."""
     check_files(checkpoint, TENSORS, METADATA)
     try:
         stored = read_tensors(checkpoint.path)
@@ -155,14 +155,14 @@ class RowReader(Protocol):
     """Reads rows of parameters, such as `Weights`."""
 
     def read_rows(self, name: str, rows: range, out: torch.Tensor) -> None:
-        """Some rows of a parameter, into a tensor of any dtype. Raises UserError."""
+        """Read rows of a parameter into a tensor of any dtype. Raises UserError."""
 
 
 @torch.no_grad()
 def load_rows(weights: RowReader, model: nn.Module) -> None:
-    """Load weights into a model of any dtype, plain or sharded: this process's parts. Raises UserError."""
+    """Load this process's parts of the weights into a model of any dtype, plain or sharded. Raises UserError."""
     tensors = model.state_dict()
-    for name in sorted(tensors, key=lambda name: -tensors[name].numel()):  # the largest while the least is held
+    for name in sorted(tensors, key=lambda name: -tensors[name].numel()):  # the largest when the least memory is used
         weights.read_rows(name, local_rows(tensors[name]), local_part(tensors[name]))
 
 
@@ -174,7 +174,7 @@ class Weights:
         model: may be on the meta device; its parameters must match the checkpoint.
 
     Attributes:
-        shapes: of every parameter, by name.
+        shapes: shape of every parameter, by name.
 
     Raises:
         CheckpointError: `tensors.json` cannot be read, or the tensors do not match the model.
@@ -186,7 +186,7 @@ class Weights:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A parameter, whole, in the dtype it is stored in. Raises CheckpointError."""
+        """A whole parameter in its stored dtype. Raises CheckpointError."""
         stored = self._stored[f"model.{name}"]
         if len(stored.chunks) == 1:
             return self._read(name, stored.chunks[0], stored)  # without a second copy
@@ -195,7 +195,7 @@ class Weights:
         return tensor
 
     def read_rows(self, name: str, rows: range, out: torch.Tensor) -> None:
-        """Some rows of a parameter, into a tensor of any dtype. Raises CheckpointError."""
+        """Read rows of a parameter into a tensor of any dtype. Raises CheckpointError."""
         stored = self._stored[f"model.{name}"]
         for chunk in stored.chunks:
             first, stop = max(chunk.first, rows.start), min(chunk.first + chunk.rows, rows.stop)
@@ -216,7 +216,7 @@ class Weights:
 
 
 def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dict[str, Any]) -> None:
-    """Raise CheckpointError unless the names, shapes and dtypes of `state` are those stored."""
+    """Raise CheckpointError unless names, shapes and dtypes of `state` equal the stored ones."""
     wanted = flatten(state)
     prefixes = tuple(f"{key}." for key in state)
     problems = [f"{name} is missing in the checkpoint" for name in sorted(set(wanted) - set(stored))]
@@ -224,10 +224,10 @@ def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dic
         f"{name} is not in the model" for name in sorted(set(stored) - set(wanted)) if name.startswith(prefixes)
     ]
     for name in sorted(set(wanted) & set(stored)):
-        held, asked = (stored[name].shape, getattr(torch, stored[name].dtype)), (wanted[name].shape, wanted[name].dtype)
-        if held != asked:
+        saved, tensor = (stored[name].shape, getattr(torch, stored[name].dtype)), wanted[name]
+        if saved != (tensor.shape, tensor.dtype):
             problems.append(
-                f"{name} is {held[0]} {held[1]} in the checkpoint, {tuple(asked[0])} {asked[1]} in the model"
+                f"{name} is {saved[0]} {saved[1]} in the checkpoint, {tuple(tensor.shape)} {tensor.dtype} in the model"
             )
     if problems:
         raise CheckpointError(

@@ -28,7 +28,7 @@ from .store import Checkpoint, Store
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """A run in training; `model` and `optimizer` are sharded."""
+    """Everything of a run that its checkpoints are made from; `model` and `optimizer` are sharded."""
 
     world: World
     run: RunDir
@@ -39,39 +39,39 @@ class TrainingObjects:
 
 
 class CheckpointManager:
-    """Saves one run. All ranks call its methods together.
+    """Saves the checkpoints of one start and deletes old ones. All ranks call its methods together.
 
     Args:
-        segment: number of this start.
-        guard: raises BusyError when this job lost the run's lock, RunGoneError when the run directory is gone; called
+        segment: number of this start's segment.
+        guard: raises BusyError when this job lost the run's lock, RunGoneError when the run directory vanished; called
             on every rank before a save, and on rank 0 before the commit.
         protected: steps that retention must not delete now (pending evaluations).
         suspicion: why a checkpoint saved now should not be rolled back to, or None; see `Health.suspicion`.
         clean_until: steps; for each, retention keeps the newest checkpoint up to it that is not suspect; see
             `Health.clean_until`.
-        spared: steps that retention deletes only when room is needed (being copied to the mirror).
+        delete_last: steps that retention deletes only when room is needed (being copied to the mirror).
     """
 
     def __init__(
         self,
-        subject: TrainingObjects,
+        training: TrainingObjects,
         *,
         segment: int,
         guard: Callable[[], None] = lambda: None,
         protected: Callable[[], Collection[int]] = list,
         suspicion: Callable[[], str | None] = lambda: None,
         clean_until: Callable[[], Iterable[float]] = lambda: (math.inf,),
-        spared: Callable[[], Collection[int]] = list,
+        delete_last: Callable[[], Collection[int]] = list,
     ) -> None:
-        self._subject, self._world, self._config, self._segment = subject, subject.world, subject.config, segment
-        self._store = Store(subject.run.checkpoints)
-        self._guard, self._protected, self._spared = guard, protected, spared
+        self._training, self._world, self._config, self._segment = training, training.world, training.config, segment
+        self._store = Store(training.run.checkpoints)
+        self._guard, self._protected, self._delete_last = guard, protected, delete_last
         self._suspicion, self._clean_until = suspicion, clean_until
         if self._config.checkpoint.background:
-            self.renew()
+            self.replace_writers()
 
     def reconfigure(self, config: Config) -> None:
-        """Go on with a configuration in which only the timeline differs."""
+        """Continue with a configuration in which only the timeline differs."""
         self._config = config
 
     def save(self, state: TrainState, *, final: bool) -> dcp.SaveResult:
@@ -80,13 +80,13 @@ class CheckpointManager:
         Raises:
             StorageError: on every rank.
             BusyError: another job took over the run.
-            RunGoneError: the run directory is gone.
+            RunGoneError: the run directory vanished.
         """
         self._world.together(self._guard)
         return self._save(self._world, state, self._tensors(), self._facts(state, final), self._config)
 
     def begin(self, state: TrainState) -> Future[dcp.SaveResult]:
-        """Copy the state, then do the same as `save` in the background; training may continue on return.
+        """Copy the state, then save the copy in the background; training may continue on return.
 
         Raises:
             ConfigError: on every rank, if any cannot allocate host memory for the copy.
@@ -96,7 +96,7 @@ class CheckpointManager:
         world, facts, config = self._world.with_host_group(self._writers), self._facts(state, False), self._config
         return in_background(lambda: self._save(world, state, tensors, facts, config))
 
-    def renew(self) -> None:
+    def replace_writers(self) -> None:
         """Create a new process group and new copy buffers for background saves.
 
         A group is unusable once a rank left it during a collective, and a stuck writer may still read the old copy.
@@ -108,20 +108,19 @@ class CheckpointManager:
         return make_facts(self._config, self._world, state, final=final, **marks)
 
     def _tensors(self) -> dict[str, Any]:
-        return state_dict(self._subject.model, self._subject.optimizer)
+        return state_dict(self._training.model, self._training.optimizer)
 
     def _save(
         self, world: World, state: TrainState, tensors: dict[str, Any], facts: Facts, config: Config
     ) -> dcp.SaveResult:
-        """`config`: that of the step, also if training goes on with another."""
-
+        """Write, commit and verify a checkpoint. `config`: the step's own; training may go on with another timeline."""
         world.decide(self._store.sweep)  # ranks of an earlier attempt may have ended at different times
         saved = dcp.save(
             world,
             self._store,
             facts,
             state=tensors,
-            train_state=state.to_json(identity=self._subject.identity, tokens=facts.tokens, world=facts.world),
+            train_state=state.to_json(identity=self._training.identity, tokens=facts.tokens, world=facts.world),
             config=config.to_toml(),
             prune=lambda: self._retain(2),
             guard=self._guard,
@@ -129,22 +128,22 @@ class CheckpointManager:
         return self._tidy(saved) if world.is_main else saved
 
     def _tidy(self, saved: dcp.SaveResult) -> dcp.SaveResult:
-        """Apply retention, on rank 0. The checkpoint exists, so a failure is only a note."""
+        """On rank 0: apply the retention policy. The new checkpoint exists, so a failure is only noted."""
         try:
-            return replace(saved, deleted=self._retain(self._config.checkpoint.keep_last, self._spared()))
+            return replace(saved, deleted=self._retain(self._config.checkpoint.keep_last, self._delete_last()))
         except (OSError, UserError) as error:
             text = f"old checkpoints could not be deleted: {error}"
             return replace(saved, notes=(*saved.notes, ("checkpoint-room", text)))
 
-    def _retain(self, keep_last: int, spared: Collection[int] = ()) -> tuple[int, ...]:
-        """Apply the retention policy; the steps deleted."""
+    def _retain(self, keep_last: int, delete_last: Collection[int] = ()) -> tuple[int, ...]:
+        """Apply the retention policy; returns the steps that were deleted."""
 
         def keep(checkpoint: Checkpoint) -> bool:
             return is_permanent(self._config, checkpoint.manifest(), self._config.checkpoint.kept_intervals)
 
-        # Rollback targets stay, however many checkpoints follow.
+        # A checkpoint to roll back to stays, however many follow.
         clean = [self._store.newest_clean(bound) for bound in self._clean_until()]
-        protected = {*self._protected(), *spared, *(item.step for item in clean if item is not None)}
+        protected = {*self._protected(), *delete_last, *(item.step for item in clean if item is not None)}
         return tuple(item.step for item in self._store.retain(keep_last, keep, protected))
 
 

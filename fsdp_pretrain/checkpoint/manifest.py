@@ -65,8 +65,8 @@ class Facts(Counters):
 
     Attributes:
         run: name of the run.
-        segment: that wrote it; None for an import.
-        final: it is the last of a complete run.
+        segment: number of the segment that wrote it; None for an import.
+        final: whether it is the last of a complete run.
         torch, fsdp_pretrain: versions that wrote it.
         imported: source folder or checkpoint, if the weights were imported.
         suspect: why not to roll back to it, if it was saved during an incident.
@@ -85,10 +85,10 @@ class CheckpointManifest(Facts):
     """`manifest.json`: facts and files of a checkpoint.
 
     Attributes:
-        optimizer: it has optimiser state, not only weights.
-        state_digest: of its tensors, see `digest`.
+        optimizer: whether it has optimiser state, not only weights.
+        state_digest: hash of its tensors, see `digest`.
         committed: time of the commit.
-        files: all files except the manifest itself and later marks.
+        files: all files except the manifest itself and `verified.json`.
     """
 
     optimizer: bool = True

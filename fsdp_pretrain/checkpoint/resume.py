@@ -43,7 +43,7 @@ class ResumeOptions:
         fresh: start at step 0 although all checkpoints are invalid, or recorded ones are missing.
         changes: keys and tables of the configuration that may differ although that changes what is learned.
         reset_optimizer: step of the checkpoint at which the optimiser is reset.
-        reason: why this start differs from the last, for the chronicle.
+        reason: why this start differs from the last, for the journal.
         from_mirror: restore from `checkpoint.mirror` what the run directory lacks.
     """
 
@@ -60,9 +60,9 @@ class Resumed:
 
     Attributes:
         state: the counters.
-        parent: the segment that wrote the checkpoint, if one did.
+        parent: number of the segment that wrote the checkpoint; None for an import or without a checkpoint.
         checkpoint: step of the loaded checkpoint; None: none was loaded.
-        whole: everything was restored, optimiser included, so the following steps repeat exactly.
+        whole: whether the optimiser was restored too, so that the following steps repeat exactly.
     """
 
     state: TrainState
@@ -72,23 +72,16 @@ class Resumed:
 
 
 class Resume:
-    """Restores the state for a start, and records rejected checkpoints, changes and what was restored.
+    """Restores the state of a start, and records restored parts, rejected checkpoints and changes. Collective."""
 
-    All ranks call it together.
-    """
-
-    def __init__(self, subject: TrainingObjects, recorder: Recorder, options: ResumeOptions) -> None:
-        self._world, self._run = subject.world, subject.run
-        self._model, self._optimizer = subject.model, subject.optimizer
-        self._config, self._identity, self._recorder, self._options = (
-            subject.config,
-            subject.identity,
-            recorder,
-            options,
-        )
+    def __init__(self, training: TrainingObjects, recorder: Recorder, options: ResumeOptions) -> None:
+        self._world, self._run = training.world, training.run
+        self._model, self._optimizer = training.model, training.optimizer
+        self._config, self._identity = training.config, training.identity
+        self._recorder, self._options = recorder, options
 
     def run(self) -> Resumed:
-        """Load the newest valid checkpoint; without any checkpoint, a fresh start.
+        """Load the newest valid checkpoint; without any checkpoint, begin at step 0.
 
         Raises:
             CheckpointError: there are checkpoints, but none is valid (and `options.fresh` is not set).
@@ -96,25 +89,25 @@ class Resume:
                 what is learned from here on.
         """
         world = self._world
-        found = Store(self._run.checkpoints)
-        world.decide(found.sweep)
-        passed_over: list[str] = []
-        for checkpoint in reversed(world.decide(found.scan)):
+        store = Store(self._run.checkpoints)
+        world.decide(store.sweep)
+        rejected: list[str] = []
+        for checkpoint in reversed(world.decide(store.scan)):
             problem = checkpoint.problem or world.decide(partial(self._set_aside, checkpoint))
             problem = problem or world.decide(partial(_wrong_texts, checkpoint))
             if problem is None:
                 try:
-                    return self._load(checkpoint, passed_over)
+                    return self._load(checkpoint, rejected)
                 except DamagedError as damaged:
                     problem = damaged.cause
                     self._optimizer.state.clear()  # an earlier checkpoint may have only weights
             text = f"{checkpoint.path.name}: {problem}"
-            passed_over.append(text)
+            rejected.append(text)
             self._recorder.event("checkpoint-rejected", f"passed over {text}", step=checkpoint.step)
-        if passed_over and not self._options.fresh:
+        if rejected and not self._options.fresh:
             error = CheckpointError(
-                f"{found.directory} holds {len(passed_over)} checkpoints, none of them valid:\n    "
-                + "\n    ".join(passed_over),
+                f"{store.directory} holds {len(rejected)} checkpoints, none of them valid:\n    "
+                + "\n    ".join(rejected),
                 effect="starting again from step 0 would silently discard the run",
                 remedy="restore a checkpoint, or pass --allow-fresh to begin again in this directory",
             )
@@ -124,29 +117,30 @@ class Resume:
         return Resumed(TrainState())
 
     def _set_aside(self, checkpoint: Checkpoint) -> str | None:
-        """Move a checkpoint aside if a rollback left its line while its storage was unavailable. Returns why."""
+        """Move a checkpoint aside if a rollback abandoned it while its storage was unavailable. Returns the reason."""
         segment = checkpoint.manifest().segment
-        known = lineage.nodes(self._run)
-        left = None if segment is None else lineage.abandoned_by(known, segment, checkpoint.step)
-        if left is None:
+        if segment is None:
+            return None
+        rollback = lineage.abandoned_by(lineage.nodes(self._run), segment, checkpoint.step)
+        if rollback is None:
             return None
         try:
             Store(self._run.checkpoints).abandon(checkpoint.path)
         except OSError as error:
             raise StorageError(f"cannot move {checkpoint.path} aside: {error.strerror}") from None
-        return f"segment {left.segment} went back to step {left.step}, so it was moved to abandoned/ beside it"
+        return f"segment {rollback.segment} went back to step {rollback.step}, so it was moved to abandoned/ beside it"
 
-    def _load(self, checkpoint: Checkpoint, passed_over: list[str]) -> Resumed:
+    def _load(self, checkpoint: Checkpoint, rejected: list[str]) -> Resumed:
         world, content = self._world, self._world.decide(checkpoint.train_state)
         try:
             changed, declared = world.decide(partial(self._judge, checkpoint, content))
         except ConfigError:
-            if wrong := verify(world, checkpoint):  # then its configuration says nothing
+            if wrong := verify(world, checkpoint):  # its configuration may be damaged, too
                 raise DamagedError(wrong[0]).on_all_ranks() from None
             raise
         loaded = load(world, checkpoint, self._model, self._optimizer)
         reset = self._judge_reset(content.step)
-        if reset:  # was loaded so that the digest of the whole state could be compared
+        if reset:  # it was loaded only to compare the digest of the whole state
             self._optimizer.state.clear()
         if not checkpoint.verified:
             world.decide(checkpoint.mark_verified)
@@ -174,7 +168,7 @@ class Resume:
             world={"from": content.world.model_dump(), "to": world.shape.model_dump()},
             changed=changed,
             declared=declared,
-            passed_over=passed_over,
+            passed_over=rejected,
             lost={"steps": lost[0], "tokens": lost[1]},
         )
         at = {"step": state.step, "consumed": state.consumed, "tokens": tokens}
@@ -189,42 +183,42 @@ class Resume:
         Raises ConfigError. Declarations are checked against the newest segment's configuration: declaring once is
         enough even if a start ends before its first checkpoint, and a rollback's or fork's changes are already in it.
         """
-        wrote = stands = load_recorded(checkpoint.path / CONFIG)
+        of_checkpoint = newest = load_recorded(checkpoint.path / CONFIG)
         head = max(lineage.nodes(self._run), key=lambda node: node.segment, default=None)
-        if head is not None and (its := self._run.segment(head.segment) / "config.toml").exists():
-            stands = load_recorded(its)
-        here = changes(stands, self._config)
-        if undeclared(here, (), content.consumed) and self._same_ahead(stands, content):
+        if head is not None and (path := self._run.segment(head.segment) / "config.toml").exists():
+            newest = load_recorded(path)
+        here = changes(newest, self._config)
+        if undeclared(here, (), content.consumed) and self._same_ahead(newest, content):
             here = [change for change in here if change.kind != DECLARED or change.key == "train.duration"]
-        missing = (
-            undeclared(here, self._options.changes, content.consumed) if content.consumed else []
-        )  # nothing learned
+        missing = []
+        if content.consumed:  # else nothing was learned yet
+            missing = undeclared(here, self._options.changes, content.consumed)
         wrong = forbidden(content.identity, self._identity, content.cursor)
         refuse(str(checkpoint.path), wrong, missing, content.cursor)
-        changed = [change.text for change in changes(wrote, self._config)]
+        changed = [change.text for change in changes(of_checkpoint, self._config)]
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
         return changed, [change.text for change in undeclared(here, (), content.consumed)]
 
-    def _same_ahead(self, stands: Config, content: SavedState) -> bool:
-        """Whether there are steps to come, and each has the values that it has in the configuration that stands."""
+    def _same_ahead(self, newest: Config, content: SavedState) -> bool:
+        """Whether there are steps ahead, and all have the values that they have in the newest configuration."""
         ahead = content.consumed < self._config.schedule.total
-        return ahead and same_values(stands, self._config, _steps_from(self._config, TrainState.of(content)))
+        return ahead and same_values(newest, self._config, _steps_from(self._config, TrainState.of(content)))
 
     def _judge_reset(self, step: int) -> bool:
         """Whether the optimiser is reset at this checkpoint. Raises ConfigError if its step was not reached."""
-        asked = self._options.reset_optimizer
-        if asked is not None and step < asked:
+        at = self._options.reset_optimizer
+        if at is not None and step < at:
             raise ConfigError(
-                f"--reset-optimizer {asked}, but the newest valid checkpoint is of step {step}",
-                effect=f"training would pass step {asked} with the optimiser as it is",
+                f"--reset-optimizer {at}, but the newest valid checkpoint is of step {step}",
+                effect=f"training would pass step {at} with the optimiser as it is",
                 remedy=f"--reset-optimizer {step}, or leave it out",
             ).on_all_ranks()
-        return asked == step and step > 0
+        return at == step and step > 0
 
     # ------------------------------------------------------------------ report
 
     def _restored(self, state: TrainState, whole: bool, reset: bool) -> list[str]:
-        """What was restored, and what was not; `whole`: including the optimiser."""
+        """Texts on what was restored, and what was not; `whole`: including the optimiser."""
         names, missing = ["model"], []
         if whole:
             names.append("optimiser")
@@ -248,7 +242,7 @@ class Resume:
 
 
 def _steps_from(config: Config, position: Position) -> Iterator[Position]:
-    """The positions after the steps to come."""
+    """The positions after each step ahead of a position."""
     skips = open_skips(config)
     while position.consumed < config.schedule.total:
         position = position.advance(config.schedule.batch, skips)
@@ -256,6 +250,6 @@ def _steps_from(config: Config, position: Position) -> Iterator[Position]:
 
 
 def _wrong_texts(checkpoint: Checkpoint) -> str | None:
-    """What is wrong with the files that are read before the tensors; None: nothing."""
+    """A defect of the files that are read before the tensors; None: there is none."""
     entries = [entry for entry in checkpoint.files() if entry.name in (TRAIN_STATE, CONFIG)]
     return next(iter(verify_files(checkpoint.path, entries)), None)

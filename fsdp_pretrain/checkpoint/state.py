@@ -48,7 +48,7 @@ class TrainState(Position):
 
 
 def identity(config: Config, packer: Packer) -> RunIdentity:
-    """The model, the data order and the objective, which no resume may change."""
+    """The identity of a run: model, data order and objective, which no resume may change."""
     data, mixture = config.data, packer.mixture
     objective = data.objective.model_dump(mode="json")
     if data.objective.kind != "causal":
@@ -105,6 +105,6 @@ def _changed_past(stored: RunIdentity, current: RunIdentity, cursor: int) -> lis
     return changed
 
 
-def _pieces(of: RunIdentity) -> Pieces:
-    starts, lengths = zip(*of.data.get("stages", [(0, of.data["sequence_length"])]), strict=True)
+def _pieces(recorded: RunIdentity) -> Pieces:
+    starts, lengths = zip(*recorded.data.get("stages", [(0, recorded.data["sequence_length"])]), strict=True)
     return Pieces(SequenceStages(starts, lengths))

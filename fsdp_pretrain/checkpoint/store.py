@@ -37,8 +37,8 @@ class Checkpoint:
 
     Attributes:
         step: optimiser steps taken.
-        problem: why it must not be used, by its manifest, names and sizes; None if it looks whole.
-        verified: its bytes were read back after it was written.
+        problem: why it must not be used, judged by manifest, names and sizes; None if it looks whole.
+        verified: whether its bytes were read back after it was written.
     """
 
     step: int
@@ -47,7 +47,7 @@ class Checkpoint:
     verified: bool
 
     def manifest(self) -> CheckpointManifest:
-        """Raises CheckpointError."""
+        """Contents of `manifest.json`. Raises CheckpointError."""
         try:
             manifest = state_files.read(self.path / MANIFEST, CheckpointManifest)
         except UserError as error:
@@ -65,10 +65,10 @@ class Checkpoint:
     def train_state(self) -> SavedState:
         """Contents of `train_state.json`, checked against the manifest. Raises CheckpointError."""
         path = self.path / TRAIN_STATE
-        promised = [entry for entry in self.files() if entry.name == TRAIN_STATE]
+        entries = [entry for entry in self.files() if entry.name == TRAIN_STATE]
         try:
             raw = path.read_bytes()
-            if not promised or xxhash.xxh3_128_hexdigest(raw) != promised[0].xxh3:
+            if not entries or xxhash.xxh3_128_hexdigest(raw) != entries[0].xxh3:
                 raise ValueError("is damaged: its bytes are not the ones that were written (checksum)")
             return state_files.parse(raw, SavedState)
         except OSError as error:
@@ -104,29 +104,29 @@ class Store:
 
     def scan(self) -> list[Checkpoint]:
         """All directories with a checkpoint's name, oldest step first. Raises StorageError if they cannot be read."""
-        found = [(step, path) for path in self._entries() if (step := step_of(path.name)) is not None]
-        return [_inspect(step, path) for step, path in sorted(found)]
+        named = [(step, path) for path in self._entries() if (step := step_of(path.name)) is not None]
+        return [_inspect(step, path) for step, path in sorted(named)]
 
     def find(self, step: int) -> Checkpoint:
         """The checkpoint of a step. Raises CheckpointError if there is none or it does not look whole."""
-        every = self.scan()
-        found = [checkpoint for checkpoint in every if checkpoint.step == step]
-        whole = [checkpoint for checkpoint in found if checkpoint.problem is None]
+        checkpoints = self.scan()
+        matching = [checkpoint for checkpoint in checkpoints if checkpoint.step == step]
+        whole = [checkpoint for checkpoint in matching if checkpoint.problem is None]
         if whole:
             return whole[-1]
-        if found:
-            raise CheckpointError(f"{found[-1].path} cannot be used: {found[-1].problem}")
-        steps = ", ".join(str(checkpoint.step) for checkpoint in every) or "none"
+        if matching:
+            raise CheckpointError(f"{matching[-1].path} cannot be used: {matching[-1].problem}")
+        steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints) or "none"
         raise CheckpointError(f"{self.directory} has no checkpoint of step {step} (there are: {steps})")
 
     def newest(self) -> Checkpoint | None:
-        """The newest that looks whole, or None."""
+        """The newest checkpoint that looks whole, or None."""
         return next((checkpoint for checkpoint in reversed(self.scan()) if checkpoint.problem is None), None)
 
     def newest_clean(self, until: float) -> Checkpoint | None:
-        """The newest verified one of step `until` or earlier that was not saved during an incident, or None."""
-        found = [item for item in self.scan() if item.problem is None and item.verified and item.step <= until]
-        return next((item for item in reversed(found) if not item.manifest().suspect), None)
+        """The newest verified checkpoint of step `until` or earlier that was not saved during an incident, or None."""
+        verified = [item for item in self.scan() if item.problem is None and item.verified and item.step <= until]
+        return next((item for item in reversed(verified) if not item.manifest().suspect), None)
 
     def _entries(self) -> list[Path]:
         if not self.directory.is_dir():
@@ -137,7 +137,7 @@ class Store:
             raise StorageError(f"cannot read {self.directory}: {error.strerror}") from None
 
     def abandoned(self) -> list[Checkpoint]:
-        """What a rollback or `abandon` moved aside, oldest step first."""
+        """The checkpoints in `abandoned/`, oldest step first."""
         aside = self.directory / "abandoned"
         places = sorted(aside.iterdir()) if aside.is_dir() else []
         steps = [(step_of("-".join(path.name.split("-")[:2])), path) for path in places]
@@ -171,7 +171,7 @@ class Store:
             try:
                 sync_directory(self.directory)
             except OSError:
-                target.rename(attempt)  # else it would block the next attempt at this step
+                target.rename(attempt)  # else it would block the next save of this step
                 raise
         except OSError as error:
             raise StorageError(f"cannot commit {target}: {error}") from None
@@ -211,7 +211,7 @@ class Store:
         return deleted
 
     def sweep(self) -> list[Path]:
-        """Remove leftovers of killed saves and deletions. Only for the job that holds the run.
+        """Remove leftovers of killed saves and deletions. Only for the job that holds the run's lock.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -235,13 +235,13 @@ class Store:
 
 
 def _inspect(step: int, path: Path) -> Checkpoint:
-    # Only the existence of the mark matters; its content is for people.
-    found = Checkpoint(step, path, None, (path / VERIFIED).is_file())
-    return replace(found, problem=_problem(found))
+    # Only the existence of `verified.json` matters; its content is for people.
+    checkpoint = Checkpoint(step, path, None, (path / VERIFIED).is_file())
+    return replace(checkpoint, problem=_problem(checkpoint))
 
 
 def _problem(checkpoint: Checkpoint) -> str | None:
-    """What is wrong with a checkpoint, from its manifest, names and sizes."""
+    """A defect of a checkpoint, judged by manifest, names and sizes; None: there is none."""
     if not checkpoint.path.is_dir():
         return "not a directory"
     try:
@@ -265,7 +265,7 @@ def size_problem(entry: FileEntry, size: int | None) -> str | None:
 
 
 class HashedFile:
-    """A file read once from its start, hashed on the way; from storage rather than the page cache where possible."""
+    """Reads a file once from its start and hashes it; from storage rather than the page cache where possible."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file, self._digest = path, path.open("rb"), xxhash.xxh3_128()
@@ -280,14 +280,14 @@ class HashedFile:
         self._file.close()
 
     def read(self, size: int) -> bytes:
-        """The next bytes, fewer at the end of the file."""
+        """Read the next `size` bytes, or fewer at the end of the file."""
         content = self._file.read(size)
         self._digest.update(content)
         self.size += len(content)
         return content
 
     def readinto(self, buffer: Any) -> int:
-        """The next bytes, into a writable buffer; returns their number: fewer at the end of the file."""
+        """Read the next bytes into a writable buffer; returns their number, which is smaller at the end of the file."""
         size: int = self._file.readinto(buffer)
         self._digest.update(memoryview(buffer)[:size])
         self.size += size
@@ -306,22 +306,23 @@ class HashedFile:
 
 
 def verify_files(path: Path, entries: Iterable[FileEntry]) -> list[str]:
-    """Read files back and compare them with their entries. Returns one text per bad file."""
-    wrong = []
+    """Read files back and compare them with their entries. Returns one text per damaged or unreadable file."""
+    problems = []
     for entry in entries:
         try:
             problem = difference(entry, describe_file(path / entry.name))
         except OSError as error:
             problem = f"{entry.name}: {error.strerror}"
-        wrong += [problem] if problem else []
-    return wrong
+        if problem:
+            problems.append(problem)
+    return problems
 
 
-def difference(entry: FileEntry, found: FileEntry) -> str:
+def difference(entry: FileEntry, actual: FileEntry) -> str:
     """How a file differs from its manifest entry; empty if it does not."""
-    if problem := size_problem(entry, found.bytes):
+    if problem := size_problem(entry, actual.bytes):
         return problem
-    if found.xxh3 != entry.xxh3:
+    if actual.xxh3 != entry.xxh3:
         return f"{entry.name}: its bytes are not the ones that were written (checksum)"
     return ""
 

@@ -1,7 +1,7 @@
-"""A checkpoint's `tensors.json`: its tensors, and where in its files they lie.
+"""A checkpoint's `tensors.json`: its tensors, and their places in its files.
 
-DCP's own description, `.metadata`, is a pickle, and opening one can run any program. It is written so that plain DCP
-reads our checkpoints; here it is never opened.
+DCP's own description, `.metadata`, is written too, so that plain DCP reads our checkpoints. It is a pickle, which can
+run any program when it is opened, so we never open it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Chunk(StateFile):
     """Rows of a tensor (a scalar has one), in an archive of `torch.save`.
 
     Attributes:
-        first, rows: index of the first row, and their number.
-        file: that holds them, in the checkpoint.
-        start, length: of the archive in the file, in bytes.
+        first, rows: index of the first row, and number of rows.
+        file: name of the file in the checkpoint that holds them.
+        start, length: bytes at which the archive begins in the file, and its length.
     """
 
     first: Count
@@ -72,20 +72,20 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
         CheckpointError: `tensors.json` is missing or damaged, or cannot be read.
     """
     try:
-        found = state_files.read(folder / TENSORS, TensorsFile)
+        content = state_files.read(folder / TENSORS, TensorsFile)
     except UserError as error:
         raise CheckpointError(error.cause, effect="nothing was loaded", remedy="take another checkpoint") from None
-    if found is None:
+    if content is None:
         raise CheckpointError(
             f"{folder / TENSORS} is missing",
             effect="nothing was loaded",
             remedy="if the run is live, retention may just have deleted it: take a newer one",
         )
-    return found.tensors
+    return content.tensors
 
 
 def wrong_tensors(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint's `tensors.json`: at most one text."""
+    """The defect of a checkpoint's `tensors.json`: a list of at most one text."""
     try:
         read_tensors(folder)
     except CheckpointError as error:

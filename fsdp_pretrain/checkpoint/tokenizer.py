@@ -31,11 +31,11 @@ QWEN2_WARNING = (
 
 
 def find_tokenizer(checkpoint: Checkpoint, config: Config) -> Tokenizer:
-    """The tokenizer of a run: the copy in the run directory, or that of its first corpus.
+    """The tokenizer of a run: the copy in the run directory, or the one of its first corpus.
 
     Raises:
-        CheckpointError: the model was trained with another one.
-        DataError: there is none.
+        CheckpointError: the model was trained with another tokenizer.
+        DataError: there is no tokenizer.
     """
     recorded = checkpoint.train_state().identity.tokenizer
     copy = checkpoint.path.parent.parent / "tokenizer"
@@ -68,9 +68,13 @@ def first_difference(tokenizer: Tokenizer, encoded: Sequence[Sequence[int]]) -> 
 
 
 def compare_with_folder(tokenizer: Tokenizer, folder: Path, *, accept: bool) -> str:
-    """Compare the tokenizer of the corpora with that of a Hugging Face folder. Returns the result, for people.
+    """Compare the tokenizer of the corpora with that of a Hugging Face folder. Returns the result as a sentence.
 
-    Raises DataError if they encode differently, or cannot be compared and that is not accepted.
+    Args:
+        accept: whether to accept that they cannot be compared.
+
+    Raises:
+        DataError: they encode differently, or cannot be compared.
     """
     names = ("tokenizer.json", "tokenizer.model")
     path = next((folder / name for name in names if (folder / name).is_file()), None)
@@ -102,9 +106,9 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int
 
     The export encodes like ours: nothing is added, and special token names inside a text are plain text. A
     sentencepiece model is converted if the result encodes all `samples` equally, else copied. `sequence_length` is
-    written as `model_max_length`. Returns what was written, for people.
+    written as `model_max_length`. Returns a description of what was written.
     """
-    said = "tokenizer.json"
+    description = "tokenizer.json"
     if tokenizer.kind == "tokenizers":
         content = _plain(json.loads(tokenizer.path.read_text(encoding="utf-8")))
     else:
@@ -112,7 +116,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int
         if converted is None:
             shutil.copyfile(tokenizer.path, folder / "tokenizer.model")
             return "tokenizer.model as it is: no tokenizer.json encodes every sample alike, so AutoTokenizer may differ"
-        content, said = converted, "tokenizer.json, converted from sentencepiece; equal on all samples"
+        content, description = converted, "tokenizer.json, converted from sentencepiece; equal on all samples"
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": tokenizer.specials[tokenizer.eod],
@@ -123,7 +127,7 @@ def export_tokenizer(tokenizer: Tokenizer, folder: Path, *, sequence_length: int
     }
     for name, value in (("tokenizer.json", content), ("tokenizer_config.json", settings)):
         (folder / name).write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    return said
+    return description
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:
@@ -162,14 +166,13 @@ def _from_sentencepiece(tokenizer: Tokenizer) -> dict[str, Any] | None:
     unknown = pieces.IdToPiece(pieces.unk_id())
     pairs = [(left, right) for _, _, _, left, right in merges]
     model = Model(BPE(vocab, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=fallback))
-    prefixed = pieces.EncodeAsPieces("a")[0].startswith("▁")
-    model.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁")] * prefixed + [normalizers.Replace(" ", "▁")],
-    )
-    model.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(" ", left=1)] * prefixed,
-    )
+    before: list[Any] = [normalizers.Replace(" ", "▁")]
+    after: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if pieces.EncodeAsPieces("a")[0].startswith("▁"):  # a text begins as if a space preceded it
+        before.insert(0, normalizers.Prepend("▁"))
+        after.append(decoders.Strip(" ", left=1))
+    model.normalizer = normalizers.Sequence(before)
+    model.decoder = decoders.Sequence(after)
     model.add_special_tokens([AddedToken(text, normalized=False) for _, text in sorted(tokenizer.specials.items())])
     model.encode_special_tokens = True
     encoded = [item.ids for item in model.encode_batch(samples(tokenizer))]

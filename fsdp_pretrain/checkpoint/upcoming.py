@@ -23,28 +23,28 @@ from .store import Store
 BYTES_PER_PARAMETER = 12
 """fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""
 FEW = 3
-"""A warning if fewer checkpoints than this fit."""
+"""If fewer checkpoints than this fit, that is a warning."""
 RESERVE = 0.01
-"""Share of a file system, at most 20 GiB, that is not counted as room for checkpoints."""
+"""Share of a file system, at most 20 GiB, that does not count as room for checkpoints."""
 CHECK_SECONDS = 60.0
-"""Between two checks of a file system by the watchdog."""
+"""Seconds between two checks of a file system by the watchdog."""
 SAVES = 20
 """Number of recent saves used to estimate the duration of one."""
 _MARGIN, _SPARE_FILES = 1.05, 100
 _FILES_BESIDE = 2
 _LATE, _VERY_LATE, _TOO_LATE = 1.5, 2.5, 4.0
-"""Thresholds in intervals without a verified checkpoint."""
+"""Thresholds of `Late`, in intervals without a verified checkpoint."""
 _UNPROTECTED_SECONDS = 6 * 3600.0
 """Age of the newest verified checkpoint that is too late if the next one is overdue, however long the intervals are."""
 
 
 def need_after(size: int, files: int) -> SpaceNeeded:
-    """What the next checkpoint takes, given the size and number of files in the newest one's manifest."""
+    """Space that the next checkpoint needs, given the size and number of files in the newest one's manifest."""
     return SpaceNeeded(size, files + _FILES_BESIDE)
 
 
 def first_need(parameters: int, world: int) -> SpaceNeeded:
-    """What the first checkpoint of a model takes, on `world` ranks."""
+    """Space that the first checkpoint of a model needs, on `world` ranks."""
     return SpaceNeeded(BYTES_PER_PARAMETER * parameters, world + 1)
 
 
@@ -53,10 +53,10 @@ class Fit:
     """How many more checkpoints fit.
 
     Attributes:
-        count: without deleting anything.
+        count: how many fit without deleting anything.
         severity: CRIT: the next one does not fit even after deleting old ones; WARN: few fit; None: enough.
         text: the result in words.
-        room: the free space used.
+        room: the free space that this is based on.
     """
 
     count: int
@@ -70,14 +70,14 @@ def fit(need: SpaceNeeded, room: Room, *, writing: int = 0, old: SpaceNeeded | N
 
     Args:
         writing: bytes written by saves in flight; counted as free, since they are part of the next checkpoint.
-        old: what may be deleted to make room.
+        old: space of checkpoints that may be deleted to make room.
     """
 
     def count(more: SpaceNeeded) -> int:
-        found = (room.free + writing + more.bytes - room.reserved(RESERVE)) // (_MARGIN * need.bytes)
+        fitting = (room.free + writing + more.bytes - room.reserved(RESERVE)) // (_MARGIN * need.bytes)
         if room.files:
-            found = min(found, (room.files_free + more.files - _SPARE_FILES) // need.files)
-        return max(0, int(found))
+            fitting = min(fitting, (room.files_free + more.files - _SPARE_FILES) // need.files)
+        return max(0, int(fitting))
 
     now, pruned, compared = count(SpaceNeeded(0, 0)), count(old or SpaceNeeded(0, 0)), need.compare(room)
     if not pruned:
@@ -92,7 +92,7 @@ def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fi
     """Whether the next checkpoint of a run fits in its directory.
 
     Args:
-        need: its size, used if the run has no checkpoint and no recorded start.
+        need: space that it needs, used if the run has no checkpoint and no recorded start.
 
     Returns:
         None if the size is unknown.
@@ -100,8 +100,8 @@ def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fi
     Raises:
         UserError, OSError: the directory cannot be read.
     """
-    found = Store(run.checkpoints)
-    newest = found.newest()
+    store = Store(run.checkpoints)
+    newest = store.newest()
     if newest is not None:
         files = newest.files()
         need = need_after(sum(entry.bytes for entry in files), len(files))
@@ -111,11 +111,11 @@ def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fi
     if need is None or not need.bytes:
         return None
     writing = sum(attempts(run.checkpoints).values())
-    return fit(need, Room.of(run.checkpoints), writing=writing, old=prunable(found.scan()))
+    return fit(need, Room.of(run.checkpoints), writing=writing, old=prunable(store.scan()))
 
 
 class Late(IntEnum):
-    """How late a checkpoint is: LATE is a warning, VERY_LATE requests a save, TOO_LATE a stop."""
+    """How late a checkpoint is. The watchdog warns at LATE, requests a save at VERY_LATE and a stop at TOO_LATE."""
 
     NO, LATE, VERY_LATE, TOO_LATE = range(4)
 
@@ -142,18 +142,19 @@ class UnsavedTraining:
 
     @property
     def intervals(self) -> float:
-        """Intervals passed, the smaller of by time and by progress: a stalled run loses nothing."""
+        """Intervals passed by progress, or by time if those are fewer: while a run stalls, it has nothing to lose."""
         seconds = self._interval
-        return min(self._made, self.age / seconds) if seconds else self._made
+        return min(self._by_progress, self.age / seconds) if seconds else self._by_progress
 
     @property
-    def _made(self) -> float:
+    def _by_progress(self) -> float:
+        """Intervals passed by progress."""
         return {"step": self.steps, "sample": self.samples, "token": self.tokens}[self.every.unit] / self.every.value
 
     @property
     def _interval(self) -> float:
         """Seconds per interval."""
-        return self.steps * self.step_seconds / self._made if self._made > 0 else 0.0
+        return self.steps * self.step_seconds / self._by_progress if self._by_progress > 0 else 0.0
 
     def late(self) -> Late:
         """How late the next checkpoint is. Ages below the watchdog's check interval are not late."""

@@ -1,1 +1,1 @@
-"""The main job: one start of a run, which assembles the trainer and what watches, steers and copies beside it."""
+"""The main job: one start of a run. It assembles the trainer and the services that watch, steer and copy beside it."""

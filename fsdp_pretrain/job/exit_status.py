@@ -19,20 +19,18 @@ from .run_context import RunContext
 
 
 def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, train: Callable[[], Exit]) -> Exit:
-    """Train, and record a failure; returns or raises what `train` does.
+    """Call `train`, and record a failure; returns or raises what `train` does.
 
     Args:
-        rank: this rank; if several fail alike, the first to write counts.
-        run_dir: the run directory.
-        segment: of this start.
+        rank: this rank; if several ranks fail alike, the first to write the exit intent counts.
+        segment: directory of this start's segment.
         recorder: closed at the end.
-        train: the run.
     """
     try:
         return train()
-    except Interrupted as asked:  # no intent: torchrun also sends SIGTERM when another rank has died
-        recorder.ended(str(asked), code=int(asked.exit))
-        recorder.status(force=True, **status.ended(int(asked.exit), str(asked)))
+    except Interrupted as interruption:  # no intent: torchrun also sends SIGTERM when another rank has died
+        recorder.ended(str(interruption), code=int(interruption.exit))
+        recorder.status(force=True, **status.ended(int(interruption.exit), str(interruption)))
         raise
     except BaseException as error:
         known = isinstance(error, UserError)
@@ -52,47 +50,47 @@ def conclude(outcome: Exit, loop: Loop, run: RunContext) -> Exit:
     Raises:
         UserError: the rollback is not allowed or fails; see `auto_rollback.roll_back`.
     """
-    asked, recorder, run_dir = loop.rollback, run.recorder, run.recorder.run
-    if asked is None:
+    request, recorder, run_dir = loop.rollback, run.recorder, run.recorder.run
+    if request is None:
         return _record_stop(outcome, loop.step, run)
-    if asked.repeats is False and not run.world.decide(lambda: was_blamed_on_device(run_dir, asked)):
-        return _record_suspicion(asked, run)
-    if asked.repeats is not None:
-        found = "not finite again" if asked.repeats else "finite, but a device was suspected here before"
-        text = f"the same step from the same batch was {found}: {asked.cause}"
-        recorder.event("health-again", text, step=asked.end, repeats=asked.repeats)
-    report = run.world.decide(lambda: roll_back(run_dir, asked, recorder))
+    if request.repeats is False and not run.world.decide(lambda: was_blamed_on_device(run_dir, request)):
+        return _record_suspicion(request, run)
+    if request.repeats is not None:
+        repeated = "not finite again" if request.repeats else "finite, but a device was suspected here before"
+        text = f"the same step from the same batch was {repeated}: {request.cause}"
+        recorder.event("health-again", text, step=request.end, repeats=request.repeats)
+    report = run.world.decide(lambda: roll_back(run_dir, request, recorder))
     if run.world.is_main:
-        record_rollback(run_dir, report.step, asked, recorder)
+        record_rollback(run_dir, report.step, request, recorder)
     return outcome
 
 
 def _record_stop(outcome: Exit, step: int, run: RunContext) -> Exit:
-    """`outcome`: COMPLETE or RESUME."""
-    asked = run.inbox.take()
-    reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({asked.reason or 'another rank'})"
+    """Record the end of a start without a rollback. `outcome`: COMPLETE or RESUME."""
+    requests = run.inbox.take()
+    reason = "complete" if outcome is Exit.COMPLETE else f"stopped on request ({requests.reason or 'another rank'})"
     facts: dict[str, object] = {"asked": outcome is Exit.RESUME}
-    if outcome is Exit.RESUME and asked.avoid_hosts:
-        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": list(asked.avoid_hosts)}
+    if outcome is Exit.RESUME and requests.avoid_hosts:
+        outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": list(requests.avoid_hosts)}
     _record(outcome, f"{reason} after step {step:_}", reason, step, run, **facts)
     return outcome
 
 
-def _record_suspicion(asked: RollbackRequest, run: RunContext) -> Exit:
-    """Non-finite steps that are not caused by their data.
+def _record_suspicion(request: RollbackRequest, run: RunContext) -> Exit:
+    """Record that a device is suspected, since the non-finite step was finite when it was repeated.
 
-    No sample is skipped, and the weights are still clean: the next start continues from the last checkpoint, without
-    the suspect host if it is known and there are others.
+    No sample is skipped, and the weights are still clean. The next start continues from the last checkpoint, and avoids
+    the suspect host if that is known and there are others.
     """
     hosts = run.world.gather(socket.gethostname())
-    host = None if asked.rank is None else hosts[asked.rank]
-    who = "of one of the ranks" if host is None else f"of rank {asked.rank} on {host}"
-    reason = f"{asked.cause}; the same step from the same batch was finite: suspect a device {who}, not the data"
+    host = None if request.rank is None else hosts[request.rank]
+    who = "of one of the ranks" if host is None else f"of rank {request.rank} on {host}"
+    reason = f"{request.cause}; the same step from the same batch was finite: suspect a device {who}, not the data"
     outcome, facts = Exit.RESUME, dict[str, object](restart=True)
     if host is not None and len(set(hosts)) > 1:
         outcome, facts = Exit.RESUME_AVOIDING_HOSTS, {"avoid_hosts": [host]}
-    run.recorder.event("health-again", reason, step=asked.end, rank=asked.rank, suspect=host, repeats=False)
-    _record(outcome, reason, reason, asked.end, run, **facts)
+    run.recorder.event("health-again", reason, step=request.end, rank=request.rank, suspect=host, repeats=False)
+    _record(outcome, reason, reason, request.end, run, **facts)
     return outcome
 
 

@@ -1,8 +1,8 @@
-"""Acts on what operators ask of a live run with `control`: all ranks together, between two steps.
+"""Carries out the requests of operators to a live run (`control`): all ranks together, between two steps.
 
-Rank 0 has the requests. That there are some reaches the others in the sums of a step; what they mean is then decided on
-rank 0 and broadcast, when all ranks have issued the same steps. A change is in `overrides.toml` before any rank acts on
-it, so a killed run has it wholly or not at all. Every request is answered by a journal entry.
+Rank 0 receives the requests. The other ranks learn from the sums of a step that there are some; when all ranks have
+issued the same steps, rank 0 decides what to do and broadcasts it. A change is in `overrides.toml` before any rank acts
+on it, so a killed run has it wholly or not at all. Every request is answered by a journal entry.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .profiling import StepProfiler
 from .run_context import RunContext
 
 _ROUND = 0.5
-"""Seconds between two looks for requests while the ranks are held."""
+"""Seconds between two checks for requests while training is paused."""
 
 
 @dataclass
-class Decided:
-    """What all ranks do before the next step: add timeline entries, then be held (or, if they are, go on)."""
+class ControlActions:
+    """What all ranks do before the next step: add timeline entries, then pause, or resume if they are paused."""
 
     entries: list[TimelineEntry] = field(default_factory=list)
     pause: Request | None = None
@@ -44,15 +44,14 @@ class Decided:
 
 
 class LiveControl(Observer):
-    """The requests of one start.
+    """Acknowledges, carries out or refuses the requests to one start.
 
     Args:
-        run: shared context of the start.
         guard: raises UserError if this job may not write into the run directory any more.
-        profiler: gets the requests for traces.
+        profiler: receives the requests for traces.
 
     Attributes:
-        loop: that it steers, set before training.
+        loop: the training loop, set before training.
     """
 
     loop: Loop
@@ -62,9 +61,9 @@ class LiveControl(Observer):
         self._profiler, self._config = profiler, run.config
 
     def requests(self) -> Mapping[str, int]:
-        asked = self._run.inbox.take()
-        profile = self._profiler.ask(asked.profile)
-        return {"stop": asked.stop, "save": asked.save, "profile": profile, "steer": asked.steer}
+        pending = self._run.inbox.take()
+        profile = self._profiler.ask(pending.profile)
+        return {"stop": pending.stop, "save": pending.save, "profile": profile, "steer": pending.steer}
 
     def between_steps(self, agreed: AgreedActions) -> Exit | None:
         if agreed.save or agreed.stop:
@@ -75,7 +74,7 @@ class LiveControl(Observer):
         self._acknowledge(step)
 
     def _steer(self) -> bool:
-        """Do what operators asked for, before the next step; whether to stop."""
+        """Carry out the pending requests before the next step. Returns whether to stop."""
         loop, pause = self.loop, self._decide().pause
         if pause is None:
             return False
@@ -91,35 +90,39 @@ class LiveControl(Observer):
         loop.trainer.clock.resume_after(seconds)
         return stop
 
-    def _decide(self, *, held: bool = False) -> Decided:
-        """Decide on the pending requests, after the same step was issued on all ranks, and go on with what was set."""
-        decided = self._world.decide(lambda: self._judge(self.loop.trainer.state, held))
-        for entry in decided.entries:
-            self._config = live_set.steer(self._config, entry)
-        if decided.entries:
-            self.loop.trainer.reconfigure(self._config)
-        return decided
+    def _decide(self, *, paused: bool = False) -> ControlActions:
+        """Decide on the pending requests, when all ranks have issued the same step, and apply the changes among them.
 
-    def _judge(self, here: Position, held: bool) -> Decided:
-        """On rank 0: the requests in the order in which they were sent."""
-        decided, config, step = Decided(), self._config, here.step
+        Args:
+            paused: whether training is paused now.
+        """
+        actions = self._world.decide(lambda: self._decide_here(self.loop.trainer.state, paused))
+        for entry in actions.entries:
+            self._config = live_set.steer(self._config, entry)
+        if actions.entries:
+            self.loop.trainer.reconfigure(self._config)
+        return actions
+
+    def _decide_here(self, here: Position, paused: bool) -> ControlActions:
+        """On rank 0: what the requests, in the order in which they were sent, ask for; refuses some."""
+        actions, config, step = ControlActions(), self._config, here.step
         for request in self._run.inbox.take_steering():
-            holds = decided.pause is not None or (held and decided.resume is None)
+            pauses = actions.pause is not None or (paused and actions.resume is None)
             if request.verb == "set":
                 try:
                     entry, config = self._set(request, here, config)
-                    decided.entries.append(entry)
+                    actions.entries.append(entry)
                 except StorageError:
                     raise
                 except UserError as error:
                     self._refuse(request, step, error.cause)
-            elif request.verb == "pause" and not holds:
-                decided.pause = request
-            elif request.verb == "resume" and holds and decided.pause is None:
-                decided.resume = request
+            elif request.verb == "pause" and not pauses:
+                actions.pause = request
+            elif request.verb == "resume" and pauses and actions.pause is None:
+                actions.resume = request
             else:
-                self._refuse(request, step, "the ranks are paused already" if holds else "the ranks are not paused")
-        return decided
+                self._refuse(request, step, "the ranks are paused already" if pauses else "the ranks are not paused")
+        return actions
 
     def _acknowledge(self, step: int) -> None:
         """On rank 0: answer the requests to save or to stop, which all ranks now do."""
@@ -139,7 +142,12 @@ class LiveControl(Observer):
     # ------------------------------------------------------------------ set
 
     def _set(self, request: Request, here: Position, before: Config) -> tuple[TimelineEntry, Config]:
-        """On rank 0: make a change last. Returns it, and the configuration with it. Raises UserError: it is refused."""
+        """On rank 0: check and persist a change. Returns it, and the configuration with it.
+
+        Raises:
+            UserError: the request is refused.
+            StorageError: see `_persist`.
+        """
         at, batch = here.step if request.at is None else request.at, before.schedule.batch
         if at < here.step:
             raise ConfigError(f"step {at + 1:_} has begun: the run is at step {here.step:_}")
@@ -149,54 +157,58 @@ class LiveControl(Observer):
         _refuse_unseen(request, entry, before, place)
         was, is_ = (live_set.values_of(entry, config, batch.ahead(place, 1)) for config in (before, after))
         self._guard()
-        standing = self._make_lasting(entry, after)
+        lasting = self._persist(entry, after)
         values = ", ".join(f"{key} {was[key]} -> {is_[key]}" for key in was)
         text = f"set {', '.join(request.changes)} after step {at:_}; in step {at + 1:_}: {values}"
         facts = {"at": at, "consumed": place, "before": was, "after": is_, "entry": entry.model_dump(mode="json")}
         self._answer(request, here.step, text, did="set", **facts)
-        self._recorder.status(force=True, overrides=str(standing))
+        self._recorder.status(force=True, overrides=str(lasting))
         return entry, after
 
-    def _make_lasting(self, entry: TimelineEntry, after: Config) -> Overrides:
-        """From here on every start has it. Returns what lasts. Raises ConfigError: nothing was changed; StorageError:
-        this start cannot go on."""
+    def _persist(self, entry: TimelineEntry, after: Config) -> Overrides:
+        """Write a change where this start and all later ones find it. Returns all overrides of the run.
+
+        Raises:
+            ConfigError: nothing was changed.
+            StorageError: this start cannot continue; the next one has the change.
+        """
         run = self._recorder.run
         try:
-            standing = overrides.add_entry(run, entry)
+            lasting = overrides.add_entry(run, entry)
         except OSError as error:
             raise ConfigError(f"cannot write {run.overrides}: {error.strerror}") from None
-        try:  # what this start trains with must be known later; else it ends, and the next one has the change
+        try:  # a segment must record what it trains with
             replace_file(run.segment(self._recorder.number) / "config.toml", after.to_toml())
         except OSError as error:
-            gone = StorageError(f"cannot write to {run.path}: {error.strerror}")
-            gone.exit = Exit.RESUME
-            raise gone from None
-        with suppress(OSError):  # the first makes it outlive a power failure; the next start writes the second again
+            failure = StorageError(f"cannot write to {run.path}: {error.strerror}")
+            failure.exit = Exit.RESUME
+            raise failure from None
+        with suppress(OSError):  # against a power failure; and a file that the next start writes again
             sync_directory(run.path)
             replace_file(run.config, after.to_toml())
-        return standing
+        return lasting
 
     # ------------------------------------------------------------------ pause
 
-    def _hold(self, asked: Request) -> bool:
-        """Hold all ranks idle, as `asked`. Returns whether to stop, else they were asked to go on."""
+    def _hold(self, request: Request) -> bool:
+        """Pause training on all ranks. Returns whether a request to stop ended the pause, instead of one to resume."""
         since, start, step = now(), time.monotonic(), self.loop.step
-        self._answer(asked, step, f"paused after step {step:_}", did="pause")
-        held = {"since": since, "by": asked.by, "reason": asked.reason}
-        self._recorder.status(force=True, state="paused", paused=held)
+        self._answer(request, step, f"paused after step {step:_}", did="pause")
+        facts = {"since": since, "by": request.by, "reason": request.reason}
+        self._recorder.status(force=True, state="paused", paused=facts)
         released: Request | None = None
         try:
             while released is None:
                 self._run.heartbeat.beat(Phase.PAUSED)
                 time.sleep(_ROUND)
-                found = self._world.gather(self._look_while_held())
-                if any(each.stop for each in found):
+                pending = self._world.gather(self._look_while_held())
+                if any(requests.stop for requests in pending):
                     self._acknowledge(step)
                     return True
-                if any(each.save for each in found):
+                if any(requests.save for requests in pending):
                     self._save_while_held()
-                if any(each.steer for each in found):
-                    released = self._decide(held=True).resume
+                if any(requests.steer for requests in pending):
+                    released = self._decide(paused=True).resume
                 self._recorder.status(state="paused")
         finally:
             text = f"after a pause of {human_time(time.monotonic() - start)}"
@@ -208,10 +220,10 @@ class LiveControl(Observer):
         return False
 
     def _look_while_held(self) -> Requests:
-        """This rank's pending requests; a failed save that is to be repeated is one to save."""
-        asked, (_, retry, _) = self._run.inbox.take(), self.loop.saves.signals()
-        self._profiler.ask(asked.profile)
-        return replace(asked, save=asked.save or retry)
+        """This rank's pending requests; a failed save that is due for a retry counts as a request to save."""
+        pending, (_, retry, _) = self._run.inbox.take(), self.loop.saves.signals()
+        self._profiler.ask(pending.profile)
+        return replace(pending, save=pending.save or retry)
 
     def _save_while_held(self) -> None:
         loop = self.loop
@@ -222,7 +234,7 @@ class LiveControl(Observer):
 
 
 def _refuse_unseen(request: Request, entry: TimelineEntry, before: Config, place: int) -> None:
-    """Raise ConfigError if somebody else has changed what the sender of a set had in the preview."""
+    """Raise ConfigError if a value that a `set` changes is no longer as its sender saw it in the preview."""
     shown = live_set.values_of(entry, before, place).keys()
     for other in before.timeline[request.seen :] if request.seen is not None else ():
         if changed := shown & live_set.values_of(other, before, place).keys():

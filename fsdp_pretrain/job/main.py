@@ -1,7 +1,7 @@
 """The trainer: `torchrun ... -m fsdp_pretrain.train CONFIG.toml [key=value ...]`.
 
-Parses arguments, builds all parts, runs, reports how it ended. Running it again continues from the newest valid
-checkpoint in the run directory.
+Parses arguments, builds all parts, trains and reports how training ended. When it is started again, it continues from
+the newest valid checkpoint in the run directory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdp_pretrain.run.overrides import Overrides, load_run
 from fsdp_pretrain.run.requests import Inbox, interrupt_on_signal
 from fsdp_pretrain.run.run_id import LauncherMemory
 
-from . import phases, start
+from . import joining, phases
 from .exit_status import conclude, record_end
 from .mirroring import restored_from_mirror
 from .run_context import RunContext
@@ -39,16 +39,16 @@ from .services import build_fetching, build_heartbeat, build_recorder
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the job; the exit code."""
+    """Run the job; returns the exit code."""
     args = parse_trainer(sys.argv[1:] if arguments is None else arguments)
     torchrun.die_with_launcher()
     warnings.filterwarnings("ignore", message=".*socket.*", category=UserWarning)
     try:
         interrupt_on_signal()
         return _start(args)
-    except Interrupted as asked:
-        print(f"stopped: {asked}", file=sys.stderr, flush=True)
-        return int(asked.exit)
+    except Interrupted as interruption:
+        print(f"stopped: {interruption}", file=sys.stderr, flush=True)
+        return int(interruption.exit)
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -57,15 +57,15 @@ def _start(args: argparse.Namespace) -> int:
         config, lasting = load_run(args.config, args.overrides)
         options = ResumeOptions(args.allow_fresh, allowed, args.reset_optimizer, args.reason, args.from_mirror)
         memory = LauncherMemory(torchrun.seen_note(), active=os.environ.get("LOCAL_RANK", "0") == "0")
-        start.bind_run_directory(RunDir(config.run.dir), memory)
+        joining.bind_run_directory(RunDir(config.run.dir), memory)
     except UserError as error:  # every rank of a node reads the same file: one message is enough
         return _refuse(error, speaks=os.environ.get("LOCAL_RANK", "0") == "0")
     try:
         heartbeat = build_heartbeat(config)
         with mesh.connect(config.parallel) as world:
-            options = start.agree_on_options(options, memory, world)
+            options = joining.agree_on_options(options, memory, world)
             if restored_from_mirror(config, world, options, heartbeat):
-                lasting = start.take_restored(RunDir(config.run.dir), world, memory)
+                lasting = joining.take_restored(RunDir(config.run.dir), world, memory)
                 config = world.together(partial(overrides.apply, args.config, args.overrides, lasting))
                 heartbeat.reconfigure(config)
             return torchrun.end_as_agreed(run(config, world, lasting, options, heartbeat, memory))
@@ -91,28 +91,26 @@ def run(
     """Lock the run, open a segment, train, and record how it ended in any case. Raises UserError.
 
     Args:
-        config: what to train.
-        world: all ranks.
         lasting: the part of `config` that comes from the run directory.
-        options: resume options of the person who started it.
-        heartbeat: reports to the watchdog what this rank does.
-        memory: what earlier starts under the same launcher have seen.
+        options: resume options of the person who started the job.
+        heartbeat: reports this rank's phases to the watchdog.
+        memory: what earlier starts under the same launcher saw of the run.
     """
     run_dir = RunDir(config.run.dir)
-    world.decide(lambda: start.refuse_unwanted_restart(run_dir))
-    start.open_directory(run_dir, world, memory)
+    world.decide(lambda: joining.refuse_unwanted_restart(run_dir))
+    joining.open_directory(run_dir, world, memory)
     lock, fetching = RunLock(run_dir, "training"), None
     while not world.decide(lock.attempt):  # short attempts, so that no rank waits long for rank 0
         pass
     try:
-        finished = world.decide(lambda: finish(run_dir))
+        finished = world.decide(lambda: finish(run_dir))  # a rollback that was interrupted
         world.decide(lambda: len(lineage.nodes(run_dir)))  # refuses a damaged lineage before anything is written
-        standing = world.decide(lambda: overrides.read(run_dir))
-        world.together(lambda: start.check_overrides(run_dir, lasting, standing))
-        missing = world.decide(lambda: start.look_for_checkpoints(run_dir, options, memory))
-        start.open_checkpoints(run_dir, world)
+        read_by_main = world.decide(lambda: overrides.read(run_dir))
+        world.together(lambda: joining.check_overrides(run_dir, lasting, read_by_main))
+        missing = world.decide(lambda: joining.look_for_checkpoints(run_dir, options, memory))
+        joining.open_checkpoints(run_dir, world)
         hosts = world.gather(socket.gethostname())
-        segment = world.decide(lambda: start.open_segment(run_dir, config, world, hosts))
+        segment = world.decide(lambda: joining.open_segment(run_dir, config, world, hosts))
         heartbeat.set_segment(int(segment.name))
         fetching = build_fetching(config)
         recorder = build_recorder(config, world, run_dir, segment)
@@ -120,7 +118,7 @@ def run(
             recorder.say("finished the rollback that had been interrupted")
         if missing is not None and missing.newest is not None:
             recorder.event("checkpoint-missing", missing.text, step=missing.step, newest=missing.newest)
-        start.record_overrides(recorder, lasting)
+        joining.record_overrides(recorder, lasting)
         inbox = Inbox(run_dir if world.is_main else None)
         context = RunContext(config, world, recorder, inbox, heartbeat, fetching)
         guard = partial(_check_writer, lock if world.is_main else None)
@@ -134,14 +132,14 @@ def run(
 
 
 def _check_writer(lock: RunLock | None) -> None:
-    """Before a save: raise RunGoneError if the run directory is gone, BusyError if rank 0 (`lock`) lost the lock."""
+    """Before a save: raise RunGoneError if the run directory vanished, BusyError if rank 0 lost the `lock`."""
     run_id.check()
     if lock is not None:
         lock.check()
 
 
 def _train(run: RunContext, guard: Callable[[], None], options: ResumeOptions, memory: LauncherMemory) -> Exit:
-    """Go through the phases of a start, train, and let what runs beside finish."""
+    """Go through the phases of a start, train, and wait for the processes beside training to finish."""
     run.heartbeat.beat(Phase.LOAD)
     run.world.together(lambda: phases.preflight(run.config, run.world))
     corpora = phases.open_corpora(run)
@@ -149,7 +147,7 @@ def _train(run: RunContext, guard: Callable[[], None], options: ResumeOptions, m
     companions = phases.join(run, corpora, restored)
     loop = phases.build_loop(run, corpora, restored, companions, guard=guard, memory=memory)
     if run.world.is_main:
-        start.record_ready(run, restored.resumed.state)
+        joining.record_ready(run, restored.resumed.state)
     outcome = conclude(loop.run(), loop, run)
     companions.finish(run, complete=outcome is Exit.COMPLETE)
     return outcome

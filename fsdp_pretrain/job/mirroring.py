@@ -1,4 +1,4 @@
-"""The mirror as ranks see it: restored from before a start, copied to beside training, flushed at the end."""
+"""What ranks do for the mirror: restore from it before a start, run its uploader, wait for it at the end."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from fsdp_pretrain.units import human_time
 from .run_context import RunContext
 
 _TURN = 1.0
-"""Seconds that ranks wait for rank 0 before they show that they live."""
+"""Seconds that ranks wait for rank 0 between two heartbeats."""
 _COMPLETE_SECONDS, _STOP_SECONDS = 600.0, 20.0
-"""How long a complete run, and one that was asked to stop, waits for the mirror."""
+"""How long a complete run, and one that was asked to stop, wait for the mirror."""
 
 
 def restored_from_mirror(config: Config, world: World, options: ResumeOptions, heartbeat: Heartbeat) -> bool:
     """Compare the run directory with its mirror, and restore it if that is needed and allowed. Collective.
 
     Returns:
-        Whether it was restored: what was read of it before does not count any more.
+        Whether it was restored; then what was read of the run directory before is outdated.
 
     Raises:
         UserError: see `mirror.restore`.
     """
-    run, box, stop = RunDir(config.run.dir), list[Future[None]](), threading.Event()
+    run, running, stop = RunDir(config.run.dir), list[Future[None]](), threading.Event()
 
     def begin() -> bool:
         task = compare_with_mirror(config, restore=options.from_mirror, fresh=options.fresh)
         if task is not None:
-            box.append(in_background(lambda: restore(task, run, stop)))
+            running.append(in_background(lambda: restore(task, run, stop)))
         return task is not None
 
     if not world.decide(begin):
         return False
     try:
-        while not world.decide(lambda: _ended(box[0])):  # hours perhaps, in turns: no rank waits long for rank 0
+        while not world.decide(lambda: _ended(running[0])):  # perhaps for hours, in turns: no collective times out
             heartbeat.beat(Phase.START)
     finally:
         stop.set()
@@ -64,11 +64,11 @@ def _ended(restoring: Future[None]) -> bool:
 
 
 class UploaderProcess(Observer):
-    """The uploader of a run, which dies with this process.
+    """Runs the uploader of a run as a process that dies with this one, and restarts it if it dies.
 
     Args:
-        run: of a configuration with a mirror, which its segment has.
-        segment: of this start.
+        run: the run directory, of a run with a mirror; the uploader reads the configuration of the segment.
+        segment: number of this start's segment.
     """
 
     def __init__(self, run: RunDir, segment: int) -> None:
@@ -81,7 +81,7 @@ class UploaderProcess(Observer):
         self.ensure_running()
 
     def ensure_running(self) -> None:
-        """Start it, again if it has died."""
+        """Start the uploader, or restart it if it died."""
         if self._process is not None and not self.ended:
             return
         if self._process is not None:
@@ -91,7 +91,7 @@ class UploaderProcess(Observer):
             self._process = start_helper("fsdp_pretrain.mirror.uploader", *self._command, log=log, nice=10)
 
     def finish(self) -> None:
-        """Ask it to copy what is left and to end; see `ended`."""
+        """Ask the uploader to copy what is left and to end; see `ended`."""
         self.ensure_running()
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -100,12 +100,12 @@ class UploaderProcess(Observer):
 
     @property
     def ended(self) -> bool:
-        """Whether it does not run: it has finished, or died."""
+        """Whether the uploader has finished or died."""
         return self._process is None or self._process.poll() is not None
 
     @property
     def finished(self) -> bool:
-        """Whether it has copied everything, as it was asked to."""
+        """Whether the uploader has copied everything."""
         return self._process is not None and self._process.poll() == 0
 
     def steps_in_use(self) -> list[int]:
@@ -115,25 +115,25 @@ class UploaderProcess(Observer):
 
 
 def flush_mirror(run: RunContext, uploader: UploaderProcess | None, *, complete: bool) -> None:
-    """Wait until the mirror has the last checkpoint and the record, but not for longer than ten minutes,
-    and only for a moment if the run was asked to stop. Collective.
+    """Wait until the mirror has the last checkpoint and the record: up to ten minutes after a complete run, and up to
+    20 seconds after a request to stop. Collective.
 
     Args:
-        uploader: on rank 0, if the run has a mirror.
+        uploader: on rank 0, if the run has a mirror; else None.
     """
     if run.config.checkpoint.mirror is None:
         return
     limit = _COMPLETE_SECONDS if complete else _STOP_SECONDS
-    begun = time.monotonic()
+    start = time.monotonic()
     if uploader is not None:
         uploader.finish()
         run.recorder.say(f"waiting up to {human_time(limit)} for the mirror")
 
     def ended() -> bool | None:
-        """None: the time is over, or it has died."""
+        """Whether the uploader has finished; None: it died, or the time is up."""
         if uploader is None or uploader.finished:
             return True
-        return None if uploader.ended or time.monotonic() - begun >= limit else False
+        return None if uploader.ended or time.monotonic() - start >= limit else False
 
     while (done := run.world.decide(ended)) is False:
         run.heartbeat.beat(Phase.SAVE)

@@ -1,6 +1,6 @@
-"""The phases of a start once it has a segment: open, restore, join, build. Each takes what those before returned.
+"""The phases of a start once it has a segment: open, restore, join, build. Each takes the results of those before.
 
-All are collective; an error is the same on every rank.
+All are collective; an error is raised on every rank.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from fsdp_pretrain.views.trackers.follow import Followers, finish_followers, sta
 from fsdp_pretrain.views.trackers.sink import NAMES, check_installed
 from fsdp_pretrain.watchdog.notify.channels import make_channels
 
-from . import start
-from .after_save import AfterSave
+from . import joining
+from .evaluation_worker import EvaluationWorker
 from .live_control import LiveControl
 from .mirroring import UploaderProcess, flush_mirror
 from .profiling import StepProfiler
@@ -51,7 +51,7 @@ from .run_context import RunContext
 
 
 def preflight(config: Config, world: World) -> None:
-    """Refuse what can be refused before anything is built. Raises ConfigError."""
+    """Check what can be checked before anything is built. Raises ConfigError."""
     plan.check_declared(config.model, plan.count_parameters(config.model))
     check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
     check_installed(name for name in NAMES if getattr(config.record, name))
@@ -61,11 +61,11 @@ def preflight(config: Config, world: World) -> None:
 
 @dataclass(frozen=True)
 class OpenCorpora:
-    """What is read.
+    """The corpora of a run, opened and checked.
 
     Attributes:
-        packer: of the training data.
-        heldout: samples whose loss is measured; None: none.
+        packer: packs the training data.
+        heldout: held-out samples whose loss is measured; None: there are none.
     """
 
     packer: Packer
@@ -80,24 +80,24 @@ def open_corpora(run: RunContext) -> OpenCorpora:
         world.together(partial(fetching.check, packer))
     heldout = world.together(lambda: open_heldout(config, packer))
     if world.is_main:
-        start.copy_tokenizer(run.recorder.run, packer)
+        joining.copy_tokenizer(run.recorder.run, packer)
     return OpenCorpora(packer, heldout)
 
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """The state that training goes on from, in place.
+    """Model, optimiser and history, as they are before the first step of this start.
 
     Attributes:
-        model: with its values.
-        subject: it, its optimiser, and what their checkpoints say of the run.
+        model: sharded, with its values.
+        training: model and optimiser, with what their checkpoints record of the run.
         resumed: where the run is, and the checkpoint it came from.
-        health: knows the steps before.
+        health: has judged the steps before.
         heldout: measures the held-out loss; None: it is not measured.
     """
 
     model: Decoder
-    subject: TrainingObjects
+    training: TrainingObjects
     resumed: Resumed
     health: Health
     heldout: HeldOutLoss | None
@@ -107,35 +107,35 @@ def restore(run: RunContext, corpora: OpenCorpora, options: ResumeOptions, memor
     """Load the newest valid checkpoint, or the initial values, and make this start the head of the lineage.
 
     Raises:
-        UserError: nothing valid is there, or something changed that may not.
+        UserError: there is no valid checkpoint, or something changed that a resume may not change.
     """
     config, world, recorder, packer = run.config, run.world, run.recorder, corpora.packer
     model, optimizer = build_model_and_optimizer(config, world)
-    subject = TrainingObjects(world, recorder.run, model, optimizer, config, identity(config, packer))
-    start.record_start(recorder, subject, model.count_parameters())
-    resumed = Resume(subject, recorder, options).run()
+    training = TrainingObjects(world, recorder.run, model, optimizer, config, identity(config, packer))
+    joining.record_start(recorder, training, model.count_parameters())
+    resumed = Resume(training, recorder, options).run()
     if resumed.checkpoint is None:
         fsdp.initialise_all(model, config.run.seed)
     if world.is_main:
-        start.record_changes(recorder, subject.identity.corpora, corpora.heldout, options.reason)
-    world.decide(lambda: start.record_lineage(recorder.run, recorder, resumed, fresh=options.fresh))
+        joining.record_changes(recorder, training.identity.corpora, corpora.heldout, options.reason)
+    world.decide(lambda: joining.record_lineage(recorder.run, recorder, resumed, fresh=options.fresh))
     memory.remember(segment=recorder.number, checkpoint=resumed.checkpoint)
-    health, at = _recall_health(subject, recorder.number, resumed), resumed.state
+    health, at = _recall_health(training, recorder.number, resumed), resumed.state
     world.together(lambda: check_supply(config, packer, cursor=at.cursor, consumed=at.consumed))
     heldout = None
     if (samples := corpora.heldout) is not None:
         heldout = world.together(lambda: build_heldout_loss(config, samples, world, model, run.heartbeat))
-    return RestoredRun(model, subject, resumed, health, heldout)
+    return RestoredRun(model, training, resumed, health, heldout)
 
 
-def _recall_health(subject: TrainingObjects, segment: int, resumed: Resumed) -> Health:
+def _recall_health(training: TrainingObjects, segment: int, resumed: Resumed) -> Health:
     """The `Health` of this start, identical on every rank."""
-    world = subject.world
+    world = training.world
     exact = world.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
     return world.decide(
         lambda: recall(
-            subject.run,
-            subject.config,
+            training.run,
+            training.config,
             segment=segment,
             parent=resumed.parent,
             step=resumed.state.step,
@@ -147,30 +147,30 @@ def _recall_health(subject: TrainingObjects, segment: int, resumed: Resumed) -> 
 
 @dataclass(frozen=True)
 class Companions:
-    """Processes of rank 0 beside training; empty on other ranks.
+    """Processes that rank 0 runs beside training; none on other ranks.
 
     Attributes:
-        followers: of the trackers, by name.
-        uploader: of the mirror.
+        followers: those that feed the trackers, by tracker name.
+        uploader: that of the mirror, if there is one.
     """
 
     followers: Followers = field(default_factory=dict)
     uploader: UploaderProcess | None = None
 
     def finish(self, run: RunContext, *, complete: bool) -> None:
-        """Let them finish, for a limited time. Collective."""
+        """Wait for them to finish, for a limited time. Collective."""
         flush_mirror(run, self.uploader, complete=complete)
         finish_followers(run.recorder.run, self.followers)
 
 
 def join(run: RunContext, corpora: OpenCorpora, restored: RestoredRun) -> Companions:
-    """From here on the run is this start's: its files, its requests, what runs beside it."""
+    """Make this start the one that the run's files, its requests and its companion processes belong to."""
     recorder = run.recorder
-    start.record_heldout(run, corpora.heldout)
-    start.record_skips(run, restored.resumed.state)
+    joining.record_heldout(run, corpora.heldout)
+    joining.record_skips(run, restored.resumed.state)
     if run.world.is_main:
-        start.join_run(run, restored.resumed)
-    start.discard_requests(run)
+        joining.join_run(run, restored.resumed)
+    joining.discard_requests(run)
     run.inbox.listen()
     if not run.world.is_main:
         return Companions()
@@ -188,65 +188,65 @@ def build_loop(
     guard: Callable[[], None],
     memory: LauncherMemory,
 ) -> Loop:
-    """The loop, which goes on from the restored state.
+    """Build the training loop, which continues from the restored state.
 
     Args:
         guard: raises UserError if this job may not write into the run directory any more.
-        memory: told of every checkpoint.
+        memory: remembers every checkpoint for the next start under the same launcher.
     """
     config, world, recorder = run.config, run.world, run.recorder
-    subject, state, uploader = restored.subject, restored.resumed.state, companions.uploader
-    manager = _build_manager(subject, recorder.number, guard, restored.health, uploader)
+    training, state, uploader = restored.training, restored.resumed.state, companions.uploader
+    manager = _build_manager(training, recorder.number, guard, restored.health, uploader)
     unigrams = recorder.run.path / "watchdog/unigrams.json" if world.is_main and config.watchdog.enabled else None
     if unigrams is not None:
         make_directory(unigrams.parent)
     built = run.fetching.begin(state) if run.fetching is not None else lambda _: None
     profiler = StepProfiler(run)
     control = LiveControl(run, guard, profiler)
-    beside: list[Observer] = [
-        GroupStatistics(restored.model, subject.optimizer, config, world),
+    services: list[Observer] = [
+        GroupStatistics(restored.model, training.optimizer, config, world),
         *([restored.heldout] if restored.heldout is not None else []),
         HealthObserver(restored.health, recorder, provenance(config, world.size)),
-        AfterSave(config, recorder, memory, main=world.is_main),
+        EvaluationWorker(config, recorder, memory, main=world.is_main),
         *([uploader] if uploader is not None else []),
         profiler,
         control,
     ]
-    saves = Checkpointing(config, world, manager, recorder, state.step, beside)
+    saves = Checkpointing(config, world, manager, recorder, state.step, services)
     trainer = Trainer(
         config,
         world,
         model=restored.model,
-        optimizer=subject.optimizer,
+        optimizer=training.optimizer,
         scaler=build_loss_scaler(config, world, state.loss_scale),
         data=build_data(config, corpora.packer, world, state, unigrams=unigrams, built=built),
         state=state,
         recorder=recorder,
         heartbeat=run.heartbeat,
-        observers=[saves, *beside],
+        observers=[saves, *services],
     )
-    control.loop = loop = Loop(trainer, saves, partial(_read_again, config, world))
+    control.loop = loop = Loop(trainer, saves, partial(_rebuild_batch, config, world))
     return loop
 
 
 def _build_manager(
-    subject: TrainingObjects,
+    training: TrainingObjects,
     segment: int,
     guard: Callable[[], None],
     health: Health,
     uploader: UploaderProcess | None,
 ) -> CheckpointManager:
     return CheckpointManager(
-        subject,
+        training,
         segment=segment,
         guard=guard,
-        protected=lambda: jobs.protected_steps(subject.run, subject.config),
+        protected=lambda: jobs.protected_steps(training.run, training.config),
         suspicion=lambda: health.suspicion,
         clean_until=lambda: health.clean_until,
-        spared=uploader.steps_in_use if uploader is not None else list,
+        delete_last=uploader.steps_in_use if uploader is not None else list,
     )
 
 
-def _read_again(config: Config, world: World, before: Position) -> StepBatch:
-    """This rank's share of the batch after a position, with a packer of its own. Raises DataError."""
+def _rebuild_batch(config: Config, world: World, before: Position) -> StepBatch:
+    """This rank's share of the batch after a position, built with a packer of its own. Raises DataError."""
     return build_data(config, open_packer(config), world, before).build(before)

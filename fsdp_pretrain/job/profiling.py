@@ -1,9 +1,8 @@
 """Traces chosen steps of a live run: `fsdp-pretrain profile`. See docs/replay.md.
 
-Rank 0 finds the request in its inbox; it reaches all ranks as a count in the sums of a step, after which they agree on
-the steps. So all begin and end together, and none runs beside another's trace unknowingly. A trace is made in the
-local temporary directory and copied into the run directory by a thread: storage that is full, fails or hangs loses the
-trace, and nothing else. Tracing observes: no number of the run changes.
+Rank 0 finds the request in its inbox. The other ranks learn of it from the sums of a step, and all agree on the steps
+to trace, so every rank's records name the trace. A trace is made in the local temporary directory and copied into the
+run directory by a thread: if storage is full, fails or hangs, only the trace is lost. No number of the run changes.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from fsdp_pretrain.train.observer import AgreedActions, Observer
 from .run_context import RunContext
 
 _LARGEST_SHARE = 0.1
-"""Of the free space that one trace may take: the next checkpoint matters more."""
+"""Share of the free space that one trace may take; the rest is for the next checkpoint."""
 _LAST_SECONDS = 30.0
-"""For which the end of a run waits for a trace to be written."""
+"""Seconds for which the end of a run waits for a trace to be written."""
 
 
 class StepProfiler(Observer):
-    """Traces of one start, on one rank."""
+    """Makes the traces of one start, on one rank."""
 
     def __init__(self, run: RunContext) -> None:
         self._world, self._recorder = run.world, run.recorder
@@ -49,24 +48,24 @@ class StepProfiler(Observer):
         return bool(self._pending)
 
     def between_steps(self, agreed: AgreedActions) -> None:
-        """Take the request. The step before its first one warms the profiler up."""
+        """Agree on the steps of a requested trace. The step before the first warms the profiler up."""
         if not agreed.profile:
             return
         step = agreed.step
         for request in self._world.decide(self._take):
             if self._last > step or self._writer is not None:
-                self._tell("profile-failed", f"refused, asked by {request.by}: a trace is being made", main_only=True)
+                self._report("profile-failed", f"refused, asked by {request.by}: a trace is being made", main_only=True)
                 continue
             self._first = max(request.at or 0, step + 2)
             self._last = self._first + request.steps - 1
             self._mine = self._world.rank in request.ranks
             ranks = ", ".join(map(str, request.ranks))
             text = f"tracing steps {self._first} to {self._last} on rank {ranks}, asked by {request.by}"
-            self._tell("profile", text, main_only=True)
+            self._report("profile", text, main_only=True)
 
     def _take(self) -> list[Request]:
-        taken_, self._pending = self._pending, []
-        return taken_
+        requests, self._pending = self._pending, []
+        return requests
 
     def beside(self, step: int) -> list[str]:
         return ["profile"] if self._first - 1 <= step <= self._last else []
@@ -87,10 +86,10 @@ class StepProfiler(Observer):
             self._guard(self._profile.step)
             if step == self._last:
                 self._write(step)
-        self._tell_outcome()
+        self._report_outcome()
 
     def end(self, step: int) -> None:
-        """Write what there is of a trace."""
+        """Write an unfinished trace, as far as it goes."""
         if self._profile is not None and step >= self._first:
             self._write(step)
 
@@ -100,7 +99,7 @@ class StepProfiler(Observer):
             self._profile = None
         if self._writer is not None:
             self._writer.join(_LAST_SECONDS)
-            self._tell_outcome()
+            self._report_outcome()
 
     # ------------------------------------------------------------------ the profiler
 
@@ -113,29 +112,29 @@ class StepProfiler(Observer):
         self._guard(self._profile.start)
 
     def _guard(self, act: Callable[[], object]) -> None:
-        """Call a method of the profiler; if it fails, this trace is given up."""
+        """Call a method of the profiler; give this trace up if it fails."""
         try:
             act()
         except Exception as error:
             self._profile, self._mine = None, False
-            self._tell("profile-failed", f"rank {self._world.rank} was not traced: {error}")
+            self._report("profile-failed", f"rank {self._world.rank} was not traced: {error}")
 
     def _write(self, step: int) -> None:
-        """Stop, and write the trace in the background."""
-        made, self._profile, self._mine = self._profile, None, False
-        assert made is not None
-        self._guard(made.stop)
+        """Stop tracing, and write the trace in the background. `step`: the last one traced."""
+        trace, self._profile, self._mine = self._profile, None, False
+        assert trace is not None
+        self._guard(trace.stop)
         path = self._recorder.run.profiles / f"step-{self._first:08d}-rank-{self._world.rank}.json.gz"
         text = f"steps {self._first} to {step} of rank {self._world.rank}"
-        self._writer = threading.Thread(target=self._export, args=(made, path, text), name="profile", daemon=True)
+        self._writer = threading.Thread(target=self._export, args=(trace, path, text), name="profile", daemon=True)
         self._writer.start()
 
-    def _export(self, made: profile, path: Path, text: str) -> None:
-        """In the thread: make the file here, then copy it into the run directory."""
+    def _export(self, trace: profile, path: Path, text: str) -> None:
+        """In the thread: write the file locally, then copy it into the run directory."""
         try:
             with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as folder:
                 packed, partial = Path(folder) / path.name, path.with_name(f".{path.name}.partial")
-                made.export_chrome_trace(str(packed))
+                trace.export_chrome_trace(str(packed))
                 make_directory(path.parent)
                 if packed.stat().st_size > _LARGEST_SHARE * shutil.disk_usage(path.parent).free:
                     raise OSError("the free space is for the next checkpoint")
@@ -147,12 +146,12 @@ class StepProfiler(Observer):
 
     # ------------------------------------------------------------------ the journal
 
-    def _tell_outcome(self) -> None:
+    def _report_outcome(self) -> None:
         if self._outcome is not None:
-            self._tell(*self._outcome)
+            self._report(*self._outcome)
             self._outcome = self._writer = None
 
-    def _tell(self, kind: Kind, text: str, *, main_only: bool = False) -> None:
+    def _report(self, kind: Kind, text: str, *, main_only: bool = False) -> None:
         if self._world.is_main:
             self._recorder.event(kind, text)
         elif not main_only:

@@ -1,4 +1,4 @@
-"""What the parts of a start share."""
+"""Objects that the parts of a start share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from fsdp_pretrain.run.requests import Inbox
 
 @dataclass(frozen=True)
 class RunContext:
-    """One start of a run, as one rank sees it.
+    """One start of a run, on one rank.
 
     Attributes:
-        config: the run's configuration.
-        world: all ranks.
         recorder: writes the record (silent on ranks other than 0).
         inbox: requests to this rank.
-        heartbeat: reports to the watchdog what this rank does.
-        fetching: of blocks from remote storage; None if the training data is in files.
+        heartbeat: reports this rank's phases to the watchdog.
+        fetching: fetches blocks of corpora from remote storage; None if the training data is in files.
     """
 
     config: Config

@@ -1,4 +1,4 @@
-"""Builds what a start has besides the trainer: fetcher, record, heartbeat."""
+"""Builds fetcher, recorder and heartbeat of a start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_pretrain.watchdog.hang.rank_client import PageHeartbeat, folder
 
 
 def build_fetching(config: Config) -> NodeFetching | None:
-    """This rank's part of the node's fetcher; None if the run has no cache."""
+    """This rank's side of the node's fetcher; None if the run has no cache."""
     if config.data.cache is None:
         return None
     ranks, pages = mesh.RankInfo.from_environment(), folder(config.run.dir)
@@ -35,7 +35,7 @@ def build_fetching(config: Config) -> NodeFetching | None:
 
 
 def build_recorder(config: Config, world: World, run: RunDir, segment: Path) -> Recorder:
-    """Writes the record on rank 0, and nothing on the others."""
+    """The recorder: on rank 0 it writes the record, on others only notes."""
     if not world.is_main:
         return NotesOnlyRecorder(run, segment)
     recorder = Recorder(
@@ -50,7 +50,7 @@ def build_recorder(config: Config, world: World, run: RunDir, segment: Path) -> 
 
 
 def build_heartbeat(config: Config) -> Heartbeat:
-    """This rank's part of the watchdog, active even before the rendezvous. Raises ConfigError."""
+    """This rank's heartbeat for the watchdog, active even before the rendezvous. Raises ConfigError."""
     ranks = mesh.RankInfo.from_environment()
     if not config.watchdog.enabled:
         return Heartbeat()

@@ -1,4 +1,4 @@
-"""A rank's batches, and what is wrong with them: unreadable data, too many documents left out."""
+"""Reads a rank's batches, and ends the run on unreadable data or too many documents that fail the packer's checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.step_record import StepRecord
 
 _QUARANTINE_BASE = 100_000
-"""Minimum base for the quarantined share, so that one early bad document does not stop a run."""
+"""Smallest denominator of the quarantined share, so that one early bad document does not stop a run."""
 
 
 class DataStream(Protocol):
@@ -26,11 +26,13 @@ class DataStream(Protocol):
 
 
 class BatchReader:
-    """The batches of one start, on one rank. `stream` gives them."""
+    """Reads this rank's batches from `stream`."""
 
     def __init__(self, stream: DataStream, config: Config, world: World, recorder: Recorder) -> None:
-        self.stream, self._config, self._world, self._recorder = stream, config, world, recorder
-        self._stretches = self._quarantined = 0
+        self.stream = stream
+        self._config, self._world, self._recorder = config, world, recorder
+        self._stretches = 0
+        self._quarantined = 0
         self._error: DataError | None = None
 
     @property
@@ -39,10 +41,12 @@ class BatchReader:
         return self._error is not None
 
     def read(self, before: Position) -> StepBatch:
-        """This rank's next batch, or a blank one if it cannot be read: the other ranks learn of it from the counts.
+        """This rank's next batch, or a blank one if its data cannot be read.
+
+        The blank one keeps the ranks in step until all of them learn of the error, from the sums of a step.
 
         Raises:
-            DataError: there are no other ranks.
+            DataError: the data cannot be read, and there are no other ranks.
         """
         batch = None
         if self._error is None:
@@ -59,16 +63,16 @@ class BatchReader:
             self._recorder.say(f"quarantined: {piece}")
         return batch
 
-    def refuse_to_go_on(self) -> None:
-        """On every rank: raise the DataError of the lowest one that could not read its data."""
-        self._world.together(self._raise)
+    def raise_read_error(self) -> None:
+        """Raise, on every rank, the DataError of the lowest rank that could not read its data. Collective."""
+        self._world.together(self._raise_own)
 
-    def _raise(self) -> None:
+    def _raise_own(self) -> None:
         if self._error is not None:
             raise self._error
 
     def check(self, record: StepRecord) -> None:
-        """Count a step's documents; raise DataError if too many fail the packer's checks. The same on every rank."""
+        """Count a step's documents; raise DataError, on every rank, if too many fail the packer's checks."""
         self._stretches += record.documents + record.batch  # a document may span several samples
         self._quarantined += record.quarantined
         if self._quarantined > self._config.data.max_quarantined * max(self._stretches, _QUARANTINE_BASE):

@@ -1,4 +1,4 @@
-"""Builds what trains from a configuration; for the main job, replays and benchmarks."""
+"""Builds model, optimiser, loss scaler and data loader from a configuration: for the job, replays and benchmarks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, Ad
 
 
 def build_loss_scaler(config: Config, world: World, state: list[float] | None = None) -> LossScaler | None:
-    """For fp16, continuing from `state`; None for other dtypes."""
+    """The loss scaler of fp16, which continues from `state` (of `LossScaler.state`); None for other dtypes."""
     if fsdp.compute_dtype(config, world.device) is not torch.float16:
         return None
     return LossScaler(config.train.loss_scale, world.device, state)
@@ -45,12 +45,9 @@ def build_data(
     """This rank's data loader.
 
     Args:
-        config: the run's configuration.
-        packer: of its corpora.
-        world: all ranks.
         start: position before the first batch.
         unigrams: file of token frequencies to compare batches with; None: no comparison.
-        built: called with the position after each batch, as soon as it is built.
+        built: called with the position after each batch, as soon as the batch is built.
     """
     return Loader(
         packer,

@@ -1,8 +1,8 @@
 """Saves checkpoints during training, and handles failed saves.
 
-A save is started when it is due; its end is noticed through the counts summed in every step, so all ranks act after the
-same step. A failure raises an alarm. Retries block training, with exponential backoff, until too many failed in a row
-or the newest verified checkpoint is too old.
+A save starts when it is due. Every rank reports that its writer has finished in the counts that each step sums, so all
+ranks act on it after the same step. A failure raises an alarm. Training waits for retries, which back off
+exponentially, until too many failed in a row or the newest verified checkpoint is too old.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from fsdp_pretrain.units import human_bytes, human_time
 from .observer import Observer
 
 _LONGEST_PAUSE = 300.0
-_PATIENCE = 1.0
-"""Seconds of waiting for an earlier save that are worth a journal entry."""
+"""Seconds: upper bound of the pause before a failed save is retried."""
+_LATE_SECONDS = 1.0
+"""A longer wait for the save before is recorded in the journal."""
 
 
 class Checkpointing(Observer):
-    """The checkpoints of one start. All ranks call its methods together.
+    """Saves the checkpoints of one start. All ranks call its methods together.
 
     Args:
-        config: the run's configuration.
-        world: all ranks.
-        saver: makes them.
-        recorder: writes the record.
-        step: of the checkpoint that this start continues from.
-        observers: told of every checkpoint.
+        saver: writes them, and applies the retention policy.
+        step: that of the checkpoint which this start continues from.
+        observers: their `saved` is called after every save.
+
+    Attributes:
+        saved_step: step of the newest verified checkpoint.
     """
 
     def __init__(
@@ -51,19 +52,22 @@ class Checkpointing(Observer):
         observers: Sequence[Observer] = (),
     ) -> None:
         self._config, self._world, self._saver = config.checkpoint, world, saver
-        self._patience = config.parallel.timeout.value
         self._recorder, self._observers = recorder, observers
+        self._timeout = config.parallel.timeout.value
         self.saved_step = step
-        self._pending: Future[SaveResult] | None = None
-        self._pending_step, self._number, self._reported = step, 0, False
-        self._failures, self._retry_at = 0, math.inf
-        self._safe_at = time.monotonic()
+        self._pending: Future[SaveResult] | None = None  # the save in flight
+        self._pending_step = step
+        self._number = 0  # of the save in flight, counted from 1
+        self._reported = False  # whether its failure has raised the alarm
+        self._failures = 0  # in a row
+        self._retry_at = math.inf
+        self._safe_at = time.monotonic()  # when the newest checkpoint was verified
 
     def reconfigured(self, config: Config) -> None:
         self._saver.reconfigure(config)
 
     def exclude_pause(self, seconds: float) -> None:
-        """A pause of training does not age the newest checkpoint."""
+        """Do not count a pause of training in the age of the newest checkpoint."""
         self._safe_at += seconds
 
     def beside(self, step: int) -> list[str]:
@@ -77,9 +81,12 @@ class Checkpointing(Observer):
         return {"saved": done, "save": retry, "overdue": overdue}
 
     def signals(self) -> tuple[int, bool, bool]:
-        """This rank's part: the number of the save its writer has finished (or 0), retry now, overdue.
+        """This rank's part of the counts that a step sums, see `requests`.
 
-        The first is summed over the ranks and passed to `all_ended`; the others follow rank 0's clock.
+        Returns:
+            The number of the save that this rank's writer has finished, or 0: its sum over the ranks is the argument of
+            `all_ended`. Whether to retry a failed save now. Whether the newest checkpoint is too old. The last two
+            follow rank 0's clock and are False on the other ranks.
         """
         pending, done = self._pending, 0
         if pending is not None and pending.done():
@@ -93,11 +100,11 @@ class Checkpointing(Observer):
         return done, retry, overdue
 
     def all_ended(self, total: int) -> bool:
-        """Whether the writers of all ranks have finished the save in flight, from the sum of their `signals`."""
+        """Whether the writers of all ranks have finished the save in flight. `total`: see `signals`."""
         return self._pending is not None and total == self._world.size * self._number
 
-    def refuse_to_go_on(self) -> None:
-        """Raise StorageError: the newest verified checkpoint is older than `checkpoint.max_age`."""
+    def raise_overdue(self) -> None:
+        """Raise StorageError, on every rank: the newest verified checkpoint is older than `checkpoint.max_age`."""
         raise StorageError(
             f"no checkpoint was verified for longer than checkpoint.max_age = {self._config.max_age}",
             effect=f"steps after {self.saved_step} are in no checkpoint",
@@ -116,7 +123,7 @@ class Checkpointing(Observer):
         """
         start = time.perf_counter()
         waited = self.finish()
-        if waited > _PATIENCE:
+        if waited > _LATE_SECONDS:
             self._recorder.event(
                 "checkpoint-late",
                 f"training waited {human_time(waited)} for the save of step {self._pending_step}: "
@@ -150,7 +157,7 @@ class Checkpointing(Observer):
                 return
 
     def finish(self) -> float:
-        """Wait for the save in flight, if any, and handle its outcome; the seconds that took.
+        """Wait for the save in flight, if any, and handle its outcome; returns the seconds that this took.
 
         Raises:
             StorageError: on every rank, after too many failures in a row.
@@ -159,13 +166,15 @@ class Checkpointing(Observer):
         if pending is None:
             return 0.0
         start = time.perf_counter()
-        ended = pending in wait([pending], self._patience).done
+        ended = pending in wait([pending], self._timeout).done
         error = pending.exception() if ended else None
-        failure = _cause(error) if error is not None else None if ended else "its writer timed out"
+        failure = None if error is None else _cause(error)
+        if not ended:
+            failure = "its writer timed out"
         expected = ended and (error is None or isinstance(error, StorageError))
         outcomes = self._world.gather((failure, expected))
         if not all(fine for _, fine in outcomes):
-            self._saver.renew()
+            self._saver.replace_writers()
         if isinstance(error, UserError) and not expected:
             raise error  # on every rank, e.g. another job took over the run
         causes = [
@@ -180,7 +189,7 @@ class Checkpointing(Observer):
         return time.perf_counter() - start
 
     def abandon(self) -> None:
-        """Let the save in flight end, ignoring its outcome: the run ends for another reason."""
+        """Wait for the save in flight and ignore its outcome, since the run ends for another reason."""
         with suppress(UserError):
             self.finish()
 

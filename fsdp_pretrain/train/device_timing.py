@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def mark(device: torch.device) -> Any:
-    """A timestamp: a CUDA event, or host time on CPU."""
+    """A timestamp for `between`: a recorded CUDA event, or the host's clock on a CPU."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -24,7 +24,7 @@ def between(start: Any, end: Any) -> float:
 
 
 def to_host(device: torch.device, *tensors: Tensor) -> tuple[list[Tensor], torch.cuda.Event | None]:
-    """Start copying to the host; the copies, and an event that says when they are complete (None: already)."""
+    """Start copying to the host. Returns the copies, and an event to wait for before they are read (None: at once)."""
     if device.type != "cuda":
         return [*tensors], None
     copies = [_copy(tensor) for tensor in tensors]

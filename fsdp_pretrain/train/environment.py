@@ -1,7 +1,7 @@
-"""What a start runs on and with: hosts, devices, versions, code state. Recorded, and compared with the last start.
+"""The environment of a start: hosts, devices, versions, state of the code.
 
 Most failures after a restart come from an unintended change. So every start records its environment, and the journal
-names the differences from the last one.
+lists how it differs from that of the start before.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _GIT_SECONDS = 60.0
 
 
 class _Corpora(StateFile):
-    """Fingerprint of every source, by its name."""
+    """`corpora.json` of a segment: fingerprint of every source, by its name."""
 
     corpora: dict[str, str]
 
 
 def describe(world: World, hosts: list[str]) -> dict[str, Any]:
-    """The content of a segment's `environment.json`; `hosts`: of every rank, in rank order."""
+    """The content of a segment's `environment.json`; `hosts`: name of each rank's host, in rank order."""
     variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith(_RECORDED_VARIABLES)}
     return {
         "time": now(),
@@ -106,52 +106,51 @@ def _driver() -> str | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Commit of this program's checkout and whether it was changed; None outside a checkout."""
+    """Commit of this program's checkout and its uncommitted changes; None outside a checkout."""
     # Without the locks that `git status` takes to refresh the index: a killed rank would leave one behind.
     git = ["git", "-C", str(Path(__file__).resolve().parent.parent), "--no-optional-locks"]
     try:
-        found = [
+        answers = [
             run_program([*git, *question], _GIT_SECONDS, output=subprocess.PIPE)
             for question in (("rev-parse", "HEAD"), ("status", "--porcelain"))
         ]
     except OSError:
         return None
-    if any(answer.returncode for answer in found):
+    if any(answer.returncode for answer in answers):
         return None
-    commit, changed = (answer.stdout.decode(errors="replace") for answer in found)
+    commit, changed = (answer.stdout.decode(errors="replace") for answer in answers)
     return {"commit": commit.strip(), "changed": sorted(line[3:] for line in changed.splitlines())[:50]}
 
 
 def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, list[str]] | None:
-    """What changed since the last start that joined the lineage. Records the corpora for the next start to compare.
+    """What changed since the last segment that joined the lineage. Records the corpora for the next start to compare.
 
     Args:
-        run: the run directory.
-        number: of this start's segment.
+        number: this segment's.
         corpora: fingerprint of every source.
 
     Returns:
-        (segment of the last start, `what: old -> new` each); None if this is the first.
+        The number of that last segment, and the changes as `what: old -> new`; None if this is the first.
     """
     with contextlib.suppress(OSError):  # a full disk must not stop a start here
         state_files.write(run.segment(number) / _CORPORA, {"corpora": corpora})
-    went_through = (path for path in run.segments if (path / LINEAGE).exists())
-    started = [int(path.name) for path in went_through if (path / ENVIRONMENT).exists()]
-    last = max((other for other in started if other < number), default=None)
+    joined = (path for path in run.segments if (path / LINEAGE).exists())
+    recorded = [int(path.name) for path in joined if (path / ENVIRONMENT).exists()]
+    last = max((n for n in recorded if n < number), default=None)
     if last is None:
         return None
     before, after = (environment.view(run, n) for n in (last, number))
-    found = _configuration(run, last, number)
-    found += _hosts(before.hosts, after.hosts)
-    found += differences(before.model_dump(include=_COMPARED), after.model_dump(include=_COMPARED))
-    found += _code(before.git or {}, after.git or {})
-    found += differences(_variables(before), _variables(after), "environment")
+    changed = _configuration(run, last, number)
+    changed += _hosts(before.hosts, after.hosts)
+    changed += differences(before.model_dump(include=_COMPARED), after.model_dump(include=_COMPARED))
+    changed += _code(before.git or {}, after.git or {})
+    changed += differences(_variables(before), _variables(after), "environment")
     known = state_files.view(run.segment(last) / _CORPORA, _Corpora)  # None if the disk was full then
-    return last, found + (differences(known.corpora, corpora, "corpora") if known is not None else [])
+    return last, changed + (differences(known.corpora, corpora, "corpora") if known is not None else [])
 
 
-def _variables(begun: environment.Environment) -> dict[str, str]:
-    return {key: value for key, value in begun.variables.items() if not _ALWAYS_NEW.match(key)}
+def _variables(recorded: environment.Environment) -> dict[str, str]:
+    return {key: value for key, value in recorded.variables.items() if not _ALWAYS_NEW.match(key)}
 
 
 def _configuration(run: RunDir, last: int, number: int) -> list[str]:
@@ -163,16 +162,16 @@ def _configuration(run: RunDir, last: int, number: int) -> list[str]:
 
 
 def _hosts(before: dict[str, int], after: dict[str, int]) -> list[str]:
-    found = []
+    changed = []
     for word, names in (("gone", [*before.keys() - after.keys()]), ("new", [*after.keys() - before.keys()])):
         if names:
             more = f" and {len(names) - _SHOWN_HOSTS} more" if len(names) > _SHOWN_HOSTS else ""
-            found.append(f"hosts {word}: {', '.join(sorted(names)[:_SHOWN_HOSTS])}{more}")
-    return found
+            changed.append(f"hosts {word}: {', '.join(sorted(names)[:_SHOWN_HOSTS])}{more}")
+    return changed
 
 
 def _code(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    found = differences({"commit": before.get("commit")}, {"commit": after.get("commit")}, "code")
+    changed = differences({"commit": before.get("commit")}, {"commit": after.get("commit")}, "code")
     if before.get("changed") != after.get("changed"):
-        found.append(f"uncommitted changes to the code: {', '.join(after.get('changed') or []) or 'none any more'}")
-    return found
+        changed.append(f"uncommitted changes to the code: {', '.join(after.get('changed') or []) or 'none any more'}")
+    return changed

@@ -1,4 +1,4 @@
-"""Garbage collection at the same steps on all ranks: one rank that collects on its own holds up all others."""
+"""Garbage collection at the same steps on all ranks, because a rank that collects alone makes all others wait."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _EVERY = 50
 
 @contextmanager
 def collection_at_steps() -> Iterator[None]:
-    """Python collects nothing on its own inside; call `collect_garbage` after each step.
+    """Turn Python's own garbage collection off inside; call `collect_garbage` after each step.
 
-    What exists at the beginning (modules, the model) is not looked at again, so that a collection takes milliseconds.
+    Objects that exist at the beginning (modules, the model) are frozen, so that a collection takes milliseconds.
     """
     enabled = gc.isenabled()
     gc.collect()

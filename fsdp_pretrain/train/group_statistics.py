@@ -1,7 +1,7 @@
-"""Statistics of groups of parameters, in some steps: what to look at when the loss spikes.
+"""Norms of gradients and weights and Adam's second moments by group of parameters, to explain loss spikes.
 
-Gradients are measured before the update, second moments and weights after it: one pass over this rank's shards, and one
-gather. Nothing is changed, and nothing waits for the device.
+Measured in some steps only, gradients before the update, second moments and weights after it: one pass over this rank's
+shards and one gather. Nothing is changed, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -36,14 +36,7 @@ def group_of(name: str, layers: int) -> str:
 
 
 class GroupStatistics(Observer):
-    """Measures the groups of a model.
-
-    Args:
-        model: sharded.
-        optimizer: of its parameters.
-        config: the run's configuration.
-        world: all ranks.
-    """
+    """Measures the groups of parameters of a sharded model and its optimiser."""
 
     def __init__(self, model: Decoder, optimizer: AdamW, config: Config, world: World) -> None:
         self._optimizer, self._config, self._world = optimizer, config, world
@@ -69,28 +62,28 @@ class GroupStatistics(Observer):
             return
         zero = torch.zeros((), device=self._world.device)
         gradients = [parameter.grad for parameter in self._parameters.values()]
-        squares = torch.stack([zero if each is None else _square(each) for each in gradients]).double()
+        squares = torch.stack([zero if gradient is None else _square(gradient) for gradient in gradients]).double()
         self._gradients = self._by_group(squares if scale is None else squares / scale.double().square()).sum(-1)
 
     @torch.no_grad()
     def after_update(self) -> Tensor | None:
-        """What was measured, of the whole model: fp64 [values, groups] on the device. One gather."""
+        """Squared norms of gradients and weights and the largest second moment: fp64 [3, groups]. One gather."""
         gradients, self._gradients = self._gradients, None
         if gradients is None:
             return None
         states = self._optimizer.state_by_name()
         weights = torch.stack([_square(parameter) for parameter in self._parameters.values()]).double()
         largest = torch.stack([_largest(states[name]["exp_avg_sq"]) for name in self._parameters]).double()
-        own = torch.stack((gradients, self._by_group(weights).sum(-1), self._by_group(largest).amax(-1)))
-        every = self._world.gather_shards(own)
-        return torch.cat((every[:, :2].sum(0), every[:, 2:].amax(0)))
+        local = torch.stack((gradients, self._by_group(weights).sum(-1), self._by_group(largest).amax(-1)))
+        shards = self._world.gather_shards(local)
+        return torch.cat((shards[:, :2].sum(0), shards[:, 2:].amax(0)))
 
     def _by_group(self, values: Tensor) -> Tensor:
-        """Values of the parameters in the rows of their groups; 0 elsewhere."""
+        """Values [parameters] -> [groups, parameters]: each in the row of its group, 0 elsewhere."""
         return torch.where(self._members, values, 0.0)
 
     def fields(self, measured: Tensor) -> dict[str, dict[str, ParameterGroup]]:
-        """`groups` of a record."""
+        """The field `groups` of a step's record."""
         groups = {
             name: ParameterGroup(
                 grad_norm=number(gradients**0.5), weight_norm=number(weights**0.5), second_moment_max=number(largest)
@@ -101,12 +94,12 @@ class GroupStatistics(Observer):
 
 
 def _square(tensor: Tensor) -> Tensor:
-    """The squared norm of this rank's part, fp32 0-dim; on a CPU several times faster than a norm, and nearer to it."""
+    """Squared norm of this rank's part, fp32 0-dim; on a CPU several times faster than `norm()`, and more exact."""
     flat = local_part(tensor).detach().flatten()
     return torch.dot(flat, flat)
 
 
 def _largest(tensor: Tensor) -> Tensor:
-    """The largest element of this rank's part, none of which is negative, 0-dim."""
+    """The largest element of this rank's part of a tensor without negative elements, 0-dim."""
     local = local_part(tensor)
     return local.amax() if local.numel() else local.new_zeros(())

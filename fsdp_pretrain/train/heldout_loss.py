@@ -1,8 +1,8 @@
 """The loss of fixed held-out samples, measured between optimiser steps on the ranks that train.
 
-Every rank has an equal share of the samples, packed and in memory from the start; an incomplete last micro-batch is
-filled up with samples that are not counted, so that all ranks run the same number of forward passes. Sums are fp64 and
-stay on the device. Nothing here changes what is learned: there are no gradients, no dropout and no random numbers.
+Every rank holds an equal share of the samples, packed and in memory from the start. Incomplete micro-batches are filled
+with samples that do not count, so that all ranks run the same number of forward passes. Sums are fp64 and stay on the
+device. Training is unaffected: there are no gradients, no dropout and no random numbers.
 """
 
 from __future__ import annotations
@@ -31,12 +31,9 @@ class HeldOutLoss(Observer):
     """Measures the loss of this rank's share of the held-out samples.
 
     Args:
-        config: the run's configuration.
-        world: all ranks.
-        model: sharded; in training mode before and after.
+        model: sharded; in training mode before and after a measurement.
         heartbeat: receives a phase before each forward pass.
-        micro: this rank's share, in host memory; the same number on every rank. `MicroBatch.sources` are numbers of
-            `eval.loss_on`.
+        micro: this rank's share, in host memory; equally many on every rank. `MicroBatch.sources` index `eval.loss_on`.
     """
 
     def __init__(
@@ -49,24 +46,24 @@ class HeldOutLoss(Observer):
         self._config = config
 
     def _due(self, state: TrainState) -> bool:
-        """Whether to measure after the step that led to `state`: it completes an interval, or is the last."""
+        """Whether the step that led to `state` completes an interval or is the last."""
         schedule, before = self._config.schedule, state.consumed - state.batch
         last, every = state.consumed >= schedule.total, self._config.heldout_every
         return last or schedule.due(every, step=state.step, before=before, after=state.consumed)
 
     @torch.no_grad()
     def start(self) -> None:
-        """Compile the forward pass, if blocks are compiled, before the first step: later it would look like a hang."""
+        """Compile the forward pass before the first step, if blocks are compiled: later it would look like a hang."""
         if fsdp.compiles(self._config, self._world.device):
             self._run(self._micro[:1], Phase.LOAD)
 
     @torch.no_grad()
     def after_step(self, state: TrainState) -> Tensor | None:
-        """Sums of losses and targets by source, over all ranks: fp64 [2, sources] on the device, if they are due."""
+        """Sums of losses and targets over all ranks, fp64 [2, sources] on the device; None if no measurement is due."""
         return self._world.sum_(self._run(self._micro, Phase.COMPUTE)) if self._due(state) else None
 
     def fields(self, measured: Tensor) -> dict[str, dict[str, LossSum]]:
-        """`heldout` of a record."""
+        """The field `heldout` of a step's record."""
         return {"heldout": loss_by_source(self._sources, *measured.tolist())}
 
     def _run(self, batches: Sequence[MicroBatch], phase: Phase) -> Tensor:
@@ -76,9 +73,9 @@ class HeldOutLoss(Observer):
         for micro in batches:
             self._heartbeat.beat(phase)
             measured = forward.losses(model, micro, self._config.data, device)
-            of = micro.sources.to(device, non_blocking=True)
-            sums[0].index_add_(0, of, measured.losses.double().sum(1))
-            sums[1].index_add_(0, of, (measured.labels != IGNORE).sum(1).double())
+            sources = micro.sources.to(device, non_blocking=True)
+            sums[0].index_add_(0, sources, measured.losses.double().sum(1))
+            sums[1].index_add_(0, sources, (measured.labels != IGNORE).sum(1).double())
         model.train()
         fsdp.reshard(model)
         return sums
@@ -88,19 +85,21 @@ def build_heldout_loss(
     config: Config, samples: HeldOutSamples, world: World, model: Decoder, heartbeat: Heartbeat
 ) -> HeldOutLoss:
     """Pack this rank's share of the samples. Raises DataError."""
-    size, every = config.train.micro_batch, samples.indices
-    own = every[world.rank :: world.size]
-    rows = -(-len(every) // (world.size * size)) * size
-    filled = [*own, *every[:1] * (rows - len(own))]
+    size, indices = config.train.micro_batch, samples.indices
+    share = indices[world.rank :: world.size]
+    rows = -(-len(indices) // (world.size * size)) * size
+    filled = [*share, *indices[:1] * (rows - len(share))]
     micro = [
-        _pack(config, samples, filled[start : start + size], counted=len(own) - start) for start in range(0, rows, size)
+        _pack(config, samples, filled[start : start + size], counted=len(share) - start)
+        for start in range(0, rows, size)
     ]
-    micro = [pinned(each) for each in micro] if world.device.type == "cuda" else micro
+    if world.device.type == "cuda":
+        micro = [pinned(batch) for batch in micro]
     return HeldOutLoss(config, world, model, heartbeat, micro)
 
 
 def _pack(config: Config, samples: HeldOutSamples, indices: Sequence[int], *, counted: int) -> MicroBatch:
-    """A micro-batch of which only the first `counted` samples have targets."""
+    """A micro-batch in which only the first `counted` samples have targets."""
     micro = micro_batch(
         samples.packer.pack_samples(indices),
         with_lengths=config.data.uses_lengths,

@@ -1,4 +1,4 @@
-"""Steps that were issued to the device, and the record made of each once its sums are on the host."""
+"""Steps in flight: issued to the device, but their sums are not on the host yet; then each becomes a `StepRecord`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdp_pretrain.run.step_record import LossSum, Ramps, ReadSeconds, StepRecor
 
 from .observer import Observer
 from .step_clock import StepTimes
-from .step_sums import StepCounts, StepSums
+from .step_metrics import StepCounts, StepSums
 
 
 @dataclass
@@ -29,13 +29,12 @@ class IssuedStep:
     """A step that was issued to the device and whose metrics are in flight.
 
     Attributes:
-        state: after it.
-        values: of its schedules.
-        times: of it.
+        state: counters after the step.
+        values: what the schedules gave for it.
         data: facts about its batch, for the record.
         counts, sums: packed `StepCounts` and `StepSums` of all ranks.
-        measured: by observers.
-        ready: event after which the tensors are in host memory; None: they are.
+        measured: what observers measured.
+        ready: event after which the tensors are in host memory; None: they are already.
     """
 
     state: TrainState
@@ -49,11 +48,9 @@ class IssuedStep:
 
 
 class Ledger:
-    """The steps that are in flight, oldest first.
+    """The steps in flight, oldest first.
 
     Args:
-        config: the run's configuration.
-        world: all ranks.
         parameters: number of model parameters.
         scaled: the loss is scaled, for fp16.
     """
@@ -69,11 +66,11 @@ class Ledger:
         return len(self._issued)
 
     def enter(self, issued: IssuedStep) -> None:
-        """A step was issued."""
+        """Add a step that was issued."""
         self._issued.append(issued)
 
     def settle(self) -> IssuedStep:
-        """Take the oldest step out, and wait until what it measured is in host memory."""
+        """Take the oldest step out, and wait until its sums are in host memory."""
         issued = self._issued.popleft()
         if issued.ready is not None:
             issued.ready.synchronize()
@@ -82,7 +79,9 @@ class Ledger:
     def record(self, issued: IssuedStep) -> StepRecord:
         """The record of a settled step."""
         config, world, state = self._config, self._world, issued.state
-        measured = {name: value for observer, each in issued.measured for name, value in observer.fields(each).items()}
+        measured = dict[str, Any]()
+        for observer, tensor in issued.measured:
+            measured.update(observer.fields(tensor))
         lengths = config.schedule.lengths.between(state.consumed - state.batch, state.consumed)
         tokens = {length: length * samples for length, samples in lengths.items()}
         counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()

@@ -15,12 +15,11 @@ from .garbage import collect_garbage, collection_at_steps
 from .observer import AgreedActions, RollbackRequest, Verdict
 from .trainer import LAG, Trainer
 
-Reread = Callable[[Position], StepBatch]
-"""The position before a batch -> this rank's share of it."""
-
+RebuildBatch = Callable[[Position], StepBatch]
+"""The position before a batch -> this rank's share of the batch."""
 
 Duty = Callable[[AgreedActions], Exit | None]
-"""What is done between two steps, by all ranks together; returns the reason to end, if there is one."""
+"""Something that all ranks do together between two steps; returns the reason to end, if there is one."""
 
 
 class Loop:
@@ -29,15 +28,15 @@ class Loop:
     Args:
         trainer: runs the steps, with the observers.
         saves: makes checkpoints.
-        reread: rebuilds a batch, while the data may be prefetching others.
+        rebuild_batch: builds a batch once more, beside the loader that prefetches others.
 
     Attributes:
-        duties: between two steps, in this order; the first that returns a reason to end is the last.
+        duties: called between two steps in this order, until one returns a reason to end.
         rollback: the requested rollback, if the run ended for one.
     """
 
-    def __init__(self, trainer: Trainer, saves: Checkpointing, reread: Reread) -> None:
-        self.trainer, self.saves, self._reread = trainer, saves, reread
+    def __init__(self, trainer: Trainer, saves: Checkpointing, rebuild_batch: RebuildBatch) -> None:
+        self.trainer, self.saves, self._rebuild_batch = trainer, saves, rebuild_batch
         self._agreed = AgreedActions()
         self.rollback: RollbackRequest | None = None
         self.duties: tuple[Duty, ...] = (
@@ -54,7 +53,7 @@ class Loop:
         return self.trainer.state.step
 
     def run(self) -> Exit:
-        """Train to the end of the schedule, or until asked to stop; the reason to exit with.
+        """Train to the end of the schedule, or until asked to stop; returns the reason to exit with.
 
         Raises:
             UserError: training cannot continue; the same on every rank if it concerns all.
@@ -86,7 +85,7 @@ class Loop:
         return self.trainer.state.consumed >= self.trainer.config.schedule.total
 
     def _end(self, outcome: Exit) -> Exit:
-        """Read what is in flight and save, unless the run goes back to an earlier step."""
+        """Read the steps in flight and save, unless the run goes back to an earlier step."""
         if self.rollback is not None:
             return outcome
         self.collect(keep=0)
@@ -101,7 +100,7 @@ class Loop:
         return outcome
 
     def collect(self, *, keep: int) -> None:
-        """Judge and record issued steps until `keep` are outstanding; update the agreed actions.
+        """Judge and record issued steps, oldest first, until only `keep` are in flight; update the agreed actions.
 
         Raises:
             UserError: an observer ends the run, on every rank.
@@ -132,7 +131,7 @@ class Loop:
 
     def _refuse_without_checkpoints(self, agreed: AgreedActions) -> None:
         if agreed.overdue:
-            self.saves.refuse_to_go_on()
+            self.saves.raise_overdue()
 
     def _finish_save(self, agreed: AgreedActions) -> None:
         if self.saves.all_ended(agreed.saved):
@@ -170,16 +169,16 @@ class Loop:
         return Exit.RESUME
 
     def _is_reproducible(self, rollback: RollbackRequest) -> bool | None:
-        """Whether the last non-finite step is so again when repeated from its batch; None if that cannot be determined.
+        """Whether the last non-finite step is non-finite again when repeated; None if that cannot be determined.
 
-        Collective; changes no parameter. The parameters are the same except for steps that were in flight, so a cause
-        in the data or the state shows again; a device fault does not.
+        Collective; changes no parameter. The parameters are the same except for steps that were in flight, so the step
+        is non-finite again if data or state are the cause, and finite if a device is.
         """
         before, world = rollback.before, self.trainer.world
         if before is None:
             return None
         try:
-            batch = world.together(lambda: self._reread(before))
+            batch = world.together(lambda: self._rebuild_batch(before))
         except DataError:
             return None
         return not self.trainer.is_finite(batch)

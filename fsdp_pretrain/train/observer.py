@@ -1,8 +1,8 @@
-"""The points of training at which services take part: the only way in which the loop and its steps know of them.
+"""Callbacks of training: the only way in which the loop and its steps know of services.
 
-Built-in observers: saves, group statistics, the held-out loss, health, what follows a checkpoint, the profiler, live
-control; `job/phases.py` puts them in order. Those that measure or communicate are on every rank. Nothing here imports
-torch: health has none.
+Built-in observers: saves, group statistics, the held-out loss, health, the evaluation worker, the mirror's uploader,
+the profiler, live control; `job/phases.py` puts them in order. Those that measure or communicate are on every rank.
+Imports no torch, since `health` does without it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.dcp import SaveResult
     from fsdp_pretrain.checkpoint.state import TrainState
 
-    from .step_sums import StepCounts
+    from .step_metrics import StepCounts
 
 
 @dataclass(frozen=True)
 class RollbackRequest:
-    """Go back to before an incident, and skip its samples."""
+    """A request to go back to before an incident, and to skip its samples."""
 
-    key: str  # of the incident
+    key: str  # that of the incident, such as `loss/spike`
     cause: str  # one sentence
     start: int  # first step of the incident
     end: int  # last step of the incident
@@ -60,9 +60,9 @@ class AgreedActions:
 
     Attributes:
         step: number of the last step that was issued.
-        stop, save, profile, steer, overdue: some rank asked for it, see `StepCounts`.
-        saved: sum of the numbers of finished saves.
-        rollback: what an observer asks for.
+        stop, save, profile, steer, overdue: whether some rank asked for it, see `StepCounts`.
+        saved: sum over the ranks of the numbers of finished saves, see `Checkpointing.signals`.
+        rollback: the rollback that an observer asks for.
     """
 
     step: int = 0
@@ -75,67 +75,67 @@ class AgreedActions:
     rollback: RollbackRequest | None = None
 
     def add(self, counts: StepCounts) -> None:
-        """What the sums of one more step say."""
+        """Add the sums of one more step."""
         for name in ("stop", "save", "profile", "steer", "overdue"):
             setattr(self, name, getattr(self, name) or getattr(counts, name) > 0)
         self.saved = max(self.saved, counts.saved)
 
 
 class Observer:
-    """Something beside training, on every rank; here it does nothing.
+    """Base class of what takes part in training; its methods do nothing.
 
     Only `start` and `between_steps` may communicate or wait for the device, and then on all ranks together. An error
     that a method raises ends the run.
     """
 
     def start(self) -> None:
-        """Before the first step."""
+        """Called before the first step."""
 
     def before_step(self, step: int) -> None:
-        """Before a step is issued, with its number."""
+        """Called before the step of this number is issued."""
 
     def requests(self) -> Mapping[str, int]:
         """What this rank asks all ranks to agree on, by field of `StepCounts`: summed in the next step."""
         return {}
 
     def beside(self, step: int) -> list[str]:
-        """Names of what runs on this node beside a step, for its record."""
+        """Names of what runs on this node beside a step, such as `save`: the field `beside` of its record."""
         return []
 
     def before_update(self, state: TrainState, scale: Tensor | None) -> None:
-        """The gradients of the step that leads to `state` are complete. `scale`: see `Gradients.scale`."""
+        """Called when the gradients of the step that leads to `state` are complete. `scale`: see `Gradients.scale`."""
 
     def after_update(self) -> Tensor | None:
-        """The step was taken, or skipped. Returns what was measured, on the device, for `fields`."""
+        """Called when the optimiser took or skipped the step. Returns a device tensor for `fields`, or None."""
         return None
 
     def after_step(self, state: TrainState) -> Tensor | None:
-        """A step was issued, which led to `state`. Returns what was measured, on the device, for `fields`."""
+        """Called when the step that led to `state` was issued. Returns a device tensor for `fields`, or None."""
         return None
 
     def fields(self, measured: Tensor) -> Mapping[str, Any]:
-        """Fields of a step's record, from what was measured in that step, now in host memory."""
+        """Fields of a step's record, from the tensor that this observer returned in that step, now in host memory."""
         return {}
 
     def judge(self, record: StepRecord) -> Verdict | None:
-        """A step's record is complete: the same on every rank, two steps later. The verdict must be so too."""
+        """Judge a step by its record, two steps later. Record and verdict must be the same on every rank."""
         return None
 
     def recorded(self, record: StepRecord, verdict: Verdict) -> None:
-        """A record was written. `verdict`: what this observer returned for it."""
+        """Called when a step's record was written. `verdict`: this observer's, from `judge`."""
 
     def between_steps(self, agreed: AgreedActions) -> Exit | None:
-        """All ranks have issued the same step. Returns the reason to end training, if there is one."""
+        """Called when all ranks have issued the same step. Returns the reason to end training, if there is one."""
         return None
 
     def saved(self, result: SaveResult) -> None:
-        """A checkpoint was committed and verified."""
+        """Called when a checkpoint was committed and verified."""
 
     def reconfigured(self, config: Config) -> None:
-        """From the next step on the run has this configuration, in which only the timeline differs."""
+        """Called when the timeline changed: `config` counts from the next step on, and differs in nothing else."""
 
     def end(self, step: int) -> None:
-        """The last step was issued and recorded; its state is saved next."""
+        """Called when the last step was issued and recorded; its state is saved next."""
 
     def close(self) -> None:
-        """Training has ended, in whatever way."""
+        """Called when training has ended, in whatever way."""

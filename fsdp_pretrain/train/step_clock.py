@@ -1,4 +1,4 @@
-"""Step timing: taken while a step is issued, read once it is complete, without waiting for the device."""
+"""Timing of steps: marks set while a step is issued, and read once it is complete, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.run.step_record import StepSeconds
 
 from .device_timing import between, mark
-from .straggler_timing import OwnTime
+from .straggler_timing import ComputeTime
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class StepTimes:
     """Timing of one step.
 
     Attributes:
-        before, forward, update, updated, end: marks: end of the previous step, start of the forward passes, start and
-            end of the update, end of the step.
-        own: argument of `OwnTime.add`.
+        before, forward, update, updated, end: marks of `device_timing.mark`: end of the previous step, start of the
+            forward passes, start and end of the update, end of the step.
+        compute: argument of `ComputeTime.add`.
         data, checkpoint: seconds that the host waited for data and for saves.
-        paused: seconds that the ranks were held before `before`.
+        paused: seconds of a pause, which ended at `before`.
     """
 
     before: Any
@@ -35,7 +35,7 @@ class StepTimes:
     update: Any
     updated: Any
     end: Any
-    own: list[Any] | None
+    compute: list[Any] | None
     data: float
     checkpoint: float
     paused: float
@@ -61,61 +61,63 @@ class StepClock:
     """Times the step that is being issued, and reports its phases to the watchdog.
 
     Args:
-        model: sharded; see `OwnTime`.
-        device: where it computes.
+        model: sharded; see `ComputeTime`.
         heartbeat: receives the phases.
-        compiled: whether the blocks are.
+        compiled: whether the blocks of the model are compiled.
     """
 
     def __init__(self, model: Decoder, device: torch.device, heartbeat: Heartbeat, *, compiled: bool) -> None:
         self._device, self._heartbeat = device, heartbeat
-        self._own = OwnTime(model, device, heartbeat, compiled=compiled)
-        self._data = self._stalled = self._paused = 0.0
+        self._compute = ComputeTime(model, device, heartbeat, compiled=compiled)
+        self._data = 0.0  # seconds of waits, see `StepTimes`
+        self._stalled = 0.0
+        self._paused = 0.0
         self._marks = [mark(device)]
-        self._own_marks: list[Any] | None = None
+        self._compute_marks: list[Any] | None = None
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
-        """A step starts: the host waits for its data."""
+        """Start a step, and time how long the host waits for its data inside."""
         self._heartbeat.step(step)
         start = time.perf_counter()
         yield
         self._data = time.perf_counter() - start
 
     def begin_forward(self) -> None:
+        """Mark that the forward passes start."""
         self._marks.append(mark(self._device))
-        self._own.begin()
+        self._compute.begin()
 
     def begin_update(self) -> None:
-        """The step's gradients are complete: the update starts."""
+        """Mark that the step's gradients are complete and the update starts."""
         self._marks.append(mark(self._device))
         self._heartbeat.beat(Phase.OPTIMIZER)
 
     def end_update(self) -> None:
-        """The update ends."""
+        """Mark that the update ends."""
         self._marks.append(mark(self._device))
-        self._own_marks = self._own.end()
+        self._compute_marks = self._compute.end()
 
     def stalled(self, seconds: float) -> None:
-        """The host waited for a save, before the step that comes next."""
+        """Add seconds that the host waited for a save before the next step."""
         self._stalled += seconds
 
     def end_step(self, *, measured: bool) -> StepTimes:
-        """The step ends. `measured`: the held-out loss was, since the end of the update."""
+        """End the step and return its times. `measured`: the held-out loss was measured after the update."""
         before, forward, update, updated = self._marks
         end = mark(self._device) if measured else updated
         self._marks = [end]
         times = StepTimes(
-            before, forward, update, updated, end, self._own_marks, self._data, self._stalled, self._paused
+            before, forward, update, updated, end, self._compute_marks, self._data, self._stalled, self._paused
         )
         self._stalled = self._paused = 0.0
         return times
 
     def resume_after(self, paused: float) -> None:
-        """The next iteration starts now, after a pause of so many seconds, in which nothing waited for a save."""
+        """Start the next iteration now, after a pause of `paused` seconds; waits for saves before it do not count."""
         self._paused, self._stalled = self._paused + paused, 0.0
         self._marks = [mark(self._device)]
 
     def finish(self, times: StepTimes) -> None:
-        """The device has finished a step."""
-        self._own.add(times.own, times.data)
+        """Read the compute time of a step that the device has finished."""
+        self._compute.add(times.compute, times.data)

@@ -1,4 +1,4 @@
-"""How long a rank takes by itself, without waiting for others: this tells a slow rank from those waiting for it.
+"""Compute time of a rank without communication, which tells a slow rank from the ranks that wait for it.
 
 Measured around each block's forward pass, between all-gather and reshard of its parameters, plus the wait for data.
 Uses device times where possible, since the host runs ahead. A recomputation that stops early inside a block has a start
@@ -21,22 +21,23 @@ from .device_timing import between, mark
 _EVERY = 10
 """On a GPU, every tenth step is measured."""
 WINDOW = 50
-"""Steps over which the own times of ranks are compared."""
+"""Steps over which the compute times of ranks are compared."""
 
 
-class OwnTime:
-    """Measures the steps of one rank, and gives its heartbeat the median of every `WINDOW` steps.
+class ComputeTime:
+    """Measures the compute time of one rank's steps, and reports the median of every `WINDOW` steps to its heartbeat.
 
-    Adds hooks to the blocks of the model, which must be sharded. `compiled`: the blocks are, and their graphs must not
-    contain the hooks.
+    Adds hooks to the blocks of the model, which must be sharded. `compiled`: the blocks are compiled, and their graphs
+    must not contain the hooks.
     """
 
     def __init__(self, model: Decoder, device: torch.device, heartbeat: Heartbeat, *, compiled: bool) -> None:
         self._device, self._every = device, _EVERY if device.type == "cuda" else 1
         self._window, self._heartbeat = max(1, WINDOW // self._every), heartbeat
-        self._marks: list[tuple[Any, Any]] | None = None
+        self._marks: list[tuple[Any, Any]] | None = None  # start and end of each block, if this step is measured
         self._begun: Any = None
-        self._steps = self._number = 0
+        self._steps = 0
+        self._number = 0  # of windows reported
         self._measured: list[float] = []
         if type(heartbeat) is Heartbeat:
             return  # no watchdog
@@ -48,16 +49,17 @@ class OwnTime:
             block.register_forward_hook(after, prepend=True)
 
     def begin(self) -> None:
+        """Called when the forward passes of a step start."""
         self._steps += 1
         self._marks = [] if self._steps % self._every == 0 else None
 
     def end(self) -> list[tuple[Any, Any]] | None:
-        """The step was issued; returns the argument for `add`, once the device has finished it."""
+        """Called when the step was issued; returns an argument of `add`, to be called when the device has finished."""
         marks, self._marks = self._marks, None
         return marks
 
     def add(self, marks: list[tuple[Any, Any]] | None, waited: float) -> None:
-        """A step is complete. `waited`: seconds it waited for its data."""
+        """Add a complete step. `waited`: seconds that it waited for its data."""
         if marks is None:
             return
         self._measured.append(waited + sum(between(start, end) for start, end in marks))

@@ -31,7 +31,7 @@ from .device_timing import to_host
 from .ledger import IssuedStep, Ledger
 from .observer import Observer
 from .step_clock import StepClock
-from .step_sums import StepCounts
+from .step_metrics import StepCounts
 from .update import Update
 
 LAG = 2
@@ -42,19 +42,17 @@ class Trainer:
     """Issues optimiser steps, and reads what they measured.
 
     Args:
-        config: the run's configuration.
-        world: all ranks.
         model, optimizer: sharded, with their values.
         scaler: loss scaler, for fp16.
         data: this rank's batches, from `state` on.
         state: counters to continue from.
-        recorder: gets what is noticed about the data.
+        recorder: receives notices about the data.
         heartbeat: receives the phases.
         observers: take part in every step, in this order.
 
     Attributes:
-        config: with all changes up to now.
-        state: after the last step that was issued.
+        config: the configuration, with all changes up to now.
+        state: counters after the last step that was issued.
     """
 
     def __init__(
@@ -80,16 +78,17 @@ class Trainer:
         self._ledger = Ledger(config, world, model.count_parameters(), scaled=scaler is not None)
         self._compiled = fsdp.compiles(config, world.device)
         self.clock = StepClock(model, world.device, heartbeat, compiled=self._compiled)
-        self._first, self._widths = state.step, set[int]()
+        self._first_step = state.step
+        self._compiled_widths = set[int]()
 
     def start(self) -> None:
-        """Before the first step."""
+        """Prepare model and observers for the first step."""
         self.model.train()
         for observer in self.observers:
             observer.start()
 
     def reconfigure(self, config: Config) -> None:
-        """Go on with a configuration in which only the timeline differs."""
+        """Continue with a configuration in which only the timeline differs."""
         self.config = config
         for observer in self.observers:
             observer.reconfigured(config)
@@ -111,25 +110,24 @@ class Trainer:
         for observer in self.observers:
             observer.before_update(state, gradients.scale)
         self._update.apply(gradients, values)
-        measured = [(observer, observer.after_update()) for observer in self.observers]
+        updated = [(observer, observer.after_update()) for observer in self.observers]
         self.clock.end_update()
-        later = [(observer, observer.after_step(state)) for observer in self.observers]
-        times = self.clock.end_step(measured=any(each is not None for _, each in later))
-        tensors = [(observer, each) for observer, each in (*measured, *later) if each is not None]
-        self._issue(IssuedStep(state, values, times, self._facts(batch, values), counts, sums.packed, tensors))
+        ended = [(observer, observer.after_step(state)) for observer in self.observers]
+        times = self.clock.end_step(measured=any(tensor is not None for _, tensor in ended))
+        measured = [(observer, tensor) for observer, tensor in (*updated, *ended) if tensor is not None]
+        self._issue(IssuedStep(state, values, times, self._facts(batch, values), counts, sums.packed, measured))
 
     def _issue(self, issued: IssuedStep) -> None:
-        """Start copying what the step measured to the host."""
-        (counts, sums, *measured), ready = to_host(
-            self.world.device, issued.counts, issued.sums, *(each for _, each in issued.measured)
-        )
+        """Start copying the step's metrics to the host, and enter it in the ledger."""
         observers = [observer for observer, _ in issued.measured]
-        pairs = list(zip(observers, measured, strict=True))
-        self._ledger.enter(replace(issued, counts=counts, sums=sums, measured=pairs, ready=ready))
+        tensors = [tensor for _, tensor in issued.measured]
+        (counts, sums, *tensors), ready = to_host(self.world.device, issued.counts, issued.sums, *tensors)
+        measured = list(zip(observers, tensors, strict=True))
+        self._ledger.enter(replace(issued, counts=counts, sums=sums, measured=measured, ready=ready))
         self.state = issued.state
 
     def read(self, *, keep: int) -> Iterator[tuple[StepCounts, StepRecord]]:
-        """What issued steps measured, oldest first, until `keep` are outstanding.
+        """Wait for issued steps, oldest first, until only `keep` are in flight; yields counts and record of each.
 
         Raises:
             DataError: a rank could not read its data, or too many documents failed the packer's checks, on every rank.
@@ -138,14 +136,14 @@ class Trainer:
             issued = self._ledger.settle()
             counts = StepCounts.read(issued.counts)
             if counts.without_data:
-                self._batches.refuse_to_go_on()
+                self._batches.raise_read_error()
             self.clock.finish(issued.times)
             record = self._ledger.record(issued)
             yield counts, record
             self._batches.check(record)
 
     def is_finite(self, batch: StepBatch) -> bool:
-        """Whether losses and gradients of a batch are finite on all ranks. Changes no parameter. Collective."""
+        """Whether a batch gives finite losses and gradients on all ranks. Changes no parameter. Collective."""
         counts = StepCounts.of(batch).sum_over(self.world)
         values = self.config.schedule.values_at(batch.position.consumed)
         sums = self._update.backward(batch, counts, values)
@@ -153,29 +151,29 @@ class Trainer:
         return not self._update.reduce(sums, values, len(batch.micro)).skip.item()
 
     def last_step(self) -> int:
-        """Number of the last step, as planned from here."""
+        """Number of the run's last step, as planned from here."""
         schedule = self.config.schedule
         left = schedule.batch.step_at(schedule.total) - schedule.batch.step_at(self.state.consumed)
         return self.state.step + left
 
     def _before_micro_batch(self, width: int) -> None:
-        """The first pass over samples of a width may compile: for minutes, which is no hang."""
-        compiles = self._compiled and bool(self.config.data.stages) and width not in self._widths
-        self._widths.add(width)
+        """Report the phase: the first pass over samples of a width may compile for minutes, which is not a hang."""
+        compiles = self._compiled and bool(self.config.data.stages) and width not in self._compiled_widths
+        self._compiled_widths.add(width)
         self.heartbeat.beat(Phase.LOAD if compiles else Phase.COMPUTE)
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
         """Packed `StepCounts` of all ranks, on the device; periodically with checksums of the parameters."""
-        asked: dict[str, Any] = Counter()
+        requests: dict[str, Any] = Counter()
         for observer in self.observers:
-            asked.update(observer.requests())
-        counts = replace(StepCounts.of(batch), without_data=int(self._batches.failed), **asked)
-        # Two steps apart, so that parameters that do not change are noticed too.
-        due = (self.state.step - self._first) % replica_check.COMPARE_EVERY in (0, 2)
+            requests.update(observer.requests())
+        counts = replace(StepCounts.of(batch), without_data=int(self._batches.failed), **requests)
+        # Twice, two steps apart: this also shows parameters that no step changes.
+        due = (self.state.step - self._first_step) % replica_check.COMPARE_EVERY in (0, 2)
         return counts.sum_over(self.world, replica_check.checksums(self.model, self.world) if due else None)
 
     def _facts(self, batch: StepBatch, values: StepValues) -> dict[str, Any]:
-        """Facts about a batch, its steered values and what runs beside it that need no sum."""
+        """Facts for the record that need no sum over the ranks: `IssuedStep.data`."""
         beside = [name for observer in self.observers for name in observer.beside(batch.position.step)]
         facts = {"data_read": asdict(batch.reads), "data_distance": batch.distance, "beside": beside}
         ramps = {"shares": batch.shares, **self.config.schedule.steered(values)}

@@ -1,6 +1,6 @@
 """The mathematics of a step: passes over micro-batches, sums over the ranks, clipping, the update of the parameters.
 
-Nothing here knows a clock, a record or a request, and nothing waits for the device.
+No clock, record or request is used here, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fsdp_pretrain.parallel import fsdp
 from fsdp_pretrain.parallel import optimizer as optim
 from fsdp_pretrain.parallel.mesh import World
 
-from .step_sums import StepCounts, StepSums
+from .step_metrics import StepCounts, StepSums
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What all ranks know of the gradients of a step: scalars on the device, the same on every rank.
+    """Facts about the gradients of a step: fp32 scalars on the device, the same on every rank.
 
     Attributes:
-        scale: by which they are too large (for fp16), fp32; None is 1.
-        divisor: that clips and unscales them, fp32; None is 1.
-        skip: fp32, 1 if a loss or gradient of any rank is not finite, else 0.
+        scale: factor by which the gradients are too large (for fp16); None is 1.
+        divisor: divisor that clips and unscales them; None is 1.
+        skip: 1 if a loss or gradient of any rank is not finite, else 0.
     """
 
     scale: Tensor | None
@@ -42,12 +42,9 @@ class Update:
     """Updates the parameters of a model from batches.
 
     Args:
-        config: the run's configuration.
-        world: all ranks.
         model: sharded, with its values.
-        optimizer: of its parameters.
         scaler: loss scaler, for fp16.
-        before_micro_batch: called before each, with the number of tokens of its samples.
+        before_micro_batch: called before each micro-batch with the length of its samples in tokens.
     """
 
     def __init__(
@@ -63,12 +60,11 @@ class Update:
         self._model, self._optimizer, self._scaler = model, optimizer, scaler
 
     def backward(self, batch: StepBatch, counts: Tensor, values: StepValues) -> StepSums:
-        """Forward and backward of a batch's micro-batches, accumulating gradients; returns what this rank measured.
+        """Forward and backward of a batch's micro-batches, accumulating gradients; returns this rank's sums.
 
         Args:
             batch: this rank's share.
             counts: packed `StepCounts` of all ranks, on the device.
-            values: of the step's schedules.
         """
         if self._config.model.uses_dropout:  # random numbers depend on (seed, step, rank) alone: a resume stores none
             seed = (self._config.run.seed * 1_000_003 + batch.position.step) * 65_537 + self._world.rank
@@ -89,34 +85,33 @@ class Update:
             self._micro_step(micro, factor, values.z_loss, sums)
         return sums
 
-    def _micro_step(self, micro: forward.PackedBatch, factor: Tensor, weight: float, sums: StepSums) -> None:
-        """Forward and backward of one micro-batch; adds what it measures to `sums`.
+    def _micro_step(self, micro: forward.PackedBatch, factor: Tensor, z_loss: float, sums: StepSums) -> None:
+        """Forward and backward of one micro-batch; adds its losses to `sums`.
 
         Args:
             factor: multiplies the loss of a target (or a sample's mean loss, if samples are weighted equally).
-            weight: of the z-loss.
+            z_loss: weight of the z-loss.
         """
         device = self._world.device
-        measured = forward.losses(self._model, micro, self._config.data, device, with_penalties=weight > 0)
+        measured = forward.losses(self._model, micro, self._config.data, device, with_penalties=z_loss > 0)
         losses, targets = measured.losses.sum(1), (measured.labels != IGNORE).sum(1)
-        objective = losses if measured.penalties is None else losses + weight * measured.penalties.sum(1)
+        objective = losses if measured.penalties is None else losses + z_loss * measured.penalties.sum(1)
         means = 1 / targets.clamp(min=1)
         (objective * (factor * means if self._config.data.by_sequence else factor)).sum().backward()
         with torch.no_grad():
-            of = micro.sources.to(device, non_blocking=True)
-            sums.losses.index_add_(0, of, losses.double())
-            sums.targets.index_add_(0, of, targets.double())
+            sources = micro.sources.to(device, non_blocking=True)
+            sums.losses.index_add_(0, sources, losses.double())
+            sums.targets.index_add_(0, sources, targets.double())
             sums.sample_losses.add_((losses * means).double().sum())
             if measured.penalties is not None:
                 sums.penalties.add_(measured.penalties.double().sum())
 
     def reduce(self, sums: StepSums, values: StepValues, micro_batches: int) -> Gradients:
-        """Sum what the ranks measured, in place, and decide on clipping. One collective.
+        """Sum the ranks' sums, in place, and decide on clipping and skipping. One collective.
 
         Args:
-            sums: what `backward` returned.
-            values: of the step's schedules.
-            micro_batches: of the step, on a rank.
+            sums: from `backward`.
+            micro_batches: number of micro-batches of a rank.
         """
         sums.sum_over(self._world, optim.local_norm(self._model))
         loss_scale = None if self._scaler is None else self._scaler.scale
@@ -127,7 +122,7 @@ class Update:
         return Gradients(scale, divisor, skip)
 
     def apply(self, gradients: Gradients, values: StepValues) -> None:
-        """Take the optimiser's step, or skip it where something is not finite. Clears the gradients."""
+        """Take the optimiser's step, or skip it if something is not finite. Clears the gradients."""
         self._optimizer.step(
             lr=values.lr,
             weight_decay=values.weight_decay,

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict
 
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.evaluations import failed_evaluations
-from fsdp_pretrain.checkpoint.expected import missing
 from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
+from fsdp_pretrain.checkpoint.missing import missing
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.upcoming import SAVES, Late, UnsavedTraining, longest_save
 from fsdp_pretrain.config.config import Config

@@ -1,6 +1,6 @@
-"""Whether the newest checkpoint in a run's record still exists.
+"""Finds out whether a run has lost its newest checkpoint, by comparing the record with the directory.
 
-Deleted checkpoints, or those on a missing mount, leave no trace in their directories, but the record lists them.
+Checkpoints that were deleted, or are on a missing mount, leave no trace in the directory, but the record lists them.
 Without this check, a run that lost its checkpoints would look like one that was never started.
 """
 
@@ -19,11 +19,11 @@ from .store import Store, directory_name
 
 @dataclass(frozen=True)
 class MissingCheckpoint:
-    """A checkpoint of the kept line that was committed but is missing, as are all later ones.
+    """A checkpoint of the kept line that was committed but does not exist, nor does a later one.
 
     Attributes:
         newest: step of the newest existing checkpoint, whole or damaged; None: there is none.
-        seen: an earlier start under the same launcher saw a newer one.
+        seen: whether an earlier start under the same launcher saw a newer checkpoint than that.
     """
 
     step: int
@@ -39,10 +39,10 @@ class MissingCheckpoint:
 def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | None:
     """The newest recorded checkpoint of the kept line, if neither it nor a later one exists; else None.
 
-    A damaged checkpoint exists. One that was moved to `abandoned/` is not missing if others are left.
+    A damaged checkpoint counts as existing, and so does one in `abandoned/` if other checkpoints are left.
 
     Args:
-        seen: what earlier starts under the same launcher saw.
+        seen: what earlier starts under the same launcher saw of the run.
 
     Raises:
         StorageError: a directory cannot be read.
@@ -54,14 +54,14 @@ def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | Non
             steps.add(known := seen.checkpoint)
     if not steps:
         return None
-    expected, found = max(steps), Store(run.checkpoints)
-    there = found.scan()  # after the record was read: a live run deletes only after a later save
-    if any(item.step == expected or (item.step > expected and item.problem is None) for item in there):
+    expected, store = max(steps), Store(run.checkpoints)
+    existing = store.scan()  # after the record was read: a live run deletes only after a later save
+    if any(item.step == expected or (item.step > expected and item.problem is None) for item in existing):
         return None
     aside = f"abandoned/{directory_name(expected)}-*"
-    if there and any(found.directory.glob(aside)):
+    if existing and any(store.directory.glob(aside)):
         return None
-    newest = max((item.step for item in there), default=None)
+    newest = max((item.step for item in existing), default=None)
     return MissingCheckpoint(expected, newest, known > (-1 if newest is None else newest))
 
 
@@ -79,11 +79,11 @@ def recorded(run: RunDir) -> set[int]:
         steps.add(status.checkpoint.step)
     if not any(node.kind == "fresh" for node in known) and journal.of_kind(entries, "import"):
         steps.add(0)
-    return _without_passed_over(steps, entries)
+    return _without_unrestored(steps, entries)
 
 
-def _without_passed_over(steps: set[int], entries: list[dict[str, Any]]) -> set[int]:
-    """Steps without those after the one that a restoration from the mirror took: it has told what it passed over."""
+def _without_unrestored(steps: set[int], entries: list[dict[str, Any]]) -> set[int]:
+    """The steps without later ones than a restoration from the mirror took, which reported them when it did."""
     restored = [n for n, entry in enumerate(entries) if entry["kind"] == "mirror-restored" and entry.get("step")]
     if not restored:
         return steps

@@ -1,4 +1,4 @@
-"""How a start joins its run: run directory, checkpoints, segment, lineage, and its first journal entries."""
+"""How a start joins its run: run directory, checkpoints, segment, lineage, and the first journal entries."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from fsdp_pretrain import hardware
-from fsdp_pretrain.checkpoint.expected import MissingCheckpoint, missing
 from fsdp_pretrain.checkpoint.manager import TrainingObjects
+from fsdp_pretrain.checkpoint.missing import MissingCheckpoint, missing
 from fsdp_pretrain.checkpoint.resume import Resumed, ResumeOptions
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
@@ -48,19 +48,19 @@ _VISIBLE_WITHIN = 5.0
 
 
 def bind_run_directory(run: RunDir, memory: LauncherMemory) -> None:
-    """Bind to the run directory before anything is created; refuse one that earlier starts did not use.
+    """Bind this process to the run directory before anything is created.
 
     Raises:
-        RunGoneError: it is another directory.
-        StorageError: it cannot be read.
+        RunGoneError: earlier starts under the same launcher used another directory.
+        StorageError: the directory cannot be read.
     """
     memory.check(run.path, partial(newest_segment, run))
     run_id.bind(run.path, run_id.read(run.path))
 
 
 def take_restored(run: RunDir, world: World, memory: LauncherMemory) -> Overrides:
-    """After a restoration: the overrides that came back, and note what did, so that no end of an earlier start is taken
-    for that of this one. Collective. Raises UserError."""
+    """After a restoration: read the restored overrides, and note the restored segments for the launcher, so that it
+    does not take the end of an earlier start for that of this one. Collective. Raises UserError."""
     known, newest, lasting = world.decide(lambda: (run_id.read(run.path), newest_segment(run), overrides.read(run)))
     memory.remember(run_id=known, restored=newest)
     return lasting
@@ -71,10 +71,10 @@ def open_directory(run: RunDir, world: World, memory: LauncherMemory) -> None:
 
     Raises:
         RunGoneError: some hosts see the run and others do not.
-        StorageError: it cannot be created or read.
+        StorageError: the directory cannot be created or read.
     """
-    found = world.gather(world.together(lambda: run_id.read(run.path)))
-    known = next((one for one in found if one is not None), None)
+    seen = world.gather(world.together(lambda: run_id.read(run.path)))
+    known = next((one for one in seen if one is not None), None)
     if known is None:
         known = world.decide(lambda: run_id.assign(run.path))
     _bind_all(run.path, known, world)
@@ -82,7 +82,7 @@ def open_directory(run: RunDir, world: World, memory: LauncherMemory) -> None:
 
 
 def open_checkpoints(run: RunDir, world: World) -> None:
-    """The same for `checkpoints/`, which may be a separate mount; after `look_for_checkpoints`. Collective."""
+    """Bind every rank to `checkpoints/`, which may be a separate mount; after `look_for_checkpoints`. Collective."""
     known = run_id.bound_to(run.path)
     _bind_all(run.checkpoints, world.decide(lambda: run_id.assign(run.checkpoints, known or "")), world)
 
@@ -98,17 +98,17 @@ def _wait_until_visible(directory: Path, known: str) -> None:
     while run_id.read(directory) != known:
         if time.monotonic() > until:
             raise run_id.run_gone_error(directory)
-        for folder in (directory.parent, directory):  # opening it makes a network file system refresh
+        for folder in (directory.parent, directory):  # opening a directory makes a network file system refresh it
             with contextlib.suppress(OSError):
                 os.close(os.open(folder, os.O_RDONLY))
         time.sleep(0.1)
 
 
 def refuse_unwanted_restart(run: RunDir) -> None:
-    """Do not train on if the last start decided to end: torchrun restarts its ranks after any exit code but 0.
+    """Refuse a restart by torchrun if the last start ended on purpose: torchrun restarts after any exit code but 0.
 
     Raises:
-        UserError: with the decided exit code; torchrun uses up its restarts on it and ends.
+        UserError: with the exit code of the last start; torchrun uses up its restarts on it and ends.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not run.segments:
         return
@@ -122,11 +122,11 @@ def refuse_unwanted_restart(run: RunDir) -> None:
         raise error
 
 
-def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
+def check_overrides(run: RunDir, read_here: Overrides, read_by_main: Overrides) -> None:
     """Raise ConfigError if a rollback changed the overrides since this rank read them, or it read a stale file."""
-    if mine != standing:
+    if read_here != read_by_main:
         raise ConfigError(
-            f"{run.overrides} was read as {str(mine)!r}, and is {str(standing)!r}",
+            f"{run.overrides} was read as {str(read_here)!r}, and is {str(read_by_main)!r}",
             effect="this start would train without the changes of a rollback",
             remedy="start again; if it persists, the nodes do not see the same run directory",
         )
@@ -136,32 +136,32 @@ def check_overrides(run: RunDir, mine: Overrides, standing: Overrides) -> None:
 
 
 def agree_on_options(options: ResumeOptions, memory: LauncherMemory, world: World) -> ResumeOptions:
-    """The options for this start: --allow-fresh and --from-mirror hold only for the first under a launcher or torchrun.
-    Collective."""
+    """The options of this start: --allow-fresh and --from-mirror apply only to the first start under a launcher or
+    torchrun. Collective."""
     first = world.decide(lambda: not (memory.seen and memory.seen.segment))
     return replace(options, fresh=options.fresh and first, from_mirror=options.from_mirror and first)
 
 
 def look_for_checkpoints(run: RunDir, options: ResumeOptions, memory: LauncherMemory) -> MissingCheckpoint | None:
-    """The kept line's newest recorded checkpoint, if neither it nor a later one is in the directories; else None.
+    """The newest recorded checkpoint of the kept line, if neither it nor a later one exists; else None.
 
     Raises:
         CheckpointError: there is no checkpoint at all, or the missing one was seen under this launcher: continuing
-            would silently repeat training. Not raised with `options.fresh`.
+            would silently repeat training. With `options.fresh` it is returned instead.
     """
-    found = missing(run, memory.seen)
-    if found is None or options.fresh or not (found.newest is None or found.seen):
-        return found
+    lost = missing(run, memory.seen)
+    if lost is None or options.fresh or not (lost.newest is None or lost.seen):
+        return lost
     directory = run.checkpoints
     error = CheckpointError(
-        f"{directory} has lost checkpoints: {found.text}",
+        f"{directory} has lost checkpoints: {lost.text}",
         effect="nothing was done: training would begin again "
-        + ("at step 0" if found.newest is None else f"after step {found.newest}"),
+        + ("at step 0" if lost.newest is None else f"after step {lost.newest}"),
         remedy="check that its file system is mounted, or restore them; "
         + (
             "start manually with --allow-fresh to begin again at step 0 in this directory"
-            if found.newest is None
-            else f"`fsdp-pretrain rollback {run.path} --to {found.newest}` goes on without them"
+            if lost.newest is None
+            else f"`fsdp-pretrain rollback {run.path} --to {lost.newest}` goes on without them"
         ),
     )
     error.exit = Exit.NEEDS_PERSON
@@ -172,7 +172,7 @@ def look_for_checkpoints(run: RunDir, options: ResumeOptions, memory: LauncherMe
 
 
 def open_segment(run: RunDir, config: Config, world: World, hosts: list[str]) -> Path:
-    """Create this start's directory with what it was started from. Raises StorageError."""
+    """Create this start's segment directory with configuration and environment. Raises StorageError."""
     try:
         segment = run.new_segment()
         replace_file(segment / "config.toml", config.to_toml())
@@ -185,8 +185,8 @@ def open_segment(run: RunDir, config: Config, world: World, hosts: list[str]) ->
 def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: bool) -> None:
     """Make this start the head of the lineage, before it records a step.
 
-    A start at step 0 of a run with a record reports what is lost. If that was allowed (`fresh`), old checkpoints and
-    evaluations are moved aside: they belong to another line.
+    A start at step 0 of a run with a record reports which steps are lost. If that was allowed (`fresh`), old
+    checkpoints and evaluations are moved aside, since they belong to another line.
 
     Raises:
         StorageError: the run directory cannot be written.
@@ -207,7 +207,7 @@ def record_lineage(run: RunDir, recorder: Recorder, resumed: Resumed, *, fresh: 
 
 
 def copy_tokenizer(run: RunDir, packer: Packer) -> None:
-    """Keep the tokenizer with the run, for evaluation and export without the corpora."""
+    """Copy the tokenizer into the run directory, for evaluation and export without the corpora."""
     source = next(iter(packer.corpora.values())).tokenizer().path
     make_directory(run.tokenizer)
     shutil.copyfile(source, run.tokenizer / source.name)
@@ -217,15 +217,15 @@ def copy_tokenizer(run: RunDir, packer: Packer) -> None:
 
 
 def record_overrides(recorder: Recorder, lasting: Overrides) -> None:
-    """Record what the run directory adds to the configuration file."""
+    """Record the overrides, which the run directory adds to the configuration file."""
     recorder.status(overrides=str(lasting))
     if str(lasting):
         recorder.event("overrides", f"of overrides.toml: {lasting}")
 
 
-def record_start(recorder: Recorder, subject: TrainingObjects, parameters: int) -> None:
-    """Record what is trained, on what."""
-    world, config, device = subject.world, subject.config, hardware.device_name(subject.world.device)
+def record_start(recorder: Recorder, training: TrainingObjects, parameters: int) -> None:
+    """Record the model, its number of parameters, and the devices it is trained on."""
+    world, config, device = training.world, training.config, hardware.device_name(training.world.device)
     for warning in in_vain(config):
         recorder.say(f"warning: {warning}")
     recorder.event(
@@ -244,16 +244,16 @@ def record_start(recorder: Recorder, subject: TrainingObjects, parameters: int) 
 def record_changes(recorder: Recorder, corpora: dict[str, str], heldout: HeldOutSamples | None, reason: str) -> None:
     """Record what changed since the last start, and why. `corpora`: fingerprints of the training data by source."""
     heldout_too = {f"held-out {name}": value for name, value in (heldout.fingerprints if heldout else {}).items()}
-    found = environment.compare(recorder.run, recorder.number, corpora | heldout_too)
-    if found is not None:
-        last, changed = found
+    comparison = environment.compare(recorder.run, recorder.number, corpora | heldout_too)
+    if comparison is not None:
+        last, changed = comparison
         text = "; ".join([*(changed or ["nothing"]), *([f"because: {reason}"] if changed and reason else [])])
         recorder.event("changed", f"since start {last}: {text}", last=last, changes=changed, reason=reason)
 
 
 def join_run(run: RunContext, resumed: Resumed) -> None:
-    """On rank 0: make `config.toml` and `status.json` those of the run from here on. A complete run, of which nothing
-    is left to train, stays as it is."""
+    """On rank 0: write `config.toml` and `status.json` of this start. Those of a complete run with nothing left to
+    train stay as they are."""
     config, state, before = run.config, resumed.state, status.read(run.recorder.run)
     if before.was_complete and state.consumed >= config.schedule.total:
         return
@@ -267,14 +267,14 @@ def join_run(run: RunContext, resumed: Resumed) -> None:
 
 
 def record_skips(run: RunContext, state: TrainState) -> None:
-    """Record the samples to skip, and which of them come too late."""
+    """Record the ranges of samples to skip, and which of them have no effect because they were read already."""
     for first, stop in open_skips(run.config).ranges:
         late = " (before this start's position: no effect)" if stop <= state.cursor else ""
         run.recorder.event("skip", f"samples {first:_} to {stop:_} are not trained{late}", first=first, stop=stop)
 
 
 def discard_requests(run: RunContext) -> None:
-    """Discard requests that were not sent to this start, and say so."""
+    """Discard requests that were sent to an earlier start, and record them."""
     for request in run.inbox.discard(run.recorder.number):
         what = " ".join([request.verb or "a damaged request", *request.changes])
         facts = {"request": request.id, "asked": request.verb, "by": request.by}
@@ -283,7 +283,7 @@ def discard_requests(run: RunContext) -> None:
 
 
 def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
-    """Record which held-out samples are measured, how often, and what was wrong while they were read."""
+    """Record which held-out samples are measured, how often, and the notices of reading them."""
     if heldout is None:
         return
     names = ", ".join(f"{count:_} of {name}" for name, count in heldout.counts.items())
@@ -296,8 +296,8 @@ def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
 
 def record_ready(run: RunContext, state: TrainState) -> None:
     """Record how long startup took: the first step starts now."""
-    begun = environments.view(run.recorder.run, run.recorder.number)
-    launched, connected = seconds_of(begun.launched), seconds_of(begun.time)
+    recorded = environments.view(run.recorder.run, run.recorder.number)
+    launched, connected = seconds_of(recorded.launched), seconds_of(recorded.time)
     if launched is not None and connected is not None:
         loaded = time.time() - connected
         run.recorder.event(

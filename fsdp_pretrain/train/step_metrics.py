@@ -1,6 +1,6 @@
-"""What a step sums over the ranks: counts before its gradients, losses after them, one collective each.
+"""Metrics of a step that are summed over the ranks: counts before the gradients, losses after them.
 
-Each type packs its fields into one tensor in the order of their declaration.
+One collective each: a class packs its fields into one tensor, in the order of their declaration.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from fsdp_pretrain.parallel.mesh import World
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Integers that the host knows before a step, of one rank or summed over all.
+    """Counts and requests that the host knows before a step, of one rank or summed over all.
 
     Attributes:
         targets: tokens to predict.
         samples: samples with at least one target.
         documents, separators, adjacent_specials, digest: see `fsdp_pretrain.data.packing.loader.StepBatch`.
         quarantined: documents excluded from the loss.
-        stop, save, profile, steer: ranks that were asked to.
+        stop, save, profile, steer: ranks with such a request, see `Observer.requests`.
         without_data: ranks that could not read their batch.
         saved, overdue: see `Checkpointing.signals`.
         checksums: of every rank's parameters, see `replica_check.checksums`; empty in most steps.
@@ -60,11 +60,10 @@ class StepCounts:
         )
 
     def sum_over(self, world: World, checksums: Tensor | None = None) -> Tensor:
-        """The counts of all ranks, packed, on the device, without waiting for it. One collective.
+        """The counts of all ranks, packed: int64 on the device, without waiting for it. One collective.
 
         Args:
-            world: all ranks.
-            checksums: int64 [ranks], see `replica_check.checksums`: summed in the same collective.
+            checksums: int64 [ranks] from `replica_check.checksums`, summed in the same collective.
         """
         counts = torch.tensor([getattr(self, name) for name in _COUNTS], dtype=torch.int64)
         if world.device.type == "cuda":
@@ -100,9 +99,9 @@ class StepSums:
         bad_losses: number of ranks with a non-finite sum.
         bad_ranks: sum of the indices of these ranks.
         bad_norms: number of ranks with a non-finite gradient norm.
-        squared_norms: of the ranks' parts of the gradients.
+        squared_norms: squared norms of the ranks' parts of the gradients.
         norm, loss_scale, skipped: see `add_update`.
-        packed: all of them.
+        packed: the one tensor that holds all fields.
     """
 
     losses: Tensor
@@ -133,8 +132,7 @@ class StepSums:
         """Sum over the ranks, in place, and count non-finite ranks; without waiting. One collective.
 
         Args:
-            world: all ranks.
-            norm: of this rank's parts of the gradients, fp32 0-dim.
+            norm: norm of this rank's parts of the gradients, fp32 0-dim.
         """
         self.bad_losses.copy_(~self.packed.isfinite().all())
         self.bad_ranks.copy_(self.bad_losses * world.rank)
@@ -143,18 +141,18 @@ class StepSums:
         world.sum_(self.packed[: -len(_OF_UPDATE)])
 
     def total_norm(self, world: World) -> Tensor:
-        """Norm of all gradients, fp64 0-dim, once summed; the same on every rank. Each replica holds all of them."""
-        return (self.squared_norms / world.replicas).sqrt()
+        """Norm of all gradients, fp64 0-dim, the same on every rank. Call after `sum_over`."""
+        return (self.squared_norms / world.replicas).sqrt()  # every replica holds all gradients
 
     def not_finite(self) -> Tensor:
-        """fp32 0-dim, 1 if any value of any rank is non-finite, else 0; the same on every rank once summed."""
+        """fp32 0-dim, 1 if any value of any rank is non-finite, else 0; equal on all ranks. Call after `sum_over`."""
         return (self.bad_losses + self.bad_norms > 0).float()
 
     def add_update(self, norm: Tensor, loss_scale: Tensor | None, skipped: Tensor) -> None:
         """Add what the optimiser did.
 
         Args:
-            norm: of the gradients, unclipped and unscaled, fp32 0-dim.
+            norm: norm of all gradients, unclipped and unscaled, fp32 0-dim.
             loss_scale: fp32 0-dim; None is 1.
             skipped: fp32 0-dim, 1 if the step was skipped, else 0.
         """

@@ -1,4 +1,4 @@
-"""What follows a checkpoint: the launcher's memory of it, and its evaluation. Training waits for neither."""
+"""Starts evaluations of new checkpoints, and notes new checkpoints for the launcher. Training does not wait for it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,18 @@ from fsdp_pretrain.run.run_id import LauncherMemory
 from fsdp_pretrain.train.observer import Observer
 
 
-class AfterSave(Observer):
-    """Starts what a new checkpoint makes due, and tracks what is still running.
+class EvaluationWorker(Observer):
+    """Starts an evaluation worker after a save that makes an evaluation due, unless one is still running.
 
     Args:
-        config: the run's configuration.
-        recorder: writes the record.
-        memory: told of every checkpoint.
-        main: this is rank 0, which starts evaluations.
+        memory: remembers every checkpoint for the next start under the same launcher.
+        main: whether this is rank 0, which starts workers.
     """
 
     def __init__(self, config: Config, recorder: Recorder, memory: LauncherMemory, *, main: bool) -> None:
         self._config, self._run, self._recorder = config, RunDir(config.run.dir), recorder
         self._memory, self._main = memory, main
-        self._worker: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def saved(self, result: SaveResult) -> None:
         self._memory.remember(checkpoint=result.checkpoint.step)
@@ -35,20 +33,20 @@ class AfterSave(Observer):
             return
         assert result.manifest is not None
         if self._config.eval.launch and evaluation_due(self._config, result.manifest):
-            self._evaluate(result.manifest)
+            self._start(result.manifest)
 
     def beside(self, step: int) -> list[str]:
-        return ["evaluation"] if self._evaluating else []
+        return ["evaluation"] if self._is_running else []
 
     @property
-    def _evaluating(self) -> bool:
-        return self._worker is not None and self._worker.poll() is None
+    def _is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
-    def _evaluate(self, manifest: CheckpointManifest) -> None:
+    def _start(self, manifest: CheckpointManifest) -> None:
         """Start a worker unless one runs: that one, or the next, will find the checkpoint."""
-        if self._evaluating and not manifest.final:
+        if self._is_running and not manifest.final:
             return
         try:
-            self._worker = jobs.start_worker(self._run, self._config)
+            self._process = jobs.start_worker(self._run, self._config)
         except OSError as error:
             self._recorder.event("eval-failed", f"could not start the evaluation process: {error}", step=manifest.step)
