@@ -1,1 +1,1 @@
-"""What a run is: the sections of its TOML file, their rules, and which of them a resume may change."""
+"""The configuration of a run: sections of its TOML file, their checks, and which of them a resume may change."""

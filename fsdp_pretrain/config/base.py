@@ -13,7 +13,7 @@ from fsdp_pretrain.units import Progress
 
 
 class Section(BaseModel):
-    """Unknown keys are errors, values are not coerced, numbers are finite, objects do not change."""
+    """Base of the sections. Unknown keys are errors, values are not coerced, numbers are finite, objects immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -62,7 +62,7 @@ NamedT = TypeVar("NamedT", bound=_Named)
 
 
 def unique_names(sources: list[NamedT]) -> list[NamedT]:
-    """The sources; raises ValueError if two of them have one name."""
+    """The sources as they are. Raises ValueError if two of them have the same name."""
     names = [source.name for source in sources]
     if len(set(names)) < len(names):
         raise ValueError(f"source names must differ, got {names}")

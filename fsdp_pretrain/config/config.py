@@ -70,8 +70,8 @@ class Config(Section):
     @property
     def read_timeout(self) -> float:
         """Seconds that a read from a corpus may take."""
-        asked = self.data.read_timeout
-        return self.parallel.timeout.value / 3 if asked is None else asked.value
+        timeout = self.data.read_timeout
+        return self.parallel.timeout.value / 3 if timeout is None else timeout.value
 
     @property
     def heldout_every(self) -> Progress:
@@ -80,16 +80,17 @@ class Config(Section):
 
     @property
     def heldout_samples(self) -> int:
-        """Held-out samples of each source; at most, if `eval.loss_samples` is not given."""
+        """Held-out samples of each source; the most of them, if `eval.loss_samples` is not given."""
         shared = _HELDOUT_BATCHES * self.schedule.batch.full // max(1, len(self.eval.loss_on))
         return self.eval.loss_samples or max(1, shared)
 
     @property
     def compiles_on_gpu(self) -> bool:
         """Whether blocks are compiled on a GPU."""
-        asked, model = self.parallel.compile, self.model
-        # Scores that are scaled by layer would make every layer a graph of its own, and there may be eight of one code.
-        return isinstance(model, LlamaModel) or model.scores == "fused" if asked == "auto" else asked
+        if self.parallel.compile != "auto":
+            return self.parallel.compile
+        # Scores scaled by layer would make every layer a graph of its own, and torch compiles one code only 8 times.
+        return isinstance(self.model, LlamaModel) or self.model.scores == "fused"
 
     def to_toml(self) -> str:
         """The resolved configuration; loading it gives an equal object."""
@@ -97,7 +98,7 @@ class Config(Section):
 
 
 def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
-    """Contradictions between sections, of those that are valid in themselves."""
+    """Contradictions between the sections that are valid in themselves, by name."""
     model, data, train = sections.get("model"), sections.get("data"), sections.get("train")
     optimizer, checkpoint, evaluation, parallel = (
         sections.get(name) for name in ("optimizer", "checkpoint", "eval", "parallel")
@@ -127,10 +128,10 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             Schedule(data, train, optimizer, checkpoint, timeline)
         except ValueError as error:
             yield from map(str, error.args)
-    asked = data and data.read_timeout
-    if asked and parallel and not 0 < asked.value < parallel.timeout.value:
+    read_timeout = data and data.read_timeout
+    if read_timeout and parallel and not 0 < read_timeout.value < parallel.timeout.value:
         yield (
-            f"data.read_timeout = {asked} must end before parallel.timeout = {parallel.timeout}, "
+            f"data.read_timeout = {read_timeout} must end before parallel.timeout = {parallel.timeout}, "
             "or the other ranks time out first"
         )
     if evaluation and evaluation.every is not None and evaluation.heldout is None:
@@ -181,7 +182,7 @@ def _objective_checks(data: DataSection, model: AnyModel | None) -> Iterator[str
 
 
 def _stage_checks(data: DataSection, train: TrainSection | None) -> Iterator[str]:
-    """Contradictions between `data.stages` and what knows one length only. What is wrong in them, the schedule says."""
+    """Contradictions between `data.stages` and keys that suppose one length. The schedule checks the stages alone."""
     if not data.stages:
         return
     if isinstance(data.objective, GLMObjective):
@@ -198,7 +199,7 @@ def _stage_checks(data: DataSection, train: TrainSection | None) -> Iterator[str
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, apply `section.key=value` overrides, and check.
+    """Read a TOML file, apply `section.key=value` overrides, and check the result.
 
     The value of an override is a TOML literal, or a plain string if it is not valid TOML. Raises ConfigError, which
     lists every problem.
@@ -229,7 +230,7 @@ def _invalid(problems: list[str], path: Path) -> ConfigError:
 def replace_in(section: S, name: str, values: Mapping[str, Any], overrides: Sequence[str], path: Path) -> S:
     """The section `name` with keys replaced by `values`, then by `name.key=value` overrides.
 
-    `path` is for messages. Raises ConfigError, which lists every problem; one is an override of another section.
+    `path` is for messages. Raises ConfigError, which lists every problem; an override of another section is one.
     """
     raw: dict[str, Any] = {name: {**section.model_dump(mode="json", exclude_none=True), **values}}
     origin: dict[str, str] = {f"{name}.{key}": "command line" for key in values}
@@ -249,9 +250,10 @@ def replace_in(section: S, name: str, values: Mapping[str, Any], overrides: Sequ
 
 
 def load_known(path: Path) -> tuple[Config, dict[str, Any]]:
-    """A configuration that some version of this program resolved, as far as this version knows its keys.
+    """Load a resolved configuration that another version of this program may have written.
 
-    Also returns the values of unknown keys, by dotted key. Raises ConfigError, which lists every other problem.
+    Returns the configuration without the keys that this version does not know, and their values by dotted key. Raises
+    ConfigError, which lists every other problem.
     """
     raw = read_toml(path, {})
     unknown: dict[str, Any] = {}
@@ -265,7 +267,7 @@ def load_known(path: Path) -> tuple[Config, dict[str, Any]]:
 
 
 def _resolve(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> Config:
-    """Raises ConfigError, which lists every problem."""
+    """The configuration of raw values. Raises ConfigError, which lists every problem."""
     sections, errors = _check(raw)
     problems = [describe(error, path, origin, schema_keys()) for error in errors]
     if problems := [*problems, *cross_checks(sections)]:
@@ -286,8 +288,8 @@ def _check(raw: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             try:
                 sections[key] = _checker(key).validate_python(raw[key])
             except ValidationError as error:
-                found = error.errors(include_url=False)
-                errors += [{**item, "loc": _path((key, *item["loc"]))} for item in found]
+                items = error.errors(include_url=False)
+                errors += [{**item, "loc": _path((key, *item["loc"]))} for item in items]
         elif field.is_required():
             errors.append({"type": "missing", "loc": (key,)})
         else:
@@ -304,7 +306,7 @@ def _checker(key: str) -> TypeAdapter[Any]:
 
 
 def _path(location: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The keys of a place, without the tags that pydantic inserts where the type is chosen by one."""
+    """The keys of a location, without the tags that pydantic inserts where a tag chooses the type."""
     tagged = {1: ("model",), 2: ("data", "objective")}
     return tuple(x for i, x in enumerate(location) if location[:i] != tagged.get(i) or x not in _TAGS)
 
@@ -328,4 +330,4 @@ def sections_in(annotation: Any) -> list[type[Section]]:
     """The section classes in the type of a key."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
-    return [found for part in getattr(annotation, "__args__", ()) for found in sections_in(part)]
+    return [section for part in getattr(annotation, "__args__", ()) for section in sections_in(part)]

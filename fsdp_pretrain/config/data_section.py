@@ -143,7 +143,7 @@ class DataSection(Section):
 
     @property
     def sequence_stages(self) -> SequenceStages:
-        """The length of every sample, counted in samples read. Raises ValueError if the stages are not valid."""
+        """The length of every sample, by samples read. Raises ValueError if the stages are not valid."""
         return SequenceStages.of([(stage.length, stage.until) for stage in self.stages], self.sequence_length)
 
     @property

@@ -1,7 +1,7 @@
 """A change of a live run as one more `[[timeline]]` entry: read from `key=value`, checked, previewed to the bit.
 
-The command and rank 0 use the same functions, so what is previewed is what is applied. People say and see steps; what
-lasts has its place and its lengths in samples, since a run that is resumed with another batch has other steps.
+The command and rank 0 use the same functions, so the preview shows what will be applied. People give and see steps. The
+stored entry has its place and its lengths in samples, since step numbers change when a run resumes with another batch.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _RATE = ("optimizer.lr", "optimizer.min_lr", "optimizer.lr_scale")
 def steerable() -> list[str]:
     """The keys that can be changed on a live run."""
     sections = ((name, sections_in(field.annotation)) for name, field in TimelineEntry.model_fields.items())
-    return [f"{name}.{key}" for name, found in sections if found for key in found[0].model_fields]
+    return [f"{name}.{key}" for name, inner in sections if inner for key in inner[0].model_fields]
 
 
 def ramped(change: str, over: str) -> str:
-    """A `key=value` change as a ramp of this length; itself without a length."""
+    """A `key=value` change as a ramp of the length `over`; the change itself if `over` is empty."""
     key, _, value = change.partition("=")
     return f'{key}={{to={value.strip()}, over="{over}"}}' if over else change
 
 
 def read_entry(changes: Sequence[str], schedule: Schedule, *, at: int, reason: str = "") -> TimelineEntry:
-    """The lasting timeline entry of `key=value` changes that count for the steps after `at` samples.
+    """The stored timeline entry of `key=value` changes that count for the steps after `at` samples.
 
     Args:
         changes: as on the command line.
-        schedule: of the run, before them.
-        reason: for the chronicle.
+        schedule: the run's schedule before the changes.
+        reason: for the journal.
 
     Raises:
         ConfigError: it lists every problem.
@@ -63,8 +63,8 @@ def read_entry(changes: Sequence[str], schedule: Schedule, *, at: int, reason: s
         try:
             return _in_samples(TimelineEntry.model_validate(raw), schedule)
         except ValidationError as error:
-            found = error.errors(include_url=False)
-            problems = [describe(item, Path("the request"), origin, known) for item in found]
+            items = error.errors(include_url=False)
+            problems = [describe(item, Path("the request"), origin, known) for item in items]
     lines = "\n".join(f"  - {problem}" for problem in problems)
     raise ConfigError(
         f"{len(problems)} problem{'s' * (len(problems) > 1)} in what is to be set\n{lines}",
@@ -74,7 +74,7 @@ def read_entry(changes: Sequence[str], schedule: Schedule, *, at: int, reason: s
 
 
 def _in_samples(entry: TimelineEntry, schedule: Schedule) -> TimelineEntry:
-    """An entry whose place is in samples, with its lengths in samples too."""
+    """An entry with its lengths in samples; its place is in samples already."""
     at, raw = entry.at.value, entry.model_dump(mode="json")
     for key, change in entry.changes():
         if isinstance(change, Change) and (over := change.over) is not None:
@@ -85,7 +85,7 @@ def _in_samples(entry: TimelineEntry, schedule: Schedule) -> TimelineEntry:
 
 
 def steer(config: Config, entry: TimelineEntry) -> Config:
-    """The configuration with one more lasting entry. Raises ConfigError, which lists every problem."""
+    """The configuration with one more stored entry. Raises ConfigError, which lists every problem."""
     total = config.schedule.total
     if entry.at.value >= total:
         raise ConfigError(f"the run ends after {total:_} samples: there is no step after {entry.at.value:_}")
@@ -103,14 +103,15 @@ class ShownValue:
 
 
 def preview(before: Config, after: Config, entry: TimelineEntry, *, step: int, consumed: int) -> list[ShownValue]:
-    """What an entry changes: around its place, and around the ends of its ramps.
+    """The values that an entry changes, in the steps around its place and around the ends of its ramps.
 
     Args:
-        before, after: without and with it.
+        before, after: configurations without and with the entry.
         step, consumed: where the run is, at the entry's place or before it.
     """
     batch, total = before.schedule.batch, before.schedule.total
-    marks = {entry.at.value, *(set(after.schedule.marks) - set(before.schedule.marks))}  # and ends of its ramps
+    ramp_ends = set(after.schedule.marks) - set(before.schedule.marks)
+    marks = {entry.at.value, *ramp_ends}
     around = {step + batch.steps_between(consumed, mark) + more for mark in marks for more in (-1, 0, 1)}
     places = {shown: batch.ahead(consumed, shown - step) for shown in sorted(around) if shown >= max(1, step)}
     places = {shown: place for shown, place in places.items() if place <= total}
@@ -123,13 +124,15 @@ def preview(before: Config, after: Config, entry: TimelineEntry, *, step: int, c
 
 
 def values_of(entry: TimelineEntry, config: Config, consumed: int) -> dict[str, Any]:
-    """What a configuration has, in the step that ends at `consumed`, of that which an entry changes: of everything that
-    changes the learning rate, what the optimiser gets, as `optimizer.lr`."""
-    keys, values = [key for key, _ in entry.changes()], config.schedule.values_at(consumed)
-    found: dict[str, Any] = {"optimizer.lr": values.lr} if {*keys} & {*_RATE} else {}
+    """The values of a configuration that an entry changes, in the step that ends at `consumed`.
+
+    If the entry changes the learning rate in any way, `optimizer.lr` is the rate that the optimiser gets.
+    """
+    keys, steered = [key for key, _ in entry.changes()], config.schedule.values_at(consumed)
+    shown: dict[str, Any] = {"optimizer.lr": steered.lr} if {*keys} & {*_RATE} else {}
     for key in keys:
         if key == "checkpoint.every":
-            found[key] = str(config.schedule.save_every(consumed))
+            shown[key] = str(config.schedule.save_every(consumed))
         elif key not in ("optimizer.lr", "optimizer.min_lr"):
-            found[key] = getattr(values, key.partition(".")[2])
-    return found
+            shown[key] = getattr(steered, key.partition(".")[2])
+    return shown

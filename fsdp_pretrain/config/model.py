@@ -1,4 +1,4 @@
-"""The `[model]` section of each family. See `models` for what the keys do, with formulas and sources."""
+"""The `[model]` section of each family. See `fsdp_pretrain.models` for formulas and sources."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ Dropout = Annotated[float, Field(strict=False, ge=0, lt=1)]
 
 
 class _Decoder(Section):
+    """Keys of all families."""
+
     layers: Positive
     """Number of blocks."""
     hidden: Positive
@@ -35,25 +37,27 @@ class _Decoder(Section):
 
     @property
     def rows(self) -> int:
+        """Rows of the embedding table."""
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def head_dim(self) -> int:
+        """Width of a head."""
         return getattr(self, "head_size", None) or self.hidden // self.heads
 
     @property
     def query_width(self) -> int:
-        """Width of the queries of all heads, and of what they attend to; `hidden`, unless `head_size` is given."""
+        """Width of the queries of all heads together; `hidden`, unless `head_size` is given."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Width of all keys, and of all values."""
+        """Width of the keys of all heads together, and of the values."""
         return (getattr(self, "kv_heads", None) or self.heads) * self.head_dim
 
     @property
     def two_dimensions(self) -> bool:
-        """Whether a token has two positions: that of its blank, and that inside it."""
+        """Whether a token has two positions: the place of its blank, and its place inside the blank."""
         return getattr(self, "positions", None) == "rope-2d"
 
     @property

@@ -1,6 +1,6 @@
 """Configuration of notifications about alarms.
 
-No key holds a secret (such as the URL of a webhook): it is in an environment variable with a fixed name.
+Secrets (such as the URL of a webhook) are in environment variables with fixed names, never in a key.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .base import Section
 
 
 def _address(text: str) -> str:
-    found = re.fullmatch(r"[^\s:/]+:(\d{1,5})", text)
-    if not text.endswith(".prom") and (found is None or int(found[1]) > 65535):
+    match = re.fullmatch(r"[^\s:/]+:(\d{1,5})", text)
+    if not text.endswith(".prom") and (match is None or int(match[1]) > 65535):
         raise ValueError("neither of the form HOST:PORT nor the path of a file that ends in .prom")
     return text
 

@@ -1,4 +1,4 @@
-"""Configuration of what protects a run: the watchdog, the verdicts on its numbers, the launcher.
+"""Configuration of the watchdog, the health checks of training, and the launcher.
 
 `docs/config.md` is generated from the docstrings here.
 """

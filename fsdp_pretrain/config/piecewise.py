@@ -1,4 +1,4 @@
-"""A value along a run: what every schedule is made of."""
+"""A value as a function of samples, in pieces: every schedule is made of these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Piece(Generic[T]):
-    """From `start` at sample `at` linearly to `to`, `length` samples later, and `to` from then on."""
+    """Linear from `start` at sample `at` to `to` at `at + length`, and constant from then on."""
 
     to: T
     start: T
@@ -22,9 +22,9 @@ class _Piece(Generic[T]):
 
 
 class Piecewise(Generic[T]):
-    """A value along a run, by samples: constant, changed at places, with or without a linear ramp to the new value.
+    """A value as a function of samples: constant between changes, each of which may be a linear ramp to the new value.
 
-    A change at a place counts for steps that end behind it. Values that ramp are numbers.
+    A change at a place counts for steps that end behind it. Only numbers can ramp.
     """
 
     def __init__(self, base: T) -> None:
@@ -34,15 +34,15 @@ class Piecewise(Generic[T]):
     @classmethod
     def steps(cls, starts: Sequence[int], values: Sequence[T]) -> Piecewise[T]:
         """`values[i]` from place `starts[i]` on, itself included, and `values[0]` before."""
-        found = cls(values[0])
+        steps = cls(values[0])
         for start, value in zip(starts[1:], values[1:], strict=True):
-            found.change(start - 1, value)
-        return found
+            steps.change(start - 1, value)
+        return steps
 
     def change(self, at: int, to: T, start: T | None = None, length: int = 0) -> None:
-        """From `at` on, `to`; if `length` is not 0, a ramp from `start` (None: the value there) first.
+        """Change the value to `to` from `at` on, by a ramp of `length` samples from `start` (None: the value there).
 
-        Replaces what was to come later.
+        Changes that were planned for later places are removed.
         """
         keep = bisect_right(self._behind, at)
         begun = self.at(at, behind=True) if start is None else start
@@ -60,9 +60,9 @@ class Piecewise(Generic[T]):
 
     @property
     def marks(self) -> list[int]:
-        """Where it changes: the places of changes, and the ends of ramps that no other change cuts short."""
-        found = set[int]()
+        """The places of changes, and the ends of ramps that no other change cuts short."""
+        marks = set[int]()
         for piece, following in zip(self._pieces[1:], [*self._behind[2:], inf], strict=False):
             end = piece.at + piece.length
-            found |= {piece.at, end} if end < following else {piece.at}
-        return sorted(found)
+            marks |= {piece.at, end} if end < following else {piece.at}
+        return sorted(marks)

@@ -51,12 +51,14 @@ def reference() -> str:
 
 
 def _lines(outer: type[Section] = Config, prefix: str = "") -> Iterator[str]:
-    """The tables of all sections inside one, in order. What all kinds of a section have in common is listed once."""
+    """The tables of all sections inside one, in order. Keys that all kinds of a section share are listed once."""
     for name, field in outer.model_fields.items():
         key, tag = f"{prefix}{name}", field.discriminator
         kinds = [section for section in sections_in(field.annotation) if not issubclass(section, Change)]
         rows = {section: _rows(key, section) for section in kinds}
-        common = [row for row in rows[kinds[0]] if all(row in each for each in rows.values())] if len(kinds) > 1 else []
+        common = []
+        if len(kinds) > 1:
+            common = [row for row in rows[kinds[0]] if all(row in others for others in rows.values())]
         if common:
             yield from _table(f"`[{key}]`, whatever its `{tag}`", "", common)
         for section in kinds:
@@ -71,12 +73,12 @@ def _lines(outer: type[Section] = Config, prefix: str = "") -> Iterator[str]:
 
 
 def _table(title: str, text: str, rows: list[Row]) -> Iterator[str]:
-    """A table; what a resume may do is a column only if that differs."""
+    """A table of rows. The column `resume` is left out, and its value named above, if all rows have the same."""
     yield f"## {title}\n"
     kinds = {kind for *_, kind, _ in rows}
-    said = " ".join([text.strip(), *([f"At a resume: {kind}." for kind in kinds] if len(kinds) == 1 else [])]).strip()
-    if said:
-        yield f"{_escape(said)}\n"
+    above = " ".join([text.strip(), *([f"At a resume: {kind}." for kind in kinds] if len(kinds) == 1 else [])]).strip()
+    if above:
+        yield f"{_escape(above)}\n"
     columns = [name for name in ("key", "type", "default", "resume", "meaning") if len(kinds) > 1 or name != "resume"]
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
@@ -101,19 +103,19 @@ def _rows(key: str, section: type[Section]) -> list[Row]:
 
 
 def meanings(section: type[Section]) -> dict[str, str]:
-    """What each key of a section means: its docstring in the source, own or inherited, if its field has no description.
+    """The meaning of each key of a section: the description of its field, else its docstring, own or inherited.
 
     pydantic can collect docstrings too, but does so whenever the configuration is imported, which doubles that time.
     """
-    found = {}
+    docstrings = {}
     for base in reversed(section.__mro__):
         if issubclass(base, Section) and not base.__pydantic_generic_metadata__["origin"]:  # those have no source
             (definition,) = ast.parse(inspect.getsource(base)).body
             assert isinstance(definition, ast.ClassDef)
             for key, text in pairwise(definition.body):
                 if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr):
-                    found[key.target.id] = str(ast.literal_eval(text.value))
-    return {name: field.description or found.get(name, "") for name, field in section.model_fields.items()}
+                    docstrings[key.target.id] = str(ast.literal_eval(text.value))
+    return {name: field.description or docstrings.get(name, "") for name, field in section.model_fields.items()}
 
 
 def _is_list(annotation: Any) -> bool:

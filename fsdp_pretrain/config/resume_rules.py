@@ -1,10 +1,10 @@
-"""What a resume may change: every configuration key is in one of three classes, and only this module says in which.
+"""What a resume may change: every configuration key is in one of three classes, which only this module assigns.
 
 - free: changes nothing that is learned (paths, mesh, saving, the record). Listed in the journal.
-- declared: changes what is learned from here on. Legal, but only on purpose: the start is refused unless the key is
-  named by `--allow`, or was set by a rollback or fork.
-- forbidden: would make it another model or other data. What these are is compared by `state.identity`, which also knows
-  what of the mixture is past.
+- declared: changes what is learned from here on. Must be on purpose: the start is refused unless `--allow` names the
+  key, or a rollback or fork set it.
+- forbidden: would make it another model or other data. `checkpoint.state.identity` compares these, and knows which part
+  of the mixture is past.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ CLASSES: dict[str, str] = {
     "model": FORBIDDEN,
     "model.declared_params": FREE,
     "data.sequence_length": FORBIDDEN,
-    "data.stages": DECLARED,  # what lies ahead; the past is identity
+    "data.stages": DECLARED,  # those ahead; the past is part of the identity
     "data.seed": FORBIDDEN,
     "data.lanes": FORBIDDEN,
     "data.attention": FORBIDDEN,
     "data.positions": FORBIDDEN,
     "data.loss_across_documents": FORBIDDEN,
     "data.objective": FORBIDDEN,
-    "data.sources": DECLARED,  # what lies ahead; the past is identity
-    "data.sources.path": FREE,  # the corpus's fingerprint is identity
+    "data.sources": DECLARED,  # the mixture ahead; the past is part of the identity
+    "data.sources.path": FREE,  # the corpus's fingerprint is part of the identity
     "data.cache": FREE,
     "data.skip": DECLARED,
     "data.reshuffle": DECLARED,
@@ -58,7 +58,7 @@ CLASSES: dict[str, str] = {
     "health": FREE,
     "watchdog": FREE,
     "launch": FREE,
-    "timeline": DECLARED,  # what lies behind; an entry ahead is free, see `_timeline`
+    "timeline": DECLARED,  # entries that are past; an entry ahead is free, see `_timeline`
 }
 """Class of a key and of all keys below it that are not listed themselves."""
 
@@ -67,8 +67,8 @@ def class_of(key: str) -> str:
     """The class of a dotted key of the schema (no indices). Raises KeyError."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
-        if found := CLASSES.get(".".join(parts[:length])):
-            return found
+        if kind := CLASSES.get(".".join(parts[:length])):
+            return kind
     raise KeyError(f"{key} is in no class of changes")
 
 
@@ -87,18 +87,18 @@ class ConfigChange:
 
 
 def changes(old: Config, new: Config) -> list[ConfigChange]:
-    """How two configurations of a run differ, in what they mean from here on; forbidden changes included."""
-    found = [*_decay(old, new), *_duration(old, new), *_timeline(old, new)]
+    """How two configurations of a run differ in what they mean from here on; forbidden changes included."""
+    differing = [*_decay(old, new), *_duration(old, new), *_timeline(old, new)]
     for path, was, is_ in leaves(_tree(old), _tree(new)):
         key = ".".join(path[:2] + path[3:] if path[:2] == ("data", "sources") else path)
         if key not in ("optimizer.decay", "train.duration"):
-            found.append(ConfigChange(key, _line(".".join(path), was, is_), class_of(key)))
+            differing.append(ConfigChange(key, _line(".".join(path), was, is_), class_of(key)))
     order = list(schema_keys())
-    return sorted(found, key=lambda change: order.index(change.key))
+    return sorted(differing, key=lambda change: order.index(change.key))
 
 
 def _tree(config: Config) -> dict[str, Any]:
-    """The values, sources by name: their order means nothing."""
+    """The values of a configuration; sources by name, because their order means nothing."""
     tree = config.model_dump(mode="json")
     tree["data"]["sources"] = {source["name"]: source for source in tree["data"]["sources"]}
     del tree["timeline"]  # see `_timeline`
@@ -106,7 +106,7 @@ def _tree(config: Config) -> dict[str, Any]:
 
 
 def _duration(old: Config, new: Config) -> Iterator[ConfigChange]:
-    """A longer run does what the shorter one would have done, and goes on."""
+    """The change of the duration: free if it is longer, because the run only continues after its former end."""
     was, is_ = old.train.duration, new.train.duration
     if was != is_:
         longer = new.schedule.samples(is_) >= old.schedule.samples(was)
@@ -114,7 +114,7 @@ def _duration(old: Config, new: Config) -> Iterator[ConfigChange]:
 
 
 def _decay(old: Config, new: Config) -> Iterator[ConfigChange]:
-    """Where the learning rate's curve ends: by default with the run, so that another duration bends the curve."""
+    """The change of the learning rate's end: by default that of the run, so that another duration changes the curve."""
     was, is_ = (config.optimizer.decay or config.train.duration for config in (old, new))
     if was == is_ or not new.schedule.decays or old.schedule.decay == new.schedule.decay:
         return
@@ -126,7 +126,7 @@ def _decay(old: Config, new: Config) -> Iterator[ConfigChange]:
 
 
 def _timeline(old: Config, new: Config) -> Iterator[ConfigChange]:
-    """Entries that came, which change nothing before their place; and entries that went, perhaps by an old file."""
+    """Entries that were removed, perhaps by an old file, and new ones, which change nothing before their place."""
     for entry in old.timeline:
         if entry not in new.timeline:
             yield ConfigChange("timeline", f"timeline: {entry} -> absent", _class_of_entry(entry))
@@ -142,7 +142,7 @@ def _class_of_entry(entry: TimelineEntry) -> str:
 
 
 def leaves(old: Any, new: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
-    """(path, old, new) of every leaf in which two trees of dictionaries differ; None where one has it not."""
+    """(path, old, new) of every leaf in which two trees of dictionaries differ; None where a tree lacks it."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
             yield from leaves(old.get(key), new.get(key), (*path, str(key)))
@@ -169,9 +169,9 @@ def _short(value: Any) -> str:
 
 
 def load_recorded(path: Path) -> Config:
-    """A configuration that a start recorded, without free keys that this version no longer has.
+    """Load a configuration that a start recorded, without free keys that this version no longer has.
 
-    Raises ConfigError, also if it has other unknown keys, which may matter.
+    Raises ConfigError, also for other unknown keys, since they may matter.
     """
     config, unknown = load_known(path)
     wrong = [f"{key}: {_short(value)}" for key, value in unknown.items() if _class_of_unknown(key) != FREE]
@@ -196,7 +196,7 @@ def _class_of_unknown(key: str) -> str:
 
 
 def read_allowed(names: Iterable[str]) -> frozenset[str]:
-    """Check that `--allow` names keys and tables in which something may be declared. Raises ConfigError."""
+    """Check that the names given with `--allow` are keys that may be declared, or their tables. Raises ConfigError."""
     known, problems = schema_keys(), []
     names = frozenset(names)
     for name in sorted(names):
@@ -217,10 +217,10 @@ def _covers(name: str, key: str) -> bool:
 
 
 def undeclared(
-    found: Iterable[ConfigChange], allowed: Collection[str], consumed: int | None = None
+    differing: Iterable[ConfigChange], allowed: Collection[str], consumed: int | None = None
 ) -> list[ConfigChange]:
-    """The changes that must be declared and are not; without those that are still ahead at `consumed` samples."""
-    declared = [change for change in found if change.kind == DECLARED]
+    """The changes that must be declared and are not `allowed`, without those that are ahead at `consumed` samples."""
+    declared = [change for change in differing if change.kind == DECLARED]
     if consumed is not None:
         declared = [change for change in declared if change.at is None or change.at < consumed]
     return [change for change in declared if not any(_covers(name, change.key) for name in allowed)]
@@ -231,8 +231,8 @@ def refuse(where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange
 
     Args:
         where, cursor: the checkpoint, and the samples read at it.
-        forbidden: texts of what may not be changed.
-        declared: what `undeclared` found.
+        forbidden: texts of forbidden changes.
+        declared: changes from `undeclared`.
     """
     parts, remedies = [], []
     if forbidden:

@@ -55,7 +55,7 @@ class Ramp:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of constant batch: begins after `step` steps at `consumed` samples."""
+    """A part of the run with a constant batch, which begins after `step` steps at `consumed` samples."""
 
     step: int
     consumed: int
@@ -75,7 +75,8 @@ class BatchSchedule:
     """
 
     def __init__(self, full: int, ramp: Ramp | None = None) -> None:
-        self.full, self.ramp, starts, batches = full, ramp, [0], [full]
+        self.full, self.ramp = full, ramp
+        starts, batches = [0], [full]
         if ramp is not None:
             length, increments = ramp.end - ramp.start, (full - ramp.first) // ramp.by
             if length <= 0:
@@ -87,7 +88,8 @@ class BatchSchedule:
             starts += [ramp.start - (-passed * length // increments) for passed in range(1, increments + 1)]
             batches = [ramp.first + ramp.by * passed for passed in range(increments + 1)]
         self._batches = Piecewise.steps(starts, batches)
-        self.stages, step, consumed = list[Stage](), 0, 0
+        self.stages = list[Stage]()
+        step = consumed = 0
         for start in starts[1:]:
             if start > consumed:  # a large batch may overshoot a whole interval
                 batch = self.batch_at(consumed)
@@ -101,31 +103,34 @@ class BatchSchedule:
         return self._batches.at(consumed)
 
     def consumed_at(self, step: int) -> int:
+        """Samples consumed after `step` steps from the start of the run."""
         stage = self.stages[bisect_right(self.stages, step, key=lambda stage: stage.step) - 1]
         return stage.consumed + (step - stage.step) * stage.batch
 
     def ahead(self, consumed: int, steps: int) -> int:
-        """Samples consumed after `steps` more steps, from wherever a run is: one that was resumed with another batch is
-        not where as many steps from the beginning would have led."""
+        """Samples consumed after `steps` more steps from `consumed`.
+
+        Works from any place: a run that was resumed with another batch is not at `consumed_at` its step.
+        """
         while steps and self.ramp is not None and consumed < self.ramp.end:
             consumed, steps = consumed + self.batch_at(consumed), steps - 1
         return consumed + steps * self.full
 
     def steps_between(self, consumed: int, until: int) -> int:
-        """The number of whole steps from `consumed` after which at least `until` samples have been consumed."""
+        """Whole steps from `consumed` after which at least `until` samples have been consumed."""
         steps = 0
         while consumed < until and self.ramp is not None and consumed < self.ramp.end:
             consumed, steps = consumed + self.batch_at(consumed), steps + 1
         return steps + max(0, -(-(until - consumed) // self.full))
 
     def step_at(self, consumed: int) -> int:
-        """The number of whole steps after which at least `consumed` samples have been consumed."""
+        """Whole steps from the start of the run after which at least `consumed` samples have been consumed."""
         stage = self.stages[bisect_right(self.stages, consumed, key=lambda stage: stage.consumed) - 1]
         return stage.step + -(-(consumed - stage.consumed) // stage.batch)
 
 
 def _samples(size: Progress, sequence_length: int, name: str) -> int:
-    """Raises ValueError if tokens are not whole samples."""
+    """A batch size or ramp in samples. Raises ValueError if tokens are not whole samples."""
     if size.unit == "token":
         if size.value % sequence_length:
             raise ValueError(f"{name} = {size} is not a whole number of samples of {sequence_length} tokens")
@@ -143,7 +148,7 @@ def _build_ramp(section: BatchRampSection, length: int) -> Ramp:
 
 @dataclass(frozen=True)
 class StepValues:
-    """Everything steered in one step. `lr` is what the optimiser gets: `lr_scale` is in it."""
+    """Everything that schedules decide for one step. `lr` is the rate that the optimiser gets, `lr_scale` included."""
 
     lr: float
     lr_scale: float
@@ -169,11 +174,11 @@ class Placed:
 
 
 class Schedule:
-    """Everything that changes over a run, as numbers: what the sections say, and what the timeline makes of it.
+    """Everything that changes over a run, as numbers: the sections' schedules, with the changes of the timeline.
 
     The last step is the first that reaches `train.duration`. An entry of the timeline at `at` counts for steps that end
-    behind it, as if a run had restarted there with other settings: values at `at` itself are the last of before, and a
-    ramp over n reaches its end at `at` + n.
+    behind `at`, as if the run had restarted there with other settings: the step that ends at `at` itself still has the
+    old values, and a ramp over n reaches its end at `at` + n.
 
     Raises ValueError, whose `args` are all contradictions found.
     """
@@ -196,7 +201,7 @@ class Schedule:
         self.warmup = self.samples(warmup)
         self.decay = self.total if optimizer.decay is None else self.samples(optimizer.decay)
         self.decays = optimizer.curve != "constant"
-        self.decay_start = self.warmup if decay_length is None else self._ahead(self.decay, decay_length)
+        self.decay_start = self.warmup if decay_length is None else self._earlier(self.decay, decay_length)
         """Where the learning rate leaves its peak, in samples."""
         if problems := list(self._contradictions(train.duration, warmup, decay_length)):
             raise ValueError(*problems)
@@ -209,11 +214,11 @@ class Schedule:
             self._values[key] = Piecewise(getattr(sections[section], name))
         steered = {_SHRINK} if optimizer.embedding_shrink != 1.0 else set[str]()
         placed = [Placed(self.samples(entry.at), entry) for entry in timeline]
-        self.timeline = sorted(placed, key=lambda each: each.at)
+        self.timeline = sorted(placed, key=lambda entry: entry.at)
         """The entries in order, with their places."""
-        for each in self.timeline:
-            for key, value in each.entry.changes():
-                self._change(self._values[key], each.at, value)
+        for place in self.timeline:
+            for key, value in place.entry.changes():
+                self._change(self._values[key], place.at, value)
                 steered.add(key)
         self._check_floor()
         self._of_step = [(key.partition(".")[2], self._values[key]) for key in _OF_STEP]
@@ -228,7 +233,7 @@ class Schedule:
             yield f"optimizer.decay_length = {decay_length} begins within the warm-up of {warmup}"
 
     def _change(self, along: Piecewise[Any], at: int, value: Any) -> None:
-        """A ramp that is over when the next step ends is a change at once."""
+        """Apply a change of the timeline. A ramp that ends within the next step changes the value at once."""
         if isinstance(value, Change):
             length = 0 if value.over is None else self.behind(at, value.over) - at
             ramped = length > self.behind(at, Progress(1, "step")) - at
@@ -257,7 +262,7 @@ class Schedule:
 
     @property
     def marks(self) -> list[int]:
-        """Where something changes, and where ramps end."""
+        """The places where something changes or a ramp ends, in samples."""
         return sorted({mark for along in self._values.values() for mark in along.marks})
 
     def samples(self, progress: Progress) -> int:
@@ -273,15 +278,15 @@ class Schedule:
         return self.lengths.tokens(samples)
 
     def behind(self, at: int, length: Progress) -> int:
-        """The place that is `length` behind another, both in samples."""
+        """The place `length` later than `at`, both in samples."""
         if length.unit == "step":
             return self.batch.consumed_at(self.batch.step_at(at) + length.value)
         if length.unit == "token":
             return self.samples(Progress(self.tokens(at) + length.value, "token"))
         return at + length.value
 
-    def _ahead(self, at: int, length: Progress) -> int:
-        """The place that is `length` ahead of another, both in samples; negative if before the start of the run."""
+    def _earlier(self, at: int, length: Progress) -> int:
+        """The place `length` earlier than `at`, both in samples; negative if before the start of the run."""
         if length.unit == "step":
             steps = self.batch.step_at(at) - length.value
             return self.batch.consumed_at(steps) if steps >= 0 else -1
@@ -295,7 +300,7 @@ class Schedule:
         return self.values_at(consumed).lr
 
     def steered(self, values: StepValues) -> dict[str, Any]:
-        """Those of a step's values, besides the learning rate, that change in the course of the run."""
+        """The values of a step, other than the learning rate, that change in the course of the run."""
         return {name: getattr(values, name) for name in self._steered}
 
     def due(self, every: Progress | None, *, step: int, before: int, after: int) -> bool:
@@ -328,7 +333,7 @@ class Schedule:
         return self.row(step, consumed, consumed - self.batch.consumed_at(step - 1))
 
     def row(self, step: int, consumed: int, batch: int) -> dict[str, Any]:
-        """The same of the step of this number that brings the counter to `consumed`."""
+        """The row of the preview for step number `step`, of `batch` samples, which brings the counter to `consumed`."""
         values = self.values_at(consumed)
         return {
             "step": step,

@@ -61,7 +61,7 @@ class BatchRampSection(Section):
 
 
 SMALLEST_SCALE = 1.0
-"""Of the fp16 loss. A run that keeps overflowing at it ends with exit 93."""
+"""Smallest scale of the fp16 loss. A run that keeps overflowing at it ends with exit 93."""
 
 
 class LossScaleSection(Section):
@@ -195,7 +195,9 @@ class CheckpointSection(Section):
 
 
 def _as_list(every: Progress | list[Progress] | None) -> list[Progress]:
-    return every if isinstance(every, list) else [] if every is None else [every]
+    if every is None:
+        return []
+    return every if isinstance(every, list) else [every]
 
 
 def _count_or_share(value: float) -> float:

@@ -1,7 +1,7 @@
 """The length of every sample: constant, or in stages that train shorter samples first (`data.stages`).
 
-All conversions between samples and tokens are here. Samples are counted in one of two ways, and the same class serves
-both: samples read (`cursor`, places in the data), and samples trained (`consumed`, every schedule), see `trained`.
+All conversions between samples and tokens are here. Samples are counted in two ways, and the same class serves both:
+samples read (`cursor`, places in the data), and samples trained (`consumed`, every schedule), see `trained`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .skips import Skips
 
 @dataclass(frozen=True)
 class SequenceStages:
-    """Samples from `starts[i]` on have `lengths[i]` tokens; `starts` begin at 0 and ascend. The last has no end."""
+    """Samples from `starts[i]` on have `lengths[i]` tokens. `starts` ascend from 0; the last stage has no end."""
 
     starts: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -33,24 +33,24 @@ class SequenceStages:
     def of(cls, stages: Sequence[tuple[int, Progress]], length: int) -> SequenceStages:
         """From (length, end) of the stages before the last, whose samples have `length` tokens.
 
-        Ends are samples or tokens read since the start of the run. A stage is as many samples as make whole samples of
-        `length` tokens: its end is rounded up. Raises ValueError if a length does not divide `length`, or a stage is
-        empty.
+        Ends are samples or tokens read since the start of the run. They are rounded up, so that the samples of a stage
+        make whole samples of `length` tokens. Raises ValueError if a stage's length does not divide `length`, or a
+        stage is empty.
         """
-        found = cls.constant(length)
+        built = cls.constant(length)
         for number, (short, until) in enumerate(stages):
             if length % short:
                 raise ValueError(
                     f"data.stages: a length of {short} is not a whole part of data.sequence_length = {length}"
                 )
-            start, pieces = found.starts[-1], length // short
-            found = cls(found.starts, (*found.lengths[:-1], short))  # as if it had no end
-            samples = found.samples(until.value) if until.unit == "token" else until.value
+            start, pieces = built.starts[-1], length // short
+            built = cls(built.starts, (*built.lengths[:-1], short))  # as if it had no end
+            samples = built.samples(until.value) if until.unit == "token" else until.value
             end = start + -(-(samples - start) // pieces) * pieces
             if end <= start:
                 raise ValueError(f"data.stages: stage {number + 1} ends at {until}, which is not after its start")
-            found = cls((*found.starts, end), (*found.lengths, length))
-        return found
+            built = cls((*built.starts, end), (*built.lengths, length))
+        return built
 
     def trained(self, skips: Skips) -> SequenceStages:
         """The same stages, counted in samples trained instead of samples read."""
@@ -71,14 +71,14 @@ class SequenceStages:
 
     def between(self, first: int, stop: int) -> dict[int, int]:
         """Number of samples of each length among samples [first, stop)."""
-        found = Counter[int]()
+        counts = Counter[int]()
         for start, end, length in zip(self.starts, (*self.starts[1:], stop), self.lengths, strict=True):
-            if (count := min(end, stop) - max(start, first)) > 0:
-                found[length] += count
-        return dict(found)
+            if (samples := min(end, stop) - max(start, first)) > 0:
+                counts[length] += samples
+        return dict(counts)
 
     def interval(self, every: Progress) -> int:
-        """Samples of an interval in samples or tokens, at the last length."""
+        """An interval of samples or tokens in samples of the last length, rounded up."""
         return -(-every.value // self.lengths[-1]) if every.unit == "token" else every.value
 
     def tokens(self, samples: int) -> int:
@@ -86,7 +86,7 @@ class SequenceStages:
         return sum(length * count for length, count in self.between(0, samples).items())
 
     def samples(self, tokens: int) -> int:
-        """The fewest first samples that have at least so many tokens."""
+        """The smallest number of first samples that have at least `tokens` tokens."""
         sizes = [
             (end - start) * length for (start, end), length in zip(pairwise(self.starts), self.lengths, strict=False)
         ]

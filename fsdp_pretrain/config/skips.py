@@ -1,7 +1,7 @@
-"""Ranges of samples that are read past and never trained: `data.skip`.
+"""Ranges of samples that are skipped, and so never trained: `data.skip`.
 
-A skipped sample keeps its index, so skipping moves nobody else: the trained samples are the others, in the same order.
-`cursor` counts all samples, `consumed` only those trained.
+A skipped sample keeps its index, so the order of all other samples stays the same. `cursor` counts all samples,
+`consumed` only trained ones.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from itertools import chain, islice
 
 
 class Skips:
-    """A set of skipped samples: `ranges` [first, stop), in any order at first, then merged and sorted."""
+    """A set of skipped samples.
+
+    Attributes:
+        ranges: sorted and disjoint ranges [first, stop); those given may be in any order, and overlap.
+    """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self.ranges: list[tuple[int, int]] = []
@@ -39,7 +43,7 @@ class Skips:
         return list(islice(chain.from_iterable(map(reversed, reversed(before))), count))[::-1]
 
     def after(self, cursor: int, count: int) -> int:
-        """Where the cursor stands once `count` more samples have been trained."""
+        """The cursor after `count` more samples have been trained."""
         for first, stop in self.ranges:
             if stop > cursor and first < cursor + count:
                 count -= max(0, first - cursor)

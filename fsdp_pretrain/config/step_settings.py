@@ -1,7 +1,7 @@
-"""Do two configurations give some steps the same values? A question about values at these steps, not about keys.
+"""Whether two configurations give some steps the same values.
 
-A key may be changed without another value in any of the steps: a timeline entry ahead of them, one that was taken away
-again, the same place in another unit. And a value may differ although no key does.
+Keys can differ while all these values are the same: a timeline entry ahead of the steps, one that was removed again,
+the same place in another unit. And values can differ while all keys are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCHEDULED = frozenset(
     "optimizer.warmup optimizer.warmup_shape optimizer.decay optimizer.decay_length optimizer.decay_shape "
     "optimizer.embedding_shrink optimizer.shrink_paths".split()
 )
-"""Keys that are nothing but values of every step."""
+"""Keys whose only effect is on the values of steps."""
 ROUNDING = frozenset(
     "train.micro_batch parallel.shard parallel.reshard_after_forward parallel.recompute parallel.attention "
     "parallel.compile".split()
@@ -30,8 +30,8 @@ ROUNDING = frozenset(
 
 
 class StepCounters(Protocol):
-    """A step by its counters, as `StepRecord` and `Position` have them: samples trained and read after it, and its
-    own."""
+    """The counters of a step, as in `StepRecord` and `Position`: samples trained and samples read after it, and its
+    batch."""
 
     @property
     def consumed(self) -> int: ...
@@ -42,28 +42,28 @@ class StepCounters(Protocol):
 
 
 def same_values(old: Config, new: Config, steps: Iterable[StepCounters]) -> bool:
-    """Whether two configurations say the same for what is learned in `steps`."""
+    """Whether two configurations give `steps` the same values, so that the same is learned in them."""
     return not value_differences(old, new, steps)
 
 
 def value_differences(old: Config, new: Config, steps: Iterable[StepCounters]) -> list[str]:
-    """What differs in `steps`, as `key: old -> new`; of values, those of the first step in which one differs."""
-    found = [change.text for change in changes(old, new) if change.key not in SCHEDULED and change.kind != FREE]
+    """The differences in `steps`, as `key: old -> new`; those of values are given for the first step that has any."""
+    of_keys = [change.text for change in changes(old, new) if change.key not in SCHEDULED and change.kind != FREE]
     skips = old.data.skip != new.data.skip
     for step in steps:
         was, is_ = (_values(config, step, skips=skips) for config in (old, new))
         if was != is_:
-            return differences(was, is_) + found
-    return found
+            return differences(was, is_) + of_keys
+    return of_keys
 
 
 def rounding_differences(old: Config, new: Config) -> list[str]:
-    """What differs in how steps are computed: in their last digits."""
+    """Changed keys on which only the last digits of a step depend."""
     return [change.text for change in changes(old, new) if change.key in ROUNDING]
 
 
 def _values(config: Config, step: StepCounters, *, skips: bool) -> dict[str, Any]:
-    """Everything in a step that its place in the run decides; which samples it has only where they may differ."""
+    """Everything that the schedule decides for a step, and with `skips` also which samples it has."""
     schedule = config.schedule
     values = {"batch": schedule.batch.batch_at(step.consumed - step.batch), **asdict(schedule.values_at(step.consumed))}
     if skips:

@@ -1,6 +1,6 @@
 """`[[timeline]]`: what changes in the course of a run, so that its whole history is one configuration.
 
-What the entries mean as numbers is computed by `schedule`.
+`schedule` turns the entries into numbers.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class Change(Section, Generic[T]):
 
     @model_serializer(mode="wrap")
     def _by_alias(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        said = handler(self).items()
-        return {"from" if name == "from_" else name: value for name, value in said if value is not None}
+        values = handler(self).items()
+        return {"from" if name == "from_" else name: value for name, value in values if value is not None}
 
 
-# Classes with names of their own: rank 0 sends entries to the others, and `Change[NotNegative]` cannot be pickled.
+# Named classes, because rank 0 sends entries to the other ranks, and `Change[NotNegative]` cannot be pickled.
 
 
 class AmountChange(Change[NotNegative]):
-    """Of a value that is not negative."""
+    """A change of a value that is 0 or more."""
 
 
 class PositiveChange(Change[AboveZero]):
-    """Of a value above 0."""
+    """A change of a value above 0."""
 
 
 class ShareChange(Change[Share]):
-    """Of a value from 0 to 1."""
+    """A change of a value from 0 to 1."""
 
 
 class OptimizerTimeline(Section):
@@ -101,7 +101,7 @@ class TimelineEntry(Section):
     at: Progress
     """Place in training: steps, samples or tokens since the beginning."""
     reason: str = ""
-    """Why, for the chronicle."""
+    """Why, for the journal."""
     optimizer: OptimizerTimeline = OptimizerTimeline()
     """New values of `[optimizer]`, as `optimizer.lr = 4e-5` or `optimizer.lr = { to = 4e-5, over = "500 steps" }`."""
     train: TrainTimeline = TrainTimeline()
@@ -117,11 +117,13 @@ class TimelineEntry(Section):
 
     @model_serializer(mode="wrap")
     def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        said = {}
+        given = {}
         for key, value in handler(self).items():
-            if value := {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value:
-                said[key] = value
-        return said
+            if isinstance(value, dict):
+                value = {k: v for k, v in value.items() if v is not None}
+            if value:
+                given[key] = value
+        return given
 
     def changes(self) -> Iterator[tuple[str, Any]]:
         """(dotted key, `Change` or plain value) of everything that is set, in the order of the schema."""
@@ -132,16 +134,16 @@ class TimelineEntry(Section):
                     yield f"{name}.{key}", value
 
     def lengths(self) -> Iterator[Progress]:
-        """The place, and the lengths of ramps; an interval is neither."""
+        """All amounts of training in the entry: its place, and the lengths of its ramps."""
         yield self.at
         yield from (change.over for _, change in self.changes() if isinstance(change, Change) and change.over)
 
     def keys(self) -> str:
-        """For people: `optimizer.lr = 4e-05, train.z_loss = 0.0001`."""
+        """The changes as text: `optimizer.lr = 4e-05, train.z_loss = 0.0001`."""
         return ", ".join(f"{key} = {_short(value)}" for key, value in self.changes())
 
     def __str__(self) -> str:
-        """For people: `at 26_000 steps: optimizer.lr = 4e-05`."""
+        """The entry as text: `at 26_000 steps: optimizer.lr = 4e-05`."""
         return f"at {self.at}: {self.keys()}"
 
 

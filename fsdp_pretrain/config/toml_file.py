@@ -1,6 +1,6 @@
-"""Reading configuration files: TOML with includes and `key=value` overrides, and problems with their origin.
+"""Reading TOML files with includes and `key=value` overrides, and describing problems with their origin.
 
-Knows nothing of the schema; `config.load` puts the two together.
+Independent of the schema; `config.load` combines both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp_pretrain.remote import CREDENTIALS
 
 _MISSING = object()
 _SECRETIVE = "watchdog.notify."
-"""Keys whose values are never shown: someone may have put a secret where the name of its variable belongs."""
+"""Prefix of keys whose values are never shown: someone may have put a secret there by mistake."""
 
 
 def read_toml(path: Path, origin: dict[str, str], chain: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -30,8 +30,8 @@ def read_toml(path: Path, origin: dict[str, str], chain: tuple[Path, ...] = ()) 
     try:
         own = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        asked = f", included by {chain[-1]}" if chain else ""
-        raise ConfigError(f"cannot read the configuration {path}{asked}: {error.strerror}") from None
+        includer = f", included by {chain[-1]}" if chain else ""
+        raise ConfigError(f"cannot read the configuration {path}{includer}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     merged: dict[str, Any] = {}
@@ -47,7 +47,7 @@ def read_toml(path: Path, origin: dict[str, str], chain: tuple[Path, ...] = ()) 
 
 
 def override(raw: dict[str, Any], text: str, origin: dict[str, str]) -> str | None:
-    """Apply one `section.key=value` to the merged values. Returns the problem, if there is one."""
+    """Apply one `section.key=value` override to the raw values. Returns the problem, if there is one."""
     key, equals, literal = text.partition("=")
     key = key.strip()
     if not equals or not re.fullmatch(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", key):
@@ -78,7 +78,7 @@ def override(raw: dict[str, Any], text: str, origin: dict[str, str]) -> str | No
 
 
 def describe(error: Any, path: Path, origin: dict[str, str], keys: Iterable[str]) -> str:
-    """One validation error as `key = value (from where): what is wrong; what would be right`."""
+    """One of pydantic's errors as text: `key = value (file or override): problem; suggestion`."""
     key = ".".join(str(part) for part in error["loc"])
     source = next((where for name, where in origin.items() if name == key or name.startswith(key + ".")), str(path))
     kind, message = error["type"], str(error.get("msg", "")).removeprefix("Value error, ")
