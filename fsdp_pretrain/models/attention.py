@@ -28,12 +28,13 @@ class Attention(nn.Module):
     """Grouped-query attention; each of `kv_heads` serves heads / kv_heads query heads.
 
     Args:
-        out_bias: of the output projection; `bias` is of queries, keys and values.
+        bias: whether the projections to queries, keys and values have biases.
+        out_bias: whether the output projection has one.
         head_norm: epsilon of an RMSNorm over each head of queries and of keys, before rotation; None: there is none.
         dropout: on attention probabilities, in training mode.
-        scores: how they are computed, see `scaled_attention`.
+        scores: how attention scores are computed, see `scaled_attention`.
         layer: index of the block from 0, for score scaling.
-        alibi: add ALiBi where the mask is a block mask; a dense mask has it already.
+        alibi: whether to add ALiBi if the mask is a block mask; a dense mask includes it already.
 
     Attributes:
         cache: keys and values of earlier passes, see `Decoder.caching`; None in training.

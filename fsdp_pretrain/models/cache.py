@@ -9,7 +9,7 @@ class LayerCache:
     """The keys and values of one layer.
 
     Args:
-        capacity: tokens per sequence that there is room for.
+        capacity: room for this many tokens per sequence.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -18,7 +18,11 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens [B, heads, S, d]; all so far [B, heads, T, d], views that the next call writes to."""
+        """Append keys and values of new tokens, [B, heads, S, d].
+
+        Returns:
+            Keys and values of all tokens so far, [B, heads, T, d]: views, to which the next call writes.
+        """
         if self._keys is None or self._values is None:
             shape = (*key.shape[:2], self._capacity, key.shape[3])
             self._keys, self._values = key.new_empty(shape), value.new_empty(shape)

@@ -21,7 +21,7 @@ from .loss import ChunkKernels, compiled_kernels, token_losses
 from .masks import Backend, Mask, Slots, Visible, block_mask, dense_mask
 
 Reader = Callable[[Tensor, Tensor], Tensor]
-"""Normalised hidden states [B, S, H] and the output matrix [V, H] -> what is wanted of them."""
+"""(normalised hidden states [B, S, H], output matrix [V, H]) -> whatever the caller computes from both."""
 
 
 class Embedding(nn.Embedding):
@@ -63,7 +63,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class Head(nn.Linear):
-    """An output matrix [V, H] of its own: a module, so that FSDP gathers and reduces it apart from the embedding."""
+    """An untied output matrix [V, H], as a module, so that FSDP gathers and reduces it apart from the embedding."""
 
     def __init__(self, config: AnyModel) -> None:
         super().__init__(config.hidden, config.rows, bias=False)
@@ -115,13 +115,14 @@ class Decoder(nn.Module, ABC):
         self.norm = norm
         self.head = None if config.tied_head else Head(config)
         self._recompute_every = 0
-        self._draws, self.two_dimensions = config.uses_dropout, config.two_dimensions
+        self._uses_dropout = config.uses_dropout
+        self.two_dimensions = config.two_dimensions
         self.backend: Backend = "sdpa"
         self._loss_kernels: ChunkKernels | None = None
         self._scales_scores = not isinstance(config, LlamaModel) and config.scores != "fused"
 
     def set_recompute(self, recompute: Recompute) -> None:
-        """Set what is computed again in the backward pass: see `parallel.recompute`."""
+        """Set which activations the backward pass computes again, see `parallel.recompute`."""
         self._recompute_every = 0 if recompute == "feed-forward" else recompute
         for module in self.modules():
             if isinstance(module, FeedForward):
@@ -130,27 +131,27 @@ class Decoder(nn.Module, ABC):
     def compile_parts(self) -> None:
         """Compile every block, each into one graph, and the kernels of the loss."""
         for block in self.blocks:
-            block.compile(fullgraph=True)  # a break would be slow without a word
+            block.compile(fullgraph=True)  # a graph break would only be slow, and go unnoticed
         self._loss_kernels = compiled_kernels()
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens int64 [B, S], positions int64 [S], [B, S] or [B, 2, S] -> [B, S, H]."""
+        """Tokens int64 [B, S], and their positions int64 [S], [B, S] or [B, 2, S] -> embeddings [B, S, H]."""
         del positions
         out: Tensor = self.embedding(tokens)
         return out
 
     @abstractmethod
     def context(self, positions: Tensor) -> tuple[object, ...]:
-        """Positional arguments of each block after hidden state and mask; `positions` as in `embed_tokens`."""
+        """Further positional arguments of each block, after hidden state and mask; `positions` as in `embed_tokens`."""
 
     @contextmanager
     def caching(self, capacity: int) -> Iterator[list[LayerCache]]:
-        """In the block, each forward pass adds its keys and values to a cache, which later passes attend to.
+        """Let forward passes in the `with` block add their keys and values to a cache, which later passes attend to.
 
         The passes need a `Visible` mask whose keys are all tokens so far.
 
         Args:
-            capacity: tokens per sequence that there is room for.
+            capacity: room for this many tokens per sequence.
 
         Yields:
             The caches of all layers.
@@ -190,7 +191,7 @@ class Decoder(nn.Module, ABC):
         with_normalisers: bool = False,
         read: Reader | None = None,
     ) -> Tensor:
-        """Logits, or the loss per position, or what `read` makes of the last hidden states.
+        """Logits, or the loss per position, or the result of `read`.
 
         Args:
             tokens: int64 [B, S].
@@ -198,7 +199,8 @@ class Decoder(nn.Module, ABC):
             slots: see `masks`; None is causal over the whole sample.
             positions: int64 [B, S], or [B, 2, S] if two-dimensional, each less than S; None is 0..S-1.
             with_normalisers: also return the log-normalisers of the softmax.
-            read: its result is returned instead; the output matrix is whole only while it runs.
+            read: called with the last hidden states and the output matrix, which FSDP gathers only for the call; its
+                result is returned instead.
 
         Returns:
             With labels: fp32 [B, S] natural-log cross-entropy, zero where ignored, or [2, B, S] with the
@@ -210,7 +212,7 @@ class Decoder(nn.Module, ABC):
         context = (self.mask(slots, x), *self.context(positions))
         for index, block in enumerate(self.blocks):
             if self._recompute_every and index % self._recompute_every == 0 and self.training:
-                x = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=self._draws)
+                x = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=self._uses_dropout)
             else:
                 x = block(x, *context)
         x = self.norm(x)

@@ -1,4 +1,4 @@
-"""FLOPs of models, MFU, days of a run."""
+"""FLOPs of models, MFU and HFU, and the days that a run takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DAY = 86_400.0
 
 
 def run_flops(config: Config, parameters: int) -> float:
-    """FLOPs of the model for the whole run."""
+    """Model FLOPs of the whole run."""
     lengths = config.schedule.lengths.between(0, config.schedule.total)
     return sum(n * length * flops_per_token(parameters, config.model, length) for length, n in lengths.items())
 
@@ -21,10 +21,8 @@ def run_flops(config: Config, parameters: int) -> float:
 def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> float:
     """Training FLOPs per token, 6 P + 12 L q S: PaLM's formula (appendix B), which the published 7B FSDP figures use.
 
-    q is the width of the queries of all heads, in most models h.
-
-    Counts all parameters (embedding included) and full, not causal, attention, but no recomputation: these are model
-    FLOPs (MFU), not hardware FLOPs.
+    q is the width of the queries of all heads, in most models h. All parameters count (embedding included), and full,
+    not causal, attention, but no recomputation: these are model FLOPs (for MFU), not hardware FLOPs.
     """
     return 6.0 * parameters + 12.0 * model.layers * model.query_width * sequence_length
 
@@ -37,12 +35,9 @@ def feed_forward(model: AnyModel) -> tuple[int, int]:
 def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: Recompute = 0) -> float:
     """Hardware FLOPs per token: Megatron-LM's formula (arXiv 2104.04473, eq. 3) for any f and number of KV heads.
 
-    Counts only matrix products: 3 times the forward pass of the blocks, 4 times if recomputed; 3 times that of the
+    Only matrix products count: 3 times the forward pass of the blocks, 4 times if recomputed; 3 times that of the
     output matrix, V being the padded rows of the table; full, not causal, attention. With f = 4h (or 8h/3 and a gate),
     as many KV heads as heads and full recomputation this is 24 * 4 * L * h^2 * (1 + S/(6h) + V/(16Lh)) per token.
-
-    Args:
-        recompute: `parallel.recompute`.
     """
     passes = 3 + _recomputed_share(model, sequence_length, recompute)
     return passes * model.layers * _block_forward(model, sequence_length) + 6 * model.hidden * model.rows
@@ -66,8 +61,9 @@ class Speed:
     """Throughput of a measured step, in model FLOPs and in hardware FLOPs (with recomputation).
 
     Attributes:
+        batch: samples of the step.
         mfu, hfu: model and hardware FLOPs utilisation; None if the device's peak is unknown.
-        days: of the whole run, if all its steps compute at this rate; without saves and failures.
+        days: duration of the whole run if all its steps compute at this rate; without saves and failures.
     """
 
     batch: int

@@ -26,12 +26,14 @@ class PackedBatch(Protocol):
 
 
 class Losses(NamedTuple):
-    """Of one micro-batch, on the model's device: fp32 [b, S] losses (natural-log cross-entropy, zero where ignored),
-    int64 [b, S] labels, and optionally fp32 [b, S] squared log-normalisers (zero where ignored)."""
+    """The loss per position of one micro-batch, on the model's device; zero where labels are ignored."""
 
     losses: Tensor
+    """fp32 [b, S], natural-log cross-entropy."""
     labels: Tensor
+    """int64 [b, S]."""
     penalties: Tensor | None
+    """fp32 [b, S], squared log-normalisers for the z-loss, if they were asked for."""
 
 
 def losses(
@@ -40,7 +42,7 @@ def losses(
     """The loss per position.
 
     Args:
-        micro: in host memory; with lengths if `data.uses_lengths`.
+        micro: the micro-batch, in host memory; with lengths if `data.uses_lengths`.
         with_penalties: also return the squared log-normalisers for the z-loss.
     """
     tokens, slots, positions = _inputs(micro, data, device)
@@ -50,7 +52,7 @@ def losses(
 
 
 def _inputs(micro: PackedBatch, data: DataSection, device: torch.device) -> tuple[Tensor, Slots | None, Tensor | None]:
-    """Tokens (with the one after the last position), slots and positions, on the device."""
+    """Tokens [b, S + 1] (one more than positions), slots and positions, on the device."""
     tokens = micro.tokens.to(device, non_blocking=True)
     slots = positions = None
     if micro.lengths is not None:

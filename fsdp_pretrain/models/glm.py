@@ -22,8 +22,7 @@ from .masks import Mask
 
 
 def deepnorm_constants(layers: int) -> tuple[float, float]:
-    """DeepNorm's (alpha, beta) as in GLM-130B: the factor of the residual, and the gain of the matrices with smaller
-    initial values."""
+    """DeepNorm's (alpha, beta) as in GLM-130B: the factor of the residual, and the initial gain of some matrices."""
     return (2 * layers) ** 0.5, (2 * layers) ** -0.5
 
 
@@ -73,8 +72,8 @@ class GLM(Decoder):
     def initial(self, name: str) -> Initial:
         """Xavier normal (std = gain * sqrt(2 / (in + out))) with gain beta for value, output and MLP matrices.
 
-        GLM-130B's table, except that it split the fused query-key-value matrix wrongly; the separate matrices here all
-        follow the paper's rule.
+        As in GLM-130B, whose code however splits the fused query-key-value matrix wrongly; the separate matrices here
+        all follow the paper's rule.
         """
         kind, leaf = name.split(".")[-2:]
         if leaf == "bias":

@@ -61,7 +61,7 @@ class GPT(Decoder):
         return ()
 
     def mask(self, slots: Slots | Visible | None, x: Tensor) -> Mask:
-        """With ALiBi a bias for the scores, unless the blocks add it."""
+        """The attention mask; with ALiBi a bias for the scores, unless the blocks add it."""
         if self.positions is not None:
             return super().mask(slots, x)
         length = x.shape[1]

@@ -56,7 +56,8 @@ class FeedForward(nn.Module, ABC):
     """Base of the feed-forward layers.
 
     Attributes:
-        recomputes: in training, keep only the input, and compute all but the last product again in the backward pass.
+        recomputes: whether to keep only the input in training, and to compute all but the last product again in the
+            backward pass.
     """
 
     recomputes = False
@@ -139,7 +140,7 @@ def rotary_tables(positions: Tensor, frequencies: Tensor) -> Rotary:
     `frequencies`: from `rotary_frequencies` for the head size divided by the number of dimensions.
     """
     dimensions = positions.unbind(1) if positions.ndim == 3 else (positions,)
-    angles = [each.float().unsqueeze(-1) * frequencies for each in dimensions]
+    angles = [dimension.float().unsqueeze(-1) * frequencies for dimension in dimensions]
     return tuple((angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)) for angle in angles)
 
 

@@ -1,8 +1,7 @@
 """Llama-style decoder (arXiv 2302.13971, 2307.09288): pre-norm with RMSNorm, rotary positions, GQA, SwiGLU.
 
-Mistral's (arXiv 2310.06825) is the same, as long as sequences are not longer than its window. Qwen2's (arXiv
-2407.10671) has biases on queries, keys and values, Qwen3's (arXiv 2505.09388) an RMSNorm over each head of queries and
-of keys.
+Mistral (arXiv 2310.06825) is the same for sequences up to the length of its window. Qwen2 (arXiv 2407.10671) adds
+biases on queries, keys and values, Qwen3 (arXiv 2505.09388) an RMSNorm over each head of queries and of keys.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ IGNORE = -100
 _LOGITS_PER_CHUNK = 2**25
 """Logits per chunk: 128 MiB in fp32; at the peak there are three tensors of that size."""
 _KEPT_BYTES = 2**30
-"""All logits of a micro-batch together are kept for the backward pass up to this, in the dtype of the hidden states;
-more are computed again, which is a third of the output matrix's work."""
+"""Logits of a micro-batch are kept for the backward pass if they all take at most this, in the dtype of the hidden
+states; else they are computed again, which is a third of the output matrix's work."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy of `hidden @ weight.T` per position, and the log-normaliser of the softmax.
 
-    The vocabulary is processed in chunks, also in the backward pass: memory for logits grows up to `_KEPT_BYTES` and a
-    few chunks, then neither with it nor with the positions. Gradients are exact for any weighting of both results.
+    The vocabulary is processed in chunks, also in the backward pass, so that logits never take more memory than
+    `_KEPT_BYTES` and a few chunks. Gradients are exact for any weighting of both results.
     (`F.linear_cross_entropy`, which is similar, needs torch 2.13.)
 
     Args:
@@ -66,7 +66,7 @@ class _TokenLosses(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor, kernels: ChunkKernels, keep: bool
     ) -> tuple[Tensor, Tensor]:
-        """Saves the normalisers, and the logits if `keep`; else `backward` computes them again."""
+        """Save the normalisers, and the logits if `keep`; else `backward` computes them again."""
         kept: list[Tensor] = []
         normalisers = torch.full((len(rows),), -torch.inf, device=rows.device)
         picked = torch.zeros_like(normalisers)
@@ -102,7 +102,7 @@ class _TokenLosses(torch.autograd.Function):
 def _forward_chunk(
     logits: Tensor, local: Tensor, inside: Tensor, normalisers: Tensor, picked: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Normalisers [N] and logits of the targets [N], with those of a chunk."""
+    """Update the normalisers [N] and the logits of the targets [N] with a chunk's logits."""
     logits = logits.float()
     picked = picked + logits.gather(1, local).squeeze(1).where(inside, 0.0)
     return torch.logaddexp(normalisers, logits.logsumexp(1)), picked
@@ -122,9 +122,9 @@ _EAGER = ChunkKernels(_forward_chunk, _backward_chunk)
 
 
 def compiled_kernels() -> ChunkKernels:
-    """The same, fused by torch.compile: a pass over the logits instead of several, 0.7 of the time on an H100.
+    """Kernels fused by torch.compile: one pass over the logits instead of several, 0.7 of the time on an H100.
 
-    Every shape has a form of its own: a result does not depend on what was computed before.
+    Every shape is compiled on its own, so that a result does not depend on what was computed before.
     """
     return ChunkKernels(torch.compile(_forward_chunk, dynamic=False), torch.compile(_backward_chunk, dynamic=False))
 

@@ -30,8 +30,8 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _BLOCK = 128
 """Positions in a block of a block mask, the default of `flex_attention`."""
 Mask = Tensor | BlockMask | None
-"""None; bool [B or 1, 1, S, S], True where a query (row) attends to a key (column); float [B or 1, heads, S, S], added
-to the scores; or a BlockMask."""
+"""None: causal. bool [B or 1, 1, S, S]: True where a query (row) attends to a key (column). float [B or 1, heads, S,
+S]: added to the scores. Or a BlockMask."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Visible:
-    """An explicit mask, for inputs that are no run of text: continuations that share a context, or a cache of keys.
+    """An explicit mask, for inputs other than consecutive text: continuations that share a context, or a cache of keys.
 
     Attributes:
         keys: bool [B, S, T], True where a query attends to a key.
@@ -91,7 +91,7 @@ def dense_mask(slots: Slots | None, length: int, device: torch.device) -> Tensor
 
 
 def block_mask(slots: Slots, length: int) -> BlockMask:
-    """The mask for `flex_attention`, from the slots at the ends of each block of positions: nothing of size S x S."""
+    """The mask for `flex_attention`, computed from the slots at the ends of each block, without a tensor [S, S]."""
     ids, prefix = slots.ids(length), slots.in_prefix(length)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def block_mask(slots: Slots, length: int) -> BlockMask:
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """bool [B, queries, keys] -> int32 [B, 1, queries] how many, and [B, 1, queries, keys] which, these first."""
+    """bool [B, queries, keys] -> number of True keys, int32 [B, 1, queries], and the keys, True ones first."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), order.to(torch.int32).unsqueeze(1)
 
@@ -126,7 +126,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 def alibi_score_mod(heads: int) -> ScoreMod:
-    """The same slopes as a `score_mod` of `flex_attention`, computed there: nothing is read from memory."""
+    """ALiBi as a `score_mod` of `flex_attention`; it computes the slopes itself, so nothing is read from memory."""
     power = 2 ** math.floor(math.log2(heads))
 
     def add(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def add_alibi(visible: Tensor, heads: int, dtype: torch.dtype, distance: Tensor 
     Args:
         visible: bool [B or 1, 1, S, T].
         distance: position of the key minus that of the query, int64 [B or 1, 1, S, T]: 0 or less where causal. None:
-            both are the tokens 0 to S - 1.
+            queries and keys are both at 0 to S - 1.
     """
     if distance is None:
         places = torch.arange(visible.shape[-1], device=visible.device)
@@ -154,29 +154,30 @@ def add_alibi(visible: Tensor, heads: int, dtype: torch.dtype, distance: Tensor 
     return bias.masked_fill(~visible, -math.inf).to(dtype)
 
 
-def choose_backend(asked: str, model: AnyModel, device: torch.device) -> Backend:
-    """The attention backend for masked attention; `asked` is `parallel.attention`.
+def choose_backend(setting: str, model: AnyModel, device: torch.device) -> Backend:
+    """The backend for masked attention. Raises ConfigError if `setting` is `flex`, which cannot be used here.
 
-    Raises ConfigError if `flex` was asked for and cannot be used.
+    Args:
+        setting: `parallel.attention`.
     """
     obstacles = _flex_obstacles(model, device)
-    if asked == "flex" and obstacles:
+    if setting == "flex" and obstacles:
         raise ConfigError(
             f"parallel.attention = flex cannot be used: {'; '.join(obstacles)}",
             remedy="use parallel.attention = auto, which uses dense masks where flex cannot be used",
         )
-    return "flex" if asked == "flex" or (asked == "auto" and not obstacles) else "sdpa"
+    return "flex" if setting == "flex" or (setting == "auto" and not obstacles) else "sdpa"
 
 
 def _flex_obstacles(model: AnyModel, device: torch.device) -> list[str]:
-    found = []
+    obstacles = []
     if device.type != "cuda":
-        found.append(f"flex_attention has no backward pass on {device.type}")
+        obstacles.append(f"flex_attention has no backward pass on {device.type}")
     if model.head_dim < 16 or model.head_dim & (model.head_dim - 1):
-        found.append(f"its kernels need a head size that is a power of two from 16 on, not {model.head_dim}")
+        obstacles.append(f"its kernels need a head size that is a power of two from 16 on, not {model.head_dim}")
     if not isinstance(model, LlamaModel):
         if model.dropout:
-            found.append("it has no dropout of attention probabilities")
+            obstacles.append("it has no dropout of attention probabilities")
         if model.scores != "fused":
-            found.append(f"model.scores = {model.scores} is computed step by step")
-    return found
+            obstacles.append(f"model.scores = {model.scores} is computed step by step")
+    return obstacles

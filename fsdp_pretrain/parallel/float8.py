@@ -14,7 +14,7 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.models import Decoder
 
 _MULTIPLE = 16
-"""Sizes that the kernels take are multiples of it."""
+"""The kernels take sizes that are multiples of this."""
 _CAPABILITY = (8, 9)
 """The first CUDA compute capability with float8: Ada, Hopper and later."""
 
@@ -27,7 +27,7 @@ def use_float8(model: Decoder, device: torch.device, *, emulate: bool = False) -
         emulate: compute with rounded bf16 values, on any device: slow, for tests.
 
     Raises:
-        ConfigError: the device has no float8, a size is no multiple of 16, or torchao is missing.
+        ConfigError: the device has no float8, a size is not a multiple of 16, or torchao is missing.
     """
     if not emulate:
         _check_device(device)

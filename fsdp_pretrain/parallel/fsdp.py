@@ -49,8 +49,8 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
         fully_shard(list(unit.modules), mesh=world.mesh, mp_policy=policy, reshard_after_forward=unit.reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
     if isinstance(model.embedding, FSDPModule):
-        # Nothing, since it is gathered. By default its backward pass would gather what was used before it: in a later
-        # micro-batch the output matrix, for the one before.
+        # Prefetch nothing more. By default its backward pass gathers the unit that was used before it: in a later
+        # micro-batch the output matrix of the one before.
         model.embedding.set_modules_to_backward_prefetch([model.embedding])
     return _allocate(model, world.device)
 
@@ -58,21 +58,21 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
 def shard_for_inference(model: Decoder, world: World) -> Decoder:
     """Shard a model on the meta device over the mesh for forward passes, and allocate its parameters, without values.
 
-    Parameters keep their dtype; a unit's are whole only during its own part of a pass.
+    Parameters keep their dtype. Those of a unit are gathered only during its own part of a pass.
     """
     gathered = [*(unit.modules for unit in units(model, reshard=True)), (model,)]
     for modules in gathered:
         fully_shard(list(modules), mesh=world.mesh, reshard_after_forward=True)
-        # What FSDP gathers by itself in a forward pass it keeps a second time until the next unit is gathered.
+        # If FSDP gathers a unit by itself, it keeps a second copy until the next unit is gathered.
         modules[0].register_forward_pre_hook(_unshard, prepend=True)
     return _allocate(model, world.device)
 
 
 def _compile_for_each_length(shorter: int) -> None:
-    """Compile once for each length of samples, not on the second for any length.
+    """Make torch compile once for each length of samples, instead of once for any length when a second one comes.
 
-    That would be slower, and another computation than that of a start after the change. `shorter`: number of lengths
-    besides the full one.
+    The latter would be slower, and not the computation of a start after the change. `shorter`: number of lengths other
+    than the full one.
     """
     settings = torch._dynamo.config
     settings.automatic_dynamic_shapes = False
@@ -89,8 +89,8 @@ def _unshard(module: nn.Module, inputs: object) -> None:
 class ShardedUnit:
     """Modules whose parameters FSDP gathers together and whose gradients it reduces together.
 
-    `reshard`: the parameters are freed after the forward pass, and gathered again for the backward pass; else they
-    stay gathered until the last backward pass of a step.
+    `reshard`: whether the parameters are freed after the forward pass and gathered again for the backward pass; else
+    they stay gathered until the last backward pass of a step.
     """
 
     modules: tuple[nn.Module, ...]
@@ -100,9 +100,9 @@ class ShardedUnit:
 def units(model: Decoder, *, reshard: bool) -> list[ShardedUnit]:
     """The units of a model, in the order of the forward pass; all other parameters are the root's.
 
-    With an output matrix of its own, it and the last norm are a unit: its gradients are reduced while the blocks
-    compute, and its gather waits behind them. What the backward pass needs first, or at its end without the values
-    (the embedding), stays gathered.
+    An untied output matrix is a unit, with the last norm: its gradients are reduced while the blocks compute, and its
+    gather waits behind them. The last block and the output matrix stay gathered, since the backward pass needs them
+    first, and so does the embedding, whose backward pass does not need its values.
     """
     last = len(model.blocks) - 1
     blocks = [ShardedUnit((block,), reshard and index < last) for index, block in enumerate(model.blocks)]
@@ -120,7 +120,7 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def compiles(config: Config, device: torch.device) -> bool:
-    """Whether blocks are compiled: `parallel.compile`, or what is best on the device."""
+    """Whether blocks are compiled: `parallel.compile`, or with `auto` the best for the device."""
     return config.compiles_on_gpu if device.type == "cuda" else config.parallel.compile is True
 
 
@@ -168,7 +168,7 @@ def initialise(parameter: Tensor, initial: Initial, key: str) -> None:
 
 
 def reshard(model: Decoder) -> None:
-    """Free the parameters that stay gathered after a forward pass, if no backward pass follows that would.
+    """Free the parameters that stay gathered after a forward pass, for one without a backward pass, which would do so.
 
     Until then `model.parameters()` are gathered copies, and after an update they would be stale.
     """

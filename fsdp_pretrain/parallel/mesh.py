@@ -33,7 +33,7 @@ REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process's ranks from torchrun's environment; without torchrun, a single process."""
+    """The ranks of this process from torchrun's environment; without torchrun, those of a single process."""
 
     rank: int
     world: int
@@ -47,7 +47,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls) -> RankInfo:
-        """Raises ConfigError if only some of the variables are set."""
+        """Read torchrun's variables. Raises ConfigError if only some of them are set."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name) for name in names]
         if all(value is None for value in values):
@@ -73,7 +73,11 @@ def shard_size(parallel: ParallelSection, world: int, local_world: int) -> int:
 
 
 class World:
-    """All ranks: the mesh with the axes `REPLICATE` and `SHARD`, this rank's device, reductions and joint decisions."""
+    """All ranks: the mesh with the axes `REPLICATE` and `SHARD`, this rank's device, reductions and joint decisions.
+
+    Two ways to agree: `decide` runs a call on rank 0 only and broadcasts its result; `together` runs it on every rank.
+    With both, a UserError on one rank is raised on all.
+    """
 
     def __init__(self, ranks: RankInfo, device: torch.device, mesh: DeviceMesh, timeout: timedelta) -> None:
         self.rank, self.size, self.device, self.mesh = ranks.rank, ranks.world, device, mesh
@@ -105,21 +109,21 @@ class World:
 
     def gather_shards(self, values: Tensor) -> Tensor:
         """`values` of every rank that holds a part of this replica: [shards, ...] on the device, without waiting."""
-        found = [torch.empty_like(values) for _ in range(self.shards)]
-        dist.all_gather(found, values, group=self.mesh.get_group(SHARD))
-        return torch.stack(found)
+        parts = [torch.empty_like(values) for _ in range(self.shards)]
+        dist.all_gather(parts, values, group=self.mesh.get_group(SHARD))
+        return torch.stack(parts)
 
     def new_group(self) -> dist.ProcessGroup:
         """Create another gloo group of all ranks. Collective."""
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=self._timeout)
-        # Or a rank that has nothing left to do could end while others still connect to it.
+        # Connect all ranks now: else a rank with nothing left to do could end while others still connect to it.
         dist.all_reduce(torch.zeros(()), group=group)
         return group
 
     def decide(self, choose: Callable[[], T]) -> T:
-        """Rank 0 evaluates `choose`; every rank returns its result, or raises its UserError.
+        """Rank 0 calls `choose`; every rank returns its result, or raises its UserError. Collective.
 
-        So no rank acts on a view of the file system that differs from rank 0's.
+        So all ranks act on rank 0's view of the file system.
         """
         box: list[Any] = [None, None]
         if self.is_main:
@@ -134,13 +138,14 @@ class World:
         return result
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's `value`, in rank order, on every rank."""
+        """Every rank's `value`, in rank order, on every rank. Collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
     def together(self, act: Callable[[], T]) -> T:
-        """Run `act` on every rank; if any raises UserError, all raise that of the lowest such rank."""
+        """Call `act` on every rank, and return its result. If any rank raises UserError, all raise that of the lowest
+        such rank. Collective."""
         result, error = None, None
         try:
             result = act()
@@ -154,14 +159,19 @@ class World:
         return result  # type: ignore[return-value]
 
     def barrier(self) -> None:
+        """Wait until all ranks are here."""
         self.gather(None)
 
 
 class SingleProcess(World):
-    """A single process without process group or mesh, for commands that write a checkpoint."""
+    """A single process without process group or mesh, for commands that write a checkpoint.
+
+    Does not call `World.__init__`, which needs a mesh; methods that use the mesh or a group do not work.
+    """
 
     def __init__(self) -> None:
-        self.rank, self.size, self.local_world, self.replicas, self.shards = 0, 1, 1, 1, 1
+        self.rank, self.size, self.local_world = 0, 1, 1
+        self.replicas, self.shards = 1, 1
         self.device, self.host_group = torch.device("cpu"), None
 
     def decide(self, choose: Callable[[], T]) -> T:
@@ -195,7 +205,7 @@ def connect(parallel: ParallelSection) -> Iterator[World]:
     for axis in (REPLICATE, SHARD):  # a mesh group does not inherit the timeout of init_process_group
         dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group(axis))
     yield World(ranks, device, mesh, timeout)
-    # Not in a `finally`: after an error peers may be gone, and this would wait for them.
+    # Not in a `finally`: after an error peers may have ended, and this would wait for them.
     dist.destroy_process_group()
 
 

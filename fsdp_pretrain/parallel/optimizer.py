@@ -19,8 +19,8 @@ _HYSTERESIS = 2
 def parameter_groups(model: nn.Module) -> tuple[list[str], list[str]]:
     """Names of the parameters with weight decay; and of those without: biases, and the weights of norms."""
     names = [name for name, _ in model.named_parameters()]
-    spared = [name for name in names if re.search(r"bias$|norm.*\.weight$", name)]
-    return [name for name in names if name not in set(spared)], spared
+    undecayed = [name for name in names if re.search(r"bias$|norm.*\.weight$", name)]
+    return [name for name in names if name not in set(undecayed)], undecayed
 
 
 class AdamW:
@@ -35,8 +35,8 @@ class AdamW:
 
     def __init__(self, model: nn.Module, config: OptimizerSection) -> None:
         self._config, self._parameters = config, dict(model.named_parameters())
-        decaying, spared = parameter_groups(model)
-        self._groups = ((decaying, True), (spared, False))
+        decayed, undecayed = parameter_groups(model)
+        self._groups = ((decayed, True), (undecayed, False))
         self.state: dict[str, dict[str, Tensor]] = {}
 
     @torch.no_grad()
@@ -52,10 +52,10 @@ class AdamW:
         """Take or skip one step without synchronising with the device. Clears the gradients.
 
         Args:
-            weight_decay, betas: of this step; None: as configured. `weight_decay` is not for the second group.
-            divisor: of the gradients, fp32 0-dim; None is 1.
-            skip: the same on every rank, fp32 0-dim: 1 to leave parameters, moments and step counts unchanged, else 0.
-                None never skips.
+            weight_decay, betas: values for this step; None: as configured. The second group has no weight decay.
+            divisor: the gradients are divided by this, fp32 0-dim; None is 1.
+            skip: fp32 0-dim, the same on every rank: 1 to leave parameters, moments and step counts unchanged, else 0;
+                None is 0.
         """
         decay = self._config.weight_decay if weight_decay is None else weight_decay
         betas = self._config.betas if betas is None else betas
@@ -87,7 +87,7 @@ class AdamW:
             parameter.grad = None
 
     def state_by_name(self) -> dict[str, dict[str, Tensor]]:
-        """The live state of all parameters, allocating what is missing."""
+        """The live state of all parameters; allocates state that does not exist yet."""
         return {name: dict(self._state_of(name)) for name in self._parameters}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ class LossScaler:
         return values
 
     def advance(self, overflow: Tensor) -> None:
-        """Update after a step; `overflow`: 0-dim, the same on every rank, 1 if the step was skipped, else 0."""
+        """Update the scale after a step. `overflow`: 0-dim, equal on all ranks, 1 if the step was skipped, else 0."""
         scale, left, good = self._state.unbind()
         halved = torch.where(left > 1, scale, (scale / 2).clamp(min=SMALLEST_SCALE))
         after_overflow = torch.stack((halved, (left - 1).clamp(min=1), torch.zeros_like(good)))
@@ -145,9 +145,9 @@ def clip(norm: Tensor, limit: float, scale: Tensor | None) -> tuple[Tensor, Tens
     """How to clip the norm of the gradients that the optimiser will use.
 
     Args:
-        norm: of all gradients, 0-dim.
-        limit: largest norm; 0 is none.
-        scale: by which the gradients are too large (for fp16), fp32 0-dim; None is 1.
+        norm: norm of all gradients, 0-dim.
+        limit: largest norm; 0: no limit.
+        scale: factor by which the gradients are too large (for fp16), fp32 0-dim; None is 1.
 
     Returns:
         The norm unscaled and unclipped, fp32 0-dim; and the divisor for `AdamW.step`.

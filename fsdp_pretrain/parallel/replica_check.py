@@ -17,7 +17,7 @@ from fsdp_pretrain.run.step_record import Replicas
 from .mesh import World, local_part
 
 COMPARE_EVERY = 1000
-"""Steps between two comparisons of the replicas' parameters; also done after each start."""
+"""Steps between two comparisons of the replicas' parameters; another one follows each start."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -35,7 +35,7 @@ def checksums(model: nn.Module, world: World) -> Tensor:
 
 
 def compare(sums: list[int], shards: int) -> Replicas:
-    """Which ranks differ from their replicas.
+    """Find the ranks whose parameters differ from those of the other replicas.
 
     Args:
         sums: checksum of every rank, in rank order; rank = replica * shards + shard.
@@ -46,13 +46,13 @@ def compare(sums: list[int], shards: int) -> Replicas:
     """
     differing: list[int] = []
     for shard in range(shards):
-        own = sums[shard::shards]
-        (most, count), *_ = Counter(own).most_common()
-        clear = 2 * count > len(own)
+        replicas = sums[shard::shards]
+        (most, count), *_ = Counter(replicas).most_common()
+        clear = 2 * count > len(replicas)
         differing += [
             replica * shards + shard
-            for replica, value in enumerate(own)
-            if count < len(own) and (value != most or not clear)
+            for replica, value in enumerate(replicas)
+            if count < len(replicas) and (value != most or not clear)
         ]
     digest = xxhash.xxh3_64_hexdigest(b"".join(value.to_bytes(8, "big", signed=True) for value in sums[:shards]))
     return Replicas(digest=digest, differing=sorted(differing))
