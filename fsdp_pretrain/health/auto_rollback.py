@@ -1,4 +1,4 @@
-"""Automatic rollbacks: whether one is allowed, to which checkpoint, which samples to skip. On rank 0; no torch.
+"""Automatic rollbacks: whether one is allowed, to which checkpoint, which samples to skip. On rank 0.
 
 `lineage.rollback` does the work. This module limits how often it happens and skips more samples the second time.
 """
@@ -31,81 +31,91 @@ _SUGGESTIONS = (
 )
 
 
-def roll_back(run: RunDir, asked: RollbackRequest, recorder: Recorder) -> BranchReport:
+def roll_back(run: RunDir, request: RollbackRequest, recorder: Recorder) -> BranchReport:
     """Roll back. The caller holds the run's lock and has stopped training.
 
-    Raises NumericError if a person has to decide, StorageError as `rollback.go_back` does.
+    Raises:
+        NumericError: a person has to decide.
+        StorageError: see `rollback.go_back`.
     """
     before = journal.of_kind(journal.read(run), "health-rollback")
-    repeats = sum(entry["key"] == asked.key and abs(entry["start"] - asked.start) <= _SAME for entry in before)
-    _check_budget(asked, before, repeats)
-    candidates = _candidates(run, asked)
+    repeats = sum(entry["key"] == request.key and abs(entry["start"] - request.start) <= _SAME for entry in before)
+    _check_budget(request, before, repeats)
+    candidates = _candidates(run, request)
     for checkpoint in candidates:
-        skip = _skipped(asked, repeats, checkpoint.train_state().cursor)
-        text = f"back to step {checkpoint.step:_}, without samples {skip}, because: {asked.cause}"
-        facts = {"key": asked.key, "start": asked.start, "end": asked.end, "to": checkpoint.step, "skip": str(skip)}
-        recorder.event("health-rollback", text, step=asked.end, repeats=repeats, **facts)
+        skip = _skipped(request, repeats, checkpoint.train_state().cursor)
+        text = f"back to step {checkpoint.step:_}, without samples {skip}, because: {request.cause}"
+        facts = {
+            "key": request.key,
+            "start": request.start,
+            "end": request.end,
+            "to": checkpoint.step,
+            "skip": str(skip),
+        }
+        recorder.event("health-rollback", text, step=request.end, repeats=repeats, **facts)
         try:
-            request = BranchRequest(step=checkpoint.step, changes=[], skip_steps=None, skip_samples=skip)
-            return go_back(run, request, reason=f"automatic: {asked.cause}")
+            branch = BranchRequest(step=checkpoint.step, changes=[], skip_steps=None, skip_samples=skip)
+            return go_back(run, branch, reason=f"automatic: {request.cause}")
         except CheckpointError as error:
             recorder.event("checkpoint-rejected", f"passed over {error.cause}", step=checkpoint.step)
         except StorageError:
             raise
         except UserError as error:
-            raise _needs_person(asked, f"a rollback to step {checkpoint.step} is refused: {error.cause}") from None
-    raise _needs_person(asked, f"no clean checkpoint from before step {asked.start} can be read")
+            raise _needs_person(request, f"a rollback to step {checkpoint.step} is refused: {error.cause}") from None
+    raise _needs_person(request, f"no clean checkpoint from before step {request.start} can be read")
 
 
-def was_blamed_on_device(run: RunDir, asked: RollbackRequest) -> bool:
-    """Whether a nearby non-finite step was blamed on a device before: device faults do not recur in one place."""
+def was_blamed_on_device(run: RunDir, request: RollbackRequest) -> bool:
+    """Whether a device was suspected at a nearby step before. Device faults do not recur in one place."""
     entries = journal.of_kind(journal.read(run), "health-again")
-    return any(not entry["repeats"] and abs(entry["step"] - asked.end) <= _SAME for entry in entries)
+    return any(not entry["repeats"] and abs(entry["step"] - request.end) <= _SAME for entry in entries)
 
 
-def record_rollback(run: RunDir, step: int, asked: RollbackRequest, recorder: Recorder) -> None:
-    """Record the end of a start that was rolled back to `step`; the next start follows immediately."""
-    reason, code = f"rolled back to step {step}: {asked.cause}", int(Exit.RESUME)
+def record_rollback(run: RunDir, step: int, request: RollbackRequest, recorder: Recorder) -> None:
+    """Record the end of a start that was rolled back to `step`, so that the next start follows immediately."""
+    reason, code = f"rolled back to step {step}: {request.cause}", int(Exit.RESUME)
     for segment in (recorder.segment, run.segments[-1]):
         exit_intent.write(run, segment, code, reason, restart=True)
     recorder.event("stop", f"{reason}, exit {code}", step=step, code=code)
-    left = state_files.view(run.status, Status) or Status()
-    recorder.status(force=True, **left.entries())  # as the rollback left it
+    rolled_back = state_files.view(run.status, Status) or Status()
+    recorder.status(force=True, **rolled_back.entries())  # as the rollback left it
 
 
-def _check_budget(asked: RollbackRequest, before: list[dict[str, Any]], repeats: int) -> None:
-    """Raise NumericError if there were too many rollbacks already."""
+def _check_budget(request: RollbackRequest, before: list[dict[str, Any]], repeats: int) -> None:
+    """Raise NumericError if there were too many rollbacks already, of which `before` are the journal entries."""
     since = datetime.now(UTC) - timedelta(hours=24)
     today = sum(datetime.fromisoformat(entry["time"]) >= since for entry in before)
-    nearby = sum(abs(entry["start"] - asked.start) <= _NEARBY for entry in before)
-    limit = 1 if asked.key == "loss/nonfinite" else 2
+    nearby = sum(abs(entry["start"] - request.start) <= _NEARBY for entry in before)
+    limit = 1 if request.key == "loss/nonfinite" else 2
     if repeats >= limit:
-        raise _needs_person(asked, f"the same incident was answered by {repeats} rollback{'s' * (repeats > 1)} already")
+        raise _needs_person(
+            request, f"the same incident was answered by {repeats} rollback{'s' * (repeats > 1)} already"
+        )
     if nearby >= limits.ROLLBACKS_NEARBY:
-        raise _needs_person(asked, f"{nearby} rollbacks within {_NEARBY} steps")
+        raise _needs_person(request, f"{nearby} rollbacks within {_NEARBY} steps")
     if today >= limits.ROLLBACKS_A_DAY:
-        raise _needs_person(asked, f"{today} rollbacks within 24 hours")
+        raise _needs_person(request, f"{today} rollbacks within 24 hours")
 
 
-def _candidates(run: RunDir, asked: RollbackRequest) -> list[Checkpoint]:
-    """Candidate checkpoints, best first: those far enough before the incident, then the latest before it."""
-    found, until = list[Checkpoint](), float(asked.target)
-    for bound in (until, asked.start - 1.0):
-        while (checkpoint := Store(run.checkpoints).newest_clean(bound)) is not None and checkpoint not in found:
-            found.append(checkpoint)
+def _candidates(run: RunDir, request: RollbackRequest) -> list[Checkpoint]:
+    """Checkpoints to go back to, best first: those far enough before the incident, then the others before it."""
+    candidates, until = list[Checkpoint](), float(request.target)
+    for bound in (until, request.start - 1.0):
+        while (checkpoint := Store(run.checkpoints).newest_clean(bound)) is not None and checkpoint not in candidates:
+            candidates.append(checkpoint)
             bound = checkpoint.step - 1
-    return found
+    return candidates
 
 
-def _skipped(asked: RollbackRequest, repeats: int, cursor: int) -> SampleRange:
+def _skipped(request: RollbackRequest, repeats: int, cursor: int) -> SampleRange:
     """The samples to skip: twice as many if skipping did not help before."""
-    more = (asked.stop - asked.first) // 2 if repeats else 0
-    return SampleRange(max(cursor, asked.first - more), asked.stop + more)
+    more = (request.stop - request.first) // 2 if repeats else 0
+    return SampleRange(max(cursor, request.first - more), request.stop + more)
 
 
-def _needs_person(asked: RollbackRequest, why: str) -> NumericError:
+def _needs_person(request: RollbackRequest, why: str) -> NumericError:
     return NumericError(
-        f"{asked.cause}; no automatic rollback: {why}",
-        effect=f"nothing after step {asked.start - 1} should be trusted; nothing was changed",
+        f"{request.cause}; no automatic rollback: {why}",
+        effect=f"nothing after step {request.start - 1} should be trusted; nothing was changed",
         remedy=_SUGGESTIONS,
     )

@@ -1,4 +1,4 @@
-"""What a start's health checks take from the records of previous starts."""
+"""The health state that a start inherits from the records of earlier segments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_pretrain.run.step_record import StepRecord
 from .monitor import HISTORY, ExpectedSteps, Health
 
 REPEATED = 3
-"""Number of repeated steps that are compared with their earlier records."""
+"""Number of repeated steps that are compared with their first records."""
 
 
 def recall(
@@ -22,11 +22,11 @@ def recall(
     """The `Health` of a start.
 
     Args:
-        segment: of this start, already in the lineage.
+        segment: this start's segment, already in the lineage.
         parent: the segment that wrote the checkpoint to continue from; None when starting from scratch.
-        step: of that checkpoint.
-        whole: the optimiser was restored too, so steps repeat.
-        exact: operations are bitwise deterministic on these devices.
+        step: step of that checkpoint.
+        whole: whether the optimiser was restored too, so that steps repeat.
+        exact: whether operations are bitwise deterministic on these devices.
     """
     repeated = _expected(run, config, segment, parent, step, exact) if whole else None
     return Health(config, last_metrics(run, step, HISTORY), repeated)
@@ -35,9 +35,9 @@ def recall(
 def _expected(
     run: RunDir, config: Config, segment: int, parent: int | None, step: int, exact: bool
 ) -> ExpectedSteps | None:
-    """What the newest start that continued from the same state recorded for the following steps.
+    """The records of the following steps by the newest segment that continued from the same state.
 
-    None if no start trained these steps with the settings that this one has there.
+    None if no segment trained these steps with the settings that this start has for them.
     """
     for node in reversed(lineage.nodes(run)):
         from_here = node.segment == parent or (node.parent, node.step) == (parent, step)
@@ -46,7 +46,7 @@ def _expected(
         records = dict[int, StepRecord]()
         for record in tail(run.segment(node.segment), step + 1):
             if record.step > step + REPEATED or record.not_finite is not None:
-                break  # a non-finite step may come out differently, and so may all later ones
+                break  # a non-finite step, and so all later ones, may give other values
             records[record.step] = record
         if not records or (node.step == step and journal.lost_optimizer(run, node.segment, step)):
             continue

@@ -1,4 +1,4 @@
-"""Health as an observer of training: judges every step, and tells the journal what it found."""
+"""The observer that judges every step with `Health` and writes the findings into the journal."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ Provenance = Callable[[StepRecord], dict[str, Any]]
 
 
 class HealthObserver(Observer):
-    """Judges the steps of a start.
+    """Judges the steps of a start, and records the findings.
 
     Args:
-        health: of the run.
-        recorder: writes the record.
         provenance: names the documents of a step that was skipped.
     """
 
@@ -42,19 +40,19 @@ class HealthObserver(Observer):
         self._health.reconfigure(config)
 
 
-def _record_findings(recorder: Recorder, record: StepRecord, judgement: Verdict, provenance: Provenance) -> None:
-    """Report the findings of a step, and that it was skipped, if so.
+def _record_findings(recorder: Recorder, record: StepRecord, verdict: Verdict, provenance: Provenance) -> None:
+    """Write the findings of a step, and that it was skipped, into the journal.
 
-    Documents are named once per incident: training waits for the lookup.
+    Documents are named only once per incident, since training waits for the lookup.
     """
     step = record.step
-    for finding in judgement.findings:
+    for finding in verdict.findings:
         if finding.severity > Severity.INFO:
             text = f"{'over' if finding.resolved else finding.severity.name}: {finding.key}: {finding.summary}"
             recorder.event("health", text, step=step, **finding.model_dump())
     if record.skipped and not record.overflow:
         facts: dict[str, Any] = {"cursor": record.cursor, "batch": record.batch}
-        if any(finding.key == "loss/nonfinite" for finding in judgement.findings):
+        if any(finding.key == "loss/nonfinite" for finding in verdict.findings):
             facts |= provenance(record)
         recorder.event(
             "health-skip",
@@ -70,7 +68,8 @@ def _record_findings(recorder: Recorder, record: StepRecord, judgement: Verdict,
 
 
 def provenance(config: Config, ranks: int) -> Provenance:
-    """Names at most 100 documents of a batch over `ranks` ranks; only one rank's if the fault was there."""
+    """A `Provenance` that names up to 100 documents of a batch over `ranks` ranks, or of one rank if only its loss was
+    not finite."""
 
     def name(record: StepRecord) -> dict[str, Any]:
         samples, rank = open_skips(config).take_back(record.cursor, record.batch), record.nonfinite_rank

@@ -1,6 +1,6 @@
 """Thresholds of the verdicts on a run's numbers. `health.tolerance` multiplies those marked (T).
 
-They are in spreads of the last steps, so a run with noisy losses needs no others: see health.md for what they find.
+They are measured in spreads of the last steps, so that they also suit runs with noisy losses. See health.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Verdicts on a run's metrics: what to report, what not to save, when to roll back, when to stop.
 
-`Health` is a pure function of the metrics records of a start (and the last ones before it). Every rank feeds it the
-same records after the same steps, so all ranks reach the same verdict without communication.
+`Health` is a pure function of the metrics records of a start and the last records before it. Every rank passes the
+same records to it after the same steps, so all ranks reach the same verdict without communication.
 
 Rank 0 writes the findings into the step's record, as its list `health` (see `step_record.HealthFinding`), and those
 above INFO into the journal, as kind `health`. An incident opens (`resolved` false), may be reported again with a higher
@@ -27,7 +27,7 @@ from . import limits
 from .rules import GradientNormRule, HealthIncident, LossLevelRule, LossScaleRule, LossSpikeRule
 
 HISTORY = 640
-"""Records before a start that its first verdicts need."""
+"""Number of records before a start that its first verdicts need."""
 
 _NEAR = 20
 """Window, in steps, in which non-finite steps are counted."""
@@ -43,35 +43,37 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class ExpectedSteps:
-    """What the previous start recorded for the steps that this one repeats."""
+    """The records of an earlier segment for the steps that this start repeats."""
 
     records: Mapping[int, StepRecord]  # by step
-    segment: int  # that wrote them
-    exact: bool  # the loss must be the same to the bit
+    segment: int  # number of the segment that wrote them
+    exact: bool  # whether the loss must be the same to the bit
 
 
 class Health:
     """The health state of a run.
 
-    `history` are the last `HISTORY` records of the kept line before this start, oldest first; `expected` are the next
-    steps, if they were trained before.
+    Args:
+        history: the last `HISTORY` records of the kept line before this start, oldest first.
+        expected: records of the next steps, if they were trained before.
     """
 
     def __init__(
         self, config: Config, history: Iterable[StepRecord] = (), expected: ExpectedSteps | None = None
     ) -> None:
         self._config, self._schedule = config.health, config.schedule
-        self._spike, self._level, self._norm = (
-            LossSpikeRule(config.health),
-            LossLevelRule(config.health),
-            GradientNormRule(config.health),
-        )
+        self._spike = LossSpikeRule(config.health)
+        self._level = LossLevelRule(config.health)
+        self._norm = GradientNormRule(config.health)
         self._scale = LossScaleRule()
-        self._nonfinite, self._zero = HealthIncident("loss/nonfinite"), HealthIncident("learning/gradient")
-        self._stuck, self._still = HealthIncident("learning/loss"), HealthIncident("learning/parameters")
+        self._nonfinite = HealthIncident("loss/nonfinite")
+        self._zero_gradient = HealthIncident("learning/gradient")
+        self._same_loss = HealthIncident("learning/loss")
+        self._same_parameters = HealthIncident("learning/parameters")
         self._rate = HealthIncident("learning/rate")
-        self._replicas, self._replay = HealthIncident("replicas/parameters"), HealthIncident("replay/step")
-        self._skipped: deque[int] = deque()
+        self._replicas = HealthIncident("replicas/parameters")
+        self._replay = HealthIncident("replay/step")
+        self._skipped: deque[int] = deque()  # numbers of the last non-finite steps
         self._cursors: deque[tuple[int, int]] = deque(maxlen=2 * HISTORY)  # (step, samples read)
         self._losses: deque[LossSum] = deque(maxlen=3)
         self._digest: str | None = None  # of the parameters, at the last comparison
@@ -81,7 +83,8 @@ class Health:
         for record in history:
             self.step(record)
         # Loss and norm statistics carry over; these incidents ended with the last start.
-        for incident in (self._nonfinite, self._zero, self._stuck, self._still, self._rate):
+        ended = (self._nonfinite, self._zero_gradient, self._same_loss, self._same_parameters, self._rate)
+        for incident in ended:
             incident.severity = None
         self._skipped.clear()
         self._digest = None
@@ -90,7 +93,7 @@ class Health:
         self._expected = expected
 
     def reconfigure(self, config: Config) -> None:
-        """Go on with a configuration in which only the timeline differs."""
+        """Continue with a configuration in which only the timeline differs."""
         self._schedule = config.schedule
 
     @property
@@ -102,7 +105,7 @@ class Health:
 
     @property
     def clean_until(self) -> tuple[float, ...]:
-        """Upper bounds on the step to roll back to now, best first: the newest clean checkpoint up to one of them."""
+        """Upper bounds on the step of a checkpoint to roll back to now, best first."""
         if self._spike.incident.severity is None:
             return (math.inf,)
         return self._spike.start - limits.DISTANCE, self._spike.start - 1
@@ -136,7 +139,7 @@ class Health:
             verdict.rollback = self._request_rollback(self._spike.incident.key, spike[-1].summary, self._spike.start)
 
     def _request_rollback(self, key: str, cause: str, start: int) -> RollbackRequest:
-        """Covers the incident from step `start` until now."""
+        """A rollback request that covers the incident from step `start` until now."""
         step, cursor = self._cursors[-1]
         margin, earlier = limits.MARGIN, dict(self._cursors)
         batch = cursor - earlier.get(step - 1, cursor)
@@ -154,7 +157,7 @@ class Health:
     # ------------------------------------------------------------------ numbers that are not finite
 
     def _judge_finite(self, record: StepRecord, verdict: Verdict) -> None:
-        """Steps with non-finite loss or gradients; fp16 overflows with a finite loss are left to the scaler."""
+        """Judge steps with non-finite loss or gradients; fp16 overflows with a finite loss are left to the scaler."""
         step = record.step
         if record.is_finite or (record.overflow and math.isfinite(record.loss.mean)):
             if not self._skipped or step - self._skipped[-1] > _NEAR:
@@ -180,7 +183,7 @@ class Health:
         verdict.rollback = replace(rollback, before=before, rank=rank)
 
     def _judge_scale(self, record: StepRecord, verdict: Verdict) -> None:
-        """Overflows that continue although the loss scale is at its minimum."""
+        """Judge overflows that continue although the loss scale is at its minimum."""
         if self._scale.at_min >= _MAX_OVERFLOWS_AT_MIN:
             verdict.fail(
                 f"step {record.step}: {self._scale.at_min} steps in a row overflowed at the smallest loss scale",
@@ -191,20 +194,20 @@ class Health:
     # ------------------------------------------------------------------ nothing is learned
 
     def _judge_learning(self, record: StepRecord, verdict: Verdict) -> None:
-        """A constant loss, no gradient, or a learning rate other than planned."""
+        """Judge a constant loss, a gradient of 0, or a learning rate other than planned."""
         step = record.step
         self._losses.append(record.loss)
         same = len(self._losses) == 3 and all(loss == record.loss for loss in self._losses) and record.is_finite
         if same:
             text = f"three steps in a row have exactly the loss {record.loss.mean!r}"
-            verdict.findings += self._stuck.seen(Severity.CRIT, step, text)
+            verdict.findings += self._same_loss.seen(Severity.CRIT, step, text)
         else:
-            verdict.findings += self._stuck.settle(step, "the loss changes again")
+            verdict.findings += self._same_loss.settle(step, "the loss changes again")
         if record.grad_norm == 0:
             text = "the gradient norm is 0: nothing is learned"
-            verdict.findings += self._zero.seen(Severity.CRIT, step, text)
+            verdict.findings += self._zero_gradient.seen(Severity.CRIT, step, text)
         elif record.is_finite:
-            verdict.findings += self._zero.settle(step, "there are gradients again")
+            verdict.findings += self._zero_gradient.settle(step, "there are gradients again")
         plan = self._schedule.lr_at(record.consumed)
         if not math.isclose(record.lr, plan, rel_tol=1e-6):
             text = f"the learning rate was {record.lr:.6g}, planned {plan:.6g}"
@@ -213,14 +216,14 @@ class Health:
             verdict.findings += self._rate.settle(step, "the learning rate is as planned")
 
     def _judge_change(self, record: StepRecord, verdict: Verdict) -> None:
-        """Parameters that stay the same although the optimiser took steps."""
+        """Judge parameters that stay the same although the optimiser took steps."""
         sums = record.replicas
         if sums is not None:
             if self._digest == sums.digest and self._updates >= 2:
                 text = f"{self._updates} optimiser steps changed no parameter"
-                verdict.findings += self._still.seen(Severity.CRIT, record.step, text)
+                verdict.findings += self._same_parameters.seen(Severity.CRIT, record.step, text)
             elif self._digest is not None and self._digest != sums.digest:
-                verdict.findings += self._still.settle(record.step, "the parameters change")
+                verdict.findings += self._same_parameters.settle(record.step, "the parameters change")
             self._digest, self._updates = sums.digest, 0
         if not record.skipped and record.lr > 0:
             self._updates += 1
@@ -228,7 +231,7 @@ class Health:
     # ------------------------------------------------------------------ what must be equal
 
     def _judge_replicas(self, record: StepRecord, verdict: Verdict) -> None:
-        """Replicas that hold different parameters before a step."""
+        """Judge replicas that hold different parameters before a step."""
         if record.replicas is None or not record.replicas.differing:
             return
         ranks = ", ".join(map(str, record.replicas.differing))
@@ -244,7 +247,7 @@ class Health:
         )
 
     def _judge_replay(self, record: StepRecord, verdict: Verdict) -> None:
-        """Repeated steps must reproduce what was recorded."""
+        """Judge whether a repeated step reproduces its first record."""
         step = record.step
         if self._expected is None or (old := self._expected.records.get(step)) is None:
             return
@@ -280,6 +283,7 @@ class Health:
     def _mismatch(
         self, incident: HealthIncident, step: int, text: str, *, effect: str, remedy: str, verdict: Verdict
     ) -> None:
+        """Report something that should be equal and is not, and end the run if configured."""
         verdict.findings += incident.seen(Severity.CRIT, step, text)
         if self._config.stop_on_mismatch:
             verdict.fail(text, effect, remedy)

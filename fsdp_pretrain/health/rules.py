@@ -23,8 +23,8 @@ from . import limits
 
 _LAST, _ENOUGH = 5, 3
 """A spike is at least `_ENOUGH` high losses among the last `_LAST`."""
-_BLOCK = 16  # steps
-_BLOCKS = 32  # to look back on
+_BLOCK = 16  # steps of a block, whose median loss is one value
+_BLOCKS = 32  # blocks kept
 _JOINED = 4  # blocks whose median is the level
 _CHANGES = 128  # block-to-block changes kept for the noise of the level
 _LEVEL_NOISE = 5.0
@@ -35,7 +35,7 @@ _BLOWN_UP, _BLOWN_NORM = 10.0, 20.0
 
 
 class HealthIncident:
-    """The incident of one key, if there is one. It ends after `quiet` steps without a new occurrence."""
+    """The state of one kind of incident: open or not. It ends after `quiet` steps without a new occurrence."""
 
     def __init__(self, key: str, quiet: int = 0) -> None:
         self.key, self._quiet = key, quiet
@@ -48,7 +48,7 @@ class HealthIncident:
         return self.severity is not None and self.severity > Severity.INFO
 
     def seen(self, severity: Severity, step: int, summary: str) -> list[HealthFinding]:
-        """It occurred: a finding if it is new or worse than before."""
+        """Called when it occurred; returns a finding if it is new or worse than before."""
         self.last = step
         if self.severity is not None and severity <= self.severity:
             return []
@@ -56,13 +56,13 @@ class HealthIncident:
         return [HealthFinding(key=self.key, severity=severity, summary=summary)]
 
     def carried(self) -> list[HealthFinding]:
-        """A finding for the start of a segment, if it is open."""
+        """A finding for the beginning of a segment, if the incident is open."""
         if self.severity is None:
             return []
         return [HealthFinding(key=self.key, severity=self.severity, summary=f"open, last seen at step {self.last}")]
 
     def settle(self, step: int, summary: str) -> list[HealthFinding]:
-        """It did not occur: a finding if it ends now."""
+        """Called when it did not occur; returns a finding if it ends now."""
         if self.severity is None or step - self.last < self._quiet:
             return []
         ended, self.severity = HealthFinding(key=self.key, severity=self.severity, summary=summary, resolved=True), None
@@ -70,7 +70,7 @@ class HealthIncident:
 
 
 class RecentValues:
-    """The last `size` values that were not outliers; `floor` is the smallest spread."""
+    """The last `size` values without outliers; `floor` is the smallest spread."""
 
     def __init__(self, size: int, floor: float) -> None:
         self._values: deque[float] = deque(maxlen=size)
@@ -94,7 +94,7 @@ class RecentValues:
 
 
 class LossLevelRule:
-    """Shifts of the loss too small to be spikes: `loss/level`."""
+    """`loss/level`: shifts of the loss that are too small to be spikes."""
 
     def __init__(self, config: HealthSection) -> None:
         self.limits = config
@@ -130,7 +130,7 @@ class LossLevelRule:
 
 
 class GradientNormRule:
-    """Gradient norms that stand out: `gradient/norm`. A single one is benign, so it is INFO."""
+    """`gradient/norm`: unusually high gradient norms. A single one is benign, so it is INFO."""
 
     def __init__(self, config: HealthSection) -> None:
         self.limits = config
@@ -171,17 +171,17 @@ class _Recent(NamedTuple):
 
 
 class LossSpikeRule:
-    """Losses that stand out: `loss/spike`. INFO: one; WARN: several in a few steps; CRIT: the loss does not recover."""
+    """`loss/spike`: unusually high losses. INFO: one; WARN: several in a few steps; CRIT: the loss does not recover."""
 
     def __init__(self, config: HealthSection) -> None:
         self.limits = config
         self._past = RecentValues(limits.WINDOW, limits.FLOOR)
         self._last: deque[_Recent] = deque(maxlen=_LAST)
-        self._since: deque[float] = deque(maxlen=_BLOCK)
+        self._since: deque[float] = deque(maxlen=_BLOCK)  # the last losses, since the spike began if it is one
         self.incident = HealthIncident("loss/spike", limits.QUIET)
-        self.start = 0  # the step at which it started
-        self._warned: int | None = None
-        self._before = math.nan
+        self.start = 0  # first step of the incident
+        self._warned: int | None = None  # step of the warning, until the loss recovers or its time is over
+        self._before = math.nan  # median loss before the spike
 
     def step(self, step: int, loss: float, level: LossLevelRule, norm: GradientNormRule) -> list[HealthFinding]:
         """Add the loss of a step, after `norm` got its gradient norm."""
@@ -191,18 +191,18 @@ class LossSpikeRule:
             return []
         self._last.append(_Recent(step, loss, deviation, norm.ratio))
         self._since.append(loss)
-        found = []
+        findings = []
         if deviation > self._spike:
             self.incident.last = step
-            found = self._high(step, loss, deviation)
+            findings = self._high(step, loss, deviation)
         else:
             self._past.add(loss)
         if self._warned is not None:
-            found += self._judge(step, level, norm)
+            findings += self._judge(step, level, norm)
         ended = self.incident.settle(step, f"the loss is {loss:.4f} again, quiet for {limits.QUIET} steps")
         if ended:
             self._warned = None
-        return found + ended
+        return findings + ended
 
     @property
     def _spike(self) -> float:
@@ -219,31 +219,30 @@ class LossSpikeRule:
             return self.incident.seen(Severity.WARN, step, f"{text}, since step {self.start}")
         if self.incident.severity is None:
             self.start = step
-        return (
-            self.incident.seen(Severity.INFO, step, text) if deviation > self.limits.tolerance * limits.OUTLIER else []
-        )
+        outlier = deviation > self.limits.tolerance * limits.OUTLIER
+        return self.incident.seen(Severity.INFO, step, text) if outlier else []
 
     def _judge(self, step: int, level: LossLevelRule, norm: GradientNormRule) -> list[HealthFinding]:
-        """After the warning: whether the loss has recovered within its time."""
+        """After the warning, judge whether the loss has recovered within its time."""
         assert self._warned is not None
         waited, now = step - self._warned, median(self._since)
         blown = [recent.deviation > _BLOWN_UP and recent.norm_ratio > _BLOWN_NORM for recent in self._last]
         over = waited >= limits.PATIENCE
         due = over or (norm.incident.serious and waited >= limits.PATIENCE_WITH_NORM)
         high = now > self._before + self.limits.tolerance * max(limits.RISE, 5 * level.noise)
-        found = []
+        findings = []
         if sum(blown) >= _ENOUGH or (due and high):
             text = f"the loss has not come back since step {self.start}: {now:.4f}, before {self._before:.4f}"
-            found = self.incident.seen(Severity.CRIT, step, text)
-        if found or over:
+            findings = self.incident.seen(Severity.CRIT, step, text)
+        if findings or over:
             self._warned = None
             if high:  # without a rollback, this is the new normal
                 self._past.relearn(self._since)
-        return found
+        return findings
 
 
 class LossScaleRule:
-    """The fp16 loss scale: `scale/collapse`. Decreasing from an initial value that is too high is not a collapse."""
+    """`scale/collapse`: the fp16 loss scale collapses. A decrease from too high an initial value does not count."""
 
     def __init__(self) -> None:
         self._scales: deque[float] = deque(maxlen=_BLOCKS * _BLOCK)

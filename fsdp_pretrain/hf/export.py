@@ -36,7 +36,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_checkpoint` wrote; `bytes` and `files` are of the weights, `tokenizer` is a text for people."""
+    """The result of `export_checkpoint`; `bytes` and `files` count the weights, `tokenizer` is a text for people."""
 
     folder: Path
     parameters: int
@@ -72,23 +72,25 @@ def export_checkpoint(run: RunDir, step: int, out: Path, *, dtype: str, shard_by
     stored = Weights(checkpoint, models.build(config.model))
     sizes = {weight: _size(weight, stored, DTYPES[dtype]) for weight in weights(config.model, stored.shapes)}
     files, total = _split_into_files(sizes, shard_bytes), sum(sizes.values())
-    facts = {"format": "pt", "run": config.run.name, "step": str(step), "fsdp_pretrain": __version__}
+    metadata = {"format": "pt", "run": config.run.name, "step": str(step), "fsdp_pretrain": __version__}
     with _atomic_folder(out, total) as folder:
         for name, group in tqdm(files.items(), desc="exporting", unit="files", delay=2, disable=None):
-            save_file({weight.theirs: _to_hf(weight, stored, DTYPES[dtype]) for weight in group}, folder / name, facts)
+            save_file(
+                {weight.theirs: _to_hf(weight, stored, DTYPES[dtype]) for weight in group}, folder / name, metadata
+            )
         if len(files) > 1:
-            where = {weight.theirs: name for name, group in files.items() for weight in group}
-            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+            file_of = {weight.theirs: name for name, group in files.items() for weight in group}
+            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": file_of})
         _write_json(folder / "config.json", content)
-        ends = {key: content[key] for key in ("bos_token_id", "eos_token_id")}
-        _write_json(folder / "generation_config.json", {"_from_model_config": True, **ends})
-        said = export_tokenizer(tokenizer, folder, sequence_length=length)
+        token_ids = {key: content[key] for key in ("bos_token_id", "eos_token_id")}
+        _write_json(folder / "generation_config.json", {"_from_model_config": True, **token_ids})
+        description = export_tokenizer(tokenizer, folder, sequence_length=length)
         if config.model.family == "qwen2":
-            said += QWEN2_WARNING
+            description += QWEN2_WARNING
         tokens = checkpoint.train_state().tokens
-        known = ExportFacts(step=step, tokens=tokens, sequence_length=length, eod=tokenizer.eod)
-        state_files.write(folder / FACTS, known.model_dump(mode="json"))
-    return Exported(out, total // DTYPES[dtype].itemsize, total, len(files), said)
+        facts = ExportFacts(step=step, tokens=tokens, sequence_length=length, eod=tokenizer.eod)
+        state_files.write(folder / FACTS, facts.model_dump(mode="json"))
+    return Exported(out, total // DTYPES[dtype].itemsize, total, len(files), description)
 
 
 def _verify(checkpoint: Checkpoint) -> None:
@@ -107,7 +109,7 @@ def _size(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> int:
 
 
 def _split_into_files(sizes: dict[HFTensor, int], shard_bytes: int) -> dict[str, list[HFTensor]]:
-    """Split the tensors, in order, into files of at most `shard_bytes`; the tensors of each, by its name."""
+    """Split the tensors, in order, into files of at most `shard_bytes`. Returns the tensors of each file by its name."""
     groups: list[list[HFTensor]] = []
     used = 0
     for weight, size in sizes.items():
@@ -123,7 +125,10 @@ def _split_into_files(sizes: dict[HFTensor, int], shard_bytes: int) -> dict[str,
 
 @contextmanager
 def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
-    """A temporary folder beside `out`: made durable and renamed to it on success, else removed. Raises StorageError."""
+    """Yield a temporary folder beside `out`, which is made durable and renamed on success, else removed.
+
+    Raises StorageError.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.writing-", dir=out.parent))
@@ -148,7 +153,7 @@ def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
 
 
 def _to_hf(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> Tensor:
-    """One tensor in the folder's layout."""
+    """A tensor in the layout of a Hugging Face folder."""
     parts = [stored[name].to(dtype) for name in weight.ours]
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     return (tensor.T if weight.transposed else tensor).contiguous()

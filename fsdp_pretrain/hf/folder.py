@@ -23,11 +23,11 @@ class Folder:
     """The safetensors of a folder under our names.
 
     Args:
-        theirs, ours: the model of the folder and of the configuration; they differ at most in rows.
+        theirs, ours: the models of the folder and of the configuration, equal but for the rows of the embedding table.
 
     Attributes:
         parameters: fp32 tensors on the meta device, by our names.
-        padded: rows of the embedding table that the folder lacks.
+        padded: number of rows of the embedding table that the folder lacks.
 
     Raises:
         DataError: tensors are missing, unknown, or of another shape or dtype; or a model with a tied output matrix has
@@ -41,14 +41,14 @@ class Folder:
         files = self._files
         bare = {without_base(name): name for name in files}
         table = weights(ours, list(self.parameters))
-        found = {weight.theirs: bare.get(without_base(weight.theirs)) for weight in table}
-        problems = [f"{name} is missing" for name, there in found.items() if there is None]
+        stored_as = {weight.theirs: bare.get(without_base(weight.theirs)) for weight in table}
+        problems = [f"{name} is missing" for name, stored in stored_as.items() if stored is None]
         extra_head = ours.tied_head and _HEAD in files  # some writers store the table twice
-        known = {*found.values(), *([_HEAD] if extra_head else [])}
+        known = {*stored_as.values(), *([_HEAD] if extra_head else [])}
         problems += [f"{name} is unknown" for name in files if name not in known and not is_computed(name)]
         self._places: dict[str, tuple[Path, str, HFTensor, int]] = {}
         for weight in table:
-            name = found[weight.theirs]
+            name = stored_as[weight.theirs]
             if name is None:
                 continue
             path, shape, kind = files[name]
@@ -66,13 +66,14 @@ class Folder:
         return self.padded > 0 and name in ("embedding.weight", "head.weight")
 
     def _wanted(self, weight: HFTensor) -> tuple[int, ...]:
+        """The shape that a stored tensor must have."""
         shapes = [tuple(self.parameters[name].shape) for name in weight.ours]
         rows = self._rows if self._is_padded(weight.ours[0]) else sum(shape[0] for shape in shapes)
         shape = (rows, *shapes[0][1:])
         return shape[::-1] if weight.transposed else shape
 
     def read(self, name: str) -> Tensor:
-        """A parameter in fp32, not memory-mapped, with the folder's rows. Raises DataError."""
+        """Read a parameter into memory, in fp32, with the folder's number of rows. Raises DataError."""
         path, stored, weight, number = self._places[name]
         height = self.parameters[name].shape[0]
         part = slice(number * height, (number + 1) * height)
@@ -85,10 +86,11 @@ class Folder:
         return tensor
 
     def read_rows(self, name: str, rows: range, out: Tensor) -> None:
-        """Some rows of a parameter, into a tensor of any dtype. Raises DataError."""
+        """Read rows of a parameter into a tensor of any dtype. Raises DataError."""
         out.copy_(self.read(name)[rows.start : rows.stop])
 
     def source_name(self, name: str) -> str:
+        """The folder's name of a parameter."""
         return self._places[name][1]
 
     def _refuse_another_head(self, folder: Path) -> None:
@@ -113,18 +115,18 @@ def _tensors(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
     for path in paths:
         if not path.is_file():
             raise _no_weights(folder, path)
-    found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
+    tensors: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for path in paths:
         try:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a dict)
                     view = file.get_slice(name)
-                    if name in found:
-                        raise DataError(f"{name} is in {found[name][0].name} and in {path.name} of {folder}")
-                    found[name] = (path, tuple(view.get_shape()), view.get_dtype())
+                    if name in tensors:
+                        raise DataError(f"{name} is in {tensors[name][0].name} and in {path.name} of {folder}")
+                    tensors[name] = (path, tuple(view.get_shape()), view.get_dtype())
         except (OSError, SafetensorError) as error:
             raise DataError(f"cannot read the weights of {folder}: {path.name}: {error}") from None
-    return found
+    return tensors
 
 
 def _files(folder: Path) -> list[Path]:

@@ -27,7 +27,7 @@ JSON_BYTES = 4 * 2**20
 
 
 class ExportFacts(StateFile):
-    """`fsdp_pretrain.json` of an export: what an evaluation needs and `config.json` has no place for.
+    """`fsdp_pretrain.json` of an export: facts that an evaluation needs and `config.json` has no place for.
 
     Attributes:
         step, tokens: how far the model was trained.
@@ -43,9 +43,12 @@ class ExportFacts(StateFile):
 
 @dataclass(frozen=True)
 class HFTensor:
-    """One tensor of a Hugging Face folder: its name, and our parameters, which it has concatenated along dim 0.
+    """One tensor of a Hugging Face folder.
 
-    `transposed`: the folder stores [in, out] (GPT-2's Conv1D).
+    Attributes:
+        theirs: its name there.
+        ours: names of our parameters, which it holds concatenated along dim 0.
+        transposed: whether the folder stores [in, out] (GPT-2's Conv1D).
     """
 
     theirs: str
@@ -61,7 +64,7 @@ def _both(theirs: str, *ours: str, transposed: bool = False) -> tuple[HFTensor, 
     )
 
 
-# `{}` is the number of the block. A model has those of whose parameters it has the first.
+# `{}` is the number of the block. A model has a tensor if it has the first of our parameters in it.
 _LLAMA = (
     HFTensor("model.embed_tokens.weight", ("embedding.weight",)),
     HFTensor("model.layers.{}.input_layernorm.weight", ("blocks.{}.attention_norm.weight",)),
@@ -107,7 +110,7 @@ def weights(model: AnyModel, names: Collection[str]) -> list[HFTensor]:
     Raises ConfigError if the layout lacks a parameter.
     """
     table = _LLAMA if isinstance(model, LlamaModel) else _GPT2
-    found = [weight for weight in table if "{}" not in weight.theirs]
+    outside = [weight for weight in table if "{}" not in weight.theirs]
     inside = [weight for weight in table if "{}" in weight.theirs]
     blocks = [
         HFTensor(weight.theirs.format(n), tuple(name.format(n) for name in weight.ours), weight.transposed)
@@ -115,15 +118,15 @@ def weights(model: AnyModel, names: Collection[str]) -> list[HFTensor]:
         for weight in inside
     ]
     first = table.index(inside[0])
-    found = [weight for weight in (*found[:first], *blocks, *found[first:]) if weight.ours[0] in names]
-    lost = set(names) - {name for weight in found for name in weight.ours}
+    tensors = [weight for weight in (*outside[:first], *blocks, *outside[first:]) if weight.ours[0] in names]
+    lost = set(names) - {name for weight in tensors for name in weight.ours}
     if lost:
         raise ConfigError(f"the layout of {table[0].theirs.partition('.')[0]} has no place for {sorted(lost)[0]}")
-    return found
+    return tensors
 
 
 def without_base(name: str) -> str:
-    """The name in folders that were saved from the model without its head."""
+    """The name of a tensor in folders that were saved from the model without its head."""
     return _BASE.sub("", name)
 
 
@@ -169,7 +172,13 @@ _GPT2_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
 
 @dataclass(frozen=True)
 class _LlamaClass:
-    """A class of transformers for a family of `LlamaModel`: what it has besides Llama's keys, and other defaults."""
+    """A class of transformers for a family of `LlamaModel`, as it differs from Llama's.
+
+    Attributes:
+        keys: further (our key, their key, default).
+        fixed: further keys, with the values that are equivalent to our model.
+        defaults: other defaults, by their key.
+    """
 
     name: str
     keys: tuple[tuple[str, str, Any], ...] = ()
@@ -220,8 +229,10 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
             **common,
         }
     odd = []
-    if isinstance(model, GPTModel):
-        odd = ['positions = "alibi"'] * (model.positions == "alibi") + ["embedding_norm"] * model.embedding_norm
+    if isinstance(model, GPTModel) and model.positions == "alibi":
+        odd.append('positions = "alibi"')
+    if isinstance(model, GPTModel) and model.embedding_norm:
+        odd.append("embedding_norm")
     if odd or not isinstance(model, GPTModel):
         raise ConfigError(
             f"transformers has no class for model.{' and model.'.join(odd) or f'family = {model.family}'}",
@@ -319,6 +330,7 @@ def _values(
     fixed: tuple[tuple[str, tuple[Any, ...]], ...],
     problems: list[str],
 ) -> dict[str, Any]:
+    """The values of `config.json` by our keys; adds a problem for each fixed key with a value that we lack."""
     for key, allowed in fixed:
         value = content.get(key, allowed[0])
         if value not in allowed:
@@ -352,17 +364,17 @@ def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) ->
                 problems.append(f"{name} = {reprlib.repr(theirs)}; ours is {ours}")
     places = {"config.json": content, **{name: content.get(name) for name in ("rope_parameters", "rope_scaling")}}
     bases = {
-        name: each["rope_theta"] for name, each in places.items() if isinstance(each, dict) and "rope_theta" in each
+        name: keys["rope_theta"] for name, keys in places.items() if isinstance(keys, dict) and "rope_theta" in keys
     }
     base = rope.get("rope_theta", next(iter(bases.values()), 10_000.0))
     if any(value != base for value in bases.values()):
-        said = ", ".join(f"{reprlib.repr(value)} in {name}" for name, value in bases.items())
-        problems.append(f"rope_theta = {said}: which one counts depends on the version of transformers")
+        listed = ", ".join(f"{reprlib.repr(value)} in {name}" for name, value in bases.items())
+        problems.append(f"rope_theta = {listed}: which one counts depends on the version of transformers")
     return {"family": family, **values, "rope_base": base, "rope_scaling": scaling}
 
 
 def _qwen_window(content: dict[str, Any]) -> Iterator[str]:
-    """A problem if some layers see a window only. Most folders have the keys, but not in force."""
+    """A problem if some layers use sliding-window attention. Most folders have the keys, but do not use them."""
     kinds = content.get("layer_types") or []
     full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
     if content.get("use_sliding_window") or not full:

@@ -34,7 +34,12 @@ _TABLES = ("embedding.weight", "head.weight")
 
 @dataclass(frozen=True)
 class Imported:
-    """The result of an import; the source lacked `padded` rows of the embedding table."""
+    """The result of an import.
+
+    Attributes:
+        padded: number of rows of the embedding table that the source lacked.
+        tokenizer: result of comparing the tokenizers, for people.
+    """
 
     saved: dcp.SaveResult
     padded: int
@@ -42,7 +47,7 @@ class Imported:
 
 
 def _refuse_begun(run: RunDir, config: Config) -> None:
-    """Raise ConfigError if the configuration is for another run, or the run was already started."""
+    """Raise ConfigError if the configuration is for another run, or the run has begun."""
     if config.run.dir.resolve() != run.path.resolve():
         raise ConfigError(f"the configuration is for run.dir = {config.run.dir}, not for {run.path}")
     if Store(run.checkpoints).scan() or run.segments:
@@ -73,7 +78,7 @@ def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[
     Args:
         run: a new or empty directory.
         folder: has `config.json` and safetensors.
-        accept: problems that the user accepts: `tokenizer`; `import --help` says what it is.
+        accept: problems that the user accepts; only `tokenizer` exists, see `import --help`.
 
     Raises:
         ConfigError: the configuration is for another model or another run, or the run was already started.
@@ -87,16 +92,16 @@ def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[
     source = Folder(folder, theirs, config.model)
     packer = open_packer(config)
     tokenizer = next(iter(packer.corpora.values())).tokenizer()
-    said = compare_with_folder(tokenizer, folder, accept="tokenizer" in accept)
+    comparison = compare_with_folder(tokenizer, folder, accept="tokenizer" in accept)
     window = config.model.sliding_window if isinstance(config.model, LlamaModel) else None
     if window:
         length = config.data.sequence_length
-        said += f"; its sliding_window of {window} tokens is not in force, since samples have {length}"
-    return _begin(run, config, packer, source, folder, said)
+        comparison += f"; its sliding_window of {window} tokens is not in force, since samples have {length}"
+    return _begin(run, config, packer, source, folder, comparison)
 
 
-def _begin(run: RunDir, config: Config, packer: Packer, source: Folder, where: Path, said: str) -> Imported:
-    """Write the checkpoint and the journal's first entry; `said` is the result of the tokenizer comparison."""
+def _begin(run: RunDir, config: Config, packer: Packer, source: Folder, where: Path, comparison: str) -> Imported:
+    """Write the checkpoint and the journal's first entry. `comparison`: the result for the tokenizers, as text."""
     _refuse_not_finite(source, where)
     known = run_id.assign(run.path)
     run_id.assign(run.checkpoints, known)
@@ -123,11 +128,11 @@ def _begin(run: RunDir, config: Config, packer: Packer, source: Folder, where: P
             train_state=state.to_json(identity=identity(config, packer), tokens=0, world=world.shape),
             config=config.to_toml(),
         )
-    text = f"weights of {where.resolve()}; {said}"
+    text = f"weights of {where.resolve()}; {comparison}"
     if source.padded:
         text += f"; {source.padded} rows of the embedding table are the mean of the others"
     journal.add(run, "import", text, step=0, folder=str(where.resolve()), padded=source.padded)
-    return Imported(saved, source.padded, said)
+    return Imported(saved, source.padded, comparison)
 
 
 def _refuse_not_finite(source: Folder, where: Path) -> None:
