@@ -1,9 +1,9 @@
-"""One attempt at an evaluation: a process of its own, with a deadline.
+"""One attempt at an evaluation: a separate process with a deadline.
 
-The process evaluates the checkpoint itself, or becomes the shell of `eval.command`. A task is a program of other
-people: it may hang, or be killed for its memory, and the worker goes on. At the deadline the process saves its stack,
-and the worker ends it. It also ends with its worker; then the evaluation begins again. Every attempt has a folder of
-its own, so what comes late changes nothing.
+The process evaluates the checkpoint itself, or becomes the shell of `eval.command`. A task is other people's code: it
+may hang, or be killed for its memory, without harm to the worker. At the deadline the process saves its stack, and the
+worker ends it. It also ends with its worker; then a new attempt begins. Every attempt has its own folder, so results
+that come too late change nothing.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from .results import EvaluationError, RefusedError, Results
 
 _POLL_SECONDS = 1.0
 _DUMP_SECONDS = 5.0
-"""For a process to save its stack at the deadline."""
+"""Time that a process has to save its stack at the deadline."""
 _END_SECONDS = 10.0
-"""For a process to end by itself after SIGTERM."""
+"""Time that a process has to end by itself after SIGTERM."""
 _TAIL_LINES, _TAIL_CHARACTERS = 5, 600
 
 
 class AttemptFailure(StateFile):
-    """`failure.json` of an attempt that evaluated by itself.
+    """`failure.json` of an attempt without `eval.command`.
 
     Attributes:
         reason: why it failed.
@@ -66,7 +66,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Results, and the folder of their sample files."""
+    """The results of an attempt, and its folder `place`, which has the sample files."""
 
     results: Results
     place: Path
@@ -75,7 +75,7 @@ class Evaluated:
 def evaluate_job(run: RunDir, work: Work) -> Evaluated | None:
     """Evaluate a claimed job in a new attempt; None if the claim was lost.
 
-    Its folder stands until `drop_attempts`, which belongs after the publication.
+    The attempt's folder stays until `drop_attempts`, to be called after the results were published.
 
     Raises:
         RefusedError: the tasks cannot be evaluated, whatever the checkpoint.
@@ -113,14 +113,14 @@ def evaluate_job(run: RunDir, work: Work) -> Evaluated | None:
 
 
 def drop_attempts(folder: Path) -> None:
-    """Delete what is left of the attempts at a job, but those that left a stack or the output of a command."""
+    """Delete the folders of the attempts at a job, except those with a stack or the output of a command."""
     for place in folder.glob("attempt-*"):
         if not any(path.exists() and path.stat().st_size for path in (place / "stack", place / "log")):
             shutil.rmtree(place, ignore_errors=True)
 
 
 def _wait(process: subprocess.Popen[bytes], work: Work) -> bool | None:
-    """Whether the process ended before its deadline; None once the claim is lost."""
+    """Wait for the process. Returns whether it ended before its deadline; None if the claim was lost."""
     until = time.monotonic() + work.job.section.deadline.value + _DUMP_SECONDS
     while process.poll() is None:
         if not work.claim.still_mine():
@@ -133,12 +133,12 @@ def _wait(process: subprocess.Popen[bytes], work: Work) -> bool | None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and what it has started, as far as that is in its process group."""
+    """End the process and those it has started in its process group."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         os.killpg(process.pid, signal.SIGTERM)
         until = time.monotonic() + _END_SECONDS
         while time.monotonic() < until:
-            process.poll()  # a zombie is of the group, too
+            process.poll()  # else it would stay in the group as a zombie
             os.killpg(process.pid, 0)
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
@@ -146,11 +146,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _results(code: int | None, job: Job, place: Path) -> Results:
-    """The results of an attempt that ended, with this exit code; None: it had to be ended.
+    """The results of an attempt that ended with this exit code (None: it was ended at its deadline).
 
     Raises:
         RefusedError: the tasks cannot be evaluated, whatever the checkpoint.
-        EvaluationError: there are none, or they are damaged, or of something else.
+        EvaluationError: there are no results, or they are damaged, or those of another job.
     """
     try:
         results = state_files.read(place / "results.json", Results)
@@ -181,15 +181,15 @@ def _failure(code: int | None, job: Job, place: Path) -> EvaluationError | Refus
         return EvaluationError(f"its process {how}")
     text = (place / "log").read_text(encoding="utf-8", errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = "; ".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:] or "it printed nothing"
-    return EvaluationError(f"its command {how}: {said}")
+    tail = "; ".join(lines[-_TAIL_LINES:])[-_TAIL_CHARACTERS:] or "it printed nothing"
+    return EvaluationError(f"its command {how}: {tail}")
 
 
-# ---------------------------------------------------------------- in the process
+# ---------------------------------------------------------------- in the attempt's process
 
 
 def main() -> int:
-    """Evaluate a checkpoint as its run says, into a folder: `RUN CHECKPOINT PLACE WORKER`."""
+    """Evaluate a checkpoint as configured in its run, into a folder: `RUN CHECKPOINT PLACE WORKER_PID`."""
     run, path, place = RunDir(Path(sys.argv[1])), Path(sys.argv[2]), Path(sys.argv[3])
     die_with_parent(int(sys.argv[4]))
     section = load_recorded(run.config).eval
@@ -209,7 +209,7 @@ def main() -> int:
 
 
 def _evaluate(path: Path, section: EvalSection, place: Path) -> Results:
-    """Evaluate a checkpoint here. Raises UserError."""
+    """Evaluate a checkpoint in this process. Raises UserError."""
     from .checkpoints import open_checkpoint
     from .evaluation import evaluate  # both import torch
 
@@ -219,7 +219,8 @@ def _evaluate(path: Path, section: EvalSection, place: Path) -> Results:
 
 
 def guarded(work: Callable[[], Results], place: Path, deadline: float) -> AttemptFailure | None:
-    """Write the results of `work` into a folder, or say why there are none. Its stack is saved at the deadline."""
+    """Call `work` and write its results into a folder; returns why there are none, or None. Its stack is saved at the
+    deadline."""
     with (place / "stack").open("w") as stack:
         faulthandler.dump_traceback_later(deadline, file=stack)
         try:

@@ -1,4 +1,4 @@
-"""What is evaluated, and reading its weights for forward passes. Needs no lm-eval."""
+"""Models to evaluate: opening a checkpoint, and reading its weights for forward passes. Needs no lm-eval."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class EvaluatedModel:
     """A checkpoint or an exported folder, before its weights are read.
 
     Attributes:
-        path: of it.
-        step, tokens: how far it was trained; 0 if that is not known.
+        path: directory of the checkpoint, or the folder.
+        step, tokens: how far the model was trained; 0 if that is not known.
         length: tokens of a training sample.
-        objective: what it was trained with.
-        read: its model, on a device or sharded over ranks; raises UserError.
+        objective: the objective it was trained with.
+        read: (device, world) -> the model, on a device or sharded over ranks; raises UserError.
         checkpoint, trained: the checkpoint, and the configuration it was trained with; None for a folder.
     """
 
@@ -73,11 +73,11 @@ def open_checkpoint(checkpoint: Checkpoint) -> EvaluatedModel:
 def read_checkpoint(checkpoint: Checkpoint, device: str, world: World | None = None) -> tuple[Decoder, Config]:
     """The model of a checkpoint in the run's compute precision, and its configuration.
 
-    The DCP files, of any mesh, are read once and hashed on the way; beside the model, only the tensors being delivered
+    The DCP files, of any mesh, are read once and hashed on the way. Besides the model, only the tensors being delivered
     are in memory.
 
     Args:
-        device: of an unsharded model.
+        device: where an unsharded model is put.
         world: ranks to shard the model over, on their devices, which all call this; None: this process has all of it.
 
     Raises:
@@ -95,7 +95,7 @@ def read_checkpoint(checkpoint: Checkpoint, device: str, world: World | None = N
 
 
 def _configuration(checkpoint: Checkpoint) -> Config:
-    """What a checkpoint was trained with. Raises CheckpointError, ConfigError."""
+    """The configuration that a checkpoint was trained with. Raises CheckpointError, ConfigError."""
     with _whole(checkpoint):
         check_files(checkpoint, CONFIG)
     return load_recorded(checkpoint.path / CONFIG)
@@ -103,7 +103,7 @@ def _configuration(checkpoint: Checkpoint) -> Config:
 
 @contextmanager
 def _whole(checkpoint: Checkpoint) -> Iterator[None]:
-    """Say which checkpoint is damaged: raise CheckpointError."""
+    """Turn a DamagedError into a CheckpointError that names the checkpoint."""
     try:
         yield
     except DamagedError as error:
@@ -117,7 +117,7 @@ def _whole(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _allocate(model: Decoder, dtype: torch.dtype, device: torch.device, world: World | None) -> Decoder:
-    """A model that was on the meta device, in a dtype, sharded over the ranks if there are any, without values."""
+    """Allocate a model on the meta device, in a dtype and without values; sharded over the ranks if there are any."""
     if world is None:
         return model.to(dtype).to_empty(device=device)
     return shard_for_inference(model.to(dtype), world)
@@ -126,14 +126,14 @@ def _allocate(model: Decoder, dtype: torch.dtype, device: torch.device, world: W
 def read_weights(
     weights: RowReader, model: Decoder, dtype: torch.dtype, device: torch.device, world: World | None
 ) -> Decoder:
-    """A model on the meta device with its weights, in a dtype, sharded over the ranks if there are any."""
+    """Give a model on the meta device its weights, in a dtype; sharded over the ranks if there are any."""
     model = _allocate(model, dtype, device, world)
     load_rows(weights, model)
     return model
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name. Raises CheckpointError if it cannot be used."""
+    """The device of this name. Raises CheckpointError if it cannot be used."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

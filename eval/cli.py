@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from .results import Results
 
 _ASK_SECONDS = 5.0
-"""Between two looks at what is due, with `watch --once`."""
+"""Seconds between two checks for due evaluations, with `watch --once`."""
 _DEVICE = argument("--device", help="cpu, cuda, ... (default: the run's eval.device)")
 
 
 def names(text: str) -> list[str]:
     """Argument type of comma-separated names. Raises ArgumentTypeError."""
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    if not found:
+    given = [name.strip() for name in text.split(",") if name.strip()]
+    if not given:
         raise argparse.ArgumentTypeError(f"{text!r} names nothing")
-    return found
+    return given
 
 
 def main() -> int:
@@ -79,11 +79,11 @@ def _run(args: argparse.Namespace) -> int:
     from .ranks import join, together
 
     with join() as world:
-        judged, section = together(world, lambda: _choose(args))
+        evaluated, section = together(world, lambda: _choose(args))
         if world is not None and not world.is_main:
-            assist(judged, section, world)
+            assist(evaluated, section, world)
             return 0
-        results = evaluate(judged, section, world=world, out=args.out)
+        results = evaluate(evaluated, section, world=world, out=args.out)
     text = results.to_json()
     print(text if args.json else table(results))
     results.tell_alarms()
@@ -107,28 +107,28 @@ def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
     if is_exported(args.path):
         if args.step is not None:
             raise ConfigError(f"{args.path} is one exported checkpoint: --step {args.step} chooses one of a run")
-        judged, before = open_exported(args.path), EvalSection()
+        evaluated, before = open_exported(args.path), EvalSection()
     else:
-        judged = open_checkpoint(_find_checkpoint(args.path, args.step))
-        before = judged.trained.eval if judged.trained is not None else EvalSection()
+        evaluated = open_checkpoint(_find_checkpoint(args.path, args.step))
+        before = evaluated.trained.eval if evaluated.trained is not None else EvalSection()
     given = {key: getattr(args, key) for key in ("tasks", "heldout", "device")}
     settings = {"include": args.include, **{key: value for key, value in given.items() if value is not None}}
     limit = [] if args.limit is None else [f"eval.limit={args.limit}"]
-    section = replace_in(before, "eval", settings, [*limit, *args.overrides], judged.path)
+    section = replace_in(before, "eval", settings, [*limit, *args.overrides], evaluated.path)
     if section.log_samples and not args.out and not before.log_samples:
         raise ConfigError("eval.log_samples needs --out FILE: samples are kept beside the results")
     if before.include and set(section.tasks) - {*BUNDLED, NAME} and not section.include:
         folders = " ".join(f"--include {shlex.quote(str(folder))}" for folder in before.include)
         raise ConfigError(
-            f"the configuration of {judged.path} names folders of task files: they are not used here",
+            f"the configuration of {evaluated.path} names folders of task files: they are not used here",
             effect="task files are programs: the author of the checkpoint would choose what runs here",
             remedy=f"if you trust them, add: {folders}",
         )
-    return judged, section
+    return evaluated, section
 
 
 def _find_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """The checkpoint at a `step-N` directory; or of a run directory: that of a step, or the newest.
+    """The checkpoint in a `step-N` directory; or in a run directory the one of a step, or the newest.
 
     Raises:
         ConfigError: the path is neither.
@@ -143,10 +143,10 @@ def _find_checkpoint(path: Path, step: int | None) -> Checkpoint:
         return Store(path.parent).find(named)
     run = RunDir(path)
     check_begun(run)
-    found = Store(run.checkpoints)
-    newest = found.newest() if step is None else found.find(step)
+    store = Store(run.checkpoints)
+    newest = store.newest() if step is None else store.find(step)
     if newest is None:
-        raise CheckpointError(f"{found.directory} holds no complete checkpoint")
+        raise CheckpointError(f"{store.directory} holds no complete checkpoint")
     return newest
 
 
@@ -270,8 +270,8 @@ def _report(args: argparse.Namespace) -> int:
 
     from .results import Results
 
-    found = sorted(args.run.evals.glob("step-*/*/results.json"))
-    for path in found:
+    paths = sorted(args.run.evals.glob("step-*/*/results.json"))
+    for path in paths:
         try:
             results = state_files.read(path, Results)
         except UserError as error:
@@ -279,7 +279,7 @@ def _report(args: argparse.Namespace) -> int:
             continue
         if results is not None:
             print(json.dumps(results.model_dump(exclude_unset=True)) if args.json else table(results))
-    if not found:
+    if not paths:
         print("no results yet", file=sys.stderr)
     if args.run.config.exists():
         for text, _ in failed_evaluations(args.run, load_recorded(args.run.config)):
@@ -299,8 +299,8 @@ def _compare(args: argparse.Namespace) -> int:
     """Compare two evaluations document by document: what B gains over A, and how sure that is."""
     from . import compare
 
-    found = compare.compare(compare.read_side(args.a), compare.read_side(args.b), tasks=args.tasks)
-    print(json.dumps(found.model_dump(), indent=1) if args.json else compare.render(found))
+    comparison = compare.compare(compare.read_side(args.a), compare.read_side(args.b), tasks=args.tasks)
+    print(json.dumps(comparison.model_dump(), indent=1) if args.json else compare.render(comparison))
     return 0
 
 

@@ -1,7 +1,7 @@
 """Two evaluations compared document by document.
 
-The difference of two scores over the same documents is far more certain than each score: what makes a document hard
-makes it hard for both. Of evaluations that cannot be paired, the scores are shown and the reason.
+The difference of two scores over the same documents is far more certain than each score, since a hard document is hard
+for both. If the documents cannot be paired, the scores are shown with the reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .uncertainty import Z95, as_array, by_document, influence, score_of, standa
 Values = dict[Document, Value]
 Judgement = Literal["better", "worse", "no difference", "unknown"]
 _ENOUGH = 10
-"""Documents that a verdict needs: five that all improve are no proof, though their standard error is small."""
+"""Documents that a verdict needs: five that all improve prove nothing, though their standard error is small."""
 
 
 class ScoreDifference(BaseModel):
@@ -33,8 +33,8 @@ class ScoreDifference(BaseModel):
     Attributes:
         a, b: scores over the documents that were compared.
         unpaired: why the documents were not compared one by one; "" if they were.
-        documents: that both have; better, worse, equal: how many of them are so in B. A higher score is better unless
-            the task says otherwise.
+        documents: number of documents that both have.
+        better, worse, equal: how many of them are so in B. A higher score is better unless the task says otherwise.
         verdict: `better` or `worse` where the difference is more than 1.96 standard errors, else `no difference`;
             `unknown` without a standard error, or of fewer than ten documents.
     """
@@ -54,7 +54,7 @@ class ScoreDifference(BaseModel):
 
 
 class EvaluationComparison(BaseModel):
-    """Of two evaluations, over the tasks that both have."""
+    """The comparison of two evaluations, A and B, over the tasks that both have."""
 
     a: str
     b: str
@@ -63,7 +63,7 @@ class EvaluationComparison(BaseModel):
 
 @dataclass(frozen=True)
 class TaskResults:
-    """One task of an evaluation: the results that hold it, and their directory."""
+    """One task of an evaluation: the results that it is part of, and their directory."""
 
     task: str
     results: Results
@@ -71,7 +71,7 @@ class TaskResults:
 
     @property
     def scores(self) -> dict[str, float]:
-        """By metric."""
+        """The score of each metric."""
         return {name: value for name, value in self.results.scores[self.task].items() if not name.endswith("_stderr")}
 
     def samples(self) -> dict[str, Values]:
@@ -91,7 +91,7 @@ class EvaluationSide:
 
 
 def read_side(path: Path) -> EvaluationSide:
-    """What a results file holds, or a directory of results: a step's in `RUN/evals`, or of one task set there.
+    """The tasks in a results file, or in a directory of results: that of a step or of a task set in `RUN/evals`.
 
     Raises:
         ConfigError: there are no results.
@@ -102,14 +102,14 @@ def read_side(path: Path) -> EvaluationSide:
             f"there are no results in {path}", remedy="name RUN/evals/step-N, or what `run --out FILE` has written"
         )
     tasks: dict[str, TaskResults] = {}
-    read = [(path, results) for path in paths if (results := state_files.read(path, Results)) is not None]
-    for found, results in sorted(read, key=lambda item: item[1].time):  # the newest, if several have a task
-        tasks |= {task: TaskResults(task, results, found.parent) for task in results.scores}
+    read = [(file, results) for file in paths if (results := state_files.read(file, Results)) is not None]
+    for file, results in sorted(read, key=lambda item: item[1].time):  # the newest, if several have a task
+        tasks |= {task: TaskResults(task, results, file.parent) for task in results.scores}
     return EvaluationSide(str(path), tasks)
 
 
 def compare(a: EvaluationSide, b: EvaluationSide, *, tasks: Sequence[str] | None = None) -> EvaluationComparison:
-    """Every metric that both sides have, of all tasks or the given ones. Raises ConfigError if there is none."""
+    """Compare every metric that both sides have, of all or the given tasks. Raises ConfigError if there is none."""
     both = [task for task in a.tasks if task in b.tasks]
     missing = [task for task in tasks or [] if task not in both]
     if missing or not both:
@@ -135,20 +135,20 @@ def _differences(a: TaskResults, b: TaskResults) -> Iterator[ScoreDifference]:
     up = b.results.higher_is_better.get(a.task, {})
     for metric in (name for name in a.scores if name in b.scores):
         higher = up.get(metric, up.get(metric.partition("/")[0], True))
-        found: ScoreDifference | str = reason
+        paired: ScoreDifference | str = reason
         if not reason:
-            found = _paired(a, b, metric, before.get(metric, {}), after.get(metric, {}), higher)
-        if isinstance(found, str):
+            paired = _paired(a, b, metric, before.get(metric, {}), after.get(metric, {}), higher)
+        if isinstance(paired, str):
             one, other = a.scores[metric], b.scores[metric]
-            yield ScoreDifference(task=a.task, metric=metric, a=one, b=other, difference=other - one, unpaired=found)
+            yield ScoreDifference(task=a.task, metric=metric, a=one, b=other, difference=other - one, unpaired=paired)
         else:
-            yield found
+            yield paired
 
 
 def _paired(
     a: TaskResults, b: TaskResults, metric: str, before: Values, after: Values, up: bool
 ) -> ScoreDifference | str:
-    """The difference over the documents that both have; the reason if there is none. `up`: higher is better."""
+    """The difference over the documents that both have, or why there is none. `up`: a higher score is better."""
     if any(as_array([*values.values()], side.scores[metric]) is None for side, values in ((a, before), (b, after))):
         return "the score is no mean or ratio of its documents' values"
     common = [document for document in before if document in after]
@@ -180,20 +180,20 @@ def _paired(
 
 def _unlike(a: TaskResults, b: TaskResults) -> str:
     """Why the same document is not the same question on both sides; "" if it is."""
-    for what, of in (
+    for what, setting in (
         ("few-shot examples", lambda x: x.results.num_fewshot.get(x.task)),
         ("versions of the task", lambda x: x.results.versions.get(x.task)),
         ("options of generating answers", lambda x: x.results.gen_kwargs.get(x.task)),
     ):
-        if of(a) != of(b):
-            return f"other {what}: {of(a)} and {of(b)}"
+        if setting(a) != setting(b):
+            return f"other {what}: {setting(a)} and {setting(b)}"
     return ""
 
 
-def render(found: EvaluationComparison) -> str:
-    """For people."""
-    lines = [f"A: {found.a}, B: {found.b}; differences are B - A ± standard error"]
-    for row in found.differences:
+def render(comparison: EvaluationComparison) -> str:
+    """A comparison as text for people."""
+    lines = [f"A: {comparison.a}, B: {comparison.b}; differences are B - A ± standard error"]
+    for row in comparison.differences:
         error = "" if row.stderr is None else f" ± {row.stderr:.4f}"
         lines.append(
             f"  {row.task:24} {row.metric:16} {row.a:.4f} -> {row.b:.4f}  {row.difference:+.4f}{error}  {row.verdict}"

@@ -1,4 +1,4 @@
-"""One evaluation: the configured tasks on one model, to `Results`."""
+"""One evaluation: runs the configured tasks on one model and returns `Results`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from .harness import CheckpointLM  # imports lm-eval
 
 _PARTS = ("results", "samples", "n-samples", "higher_is_better", "n-shot", "configs", "versions")
-"""What is used of lm-eval's results."""
+"""The parts of lm-eval's results that are used."""
 
 
 def evaluate(
-    judged: EvaluatedModel, section: EvalSection, *, world: World | None = None, out: Path | None = None
+    evaluated: EvaluatedModel, section: EvalSection, *, world: World | None = None, out: Path | None = None
 ) -> Results:
     """Run the configured tasks on a model.
 
     Args:
-        world: the ranks that do it together: this is rank 0, the others `assist`; None: this process alone.
+        world: the ranks that evaluate together: rank 0 calls this, the others `assist`; None: this process alone.
         out: the file for the results; the sample files are written beside it.
 
     Raises:
@@ -57,38 +57,38 @@ def evaluate(
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
     start = time.perf_counter()
     tasks = lead(world, lambda: load_tasks(section))
-    adapter = open_adapter(judged, section, world)
+    adapter = open_adapter(evaluated, section, world)
     try:
-        found: dict[str, Any] = {part: {} for part in _PARTS}
+        output: dict[str, Any] = {part: {} for part in _PARTS}
         if tasks:
             with redirect_stdout(sys.stderr):  # lm-eval reports a bootstrap there
-                found = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=True)
-        probed = {NAME: _probe(adapter, judged, section)} if NAME in section.tasks else {}
+                output = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=True)
+        probed = {NAME: _probe(adapter, evaluated, section)} if NAME in section.tasks else {}
     except UserError:  # after any other, the other ranks may wait in the middle of a pass; torchrun ends them
         adapter.scorer.close()
         raise
     adapter.scorer.close()
-    table = scores(found["results"])
-    errors = _standard_errors(table, found["samples"])
+    table = scores(output["results"])
+    errors = _standard_errors(table, output["samples"])
     return Results(
-        step=judged.step,
-        tokens=judged.tokens,
-        checkpoint=str(judged.path),
+        step=evaluated.step,
+        tokens=evaluated.tokens,
+        checkpoint=str(evaluated.path),
         tasks=task_set(section.tasks),
         scores={task: row | errors.get(task, {}) for task, row in table.items()}
-        | {name: each.scores for name, each in probed.items()},
-        documents={name: counts["effective"] for name, counts in found["n-samples"].items()}
-        | {name: each.documents for name, each in probed.items()},
-        verdicts=[each.verdict for each in probed.values()],
-        higher_is_better=_directions(found["higher_is_better"]),
-        num_fewshot=found["n-shot"],
+        | {name: probe.scores for name, probe in probed.items()},
+        documents={name: counts["effective"] for name, counts in output["n-samples"].items()}
+        | {name: probe.documents for name, probe in probed.items()},
+        verdicts=[probe.verdict for probe in probed.values()],
+        higher_is_better=_directions(output["higher_is_better"]),
+        num_fewshot=output["n-shot"],
         gen_kwargs={
             task: settings["generation_kwargs"]
-            for task, settings in found["configs"].items()
+            for task, settings in output["configs"].items()
             if settings.get("output_type") == "generate_until"
         },
-        samples=sample_files.write(out, found["samples"], full=section.log_samples) if out is not None else {},
-        versions=found["versions"],
+        samples=sample_files.write(out, output["samples"], full=section.log_samples) if out is not None else {},
+        versions=output["versions"],
         lm_eval=lm_eval.__version__,
         limit=section.limit,
         seconds=round(time.perf_counter() - start, 3),
@@ -96,32 +96,32 @@ def evaluate(
     )
 
 
-def _probe(adapter: CheckpointLM, judged: EvaluatedModel, section: EvalSection) -> Probed:
-    """What the separator probe finds. Raises RefusedError, DataError."""
+def _probe(adapter: CheckpointLM, evaluated: EvaluatedModel, section: EvalSection) -> Probed:
+    """Run the separator probe. Raises RefusedError, DataError."""
     texts = read_heldout(section.heldout) if section.heldout is not None else []
     if section.limit is not None:
         texts = texts[: max(1, ceil(len(texts) * section.limit)) if section.limit < 1 else int(section.limit)]
-    return separator_probe(Subject(adapter, judged, [ids for ids in judged.tokenizer.encode(texts) if ids]))
+    return separator_probe(Subject(adapter, evaluated, [ids for ids in evaluated.tokenizer.encode(texts) if ids]))
 
 
-def assist(judged: EvaluatedModel, section: EvalSection, world: World) -> None:
-    """On ranks other than 0: take part in `evaluate`. Raises UserError, as there."""
+def assist(evaluated: EvaluatedModel, section: EvalSection, world: World) -> None:
+    """On ranks other than 0: take part in `evaluate`. Raises UserError, as `evaluate` does."""
     _silence_libraries()
     follow(world)
-    open_adapter(judged, section, world).scorer.serve()
+    open_adapter(evaluated, section, world).scorer.serve()
 
 
-def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | None = None) -> CheckpointLM:
-    """A model behind lm-eval's interface. Raises UserError, on all ranks, if weights or device cannot be used."""
+def open_adapter(evaluated: EvaluatedModel, section: EvalSection, world: World | None = None) -> CheckpointLM:
+    """Read a model and put it behind lm-eval's interface. Raises UserError, on all ranks, if it cannot be used."""
     from .harness import CheckpointLM
 
     def build() -> CheckpointLM:
         return CheckpointLM(
-            judged.read(section.device, world),
-            judged.tokenizer,
-            length=judged.length,
+            evaluated.read(section.device, world),
+            evaluated.tokenizer,
+            length=evaluated.length,
             batch=section.batch,
-            objective=judged.objective,
+            objective=evaluated.objective,
             world=world,
         )
 
@@ -131,7 +131,7 @@ def open_adapter(judged: EvaluatedModel, section: EvalSection, world: World | No
 def _standard_errors(
     table: dict[str, dict[str, float]], samples: dict[str, list[dict[str, Any]]]
 ) -> dict[str, dict[str, float]]:
-    """Standard errors that lm-eval has no formula for, of every score that a task's samples make up."""
+    """Standard errors that lm-eval has no formula for, where they can be computed from a task's samples."""
     errors: dict[str, dict[str, float]] = {}
     for task, rows in samples.items():
         values = sample_files.values(rows)
@@ -143,13 +143,14 @@ def _standard_errors(
     return errors
 
 
-def _directions(found: dict[str, dict[str, bool | None]]) -> dict[str, dict[str, bool]]:
-    known = {task: {name: up for name, up in row.items() if up is not None} for task, row in found.items()}
+def _directions(given: dict[str, dict[str, bool | None]]) -> dict[str, dict[str, bool]]:
+    """By task and metric, whether a higher score is better, where known."""
+    known = {task: {name: up for name, up in row.items() if up is not None} for task, row in given.items()}
     return {task: row for task, row in known.items() if row}
 
 
 def _silence_libraries() -> None:
-    """lm-eval and datasets warn about things a user of bundled tasks cannot act on."""
+    """Silence lm-eval and datasets, which warn about things that a user of the bundled tasks cannot act on."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")

@@ -1,6 +1,6 @@
 """Evaluation of a Hugging Face folder that `checkpoints RUN export` wrote.
 
-The folder stands alone: the run's configuration is not there; `fsdp_pretrain.json` says how the model was trained.
+The run's configuration is not in the folder; `fsdp_pretrain.json` has the facts about training that are needed.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def open_exported(path: Path) -> EvaluatedModel:
         )
     content, folder = read_json_object(path / "config.json"), Folder(path, model, model)
     dtype = _DTYPES.get(str(content.get("dtype") or content.get("torch_dtype")), torch.float32)
-    known = Tokenizer.load(path, eod=facts.eod)
-    if known.vocab_size > model.rows:
+    tokenizer = Tokenizer.load(path, eod=facts.eod)
+    if tokenizer.vocab_size > model.rows:
         raise DataError(
-            f"{known.path} has {known.vocab_size:_} ids, the model of {path} {model.rows:_} rows",
+            f"{tokenizer.path} has {tokenizer.vocab_size:_} ids, the model of {path} {model.rows:_} rows",
             remedy="put its own tokenizer into the folder",
         )
 
@@ -60,7 +60,7 @@ def open_exported(path: Path) -> EvaluatedModel:
         path=path,
         step=facts.step,
         tokens=facts.tokens,
-        tokenizer=known,
+        tokenizer=tokenizer,
         length=facts.sequence_length,
         objective=CausalObjective(),
         read=read,

@@ -1,8 +1,7 @@
 """A checkpoint's model behind lm-eval's interface.
 
-Encoding is the training tokenizer's, which adds nothing. A document separator stands only before an empty context, and
-before a text whose rolling likelihood is asked for.
-No request cache is offered: lm-eval's ignores which model filled it.
+Texts are encoded as in training; nothing is added. A document separator stands only before an empty context, and before
+a text whose rolling likelihood is asked for. There is no request cache, since lm-eval's ignores which model filled it.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from .results import RefusedError
 from .scorer import Prompt, Query, Scorer
 
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "seed")
-"""Without effect on greedy decoding."""
+"""Options that have no effect on greedy decoding."""
 _NEUTRAL: dict[str, object] = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
-"""Other options, and the values that change nothing."""
+"""Other options, with the values at which they have no effect."""
 
 
 class CheckpointLM(TemplateLM):
@@ -33,9 +32,9 @@ class CheckpointLM(TemplateLM):
 
     Args:
         length: longest input, in tokens.
-        batch: sequences per forward pass at most.
-        objective: what the model was trained with. A GLM model reads a context as a whole, and what follows
-            as the filling of a `[gMASK]` behind it.
+        batch: most sequences per forward pass.
+        objective: the objective that the model was trained with. A GLM model reads a context as a whole, and the text
+            after it as the filling of a `[gMASK]`.
         world: the ranks that `model` is sharded over, see `Scorer`.
 
     Attributes:
@@ -70,18 +69,18 @@ class CheckpointLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Longest context and continuation together."""
+        """Most tokens of a context and its continuation together."""
         return self._length
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text, nothing added."""
+        """Ids of a text, without any special token."""
         del add_special_tokens, kwargs
         return self.tokenizer.encode([string])[0]
 
     # ------------------------------------------------------------------ likelihoods
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Log-likelihood of continuations given contexts, and whether greedy decoding gives them.
+        """(log-likelihood, whether greedy decoding gives it) of each continuation, given its context.
 
         Raises:
             RefusedError: a continuation has no token of its own.
@@ -132,8 +131,8 @@ class CheckpointLM(TemplateLM):
     def _windows(self, tokens: list[int], first: int) -> Iterator[tuple[list[int], int]]:
         """Cut tokens into (window, how many of its last tokens to predict) so that tokens[first:] are predicted once.
 
-        The window has at most `length` inputs. A text that fits is one window with all its context; of a longer one
-        each window but the last has a single token of context (lm-eval's disjoint rolling windows).
+        The window has at most `length` inputs. A text that fits is one window with all its context. A longer text is
+        cut so that each window but the last has a single token of context (lm-eval's disjoint rolling windows).
         """
         at = first
         while at < len(tokens):
@@ -147,13 +146,13 @@ class CheckpointLM(TemplateLM):
         return Query([*inputs, *targets[:-1]], targets, prefix)
 
     def _inputs(self, context: list[int]) -> tuple[list[int], int]:
-        """What the model reads before a continuation, and how much of it all tokens attend to."""
+        """The inputs before a continuation, and how many of them all tokens attend to (the prefix of GLM)."""
         return [*context, *self._marks], len(context) + 1 if self._marks else 0
 
     # ------------------------------------------------------------------ answers
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers up to a stop string. A long prompt is cut once, on the left, so that the longest answer fits.
+        """Generate answers up to a stop string. A long prompt is cut on the left, so that the longest answer fits.
 
         Raises:
             RefusedError: a request needs an unsupported way of decoding, or the model has no room for its answer.
@@ -174,10 +173,10 @@ def answer_limits(options: Mapping[str, Any], length: int) -> tuple[tuple[str, .
     """(stop strings, most tokens) of a task's `generation_kwargs`, as lm-eval reads them.
 
     Args:
-        length: tokens that the model reads in all.
+        length: most tokens that the model can read.
 
     Raises:
-        ValueError: they ask for anything but greedy decoding, or for more tokens; names all such options.
+        ValueError: the options ask for anything but greedy decoding, or for more tokens; names all such options.
     """
     try:
         given = dict(normalize_gen_kwargs({name: value for name, value in options.items() if value is not None}))

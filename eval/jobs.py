@@ -1,9 +1,9 @@
 """Scheduled evaluations: each due checkpoint exactly once, by any number of workers, crash-safe.
 
-A worker claims a checkpoint by creating `claim.json` exclusively and touches it while it works. A claim whose owner is
-dead, by the rules of all leases (`record.lease`), is moved away by an atomic rename, which only one other worker can
-win. Results are published by rename too, and only while the worker's claim stands. Their entry in the journal is
-written after them, under the same claim; if the worker is killed in between, the next one writes it.
+A worker claims a checkpoint by creating `claim.json` exclusively, and touches the file while it works. If the owner of
+a claim is dead, by the rules of all leases (`run.lease`), another worker moves the claim away by an atomic rename,
+which only one can win. Results are published by rename too, and only while the worker holds the claim. Their entry in
+the journal is written after them, under the same claim; if the worker is killed in between, the next one writes it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from .attempt import Evaluated, Work, drop_attempts
 from .results import EvaluationError, RefusedError, Results
 
 _SILENT_SECONDS = 120.0
+"""Age of a claim's last touch after which its owner may be dead."""
 Evaluate = Callable[[Work], Evaluated | None]
 """Evaluates a claimed job, see `attempt.evaluate_job`."""
 
 
 def protected_steps(run: RunDir, config: Config) -> set[int]:
-    """Steps whose checkpoints an evaluation is reading or will read next, or was given up: somebody is to decide.
+    """Steps whose checkpoints are being evaluated, will be next, or were given up and wait for somebody's decision.
 
-    Only the oldest few that wait, and that were given up: evaluations that never run would fill the disk.
+    Of the last two kinds only the oldest few: else evaluations that never run would fill the disk.
     """
     waiting, most = due_jobs(run, config), config.checkpoint.keep_last
     claimed = [job for job in waiting if (job.folder / "claim.json").exists()]
@@ -46,53 +47,55 @@ def protected_steps(run: RunDir, config: Config) -> set[int]:
 
 @contextmanager
 def claim(job: Job) -> Iterator[Work | None]:
-    """Hold a job for the block, with its deadline in the claim; None: another worker holds it, or it is not due now."""
-    with _hold(job.folder, deadline=job.section.deadline.value) as mine:
-        gone = not job.checkpoint.path.exists()  # deleted by retention before it was claimed
-        over = job.done or job.given_up or job.pause > 0  # by another worker
-        yield None if mine is None or gone or over else Work(job, mine)
+    """Claim a job for the `with` block; yields None if another worker holds it, or if it is no longer due."""
+    with _hold(job.folder, deadline=job.section.deadline.value) as lease:
+        deleted = not job.checkpoint.path.exists()  # by retention, before it was claimed
+        over = job.done or job.given_up or job.pause > 0  # through another worker
+        yield None if lease is None or deleted or over else Work(job, lease)
 
 
 @contextmanager
 def _hold(folder: Path, **facts: float) -> Iterator[Lease | None]:
-    """Hold the claim on a job's folder for the block; None if another worker does."""
+    """Hold the claim on a job's folder, which records `facts`; yields None if another worker holds it."""
     make_directory(folder)
     path = folder / "claim.json"
     drop_if_dead(path, _SILENT_SECONDS)
-    mine = Lease.take(path, **facts)
+    lease = Lease.take(path, **facts)
     try:
-        yield mine
+        yield lease
     finally:
-        if mine is not None:
-            mine.release()
+        if lease is not None:
+            lease.release()
 
 
-def publish(work: Work, found: Evaluated) -> bool:
+def publish(work: Work, evaluated: Evaluated) -> bool:
     """Write the results of a job, unless the claim was lost; returns whether they were written."""
-    job, results = work.job, found.results
+    job, results = work.job, evaluated.results
     if not work.claim.still_mine():
         return False
-    sample_files.move(found.place, job.folder, results.samples.values())
+    sample_files.move(evaluated.place, job.folder, results.samples.values())
     state_files.write(job.results, {**results.model_dump(exclude_unset=True), "committed": job.committed})
     return True
 
 
 def unannounced(run: RunDir) -> list[Path]:
-    """Published results without their entry in the journal: the worker is about to write it, or was killed before."""
+    """Files of published results without their entry in the journal, whose worker may have been killed before it."""
     entries = of_kind(read(run), "eval")
-    found = [(path, state_files.view(path, Results)) for path in sorted(run.evals.glob("step-*/*/results.json"))]
-    return [path for path, results in found if results is not None and not _is_announced(path.parent, results, entries)]
+    published = [(path, state_files.view(path, Results)) for path in sorted(run.evals.glob("step-*/*/results.json"))]
+    return [
+        path for path, results in published if results is not None and not _is_announced(path.parent, results, entries)
+    ]
 
 
 def _is_announced(folder: Path, results: Results, entries: list[dict[str, Any]]) -> bool:
-    """Whether one of the entries is that of these results; those of no scheduled evaluation have none."""
-    mine = (results.step, folder.name, results.committed)
-    found = ((entry["step"], entry.get("tasks"), entry.get("committed")) for entry in entries)
-    return results.committed is None or mine in found
+    """Whether these results are in one of the journal's entries, or need none since no worker published them."""
+    own = (results.step, folder.name, results.committed)
+    announced = ((entry["step"], entry.get("tasks"), entry.get("committed")) for entry in entries)
+    return results.committed is None or own in announced
 
 
 def _announce(run: RunDir, folder: Path) -> None:
-    """Drop what is left of attempts, and add the published results to the journal, once. The caller holds the claim.
+    """Delete the attempts' folders, and add the published results to the journal, once. The caller holds the claim.
 
     Raises StorageError if the journal cannot be written; then another worker does it.
     """
@@ -121,22 +124,22 @@ def _announce(run: RunDir, folder: Path) -> None:
 
 
 def drop_dead_claims(run: RunDir) -> bool:
-    """Take the claims of dead workers away. Returns whether some are of workers on other hosts that may be dead."""
-    claims = run.evals.glob("step-*/*/claim.json")  # also of what is done: it would look like work
+    """Remove the claims of dead workers. Returns whether workers on other hosts hold some that may be dead."""
+    claims = run.evals.glob("step-*/*/claim.json")  # also those of evaluated checkpoints, which would look like work
     return None in [drop_if_dead(path, _SILENT_SECONDS) for path in claims]
 
 
 def watch_once(run: RunDir, config: Config, evaluate: Evaluate) -> tuple[int, int]:
-    """Evaluate every due checkpoint that no other worker holds; numbers of done and failed ones.
+    """Evaluate every due checkpoint that no other worker holds. Returns the numbers of evaluated and failed ones.
 
     Raises:
-        RefusedError: the tasks cannot be evaluated, whatever the checkpoint. Not an attempt: everything stays due.
+        RefusedError: the tasks cannot be evaluated, whatever the checkpoint. All stay due: this is not an attempt.
         StorageError: results are published, but the journal cannot be written.
     """
     drop_dead_claims(run)
     for path in unannounced(run):
-        with _hold(path.parent) as mine:
-            if mine is not None:
+        with _hold(path.parent) as lease:
+            if lease is not None:
                 _announce(run, path.parent)
     journal = Journal(run)
     evaluated = failed = 0
@@ -144,8 +147,8 @@ def watch_once(run: RunDir, config: Config, evaluate: Evaluate) -> tuple[int, in
     try:
         while jobs := [job for job in due_jobs(run, config) if job.folder not in tried and not job.pause]:
             tried.add(jobs[0].folder)
-            with claim(jobs[0]) as held:
-                ok = None if held is None else _evaluate(run, held, evaluate, journal)
+            with claim(jobs[0]) as work:
+                ok = None if work is None else _evaluate(run, work, evaluate, journal)
                 evaluated, failed = evaluated + (ok is True), failed + (ok is False)
                 if ok is False:
                     tried.discard(jobs[0].folder)  # tried again after a pause, until `attempts` are used up
@@ -154,12 +157,11 @@ def watch_once(run: RunDir, config: Config, evaluate: Evaluate) -> tuple[int, in
     return evaluated, failed
 
 
-def _evaluate(run: RunDir, held: Work, evaluate: Evaluate, journal: Journal) -> bool | None:
-    """Whether results of a claimed job were published; None if the claim was lost."""
-    job, step, section = held.job, held.job.checkpoint.step, held.job.section
-
+def _evaluate(run: RunDir, work: Work, evaluate: Evaluate, journal: Journal) -> bool | None:
+    """Evaluate a claimed job. Returns whether its results were published; None if the claim was lost."""
+    job, step, section = work.job, work.job.checkpoint.step, work.job.section
     try:
-        found = evaluate(held)
+        evaluated = evaluate(work)
     except RefusedError as refused:
         if all(entry["text"] != refused.cause for entry in read(run) if entry["kind"] == "eval-refused"):
             journal.write("eval-refused", refused.cause, step=step)  # every later worker would report the same
@@ -168,18 +170,20 @@ def _evaluate(run: RunDir, held: Work, evaluate: Evaluate, journal: Journal) -> 
         note = FailedAttempt(time=now(), reason=str(failed), committed=job.committed)
         state_files.write(job.folder / f"failed-{uuid.uuid4().hex[:8]}.json", note)
         count = len(job.failures)
-        then = f"tried again in {human_time(pause_after(section, count))}" if count < section.attempts else "given up"
-        text = f"attempt {count} of {section.attempts} ({then}): {failed}"
+        next_attempt = (
+            f"tried again in {human_time(pause_after(section, count))}" if count < section.attempts else "given up"
+        )
+        text = f"attempt {count} of {section.attempts} ({next_attempt}): {failed}"
         journal.write("eval-failed", text, step=step, failures=count)
         return False
-    if found is None or not publish(held, found):
+    if evaluated is None or not publish(work, evaluated):
         return None
     _announce(run, job.folder)
     return True
 
 
 def start_worker(run: RunDir, config: Config) -> subprocess.Popen[bytes]:
-    """Start a worker beside training: own session, no rank variables, one thread, low priority."""
+    """Start a worker beside training, in its own session, without rank variables, with one thread and low priority."""
     make_directory(run.evals)
     with (run.evals / "log").open("ab") as log:
         return start_module(

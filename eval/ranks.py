@@ -16,12 +16,12 @@ from fsdp_pretrain.units import Seconds
 T = TypeVar("T")
 _M_MMAP_THRESHOLD = -3
 _TIMEOUT = Seconds(24 * 3600)
-"""Of collectives: ranks wait while rank 0 prepares tasks and judges answers. If one dies, torchrun ends the others."""
+"""For collectives: ranks wait while rank 0 prepares tasks and judges answers. If one dies, torchrun ends the others."""
 
 
 @contextmanager
 def join() -> Iterator[World | None]:
-    """The ranks of the torchrun job that this process belongs to; None if it is alone.
+    """Join the ranks of this process's torchrun job; yields None if the process is alone.
 
     The model is sharded inside a node and replicated between nodes.
 
@@ -31,7 +31,7 @@ def join() -> Iterator[World | None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
-    # In a heap, what is gathered for each part of the model and freed again would leave holes of many times its size.
+    # Else each part of the model that is gathered and freed leaves holes in the heap, many times as large in all.
     with suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 17)
     with mesh.connect(ParallelSection(timeout=_TIMEOUT)) as world:
@@ -39,19 +39,19 @@ def join() -> Iterator[World | None]:
 
 
 def together(world: World | None, act: Callable[[], T]) -> T:
-    """Act on every rank; if any raises a UserError, all do."""
+    """Call `act` on every rank; if any raises UserError, all do."""
     return act() if world is None else world.together(act)
 
 
 def lead(world: World | None, act: Callable[[], T]) -> T:
-    """On rank 0: act; the others, in `follow`, raise its UserError too."""
+    """On rank 0: call `act`, without sending its result; the others, in `follow`, raise its UserError too."""
     if world is None:
         return act()
-    found: list[T] = []
-    world.decide(lambda: found.append(act()))  # the result need not be sent
-    return found[0]
+    results: list[T] = []
+    world.decide(lambda: results.append(act()))
+    return results[0]
 
 
 def follow(world: World) -> None:
-    """On the other ranks: wait until rank 0 has acted. Raises its UserError."""
+    """On ranks other than 0: wait for the end of the call of rank 0 in `lead`. Raises its UserError."""
     world.decide(lambda: None)

@@ -1,4 +1,4 @@
-"""What an evaluation found: `results.json`, and the errors of one that found nothing."""
+"""The results of an evaluation, `results.json`, and the errors of an evaluation without results."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fsdp_pretrain.run.state_files import StateFile
 
 
 class Verdict(BaseModel):
-    """What a probe concludes, beside its scores.
+    """The conclusion of a probe from its scores.
 
     Attributes:
-        probe: its name.
-        ok: False raises an alarm; None: not to be decided yet, or not for this model.
+        probe: name of the probe.
+        ok: False raises an alarm; None: it cannot be decided yet, or not for this model.
         text: one sentence with its numbers.
     """
 
@@ -42,16 +42,16 @@ class Results(StateFile):
     """`results.json` of an evaluation.
 
     Attributes:
-        step, tokens, checkpoint: what was evaluated.
+        step, tokens, checkpoint: step and trained tokens of the checkpoint, and its path.
         committed: when the checkpoint was committed; None outside a run.
         scores, documents: by task: metrics, and number of documents used.
         tasks, limit: the task set, and maximum documents per task (below 1: the share of them).
-        num_fewshot: by task.
-        gen_kwargs: options of generating answers, by task that generates.
-        samples: by task, name of the file beside this one with a line per document, see `sample_files`.
+        num_fewshot: by task: few-shot examples.
+        gen_kwargs: by task that generates: options of generating answers.
+        samples: by task: name of the file beside this one with a line per document, see `sample_files`.
         higher_is_better: by task and metric, where known.
-        verdicts: of the probes among the tasks.
-        versions, lm_eval: of the tasks, and of lm-eval.
+        verdicts: verdicts of the probes among the tasks.
+        versions, lm_eval: versions of the tasks, and of lm-eval.
         seconds, time: duration, and time of completion.
     """
 
@@ -87,14 +87,14 @@ class Results(StateFile):
                     yield task, metric, value, row.get(f"{metric}_stderr")
 
     def alarms(self) -> Iterator[tuple[str, str]]:
-        """(probe or task, sentence) of what a person must know: bad verdicts, and scores that are no finite number."""
+        """(probe or task, sentence) for each bad verdict and each score that is not a finite number."""
         yield from ((verdict.probe, verdict.text) for verdict in self.verdicts if verdict.ok is False)
         for task, metric, value, *_ in self.metrics():
             if not math.isfinite(value):
                 yield task, f"{metric} is no finite number"
 
     def tell_alarms(self) -> None:
-        """Print them on standard error: the watchdog that raises an alarm ends with the training."""
+        """Print the alarms on standard error, since the watchdog that would raise them may have ended with training."""
         for subject, text in self.alarms():
             print(f"ALARM: {subject} of step {self.step}: {text}", file=sys.stderr, flush=True)
 

@@ -2,7 +2,7 @@
 
 A line holds `doc_id`, `doc_hash`, `filter` and the document's value of every metric: a number, or for ratios such as
 bits per byte (log-likelihood, bytes). With `eval.log_samples` it is lm-eval's whole sample: document, prompts and
-responses. A file counts once results name it. Attempts have folders of their own, so they do not disturb each other.
+responses. A file counts only if `results.json` names it. Each attempt has its own folder for them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _HASH = 16
 """Hexadecimal digits of a document's hash."""
 _KEYS = ("doc_id", "doc_hash", "filter")
 Value = float | tuple[float, float]
-"""Of a metric for a document."""
+"""Value of a metric for one document: a number, or numerator and denominator of a ratio."""
 Document = tuple[str, int]
-"""A document of a task: its hash, and how many with the same hash are before it."""
+"""A document of a task: its hash, and the number of documents with the same hash before it."""
 
 
 def write(out: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], *, full: bool) -> dict[str, str]:
@@ -37,8 +37,8 @@ def write(out: Path, samples: Mapping[str, Sequence[Mapping[str, Any]]], *, full
     return names
 
 
-def _plain(found: Any) -> Any:
-    return found.item() if getattr(found, "size", 0) == 1 else str(found)
+def _plain(value: Any) -> Any:
+    return value.item() if getattr(value, "size", 0) == 1 else str(value)
 
 
 def _brief(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,19 +46,19 @@ def _brief(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"doc_id": row["doc_id"], "doc_hash": row["doc_hash"][:_HASH], "filter": row["filter"], **values}
 
 
-def _value(found: Any) -> Value | None:
-    """A metric's value; None if it is neither a number nor two."""
-    if isinstance(found, tuple | list) and len(found) == 2:
-        first, second = (_value(part) for part in found)
+def _value(raw: Any) -> Value | None:
+    """A metric's value; None if it is neither a number nor a pair of numbers."""
+    if isinstance(raw, tuple | list) and len(raw) == 2:
+        first, second = (_value(part) for part in raw)
         return (first, second) if isinstance(first, float) and isinstance(second, float) else None
     try:
-        return float(found) if hasattr(found, "__float__") else None
+        return float(raw) if hasattr(raw, "__float__") else None
     except (TypeError, ValueError):
         return None
 
 
 def values(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[Document, Value]]:
-    """Values of every document by metric, named as in `Results.scores`, of lm-eval's samples or lines of a file."""
+    """Values by metric (named as in `Results.scores`) and document, from lm-eval's samples or the lines of a file."""
     table: dict[str, dict[Document, Value]] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for row in rows:
@@ -72,12 +72,12 @@ def values(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[Document, Value]
 
 
 def label(metric: str, filtered: str) -> str:
-    """Name of a metric of filtered responses in `Results.scores`."""
+    """The name in `Results.scores` of a metric of responses that passed a filter."""
     return metric if filtered == "none" else f"{metric}/{filtered}"
 
 
 def read(path: Path) -> dict[str, dict[Document, Value]]:
-    """`values` of a file. Raises DataError."""
+    """The `values` in a file. Raises DataError."""
     try:
         rows = [json_object(line) for line in path.read_bytes().splitlines()]
     except OSError as error:
@@ -89,6 +89,6 @@ def read(path: Path) -> dict[str, dict[Document, Value]]:
 
 def move(place: Path, folder: Path, names: Iterable[str]) -> None:
     """Move the sample files of an attempt into the folder of its job. Raises OSError."""
-    for name in (Path(name).name for name in names):  # they stand in a file, which may say anything
+    for name in (Path(name).name for name in names):  # the names come from a file, and must not leave the folder
         if (place / name).is_file():
             (place / name).replace(folder / name)

@@ -21,8 +21,11 @@ from .checkpoints import read_checkpoint
 
 
 class SampleLoss(ShownSample):
-    """The loss of a sample, a sum over `count` target tokens (natural log) and the mean, and its origin. None if not
-    finite, or of no targets."""
+    """The loss of a sample, and its origin.
+
+    Attributes:
+        sum, mean: over its `count` target tokens (natural log); None if not finite, or without targets.
+    """
 
     sum: float | None
     count: int
@@ -30,10 +33,13 @@ class SampleLoss(ShownSample):
 
 
 class StepLosses(BaseModel):
-    """The losses of a step: of the batch, as recorded in training, and by sample, highest first.
+    """The losses of a step.
 
     Attributes:
         checkpoint: step of the checkpoint whose parameters were used.
+        loss: of the whole batch with these parameters.
+        recorded: of the whole batch, as recorded in training.
+        samples: the losses of the samples, highest first.
     """
 
     step: int
@@ -55,9 +61,9 @@ def sample_losses(
     """Losses of a step's global batch with the parameters of a checkpoint, dropout off.
 
     Args:
-        checkpoint: step of the checkpoint; None is the newest before the step.
-        segment: the segment that trained the step; None is the one whose step was kept.
-        device: None is the run's `eval.device`.
+        checkpoint: step of the checkpoint; None: the newest before the step.
+        segment: the segment that trained the step; None: the one whose step is on the kept line.
+        device: None: the run's `eval.device`.
 
     Raises:
         UserError: the step, its data, the checkpoint or the device cannot be used.
@@ -84,7 +90,7 @@ def sample_losses(
 def _choose(store: Store, number: int, checkpoint: int | None) -> Checkpoint:
     if checkpoint is not None:
         return store.find(checkpoint)
-    before = [found for found in store.scan() if found.step < number and found.problem is None]
+    before = [item for item in store.scan() if item.step < number and item.problem is None]
     if not before:
         raise CheckpointError(
             f"{store.directory} has no checkpoint from before step {number}",
@@ -114,17 +120,17 @@ def _measure(step: TrainedStep, checkpoint: Checkpoint, device: str) -> list[tup
     return rows
 
 
-def render(found: StepLosses, *, top: int) -> str:
-    """For people: the `top` samples of the highest loss."""
+def render(losses: StepLosses, *, top: int) -> str:
+    """The `top` samples of the highest loss as text for people."""
     lines = [
-        f"step {found.step} of segment {found.segment} with the checkpoint of step {found.checkpoint}: "
-        f"mean loss {found.loss.mean:.4f}; recorded in training: {found.recorded.mean:.4f}"
+        f"step {losses.step} of segment {losses.segment} with the checkpoint of step {losses.checkpoint}: "
+        f"mean loss {losses.loss.mean:.4f}; recorded in training: {losses.recorded.mean:.4f}"
     ]
-    for sample in found.samples[:top]:
+    for sample in losses.samples[:top]:
         mean = "unknown" if sample.mean is None else f"{sample.mean:.4f}"
         lines.append(f"sample {sample.index}: {mean}, rank {sample.rank}, source {sample.source}")
         lines += [line for piece in sample.pieces[:3] for line in piece.lines()]
         lines += [f"  and {len(sample.pieces) - 3} more"] if len(sample.pieces) > 3 else []
-    if len(found.samples) > top:
-        lines.append(f"{len(found.samples) - top} more; show them with --top or --json")
+    if len(losses.samples) > top:
+        lines.append(f"{len(losses.samples) - top} more; show them with --top or --json")
     return "\n".join(lines)

@@ -1,12 +1,12 @@
-"""Separator probe: does the model put separators where the contract of the corpora puts them?
+"""Separator probe: whether the model predicts separators where the corpora should have them.
 
-`end`: probability of a separator after a whole held-out document; `second`: of another one right after it; `inside`: at
-places that are no ends; `repeat`: of the token before again, at the same places. The contract is: exactly one separator
-after every document, so none after a separator and none inside. A model that has learned nothing expects a separator
-everywhere as often as there are separators, or its previous token again (tied embeddings do at first), which is why
-the bounds are multiples of both.
+It measures four probabilities: `end`: a separator after a whole held-out document; `second`: another separator right
+after it; `inside`: a separator at places inside documents; `repeat`: the same token again, at these places. Corpora
+should have exactly one separator after every document, so none after a separator and none inside. A model that has
+learned nothing predicts a separator everywhere, as often as there are separators, or its previous token again (tied
+embeddings do at first), so the bounds are multiples of both.
 
-It asks for likelihoods of tokens that no text contains, so it cannot be a task of lm-eval. It is deterministic.
+The probe needs likelihoods of tokens that no text contains, so it cannot be a task of lm-eval. It is deterministic.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _INSIDE, _MARGIN = 5.0, 0.05
 _ERRORS = 2.0
 """Standard errors by which a mean must be above its bound."""
 _ABSENT, _ENOUGH = 0.1, 10_000
-"""Times the rate, below which the model knows no separator; how many must have been trained to say so."""
+"""Share of the rate below which the model does not know the separator; separators that must have been trained first."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What the probe found: scores with standard errors as `METRIC_stderr`, of so many documents."""
+    """The result of the probe: scores, with standard errors as `METRIC_stderr`, over `documents` documents."""
 
     scores: dict[str, float]
     documents: int
@@ -55,24 +55,24 @@ class Probed:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to probe, what it was read from, and the token ids of held-out documents."""
+    """A model to probe, the checkpoint or folder it was read from, and the token ids of held-out documents."""
 
     model: CheckpointLM
-    judged: EvaluatedModel
+    source: EvaluatedModel
     documents: list[list[int]]
 
     @property
     def length(self) -> int:
-        """Tokens of context at most: two fewer than in training, so that `[gMASK]` and `sop` of GLM fit."""
-        return self.judged.length - 2
+        """Most tokens of context: two fewer than in training, so that `[gMASK]` and `sop` of GLM fit."""
+        return self.source.length - 2
 
     def last_token(self, texts: Sequence[list[int]]) -> list[float]:
-        """Probability of the last token of each text, given the others.
+        """Probability of the last token of each text, given the tokens before.
 
-        Under the GLM objective the second half of the text is asked for, and the last token in it: few samples teach
-        which token is the first after `[gMASK]`, and any token may be.
+        With a GLM model it is computed as the last token of the text's second half: few training samples teach the
+        first token after `[gMASK]`, which may be any token.
         """
-        if self.judged.objective.kind == "causal":
+        if self.source.objective.kind == "causal":
             return [exp(score) for score, _ in self.model.score_tokens([(text, len(text) - 1) for text in texts])]
         jobs = [(part, max(1, (len(text) - 1) // 2)) for text in texts for part in (text, text[:-1])]
         scores = [score for score, _ in self.model.score_tokens(jobs)]
@@ -80,13 +80,14 @@ class Subject:
 
 
 def separator_probe(subject: Subject) -> Probed:
-    """Probabilities of a separator, and a verdict on the training data. Documents longer than the model's length are
-    represented by their ends.
+    """Run the probe: probabilities of a separator, and a verdict on the training data.
+
+    Of documents longer than the model's length, only the end is read.
 
     Raises:
         RefusedError: there are no held-out documents.
     """
-    size, eod = min(_DOCUMENTS, len(subject.documents)), subject.judged.tokenizer.eod
+    size, eod = min(_DOCUMENTS, len(subject.documents)), subject.source.tokenizer.eod
     if not size:
         raise RefusedError(f"{NAME} needs held-out documents", remedy="set eval.heldout")
     chosen = [subject.documents[len(subject.documents) * number // size] for number in range(size)]
@@ -97,14 +98,16 @@ def separator_probe(subject: Subject) -> Probed:
     insides = subject.last_token([[*window[:at], eod] for window, at in places])
     repeats = subject.last_token([[*window[:at], window[at - 1]] for window, at in places])
     scores = means({"end": ends, "second": seconds, "inside": insides, "repeat": repeats})
-    config = subject.judged.trained
+    config = subject.source.trained
     ok, text = _judge(subject, scores, None if config is None else separator_rates(config), windows)
     return Probed(scores, len(windows), Verdict(probe=NAME, ok=ok, text=text))
 
 
 def separator_rates(config: Config) -> tuple[float, float] | None:
-    """Separators per token as the manifests of a run's sources declare them, the lowest and the highest; prompts with
-    answers are left out. None if a corpus cannot be read here."""
+    """The lowest and the highest rate of separators per token, from the manifests of a run's sources.
+
+    Sources of prompts with answers are left out. None if a corpus cannot be read here.
+    """
     rates: list[float] = []
     for source in config.data.sources:
         try:
@@ -121,7 +124,7 @@ def _judge(
 ) -> tuple[bool | None, str]:
     end, second, inside = (scores.get(name, 0.0) for name in ("end", "second", "inside"))
     least, most = (0.0, inside) if rates is None else rates
-    trained = subject.judged.tokens * least
+    trained = subject.source.tokens * least
     bound = _SECOND * max(most, scores.get("repeat", 0.0)) + (_EARLY if trained < _ENOUGH else _LATE)
     numbers = f"P(separator) is {end:.2g} where documents end, {second:.2g} after a separator, {inside:.2g} inside text"
     if rates is not None:
@@ -139,7 +142,7 @@ def _judge(
 
 
 def _has_learned(subject: Subject, windows: list[list[int]]) -> bool:
-    """Whether the model predicts the held-out documents better than their own token frequencies do."""
+    """Whether the model predicts the held-out documents better than token frequencies would."""
     counts = Counter(chain.from_iterable(window[1:] for window in windows))
     bits = -sum(times * log2(times / counts.total()) for times in counts.values())
     scored = subject.model.score_tokens([(window, 1) for window in windows])
@@ -158,7 +161,7 @@ def means(columns: dict[str, list[float]]) -> dict[str, float]:
 
 
 def evenly(count: int, begin: int, end: int) -> list[int]:
-    """At most `count` different integers of [begin, end), evenly spread, neither end among them if it can be helped."""
+    """At most `count` different integers of [begin, end), evenly spread and, if possible, away from both ends."""
     return sorted(
         {begin + (end - begin) * (2 * number + 1) // (2 * count) for number in range(count)} & {*range(begin, end)}
     )

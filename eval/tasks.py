@@ -24,9 +24,9 @@ from .separators import NAME
 BUNDLED = ("heldout_bpb", "heldout_choice")
 _CHOICES, _QUESTIONS_PER_DOCUMENT = 4, 6
 _CONTEXT, _CONTINUATION = 600, 120
-"""Characters."""
+"""Characters of a passage and of its continuation."""
 _FEWSHOT_SEED = 1234
-"""Of the choice of few-shot examples, as by default in lm-eval."""
+"""Seed for the choice of few-shot examples, lm-eval's default."""
 
 
 def read_heldout(path: Path) -> list[str]:
@@ -42,9 +42,9 @@ def read_heldout(path: Path) -> list[str]:
 
 
 def load_tasks(section: EvalSection) -> dict[str, Any]:
-    """lm-eval's task objects for the configured tasks but the probe, groups nested, as its `evaluate` takes them.
+    """lm-eval's task objects for the configured tasks except the probe, groups nested, as its `evaluate` takes them.
 
-    Few-shot examples and options of generating answers are applied as by lm-eval's own command line.
+    Few-shot examples and options of generating answers are set as by lm-eval's own command line.
 
     Raises:
         RefusedError: a task or a directory does not exist, or a task lacks its documents.
@@ -64,7 +64,7 @@ def load_tasks(section: EvalSection) -> dict[str, Any]:
     if any(name not in manager.all_tasks for name in others):
         manager = TaskManager(include_path=paths or None)  # indexes lm-eval's own tasks: takes 10 to 20 seconds
     matching = {name: manager.match_tasks([name]) for name in others}
-    unknown = [name for name, found in matching.items() if not found]
+    unknown = [name for name, matches in matching.items() if not matches]
     if unknown:
         raise RefusedError(
             f"lm-eval has no task {', '.join(map(repr, unknown))}",
@@ -76,7 +76,7 @@ def load_tasks(section: EvalSection) -> dict[str, Any]:
             "the bundled tasks need held-out documents", remedy="set eval.heldout or pass --heldout FILE"
         )
     makers = {"heldout_bpb": _bits_per_byte, "heldout_choice": _choice}
-    chosen = dict.fromkeys(found for name in names for found in matching.get(name, [name]))
+    chosen = dict.fromkeys(task for name in names for task in matching.get(name, [name]))
     tasks = _build([makers[name](texts) if name in makers else name for name in chosen], manager)
     shots = section.num_fewshot
     for task in _single(tasks):
@@ -114,7 +114,7 @@ def _single(tasks: dict[Any, Any]) -> Iterator[Any]:
 
 
 def _task(name: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    """A task in lm-eval's terms, which calls `custom_dataset` for the documents."""
+    """The configuration of a task for lm-eval, which calls `custom_dataset` for the documents."""
     from datasets import Dataset
 
     return {
@@ -160,11 +160,11 @@ def choice_questions(texts: Sequence[str]) -> list[dict[str, Any]]:
     """Rows {context, choices, answer}: several per document, cut at line ends, evenly spread over it."""
     passages = [_passages(text) for text in texts]
     questions = []
-    for document, found in enumerate(passages):
+    for document, own in enumerate(passages):
         others = [i for i, passage in enumerate(passages) if passage and i != document]
         if len(others) < _CHOICES - 1:
             continue
-        for number, (context, truth) in enumerate(found):
+        for number, (context, truth) in enumerate(own):
             draw = xxhash.xxh3_64_intdigest(f"{document}/{number}/{truth}".encode())
             choices = []
             for i in range(_CHOICES - 1):
@@ -179,13 +179,13 @@ def choice_questions(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 def _passages(text: str) -> list[tuple[str, str]]:
     """(context, continuation) pairs of one document; the continuation starts a line and has the full length."""
-    found = []
+    pairs = []
     for k in range(_QUESTIONS_PER_DOCUMENT):
         start = text.find("\n", _CONTEXT + (len(text) - _CONTEXT) * k // _QUESTIONS_PER_DOCUMENT) + 1
         continuation = text[start : start + _CONTINUATION]
         if start and len(continuation) == _CONTINUATION and len(continuation.split()) > 5:
-            found.append((text[start - _CONTEXT : start], continuation))
-    return found
+            pairs.append((text[start - _CONTEXT : start], continuation))
+    return pairs
 
 
 def scores(results: dict[str, Any]) -> dict[str, dict[str, float]]:

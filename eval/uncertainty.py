@@ -1,7 +1,7 @@
 """Standard errors of scores from the values of their documents.
 
-Two kinds of scores are known here: the mean of the values, and bits per byte, a ratio of sums (log-likelihood over
-bytes). Which one a metric is, is told by which reproduces its score; of others (f1, perplexities) nothing is said.
+Two kinds of scores have them: the mean of the values, and bits per byte, a ratio of sums (log-likelihood over bytes).
+A metric is of the kind that reproduces its score. Other metrics (f1, perplexities) get no standard error.
 
 The first-order change of such a score when a document is added is that document's influence u_i. The standard error is
 that of a mean of the u_i (the delta method). For a ratio R = sum(a) / sum(b), u_i = (a_i - R b_i) / mean(b): Cochran,
@@ -23,7 +23,7 @@ Z95 = 1.96
 """Standard errors on either side of the mean of a normal distribution that hold 95% of it."""
 _TO_BITS = -1 / math.log(2)
 _CLOSE = 1e-9
-"""Relative difference from a score."""
+"""Relative difference at which two scores count as equal."""
 
 
 def as_array(values: Sequence[Value], score: float | None = None) -> Array | None:
@@ -42,7 +42,7 @@ def as_array(values: Sequence[Value], score: float | None = None) -> Array | Non
 
 
 def score_of(x: Array) -> float:
-    """The score of documents."""
+    """The score of all documents together."""
     return float(x.mean() if x.ndim == 1 else x[:, 0].sum() / x[:, 1].sum())
 
 
@@ -52,14 +52,14 @@ def by_document(x: Array) -> Array:
 
 
 def influence(x: Array) -> Array:
-    """Of every document on the score: [n], with mean 0."""
+    """The influence of every document on the score: [n], with mean 0."""
     if x.ndim == 1:
         return x - score_of(x)
-    found: Array = (x[:, 0] - score_of(x) * x[:, 1]) / x[:, 1].mean()
-    return found
+    influences: Array = (x[:, 0] - score_of(x) * x[:, 1]) / x[:, 1].mean()
+    return influences
 
 
 def standard_error(influences: Array) -> float | None:
-    """Of the mean of n independent values; None of fewer than two."""
+    """The standard error of the mean of n independent values; None if there are fewer than two."""
     n = len(influences)
     return float(influences.std(ddof=1) / math.sqrt(n)) if n > 1 else None

@@ -108,7 +108,7 @@ def probabilities(subject: Subject, context: list[int]) -> torch.Tensor:
 
 def test_separator_scores_are_probabilities_of_the_model(subject: Subject) -> None:
     found = separator_probe(subject)
-    eod, ends, seconds, insides, repeats = subject.judged.tokenizer.eod, [], [], [], []
+    eod, ends, seconds, insides, repeats = subject.source.tokenizer.eod, [], [], [], []
     for document in subject.documents:
         context = [eod, *document][-61:]  # two less than the length of training, and room for the separator
         ends.append(probabilities(subject, context)[eod])
@@ -178,8 +178,8 @@ def test_verdicts(
 ) -> None:
     held = [[*document[:-1], 7] for document in subject.documents if 7 not in document[:-1]]
     vocabulary = 20 if "text learned" in stage else 520  # as if it knew which twenty tokens may come
-    model = Table(subject.judged.tokenizer.eod, 7, second, end, inside, vocabulary)
-    judged = replace(subject.judged, tokens=int(trained / RATE))
-    given = replace(subject, model=model, documents=held, judged=judged)
+    model = Table(subject.source.tokenizer.eod, 7, second, end, inside, vocabulary)
+    judged = replace(subject.source, tokens=int(trained / RATE))
+    given = replace(subject, model=model, documents=held, source=judged)
     verdict = separator_probe(given).verdict
     assert verdict is not None and verdict.ok is ok, verdict

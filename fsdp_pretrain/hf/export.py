@@ -109,7 +109,7 @@ def _size(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> int:
 
 
 def _split_into_files(sizes: dict[HFTensor, int], shard_bytes: int) -> dict[str, list[HFTensor]]:
-    """Split the tensors, in order, into files of at most `shard_bytes`. Returns the tensors of each file by its name."""
+    """Split the tensors, in order, into files of at most `shard_bytes`; returns the tensors of each file by name."""
     groups: list[list[HFTensor]] = []
     used = 0
     for weight, size in sizes.items():
