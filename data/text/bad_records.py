@@ -1,4 +1,4 @@
-"""Records without a usable text: where they are, and how many a command passes over (`--max-bad`)."""
+"""Records without a usable text: where they are, and how many a command may skip (`--max-bad`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fsdp_pretrain.errors import DataError
 
 LISTED = 1000
-"""Bad records that are kept of a shard; all are counted."""
+"""Most bad records that are listed for a shard; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,9 @@ class BadRecord:
     """A line or row that is not a document.
 
     Attributes:
-        kind: `line` or `row`; `number` counts from 1 in the whole file.
-        offset: byte where the line starts, in the unpacked text of a packed file; None for rows.
+        kind: `line` or `row`.
+        number: counted from 1 in the whole file.
+        offset: byte at which the line starts, in the unpacked text of a packed file; None for rows.
     """
 
     path: str
@@ -35,16 +36,17 @@ OnBad = Callable[[BadRecord], None]
 
 
 def refuse(record: BadRecord) -> None:
-    """Raise DataError: bad records are not passed over."""
+    """Raise DataError for a bad record, instead of skipping it."""
     raise DataError(str(record), remedy="mend or remove it, or pass over up to N bad records with --max-bad N")
 
 
 class BadRecords:
-    """Counts what one reader passes over; raises DataError at the first bad record beyond `limit`.
+    """Counts the bad records that one reader skips; raises DataError at the first one beyond `limit`.
 
     Attributes:
-        good: records that were documents; the reader counts them here.
-        count: bad ones, of which `first` has the first `LISTED`.
+        good: number of records that were documents; the reader counts them here.
+        count: number of bad records.
+        first: the first `LISTED` bad records.
     """
 
     def __init__(self, limit: int) -> None:
@@ -63,7 +65,7 @@ class BadRecords:
 
 
 def too_many(bad: int, read: int, limit: int, first: Sequence[str]) -> DataError:
-    """The refusal of more bad records than allowed."""
+    """The error for more bad records than allowed."""
     return DataError(
         f"{bad:_} of the {read:_} records read are bad, more than --max-bad {limit:_}; the first:\n"
         + "\n".join(f"    {record}" for record in first[:5]),
@@ -72,6 +74,6 @@ def too_many(bad: int, read: int, limit: int, first: Sequence[str]) -> DataError
 
 
 def passed_over(bad: int, first: Sequence[str], where: str = "") -> str:
-    """What is said of bad records; `where` is the file that lists all."""
+    """The warning about skipped records. `where`: the file that lists all of them."""
     head = f"warning: bad records passed over: {bad:_}" + (f", listed in {where}" if where else "")
     return "\n".join([head, *(f"    {record}" for record in first[:5]), *(["    ..."] if bad > 5 else [])])

@@ -1,7 +1,7 @@
-"""Measures of single documents: duplicates by hash, degenerate text, and whether a tokenizer gives the same ids.
+"""Measures of single documents: duplicates by hash, degenerate text, and whether a tokenizer reproduces the ids.
 
-Thresholds were chosen so that real text (Python, C, JavaScript, JSON, Markdown, English prose, German and Japanese
-manuals; two real and three trained tokenizers) gives no finding; the figures are in `docs/data.md`.
+The thresholds let all real text pass (Python, C, JavaScript, JSON, Markdown, English prose, German and Japanese
+manuals; two real and three trained tokenizers); the figures are in `docs/data.md`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Indices = npt.NDArray[np.int64]
 DUPLICATE_TOKENS = 16
 """Shorter documents repeat naturally and are not compared."""
 LONG_TOKENS = 512
-"""Documents from this length on are checked for degenerate text."""
+"""Documents of at least this length are checked for degenerate text."""
 DEGENERATE_SHARE, DEGENERATE_REPEATS, DEGENERATE_BITS = 0.5, 0.98, 0.5
 """Share of one token; share of repeated 13-grams; compressed bits per token. Real text stayed below 0.45, below 0.965,
 and above 0.75."""
 FOREIGN_AGREEMENT = 0.97
-"""Minimum median agreement of a file's sampled documents with their re-encoding. Right tokenizer: 1; wrong: to 0.95."""
+"""Least median agreement of a file's sampled documents with their re-encoding. Right tokenizer: 1; wrong: to 0.95."""
 SAMPLE_TOKENS = 256
 """Tokens of a document that are encoded again."""
 _WINDOW, _ANCHOR = 192, 8
@@ -47,27 +47,27 @@ def document_hashes(tokens: Tokens, starts: Indices, ends: Indices) -> npt.NDArr
 
 
 def repeated(hashes: Sequence[npt.NDArray[np.uint64]]) -> tuple[int, npt.NDArray[np.uint64]]:
-    """Documents beyond the first with their hash, and the hashes that occur more than once.
+    """The number of documents that repeat an earlier one, and the hashes that occur more than once.
 
-    Works in 16 parts, so that no second copy of all hashes is needed at once.
+    Works in 16 parts, so that a second copy of all hashes is never needed at once.
     """
     extra, values = 0, []
     for part in range(16):
-        held = np.sort(np.concatenate([h[(h >> np.uint64(60)) == part] for h in hashes]))
-        again = held[1:][(held[1:] == held[:-1]) & (held[1:] != 0)]
-        extra += len(again)
-        values.append(np.unique(again))
+        hashes_of_part = np.sort(np.concatenate([h[(h >> np.uint64(60)) == part] for h in hashes]))
+        repeats = hashes_of_part[1:][(hashes_of_part[1:] == hashes_of_part[:-1]) & (hashes_of_part[1:] != 0)]
+        extra += len(repeats)
+        values.append(np.unique(repeats))
     return extra, np.concatenate(values)
 
 
 def suspects(tokens: Tokens, starts: Indices, ends: Indices) -> Indices:
-    """Documents that might be degenerate, by two windows of 192 tokens each: a fast filter before `degenerate`.
+    """Documents that might be degenerate, judged by two windows of 192 tokens: a fast filter before `degenerate`.
 
-    A document is suspect if 8 tokens at the head of both windows recur inside them (so a passage of up to 184 tokens
-    repeats), or if one token has 4 of 10 places.
+    A document is suspect if the first 8 tokens of each window recur in it (so a passage of up to 184 tokens repeats),
+    or if one token has 4 of 10 places.
 
     Returns:
-        int64, numbers of documents.
+        Numbers of documents, int64 [suspects].
     """
     long = np.flatnonzero(ends - starts >= LONG_TOKENS)
     if not len(long):
@@ -76,12 +76,12 @@ def suspects(tokens: Tokens, starts: Indices, ends: Indices) -> Indices:
     windows = np.lib.stride_tricks.sliding_window_view(tokens, _WINDOW)
     first, second = windows[starts[long] + lengths // 8], windows[starts[long] + lengths * 5 // 8]
     both = np.flatnonzero(_recurs(first))
-    found = np.zeros(len(long), dtype=bool)
-    found[both] = _recurs(second[both])
+    suspect = np.zeros(len(long), dtype=bool)
+    suspect[both] = _recurs(second[both])
     places = np.sort(np.concatenate((first[:, ::6], second[:, ::6]), axis=1), axis=1)
     run = places.shape[1] * 2 // 5
-    found |= (places[:, run:] == places[:, :-run]).any(axis=1)
-    return long[found]
+    suspect |= (places[:, run:] == places[:, :-run]).any(axis=1)
+    return long[suspect]
 
 
 def _recurs(windows: Tokens) -> npt.NDArray[np.bool_]:
@@ -90,12 +90,12 @@ def _recurs(windows: Tokens) -> npt.NDArray[np.bool_]:
     hit = windows[:, 1 : 1 + shifts] == windows[:, :1]
     for place in range(1, _ANCHOR):
         hit &= windows[:, 1 + place : 1 + place + shifts] == windows[:, place : place + 1]
-    found: npt.NDArray[np.bool_] = hit.any(axis=1)
-    return found
+    recurs: npt.NDArray[np.bool_] = hit.any(axis=1)
+    return recurs
 
 
 def degenerate(document: Tokens) -> str:
-    """Why a document is degenerate, empty if it is not. Long ones are judged by four parts of 4096 tokens."""
+    """Why a document is degenerate; empty if it is not. Long documents are judged by four parts of 4096 tokens."""
     if len(document) > 4 * _JUDGED:
         at = np.linspace(0, len(document) - _JUDGED, 4).astype(np.int64)
         document = np.concatenate([document[begin : begin + _JUDGED] for begin in at])
@@ -117,9 +117,9 @@ def degenerate(document: Tokens) -> str:
 
 
 def agreements(samples: Iterable[list[int]], tokenizer: Tokenizer) -> list[float]:
-    """Decode and encode token lists; the share of ids that come back (as a multiset), for each list.
+    """Decode and encode token lists; returns for each the share of ids that come back (as a multiset).
 
-    Lists that a lossy tokenizer does not reproduce from its own output either are left out.
+    Lists are left out if the tokenizer is lossy, so that it does not reproduce its own output either.
     """
     given = list(samples)
     once = tokenizer.encode([tokenizer.decode(ids) for ids in given])

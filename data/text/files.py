@@ -1,7 +1,7 @@
-"""Input files of any origin: finding them, how each is read, and decompression.
+"""Finding input files, the format of each, and decompression.
 
-Truncated, damaged or misnamed files raise a DataError that names them. Errors of the operating system stay as they
-are: see `fsdp_pretrain.console.explain`.
+Truncated, damaged or misnamed files raise a DataError that names them. Errors of the operating system are not
+converted, see `fsdp_pretrain.console.explain`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPLITS = {
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
     "heldout": "heldout",
 }
-"""Words in names of files and folders that stand for a split, as the Hugging Face Hub reads them, and our own."""
+"""Words in names of files and folders that stand for a split: those of the Hugging Face Hub, and our own."""
 _NUMBERED = re.compile(r"(.*)[-.](\d{5})-of-(\d{5})\b")
 DAMAGED = "the file is cut off, damaged or not what its name says: restore it or fetch it again"
 _UNPACKED = 64 << 20
@@ -42,7 +42,7 @@ _UNPACKED = 64 << 20
 
 
 def stamp_of(file: Path) -> list[int]:
-    """Size, and time of change. Raises OSError."""
+    """[size, time of the last change in ns] of a file. Raises OSError."""
     stamp = file.stat()
     return [stamp.st_size, stamp.st_mtime_ns]
 
@@ -50,31 +50,31 @@ def stamp_of(file: Path) -> list[int]:
 def find_files(inputs: Sequence[str | Path], suffixes: Sequence[str] = (), only: str | None = None) -> list[Path]:
     """The named files and those in named directories, without duplicates (symbolic links resolved).
 
-    Their order fixes the document numbers. From directories, only files that end in one of `suffixes` are taken, by
-    default `.txt`, JSONL and parquet, and nothing whose name begins with a dot. If a directory holds several splits,
+    Their order determines the document numbers. From directories, only files that end in one of `suffixes` are taken,
+    by default `.txt`, JSONL and parquet, and nothing whose name begins with a dot. If a directory holds several splits,
     `only` names the one to take.
 
     Raises:
-        DataError: an input does not exist or is not a file, its name does not say its format, a directory holds several
-            splits and `only` is None, or nothing is found.
+        DataError: an input does not exist or is not a file, its name does not tell its format, a directory holds
+            several splits and `only` is None, or there are no files.
     """
     wanted = tuple(suffix + packed for suffix in suffixes for packed in ("", *PACKED)) or TEXT_SUFFIXES
     missing = [str(name) for name in inputs if not Path(name).exists()]
     if missing:
         raise DataError(f"there is no input {', '.join(missing)}", remedy="look for a mistake in the path")
-    found: dict[Path, Path] = {}
+    files: dict[Path, Path] = {}
     for name in inputs:
-        for file in _found(Path(name), wanted, only):
-            found.setdefault(file.resolve(), file)
-    if not found:
+        for path in _files_of(Path(name), wanted, only):
+            files.setdefault(path.resolve(), path)
+    if not files:
         raise DataError(
             f"no input files in {', '.join(map(str, inputs))}",
             remedy=f"files should end in {', '.join(wanted[:4])} ... or be named one by one",
         )
-    return list(found.values())
+    return list(files.values())
 
 
-def _found(path: Path, wanted: tuple[str, ...], only: str | None) -> Sequence[Path]:
+def _files_of(path: Path, wanted: tuple[str, ...], only: str | None) -> Sequence[Path]:
     """The files of one input."""
     files, wanted = [path], (*wanted, *_PACKED_PARQUET)
     if path.is_dir():
@@ -95,29 +95,33 @@ def _found(path: Path, wanted: tuple[str, ...], only: str | None) -> Sequence[Pa
 
 
 def _hidden(path: PurePath) -> bool:
-    """Whether a file is in a cache or the like: `.cache/huggingface`, `.git`, `.ipynb_checkpoints`."""
+    """Whether a file is in a hidden folder, such as `.cache/huggingface`, `.git`, `.ipynb_checkpoints`."""
     return any(part.startswith(".") for part in path.parts)
 
 
 def split_of(path: PurePath) -> str | None:
     """The split that the name of a file, or of a folder around it, stands for; `path` is relative to the input.
 
-    `data/train-00000-of-00042.parquet`, `my_train_file.jsonl` and `train/0.jsonl.zst` are of the split train. A name of
-    numbered files without such a word is a split of its own, as on the Hugging Face Hub. Plain text has none.
+    `data/train-00000-of-00042.parquet`, `my_train_file.jsonl` and `train/0.jsonl.zst` are of the split train. If the
+    name of a numbered file has no such word, it is the name of a split itself, as on the Hugging Face Hub. Plain text
+    has no split.
     """
     if kind_of(path) == "text":
         return None
     for part in (path.name, *reversed(path.parts[:-1])):
-        found = [_SPLITS[word] for word in re.split("[^a-z]+", part.lower()) if word in _SPLITS]
-        if found:
-            return found[0]
+        words = [_SPLITS[word] for word in re.split("[^a-z]+", part.lower()) if word in _SPLITS]
+        if words:
+            return words[0]
     numbered = _NUMBERED.match(path.name)
     return numbered[1] if numbered else None
 
 
 def _of_split(directory: object, files: dict[Path, Path], only: str | None) -> list[Path]:
-    """Of files by their paths below a directory, those of one split. Raises DataError if there are several and none was
-    named, or not that one."""
+    """The files of one split among `files`, whose keys are paths below a directory.
+
+    Raises:
+        DataError: there are several splits and `only` is None, or it names none of them.
+    """
     splits = list(map(split_of, files))
     counts = Counter(splits)
     shown = ", ".join(f"{name or 'no split'}: {count:_}" for name, count in sorted(counts.items(), key=str))
@@ -137,7 +141,7 @@ def _of_split(directory: object, files: dict[Path, Path], only: str | None) -> l
 
 
 def missing_numbers(files: Sequence[Path]) -> list[str]:
-    """Sets of files `NAME-00000-of-00042...` of which some are not there, described."""
+    """A text for each set of files `NAME-00000-of-00042...` that is incomplete."""
     sets: dict[tuple[str, str, int], set[int]] = {}
     for file in files:
         if match := _NUMBERED.match(file.name):
@@ -150,12 +154,12 @@ def missing_numbers(files: Sequence[Path]) -> list[str]:
 
 
 def files_below(directory: Path) -> list[Path]:
-    """All non-directories in and below a directory, sorted; symbolic links are followed, no directory is entered twice.
+    """All files in and below a directory, sorted; follows symbolic links, but enters no directory twice.
 
     Raises:
         OSError: a directory cannot be read.
     """
-    found: list[Path] = []
+    files: list[Path] = []
     entered: set[str] = set()
     waiting = [directory]
 
@@ -169,9 +173,9 @@ def files_below(directory: Path) -> list[Path]:
                 folders.clear()
                 continue
             entered.add(place)
-            found += [Path(folder, name) for name in names]
+            files += [Path(folder, name) for name in names]
             waiting += [inner for inner in (Path(folder, name) for name in folders) if inner.is_symlink()]
-    return sorted(found)
+    return sorted(files)
 
 
 def require_file(path: Path) -> None:
@@ -190,7 +194,7 @@ def require_file(path: Path) -> None:
 
 
 def kind_of(path: PurePath) -> Kind:
-    """How a file is read, by its suffix; anything unknown is text. Packed `.json` is JSONL, as published."""
+    """The format of a file, by its suffix; an unknown one is text. Packed `.json` is JSONL, as it is published."""
     name = path.name
     for packed in PACKED:
         name = name.removesuffix(packed)
@@ -200,9 +204,9 @@ def kind_of(path: PurePath) -> Kind:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn a library's errors about the content of `path` into DataError; other OSErrors get its name.
+    """Turn a library's errors about the content of `path` into DataError; add the name to other OSErrors.
 
-    Errors of the libraries have no error number, those of the operating system have one.
+    Errors of libraries have no error number, those of the operating system have one.
     """
     try:
         with naming(path):
@@ -215,7 +219,7 @@ def readable(path: Path) -> Iterator[None]:
 
 @contextmanager
 def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
-    """A file's bytes, decompressed if its name ends in `.gz` or `.zst`; members or frames are concatenated.
+    """Open a file's bytes, decompressed if its name ends in `.gz` or `.zst`; members or frames are concatenated.
 
     Reading raises OSError without a number if the last of them is truncated or followed by something else.
     """
@@ -231,18 +235,18 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 class BoundedReader:
-    """Reads a file from `open_unpacked` whole or by lines; refuses pieces longer than a packed file may hold."""
+    """Reads a file from `open_unpacked` whole or by lines; refuses a packed file with too long a document or line."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         self._file, self._path = file, path
         self._longest = max(_UNPACKED, path.stat().st_size) if path.suffix in PACKED else None
 
     def line(self) -> bytes:
-        """The next line, empty at the end. Raises DataError."""
+        """Read the next line, empty at the end. Raises DataError."""
         return self._checked(self._file.readline(-1 if self._longest is None else self._longest + 1))
 
     def rest(self) -> bytes:
-        """All that is left. Raises DataError."""
+        """Read the rest. Raises DataError."""
         return self._checked(self._file.read(-1 if self._longest is None else self._longest + 1))
 
     def _checked(self, piece: bytes) -> bytes:
@@ -255,7 +259,7 @@ class BoundedReader:
 
 
 def parse_json(line: bytes | str) -> Any:
-    """A JSON value. Raises ValueError."""
+    """The JSON value in a line. Raises ValueError."""
     try:
         return json.loads(line)
     except RecursionError:

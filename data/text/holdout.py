@@ -1,8 +1,8 @@
 """Which documents are held out: a function of their text alone.
 
 A document is held out if the 64-bit xxh3 of its text (UTF-8, after repair; of a prompt with an answer, the prompt) is
-below the share of 2^64. So equal texts are on the same side, whatever the file, the order or the number of parts, and a
-larger share holds out all that a smaller one does. xxh3's values have been fixed since xxHash 0.8.
+below the share of 2^64. So equal texts are treated the same, whatever the file, the order or the number of parts, and a
+larger share includes all documents of a smaller one. xxh3's values have been fixed since xxHash 0.8.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SPACE = 1 << 64
 
 
 def text_digest(text: str) -> int:
-    """The number that decides, from 0 to 2^64 - 1."""
+    """The hash that decides, from 0 to 2^64 - 1."""
     return xxhash.xxh3_64_intdigest(text.encode())
 
 
@@ -39,7 +39,7 @@ class Holdout:
 
     @classmethod
     def parse(cls, text: str) -> Holdout:
-        """Raises ValueError."""
+        """The share in a text such as `0.1%`. Raises ValueError."""
         return cls(text.replace(" ", ""), int(parse_percent(text) * _SPACE))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Raw text input: split into units of work, read as documents. No tokens here.
+"""Raw text input, split into units of work and read as documents.
 
 Text files are one document each (`--split lines`: one per line), JSONL files one document per line (`--text-field`),
 parquet files one per row. `.gz` and `.zst` are unpacked while reading. A unit is a byte range, a range of row groups
@@ -22,7 +22,7 @@ from .files import DAMAGED, PACKED, BoundedReader, Kind, kind_of, open_unpacked,
 
 _NAME_IT = "name the right one with --text-field or --answer-field"
 _EXPANSION = 4
-"""Assumed ratio of text to compressed bytes, for balancing shards only."""
+"""Assumed ratio of text to compressed bytes, only to balance shards."""
 _TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view")
 _ROWS = 64
 """Rows of a parquet file that are decoded at once."""
@@ -32,7 +32,7 @@ _ROWS = 64
 class Unit:
     """One unit of work: bytes [start, stop) of a plain file, row groups [start, stop) of a parquet, or a whole file.
 
-    `size` is its (estimated) bytes of text.
+    `size`: its bytes of text, estimated for packed files.
     """
 
     path: str
@@ -44,10 +44,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Document:
-    """A text, with its answer if an answer field was named, and its place.
+    """A text, with its answer if an answer field was named.
 
     Attributes:
-        line: number of the line or row; 0 for a whole file.
+        texts: the text, and the answer if there is one.
+        line: number of the line or row in its unit, from 0; 0 for a whole file.
         repaired: whether invalid UTF-8 or lone surrogates were replaced.
     """
 
@@ -57,14 +58,16 @@ class Document:
 
     @property
     def text(self) -> str:
-        """Without the answer."""
+        """The text without the answer."""
         return self.texts[0]
 
 
 def plan_shards(files: Iterable[Path], shard_bytes: int | None, *, lines: bool) -> list[list[Unit]]:
     """Group the input into shards of about `shard_bytes` of text: a function of the files and arguments alone.
 
-    Without `shard_bytes` it is 1/32 of the input, between 8 MiB and 1 GiB. With `lines` a line is a document.
+    Args:
+        shard_bytes: None: 1/32 of the input, between 8 MiB and 1 GiB.
+        lines: whether every line of a text file is a document.
     """
     files = list(files)
     total = sum(_text_bytes(path) for path in files)
@@ -103,12 +106,15 @@ def _units(path: Path, size: int, *, lines: bool) -> Iterator[Unit]:
 def read_documents(
     unit: Unit, text_field: str, *, lines: bool, answer_field: str | None = None, on_bad: OnBad = refuse
 ) -> Iterator[Document]:
-    """Documents of one unit, in file order; fields are those of JSONL or columns of parquet files.
+    """Documents of one unit, in file order.
 
-    `on_bad` is called for each record that is not JSON or has no text in its fields; then reading continues.
+    Args:
+        text_field, answer_field: names of fields in JSONL, or of columns in parquet files.
+        lines: whether every line of a text file is a document.
+        on_bad: called for each record that is not JSON or has no text in its fields; then reading continues.
 
     Raises:
-        DataError: unreadable file; from `on_bad`, by default at the first bad record.
+        DataError: the file is damaged; or from `on_bad`, by default at the first bad record.
         OSError: the storage failed, or the file cannot be read.
     """
     path, names = Path(unit.path), [text_field, *([answer_field] if answer_field is not None else [])]
@@ -134,7 +140,7 @@ def read_documents(
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of a unit that begins at byte `first`; `number` and `offset` count from there."""
+    """A line of a unit that begins at byte `first` of its file; `number` and `offset` count from there."""
 
     content: bytes
     number: int
@@ -177,7 +183,7 @@ def _lines_before(path: Path, byte: int) -> int:
 
 
 def _json_document(line: _Line, names: list[str]) -> Document | str:
-    """The document of a line; if it is none, why."""
+    """The document in a line, or why there is none."""
     valid = True
     try:
         try:
@@ -186,8 +192,8 @@ def _json_document(line: _Line, names: list[str]) -> Document | str:
             record, valid = parse_json(line.content.decode("utf-8", "replace")), False
     except ValueError as error:
         return f"not JSON ({error})"
-    found = [record.get(name) for name in names] if isinstance(record, dict) else []
-    texts = [text for text in found if isinstance(text, str)]
+    values = [record.get(name) for name in names] if isinstance(record, dict) else []
+    texts = [text for text in values if isinstance(text, str)]
     if len(texts) < len(names):
         return _no_text(record, names)
     return _document(texts, line.number, repaired=not valid)
@@ -205,13 +211,15 @@ def _no_text(record: Any, names: list[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A JSON value in a message."""
-    return "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else json.dumps(value)[:40]
+    """A JSON value as it is shown in a message."""
+    if isinstance(value, list):
+        return "a list"
+    return "an object" if isinstance(value, dict) else json.dumps(value)[:40]
 
 
-def _document(found: Sequence[str | bytes], number: int, *, repaired: bool = False) -> Document:
+def _document(raw_texts: Sequence[str | bytes], number: int, *, repaired: bool = False) -> Document:
     """The document of a text and, if there are two, its answer."""
-    decoded = [_decode(raw) for raw in found]
+    decoded = [_decode(raw) for raw in raw_texts]
     return Document(tuple(text for text, _ in decoded), number, repaired or any(bad for _, bad in decoded))
 
 
@@ -263,21 +271,21 @@ def _read_parquet(path: Path, unit: Unit, names: list[str], on_bad: OnBad) -> It
 
 
 def _check_column(path: Path, schema: Any, name: str) -> None:
-    """Raise DataError unless there is one column of that name, and it holds texts."""
-    found = [field for field in schema if field.name == name]
-    if len(found) != 1:
-        count = f"{len(found)} columns" if found else "no column"
+    """Raise DataError unless exactly one column has this name, and it holds texts."""
+    columns = [field for field in schema if field.name == name]
+    if len(columns) != 1:
+        count = f"{len(columns)} columns" if columns else "no column"
         raise DataError(f"{path} has {count} {name!r} (it has {', '.join(schema.names)})", remedy=_NAME_IT)
-    kind = found[0].type
+    kind = columns[0].type
     if str(kind.value_type if str(kind).startswith("dictionary") else kind) not in _TEXT_TYPES:
         raise DataError(f"{path}: column {name!r} holds no texts (it is of type {kind})")
 
 
 def _texts(column: Any) -> list[bytes | None]:
-    """Values of a column, undecoded: invalid UTF-8 is repaired and counted as everywhere."""
+    """Values of a column as bytes, so that invalid UTF-8 is repaired and counted as in other formats."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    found: list[bytes | None] = column.cast(pyarrow.large_binary()).to_pylist()
-    return found
+    texts: list[bytes | None] = column.cast(pyarrow.large_binary()).to_pylist()
+    return texts

@@ -1,7 +1,7 @@
 """sentencepiece and tokenizers models behind one class whose `encode` adds nothing and parses no special token.
 
-Only the packer writes separators. Every way in which a tokenizer adds special tokens by itself is closed here, and
-`Tokenizer.load` checks that it is (see `_probe`).
+Only the packer writes separators. So every way in which a tokenizer adds special tokens by itself is switched off, and
+`Tokenizer.load` checks this (see `_probe`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EOD = "<|endoftext|>"
 
 _KNOWN_EODS = (EOD, "</s>", "<eod>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<EOT>", "<eos>")
 _UNKNOWN = "\u3402 \U00012000 \U0010fffd"
-"""Text in no vocabulary: shows whether the separator is also the unknown token."""
+"""Text that no vocabulary has, to see whether the separator is also the unknown token."""
 _FILES = ("tokenizer.json", "tokenizer.model")
 
 
@@ -28,7 +28,7 @@ class Tokenizer(ABC):
     """A loaded tokenizer. Build it with `load`.
 
     Attributes:
-        path: its file.
+        path: file of the model.
         kind: `tokenizers` or `sentencepiece`.
         vocab_size: highest id plus one.
         eod: id of the document separator.
@@ -46,13 +46,13 @@ class Tokenizer(ABC):
         self._open()
         number = self._id_of(eod) if isinstance(eod, str) else eod if eod is not None else self._default_eod()
         if number is None or not 0 <= number < self.vocab_size:
-            asked = (
+            cause = (
                 f"the tokenizer {path} has no token {eod!r}"
                 if eod is not None
                 else f"{path} does not define the token that separates documents"
             )
             names = ", ".join(list(self.specials.values())[:8])
-            raise DataError(asked, remedy=f"name one with --eod; its special tokens: {names or 'none'}")
+            raise DataError(cause, remedy=f"name one with --eod; its special tokens: {names or 'none'}")
         self.eod = number
         self.specials.setdefault(number, self.decode([number]))
         self.fingerprint = fingerprint_of(path.read_bytes(), number)
@@ -67,7 +67,7 @@ class Tokenizer(ABC):
             eod: separator, as text or id; needed only if the tokenizer does not name one.
 
         Raises:
-            DataError: no tokenizer there, not readable, no known separator, or it adds tokens by itself.
+            DataError: there is no tokenizer, or it cannot be read, has no known separator, or adds tokens by itself.
         """
         path = _find(Path(path))
         try:
@@ -80,7 +80,7 @@ class Tokenizer(ABC):
             raise DataError(f"cannot load the tokenizer {path}: {error}") from None
 
     def describe(self) -> dict[str, Any]:
-        """The manifest's entry of this tokenizer."""
+        """The entry of this tokenizer in a corpus manifest."""
         return {
             "file": self.path.name,
             "kind": self.kind,
@@ -92,18 +92,18 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _open(self) -> None:
-        """Load the file at `path`; sets `vocab_size` and `specials`."""
+        """Load the file at `path`, and set `vocab_size` and `specials`."""
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of each text: nothing added, special tokens in the text treated as plain text.
+        """Token ids of each text; nothing is added, and special tokens in a text are treated as plain text.
 
         The library `tokenizers` needs 160 bytes of memory per character of all texts.
         """
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids, special tokens visible."""
+        """Text of the ids, with special tokens visible."""
 
     @abstractmethod
     def _id_of(self, token: str) -> int | None: ...
@@ -126,7 +126,7 @@ class _Tokenizers(Tokenizer):
         from tokenizers import Tokenizer as Model
 
         self._model = Model.from_file(str(self.path))
-        self._model.no_truncation()  # both can be stored in the file and would act silently
+        self._model.no_truncation()  # truncation and padding can be stored in the file, and would act silently
         self._model.no_padding()
         self._model.encode_special_tokens = True  # a literal "</s>" in a text stays text; not stored in the file
         if getattr(self._model.model, "dropout", None):
@@ -158,8 +158,8 @@ class _Tokenizers(Tokenizer):
             content = content.get("content") if isinstance(content, dict) else content
             if isinstance(content, str):
                 return self._id_of(content)
-        found = [number for number, content in self.specials.items() if content in _KNOWN_EODS]
-        return found[0] if len(found) == 1 else None
+        known = [number for number, content in self.specials.items() if content in _KNOWN_EODS]
+        return known[0] if len(known) == 1 else None
 
 
 class _SentencePiece(Tokenizer):
@@ -206,11 +206,11 @@ class _SentencePiece(Tokenizer):
 
 def _find(path: Path) -> Path:
     if path.is_dir():
-        found = [path / name for name in _FILES if (path / name).is_file()] or sorted(path.glob("*.model"))
-        if len(found) != 1:
-            what = "no tokenizer" if not found else f"several tokenizers ({', '.join(p.name for p in found)})"
+        candidates = [path / name for name in _FILES if (path / name).is_file()] or sorted(path.glob("*.model"))
+        if len(candidates) != 1:
+            what = "no tokenizer" if not candidates else f"several tokenizers ({', '.join(p.name for p in candidates)})"
             raise DataError(f"{path} holds {what}", remedy="name the tokenizer.json or .model file itself, by its path")
-        return found[0]
+        return candidates[0]
     if not path.is_file():
         raise DataError(
             f"there is no tokenizer at {path}",
@@ -221,8 +221,8 @@ def _find(path: Path) -> Path:
 
 
 def _probe(tokenizer: Tokenizer) -> None:
-    """Raise DataError if encoding adds specials, turns their literals in a text into specials, or unknown text into
-    the separator. Tokens declared as text (user-defined, or added and not special) are text, unless one separates."""
+    """Raise DataError if encoding adds specials, turns their literals in a text into specials, or unknown text into the
+    separator. Tokens declared as text (user-defined, or added and not special) are allowed, except the separator."""
     literals = list(tokenizer.specials.values())
     texts = ["", "a", "b c\n", " x ".join(literals), "".join(literals), *literals, _UNKNOWN]
     for text, ids in zip(texts, tokenizer.encode(texts), strict=True):

@@ -1,4 +1,4 @@
-"""The processes of one command: an error or Ctrl-C ends them at once, whatever they wait for."""
+"""The worker processes of a command: an error or Ctrl-C ends them at once, whatever they wait for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_pretrain.errors import DataError
 
 @contextmanager
 def worker_processes(count: int, start: Callable[..., object] = bool, *arguments: Any) -> Iterator[ProcessPoolExecutor]:
-    """A pool whose processes begin with `start(*arguments)`. Raises DataError if one was killed."""
+    """A pool whose processes first call `start(*arguments)`. Raises DataError if one was killed."""
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start, (start, arguments))
     try:
         yield pool
