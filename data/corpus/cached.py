@@ -4,9 +4,9 @@
     CACHE/<corpus fingerprint>/blocks/00001234     int32 lengths of the documents of a block, then its tokens, as stored
     CACHE/lock                                     held by the one live run that trains from the cache
 
-A block is written beside its name, made durable and renamed: whoever sees the name may read it. In training the node's
-fetcher brings the blocks in the order of their use, and removes them: a block that the cache lacks is waited for. Every
-other process fetches what it lacks, and leaves it there.
+A block is written under a temporary name, made durable and renamed, so every block with its name may be read. In
+training the node's fetcher fetches the blocks in the order of their use, and removes them; ranks wait for a block that
+the cache lacks. All other processes fetch missing blocks themselves, and leave them in the cache.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from .shards import LENGTH_BYTES, LENGTHS_AT
 from .stored import ChangedError, StoredBlock, cached_block
 
 _TRIES = 4
-"""Of what has a wrong checksum."""
+"""How often something with a wrong checksum is fetched."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+"""Seconds between two checks whether the fetcher has fetched a block."""
 _LEFT_SECONDS = 3600.0
-"""After which a half-written block is what a killed process left."""
+"""Age at which a half-written block must be that of a killed process."""
 Part = tuple[str, int, int, int]
 """(object, start, stop, xxh3-64): bytes [start, stop) of an object of a corpus."""
 
@@ -49,40 +50,39 @@ class CacheUse:
     """How corpora by URL are read.
 
     Attributes:
-        directory: of the cache.
-        fetcher: file in which the node's fetcher says what is wrong (`problem`); missing blocks are waited for. None:
-            this process fetches them.
+        directory: the cache directory.
+        fetcher: status file of the node's fetcher, which fetches missing blocks; None: this process fetches them.
     """
 
     directory: Path
     fetcher: Path | None = None
 
     def problem(self) -> str:
-        """What the fetcher last said is wrong; empty if it said nothing."""
-        found = None if self.fetcher is None else fetcher_status.read(self.fetcher)
-        return "" if found is None else found.problem
+        """The problem that the fetcher reports; empty if there is none."""
+        status = None if self.fetcher is None else fetcher_status.read(self.fetcher)
+        return "" if status is None else status.problem
 
 
 def block_file(cache: Path, fingerprint: str, block: int) -> Path:
-    """The file of a block of a corpus in a cache directory, whether it is there or not."""
+    """The path of a block's file in a cache directory, whether it exists or not."""
     return cache / fingerprint / "blocks" / f"{block:08d}"
 
 
 def blocks_in(cache: Path) -> dict[tuple[str, int], tuple[float, int]]:
-    """(when it was written, bytes) of each block in a cache directory, by corpus fingerprint and number.
+    """(time it was written, bytes) of each block in a cache directory, by corpus fingerprint and block number.
 
-    What killed processes left half-written goes.
+    Removes blocks that killed processes left half-written.
     """
-    found = {}
+    blocks = {}
     for folder in cache.glob("*/blocks"):
         for entry in os.scandir(folder):
             with contextlib.suppress(OSError):  # dropped meanwhile
                 written, size = entry.stat().st_mtime, entry.stat().st_size
                 if entry.name.isdecimal():
-                    found[folder.parent.name, int(entry.name)] = written, size
+                    blocks[folder.parent.name, int(entry.name)] = written, size
                 elif time.time() - written > _LEFT_SECONDS:
                     Path(entry.path).unlink()
-    return found
+    return blocks
 
 
 class CachedCopy:
@@ -90,23 +90,25 @@ class CachedCopy:
 
     Args:
         patience: seconds for which a request that fails temporarily is repeated.
-        tell: called with what was found damaged in the cache.
+        warn: called with a text about each damaged file in the cache.
 
     Attributes:
-        url: of the corpus.
-        directory: with its tables and tokenizer, checked.
-        blocks, checksums: as of `Corpus`.
+        url: URL of the corpus.
+        directory: part of the cache with its tables and tokenizer, which were checked.
+        blocks, checksums: see `Corpus`.
         sizes: bytes of each block's file, int64 [blocks].
-        remote: from where; its patience may be changed.
+        remote: the remote storage; its patience may be changed.
 
     Raises:
-        DataError: not a corpus, or damaged; RemoteError: the storage does not answer.
+        DataError: it is not a corpus, or damaged.
+        RemoteError: the storage does not answer.
     """
 
     def __init__(
-        self, url: Url, use: CacheUse, patience: float = PATIENCE, tell: Callable[[str], None] = lambda _: None
+        self, url: Url, use: CacheUse, patience: float = PATIENCE, warn: Callable[[str], None] = lambda _: None
     ) -> None:
-        self.url, self._use, self.remote, self._tell = url, use, Remote(url, patience=patience), tell
+        self.url, self._use, self._warn = url, use, warn
+        self.remote = Remote(url, patience=patience)
         self.manifest = manifest = parse_manifest(self._read_manifest(), str(url))
         if any(entry.path is not None for entry in manifest.shards):
             raise DataError(f"{url} has shards that lie elsewhere", remedy="import the files with --copy")
@@ -135,9 +137,9 @@ class CachedCopy:
             ) from None
 
     def _first_tokens(self) -> npt.NDArray[np.int64]:
-        """[blocks] first token of each in its shard.
+        """First token of each block in its shard, int64 [blocks].
 
-        Documents follow each other without gaps, and those of no block are empty, but for the separator they carry.
+        Documents follow each other without gaps, and those outside blocks have only the separator that they carry.
         """
         shards, tokens = self.blocks[:, 0], self.blocks[:, 4]
         before = np.cumsum(tokens) - tokens
@@ -152,19 +154,19 @@ class CachedCopy:
         return table
 
     def _object(self, name: str, sound: Callable[[bytes], bool]) -> bytes:
-        """A small object, from the cache or into it."""
+        """The content of a small object, from the cache, else from remote storage and into the cache."""
         path = self.directory / name
         with contextlib.suppress(FileNotFoundError):
             if sound(content := path.read_bytes()):
                 return content
-            self._tell(f"{path} is damaged; it is fetched again")
+            self._warn(f"{path} is damaged; it is fetched again")
         now_reading(self.url / name)
         content = self._sound(sound, name)
         replace_file(path, content)
         return content
 
     def _sound(self, sound: Callable[[bytes], bool], name: str, *span: int) -> bytes:
-        """An object, or its bytes [start, stop), with the right checksum."""
+        """Fetch an object, or its bytes [start, stop), until `sound` accepts the content."""
         for _ in range(_TRIES):
             if sound(content := self.remote.read(name, *span)):
                 return content
@@ -176,7 +178,7 @@ class CachedCopy:
         )
 
     def parts(self, block: int) -> tuple[Part, Part]:
-        """Where the lengths of a block's documents are stored, and its tokens."""
+        """The parts of remote objects that hold the lengths of a block's documents, and its tokens."""
         shard, first, documents = self.blocks[block, :3].tolist()
         name, sums = f"shards/{self.manifest.shards[shard].name}", self.checksums[block].tolist()
         lengths, start = LENGTHS_AT + LENGTH_BYTES * first, int(self._starts[block]) * self._item
@@ -189,14 +191,15 @@ class CachedCopy:
         return self._sound(lambda raw: xxhash.xxh3_64_intdigest(raw) == xxh3, name, start, stop)
 
     def path(self, block: int) -> Path:
-        """The file of a block, whether it is there or not."""
+        """The path of a block's file, whether it exists or not."""
         return block_file(self._use.directory, self.directory.name, block)
 
     def open(self, block: int) -> StoredBlock:
-        """Open a block, as soon as the cache has it; fetch it unless a fetcher does.
+        """Open a block as soon as it is in the cache; fetch it if there is no fetcher that does.
 
         Raises:
-            DataError: it is damaged; RemoteError: the storage does not answer.
+            DataError: it is damaged.
+            RemoteError: the storage does not answer.
         """
         damaged, path = 0, self.path(block)
         while damaged < _TRIES:
@@ -220,7 +223,7 @@ class CachedCopy:
         )
 
     def _drop(self, block: int, why: str) -> None:
-        """Remove a damaged block from the cache; it is told by the process that removes it."""
+        """Remove a damaged block from the cache, and warn if this process is the one that removed it."""
         path = self.path(block)
         try:
             path.unlink()
@@ -228,13 +231,15 @@ class CachedCopy:
             return
         except OSError as error:
             raise DataError(f"cannot remove the damaged {path}: {error.strerror}", remedy="remove it") from None
-        self._tell(f"{path} is damaged: {why}; it was removed, and block {block} of {self.url} is fetched again")
+        self._warn(f"{path} is damaged: {why}; it was removed, and block {block} of {self.url} is fetched again")
 
     def fetch(self, block: int) -> int:
-        """Fetch a block into the cache, by two requests; its bytes.
+        """Fetch a block into the cache, by two requests. Returns its bytes.
 
         Raises:
-            DataError: it is damaged; RemoteError: the storage does not answer; StorageError: the cache fails.
+            DataError: it is damaged.
+            RemoteError: the storage does not answer.
+            StorageError: the cache fails.
         """
         try:
             content = b"".join(self._part(*part) for part in self.parts(block))
@@ -255,7 +260,7 @@ class CachedCopy:
 
 
 def _wait_for(path: Path) -> None:
-    """Until the fetcher has brought a block. Whoever asked for it gives up before, see `CorpusReads`."""
+    """Wait until the fetcher has fetched a block. The reader's timeout ends this wait, see `CorpusReads`."""
     pause = _FIRST_PAUSE
     while not path.exists():
         time.sleep(pause)

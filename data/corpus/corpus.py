@@ -37,11 +37,11 @@ from .stored import ChangedError, Piece, StoredBlock, local_block
 BLOCK_COLUMNS = ("shard", "first_document", "documents", "nonempty_documents", "tokens")
 CHECKSUMS = "checksums.npy"
 _FILES = KeptFiles(128)
-"""A file takes a descriptor, of which a rank counts few for its data (`fsdp_pretrain.open_files`)."""
+"""Open files; each takes a descriptor, and `fsdp_pretrain.open_files` counts on few for a rank's data."""
 _OPEN_BLOCKS = 4096
-"""A block takes 10 kB of memory for the hashes of 4M tokens."""
+"""Most open blocks; each takes 10 kB of memory for the hashes of 4M tokens."""
 _TRIES = 4
-"""Of a block that changes whenever it is open."""
+"""How often a block is opened that changes while it is open."""
 T = TypeVar("T")
 
 
@@ -50,16 +50,16 @@ class Corpus:
 
     Args:
         directory: path, or URL of remote storage.
-        cache: for a URL.
+        cache: the cache for a URL.
 
     Attributes:
-        blocks: int64 [blocks, 5].
+        blocks: int64 [blocks, 5], see `BLOCK_COLUMNS`.
         checksums: uint64 [blocks, 2], see `ShardBlocks`.
         reads: times and notices of reads.
-        cached: of a URL: how it is read.
+        cached: the copy in the cache, for a URL; else None.
 
     Raises:
-        DataError: not a corpus, other tables than the manifest names, or a URL without a cache.
+        DataError: it is not a corpus, or has other tables than the manifest names, or is a URL without a cache.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Corpus:
         return self._read(name, lambda: _table(Path(self.directory, name), xxh3))
 
     def lengths(self, number: int) -> npt.NDArray[np.int32]:
-        """[documents], tokens of each document of block `number` as stored; compared as by `copy`.
+        """Tokens of each document of block `number`, as stored: int32 [documents].
 
         Raises:
             DataError: they cannot be read, or are damaged.
@@ -125,10 +125,10 @@ class Corpus:
             except ChangedError as error:
                 changed = error
                 self._close(number)
-        raise self._restless(number, changed)
+        raise self._keeps_changing(number, changed)
 
     def _copied_at_once(self, number: int, pieces: Sequence[Piece], row: npt.NDArray[Any]) -> bool:
-        """Copy pieces if they are in memory, without another thread; whether they were. Raises ChangedError."""
+        """Copy pieces if they are in memory, without another thread. Returns whether they were. Raises ChangedError."""
         if (block := self._blocks.get(number)) is None:
             return False
         if len(self._buffer) < (needed := block.bytes_for(len(row))):
@@ -138,7 +138,7 @@ class Corpus:
             return file is not None and block.copy_at_once(pieces, row, file.descriptor, self._buffer)
         try:
             descriptor = os.open(block.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # what is wrong is said where it is opened again
+        except OSError:  # the error is raised when the block is opened again
             return False
         try:
             return block.copy_at_once(pieces, row, descriptor, self._buffer)
@@ -156,20 +156,20 @@ class Corpus:
         return self._blocks.get(number) or self._taken(number, lambda block: block)
 
     def _taken(self, number: int, take: Callable[[StoredBlock], T]) -> T:
-        """What is taken out of a block. If that changed, it is opened again."""
+        """The result of `take` on a block, which is opened again if it changed."""
         for _ in range(_TRIES):
             try:
                 return self._read_block(number, take)[1]
             except ChangedError as error:
                 changed = error
                 self._close(number)
-        raise self._restless(number, changed)
+        raise self._keeps_changing(number, changed)
 
     def _read_block(self, number: int, take: Callable[[StoredBlock], T]) -> tuple[StoredBlock, T]:
-        """A block, opened if need be, and what is taken out of it, in the thread that may wait for storage.
+        """A block, opened if necessary, and the result of `take` on it, in the thread that may wait for storage.
 
         Raises:
-            ChangedError: what was to be taken changed, or cannot be read.
+            ChangedError: the content of the block changed, or cannot be read.
             DataError: the block cannot be opened.
         """
         held, shard = self._blocks.get(number), self.manifest.shards[int(self.blocks[number, 0])]
@@ -178,18 +178,18 @@ class Corpus:
             block = held or self._open_block(number)
             return block, take(block)
 
-        block, found = self._read(f"shards/{shard.name}", read)
+        block, taken = self._read(f"shards/{shard.name}", read)
         self._blocks[number] = block
         self._blocks.move_to_end(number)
         if len(self._blocks) > _OPEN_BLOCKS:
             self._blocks.popitem(last=False)
-        return block, found
+        return block, taken
 
     def _close(self, number: int) -> None:
         if (block := self._blocks.pop(number, None)) is not None:
             _FILES.drop(self._opened, block.path)
 
-    def _restless(self, number: int, changed: ChangedError) -> DataError:
+    def _keeps_changing(self, number: int, changed: ChangedError) -> DataError:
         shard = self.manifest.shards[int(self.blocks[number, 0])]
         return DataError(
             f"shard {shard.name} of {self.directory} changes while it is read: {changed}",
@@ -204,11 +204,11 @@ class Corpus:
         return local_block(self._shard_here(shard), first, documents, self.checksums[number].tolist())
 
     def shard(self, number: int) -> Shard:
-        """Shard `number` in manifest order of a corpus in files, opened. Raises DataError."""
+        """Open shard `number` (in manifest order) of a corpus in files. Raises DataError."""
         return self._read(f"shards/{self.manifest.shards[number].name}", lambda: self._shard_here(number))
 
     def _shard_here(self, number: int) -> Shard:
-        """A shard, checked against the manifest. Raises DataError."""
+        """Open a shard in this thread and check it against the manifest. Raises DataError."""
         if isinstance(self.directory, Url):
             raise DataError(f"{self.directory} is a URL: it has blocks, but no shards in files")
         entry = self.manifest.shards[number]
@@ -218,11 +218,11 @@ class Corpus:
         """Open a shard and check its index and sizes against the manifest."""
         shard = Shard(prefix)
         text = "{} documents of {} in {} bytes"
-        found = text.format(shard.documents, shard.dtype.name, shard.bytes)
-        said = text.format(entry.documents, self.manifest.dtype, entry.bytes)
-        if found != said:
+        actual = text.format(shard.documents, shard.dtype.name, shard.bytes)
+        expected = text.format(entry.documents, self.manifest.dtype, entry.bytes)
+        if actual != expected:
             raise DataError(
-                f"{prefix}.idx and .bin hold {found}, the manifest says {said}",
+                f"{prefix}.idx and .bin hold {actual}, the manifest says {expected}",
                 remedy="the shard is not the one the manifest was made for; restore it",
             )
         return shard

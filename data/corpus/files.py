@@ -1,7 +1,7 @@
-"""Files read by system calls: storage that fails is an OSError, and one that hangs stops only the thread that reads.
+"""Files read by system calls: failing storage is an OSError, and hanging storage stops only the thread that reads.
 
-A mapped file would do neither: a page fault cannot return an error, so failing storage is a signal (SIGBUS) and hanging
-storage freezes the thread with the interpreter lock. Training reads only so; tools may map what they work on.
+A memory-mapped file allows neither: a page fault cannot return an error, so failing storage is a signal (SIGBUS), and
+hanging storage freezes the thread together with the interpreter lock. Training never maps files; tools may.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 from fsdp_pretrain.remote import Location
 
 reading: dict[int, Location] = {}
-"""The file that each thread reads just now, by thread identity; see `fsdp_pretrain.data.corpus.reading`."""
+"""The file that each thread is reading, by thread identity; see `fsdp_pretrain.data.corpus.reading`."""
 NOT_AT_ONCE = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)
-"""Errors of `RWF_NOWAIT`: storage must be asked, or the file system does not know."""
+"""Errors of a read with `RWF_NOWAIT`: the data are not in memory, or the file system does not support the flag."""
 
 
 def now_reading(path: Location) -> None:
-    """Name the file more exactly, if this thread said that it reads."""
+    """Set the file that this thread is reading more exactly, if it has an entry in `reading`."""
     if (thread := get_ident()) in reading:
         reading[thread] = path
 
 
 class File:
-    """A file open for reading, until nobody refers to it.
+    """A file open for reading, closed when no reference to this object is left.
 
     Attributes:
-        descriptor: for system calls.
+        descriptor: its file descriptor.
 
     Raises:
         OSError: it cannot be opened.
@@ -53,21 +53,21 @@ class File:
         return os.fstat(self.descriptor).st_size
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop), fewer where the file ends. Raises OSError."""
+        """Read bytes [start, stop), or fewer if the file ends before. Raises OSError."""
         now_reading(self.path)
-        found, done = np.empty(stop - start, np.uint8).data, 0
-        while done < len(found):
-            count = os.preadv(self.descriptor, [found[done:]], start + done)
+        content, done = np.empty(stop - start, np.uint8).data, 0
+        while done < len(content):
+            count = os.preadv(self.descriptor, [content[done:]], start + done)
             if not count:
                 break
             done += count
-        return found[:done]
+        return content[:done]
 
 
 class KeptFiles:
-    """The files that stay open for the next read, those of all corpora of a process: the `most` that were used last.
+    """The files of all corpora of a process that stay open for the next read: the `most` that were used last.
 
-    Several threads may use it: the loader's, and that of the held-out loss.
+    Thread-safe, since the loader and the held-out loss read in different threads.
     """
 
     def __init__(self, most: int) -> None:
@@ -80,7 +80,7 @@ class KeptFiles:
             return self._files.get((owner, path))
 
     def keep(self, owner: object, path: str, file: File) -> None:
-        """Keep a file; the one that was used longest ago is closed if there are too many."""
+        """Keep a file open. If there are too many, close the one that was used longest ago."""
         with self._lock:
             self._files[owner, path] = file
             self._files.move_to_end((owner, path))

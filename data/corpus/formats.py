@@ -1,11 +1,11 @@
-"""Token files of any format as runs of whole documents: what `validate` measures and `import` adopts.
+"""Token files of any format as runs of whole documents, for `validate` and `import`.
 
     megatron  PREFIX.bin and PREFIX.idx, the Megatron-Core indexed dataset
     arrow     Arrow IPC, file or stream: a list column with a document per row, or an integer column with a document
               per record batch (the layout of fms-fsdp)
     npy       one flat array of tokens, cut at the separator
 
-Reading is streaming and memory-mapped. A run holds about 4M tokens and never cuts a document.
+Files are streamed and memory-mapped. A run holds about 4M tokens and never cuts a document.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Ints = npt.NDArray[np.int64]
 Tokens = npt.NDArray[Any]
 RUN_TOKENS = 4_000_000
 MEASURED_TOKENS = 1_000_000
-"""Tokens per run where it is read more than once: it then still is in the processor's cache."""
+"""Tokens per run when it is read more than once, so that it stays in the processor's cache."""
 _INTEGERS = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 _SUFFIXES: dict[str, Format] = {".idx": "megatron", ".arrow": "arrow", ".npy": "npy"}
 
@@ -41,7 +41,7 @@ class Run:
 
     Attributes:
         first: number of the first document within the file.
-        lengths: int64 [documents], tokens of each, as stored (separators included where the file holds any).
+        lengths: int64 [documents], tokens of each, as stored (including separators, if the file has any).
         tokens: [lengths.sum()], the documents concatenated; any integer dtype.
     """
 
@@ -51,12 +51,12 @@ class Run:
 
     @cached_property
     def ends(self) -> Ints:
-        """[documents] end of each in `tokens`."""
+        """[documents], end of each in `tokens`."""
         return np.cumsum(self.lengths)
 
     @cached_property
     def starts(self) -> Ints:
-        """[documents] start of each in `tokens`."""
+        """[documents], start of each in `tokens`."""
         return self.ends - self.lengths
 
     def document_of(self, at: Ints) -> Ints:
@@ -71,8 +71,8 @@ class TokenFile:
     Opening and reading raise DataError if it is truncated, damaged or not of its format, OSError if storage fails.
 
     Attributes:
-        chunks: lengths and tokens of all documents in order, given the preferred number of tokens per chunk.
-        shard: of the format `megatron`.
+        chunks: yields lengths and tokens of all documents in order, given the preferred number of tokens per chunk.
+        shard: the opened shard of the format `megatron`; else None.
     """
 
     chunks: Callable[[int], Iterator[tuple[Ints, Tokens]]]
@@ -127,16 +127,16 @@ def token_files(path: Path, format: Format | None = None) -> dict[Path, Format]:
 
 
 def _of_one_format(where: Path, files: Sequence[Path], format: Format | None) -> tuple[Format, list[Path]]:  # noqa: A002
-    """Of files, those with tokens, and their format. Raises DataError, see `token_files`."""
-    held = dict[Format, list[Path]]()
+    """The token files among `files`, and their format. Raises DataError, see `token_files`."""
+    by_format = dict[Format, list[Path]]()
     for file in files:
         if (kind := _SUFFIXES.get(file.suffix)) is not None and format in (None, kind):
-            held.setdefault(kind, []).append(file)
-    if len(held) > 1:
-        counts = ", ".join(f"{len(found)} {kind}" for kind, found in held.items())
+            by_format.setdefault(kind, []).append(file)
+    if len(by_format) > 1:
+        counts = ", ".join(f"{len(paths)} {kind}" for kind, paths in by_format.items())
         raise DataError(f"{where} holds files of several formats: {counts}", remedy="say which with --format")
-    if held:
-        return next(iter(held.items()))
+    if by_format:
+        return next(iter(by_format.items()))
     if not where.exists():
         raise DataError(f"there is no file {where}")
     if any(file.name.endswith(TEXT_SUFFIXES) for file in files):
@@ -156,10 +156,10 @@ def open_file(
     Args:
         path: from `token_files`.
         eod: id of the separator, at which `npy` is cut.
-        leading: in `npy` each separator begins a document; otherwise it ends one.
+        leading: whether each separator in `npy` begins a document; otherwise it ends one.
 
     Raises:
-        DataError: not readable, not of this format, or truncated.
+        DataError: the file cannot be read, or is truncated or not of this format.
     """
     if format == "megatron":
         shard = Shard(path)
@@ -170,7 +170,7 @@ def open_file(
 
 
 def _shard_chunks(shard: Shard, size: int) -> Iterator[tuple[Ints, Tokens]]:
-    """A document of several sequences is read as one document."""
+    """The chunk of a Megatron shard: all documents, those of several sequences joined."""
     if problem := shard.index_problem(several=True):
         raise DataError(
             f"the index of {shard.prefix} is damaged: {problem}", remedy="restore it or prepare the shard again"
@@ -197,7 +197,7 @@ class _ArrowFile:
             raise DataError(f"{path} has no column `tokens` of integers or of lists of integers (it has {described})")
 
     def _open(self) -> tuple[Any, Any]:
-        """(mapped file, reader of its record batches). The file format is a stream followed by a footer."""
+        """(mapped file, reader of its record batches). Arrow's file format is a stream followed by a footer."""
         import pyarrow
 
         source = pyarrow.memory_map(str(self._path))
@@ -250,8 +250,8 @@ def _arrow(path: Path) -> Iterator[None]:
 def _flat_chunks(tokens: Tokens, eod: int, leading: bool, size: int) -> Iterator[tuple[Ints, Tokens]]:
     """One array of tokens, cut after every separator, or before it if they are leading.
 
-    Two adjacent separators give a document that is only a separator. What is before the first cut and after the last is
-    a document too, without a separator if the array begins or ends inside a document.
+    Two adjacent separators give a document that is only a separator. The tokens before the first cut and after the last
+    are documents too, without a separator if the array begins or ends inside a document.
     """
     begin, end = 0, len(tokens)
     while begin < end:

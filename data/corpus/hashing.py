@@ -1,7 +1,7 @@
-"""Randomness without a generator: permutations and draws that depend only on a key, in every later version.
+"""Random permutations and draws that depend only on a key, in every later version of this program.
 
-A run's data is a pure function of its seed, so nothing here may ever change, unlike NumPy's generators. Each counter
-is hashed with the finaliser of splitmix64.
+A run's data is a pure function of its seed, so nothing here may ever change. NumPy's generators may. Each counter is
+hashed with the finaliser of splitmix64.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 MAX_VOCABULARY = 1 << 24
-"""More is a mistake: the tables would not fit into memory."""
+"""A larger vocabulary is a mistake: the tables would not fit into memory."""
 Separators = Literal["none", "trailing", "leading"]
-"""What stored documents carry: no separator, one at the end, or one at the beginning."""
+"""Separators that stored documents carry: none, one at the end, or one at the beginning."""
 Count = Annotated[int, Field(ge=0)]
 FileName = Annotated[str, Field(pattern=r"^[^\x00]*[^\x00/.][^\x00/]*$")]
 """A valid file path: no NUL, and a last part that is not only dots."""
@@ -52,7 +52,7 @@ class TokenizerEntry(BaseModel):
 
 @dataclass(slots=True, config=ConfigDict(extra="forbid"))
 class ShardEntry:
-    """One shard: `tokens` counts what the file stores, carried separators included.
+    """One shard; `tokens` includes the separators that documents carry.
 
     A dataclass with slots: a corpus may have tens of thousands, and pydantic models take twice the time and memory.
     """
@@ -78,7 +78,7 @@ class CorpusManifest(BaseModel):
     format: Literal[1]
     dtype: Literal["uint8", "int8", "int16", "int32", "int64", "uint16"]
     separators: Separators
-    """What stored documents carry. The packer strips it and writes its own separators."""
+    """Separators that stored documents carry. The packer strips them and writes its own."""
     pairs: bool = False
     """Documents 2k and 2k + 1 of every shard are a prompt and its answer."""
     tokenizer: TokenizerEntry
@@ -135,7 +135,7 @@ def parse_manifest(text: bytes, origin: str) -> CorpusManifest:
 
 
 def write_manifest(directory: Path, manifest: CorpusManifest) -> None:
-    """Raises OSError."""
+    """Write `manifest.json` of a corpus. Raises OSError."""
     replace_file(directory / "manifest.json", (manifest.model_dump_json(indent=1, exclude_none=True) + "\n").encode())
 
 

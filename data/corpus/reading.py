@@ -1,4 +1,4 @@
-"""Reading from storage that may be slow, hang or fail: with a timeout and timings.
+"""Reads with a timeout and timings, for storage that may be slow, hang or fail.
 
 A read that hangs cannot be interrupted, so reads run in another thread and the caller waits with a timeout. A stuck
 thread is abandoned (it is a daemon: the process ends without it) and the next read gets a new one. Handing a read over
@@ -45,7 +45,7 @@ class ReadTimes:
 
 
 def _read(path: Location, act: Callable[[], T]) -> T:
-    """Runs in the reading thread, and says what it reads: a rank that hangs is told with that name."""
+    """In the reading thread: set what it reads, for reports on a rank that hangs, and call `act`."""
     reading[get_ident()] = path
     try:
         return act()
@@ -56,8 +56,8 @@ def _read(path: Location, act: Callable[[], T]) -> T:
 class CorpusReads:
     """The reads of a corpus: each runs in another thread, for at most `timeout` seconds.
 
-    Time in which the process is suspended does not count: waiting is done in short turns. `problem` says why blocks of
-    a URL do not come.
+    Time in which the process is suspended does not count, since the caller waits in short turns. `problem`: returns why
+    blocks of a URL do not arrive, or an empty text.
     """
 
     def __init__(self, timeout: float, problem: Callable[[], str] = str) -> None:
@@ -67,9 +67,9 @@ class CorpusReads:
         self._times, self._notices = ReadTimes(), list[str]()
 
     def read(self, path: Location, act: Callable[[], T]) -> T:
-        """Return or raise what `act` does, which reads a file or object.
+        """Call `act`, which reads a file or object, and return or raise what it does.
 
-        It runs in another thread, possibly forever: it must not change anything shared.
+        It runs in another thread, possibly forever, so it must not change anything shared.
 
         Raises:
             ReadTimeoutError: it takes too long.
@@ -88,7 +88,7 @@ class CorpusReads:
         return notices
 
     def warn(self, text: str) -> None:
-        """Report something on standard error and for the journal."""
+        """Print a warning on standard error, and keep it as a notice for the journal."""
         print(f"warning: {text}", file=sys.stderr, flush=True)
         self._notices.append(text)
 
@@ -101,7 +101,7 @@ class CorpusReads:
             self._worker = None  # abandoned with its thread
             file = reading.get(worker.identity, path)
             problem = ""
-            if isinstance(path, Url):  # a block's file in the cache says less
+            if isinstance(path, Url):  # the path of a block's file in the cache would tell less
                 file, problem = file if isinstance(file, Url) else path, self._problem()
             raise ReadTimeoutError(
                 f"{file} did not answer for {self._timeout:g} s: {problem or 'the read hangs'}",

@@ -140,12 +140,12 @@ class Shard:
     """A shard opened for reading. Training reads parts (`rows`, and `stored`); tools map whole arrays.
 
     Attributes:
-        index_path, path: of the `.idx` and the `.bin`.
-        documents: how many, or how many sequences.
+        index_path, path: paths of the `.idx` and the `.bin`.
+        documents: number of sequences; here every document is one.
         bytes: size of the `.bin`.
 
     Raises:
-        DataError: a file is missing, not an index, or its sizes do not fit.
+        DataError: a file is missing, not an index, or of a size that does not fit the other.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -183,11 +183,11 @@ class Shard:
         return self.bytes - self.bytes % self.dtype.itemsize
 
     def lengths_at(self, document: int) -> int:
-        """The byte of the index at which the length of a document is."""
+        """The byte of the index at which the length of a document is stored."""
         return LENGTHS_AT + 4 * document
 
     def _rows(self, first: int, stop: int) -> IndexRows:
-        """The rows of documents [first, stop), unchecked. Raises DataError."""
+        """The index rows of documents [first, stop), unchecked. Raises DataError."""
         at = LENGTHS_AT + 4 * self.documents
         try:
             index = File(self.index_path)
@@ -200,18 +200,18 @@ class Shard:
         return IndexRows(np.frombuffer(lengths, "<i4"), np.frombuffer(pointers, "<i8"))
 
     def rows(self, first: int, stop: int) -> IndexRows:
-        """The rows of documents [first, stop).
+        """The index rows of documents [first, stop).
 
         Raises:
-            DataError: they cannot be read, or do not end where the next ones start, the last where the file ends. Each
-                length must be the distance of two pointers, so no single change of the index goes unnoticed.
+            DataError: they cannot be read, or a document does not end where the next one starts, or the last where the
+                file ends. Each length must be the distance of two pointers, so a single change of the index is noticed.
         """
-        found = self._rows(first, min(stop + 1, self.documents))
-        begins = found.pointers
+        rows = self._rows(first, min(stop + 1, self.documents))
+        begins = rows.pointers
         if stop == self.documents:
             begins = np.append(begins, self._token_bytes)
-        found = IndexRows(found.lengths[: stop - first], found.pointers[: stop - first])
-        wrong = np.diff(begins) != found.lengths.astype(np.int64) * self.dtype.itemsize
+        rows = IndexRows(rows.lengths[: stop - first], rows.pointers[: stop - first])
+        wrong = np.diff(begins) != rows.lengths.astype(np.int64) * self.dtype.itemsize
         wrong |= (begins[:-1] < 0) | (begins[1:] < begins[:-1]) | (begins[1:] > self._token_bytes)
         wrong |= begins[:-1] % self.dtype.itemsize != 0
         if wrong.any():
@@ -221,7 +221,7 @@ class Shard:
                 effect="the tokens read would not be those that were prepared",
                 remedy=_ADVICE,
             )
-        return found
+        return rows
 
     # ------------------------------------------------------------------ for tools: memory-mapped
 
@@ -261,7 +261,7 @@ class Shard:
         return np.array_equal(self.document_indices, np.arange(len(self.lengths) + 1))
 
     def index_problem(self, *, several: bool = False) -> str:
-        """Why sequences are not contiguous or do not make up the documents; empty if they do.
+        """Why sequences are not contiguous or do not make up the documents; empty if there is no problem.
 
         With `several`, a document may have several sequences, and the first may start anywhere in the file.
         """
@@ -282,14 +282,14 @@ class Shard:
         return f"document {wrong[0]} does not begin where the one before it ends" if len(wrong) else ""
 
     def document(self, number: int) -> npt.NDArray[Any]:
-        """Tokens of document `number`, a view into the file. Raises DataError."""
+        """Tokens of document `number`, as a view into the file. Raises DataError."""
         row = self.rows(number, number + 1)
         start = int(row.pointers[0]) // self.dtype.itemsize
         return self.tokens[start : start + int(row.lengths[0])]
 
 
 def _begin_of(path: Path) -> tuple[int, bytes]:
-    """(bytes of a file, as many of its first as a header has). Raises DataError."""
+    """(size of a file in bytes, its first bytes: as many as a header has). Raises DataError."""
     try:
         file = File(path)
         return file.size, file.read(0, _HEADER.size).tobytes()

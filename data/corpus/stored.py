@@ -1,8 +1,8 @@
 """A block of a corpus as it is stored: a part of a local shard, or a file of a cache.
 
-A block is compared with its checksums when it is opened, and is then read from for hours: a file that is changed, or a
-page that the kernel drops and reads again, would change it unseen. So the hash of each stretch of tokens is kept from
-that moment, and what is read is compared with it. Positions count from the first token of the block.
+A block is compared with its checksums when it is opened, and is then read from for hours. If the file changes, or the
+kernel drops a page and reads it again wrongly, nobody would notice. So the hash of each stretch of tokens is kept when
+the block is opened, and compared at every read. Positions count from the first token of the block.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .files import NOT_AT_ONCE, File
 from .shards import LENGTH_BYTES, Shard
 
 STRETCH_BITS = 11
-"""Tokens are hashed in stretches of 2 ** 11: of a document that is copied, little else is read and hashed."""
+"""Tokens are hashed in stretches of 2 ** 11, so that little more than a document is read and hashed to copy it."""
 _AT_ONCE = 64
-"""Stretches that are read at once while a block is opened."""
+"""Stretches read at once while a block is opened."""
 Piece = tuple[int, int, int]
 """(position in a row, start, stop in a block), of one token at least."""
 Checksums = Sequence[int]
@@ -33,7 +33,7 @@ Checksums = Sequence[int]
 
 
 class ChangedError(Exception):
-    """The bytes of a block are not, or no longer, those of its checksums, or cannot be read; says which."""
+    """The bytes of a block do not match its checksums, or no longer, or cannot be read; the message tells which."""
 
 
 class FilePart(NamedTuple):
@@ -44,32 +44,32 @@ class FilePart(NamedTuple):
     size: int
 
     def read(self, file: File | None = None) -> memoryview:
-        """Raises ChangedError."""
+        """Read the bytes, from `file` if it is open. Raises ChangedError."""
         try:
-            found = (file or File(self.path)).read(self.start, self.start + self.size)
+            content = (file or File(self.path)).read(self.start, self.start + self.size)
         except OSError as error:
             raise ChangedError(f"it cannot be read: {error.strerror}") from None
-        if len(found) < self.size:
-            raise ChangedError(f"it ends {self.size - len(found)} bytes too early")
-        return found
+        if len(content) < self.size:
+            raise ChangedError(f"it ends {self.size - len(content)} bytes too early")
+        return content
 
 
 class StoredBlock:
     """A block of one copy of a corpus, compared with its checksums.
 
     Args:
-        name: of its shard, without suffix, for messages.
-        dtype: of a token.
-        lengths: of the documents, int32.
-        tokens: of all documents as stored, one after the other.
-        keeps_file: its file may stay open between reads. That of a cache may not: it would take up room after it was
-            dropped.
+        name: its shard without suffix, for messages.
+        dtype: dtype of its tokens.
+        lengths: where the lengths of its documents are stored, as int32.
+        tokens: where the tokens of its documents are stored, one after the other.
+        keeps_file: whether its file may stay open between reads. A file of a cache may not, since it would take up
+            space after it was removed.
 
     Attributes:
-        path: of the file of its tokens.
+        path: path of the file with its tokens.
 
     Raises:
-        ChangedError: it is not what was stored, or cannot be read.
+        ChangedError: it does not match its checksums, or cannot be read.
     """
 
     def __init__(
@@ -101,30 +101,30 @@ class StoredBlock:
         return [xxh3_64_intdigest(content[at : at + self._stretch]) for at in range(0, len(content), self._stretch)]
 
     def lengths(self) -> npt.NDArray[np.int32]:
-        """[documents], tokens of each as stored. May wait for storage. Raises ChangedError."""
+        """Tokens of each document as stored, int32 [documents]. May wait for storage. Raises ChangedError."""
         content = self._lengths.read()
         if xxh3_64_intdigest(content) != self._sum:
             raise ChangedError("the lengths of its documents changed since it was opened")
         return np.frombuffer(content, "<i4")
 
     def file(self) -> File:
-        """The file of its tokens, opened. Raises ChangedError."""
+        """Open the file with its tokens. Raises ChangedError."""
         try:
             return File(self._tokens.path)
         except OSError as error:
             raise ChangedError(f"it cannot be opened: {error.strerror}") from None
 
     def bytes_for(self, tokens: int) -> int:
-        """The most bytes that the stretches of a piece of so many tokens have."""
+        """Upper bound of the bytes of the stretches that a piece of so many tokens touches."""
         return tokens * self._dtype.itemsize + 2 * self._stretch
 
     def read(self, pieces: Sequence[Piece], file: File) -> list[memoryview]:
-        """The bytes of the stretches of each piece, as its file has them. May wait for storage. Raises ChangedError."""
+        """Read the stretches of each piece from its file. May wait for storage. Raises ChangedError."""
         places = [self._stretches(start, stop) for _, start, stop in pieces]
         return [FilePart(self._tokens.path, start, stop - start).read(file) for start, stop in places]
 
     def _stretches(self, start: int, stop: int) -> tuple[int, int]:
-        """Where the stretches of tokens [start, stop) begin and end in the file."""
+        """The bytes of the file at which the stretches of tokens [start, stop) begin and end."""
         size, tokens = self._stretch, self._tokens
         end = ((stop - 1 >> STRETCH_BITS) + 1) * size
         return tokens.start + (start >> STRETCH_BITS) * size, tokens.start + min(end, tokens.size)
@@ -139,20 +139,20 @@ class StoredBlock:
             ChangedError: a piece, or tokens near it, changed since the block was opened.
         """
         for (position, start, stop), content in zip(pieces, read, strict=True):
-            first, found = start >> STRETCH_BITS, self._hashes_of(content)
-            if found != self._hashes[first : first + len(found)].tolist():
+            first, hashes = start >> STRETCH_BITS, self._hashes_of(content)
+            if hashes != self._hashes[first : first + len(hashes)].tolist():
                 raise ChangedError("its tokens changed since it was opened")
             begin = (start - (first << STRETCH_BITS)) * self._dtype.itemsize
             row[position : position + stop - start] = np.frombuffer(content, self._dtype, stop - start, begin)
 
     def copy_at_once(self, pieces: Sequence[Piece], row: npt.NDArray[Any], descriptor: int, buffer: memoryview) -> bool:
-        """The same if all is in memory, without waiting; whether it is. Raises ChangedError.
+        """Copy pieces to their places in `row` if all are in memory. Returns whether they are. Raises ChangedError.
 
-        Written for speed: this happens for every document of every sample.
+        Written for speed, since this happens for every document of every sample.
 
         Args:
-            descriptor: of its open file.
-            buffer: of `bytes_for` the longest piece.
+            descriptor: file descriptor of its file.
+            buffer: has `bytes_for` the longest piece.
         """
         size, end, origin = self._stretch, self._tokens.size, self._tokens.start
         hashes, dtype = self._hashes, self._dtype
@@ -180,10 +180,10 @@ class StoredBlock:
 
 
 def local_block(shard: Shard, first: int, count: int, expected: Checksums) -> StoredBlock:
-    """Documents [first, first + count) of a shard in files.
+    """The block of documents [first, first + count) of a shard in files.
 
     Raises:
-        DataError: it cannot be read, its index is damaged, or it is not what was prepared.
+        DataError: it cannot be read, its index is damaged, or it does not match its checksums.
     """
     index = shard.rows(first, first + count)
     item = shard.dtype.itemsize
@@ -208,14 +208,14 @@ def local_block(shard: Shard, first: int, count: int, expected: Checksums) -> St
 
 
 def cached_block(path: Path, documents: int, dtype: np.dtype[Any], size: int, sums: Checksums) -> StoredBlock:
-    """A block's file in a cache.
+    """The block in a file of a cache, of `size` bytes.
 
     Raises:
-        FileNotFoundError: the cache does not hold it.
-        ChangedError: it cannot be read, or is not what was fetched.
+        FileNotFoundError: the cache does not have it.
+        ChangedError: it cannot be read, or does not match its checksums.
     """
-    if (found := path.stat().st_size) != size:
-        raise ChangedError(f"it has {found} bytes instead of {size}")
+    if (actual := path.stat().st_size) != size:
+        raise ChangedError(f"it has {actual} bytes instead of {size}")
     split = documents * LENGTH_BYTES
     lengths, tokens = FilePart(path, 0, split), FilePart(path, split, size - split)
     return StoredBlock(str(path), dtype, lengths, tokens, sums, keeps_file=False)

@@ -1,4 +1,4 @@
-"""Making a corpus of shards: its blocks with their checksums, its tables and its manifest."""
+"""Makes a corpus of shards: blocks with their checksums, tables and manifest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLOCK_TOKENS = 4_000_000
 def build_blocks(
     shards: Iterable[Shard], block_tokens: int = BLOCK_TOKENS, carried: int = 0, *, pairs: bool = False
 ) -> npt.NDArray[np.int64]:
-    """Cut each shard into runs of documents of about `block_tokens`; int64 [blocks, 5], see `BLOCK_COLUMNS`.
+    """Cut each shard into blocks of about `block_tokens`. Returns int64 [blocks, 5], see `BLOCK_COLUMNS`.
 
     Separators that documents carry (`carried` each) are not counted, so the table does not depend on how documents are
     stored. With `pairs`, no block separates a prompt from its answer.
@@ -65,14 +65,16 @@ class ShardBlocks:
         if problem := shard.index_problem():
             raise DataError(f"the index of {shard.prefix} is damaged: {problem}")
         table = build_blocks([shard], block_tokens, carried, pairs=pairs)[:, 1:]
-        item, found = shard.dtype.itemsize, []
+        item, checksums = shard.dtype.itemsize, []
         for first, documents in table[:, :2].tolist():
             last = first + documents - 1
             tokens = shard.tokens[
                 int(shard.pointers[first]) // item : int(shard.pointers[last]) // item + int(shard.lengths[last])
             ]
-            found.append([xxhash.xxh3_64_intdigest(part.data) for part in (shard.lengths[first : last + 1], tokens)])
-        return cls(table, np.asarray(found, dtype=np.uint64).reshape(-1, 2))
+            checksums.append(
+                [xxhash.xxh3_64_intdigest(part.data) for part in (shard.lengths[first : last + 1], tokens)]
+            )
+        return cls(table, np.asarray(checksums, dtype=np.uint64).reshape(-1, 2))
 
     def to_json(self) -> dict[str, Any]:
         return {"table": self.table.tolist(), "checksums": self.checksums.tolist()}
@@ -97,20 +99,20 @@ def write_corpus(
     """Write tables, tokenizer copy and finally, atomically, the manifest of shards already in place.
 
     Args:
-        entries: of the shards. The blocks of one that was cut when it was made are with it, as JSON of `ShardBlocks`
-            under `blocks`; other shards are read.
+        entries: manifest entries of the shards. An entry may have the blocks of its shard as JSON of `ShardBlocks`
+            under `blocks`; else the shard is read to make them.
     """
-    entries, cut = [{**entry} for entry in entries], list[ShardBlocks]()
+    entries, by_shard = [{**entry} for entry in entries], list[ShardBlocks]()
     for entry in entries:
-        held = entry.pop("blocks", None)
-        if held is not None:
-            cut.append(ShardBlocks.from_json(held))
+        given = entry.pop("blocks", None)
+        if given is not None:
+            by_shard.append(ShardBlocks.from_json(given))
         else:
             shard = Shard(ShardEntry(**entry).prefix(directory))
-            cut.append(ShardBlocks.of(shard, block_tokens, int(separators != "none"), pairs=pairs))
-    rows = [np.insert(own.table, 0, number, axis=1) for number, own in enumerate(cut)]
+            by_shard.append(ShardBlocks.of(shard, block_tokens, int(separators != "none"), pairs=pairs))
+    rows = [np.insert(own.table, 0, number, axis=1) for number, own in enumerate(by_shard)]
     blocks = np.concatenate([np.zeros((0, len(BLOCK_COLUMNS)), np.int64), *rows])
-    checksums = np.concatenate([np.zeros((0, 2), np.uint64), *(own.checksums for own in cut)])
+    checksums = np.concatenate([np.zeros((0, 2), np.uint64), *(own.checksums for own in by_shard)])
     description = tokenizer.describe()
     description["file"] = "tokenizer.model" if tokenizer.kind == "sentencepiece" else "tokenizer.json"
     replace_file(directory / description["file"], tokenizer.path.read_bytes())
