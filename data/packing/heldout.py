@@ -1,8 +1,8 @@
 """The held-out samples whose loss is measured during training.
 
-They are packed as training samples are: same length, separators, masks and objective. They depend on the corpora of
-`eval.loss_on`, the names there and the number of samples, not on the seed, the lanes or the mixture of the training
-data: runs that share these measure the same text.
+They are packed like training samples: same length, separators, masks and objective. They depend only on the corpora and
+names in `eval.loss_on` and on the number of samples, so that runs that share these measure the same text, whatever the
+seed, lanes and mixture of their training data.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class HeldOutSamples:
     """Which samples are measured.
 
     Attributes:
-        packer: of the held-out corpora.
+        packer: packs the held-out corpora.
         infilling: makes blanks in the samples; None under the causal objective.
-        indices: of the samples in `packer`, source after source.
+        indices: indices of the samples in `packer`, source after source.
         counts: number of samples of each source.
-        fingerprints: of the corpora.
+        fingerprints: fingerprint of each source's corpus.
     """
 
     packer: Packer
@@ -46,7 +46,7 @@ def open_heldout(config: Config, training: Packer) -> HeldOutSamples | None:
     """The samples of `eval.loss_on`; None if it is empty.
 
     Raises:
-        ConfigError: corpora that cannot be used beside those of `training`, all problems at once.
+        ConfigError: some corpora cannot be used beside those of `training`; lists all problems.
         ReadTimeoutError: storage hangs.
     """
     named, data = config.eval.loss_on, config.data
@@ -71,12 +71,12 @@ def open_heldout(config: Config, training: Packer) -> HeldOutSamples | None:
     whole = {name: int(samples) for name, samples in packer.epoch_samples.items()}
     least = config.eval.loss_samples or 1
     if problems := [
-        f"{name}: the corpus has {found} whole samples, but {least} are to be measured (eval.loss_samples)"
-        for name, found in whole.items()
-        if found < least
+        f"{name}: the corpus has {samples} whole samples, but {least} are to be measured (eval.loss_samples)"
+        for name, samples in whole.items()
+        if samples < least
     ]:
         raise _refused(problems)
-    counts = {name: min(share, found) for name, found in whole.items()}
+    counts = {name: min(share, samples) for name, samples in whole.items()}
     indices = [at * share + number for at, count in enumerate(counts.values()) for number in range(count)]
     fingerprints = {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()}
     return HeldOutSamples(packer, open_infilling(config, packer, seed=_SEED), indices, counts, fingerprints)
@@ -90,17 +90,19 @@ def _problems(source: HeldOutSource, config: Config, training: Packer) -> list[s
         raise
     except UserError as error:
         return [f"{source.name}: {error.cause}"]
-    found = []
+    problems = []
     if (manifest.tokenizer.fingerprint, manifest.tokenizer.eod) != (training.tokenizer.fingerprint, training.eod):
-        found.append(
+        problems.append(
             f"{source.name}: {source.path} was made with another tokenizer or separator than the training data"
         )
     if manifest.pairs and slots_of(config.data) is None:
-        found.append(f"{source.name}: {source.path} holds prompts with answers, which the causal objective cannot read")
+        problems.append(
+            f"{source.name}: {source.path} holds prompts with answers, which the causal objective cannot read"
+        )
     same = [name for name, corpus in training.corpora.items() if corpus.manifest.fingerprint == manifest.fingerprint]
     if same:
-        found.append(f"{source.name}: {source.path} is the training source {same[0]!r}, or a copy of it")
-    return found
+        problems.append(f"{source.name}: {source.path} is the training source {same[0]!r}, or a copy of it")
+    return problems
 
 
 def _refused(problems: Sequence[str]) -> ConfigError:

@@ -1,7 +1,7 @@
-"""From samples to a rank's micro-batches, prefetched by a background thread. The only user of torchdata.
+"""Makes a rank's micro-batches of samples, and prefetches them in a thread (with torchdata).
 
-A batch is a function of the position before it, which is the same on every rank and for any world size or micro-batch;
-every batch carries the position after it.
+A batch is a function of the position before it, which is the same on every rank and for any world size or micro-batch.
+Every batch carries the position after it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ class MicroBatch:
     tokens: Tensor
     """int64 [b, S + 1]; the inputs are `tokens[:, :-1]`. Under blank infilling the last column is padding."""
     labels: Tensor | None
-    """int64 [b, S]; None if they are `tokens[:, 1:]` and all are learned."""
+    """int64 [b, S]; None: `tokens[:, 1:]`, all of which are learned."""
     lengths: Tensor | None
-    """int32 [b, D] lengths of documents, or of slots under blank infilling, zero-padded, if attention needs them."""
+    """int32 [b, D], lengths of documents, or of slots under blank infilling, zero-padded; None if not needed."""
     sources: Tensor
     """int64 [b], source of each sample."""
     prefix: Tensor | None = None
-    """int32 [b, D], length of the prefix of each slot, which all its tokens see; None if causal."""
+    """int32 [b, D], length of each slot's prefix, which all tokens of the slot see; None if causal."""
     positions: Tensor | None = None
-    """int64 [b, S], or [b, 2, S] where positions have two dimensions; None for 0 to S - 1."""
+    """int64 [b, S], or [b, 2, S] if positions have two dimensions; None: 0 to S - 1."""
 
     @property
     def targets(self) -> int:
+        """Number of tokens to predict."""
         if self.labels is None:
             return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
         return int((self.labels != IGNORE).sum())
@@ -54,16 +55,16 @@ class StepBatch:
     """A rank's share of one optimiser step, with counts of this share.
 
     Attributes:
-        position: of the global batch, after this step.
+        position: position after the step.
         targets: tokens to predict.
         documents: documents that end in the share.
-        separators, adjacent_specials: counted from the tokens; see `Packer.measure`.
-        digest: sum of `Packed.digest`, as a signed 64-bit integer. Summed over ranks it identifies the global batch
-            for any number of ranks.
-        shares, epochs: by source: the planned share around this step, and epochs read after it.
-        reads: reads from storage for this share.
+        separators, adjacent_specials: counted from the tokens, see `Packer.measure`.
+        digest: sum of `Packed.digest`, as a signed 64-bit integer. The sum over the ranks identifies the global batch,
+            however many ranks there are.
+        shares, epochs: by source: the planned share around this step, and the epochs read after it.
+        reads: times of the reads from storage for this share.
         notices: damage that was repaired, for the journal.
-        distance: of the share's tokens from those typical of the run, see `Unigrams.score`; None if unknown.
+        distance: how unusual the tokens of the share are, see `Unigrams.score`; None if unknown.
     """
 
     micro: list[MicroBatch]
@@ -90,12 +91,12 @@ class _Steps(BaseNode[Any]):
         self._failed = False
 
     def next(self) -> StepBatch | UserError:
-        """The next batch; an error only once, then the stream has ended."""
+        """The next batch, or the error that ends the stream."""
         if self._failed:  # do not wait for the same file again
             raise StopIteration
         try:
             batch = self._loader.build(self._position)
-        except UserError as error:  # returned as it is: torchdata would rebuild it around a traceback
+        except UserError as error:  # returned instead of raised, since torchdata would wrap it into another exception
             self._failed = True
             return error
         self._position = batch.position
@@ -114,16 +115,17 @@ class Loader(Iterator[StepBatch]):
 
     Args:
         batches: global batch as a function of consumed samples.
-        rank, world: this rank among those that split a batch.
+        rank, world: this rank, and the number of ranks that split a batch.
         micro_batch: samples per forward pass.
+        start: position before the first batch.
         skips: samples not to train.
-        prefetch: steps prepared ahead; 0 prepares in the caller's thread.
-        with_lengths: include document lengths.
-        across_documents: learn to predict the first token of a document from the separator before it.
-        infilling: makes blanks in the samples; None predicts every next token.
-        pin: put tensors in pinned memory, for asynchronous copies to a GPU.
+        prefetch: steps prepared ahead; 0: prepare them in the caller's thread.
+        with_lengths: whether to include document lengths.
+        across_documents: whether to learn the first token of a document from the separator before it.
+        infilling: makes blanks in the samples; None: predict every next token.
+        pin: whether to put tensors in pinned memory, for asynchronous copies to a GPU.
         unigrams: compares the tokens of every step with earlier ones.
-        built: called with the position after each batch, as soon as it is built.
+        built: called with the position after each batch, as soon as the batch is built.
     """
 
     def __init__(
@@ -144,11 +146,12 @@ class Loader(Iterator[StepBatch]):
         unigrams: Unigrams | None = None,
         built: Callable[[Position], None] = lambda _: None,
     ) -> None:
-        self._unigrams, self.built = unigrams, built
-        self._packer, self._batches, self._rank, self._world = packer, batches, rank, world
+        self._packer, self._batches, self._skips = packer, batches, skips or Skips()
+        self._rank, self._world = rank, world
         self._micro_batch, self._pin = micro_batch, pin
         self._with_lengths, self._across_documents, self._infilling = with_lengths, across_documents, infilling
-        self._skips, self.start = skips or Skips(), start or Position()
+        self._unigrams = unigrams
+        self.start, self.built = start or Position(), built
         steps = _Steps(self)
         self._node: BaseNode[Any] = Prefetcher(steps, prefetch, snapshot_frequency=0) if prefetch else steps
 
@@ -164,12 +167,12 @@ class Loader(Iterator[StepBatch]):
         """This rank's share of the global batch after a position, a pure function."""
         step = StepBatch([], before.advance(self._batches, self._skips))
         share = share_of(0, step.position.batch, self._rank, self._world)
-        own = self._skips.take(before.cursor, step.position.batch)[share.start : share.stop]
+        indices = self._skips.take(before.cursor, step.position.batch)[share.start : share.stop]
         step.shares = self._packer.shares(before.cursor)
         step.epochs = self._packer.epochs_read(step.position.cursor)
         tokens = list[Any]()
-        for start in range(0, len(own), self._micro_batch):
-            packed = self._packer.pack_samples(own[start : start + self._micro_batch])
+        for start in range(0, len(indices), self._micro_batch):
+            packed = self._packer.pack_samples(indices[start : start + self._micro_batch])
             micro = micro_batch(
                 packed,
                 with_lengths=self._with_lengths,
@@ -194,13 +197,13 @@ class Loader(Iterator[StepBatch]):
         return step
 
     def blank(self, before: Position) -> StepBatch:
-        """A share of the same shape with nothing to learn: keeps a rank without data in step with the others."""
+        """A share of the same shape without targets, which keeps a rank without data in step with the others."""
         step = StepBatch([], before.advance(self._batches, self._skips))
         share = share_of(0, step.position.batch, self._rank, self._world)
-        own = self._skips.take(before.cursor, step.position.batch)[share.start : share.stop]
-        for start in range(0, len(own), self._micro_batch):
-            count = min(self._micro_batch, len(own) - start)
-            length = self._packer.length_of(own[start : start + count])
+        indices = self._skips.take(before.cursor, step.position.batch)[share.start : share.stop]
+        for start in range(0, len(indices), self._micro_batch):
+            count = min(self._micro_batch, len(indices) - start)
+            length = self._packer.length_of(indices[start : start + count])
             sources = torch.zeros(count, dtype=torch.int64)
             if self._infilling is not None:
                 micro = _infilled(self._infilling.empty(count), sources)
@@ -215,7 +218,7 @@ class Loader(Iterator[StepBatch]):
 def micro_batch(
     packed: Packed, *, with_lengths: bool, across_documents: bool, infilling: Infilling | None = None
 ) -> MicroBatch:
-    """Packed samples as tensors; see `Loader` for the arguments."""
+    """Turn packed samples into tensors; see `Loader` for the arguments."""
     if infilling is not None:
         return _infilled(infilling.apply(packed), torch.from_numpy(packed.sources))
     tokens = torch.from_numpy(packed.tokens)

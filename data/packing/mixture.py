@@ -1,16 +1,16 @@
 """The source of each sample: a pure function of the sample index, with weights that may change along it.
 
-Think of the samples as laid on a line, one per unit. Source i has a share r_i(t) of the line at position t (its weight
-over the sum of the weights) and so a cumulative share E_i(t), the integral of r_i. Its k-th sample (k = 0, 1, ...) is
-due at the last t with E_i(t) = k. Sorting all due positions gives the order of the samples. Three things follow:
+Think of the samples as points on a line, one per unit. Source i has a share r_i(t) of the line at position t (its
+weight over the sum of the weights) and so a cumulative share E_i(t), the integral of r_i. Its k-th sample (k = 0, 1,
+...) is due at the last t with E_i(t) = k. Sorting all due positions gives the order of the samples. It follows:
 
 - Source i has ceil(E_i(t)) samples due before t: shares are always within one sample of the plan.
 - Changes at or after t do not affect samples before t: a source can be added, dropped or re-weighted from there on, and
   each source's own samples keep their order, since they are numbered per source.
 - A sample is found from a table with one row per change of the shares.
 
-Shares are integers in units of 1 / `SCALE`, so nothing depends on the order of floating-point sums. A ramping weight is
-held for `GRID` samples at a time.
+Shares are integers in units of 1 / `SCALE`, so nothing depends on the order of floating-point sums. A ramping weight
+stays constant for `GRID` samples at a time.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SCALE = 1 << 28
 """Resolution of a share. int64 sums of shares reach `LONGEST` samples."""
 LONGEST = 1 << 34
 GRID = 4096
-"""Samples for which a ramping weight is held."""
+"""Samples for which a ramping weight stays constant."""
 CHUNK = 1024
-"""Samples that are ordered at a time."""
+"""Samples that are put in order at a time."""
 _MOST_CELLS = 4_000_000
 
 
@@ -41,12 +41,12 @@ class MixtureWeight:
     """Weight of one source by sample index: 0 before `start` and from `stop` on."""
 
     points: tuple[tuple[int, float], ...] = ((0, 1.0),)
-    """(sample index, value), ascending; linear between them, constant before the first and after the last; two points
-    at one index are a jump."""
+    """(sample index, value), ascending. Linear between points, constant before the first and after the last; two points
+    at the same index are a jump."""
     start: int = 0
     stop: int | None = None
     limit: int | None = None
-    """Samples the source can give in total; None is unlimited."""
+    """Samples that the source can give in total; None: unlimited."""
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "points": [list(point) for point in self.points]}
@@ -56,7 +56,7 @@ class MixtureWeight:
         return cls(**{**content, "points": tuple((int(p), float(v)) for p, v in content["points"])})
 
     def at(self, positions: Ints) -> npt.NDArray[np.float64]:
-        """Values at sample indices; on a ramp, that in the middle of the grid's cell."""
+        """Values at sample indices, float64 of the same shape; on a ramp, the value in the middle of the grid cell."""
         x, y = np.array([p for p, _ in self.points]), np.array([v for _, v in self.points], dtype=np.float64)
         left = np.searchsorted(x, positions, "right") - 1
         right = np.minimum(left + 1, len(x) - 1)
@@ -69,7 +69,7 @@ class MixtureWeight:
         return result
 
     def knots(self) -> Ints:
-        """Sample indices where the value changes, those of the grid inside ramps included. Raises DataError."""
+        """Sample indices at which the value changes, also those of the grid inside ramps. Raises DataError."""
         ramps = [(x0, x1) for (x0, y0), (x1, y1) in pairwise(self.points) if y0 != y1]
         if sum(x1 - x0 for x0, x1 in ramps) // GRID > _MOST_CELLS:
             raise DataError(
@@ -87,8 +87,8 @@ class Mixture:
     """Maps a sample index to its source and source index. The order of the names does not affect the samples.
 
     Attributes:
-        weights, names: of the sources, as given.
-        capacity: samples before some stretch of the data has no source left; None if there is always one.
+        weights, names: weights and names of the sources, as given.
+        capacity: samples before a part of the data in which no source is left; None if there is always one.
 
     Raises:
         DataError: no source has any weight at the start, or a ramp is too long.
@@ -109,11 +109,11 @@ class Mixture:
         self._sources = self._source_indices = np.empty(0, np.int64)
 
     def _build(self, sources: list[MixtureWeight]) -> tuple[int, int] | None:
-        """Fill the tables; (sample index, column) of the first source to be used up, or None."""
+        """Fill the tables. Returns (sample index, column) at which the first source is used up, or None."""
         starts = np.unique(np.concatenate([source.knots() for source in sources]))
         values = np.stack([source.at(starts) for source in sources], axis=1)
         total = np.zeros(len(starts))
-        for column in values.T:  # one by one: a source of weight 0 does not change the sum of the others
+        for column in values.T:  # one by one, so that a source of weight 0 does not change the sum of the others
             total += column
         shares = values / np.where(total == 0, 1, total)[:, None]
         rates = np.floor(shares * SCALE).astype(np.int64)
@@ -131,7 +131,7 @@ class Mixture:
         return min(ends, default=None)
 
     def _due(self, column: int, source_indices: Ints) -> tuple[Ints, npt.NDArray[np.float64]]:
-        """Due positions of samples of a source, as whole numbers and fractions. All must be due somewhere."""
+        """Due positions of a source's samples, as whole numbers and fractions. All must be due somewhere."""
         reached = source_indices * SCALE
         cell = np.searchsorted(self._sums[:, column], reached, "right") - 1
         whole, rest = np.divmod(reached - self._sums[cell, column], self._rates[cell, column])
@@ -159,7 +159,7 @@ class Mixture:
         return int(self._sources[inside]), int(self._source_indices[inside])
 
     def counts(self, sample_index: int) -> list[int]:
-        """Samples of each source among [0, sample_index)."""
+        """Number of samples of each source among [0, sample_index)."""
         if len(self.names) == 1:
             return [sample_index]
         inside = self._open(sample_index)
@@ -199,10 +199,11 @@ class Mixture:
         begin = max(0, first - len(self.names))
         base, stop = self._counts_at(begin), self._counts_at(first + CHUNK)
         indices = [np.arange(low, high, dtype=np.int64) for low, high in zip(base, stop, strict=True)]
-        due = [self._due(column, own) for column, own in enumerate(indices)]
+        due = [self._due(column, of_source) for column, of_source in enumerate(indices)]
         columns = np.repeat(np.arange(len(base)), stop - base)
-        # Whole positions are exact, so that adjacent chunks agree on their border.
-        order = np.lexsort((columns, np.concatenate([f for _, f in due]), np.concatenate([w for w, _ in due])))
+        # Whole positions are exact, so that adjacent chunks agree on the border between them.
+        whole, fractions = (np.concatenate(parts) for parts in zip(*due, strict=True))
+        order = np.lexsort((columns, fractions, whole))
         before = first - int(base.sum())
         early, order = order[:before], order[before : before + CHUNK]
         names = np.array(self._order)

@@ -1,18 +1,18 @@
 """Blank infilling (GLM): packed samples become inputs, labels and positions with blanks to fill.
 
 A sample from the packer is a row of text, or `slots` prompts with their answers. It becomes `slots` slots of equal
-size, or one slot of the whole sequence, which do not see each other. In each slot every token sees the prefix, and what
-follows the prefix sees only what is before it:
+size, which do not see each other, or one slot of the whole sequence. In each slot all tokens see the prefix, and tokens
+after the prefix also see the tokens before themselves:
 
     blanks          text with each span replaced by [MASK] | sop span, for every span, in random order
     ending          text up to a place, [gMASK]            | sop rest
     answer          prompt, [MASK]                         | sop answer
 
-Each label is at the input that predicts it: the span and eop, the rest, the answer and eop. The prefix has none. The
-remainder of a slot is padding (id 0, position 0).
+A label is at the input that predicts it. Labels are the spans, each with eop; the rest; the answer with eop. The prefix
+has none. The remainder of a slot is padding (id 0, position 0).
 
 All randomness of a sample comes from (data seed, source name, index in the source, slot) by `data/corpus/hashing.py`.
-Whatever changes a sample made from the same text must raise `VERSION`, which every checkpoint records.
+A change that makes another sample of the same text must raise `VERSION`, which every checkpoint records.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .packer import Packed
 IGNORE = -100
 """Label of tokens that are not learned; the default `ignore_index` of PyTorch's losses."""
 VERSION = 1
-"""Of the construction: part of a run's identity."""
+"""Version of the construction; part of a run's identity."""
 LONGEST_SPAN = 39
 _SPAN_MEAN = 3.0
-"""Mean of the Poisson distribution of a span's length, before that is limited to 1 to `LONGEST_SPAN` tokens."""
+"""Mean of the Poisson distribution of a span's length, before it is limited to 1 to `LONGEST_SPAN` tokens."""
 _BUDGET = 0.15
-"""Least share of a piece's tokens that is blanked."""
+"""Least share of a piece's tokens that are blanked."""
 _SINGLE = 0.02
 """Share of pieces with exactly one blank."""
 _SHORT, SHORTEST = 0.02, 32
@@ -53,7 +53,7 @@ Scheme = Literal["arange", "mask"]
 
 
 class Specials(NamedTuple):
-    """Ids of the objective's tokens. `smask` and `eod` are reserved to keep the published order."""
+    """Ids of the objective's special tokens. `smask` and `eod` are reserved to keep the published order."""
 
     mask: int
     gmask: int
@@ -64,12 +64,12 @@ class Specials(NamedTuple):
 
     @classmethod
     def behind(cls, vocab_size: int) -> Specials:
-        """The ids behind those of a tokenizer."""
+        """The ids that follow those of a tokenizer."""
         return cls(*range(vocab_size, vocab_size + len(cls._fields)))
 
     @classmethod
     def of(cls, tokenizer: TokenizerEntry, vocab: int) -> Specials:
-        """The ids under a tokenizer, in a model of `vocab` ids. Raises ConfigError if the model has no such ids."""
+        """The ids that follow those of a tokenizer. Raises ConfigError if a model of `vocab` ids does not have them."""
         ids = cls.behind(tokenizer.vocab_size)
         if ids[-1] >= vocab:
             raise ConfigError(
@@ -88,7 +88,7 @@ class Slot:
     labels: Ints
     """-100 where nothing is learned."""
     prefix: int
-    """Leading tokens that every token of the slot sees."""
+    """Number of leading tokens, which every token of the slot sees."""
     place: Ints
     """First dimension of positions: a masked span counts as one token; a blank has the position of its mask."""
     inside: Ints
@@ -103,7 +103,7 @@ class Slot:
 
 
 def fill_blanks(text: Ints, targets: Ints, starts: Ints, lengths: Ints, order: Ints, ids: Specials) -> Slot:
-    """Blanks in a text: the text with masks, then the blanks in `order`.
+    """The slot of a text with blanks: the text with masks, then the blanks in `order`.
 
     `targets` [T] are the tokens of `text` [T], or -100 where one is not to be learned; `starts` and `lengths` [n] are
     the spans, ascending and at least one token apart; `order` is a permutation of range(n).
@@ -139,10 +139,10 @@ def fill_blanks(text: Ints, targets: Ints, starts: Ints, lengths: Ints, order: I
 
 
 def continue_text(context: Ints, rest: Ints, targets: Ints, mask: int, sop: int, end: int | None) -> Slot:
-    """A context [c] and its continuation `rest` [g], g > 0: the ending of a text, or the answer to a prompt.
+    """The slot of a context [c] and its continuation `rest` [g], g > 0: the end of a text, or the answer to a prompt.
 
     `targets` [g] are the tokens of the rest, or -100 where one is not to be learned. `mask` follows the context, `sop`
-    precedes the rest, and `end`, if any, is the label after it.
+    precedes the rest, and `end`, if given, is the label after it.
     """
     prefix, shown = len(context) + 1, rest if end is not None else rest[:-1]
     inputs, labels = np.empty((2, prefix + 1 + len(shown)), dtype=np.int64)
@@ -161,7 +161,7 @@ class SpanSampler:
     def __init__(self, objective: GLMObjective, piece: int, slot: int) -> None:
         self._objective, self._piece, self._slot = objective, piece, slot
         weight, weights = 1.0, []
-        for length in range(1, LONGEST_SPAN + 1):  # Poisson, up to a factor; this arithmetic is the same anywhere
+        for length in range(1, LONGEST_SPAN + 1):  # Poisson, up to a factor; gives the same bits on every machine
             weight *= _SPAN_MEAN / length
             weights.append(weight)
         sums = np.array(list(accumulate(weights)))
@@ -170,7 +170,8 @@ class SpanSampler:
         self._draws = max(1, int(self._budgets[-1]))  # a span has at least one token
 
     def draw(self, key: int) -> tuple[int, Ints, Ints, Ints]:
-        """From a key: tokens used of the piece, starts and lengths of the spans, the order of their blanks."""
+        """Draw spans from a key. Returns the tokens used of the piece, starts and lengths of the spans, and the order
+        of their blanks."""
         objective, size = self._objective, self._piece
         chance = uniforms(key, 3 + 3 * self._draws)
         single = chance[0] < _SINGLE
@@ -203,7 +204,7 @@ class Infilled:
     labels: Ints
     """[n, S], -100 where nothing is learned."""
     lengths: npt.NDArray[np.int32]
-    """[n, slots], lengths of the slots, padding included; they sum to S, zero-padded."""
+    """[n, slots], lengths of the slots, padding included, which sum to S; zero-padded."""
     prefix: npt.NDArray[np.int32]
     """[n, slots], length of the prefix of each slot."""
     positions: Ints
@@ -211,9 +212,12 @@ class Infilled:
 
 
 class Infilling:
-    """The objective: packed samples to samples of `sequence_length` tokens with blanks, a pure function.
+    """The objective as a pure function: turns packed samples into samples of `sequence_length` tokens with blanks.
 
-    `seed` is the data seed; `names`, `pairs` and `separator` are the packer's; `two_dimensions` are those of positions.
+    Args:
+        seed: the data seed.
+        names, pairs, separator: those of the packer.
+        two_dimensions: whether positions have two dimensions.
     """
 
     def __init__(
@@ -228,8 +232,9 @@ class Infilling:
         ids: Specials,
         two_dimensions: bool = False,
     ) -> None:
-        self._objective, self._seed, self._names, self._pairs = objective, seed, names, frozenset(pairs)
-        self._separator, self._ids, self.length = separator, ids, sequence_length
+        self._objective, self._seed, self.length = objective, seed, sequence_length
+        self._names, self._pairs, self._separator = names, frozenset(pairs), separator
+        self._ids = ids
         self._slots, self._flat = objective.slots, not two_dimensions
         self._slot, self._piece = sequence_length // self._slots, objective.row // self._slots
         self._spans = SpanSampler(objective, self._piece, self._slot)
@@ -244,7 +249,7 @@ class Infilling:
         return Infilled(np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64), lengths, prefix, positions)
 
     def apply(self, packed: Packed) -> Infilled:
-        """The packer's samples with blanks; tokens of `packed.ignore` are not learned."""
+        """Make samples with blanks; tokens of `packed.ignore` are not learned."""
         out, targets = self.empty(len(packed.tokens)), packed.tokens
         if packed.ignore:
             targets = packed.tokens.copy()
@@ -260,6 +265,7 @@ class Infilling:
         return out
 
     def _blanks_or_ending(self, out: Infilled, row: int, text: Ints, targets: Ints, sample: tuple[str, int]) -> None:
+        """Write a row of text with short blanks in each slot, or with one long ending."""
         objective, ids, size = self._objective, self._ids, self._objective.row
         kind, where = uniforms(key_of(self._seed, *sample, "infilling"), 2).tolist()
         if kind >= objective.mask_share:
@@ -276,7 +282,7 @@ class Infilling:
             self._put(out, row, number, fill_blanks(text[piece], targets[piece], starts, lengths, order, ids), "mask")
 
     def _answers(self, out: Infilled, row: int, text: Ints, targets: Ints) -> None:
-        """A prompt and its answer for each slot, each followed by a separator, as from `pairs`."""
+        """Write a prompt with its answer into each slot; in `text` both are followed by a separator, see `pairs`."""
         ids = self._ids
         out.lengths[row] = self._slot
         for number in range(self._slots):

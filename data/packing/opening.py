@@ -1,4 +1,4 @@
-"""From a run's configuration to its packer, for training, `where` and evaluation."""
+"""Builds the packer of a run from its configuration, for training, `where` and evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .pieces import Pieces
 def open_packer(config: Config, fetcher: Path | None = None) -> Packer:
     """The packer of a run. Raises DataError, and ConfigError if the corpora do not fit the model.
 
-    With `fetcher`, blocks that the cache lacks are waited for, see `CacheUse`.
+    Args:
+        fetcher: status file of the node's fetcher, see `CacheUse`.
     """
     data, pieces = config.data, Pieces(config.data.sequence_stages)
     packer = Packer(
@@ -48,13 +49,13 @@ def open_packer(config: Config, fetcher: Path | None = None) -> Packer:
 
 
 def cache_use(config: Config, fetcher: Path | None = None) -> CacheUse | None:
-    """How the run's corpora by URL are read; None if it names no cache."""
+    """How the run's corpora by URL are read; None if the run has no cache."""
     cache = config.data.cache
     return None if cache is None else CacheUse(cache.dir, fetcher)
 
 
 def windows_at(data: DataSection, places: Sequence[Place]) -> list[int]:
-    """The windows of places in the data."""
+    """The first windows that changes at these places in the data can affect."""
     pieces = Pieces(data.sequence_stages)
     return [pieces.begun_at(place) for place in places]
 
@@ -68,7 +69,7 @@ def slots_of(data: DataSection) -> tuple[int, int] | None:
 
 
 def open_infilling(config: Config, packer: Packer, *, seed: int | None = None) -> Infilling | None:
-    """The blank infilling of a run, by default with its `data.seed`; None if causal. Raises ConfigError."""
+    """The blank infilling of a run, with `data.seed` by default; None if causal. Raises ConfigError."""
     objective = config.data.objective
     if not isinstance(objective, GLMObjective):
         return None
@@ -92,7 +93,7 @@ def open_skips(config: Config) -> Skips:
 def data_at(config: Config, consumed: int) -> dict[str, Any]:
     """Position in the data after `consumed` trained samples: `cursor`, and planned `shares` by source.
 
-    From the configuration alone, so sources that end by max_epochs are still listed. Raises DataError.
+    Uses the configuration alone, so sources that end by `max_epochs` are still listed. Raises DataError.
     """
     cursor = open_skips(config).after(0, consumed)
     return {"cursor": cursor, "shares": shares_at(config, cursor)}
@@ -108,8 +109,8 @@ def shares_at(config: Config, cursor: int) -> dict[str, float]:
 def check_supply(config: Config, packer: Packer, *, cursor: int, consumed: int) -> None:
     """Raise DataError unless the mixture lasts from these counters to the end of the run.
 
-    With stages of shorter samples, also raise ConfigError if the skipped samples do not explain the counters: how many
-    tokens were trained would not be known.
+    With stages of shorter samples, also raise ConfigError if the skipped samples do not explain the counters, since the
+    number of trained tokens would be unknown.
     """
     skips = open_skips(config)
     if config.data.stages and (expected := skips.after(0, consumed)) != cursor:
@@ -142,7 +143,7 @@ def _weight(source: SourceSection, pieces: Pieces) -> MixtureWeight:
 
 def _read_exclusions(path: Path) -> set[tuple[str, str, int]]:
     """(source, shard, document) of each line of `data.exclude`. Raises DataError."""
-    found = set()
+    excluded = set()
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -156,5 +157,5 @@ def _read_exclusions(path: Path) -> set[tuple[str, str, int]]:
                 f"{path}, line {number} is not a document: {line[:60]!r}",
                 remedy="write SOURCE SHARD DOCUMENT, as `fsdp-pretrain where` shows them",
             )
-        found.add((parts[0], parts[1], int(parts[2])))
-    return found
+        excluded.add((parts[0], parts[1], int(parts[2])))
+    return excluded

@@ -45,7 +45,7 @@ from .source import Ints, SourceStream, Span
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Origin of a stretch of a sample: tokens [start, stop) of a document, separator not counted."""
+    """The origin of a part of a sample: tokens [start, stop) of a document, separator not counted."""
 
     source: str
     shard: str
@@ -56,7 +56,7 @@ class Piece:
     length: int
     """Tokens of the whole document, separator not counted."""
     position: int
-    """Start within the sample's S + 1 tokens. A separator follows the stretch, unless the sample ends there."""
+    """Start within the sample's S + 1 tokens. A separator follows the part, unless the sample ends there."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Packed:
         tokens: int64 [n, S + 1]; inputs are `[:, :-1]`, labels `[:, 1:]`. In a mixture with prompts and answers int64
             [n, width], with filler tokens after the S + 1 of a text and between pairs; where a stage of shorter samples
             ends among the samples, with filler after those.
-        sample_indices: [n].
+        sample_indices: [n], index of each sample.
         sources: int64 [n], number of each sample's source.
         source_indices: int64 [n], index of each sample, or of the window it is a piece of, in its source.
         separators: int64, positions of separators in the flattened `tokens`: the ends of documents.
@@ -108,7 +108,7 @@ class Packed:
 
     @property
     def digest(self) -> int:
-        """Sum over samples of xxh3 of their tokens, modulo 2^64: identifies a batch however it is split."""
+        """Sum over the samples of xxh3 of their tokens, modulo 2^64: identifies a batch, however it is split."""
         return sum(xxhash.xxh3_64_intdigest(row) for row in self.rows) % 2**64
 
     @property
@@ -128,14 +128,14 @@ class Packer:
         max_epochs: by source name, how often it may be read; unlimited if absent.
         reshuffle: windows from which the rest of each source gets another order.
         exclude: (source, shard, document) that keep their places but are not learned.
-        slots: (pairs per sample, tokens per pair) of the sources of prompts with answers; None allows none.
+        slots: (pairs per sample, tokens per pair) of sources of prompts with answers; None: such sources are refused.
         stages: lengths of the samples; default: all are windows of `sequence_length`.
         cache: for corpora by URL.
 
     Attributes:
-        length: of a window.
-        pieces: which piece of which window a sample is.
-        mixture: of windows.
+        length: tokens of a window.
+        pieces: tells which piece of which window a sample is.
+        mixture: tells the source of a window.
         pairs: numbers of the sources of prompts with answers.
 
     Raises:
@@ -201,7 +201,7 @@ class Packer:
 
     @property
     def streams(self) -> Sequence[SourceStream]:
-        """Of the sources, numbered as in `mixture.names`."""
+        """The streams of the sources, in the order of `mixture.names`."""
         return self._sources
 
     @property
@@ -211,7 +211,7 @@ class Packer:
 
     @property
     def capacity(self) -> int | None:
-        """Samples before some stretch of the data has no source left; None if there is always one."""
+        """Samples before a part of the data in which no source is left; None if there is always one."""
         windows = self.mixture.capacity
         return None if windows is None else self.pieces.first_sample(windows)
 
@@ -220,7 +220,7 @@ class Packer:
         return self.mixture.shares(self.pieces.place(sample_index)[0])
 
     def length_of(self, sample_indices: Sequence[int]) -> int:
-        """Tokens of the longest of these samples, by index; of a window if there are none."""
+        """Tokens of the longest of these samples; those of a window if there are none."""
         stages = self.pieces.stages
         if len(stages.starts) == 1 or not len(sample_indices):
             return self.length
@@ -231,12 +231,12 @@ class Packer:
         return self.pack_samples(range(first, first + count))
 
     def pack_samples(self, sample_indices: Sequence[int]) -> Packed:
-        """Samples by index, checked.
+        """Pack samples by index, and check them.
 
-        Every separator ends a document, no two are adjacent, and no other special token or id outside the
-        vocabulary occurs: by construction for what this class writes, by checks for what the shards hold. A document
-        that breaks this is quarantined: its offending tokens are replaced by an ordinary one and its whole stretch is
-        listed in `ignore`.
+        Every separator ends a document, no two are adjacent, and no other special token or id outside the vocabulary
+        occurs. The separators are so by construction; the contents of shards are checked. A document that breaks this
+        is quarantined: its offending tokens are replaced by an ordinary one, and its part of the sample is listed in
+        `ignore`.
         """
         count, longest = len(sample_indices), self.length_of(sample_indices)
         width = self._width - self.length + longest
@@ -264,24 +264,24 @@ class Packer:
         return packed
 
     def blocks_of(self, sample_index: int) -> tuple[int, list[int]]:
-        """(source, blocks that `pack_samples` reads for a sample, in order of use). Reads nothing. Raises DataError."""
+        """(source, blocks that `pack_samples` would read for a sample, in order of use). Raises DataError."""
         sample = self._find(sample_index)
         blocks = self._sources[sample.source].blocks_of(sample.source_index, sample.length + 1, begin=sample.begin)
         return sample.source, blocks
 
     def _find(self, sample_index: int) -> _Sample:
-        """Where a sample comes from. Raises DataError."""
+        """The place of a sample in its source. Raises DataError."""
         window, piece, pieces = self.pieces.place(sample_index)
         length = self.length // pieces
         return _Sample(*self.mixture.source_of(window), piece * length, length)
 
     def _fill(self, sample: _Sample, row: Ints, spans: list[Span] | None = None) -> list[int]:
-        """See `SourceStream.fill`; a text leaves the rest of a wider row unchanged."""
+        """See `SourceStream.fill`. A sample of text leaves the rest of a wider row unchanged."""
         room = row if sample.source in self.pairs else row[: sample.length + 1]
         return self._sources[sample.source].fill(sample.source_index, room, spans, begin=sample.begin)
 
     def _clean(self, flat: Ints, separators: int) -> bool:
-        """Whether the only special tokens are the separators just written and no id is outside the vocabulary."""
+        """Whether separators just written are the only special tokens, and no id is outside the vocabulary."""
         if self._signed and flat.min() < 0:  # `take` would index a negative id from the end
             return False
         try:
@@ -325,13 +325,13 @@ class Packer:
                     packed.ignore.append(stretch)
 
     def _spans(self, sample_index: int) -> tuple[SourceStream, list[Span]]:
-        """A sample's source and stretches."""
+        """The source of a sample, and the spans of documents in it."""
         sample, spans = self._find(sample_index), list[Span]()
         self._fill(sample, np.empty(self._width, dtype=np.int64), spans)
         return self._sources[sample.source], spans
 
     def provenance(self, sample_index: int) -> list[Piece]:
-        """The documents of a sample, in order."""
+        """The origins of a sample's tokens, in order."""
         source, spans = self._spans(sample_index)
         return [_piece(source, span) for span in spans]
 
@@ -343,7 +343,7 @@ class Packer:
         return epoch + (offset + sample.begin) // source.epoch_length
 
     def epochs_read(self, sample_index: int) -> dict[str, float]:
-        """Epochs completed by each source once samples [0, sample_index) have been read."""
+        """Epochs (also fractions) that each source has completed after samples [0, sample_index)."""
         group = self.pieces.group(sample_index)
         piece, inside = divmod(sample_index - group.sample, group.size)
         counts = np.array(self.mixture.counts(group.window))
@@ -357,7 +357,7 @@ class Packer:
 
 
 class _Sample(NamedTuple):
-    """A sample: tokens from `begin` on of a window of a source."""
+    """The place of a sample: `length` tokens from token `begin` on of a window of a source."""
 
     source: int
     source_index: int

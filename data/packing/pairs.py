@@ -1,7 +1,7 @@
 """A corpus of prompts with answers as an endless stream of samples, each of a few whole pairs.
 
-Documents 2k and 2k + 1 of a shard are a prompt and its answer, as the manifest declares. The stream is that of
-`source.py` with pairs in place of tokens: blocks are permuted, the pairs inside each block too, epochs are
+Documents 2k and 2k + 1 of a shard are a prompt and its answer, as the manifest declares. The stream is constructed as
+in `source.py`, with pairs in place of tokens: blocks and the pairs inside each block are permuted, epochs are
 concatenated, and a window is the `slots` pairs of a sample. So every pair is in exactly one sample of an epoch.
 """
 
@@ -41,16 +41,14 @@ class Pairs(SourceStream):
         return np.stack((2 * pairs, 2 * pairs + 1), axis=1).reshape(-1)
 
     def blocks_of(self, source_index: int, count: int, *, begin: int = 0) -> list[int]:
-        """See `SourceStream.blocks_of`: the stream is counted in pairs, and a sample is whole."""
+        """See `SourceStream.blocks_of`. The stream is counted in pairs, and samples are not cut."""
         return super().blocks_of(source_index, self.length)
 
     def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None, *, begin: int = 0) -> list[int]:
         """Write a sample: each pair at the start of its slot, prompt and answer each followed by a separator.
 
-        A sample of pairs is not cut: `begin` is 0.
-
-        What is too long for a slot is cut: first the prompt, at its end and down to a quarter of the slot, then the
-        answer. Places without text and those of separators are not written.
+        A pair that is too long for a slot is cut: first the prompt, at its end and down to a quarter of the slot, then
+        the answer. Places without text and those of separators are not written. `begin` must be 0.
 
         Returns:
             Positions of the separators, ascending.

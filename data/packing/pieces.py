@@ -1,14 +1,14 @@
-"""Shorter samples are pieces of full windows: which piece of which window a sample is (`data.stages`).
+"""Maps shorter samples (`data.stages`) to pieces of full windows.
 
-The order of the data is that of full windows, with stages or without. In a stage of samples of S / k tokens, a window
-is cut into k pieces of S / k + 1 tokens, which overlap by one token as windows do. Windows are taken in groups; the
-samples of a group are piece 0 of each of its windows, in their order, then piece 1 of each, and so on: the pieces of a
-window are as far apart as a group is long, and a group is small enough to stay in the page cache meanwhile. A stage has
-whole windows. So every token is predicted once whatever the stages, and after a stage the windows are those that a run
-without stages would train. All of it is arithmetic on the sample index.
+The order of the data is that of full windows, with or without stages. In a stage of samples of S / k tokens, a window
+is cut into k pieces of S / k + 1 tokens, which overlap by one token as windows do. Windows are taken in groups. The
+samples of a group are piece 0 of each of its windows, in their order, then piece 1 of each, and so on: so the pieces of
+a window are as far apart as a group is long, and a group is small enough to stay in the page cache meanwhile. A stage
+consists of whole windows. So every token is predicted once whatever the stages, and after a stage the windows are those
+that a run without stages would train. All of it is arithmetic on the sample index.
 
-A window that has been begun cannot change its place in a source any more. So what changes along the data (weights of
-sources, a reshuffle) does so between groups: `Pieces.begun`.
+A window of which a piece was read cannot change its place in a source any more. So changes along the data (weights of
+sources, a reshuffle) happen between groups, see `Pieces.begun`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fsdp_pretrain.config.sequence_stages import SequenceStages
 from fsdp_pretrain.units import Progress
 
 GROUP = 1 << 16
-"""Windows of a group; the last of a stage has up to twice as many, or all of a short stage."""
+"""Windows of a group; the last group of a stage has up to twice as many, and a short stage is one group."""
 
 
 class Group(NamedTuple):
-    """Windows [window, window + size), each cut in `pieces`; `sample` is the first of their samples."""
+    """Windows [window, window + size), each cut into `pieces`; `sample` is the first of their samples."""
 
     sample: int
     window: int
@@ -66,14 +66,14 @@ class Pieces:
         return group.window + inside, piece, group.pieces
 
     def begun(self, samples: int) -> int:
-        """Windows of the groups that have been begun once samples [0, samples) have been read."""
+        """Number of windows in the groups that samples [0, samples) belong to."""
         if samples == 0:
             return 0
         group = self.group(samples - 1)
         return group.window + group.size
 
     def begun_at(self, place: Progress) -> int:
-        """The same for a place in the data: the first window from which on something can change there."""
+        """`begun` for a place in the data: the first window that a change at this place can affect."""
         return self.begun(self.stages.samples(place.value) if place.unit == "token" else place.value)
 
     def first_sample(self, window: int) -> int:
@@ -83,7 +83,7 @@ class Pieces:
         return group.sample + window - group.window
 
     def past(self, samples: int) -> list[tuple[int, int]]:
-        """What of the stages is past at sample `samples`: two that agree on it give the same pieces before it.
+        """The part of the stages that matters for samples [0, samples): if two agree on it, so do these samples.
 
         (first sample, length) of every stage that has begun, and (windows begun, 0).
         """

@@ -22,5 +22,6 @@ class Position:
     """Samples of the last step."""
 
     def advance(self, batches: BatchSchedule, skips: Skips) -> Position:
+        """The position after one more step."""
         batch = batches.batch_at(self.consumed)
         return Position(self.step + 1, self.consumed + batch, skips.after(self.cursor, batch), batch)

@@ -1,4 +1,4 @@
-"""How far the ranks of a node have built their batches: a small file of each, for the fetcher."""
+"""How far the ranks of a node have built their batches: each publishes its position in a small file for the fetcher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import xxhash
 from .position import Position
 
 _PAGE = struct.Struct("4q8s")
-"""A position and its checksum: what is read while it is written has a wrong one."""
+"""A position and its checksum, which is wrong while the file is being written."""
 
 
 def page_of(folder: Path, rank: int) -> Path:
@@ -21,10 +21,11 @@ def page_of(folder: Path, rank: int) -> Path:
 
 
 def begin(path: Path, start: Position) -> Callable[[Position], None]:
-    """Begin a rank's page at a position; an existing one is replaced. Raises OSError.
+    """Begin a rank's page at a position; an existing page is replaced. Raises OSError.
 
     Returns:
-        What is to be called with the position after each batch: what only batches up to it need may go.
+        A function to call with the position after each batch; then blocks that only earlier batches need may be
+        removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -39,7 +40,7 @@ def begin(path: Path, start: Position) -> Callable[[Position], None]:
 
 
 def read(path: Path) -> Position | None:
-    """The position on a page; None if there is none yet, or it is being written."""
+    """The position on a page; None if there is no page yet, or it is being written."""
     try:
         content = path.read_bytes()
         *values, checksum = _PAGE.unpack(content)

@@ -1,6 +1,6 @@
 """One corpus as an endless stream of windows: where each sample starts, and the tokens that fill it.
 
-The construction is described in `packer.py`, which also checks the samples; here are arithmetic and reads.
+The construction is described in `packer.py`, which also checks the samples.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ STRETCH = 1024
 ROUNDS = 64
 """Rounds of all lanes that a reshuffle keeps together, so that a lane still reads one neighbourhood at a time."""
 _AHEAD = 8
+"""Documents of a block that are converted to Python numbers at once."""
 _cached_permutation = lru_cache(maxsize=64)(permutation)
 
 
@@ -31,42 +32,42 @@ class Block:
     """Documents of one block in the order of one epoch."""
 
     number: int
-    """In the block table."""
-
+    """Row in the block table."""
     ends: Ints
-    """[documents] end of each in the block's stream, separators counted."""
+    """[documents], end of each in the block's stream, separators counted."""
     shifts: Ints
-    """[documents] token of the stored block = position in the block's stream + shift."""
+    """[documents], token of the stored block = position in the block's stream + shift."""
     documents: Ints
-    """[documents] number within the shard."""
+    """[documents], number within the shard."""
     shard: int
     length: int
 
     def text(self, at: int) -> tuple[int, int]:
-        """First token in the stored block, and number of tokens, of the document at an index."""
+        """(first token in the stored block, number of tokens) of the document at index `at`."""
         begin = int(self.ends[at - 1]) if at else 0
         return begin + int(self.shifts[at]), int(self.ends[at]) - begin - 1
 
 
 class Span(NamedTuple):
-    """A stretch of a document in a row of tokens."""
+    """A part of a document in a row of tokens."""
 
     block: Block
     at: int
     """Index of the document in the block."""
     position: int
-    """In the row."""
+    """Start in the row."""
     start: int
     """First token in the stored block."""
     stop: int
 
     @property
     def end(self) -> int:
-        """Position in the row after it."""
+        """End in the row."""
         return self.position + self.stop - self.start
 
     @property
     def document(self) -> int:
+        """Number of the document within its shard."""
         return int(self.block.documents[self.at])
 
 
@@ -74,13 +75,15 @@ class SourceStream:
     """One corpus as an endless stream of windows.
 
     Attributes:
-        length: of a window, in the stream.
-        epoch_length: of an epoch's stream: tokens, separators included.
-        reshuffles: numbers of samples of this source before each reshuffle.
+        length: tokens of a window.
+        block_lengths: tokens of each block's stream, separators included: int64 [blocks].
+        epoch_length: tokens of an epoch's stream, separators included.
+        reshuffles: number of samples of this source before each reshuffle.
     """
 
     def __init__(self, name: str, corpus: Corpus, length: int, seed: int, lanes: int) -> None:
-        self.name, self.corpus, self.length, self.seed, self.lanes = name, corpus, length, seed, lanes
+        self.name, self.corpus = name, corpus
+        self.length, self.seed, self.lanes = length, seed, lanes
         blocks = corpus.blocks
         self.block_lengths: Ints = blocks[:, 4] + blocks[:, 3]  # one separator for each document that is not empty
         self.epoch_length = int(self.block_lengths.sum())
@@ -107,7 +110,7 @@ class SourceStream:
         return epoch, window * length - epoch * total
 
     def _reshuffled(self, source_index: int, generation: int, first: int, count: int) -> int:
-        """A sample's place after a reshuffle: the rest of its epoch is permuted, in chunks and inside them."""
+        """The place of a sample after a reshuffle, which permutes chunks of the rest of its epoch, and each inside."""
         begin = max(first, self.reshuffles[generation])
         if source_index < begin:
             return source_index
@@ -120,7 +123,7 @@ class SourceStream:
         return begin + chunk * size + int(_cached_permutation(key, min(size, left - chunk * size))[inside])
 
     def epoch_windows(self, epoch: int) -> tuple[int, int]:
-        """(first, number) of the windows that start in an epoch: also its samples, by source index."""
+        """(first, number) of the windows that start in an epoch, which are also its samples by source index."""
         first = -(-epoch * self.epoch_length // self.length)
         return first, -(-(epoch + 1) * self.epoch_length // self.length) - first
 
@@ -129,11 +132,11 @@ class SourceStream:
         return permutation(key_of(self.seed, self.name, epoch, "round", position), size)
 
     def _order_windows(self, epoch: int, lane: int, stretch: int, size: int) -> npt.NDArray[np.int16]:
-        """The order of the windows of one stretch of a lane."""
+        """The order of the windows in one stretch of a lane."""
         return permutation(key_of(self.seed, self.name, epoch, "lane", lane, stretch), size).astype(np.int16)
 
     def _order_blocks(self, epoch: int) -> tuple[Ints, Ints]:
-        """(block order, cumulative ends of the blocks in that order)."""
+        """(order of the blocks in an epoch, their cumulative ends in that order)."""
         order = permutation(key_of(self.seed, self.name, epoch), len(self.block_lengths))
         return order, np.cumsum(self.block_lengths[order])
 
@@ -161,7 +164,7 @@ class SourceStream:
         return order
 
     def _starts(self, block: int, lengths: npt.NDArray[np.int32]) -> Ints:
-        """Where the texts of a block's documents begin in its tokens, carried separators skipped.
+        """The places in a block's tokens at which the texts of its documents begin, after carried separators.
 
         Raises:
             DataError: a document does not carry the separator that the manifest declares.
@@ -184,30 +187,27 @@ class SourceStream:
         return starts + (manifest.separators == "leading")
 
     def blocks_of(self, source_index: int, count: int, *, begin: int = 0) -> list[int]:
-        """The blocks that `fill` opens for `count` tokens of a sample from its token `begin` on, in order of use.
-
-        Reads nothing.
-        """
+        """The blocks that `fill` would open for `count` tokens of a sample from token `begin` on, in order of use."""
         epoch, offset = self.start_of(source_index)
         epochs, offset = divmod(offset + begin, self.epoch_length)
         epoch += epochs
-        found: list[int] = []
+        blocks: list[int] = []
         while True:
             order, block_ends = self._epoch(epoch)
             rank = int(block_ends.searchsorted(offset, "right"))
             while rank < len(order):
-                found.append(int(order[rank]))
+                blocks.append(int(order[rank]))
                 count -= int(block_ends[rank]) - offset
                 if count <= 0:
-                    return found
+                    return blocks
                 offset = int(block_ends[rank])
                 rank += 1
             epoch, offset = epoch + 1, 0
 
     def fill(self, source_index: int, row: Ints, spans: list[Span] | None = None, *, begin: int = 0) -> list[int]:
-        """Write a sample from its token `begin` on into `row`, except the separators, and its stretches into `spans`.
+        """Write a sample from its token `begin` on into `row`, except the separators, and append its spans to `spans`.
 
-        `row` is int64 [S + 1], or shorter for a piece of a sample.
+        `row` is int64 [S + 1], or shorter for a piece of a window.
 
         Returns:
             Positions of the separators in the row, ascending.
@@ -233,7 +233,7 @@ class SourceStream:
     def _copy(
         self, block: Block, inside: int, row: Ints, filled: int, separators: list[int], spans: list[Span] | None
     ) -> int:
-        """Copy a block's stream from position `inside` into row[filled:] until either ends; the new `filled`."""
+        """Copy a block's stream from position `inside` into row[filled:] until one ends; returns `filled` after it."""
         at, need, pieces = int(block.ends.searchsorted(inside, "right")), len(row), list[Piece]()
         while at < len(block.ends) and filled < need:
             ahead = slice(at, at + _AHEAD)  # a few documents at once: numpy scalars cost more than the copies

@@ -1,8 +1,8 @@
-"""Distance of a step's tokens from those typical of the run: one number per step.
+"""How unusual the tokens of a step are, as one number: their distance from the tokens of the run's first steps.
 
-Token ids are counted in 1,024 buckets (their lowest ten bits), of at most 16,384 tokens a step. The Jensen-Shannon
-divergence of these counts from those of the run's first steps shows shifted ids, text of another kind or boilerplate,
-which do not show in the loss, the entropy or the number of documents. The run directory keeps the reference and the
+The ids of up to 16,384 tokens a step are counted in 1,024 buckets (their lowest ten bits). The Jensen-Shannon
+divergence of these counts from those of the run's first steps reveals shifted ids, text of another kind or boilerplate,
+which cannot be seen in the loss, the entropy or the number of documents. The run directory keeps the reference and the
 spread of the distances, so that the first step after a restart is judged too.
 """
 
@@ -23,18 +23,18 @@ from fsdp_pretrain.statistics import spread
 
 BUCKETS = 1024
 TOKENS = 16_384
-"""Counted per step."""
+"""Most tokens counted per step."""
 LEARN = 50
-"""Steps from which the usual tokens of a run are learned; as many again show their variation."""
+"""Steps from which the usual tokens of a run are learned; as many more show their variation."""
 _LEAST_SPREAD = 0.05
-"""Minimum for the spread of log distances: that of counts drawn from the reference itself."""
+"""Smallest spread of log distances: that of counts drawn from the reference itself."""
 
 
 class Unigrams:
-    """Compares steps with the first ones of a run.
+    """Compares the tokens of steps with those of a run's first steps.
 
-    The first `LEARN` steps are the reference, and as many again give the spread of distances. The JSON file `path`
-    keeps both.
+    The first `LEARN` steps are the reference, and as many more give the spread of distances. The JSON file `path` keeps
+    both.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,7 +48,7 @@ class Unigrams:
         self._typical: tuple[float, float] | None = None
 
     def score(self, tokens: Sequence[npt.NDArray[np.int64]], shares: Mapping[str, float]) -> float | None:
-        """Deviations of a step's distance above the typical one; None while that is being learned.
+        """How many spreads a step's distance is above the typical one; None while that is being learned.
 
         `tokens` come in parts of any shape. Learning starts again when the planned shares of the sources, or the number
         of tokens, change.
@@ -81,7 +81,8 @@ class Unigrams:
         except (OSError, ValueError, KeyError, TypeError):  # none yet, or unreadable: learned again
             return
         if counts.shape == (BUCKETS,):
-            self._plan, self._counts, self._typical, self._steps = content["plan"], counts, typical, self._learn
+            self._plan, self._counts, self._typical = content["plan"], counts, typical
+            self._steps = self._learn
 
     def _write(self) -> None:
         assert self._typical is not None
