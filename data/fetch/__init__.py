@@ -1,1 +1,1 @@
-"""Fetching blocks of corpora ahead of training, one process per node."""
+"""Fetches blocks of remote corpora ahead of training, in one process per node."""

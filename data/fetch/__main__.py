@@ -1,6 +1,6 @@
 """The fetcher process: `python -m fsdp_pretrain.data.fetch`, with its settings in the first line of its input.
 
-It ends when its input does: with the rank that started it, however that ends. See `process`.
+It ends when its input is closed, and so with the rank that started it, however that ends. See `process`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def main() -> None:
     settings = FetcherSettings(*json.loads(sys.stdin.readline()))
     threading.Thread(target=_end_with_input, daemon=True).start()
     try:
-        made = Fetcher(settings)
+        fetcher = Fetcher(settings)
     except UserError as error:  # the ranks fail for the same reason, or the storage has failed since
-        said = FetcherStatus(time.time(), error.cause, time.time(), lasting=True)
-        said.write(status_file(Path(settings.pages), settings.first))
+        status = FetcherStatus(time.time(), error.cause, time.time(), lasting=True)
+        status.write(status_file(Path(settings.pages), settings.first))
         raise SystemExit(str(error)) from None
-    made.run()
+    fetcher.run()
 
 
 def _end_with_input() -> None:
     sys.stdin.read()
-    os._exit(0)  # a thread may wait for an answer of the storage
+    os._exit(0)  # at once, even if a thread waits for an answer of the storage
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The fetcher of a node: brings blocks into the cache in the order in which its ranks will need them.
+"""The fetcher of a node: fetches blocks into the cache in the order in which the node's ranks will need them.
 
-It has no state of its own: started anew, it looks at the ranks' positions and at the files.
+It stores no state: when it is restarted, it reads the ranks' positions and the files of the cache.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ from .process import FetcherSettings
 from .window import Key, Window
 
 AT_ONCE = 8
-"""Blocks in flight."""
+"""Most blocks in flight."""
 PATIENCE = 5.0
-"""Seconds for which a request is repeated before its failure is told."""
+"""Seconds for which a request is repeated before its failure is reported."""
 _PAUSE, _LASTING_PAUSE = 5.0, 30.0
-"""Seconds before a block is tried again, and one that needs a person."""
+"""Seconds before a failed block is tried again; the second if the failure needs a person."""
 _START_TURN, _TURN, _FORECAST_SECONDS = 0.02, 0.2, 0.05
 _STATUS_SECONDS, _LIST_SECONDS = 1.0, 10.0
 
 
 class _Failure(NamedTuple):
-    """Why a block did not come: does it need a person (`lasting`), `since` when, `time.monotonic()` of the next try."""
+    """The failure of a block's transfer."""
 
     text: str
     lasting: bool
+    """Whether it needs a person."""
     since: float
+    """`time.time()` of the block's first failure."""
     not_before: float
+    """`time.monotonic()` of the next try."""
 
 
 class Fetcher:
-    """One node's fetcher, once the ranks have said where they are.
+    """One node's fetcher. Waits until the ranks have published their positions.
 
     Raises:
         UserError: a corpus cannot be opened.
@@ -70,15 +73,17 @@ class Fetcher:
                 self._copies[fingerprint] = corpus.cached
                 corpus.cached.remote.patience = PATIENCE
         sizes = {fingerprint: copy.sizes for fingerprint, copy in self._copies.items()}
-        self._largest = max((int(own.max()) for own in sizes.values()), default=0)
-        until = config.schedule.total + (config.data.prefetch + 2) * batches.full  # loaders prepare what nobody trains
+        self._largest = max((int(of_corpus.max()) for of_corpus in sizes.values()), default=0)
+        until = config.schedule.total + (config.data.prefetch + 2) * batches.full  # loaders prefetch past the end
         skips, world = open_skips(config), settings.world
         forecast = Forecast(packer, batches, skips, start, world=world, ranks=self._ranks, until=until)
         self._window = Window(forecast, sources, sizes)
         self._pool, self._arrived = ThreadPoolExecutor(AT_ONCE, "fetch"), threading.Event()
         self._coming: dict[Key, Future[int]] = {}
         self._failures: dict[Key, _Failure] = {}
-        self._step, self._listed, self._said = 0, float("-inf"), float("-inf")
+        self._step = 0  # that all ranks have built
+        self._listed = float("-inf")  # `time.monotonic()` of the last look at the cache
+        self._reported = float("-inf")  # and of the last status
 
     def run(self) -> None:
         """Fetch until the process ends."""
@@ -87,10 +92,10 @@ class Fetcher:
             self._arrived.wait(_TURN)
 
     def turn(self) -> None:
-        """Look at the ranks, the cache and the ended transfers, and start what can be started."""
-        if (found := slowest(self._pages, self._ranks)) is not None:
-            self._step = found.step
-            self._window.drop(found.step)
+        """Check the ranks, the cache and the ended transfers, and start transfers as far as there is space."""
+        if (position := slowest(self._pages, self._ranks)) is not None:
+            self._step = position.step
+            self._window.drop(position.step)
         self._take_ended()
         if (now := time.monotonic()) > self._listed + _LIST_SECONDS:
             self._list_cache()
@@ -104,10 +109,10 @@ class Fetcher:
         late = {key for key in (*missing, *self._coming) if key in self._window.uses}
         self._failures = {key: failure for key, failure in self._failures.items() if key in late}
         self._start(missing, limit)
-        if now > self._said + _STATUS_SECONDS:
+        if now > self._reported + _STATUS_SECONDS:
             last = min([self._window.last_step, *(self._window.uses[key][0] - 1 for key in late)])
             self._write_status(max(0, last - self._step))
-            self._said = now
+            self._reported = now
 
     def _take_ended(self) -> None:
         self._arrived.clear()
@@ -125,11 +130,11 @@ class Fetcher:
                 self._failures[key] = _Failure(error.cause, lasting, since, time.monotonic() + pause)
 
     def _list_cache(self) -> None:
-        """What others have put there or removed. Blocks that the run does not train on count, and are dropped first."""
-        there, held = blocks_in(self._cache), self._window.held
-        self._window.held = {key: size for key, size in held.items() if key in there or key in self._coming}
-        for key in sorted(there, key=there.__getitem__):
-            self._window.held.setdefault(key, there[key][1])
+        """Notice blocks that others added or removed. Blocks that the run does not use count, and are removed first."""
+        stored, held = blocks_in(self._cache), self._window.held
+        self._window.held = {key: size for key, size in held.items() if key in stored or key in self._coming}
+        for key in sorted(stored, key=stored.__getitem__):
+            self._window.held.setdefault(key, stored[key][1])
 
     def _start(self, missing: list[Key], limit: int) -> None:
         """Start transfers of the first blocks that are missing."""
@@ -138,7 +143,7 @@ class Fetcher:
             failure = self._failures.get(key)
             if len(self._coming) >= AT_ONCE or (failure is not None and time.monotonic() < failure.not_before):
                 continue
-            # The next step must come, even if it does not fit.
+            # The blocks of the next step are fetched even if they do not fit.
             urgent = window.is_urgent(key)
             self._drop_for(limit - window.size_of(key), spare=self._coming if urgent else None)
             if sum(window.held.values()) + window.size_of(key) > limit and not urgent:
@@ -148,13 +153,13 @@ class Fetcher:
             self._coming[key].add_done_callback(lambda _: self._arrived.set())
 
     def _forget_removed(self) -> None:
-        """A rank that finds a block damaged removes it, and waits for it: look whether the next step's are there."""
+        """Forget blocks of the next step that a rank removed because they were damaged, so that they are fetched."""
         for key in [key for key in self._window.uses if self._window.is_urgent(key)]:
             if key not in self._coming and not block_file(self._cache, *key).exists():
                 self._window.held.pop(key, None)
 
     def _limit(self) -> int:
-        """Bytes that the cache may hold: less than its size if its disk is full of other things."""
+        """Bytes that the cache may hold: less than its size if other files fill its disk."""
         try:
             free = shutil.disk_usage(self._cache).free - self._largest
         except OSError:
@@ -163,22 +168,22 @@ class Fetcher:
         return min(self._size, max(0, held + free))
 
     def _drop_for(self, limit: int, spare: Collection[Key] | None = None) -> None:
-        """Remove blocks until the others fit into `limit` bytes: see `Window.excess`."""
+        """Remove blocks until the others fit into `limit` bytes, see `Window.excess`."""
         for key in self._window.excess(limit, spare=spare):
             with contextlib.suppress(OSError):
                 block_file(self._cache, *key).unlink()
 
     def _write_status(self, ready: int) -> None:
         failed = min(self._failures.values(), key=lambda item: (not item.lasting, item.since), default=None)
-        found = FetcherStatus(time=time.time(), ready=ready)
+        status = FetcherStatus(time=time.time(), ready=ready)
         if failed is not None:
-            found = FetcherStatus(time.time(), failed.text, failed.since, failed.lasting, ready)
+            status = FetcherStatus(time.time(), failed.text, failed.since, failed.lasting, ready)
         with contextlib.suppress(OSError):
-            found.write(self._status)
+            status.write(self._status)
 
 
 def slowest(pages: Path, ranks: range) -> Position | None:
-    """The position that all ranks of a node have reached; None if one has published none yet."""
-    found = [progress.read(progress.page_of(pages, rank)) for rank in ranks]
-    known = [position for position in found if position is not None]
-    return min(known, key=lambda position: position.step) if len(known) == len(found) and known else None
+    """The position that all ranks of a node have reached; None if a rank has not published one yet."""
+    positions = [progress.read(progress.page_of(pages, rank)) for rank in ranks]
+    known = [position for position in positions if position is not None]
+    return min(known, key=lambda position: position.step) if len(known) == len(positions) and known else None

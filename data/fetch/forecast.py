@@ -1,4 +1,4 @@
-"""Which blocks a node will read, step after step: arithmetic on the configuration and a position. Reads nothing."""
+"""Which blocks a node will read, step after step: computed from the configuration and a position, without reading."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Forecast:
     """The blocks that some ranks read, from a position on; see `Loader.build`.
 
     Args:
-        packer: of the run; nothing is read through it.
+        packer: the run's packer; nothing is read through it.
         batches: global batch by consumed samples.
         skips: samples not trained.
         start: position before the first step.
         world: number of ranks that split a batch.
-        ranks: those of the node.
+        ranks: the ranks of the node.
         until: consumed samples at which the run ends; None: never.
 
     Attributes:
-        position: after the last step forecast so far.
+        position: position after the last step that was forecast.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Forecast:
         self.position = start
 
     def advance(self) -> list[tuple[int, int]] | None:
-        """(source, block) of what the next step reads, in the order in which it is first needed, each once.
+        """(source, block) of every block that the next step reads, in the order of first use.
 
         Sources are numbered as in the packer, blocks as in the corpus's block table. None at the end of the run or of
         the data.
@@ -52,14 +52,14 @@ class Forecast:
         after = before.advance(self._batches, self._skips)
         share = len(share_of(0, after.batch, 0, self._world))
         first = self._skips.after(before.cursor, self._ranks.start * share)
-        found: dict[tuple[int, int], int] = {}
+        first_use: dict[tuple[int, int], int] = {}
         try:
             for number, sample in enumerate(self._skips.take(first, share * len(self._ranks))):
                 source, blocks = self._packer.blocks_of(sample)
                 for block in blocks:  # all ranks begin at once, each with its first sample
-                    at = found.setdefault((source, block), number % share)
-                    found[source, block] = min(at, number % share)
+                    at = first_use.setdefault((source, block), number % share)
+                    first_use[source, block] = min(at, number % share)
         except DataError:
             return None
         self.position = after
-        return sorted(found, key=found.__getitem__)
+        return sorted(first_use, key=first_use.__getitem__)

@@ -1,4 +1,4 @@
-"""A rank's side of the node's fetcher: starts the process, and starts it again if it dies."""
+"""A rank's side of the node's fetcher: starts the process, and restarts it if it dies."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from fsdp_pretrain.fetcher_status import log_folder, status_file
 from . import room
 
 _PAUSE, _END_SECONDS = 2.0, 5.0
-"""Before it is started again; for it to end."""
+"""Seconds before a fetcher that died is restarted; seconds that it has to end."""
 _LOCK_SECONDS, _LOCK_PAUSE = 20.0, 0.05
-"""For a rank of an earlier start to end."""
+"""Seconds to wait for the lock, since a rank of an earlier start may still end; seconds between two tries."""
 
 
 class FetcherSettings(NamedTuple):
-    """What a fetcher needs to know: the first line of its input, as JSON."""
+    """The settings of a fetcher: the first line of its input, as JSON."""
 
     config: str
-    """Of the run, as TOML."""
+    """Configuration of the run, as TOML."""
     pages: str
     """Folder in local memory for the ranks' positions and the status."""
     world: int
@@ -43,21 +43,21 @@ class FetcherSettings(NamedTuple):
 
 
 class NodeFetching:
-    """What a rank has to do with the fetcher of its node; the first rank of the node starts it.
+    """A rank's side of its node's fetcher; the first rank of the node starts the process.
 
     Args:
-        config: of the run.
         pages: folder in local memory, the same for all ranks of the node.
         rank, world: this rank among all.
         local_rank, local_world: this rank among those of the node.
         node: number of the node.
 
     Attributes:
-        status: the file in which the fetcher says what is wrong.
-        process: the fetcher, if it runs and this rank has started it.
+        status: the fetcher's status file, which has its problems.
+        process: the fetcher's process, if this rank has started one.
 
     Raises:
-        ConfigError: another run uses the cache; DataError: it cannot be written.
+        ConfigError: another run uses the cache.
+        DataError: the cache cannot be written.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class NodeFetching:
             for other in range(first, first + local_world):  # of an earlier start in the same process group
                 progress.page_of(pages, other).unlink(missing_ok=True)
             settings = FetcherSettings(config.to_toml(), str(pages), world, first, first + local_world)
-            threading.Thread(target=self._tend, args=(settings,), name="fetcher", daemon=True).start()
+            threading.Thread(target=self._supervise, args=(settings,), name="fetcher", daemon=True).start()
 
-    def _tend(self, settings: FetcherSettings) -> None:
-        """Start it, again and again; a process of its own cannot take the rank down."""
+    def _supervise(self, settings: FetcherSettings) -> None:
+        """Start the fetcher, and restart it whenever it ends. As a process it cannot take the rank down."""
         while not self._closed.is_set():
             with contextlib.suppress(OSError):
                 self.process = start_helper("fsdp_pretrain.data.fetch", log=self._log)
@@ -90,16 +90,16 @@ class NodeFetching:
             self._closed.wait(_PAUSE)
 
     def check(self, packer: Packer) -> None:
-        """Raise ConfigError if the cache is too small. `packer`: of the run's corpora."""
+        """Raise ConfigError if the cache is too small for the packer's corpora."""
         if self._leads:
             room.check(self._config, packer)
 
     def begin(self, start: Position) -> Callable[[Position], None]:
-        """Tell the fetcher where training begins; returns what is to be called with the position after each batch."""
+        """Publish where training begins. Returns a function to call with the position after each batch."""
         return progress.begin(self._page, start)
 
     def close(self) -> None:
-        """End the fetcher, if this rank has started it."""
+        """End the fetcher, if this rank started it, and remove this rank's page."""
         if self._leads and not self._closed.is_set():
             self._closed.set()
             if self.process is not None and self.process.stdin is not None:
@@ -109,16 +109,19 @@ class NodeFetching:
             os.close(self._lock)
             self.status.unlink(missing_ok=True)
         self._page.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # unless it is also that of a watchdog, or of another rank
+        with contextlib.suppress(OSError):  # not empty: a watchdog or other ranks still use it
             self._pages.rmdir()
 
 
 def _lock_cache(cache: Path, run: Path) -> int:
-    """Hold a cache directory for a run, until the descriptor that is returned is closed, at the latest by the end of
-    this process. Two fetchers would drop what the other needs.
+    """Lock a cache directory for a run, since two fetchers would remove blocks that the other needs.
+
+    Returns:
+        A descriptor; closing it, or the end of this process, releases the lock.
 
     Raises:
-        ConfigError: another run uses it; DataError: it cannot be written.
+        ConfigError: another run uses the directory.
+        DataError: it cannot be written.
     """
     until = time.monotonic() + _LOCK_SECONDS
     try:

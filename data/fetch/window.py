@@ -1,9 +1,9 @@
-"""Which blocks a cache should hold, since the order of use is known: a window of the steps ahead. Pure.
+"""Which blocks a cache should hold: a window of the steps ahead, since the order of use is known. Touches no files.
 
-The window is as many steps as have blocks for half of the cache. What is missing of them is fetched, in the order of
-use. Room is made by dropping the blocks outside the window, the one used longest ago first; where the next step still
-lacks room, those of the window that are used last. The other half of the cache therefore keeps what is used again soon
-after the window, such as a block at the border of two stretches of a lane; without it, such a block would come twice.
+The window has as many steps as fill half of the cache with their blocks. Missing blocks of the window are fetched in
+the order of use. To make space, blocks outside the window are removed, the one used longest ago first; if the next step
+still lacks space, blocks of the window that are used last. So the other half of the cache keeps blocks that are used
+again soon after the window, such as one at the border of two stretches of a lane; else it would be fetched twice.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from .forecast import Forecast
 Key = tuple[str, int]
 """A block: (corpus fingerprint, row of the block table)."""
 _SHARE = 0.5
-"""Of the cache, for the window."""
+"""Share of the cache for the window."""
 _MOST_USES = 300_000
-"""Of blocks in a window: about 50 MB, minutes to hours of training."""
+"""Most uses of blocks in a window: about 50 MB of memory, minutes to hours of training."""
 
 
 class Window:
     """The steps ahead of a node's ranks, and the blocks of a cache.
 
     Args:
-        forecast: of the node's ranks.
-        cached: fingerprint of the corpus of each source by URL; the blocks of others do not count.
+        forecast: tells which blocks the node's ranks will read.
+        cached: fingerprint of the corpus of each source by URL; blocks of other sources do not count.
         sizes: bytes of the blocks of each of these corpora, by fingerprint.
 
     Attributes:
-        uses: of each block of the window, the steps that read it, ascending.
-        held: bytes of the blocks that are there or on their way, the one that was used longest ago first.
+        uses: for each block of the window, the steps that read it, ascending.
+        held: bytes of the blocks that are in the cache or being fetched, the one that was used longest ago first.
     """
 
     def __init__(self, forecast: Forecast, cached: Mapping[int, str], sizes: Mapping[str, Ints]) -> None:
@@ -53,7 +53,7 @@ class Window:
         return int(self._sizes[key[0]][key[1]])
 
     def extend(self, limit: int) -> bool:
-        """Add a step, if the window is not full; whether there may be room for another.
+        """Add a step, if the window is not full. Returns whether there may be space for another.
 
         Args:
             limit: bytes that the cache may hold. The next step belongs to the window whatever its size.
@@ -74,7 +74,7 @@ class Window:
         return not self._ended
 
     def drop(self, step: int) -> None:
-        """All ranks have built their batches up to a step."""
+        """Remove steps from the window, since all ranks have built their batches up to `step`."""
         self._done = step
         while self._order and self._order[0][0] <= step:
             _, key = self._order.popleft()
@@ -86,7 +86,7 @@ class Window:
                     self.held[key] = self.held.pop(key)
 
     def missing(self) -> list[Key]:
-        """The blocks of the window that are not there, the one that is used next first."""
+        """The blocks of the window that are not held, the one that is used next first."""
         return sorted((key for key in self.uses if key not in self.held), key=lambda key: self.uses[key][0])
 
     def is_urgent(self, key: Key) -> bool:
@@ -97,17 +97,17 @@ class Window:
         """Forget blocks outside the window until the others fit into `limit` bytes; returns those forgotten.
 
         Args:
-            spare: if given, blocks of the window are forgotten too, the one that is used last first, but not these and
-                not those of the next step.
+            spare: if given, blocks of the window may be forgotten too, the one that is used last first, except these
+                and those of the next step.
         """
-        left, forgotten = sum(self.held.values()) - limit, list[Key]()
-        given_up = [key for key in self.held if key not in self.uses]
+        too_much, forgotten = sum(self.held.values()) - limit, list[Key]()
+        candidates = [key for key in self.held if key not in self.uses]
         if spare is not None:
             later = [key for key in self.held if key in self.uses and key not in spare and not self.is_urgent(key)]
-            given_up += sorted(later, key=lambda key: -self.uses[key][0])
-        for key in given_up:
-            if left <= 0:
+            candidates += sorted(later, key=lambda key: -self.uses[key][0])
+        for key in candidates:
+            if too_much <= 0:
                 break
-            left -= self.held.pop(key)
+            too_much -= self.held.pop(key)
             forgotten.append(key)
         return forgotten

@@ -1,1 +1,1 @@
-"""Making corpora from text or from existing token files."""
+"""Makes corpora from text or from existing token files."""

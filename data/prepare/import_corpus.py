@@ -1,7 +1,8 @@
 """`fsdp-data import`: corpora from files tokenised elsewhere, without tokenising again.
 
 Megatron shards stay where they are and the manifest points to them; other formats are rewritten as new shards without
-separators. What the documents carry is declared, and checked on every token: see `fsdp_pretrain.data.validate.checker`.
+separators. The user declares which separators documents carry, and every token is checked against that, see
+`fsdp_pretrain.data.validate.checker`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class ImportOptions:
     """Options that decide how files are adopted."""
 
     format: Format | None
-    """Of all files; None: by their names."""
+    """Format of all files; None: the one that their names tell."""
     separators: Separators
-    """What stored documents are declared to carry."""
+    """Separators that stored documents are declared to carry."""
     copy: bool = False
     """Write new shards instead of pointing to Megatron's (other formats are always rewritten)."""
 
@@ -54,19 +55,19 @@ def ingest(
     """Make the corpus directory `out` from token files.
 
     Args:
-        tokenizer: the one that made the tokens.
+        tokenizer: the tokenizer that made the tokens.
         out: created if absent; continued if it holds the same job, refused if it holds another one.
-        overwrite: discard what `out` holds.
+        overwrite: whether to discard the content of `out`.
 
     Raises:
-        DataError: unreadable files, documents that do not carry what was declared, or another job in `out`.
+        DataError: files cannot be read, documents do not carry the declared separators, or `out` holds another job.
     """
-    found = {file: kind for source in sources for file, kind in token_files(source, options.format).items()}
-    files = list({file.absolute(): None for file in found})
+    format_of = {file: kind for source in sources for file, kind in token_files(source, options.format).items()}
+    files = list({file.absolute(): None for file in format_of})
     for file in files:
         if re.search("[\ud800-\udfff]", str(file)):
             raise DataError(f"the name of {file} is not UTF-8 and cannot be stored in a manifest", remedy="rename it")
-    formats = set(found.values())
+    formats = set(format_of.values())
     if len(formats) > 1:
         raise DataError(f"the sources are of several formats: {', '.join(sorted(formats))}", remedy="import each alone")
     (kind,) = formats
@@ -101,7 +102,7 @@ def _finish(
 
 
 def _common_dtype(files: Sequence[Path]) -> np.dtype[Any]:
-    """Dtype of all shards, if they can be adopted in place. Raises DataError."""
+    """The dtype of all shards. Raises DataError if they cannot be adopted in place."""
     dtype = None
     for file in files:
         shard = Shard(file)
@@ -122,7 +123,7 @@ def _common_dtype(files: Sequence[Path]) -> np.dtype[Any]:
 def _job(
     files: Sequence[Path], stamps: list[list[int]], tokenizer: Tokenizer, options: ImportOptions
 ) -> dict[str, Any]:
-    """Everything that decides the content of the shards, as JSON values."""
+    """Everything that determines the content of the shards, as JSON values."""
     return {
         "files": [str(file) for file in files],
         "stamps": stamps,
@@ -132,7 +133,7 @@ def _job(
 
 
 def _stamp(file: Path, kind: Format) -> list[int]:
-    """Of the file that holds the tokens. Raises DataError."""
+    """The `stamp_of` the file with the tokens. Raises DataError."""
     name = f"{file}.bin" if kind == "megatron" else str(file)
     try:
         return stamp_of(Path(name))
@@ -141,7 +142,7 @@ def _stamp(file: Path, kind: Format) -> list[int]:
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """A shard name for each file: its own if all are unique."""
+    """A shard name for each file: the file's name if all names are different."""
     names = [path.stem if path.suffix in (".arrow", ".npy") else path.name for path in files]
     return names if len(set(names)) == len(names) else [f"{n:05d}-{name}" for n, name in enumerate(names)]
 
@@ -151,7 +152,7 @@ def ingest_file(prefix: Path, source: Path, options: ImportOptions, tokenizer: T
 
     Args:
         source: file, or prefix of a Megatron pair.
-        options: with the format resolved.
+        options: with the format set.
 
     Raises:
         DataError: see `ingest`.

@@ -1,6 +1,6 @@
-"""A corpus made shard by shard: claimed by one job, spread over processes, resumed after a kill.
+"""Makes a corpus shard by shard, in several processes; the same command continues after a kill.
 
-A shard is done when its `.json` record exists; the result does not depend on the number of processes.
+A shard is done when its `.json` record exists. The result does not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_pretrain.errors import DataError
 
 PLAN = "plan.json"
 Make = Callable[..., None]
-"""`make(prefix, *arguments, tokenizer)` makes a shard. Importable by name."""
+"""`make(prefix, *arguments, tokenizer)` makes a shard; must be importable by name."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Task:
     """A shard to make.
 
     Attributes:
-        name: in the directory, without suffix: `shards/shard-00001`.
-        arguments: the further ones of `make`.
-        size: bytes, for progress.
-        suffixes: of the files that are there when it is done.
+        name: path in the directory, without suffix, such as `shards/shard-00001`.
+        arguments: further arguments of `make`.
+        size: bytes, for the progress bar.
+        suffixes: suffixes of the files that exist when the shard is done.
     """
 
     name: str
@@ -46,19 +46,19 @@ class Task:
 
 
 def undone(out: Path, tasks: Sequence[Task]) -> list[Task]:
-    """Those that are still to be made."""
+    """The tasks whose shards are not done."""
     names = _names(out)
     return [task for task in tasks if not all(task.name + suffix in names for suffix in task.suffixes)]
 
 
 def _names(out: Path) -> set[str]:
-    """Of the files in a directory and in its `shards/`."""
-    found = [*out.iterdir(), *out.glob("shards/*")] if out.exists() else []
-    return {str(path.relative_to(out)) for path in found}
+    """Names of the files in a directory and in its `shards/`, relative to the directory."""
+    files = [*out.iterdir(), *out.glob("shards/*")] if out.exists() else []
+    return {str(path.relative_to(out)) for path in files}
 
 
 def delete(out: Path, names: Iterable[str]) -> None:
-    """Delete files of a job, as far as they are there, and `shards/` if nothing is left in it."""
+    """Delete those files of a job that exist, and `shards/` if it is empty then."""
     for name in names:
         (out / name).unlink(missing_ok=True)
     with suppress(OSError):
@@ -66,12 +66,12 @@ def delete(out: Path, names: Iterable[str]) -> None:
 
 
 def claim(out: Path, content: dict[str, Any], shards: int, *, overwrite: bool) -> None:
-    """Make the directory `out` this job's place. Raises DataError if it holds anything else.
+    """Claim the directory `out` for this job. Raises DataError if it holds anything else.
 
     Args:
-        content: everything that decides the shards, as JSON values.
+        content: everything that determines the shards, as JSON values.
         shards: number of shards.
-        overwrite: discard another job's work.
+        overwrite: whether to discard another job's work.
     """
     job = xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
     names, held = _names(out), _held_job(out)  # in this order: the plan of another part is written first
@@ -91,7 +91,7 @@ def claim(out: Path, content: dict[str, Any], shards: int, *, overwrite: bool) -
 
 
 def _held_job(out: Path) -> Any:
-    """What the plan of `out` says; None without one. Raises DataError if it is damaged."""
+    """The job in the plan of `out`; None without a plan. Raises DataError if it is damaged."""
     try:
         held = json.loads((out / PLAN).read_bytes())
     except FileNotFoundError:
@@ -102,14 +102,14 @@ def _held_job(out: Path) -> Any:
 
 
 def release(out: Path) -> None:
-    """Undo `claim` for a refused job without finished shards: the corrected command is another job."""
+    """Undo `claim` for a refused job without finished shards, since the corrected command is another job."""
     shards = [name for name in _names(out) if name.startswith("shards/")]
     if not any(name.endswith(".json") for name in shards):
         delete(out, [PLAN, *shards])
 
 
 def write_record(prefix: Path, record: dict[str, Any]) -> None:
-    """Mark a shard done: its manifest `entry`, `counts`, and further information for people."""
+    """Mark a shard done. `record`: its manifest `entry`, `counts`, and further information for people."""
     sealed = {**record, "xxh3": _seal(record)}
     replace_file(prefix.with_name(prefix.name + ".json"), (json.dumps(sealed, indent=1) + "\n").encode())
 
@@ -119,20 +119,20 @@ def _seal(record: dict[str, Any]) -> str:
 
 
 def gather(out: Path, tasks: Sequence[Task]) -> list[dict[str, Any]]:
-    """What `write_record` wrote of each shard; all must be done. Deletes what killed processes left half-written.
+    """The records of all shards, which must be done. Deletes files that killed processes left half-written.
 
     Raises:
         DataError: a record does not match its seal.
     """
     delete(out, [name for name in _names(out) if name.startswith("shards/") and name.endswith(".partial")])
-    found = []
+    records = []
     for task in tasks:
         path = out / f"{task.name}.json"
         record = load_json(path)
         if not isinstance(record, dict) or record.pop("xxh3", None) != _seal(record):
             raise DataError(f"{path} is damaged", remedy="delete it and repeat the command")
-        found.append(record)
-    return found
+        records.append(record)
+    return records
 
 
 def summed(done: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -144,7 +144,7 @@ def summed(done: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 
 def describe(manifest: CorpusManifest) -> str:
-    """One line on a corpus: documents, tokens, shards."""
+    """One line about a corpus: documents, tokens, shards."""
     return f"{manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards"
 
 
@@ -159,12 +159,12 @@ def make_all(
     """Make the shards that are not done yet, with a progress bar.
 
     Args:
-        tokenizer: for `make`; None if it needs none.
-        workers: maximum number of processes; each loads the tokenizer.
+        tokenizer: the tokenizer for `make`; None if it needs none.
+        workers: most processes; each loads the tokenizer.
         bar: options of tqdm.
 
     Raises:
-        DataError: from `make`, or a process was killed.
+        DataError: raised by `make`, or a process was killed.
     """
     (out / "shards").mkdir(parents=True, exist_ok=True)
     todo = undone(out, tasks)

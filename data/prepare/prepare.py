@@ -1,4 +1,4 @@
-"""`fsdp-data prepare`: raw text to token shards; parallel, resumable, the same for any number of workers.
+"""`fsdp-data prepare`: makes token shards of raw text; parallel, resumable, equal for any number of workers.
 
 Documents are stored without separators. A shard is done when its `.json` exists beside its `.bin` and `.idx`; the
 corpus is done when `manifest.json` exists. A kill loses at most the shards being written.
@@ -33,12 +33,12 @@ from .jobs import Task, claim, describe, gather, make_all, summed, undone, write
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 _ROUND_TRIPS_PER_SHARD = 32
 BAD_RECORDS = "bad_records.jsonl"
-"""File of a corpus that lists the records that were passed over."""
+"""File of a corpus that lists the bad records that were skipped."""
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options that decide the content of the shards, and which bad records are passed over."""
+    """Options that determine the content of the shards, and how many bad records may be skipped."""
 
     text_field: str = "text"
     lines: bool = False
@@ -50,24 +50,24 @@ class PrepareOptions:
     answer_field: str | None = None
     """If given, records are prompts with answers: two documents each."""
     holdout: Holdout | None = None
-    """The documents that are left out; `split` writes them."""
+    """The held-out documents, which are left out; `split` writes them."""
     max_bad: int = 0
     block_tokens: int | None = None
-    """Tokens of a block; None: 4M, and not named in the job."""
+    """Tokens of a block; None: 4M, and not part of the job's identity."""
 
     @property
     def pairs(self) -> bool:
         return self.answer_field is not None
 
     def find(self, inputs: Sequence[str | Path]) -> list[Path]:
-        """The input files; says on standard error which numbered ones are missing. Raises DataError."""
+        """The input files; warns on standard error about missing numbered ones. Raises DataError."""
         files = find_files(inputs, self.suffixes, self.only)
         for text in missing_numbers(files):
             print(f"warning: {text}", file=sys.stderr)
         return files
 
     def read(self, unit: Unit, bad: BadRecords) -> Iterator[Document]:
-        """The documents of a unit, held-out ones included; counts good records in `bad`. Raises DataError, OSError."""
+        """Read the documents of a unit, also held-out ones; counts good records in `bad`. Raises DataError, OSError."""
         for document in read_documents(
             unit, self.text_field, lines=self.lines, answer_field=self.answer_field, on_bad=bad
         ):
@@ -75,7 +75,7 @@ class PrepareOptions:
             yield document
 
     def holds_out(self, document: Document) -> bool:
-        """Whether a document is left out."""
+        """Whether a document is held out."""
         return self.holdout is not None and self.holdout.takes(document.text)
 
 
@@ -95,14 +95,14 @@ def prepare(
     Args:
         out: created if absent; continued if it holds the same job, refused if it holds another one.
         part: (i, n), 1-based: make only every n-th shard, for job arrays; the last to finish writes the manifest.
-        overwrite: discard what `out` holds.
+        overwrite: whether to discard the content of `out`.
 
     Returns:
         The manifest, or None if shards of other parts are still missing.
 
     Raises:
-        DataError: unreadable input, too many bad records, another job in `out`, or too many documents that contain
-            special tokens.
+        DataError: the input is damaged, has too many bad records or too many documents with special tokens in their
+            text, or `out` holds another job.
         OSError: the input cannot be read, `out` cannot be written, or the storage failed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
@@ -125,7 +125,7 @@ def prepare(
 
 
 def _finish(out: Path, tasks: Sequence[Task], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
-    """Write what makes a corpus of the shards, the manifest last. Raises DataError."""
+    """Make a corpus of finished shards; the manifest is written last. Raises DataError."""
     done = gather(out, tasks)
     counts = summed(done)
     list_bad(out, done, counts, options.max_bad)
@@ -146,9 +146,9 @@ def list_bad(out: Path, done: Sequence[dict[str, Any]], counts: dict[str, int], 
     """Write and show the bad records of all shards, if any. Raises DataError if they are too many."""
     if not counts["bad"]:
         return
-    found = [record for shard in done for record in shard.get("bad", [])]
-    replace_file(out / BAD_RECORDS, "".join(json.dumps(record) + "\n" for record in found))
-    first = [str(BadRecord(**record)) for record in found[:5]]
+    bad_records = [record for shard in done for record in shard.get("bad", [])]
+    replace_file(out / BAD_RECORDS, "".join(json.dumps(record) + "\n" for record in bad_records))
+    first = [str(BadRecord(**record)) for record in bad_records[:5]]
     if counts["bad"] > limit:
         raise too_many(counts["bad"], counts["read"] + counts["bad"], limit, first)
     print(passed_over(counts["bad"], first, str(out / BAD_RECORDS)), file=sys.stderr)
@@ -158,8 +158,7 @@ Stamps = dict[str, list[int]]
 
 
 def input_stamps(files: Iterable[Path], shards: Iterable[Iterable[Unit]]) -> Stamps:
-    """Size and time of change of each file that is read: a job goes on only with the same input. Raises
-    OSError."""
+    """The `stamp_of` each input file that is read: a job continues only with the same input. Raises OSError."""
     read = {unit.path for shard in shards for unit in shard}
     return {str(file): stamp_of(file) for file in files if str(file) in read}
 
@@ -180,7 +179,7 @@ def _shown(stamp: list[int] | None) -> str:
 
 
 def _job(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
-    """Everything that decides the content of the shards, as JSON values."""
+    """Everything that determines the content of the shards, as JSON values."""
     return {
         "shards": [[asdict(unit) for unit in shard] for shard in shards],
         "stamps": stamps,
@@ -195,7 +194,7 @@ def _job(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, options
 
 @dataclass
 class _Counts:
-    """Numbers of documents; `characters` and `utf8_bytes` of their text."""
+    """Counts of documents by what became of them, and the `characters` and `utf8_bytes` of the stored ones."""
 
     read: int = 0
     bad: int = 0
@@ -209,7 +208,7 @@ class _Counts:
     round_trips_exact: int = 0
 
     def add(self, document: Document, encoded: list[list[int]], tokenizer: Tokenizer) -> None:
-        """Count a stored document; the first ones are decoded and compared."""
+        """Count a stored document, and compare the decoded tokens of the first few with their text."""
         if self.round_trips < _ROUND_TRIPS_PER_SHARD:
             self.round_trips += 1
             self.round_trips_exact += tuple(map(tokenizer.decode, encoded)) == document.texts
@@ -240,8 +239,8 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
                 if not all(encoded):
                     counts.empty += 1
                 elif special[tokens].any():
-                    found = sorted({tokenizer.specials[int(i)] for i in tokens[special[tokens]]})
-                    quarantined.append({**place, "line": document.line, "specials": found})
+                    specials = sorted({tokenizer.specials[int(i)] for i in tokens[special[tokens]]})
+                    quarantined.append({**place, "line": document.line, "specials": specials})
                 else:
                     counts.add(document, encoded, tokenizer)
                     for ids in encoded:
@@ -261,13 +260,13 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
     blocks = ShardBlocks.of(Shard(prefix), options.block_tokens or BLOCK_TOKENS, 0, pairs=options.pairs)
     entry["blocks"] = blocks.to_json()
     record = {"entry": entry, "counts": asdict(counts), "sources": sources, "quarantined": quarantined}
-    write_record(prefix, {**record, "bad": [asdict(each) for each in bad.first]})
+    write_record(prefix, {**record, "bad": [asdict(bad_record) for bad_record in bad.first]})
 
 
 def _encoded(
     unit: Unit, options: PrepareOptions, tokenizer: Tokenizer, bad: BadRecords
 ) -> Iterator[tuple[Document, list[list[int]]]]:
-    """Each document that is not held out, with the ids of its texts."""
+    """The documents that are not held out, each with the ids of its texts."""
     for batch in _batches(unit, options, bad):
         encoded = iter(tokenizer.encode([text for document in batch for text in document.texts]))
         for document in batch:
@@ -275,7 +274,7 @@ def _encoded(
 
 
 def _batches(unit: Unit, options: PrepareOptions, bad: BadRecords) -> Iterator[list[Document]]:
-    """The documents that are not held out."""
+    """The documents that are not held out, in batches for the tokenizer."""
     batch: list[Document] = []
     characters = 0
     for document in options.read(unit, bad):

@@ -1,8 +1,8 @@
-"""A real corpus without a download, from what every Python installation contains.
+"""A real corpus without a download, made of files that every Python installation has.
 
-Standard-library sources (without tests), their docstrings as running text, and the pydoc topics, split into training
-and held-out documents by file, so that no text derived from a held-out file is trained on. (`fsdp-data split` decides
-by the text, which cannot know that two texts come from one file.)
+It has standard-library sources (without tests), their docstrings as running text, and the pydoc topics. Training and
+held-out documents are split by file, so that no text derived from a held-out file is trained on. (`fsdp-data split`
+decides by text, and cannot know that two texts come from one file.)
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SPLITS = ("train", "heldout")
 
 
 def build(out: Path) -> dict[str, list[int]]:
-    """Write `train.jsonl` and `heldout.jsonl` (fields `text`, `source`) into `out`, which get their names once they are
-    whole; returns the texts' sizes in bytes.
+    """Write `train.jsonl` and `heldout.jsonl` (fields `text`, `source`) into `out`, each under its name only when it is
+    complete. Returns the sizes of the texts of each in bytes.
 
     Raises:
         DataError: this Python has no standard-library sources (a stripped image).
@@ -52,7 +52,7 @@ def build(out: Path) -> dict[str, list[int]]:
 
 
 def _documents() -> Iterator[tuple[str, str]]:
-    """(source, text), ordered by path; texts derived from a file have its name before a `#`."""
+    """(source, text), ordered by path. The source of a text derived from a file is the file's name, `#` and a word."""
     root = Path(sysconfig.get_paths()["stdlib"])
     sources = [path for path in sorted(root.rglob("*.py")) if not _SKIPPED & set(path.relative_to(root).parts)]
     seen: set[str] = set()

@@ -1,15 +1,15 @@
-"""`fsdp-data split`: the held-out documents of any input, in one JSONL file.
+"""`fsdp-data split`: writes the held-out documents of any input into one JSONL file.
 
-Only these are written, because they are few: `prepare` and `train-tokenizer` with the same `--holdout` leave them out
-while reading, so that the rest needs no second copy on disk.
+The other documents need no second copy on disk, since `prepare` and `train-tokenizer` with the same `--holdout` leave
+the held-out ones out while reading.
 
-    OUT/heldout.jsonl   {"text": ...} a line (and "answer"), without duplicates, in the order of their digests
+    OUT/heldout.jsonl   a line {"text": ...} (and "answer") per document, without duplicates, ordered by digest
     OUT/split.json      counts; written last
     OUT/bad_records.jsonl
 
-The file is a function of the set of texts: neither order nor files nor processes matter, its first lines are as good a
-sample as any, and the file of a smaller share is its beginning. Parts are made in parallel and merged; a kill loses at
-most the parts being written.
+The file is a function of the set of texts, whatever the order, the files and the number of processes. Its first lines
+are as good a sample as any, and equal the file of a smaller share. Parts are made in parallel and merged; a kill loses
+at most the parts being written.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .prepare import PrepareOptions, input_stamps, list_bad
 HELDOUT, REPORT = "heldout.jsonl", "split.json"
 _MOST_PARTS = 128
 _KEY = 17
-"""Characters of a digest in hexadecimal and a space, which begin a line of a part."""
+"""Length of the digest in hexadecimal and the space with which a line of a part begins."""
 
 
 @dataclass(frozen=True)
 class SplitReport:
-    """What was held out.
+    """The counts of a split: `split.json`.
 
     Attributes:
-        holdout: the share asked for, such as `0.1%`.
+        holdout: the requested share, such as `0.1%`.
         read: documents in the input, of which `empty` have no text.
-        bad: records that were passed over.
-        held_out: documents of `read`, of which `duplicates` repeat another one and are not in the file.
-        characters: of the texts in the file.
+        bad: records that were skipped.
+        held_out: held-out documents among `read`, of which `duplicates` repeat another one and are not in the file.
+        characters: characters of the texts in the file.
     """
 
     holdout: str
@@ -75,7 +75,8 @@ def split(
         out: created if absent; continued if it holds the same job, refused if it holds another one.
 
     Raises:
-        DataError: unreadable input, too many bad records, another job in `out`, or no document is held out.
+        DataError: the input is damaged or has too many bad records, `out` holds another job, or no document is held
+            out.
         OSError: the input cannot be read, `out` cannot be written, or the storage failed.
     """
     assert options.holdout is not None
@@ -131,7 +132,7 @@ def make_part(prefix: Path, units: list[Unit], options: PrepareOptions, tokenize
     lines.sort()
     replace_file(prefix.with_name(prefix.name + ".jsonl"), b"".join(lines))
     counts = {"read": bad.good, "empty": empty, "bad": bad.count, "held_out": len(lines)}
-    write_record(prefix, {"counts": counts, "bad": [asdict(each) for each in bad.first]})
+    write_record(prefix, {"counts": counts, "bad": [asdict(bad_record) for bad_record in bad.first]})
 
 
 def _line(document: Document) -> bytes:
@@ -140,7 +141,7 @@ def _line(document: Document) -> bytes:
 
 
 def _merge(out: Path, tasks: Sequence[Task]) -> tuple[int, int]:
-    """Write the file atomically; returns its documents and their characters."""
+    """Merge the parts into the file, atomically. Returns the numbers of its documents and of their characters."""
     target, documents, characters = out / HELDOUT, 0, 0
     partial = target.with_name(f".{HELDOUT}.partial")
     with ExitStack() as stack, naming(target):
@@ -165,7 +166,7 @@ def _without_repeats(lines: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def summary(report: SplitReport, out: Path) -> str:
-    """The final message."""
+    """The final message of `split`."""
     kept = f"{report.held_out - report.duplicates:_} documents, {human_count(report.characters)} characters"
     share = f"{report.held_out:_} of {report.read:_} are held out ({report.held_out / report.read:.3%})"
     lines = [f"{out / HELDOUT}: {kept}; {share}"]

@@ -1,7 +1,7 @@
 """`fsdp-data train-tokenizer`: byte-level BPE with tokenizers, or sentencepiece BPE, both lossless.
 
-Choices, all measured on code and prose: no normalisation (sentencepiece's default rewrites text), white space kept and
-allowed as pieces, byte fallback. So every text survives a round trip.
+There is no normalisation (sentencepiece's default rewrites text), white space is kept and may form pieces, and unknown
+characters fall back to bytes. So every text survives a round trip; this was measured on code and prose.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def train_tokenizer(
 
     Args:
         kind: `bpe` or `sentencepiece`.
-        vocab_size: tokens, special ones included.
-        max_bytes: of a larger input, take every n-th document to learn from about this much.
+        vocab_size: number of tokens, special ones included.
+        max_bytes: of a larger input only every n-th document is used, to learn from about so many bytes.
 
     Raises:
-        DataError: unreadable input, or a vocabulary too small or too large for the text.
+        DataError: the input is damaged, or the vocabulary too small or too large for the text.
     """
     if vocab_size < 260:
         raise DataError(

@@ -1,1 +1,1 @@
-"""Whether a corpus is what it claims to be, separators above all."""
+"""Checks that a corpus is what it claims to be, separators above all."""

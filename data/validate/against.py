@@ -1,4 +1,4 @@
-"""Whether a run can train on a validated corpus, and what it holds out: `fsdp-data validate --against CONFIG`."""
+"""Checks a validated corpus against a run's configuration: `fsdp-data validate --against CONFIG`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .totals import Hashes
 
 
 def check_against(report: ValidationReport, run: Config) -> Findings:
-    """Whether a run can train on the validated corpus together with its other sources.
+    """Findings about whether a run can train on the validated corpus together with its other sources.
 
     The run's `model.vocab` must hold the vocabulary and the objective's special tokens, and its sources must share the
     tokenizer.
@@ -37,10 +37,10 @@ def check_against(report: ValidationReport, run: Config) -> Findings:
         except DataError as error:
             findings.note("unreadable", source.name, error.cause)
             continue
-        held: tuple[object, object] = (report.fingerprint, entry.fingerprint)
+        both: tuple[object, object] = (report.fingerprint, entry.fingerprint)
         if report.fingerprint is None:
-            held = ((report.vocabulary.size, report.vocabulary.eod), (entry.vocab_size, entry.eod))
-        if held[0] != held[1]:
+            both = ((report.vocabulary.size, report.vocabulary.eod), (entry.vocab_size, entry.eod))
+        if both[0] != both[1]:
             findings.note("tokenizer", "", f"source {source.name} of the run ({source.path}) was made with another")
     return findings
 
@@ -53,11 +53,11 @@ def heldout_hashes(run: Config, directory: Path) -> dict[str, Hashes]:
 
 
 def _hashes(corpus: Corpus) -> Hashes:
-    found = [np.zeros(0, dtype=np.uint64)]
+    by_block = [np.zeros(0, dtype=np.uint64)]
     for number in range(len(corpus.blocks)):
         lengths = corpus.lengths(number).astype(np.int64)
         ends = np.cumsum(lengths)
-        found.append(document_hashes(corpus.tokens(number, 0, int(ends[-1])), ends - lengths, ends))
-    hashes = np.unique(np.concatenate(found))
+        by_block.append(document_hashes(corpus.tokens(number, 0, int(ends[-1])), ends - lengths, ends))
+    hashes = np.unique(np.concatenate(by_block))
     kept: Hashes = hashes[hashes != 0]
     return kept

@@ -1,9 +1,9 @@
-"""Checks what the documents of a file carry: `validate` reports the findings, `import` refuses because of them.
+"""Checks the separators and special tokens of a file's documents. `validate` reports the findings, `import` refuses.
 
-A declaration holds if every document carries exactly what it says: `trailing` one separator at its end and none
-elsewhere, `leading` one at its beginning, `none` none at all. No document may hold an id outside the vocabulary or
-another special token. In a flat array, which is cut at its separators, a document at the edge of the file may lack its
-separator, and a document that is only its separator shows two adjacent ones.
+A declaration is true if every document carries exactly these separators: `trailing` one at its end and none elsewhere,
+`leading` one at its beginning, `none` none at all. No document may have an id outside the vocabulary or another special
+token. In a flat array, which is cut at its separators, a document at the edge of the file may lack its separator, and a
+document that is only its separator comes from two adjacent ones.
 """
 
 from __future__ import annotations
@@ -25,22 +25,27 @@ from .report import add_texts
 
 Mask = npt.NDArray[np.bool_]
 _RANGES = 4
-"""Up to this many ranges of special ids comparing is faster than a table."""
+"""With at most so many ranges of special ids, comparing is faster than a table."""
 
 
 class CheckedRun(NamedTuple):
-    """What was found in a run, for those that measure or copy it."""
+    """Results of checking a run, for the meter and for `import`."""
 
     outside: Ints
     """Positions of ids outside the vocabulary."""
     separators: Ints
-    """[documents] separators in each."""
+    """[documents], separators in each."""
     text: Ints
-    """[documents] tokens without the declared separator; -1 if a finding already reports the document as empty."""
+    """[documents], tokens without the declared separator; -1 if a finding already reports the document as empty."""
 
 
 class _Specials(NamedTuple):
-    """The special tokens of a run, one entry each."""
+    """The special tokens of a run, with one entry for each.
+
+    Attributes:
+        at, document: position in the run, and number of the document within it.
+        is_separator, first, last: whether it is the separator, and the first or last token of its document.
+    """
 
     at: Ints
     document: Ints
@@ -58,18 +63,20 @@ class TokenChecker:
     """Checks the runs of one file.
 
     Attributes:
-        findings: of the runs added.
-        documents, tokens: of the runs added, separators included in the tokens.
-        empty: documents without any token except their declared separator.
-        unterminated: pieces at an edge of a flat file that lack their separator.
-        beginning, ending: documents that begin or end with a separator.
+        findings: findings in the runs so far.
+        documents, tokens: numbers in the runs so far; tokens include separators.
+        empty: number of documents without any token except their declared separator.
+        unterminated: number of documents at an edge of a flat file that lack their separator.
+        beginning, ending: numbers of documents that begin or end with a separator.
     """
 
     def __init__(self, name: str, vocabulary: Vocabulary, declared: Separators, *, flat: bool) -> None:
         self._name, self._vocabulary, self._declared = name, vocabulary, declared
         self._cut = flat and declared != "none"
         self.findings = Findings()
-        self.documents = self.tokens = self.empty = self.unterminated = self.beginning = self.ending = 0
+        self.documents = self.tokens = 0
+        self.empty = self.unterminated = 0
+        self.beginning = self.ending = 0
         self._separators = self._both_ends = 0
         self._fitting: Counter[Separators] = Counter()
         ids = sorted(vocabulary.specials | {vocabulary.eod})
@@ -111,19 +118,19 @@ class TokenChecker:
 
     def finish(self) -> Findings:
         """The findings, after all runs were added."""
-        if self.unterminated and not self._separators:  # no cut at all: not just an edge
+        if self.unterminated and not self._separators:  # there is no separator at all
             self.findings.add("separator-missing", self.unterminated, [Example(self._name, 0)])
         return self.findings
 
     @property
     def holds(self) -> bool:
-        """Whether nothing contradicts the declaration yet; warnings do not."""
+        """Whether the declaration is true so far; warnings do not contradict it."""
         return self.findings.exit_code < 2
 
     def require(self, source: str, file: TokenFile, tokenizer: Tokenizer) -> None:
-        """Raise DataError with findings, rates, first places and a declaration that would fit, unless it holds.
+        """Raise DataError unless the declaration is true, with findings, rates, first places and one that would fit.
 
-        Reads `file` once more, up to the places.
+        Reads `file` again, up to the places.
         """
         errors = [finding for finding in self.finish().by_code.values() if finding.kind.severity == "error"]
         if not errors:
@@ -142,10 +149,10 @@ class TokenChecker:
         )
 
     def _remedy(self) -> str:
-        found = self.findings.by_code
-        if "outside-vocabulary" in found:
+        findings = self.findings.by_code
+        if "outside-vocabulary" in findings:
             return "name the tokenizer this corpus was made with, and the right type of the tokens (--dtype)"
-        doubled = found.get("separator-doubled")
+        doubled = findings.get("separator-doubled")
         edge = ("ends", "trailing") if self._declared == "leading" else ("begins", "leading")
         at_edge = self.documents - 1 if self._declared == "leading" else 0
         if self._cut and doubled and doubled.count == 1 and doubled.examples[0].document == at_edge:
@@ -164,16 +171,16 @@ class TokenChecker:
         return f"no declaration fits all documents (those that fit: {counts}): prepare the corpus again from its text"
 
     def _outside(self, run: Run) -> Ints:
-        """Positions of ids outside the vocabulary; the usual case costs one pass."""
+        """Positions of ids outside the vocabulary; takes one pass if there are none."""
         tokens, size = run.tokens, self._vocabulary.size
         if not len(tokens) or (int(tokens.max()) < size and (tokens.dtype.kind == "u" or int(tokens.min()) >= 0)):
             return np.zeros(0, dtype=np.int64)
-        found = np.flatnonzero((tokens >= size) | (tokens < 0))
-        shown = found[:EXAMPLES]
+        outside = np.flatnonzero((tokens >= size) | (tokens < 0))
+        shown = outside[:EXAMPLES]
         places = zip(run.document_of(shown).tolist(), shown.tolist(), strict=True)
-        examples = [self.example(run, document, at, f"id {tokens[at]}") for document, at in places]
-        self.findings.add("outside-vocabulary", len(found), examples)
-        return found
+        examples = [self.example(run, document, position, f"id {tokens[position]}") for document, position in places]
+        self.findings.add("outside-vocabulary", len(outside), examples)
+        return outside
 
     def _find(self, tokens: npt.NDArray[Any]) -> Ints:
         """Positions of special tokens, possibly also of ids outside the vocabulary."""
@@ -186,7 +193,7 @@ class TokenChecker:
         return np.flatnonzero(mask) if mask is not None and mask.any() else np.zeros(0, dtype=np.int64)
 
     def _add_separators(self, run: Run, held: _Specials) -> tuple[Mask, Mask, Ints]:
-        """Count separators; [documents] whether each begins, and ends, with one, and how many it has."""
+        """Count separators. Returns [documents] whether each begins, whether it ends with one, and how many it has."""
         begin, end = np.zeros((2, len(run.lengths)), dtype=bool)
         begin[held.document[held.first]] = True
         end[held.document[held.last]] = True
@@ -204,7 +211,7 @@ class TokenChecker:
         return begin, end, counts
 
     def _name_undeclared(self, run: Run, specials: _Specials, text: Ints) -> None:
-        """Report special tokens that were not declared; sets `text` of documents that hold no others to -1."""
+        """Report special tokens that were not declared. Sets `text` of documents without other tokens to -1."""
         declared = {"none": np.zeros_like(specials.last), "trailing": specials.last, "leading": specials.first}
         undeclared = ~(specials.is_separator & declared[self._declared])
         only = (np.bincount(specials.document[undeclared], minlength=len(text)) == text) & (text > 0)
@@ -235,13 +242,13 @@ class TokenChecker:
             self.count(run, code, held.document[head[which]], held.at[head[which]])
 
     def count(self, run: Run, code: str, documents: Ints, at: Ints | None = None) -> None:
-        """Count documents of a run (sorted, may repeat), each found by the token at a position of the run."""
-        found, index = np.unique(documents, return_index=True)
-        shown = zip(found[:EXAMPLES].tolist(), index[:EXAMPLES].tolist(), strict=True)
+        """Count documents of a run with a defect (sorted, may repeat); `at`: position of the defect in the run."""
+        distinct, index = np.unique(documents, return_index=True)
+        shown = zip(distinct[:EXAMPLES].tolist(), index[:EXAMPLES].tolist(), strict=True)
         examples = [self.example(run, document, None if at is None else int(at[i])) for document, i in shown]
-        self.findings.add(code, len(found), examples)
+        self.findings.add(code, len(distinct), examples)
 
     def example(self, run: Run, document: int, at: int | None = None, note: str = "") -> Example:
-        """An example: a document of the run, at a position of the run."""
+        """An example: a document of the run, and perhaps a position in the run."""
         token = None if at is None else at - int(run.starts[document])
         return Example(self._name, run.first + document, token, note)

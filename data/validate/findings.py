@@ -1,4 +1,4 @@
-"""The catalogue of what `fsdp-data validate` can find, and findings as counted and merged."""
+"""The catalogue of findings of `fsdp-data validate`, and the findings of a corpus, which are counted and merged."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, Literal, NamedTuple
 
 Unit = Literal["documents", "tokens", "files", ""]
 EXAMPLES = 3
-"""Located examples that a finding keeps."""
+"""Most examples that a finding keeps."""
 
 
 class FindingKind(NamedTuple):
-    """One entry of the catalogue: what was found, and the remedy."""
+    """One entry of the catalogue: the meaning of a finding, and the remedy."""
 
     severity: Literal["error", "warning"]
-    """`error` where training would go wrong, `warning` where a person should check."""
+    """`error`: training would go wrong; `warning`: a person should check."""
     unit: Unit
-    """Unit of the count and of its rate; empty where a rate means nothing."""
+    """Unit of the count and of its rate; empty if a rate means nothing."""
     meaning: str
     remedy: str
 
@@ -118,10 +118,11 @@ CATALOGUE: dict[str, FindingKind] = {
 
 @dataclass
 class Example:
-    """Place of a defect: a file, perhaps a document in it, perhaps a token of the document.
+    """The place of a defect: a file, perhaps a document in it, and perhaps a token of the document.
 
-    `note` is what was measured there; `text` the decoded text around it, with document boundaries shown as `‖`, None
-    without a tokenizer.
+    Attributes:
+        note: a measurement at this place.
+        text: the decoded text around it, with document boundaries shown as `‖`; None without a tokenizer.
     """
 
     file: str
@@ -151,7 +152,7 @@ class Finding:
         return CATALOGUE[self.code]
 
     def as_dict(self, rate: float | None) -> dict[str, Any]:
-        """For `--json`: count, rate, examples (`place` is the example as text), meaning and remedy."""
+        """The finding for `--json`: count, rate, examples (`place`: the example as text), meaning and remedy."""
         examples = [{**asdict(example), "place": str(example)} for example in self.examples]
         return {"code": self.code, "count": self.count, "rate": rate, **self.kind._asdict(), "examples": examples}
 
@@ -163,7 +164,7 @@ class Findings:
         self.by_code: dict[str, Finding] = {}
 
     def add(self, code: str, count: int, examples: Iterable[Example] = ()) -> None:
-        """Count defects; 0 has no effect."""
+        """Add defects of one kind; a count of 0 has no effect."""
         if not count:
             return
         finding = self.by_code.setdefault(code, Finding(code, 0))
@@ -171,9 +172,11 @@ class Findings:
         finding.examples += list(examples)[: EXAMPLES - len(finding.examples)]
 
     def note(self, code: str, file: str, note: str) -> None:
+        """Add one defect of a file."""
         self.add(code, 1, [Example(file, note=note)])
 
     def merge(self, other: Findings) -> None:
+        """Add all findings of another object."""
         for finding in other.by_code.values():
             self.add(finding.code, finding.count, finding.examples)
 

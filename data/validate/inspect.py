@@ -1,4 +1,4 @@
-"""What `fsdp-data inspect` shows: a corpus, or one of its documents."""
+"""Reads one document of a corpus, for `fsdp-data inspect`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .report import decode_any
 
 
 def document(corpus: Corpus, wanted: int) -> tuple[str, str]:
-    """The place and the text of document `wanted`, counted over all shards; only its block is read.
+    """The place and the text of document number `wanted`, counted over all shards. Only its block is read.
 
     Raises:
         DataError: there is no such document, or the corpus is damaged.
@@ -23,7 +23,7 @@ def document(corpus: Corpus, wanted: int) -> tuple[str, str]:
     index = int(ends.searchsorted(wanted, "right"))
     number = wanted - (int(ends[index]) - shards[index].documents)
     inside = (table[:, 0] == index) & (table[:, 1] <= number) & (number < table[:, 1] + table[:, 2])
-    ids = list[int]()  # a document of no block is empty
+    ids = list[int]()  # a document that is in no block is empty
     for block in np.flatnonzero(inside).tolist():
         lengths, at = corpus.lengths(block).astype(np.int64), number - int(table[block, 1])
         begin = int(lengths[:at].sum())

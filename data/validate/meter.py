@@ -1,8 +1,8 @@
 """Measurements of one token file, run by run, for `validate`.
 
-One pass, a few vectorised operations per run of a million tokens; what needs Python per token or a second pass is done
-for rare events (special tokens, suspects) or on a sample (decoding). Memory: some 20 bytes per token of a run, and 10
-to 12 per document of the file.
+It takes one pass, with a few vectorised operations per run of a million tokens. Checks that need Python per token or a
+second pass are made only for rare events (special tokens, suspects) or on a sample (decoding). Memory: some 20 bytes
+per token of a run, and 10 to 12 per document of the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAMPLED_DOCUMENTS, _SAMPLED_PER_RUN = 16, 8
 
 
 class RunDocuments(NamedTuple):
-    """The documents of a run: the number of the first, and of each the length and the hash, see `document_hashes`."""
+    """The documents of a run: number of the first, and [documents] their lengths and `document_hashes`."""
 
     first: int
     lengths: npt.NDArray[np.integer]
@@ -34,13 +34,13 @@ class RunDocuments(NamedTuple):
 
 @dataclass
 class Measurement:
-    """What was measured of a file.
+    """The measurements of a file.
 
     Attributes:
-        findings: of the file.
-        documents, tokens: as stored, separators included.
+        documents, tokens: numbers as stored, separators included.
         runs: the documents of each run.
-        agreement: of each sampled document with its re-encoding; see `fsdp_pretrain.data.text.documents.agreements`.
+        agreement: how far each sampled document agrees with its re-encoding, see
+            `fsdp_pretrain.data.text.documents.agreements`.
     """
 
     findings: Findings
@@ -51,9 +51,9 @@ class Measurement:
 
 
 class Meter:
-    """Measures the runs of one file, beyond what its `TokenChecker` checks.
+    """Measures the runs of one file, in addition to its `TokenChecker`.
 
-    `tokenizer` encodes sampled documents again.
+    `tokenizer`: encodes sampled documents again.
     """
 
     def __init__(self, checker: TokenChecker, vocabulary: Vocabulary, tokenizer: Tokenizer | None) -> None:
@@ -82,14 +82,14 @@ class Meter:
         return self._result
 
     def _find_degenerate(self, run: Run) -> None:
-        found = []
+        examples = []
         for document in suspects(run.tokens, run.starts, run.ends).tolist():
             if note := degenerate(run.tokens[run.starts[document] : run.ends[document]]):
-                found.append(self._checker.example(run, document, note=note))
-        self._result.findings.add("degenerate-documents", len(found), found[:EXAMPLES])
+                examples.append(self._checker.example(run, document, note=note))
+        self._result.findings.add("degenerate-documents", len(examples), examples[:EXAMPLES])
 
     def _sample(self, run: Run, text: Ints, size: int) -> None:
-        """Keep the beginnings of a few documents of this run."""
+        """Keep the beginnings of a few documents of this run as samples. `text`: see `CheckedRun`."""
         wanted = min(_SAMPLED_PER_RUN, _SAMPLED_DOCUMENTS - len(self._samples))
         good = np.flatnonzero(text >= SAMPLE_TOKENS // 4)
         chosen = good[np.linspace(0, len(good) - 1, min(wanted, len(good))).astype(np.int64)]

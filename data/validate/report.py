@@ -19,7 +19,7 @@ _BOUNDARY = " ‖ "
 
 @dataclass
 class FileFigures:
-    """One file in the report, with its agreement with the tokenizer if known."""
+    """One file in the report; `agreement`: with the tokenizer, if known."""
 
     name: str
     documents: int = 0
@@ -29,13 +29,14 @@ class FileFigures:
 
 @dataclass
 class ValidationReport:
-    """Result of validating one corpus.
+    """The result of validating one corpus.
 
     Attributes:
-        documents, tokens: as stored, separators included.
-        separators: what the documents were checked for, and `declared` or how that was measured.
-        vocabulary: that the ids were checked against.
-        fingerprint: of the tokenizer, if one is known.
+        documents, tokens: numbers as stored, separators included.
+        separators: the separators that documents should carry, and whether they were declared or how they were
+            measured.
+        vocabulary: the vocabulary that the ids were checked against.
+        fingerprint: fingerprint of the tokenizer, if one is known.
         lengths: quantiles of the document lengths, in tokens.
     """
 
@@ -50,8 +51,8 @@ class ValidationReport:
     files: list[FileFigures]
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        found = self.findings.by_code.values()
+        """The report for `--json`."""
+        findings = self.findings.by_code.values()
         return {
             "directory": self.directory,
             "documents": self.documents,
@@ -60,13 +61,13 @@ class ValidationReport:
             "vocabulary": {"size": self.vocabulary.size, "eod": self.vocabulary.eod},
             "tokenizer": self.fingerprint,
             "exit": self.findings.exit_code,
-            "findings": [finding.as_dict(self.rate(finding)) for finding in found],
+            "findings": [finding.as_dict(self.rate(finding)) for finding in findings],
             "lengths": self.lengths,
             "files": [asdict(file) for file in self.files],
         }
 
     def rate(self, finding: Finding) -> float | None:
-        """Share of the corpus's documents, tokens or files with a finding; None where that means nothing."""
+        """Share of the corpus's documents, tokens or files with a finding; None if that means nothing."""
         totals = {"documents": self.documents, "tokens": self.tokens, "files": len(self.files), "": 0}
         total = totals[finding.kind.unit]
         return finding.count / total if total else None
@@ -98,7 +99,7 @@ def _render_finding(finding: Finding, rate: float | None, write: Callable[[str],
 
 
 def add_texts(examples: Iterable[Example], files: dict[str, TokenFile], tokenizer: Tokenizer) -> None:
-    """Add the decoded text to examples that name a document; files are read again up to there."""
+    """Add the decoded text to examples that name a document; reads the files again, up to these documents."""
     for name, file in files.items():
         waiting = [example for example in examples if example.file == name and example.document is not None]
         for run in file.runs(MEASURED_TOKENS) if waiting else ():
@@ -111,7 +112,7 @@ def add_texts(examples: Iterable[Example], files: dict[str, TokenFile], tokenize
 
 
 def _around(example: Example, run: Run, tokenizer: Tokenizer) -> str:
-    """Text from 12 tokens before to 12 after a place, or of the first 24 tokens of a document."""
+    """The text from 12 tokens before to 12 after a place, or of the first 24 tokens of a document."""
     n, ends = (example.document or 0) - run.first, run.ends
     start, end = int(run.starts[n]), int(ends[n])
     at = start + (example.token or 0)
@@ -123,7 +124,7 @@ def _around(example: Example, run: Run, tokenizer: Tokenizer) -> str:
 
 
 def decode_any(ids: list[int], tokenizer: Tokenizer) -> str:
-    """Text of ids; those outside the vocabulary as `<id 70000>`."""
+    """The text of ids; an id outside the vocabulary is shown as `<id 70000>`."""
     parts: list[str] = []
     known: list[int] = []
     for number in ids:

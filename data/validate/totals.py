@@ -1,4 +1,4 @@
-"""A corpus from the measurements of its files: counts, quantiles, and the findings that need the whole.
+"""Adds the measurements of files up for the whole corpus: counts, quantiles, and findings that need all documents.
 
 Memory: 10 to 12 bytes per document (hashes and lengths).
 """
@@ -18,7 +18,7 @@ from .meter import Measurement, RunDocuments
 from .report import FileFigures
 
 GIANT_TIMES, GIANT_SHARE = 20, 0.01
-"""A document is giant at 20 times the 99th percentile of the lengths and a hundredth of the corpus's tokens."""
+"""A document is a giant from 20 times the 99th percentile of lengths and a hundredth of the corpus's tokens on."""
 _JUDGED_DOCUMENTS = 3
 Hashes = npt.NDArray[np.uint64]
 _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
@@ -43,7 +43,7 @@ class Totals:
         self._judge(self.files[file], measured.agreement)
 
     def add_findings(self, held_out: Mapping[str, Hashes]) -> None:
-        """Add the findings about the whole: giants, duplicates, held-out documents."""
+        """Add the findings that need all documents: giants, duplicates, held-out documents."""
         if self.documents:
             self._giants()
             self._duplicates()
@@ -55,11 +55,11 @@ class Totals:
         if not self.documents:
             return {}
         lengths = np.concatenate([run.lengths for _, run in self._runs])
-        found = np.quantile(lengths, [*_QUANTILES, 1], method="lower").tolist()
-        return dict(zip([*(f"p{share * 100:g}" for share in _QUANTILES), "max"], found, strict=True))
+        values = np.quantile(lengths, [*_QUANTILES, 1], method="lower").tolist()
+        return dict(zip([*(f"p{share * 100:g}" for share in _QUANTILES), "max"], values, strict=True))
 
     def _judge(self, file: FileFigures, agreement: list[float]) -> None:
-        """Whether a file is of the tokenizer."""
+        """Judge whether the tokenizer made a file, by the agreement of its sampled documents."""
         if len(agreement) >= _JUDGED_DOCUMENTS:
             file.agreement = float(np.median(agreement))
             if file.agreement < FOREIGN_AGREEMENT:
@@ -86,17 +86,17 @@ class Totals:
         extra, values = repeated([run.hashes for _, run in self._runs])
         examples: list[Example] = []
         for value in values[:EXAMPLES]:
-            found = (
+            copies = (
                 (file, run.first + int(n)) for file, run in self._runs for n in np.flatnonzero(run.hashes == value)
             )
-            (one, number), *others = islice(found, EXAMPLES + 1)
+            (one, number), *others = islice(copies, EXAMPLES + 1)
             note = f"the same as {self.files[one].name}, document {number}"
             examples += [Example(self.files[file].name, again, note=note) for file, again in others]
         self.findings.add("duplicate-documents", extra, examples)
 
     def _held_out(self, name: str, hashes: Hashes) -> None:
         for file, run in self._runs:
-            found = np.flatnonzero(np.isin(run.hashes, hashes))
+            documents = np.flatnonzero(np.isin(run.hashes, hashes))
             note = f"also in the held-out corpus {name!r}"
-            examples = [Example(self.files[file].name, run.first + int(n), note=note) for n in found[:EXAMPLES]]
-            self.findings.add("held-out-documents", len(found), examples)
+            examples = [Example(self.files[file].name, run.first + int(n), note=note) for n in documents[:EXAMPLES]]
+            self.findings.add("held-out-documents", len(documents), examples)

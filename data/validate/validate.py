@@ -1,7 +1,7 @@
-"""`fsdp-data validate`: measure what a corpus really holds. Streaming; every finding has a remedy.
+"""`fsdp-data validate`: checks the actual content of a corpus. Every finding has a remedy.
 
-The manifest is not trusted: files are measured against it, and every token is checked. Memory: about 100 MB per
-worker, and 8 bytes per document in the parent (see `meter` and `totals`).
+The manifest is not trusted: files are compared with it, and every token is checked. Files are streamed; memory is about
+100 MB per worker, and 8 bytes per document in the parent (see `meter` and `totals`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .totals import Hashes, Totals
 
 _MEASURED_FILES = 8
 _POOL_BYTES = 32_000_000
-"""Below this, starting processes takes longer than measuring."""
+"""Bytes of a corpus below which starting processes takes longer than measuring."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class _File:
 
 @dataclass(frozen=True)
 class _Rules:
-    """What every file is checked against, as sent to worker processes."""
+    """The rules that every file is checked against, as sent to worker processes."""
 
     vocabulary: Vocabulary
     separators: Separators
     tokenizer: tuple[Path, int] | None
     dtype: str | None
-    """That the manifest declares."""
+    """The dtype that the manifest declares; None without one."""
 
     def open(self, file: _File) -> TokenFile:
         return open_file(file.path, file.format, self.vocabulary.eod, leading=self.separators == "leading")
@@ -58,7 +58,7 @@ class _Rules:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is validated."""
+    """The corpus to validate; `because`: where its separators were taken from."""
 
     files: list[_File]
     rules: _Rules
@@ -81,15 +81,14 @@ def validate(
     """Check every document of a corpus, or of token files without a manifest.
 
     Args:
-        directory: with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
+        directory: has a `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
         vocabulary: overrides the manifest's.
-        separators: what documents of files without a manifest should carry; None takes what most of them do.
-        format: of files without a manifest; None takes it from their names.
+        separators: separators that documents should carry, for files without a manifest; None: those of most documents.
+        format: format of files without a manifest; None: the one that their names tell.
         held_out: hashes of documents that should not be here, by the name of their corpus.
 
     Raises:
-        DataError: the directory holds no shards, nothing says what the ids should be, or `separators` is given for a
-            corpus whose manifest declares them.
+        DataError: the directory holds no shards, the vocabulary is unknown, or `separators` contradicts the manifest.
     """
     findings = Findings()
     if (directory / "manifest.json").exists():
@@ -99,9 +98,9 @@ def validate(
     sizes = [_size(file) for file in subject.files]
     totals = Totals([file.name for file in subject.files])
     totals.findings.merge(findings)
-    each = _each(subject.rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
+    measurements = _measure_all(subject.rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=quiet or None) as bar:
-        for number, (size, measured) in enumerate(zip(sizes, each, strict=True)):
+        for number, (size, measured) in enumerate(zip(sizes, measurements, strict=True)):
             totals.add(number, measured)
             bar.update(size)
     totals.add_findings(held_out or {})
@@ -124,10 +123,10 @@ def _declared(
             f"the manifest of {directory} declares separators `{manifest.separators}`, not `{separators}`",
             remedy="leave --separators out; validate judges by the manifest and reports what differs",
         )
-    entry, held = manifest.tokenizer, _compare(directory, manifest, tokenizer, findings)
-    stored = held if held is not None and held.fingerprint == entry.fingerprint else entry
+    entry, loaded = manifest.tokenizer, _compare(directory, manifest, tokenizer, findings)
+    stored = loaded if loaded is not None and loaded.fingerprint == entry.fingerprint else entry
     ids = vocabulary or Vocabulary.of(stored)
-    rules = _Rules(ids, manifest.separators, _named(held), manifest.dtype)
+    rules = _Rules(ids, manifest.separators, _named(loaded), manifest.dtype)
     files = [_File(shard.prefix(directory), "megatron", shard.name, shard) for shard in manifest.shards]
     return _Subject(files, rules, manifest, "declared by the manifest", entry.fingerprint)
 
@@ -140,10 +139,10 @@ def _bare(
     format: Format | None,  # noqa: A002
 ) -> _Subject:
     """A directory of token files without a manifest."""
-    found = token_files(directory, format)
+    format_of = token_files(directory, format)
     files = [
         _File(path, kind, path.name if path.name == directory.name else str(path).removeprefix(f"{directory}/"))
-        for path, kind in found.items()
+        for path, kind in format_of.items()
     ]
     if vocabulary is None and tokenizer is not None:
         vocabulary = Vocabulary.of(tokenizer)
@@ -161,7 +160,7 @@ def _bare(
 def _compare(
     directory: Path, manifest: CorpusManifest, tokenizer: Tokenizer | None, findings: Findings
 ) -> Tokenizer | None:
-    """Compare the manifest with its files and the given tokenizer; returns the tokenizer of the corpus, if any."""
+    """Compare the manifest with its files and the given tokenizer. Returns the tokenizer of the corpus, if any."""
     entry, stored = manifest.tokenizer, None
     for what in ("documents", "tokens"):
         listed = sum(getattr(shard, what) for shard in manifest.shards)
@@ -195,7 +194,8 @@ def _compare(
 
 
 def _detect_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
-    """The rules with what most documents carry, by the first run of up to 8 files, and how that was measured."""
+    """The rules with the separators that most documents carry, in the first run of up to 8 files, and the measurement
+    as a sentence."""
     checker = TokenChecker("", rules.vocabulary, "none", flat=False)
     for source in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
         try:
@@ -208,13 +208,17 @@ def _detect_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
         except (DataError, OSError):
             continue  # reported when the file is measured
     documents, end, begin = checker.documents - checker.empty, checker.ending, checker.beginning
-    found: Separators = "trailing" if 2 * end > documents else "leading" if 2 * begin > documents else "none"
     because = f"measured: of {documents:_} documents {end:_} end and {begin:_} begin with one"
-    return replace(rules, separators=found), because
+    separators: Separators = "none"
+    if 2 * end > documents:
+        separators = "trailing"
+    elif 2 * begin > documents:
+        separators = "leading"
+    return replace(rules, separators=separators), because
 
 
 def _size(file: _File) -> int:
-    """Bytes of the file with the tokens, 0 if it is absent."""
+    """Bytes of the file with the tokens; 0 if it does not exist."""
     path = Path(f"{file.path}.bin") if file.format == "megatron" else file.path
     try:
         return path.stat().st_size
@@ -222,8 +226,8 @@ def _size(file: _File) -> int:
         return 0
 
 
-def _each(rules: _Rules, files: list[_File], workers: int) -> Iterator[Measurement]:
-    """Measurements in the order of the files, so that reports do not depend on timing; the queue is bounded."""
+def _measure_all(rules: _Rules, files: list[_File], workers: int) -> Iterator[Measurement]:
+    """Measure all files, in their order, so that reports do not depend on timing; the queue is bounded."""
     if min(workers, len(files)) <= 1:
         yield from (_measure(rules, file) for file in files)
         return
@@ -238,7 +242,7 @@ def _each(rules: _Rules, files: list[_File], workers: int) -> Iterator[Measureme
 
 
 def _measure(rules: _Rules, file: _File) -> Measurement:
-    """Measure a file; of one that is damaged, what precedes the damage."""
+    """Measure a file, or the part of it before its first damage."""
     checker = TokenChecker(file.name, rules.vocabulary, rules.separators, flat=file.format == "npy")
     meter = Meter(checker, rules.vocabulary, _load(rules.tokenizer))
     try:
@@ -265,7 +269,7 @@ def _load(tokenizer: tuple[Path, int] | None) -> Tokenizer | None:
 
 
 def _is_readable(shard: Shard | None, file: _File, rules: _Rules, findings: Findings) -> bool:
-    """Whether a file can be read in order; what is wrong with the index of a shard is noted."""
+    """Whether a file can be read in order; notes the defects of a shard's index."""
     if shard is None:
         return True
     if file.entry is not None:
@@ -281,14 +285,14 @@ def _is_readable(shard: Shard | None, file: _File, rules: _Rules, findings: Find
 
 def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, findings: Findings) -> None:
     tokens = shard.listed_bytes // shard.dtype.itemsize
-    for what, held, said in (
+    for what, actual, declared in (
         ("documents", shard.documents, entry.documents),
         ("tokens", tokens, entry.tokens),
         ("bytes", shard.bytes, entry.bytes),
         ("dtype", shard.dtype.name, rules.dtype),
     ):
-        if held != said:
-            findings.note("manifest-mismatch", file.name, f"{what}: {held}, the manifest says {said}")
+        if actual != declared:
+            findings.note("manifest-mismatch", file.name, f"{what}: {actual}, the manifest says {declared}")
     for path, expected in ((shard.path, entry.bin_xxh3), (shard.index_path, entry.idx_xxh3)):
         if file_checksum(path) != expected:
             findings.note("checksum", file.name + path.suffix, "")
