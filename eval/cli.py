@@ -171,8 +171,8 @@ def _watch(args: argparse.Namespace) -> int:
 
     run, failed_in_all, state = args.run, 0, ""
     while True:
-        if (known := run_id.read(run.path)) is not None:
-            run_id.bind(run.path, known)
+        if (identifier := run_id.read(run.path)) is not None:
+            run_id.bind(run.path, identifier)
         config = _scheduled(run)
         evaluated, failed = watch_once(run, config, lambda work: evaluate_job(run, work))
         failed_in_all += failed

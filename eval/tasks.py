@@ -194,8 +194,8 @@ def scores(results: dict[str, Any]) -> dict[str, dict[str, float]]:
     for task, metrics in results.items():
         for key, value in metrics.items():
             name, _, filter_name = key.partition(",")
-            known = isinstance(value, int | float) and not isinstance(value, bool)
-            if known and filter_name and (math.isfinite(value) or not name.endswith("_stderr")):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and filter_name and (math.isfinite(value) or not name.endswith("_stderr")):
                 label = name if filter_name == "none" else f"{name}/{filter_name}"
                 table.setdefault(task, {})[label] = float(value)
     return table

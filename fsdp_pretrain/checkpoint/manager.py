@@ -63,7 +63,8 @@ class CheckpointManager:
         clean_until: Callable[[], Iterable[float]] = lambda: (math.inf,),
         delete_last: Callable[[], Collection[int]] = list,
     ) -> None:
-        self._training, self._world, self._config, self._segment = training, training.world, training.config, segment
+        self._training, self._segment = training, segment
+        self._world, self._config = training.world, training.config
         self._store = Store(training.run.checkpoints)
         self._guard, self._protected, self._delete_last = guard, protected, delete_last
         self._suspicion, self._clean_until = suspicion, clean_until
@@ -113,7 +114,7 @@ class CheckpointManager:
     def _save(
         self, world: World, state: TrainState, tensors: dict[str, Any], facts: Facts, config: Config
     ) -> dcp.SaveResult:
-        """Write, commit and verify a checkpoint. `config`: the step's own; training may go on with another timeline."""
+        """Write, commit and verify a checkpoint. `config`: that of the step; a later one may have another timeline."""
         world.decide(self._store.sweep)  # ranks of an earlier attempt may have ended at different times
         saved = dcp.save(
             world,

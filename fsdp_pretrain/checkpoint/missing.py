@@ -47,11 +47,12 @@ def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | Non
     Raises:
         StorageError: a directory cannot be read.
     """
-    steps, known = recorded(run), -1
+    steps, newest_seen = recorded(run), -1
     if seen is not None and seen.checkpoint is not None:
         left = lineage.abandoned_by(lineage.nodes(run), seen.segment, seen.checkpoint)
         if left is None:
-            steps.add(known := seen.checkpoint)
+            newest_seen = seen.checkpoint
+            steps.add(newest_seen)
     if not steps:
         return None
     expected, store = max(steps), Store(run.checkpoints)
@@ -62,13 +63,13 @@ def missing(run: RunDir, seen: SeenRun | None = None) -> MissingCheckpoint | Non
     if existing and any(store.directory.glob(aside)):
         return None
     newest = max((item.step for item in existing), default=None)
-    return MissingCheckpoint(expected, newest, known > (-1 if newest is None else newest))
+    return MissingCheckpoint(expected, newest, newest_seen > (-1 if newest is None else newest))
 
 
 def recorded(run: RunDir) -> set[int]:
     """Steps of the kept line with a checkpoint in the record, including those deleted by retention."""
-    known = lineage.nodes(run)
-    parts, head = lineage.line(known), max((node.segment for node in known), default=0)
+    nodes = lineage.nodes(run)
+    parts, head = lineage.line(nodes), max((node.segment for node in nodes), default=0)
     steps = {part.after for part in parts if part.after}  # a start continued from there
     entries = journal.read(run)
     for entry in journal.of_kind(entries, "checkpoint"):
@@ -77,7 +78,7 @@ def recorded(run: RunDir) -> set[int]:
     status = state_files.view(run.status, Status) or Status()
     if status.checkpoint is not None and status.checkpoint.step is not None and (status.segment or 0) >= head:
         steps.add(status.checkpoint.step)
-    if not any(node.kind == "fresh" for node in known) and journal.of_kind(entries, "import"):
+    if not any(node.kind == "fresh" for node in nodes) and journal.of_kind(entries, "import"):
         steps.add(0)
     return _without_unrestored(steps, entries)
 

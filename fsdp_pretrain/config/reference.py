@@ -89,14 +89,14 @@ def _table(title: str, text: str, rows: list[Row]) -> Iterator[str]:
 
 def _rows(key: str, section: type[Section]) -> list[Row]:
     """The row of each key of a section."""
-    known = meanings(section)
+    texts = meanings(section)
     return [
         (
             f"`{field.alias or name}`",
             _type(field.annotation),
             _default(field),
             class_of(f"{key}.{name}"),
-            _escape(known[name]),
+            _escape(texts[name]),
         )
         for name, field in section.model_fields.items()
     ]

@@ -197,11 +197,11 @@ def _class_of_unknown(key: str) -> str:
 
 def read_allowed(names: Iterable[str]) -> frozenset[str]:
     """Check that the names given with `--allow` are keys that may be declared, or their tables. Raises ConfigError."""
-    known, problems = schema_keys(), []
+    keys, problems = schema_keys(), []
     names = frozenset(names)
     for name in sorted(names):
-        if name not in known:
-            hint = nearest(name, known)
+        if name not in keys:
+            hint = nearest(name, keys)
             problems.append(f"{name}: there is no such key" + (f"; did you mean {hint!r}?" if hint else ""))
             continue
         kinds = {kind for key, kind in CLASSES.items() if _covers(name, key)} or {class_of(name)}

@@ -111,14 +111,14 @@ class LossLevelRule:
             return []
         self._medians.append(median(self._block))
         self._block.clear()
-        known = list(self._medians)
-        if len(known) > 1:
-            self._changes.append(known[-1] - known[-2])
-        if len(known) < 2 * _JOINED:
+        medians = list(self._medians)
+        if len(medians) > 1:
+            self._changes.append(medians[-1] - medians[-2])
+        if len(medians) < 2 * _JOINED:
             return []
         block = statistics.spread(self._changes)[1] / math.sqrt(2)
         self.noise = _OF_MEDIAN * block / math.sqrt(_JOINED)
-        levels = [median(known[at : at + _JOINED]) for at in range(len(known) - _JOINED + 1)]
+        levels = [median(medians[at : at + _JOINED]) for at in range(len(medians) - _JOINED + 1)]
         rise, limit = levels[-1] - min(levels), self.limits.tolerance * max(limits.LEVEL, _LEVEL_NOISE * self.noise)
         if rise > limit:
             best = step - _BLOCK * (len(levels) - 1 - levels.index(min(levels)) + _JOINED)

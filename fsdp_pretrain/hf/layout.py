@@ -216,13 +216,13 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
     common: dict[str, Any] = {"vocab_size": model.rows, "bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
     common |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}  # `torch_dtype` is what 4.x reads
     if isinstance(model, LlamaModel) and model.family in _LLAMA_CLASSES:
-        known, values = _LLAMA_CLASSES[model.family], model.model_dump()
+        hf_class, values = _LLAMA_CLASSES[model.family], model.model_dump()
         values |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_dim, "init_std": model.std}
         return {
-            "architectures": [known.name],
+            "architectures": [hf_class.name],
             "model_type": model.family,
-            **{theirs: values[ours] for ours, theirs, _ in (*_LLAMA_KEYS, *known.keys)},
-            **{key: allowed[0] for key, allowed in (*_LLAMA_FIXED, *known.fixed)},
+            **{theirs: values[ours] for ours, theirs, _ in (*_LLAMA_KEYS, *hf_class.keys)},
+            **{key: allowed[0] for key, allowed in (*_LLAMA_FIXED, *hf_class.fixed)},
             "attention_dropout": 0.0,
             "max_position_embeddings": sequence_length,
             **_rope_to_hf(model),
@@ -339,9 +339,9 @@ def _values(
 
 
 def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    known = _LLAMA_CLASSES[family]
-    content = {**known.defaults, **content}
-    values = _values(content, (*_LLAMA_KEYS, *known.keys), (*_LLAMA_FIXED, *known.fixed), problems)
+    hf_class = _LLAMA_CLASSES[family]
+    content = {**hf_class.defaults, **content}
+    values = _values(content, (*_LLAMA_KEYS, *hf_class.keys), (*_LLAMA_FIXED, *hf_class.fixed), problems)
     if family.startswith("qwen"):
         problems += _qwen_window(content)
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}

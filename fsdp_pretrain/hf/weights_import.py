@@ -103,8 +103,8 @@ def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[
 def _begin(run: RunDir, config: Config, packer: Packer, source: Folder, where: Path, comparison: str) -> Imported:
     """Write the checkpoint and the journal's first entry. `comparison`: the result for the tokenizers, as text."""
     _refuse_not_finite(source, where)
-    known = run_id.assign(run.path)
-    run_id.assign(run.checkpoints, known)
+    identifier = run_id.assign(run.path)
+    run_id.assign(run.checkpoints, identifier)
     state, world = TrainState(), SingleProcess()
     facts = make_facts(config, world, state, imported=str(where.resolve()))
     total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())

@@ -33,11 +33,14 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         recorder.status(force=True, **status.ended(int(interruption.exit), str(interruption)))
         raise
     except BaseException as error:
-        known = isinstance(error, UserError)
-        code = int(error.exit) if isinstance(error, UserError) else int(Exit.UNEXPECTED)
-        reason = error.cause if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, UserError):
+            code, reason = int(error.exit), error.cause
+            text = f"exit {code}: {reason}"
+        else:
+            code, reason = int(Exit.UNEXPECTED), f"{type(error).__name__}: {error}"
+            text = f"unexpected {reason}"
         exit_intent.write(run_dir, segment, code, reason, rank=rank)
-        recorder.ended(f"exit {code}: {reason}" if known else f"unexpected {reason}", code=code)
+        recorder.ended(text, code=code)
         recorder.status(force=True, **status.ended(code, reason))
         raise
     finally:

@@ -61,8 +61,10 @@ def bind_run_directory(run: RunDir, memory: LauncherMemory) -> None:
 def take_restored(run: RunDir, world: World, memory: LauncherMemory) -> Overrides:
     """After a restoration: read the restored overrides, and note the restored segments for the launcher, so that it
     does not take the end of an earlier start for that of this one. Collective. Raises UserError."""
-    known, newest, lasting = world.decide(lambda: (run_id.read(run.path), newest_segment(run), overrides.read(run)))
-    memory.remember(run_id=known, restored=newest)
+    identifier, newest, lasting = world.decide(
+        lambda: (run_id.read(run.path), newest_segment(run), overrides.read(run))
+    )
+    memory.remember(run_id=identifier, restored=newest)
     return lasting
 
 
@@ -74,28 +76,28 @@ def open_directory(run: RunDir, world: World, memory: LauncherMemory) -> None:
         StorageError: the directory cannot be created or read.
     """
     seen = world.gather(world.together(lambda: run_id.read(run.path)))
-    known = next((one for one in seen if one is not None), None)
-    if known is None:
-        known = world.decide(lambda: run_id.assign(run.path))
-    _bind_all(run.path, known, world)
-    memory.remember(run_id=known)
+    identifier = next((other for other in seen if other is not None), None)
+    if identifier is None:
+        identifier = world.decide(lambda: run_id.assign(run.path))
+    _bind_all(run.path, identifier, world)
+    memory.remember(run_id=identifier)
 
 
 def open_checkpoints(run: RunDir, world: World) -> None:
     """Bind every rank to `checkpoints/`, which may be a separate mount; after `look_for_checkpoints`. Collective."""
-    known = run_id.bound_to(run.path)
-    _bind_all(run.checkpoints, world.decide(lambda: run_id.assign(run.checkpoints, known or "")), world)
+    identifier = run_id.bound_to(run.path)
+    _bind_all(run.checkpoints, world.decide(lambda: run_id.assign(run.checkpoints, identifier or "")), world)
 
 
-def _bind_all(directory: Path, known: str, world: World) -> None:
-    world.together(lambda: _wait_until_visible(directory, known))
-    run_id.bind(directory, known)
+def _bind_all(directory: Path, identifier: str, world: World) -> None:
+    world.together(lambda: _wait_until_visible(directory, identifier))
+    run_id.bind(directory, identifier)
 
 
-def _wait_until_visible(directory: Path, known: str) -> None:
+def _wait_until_visible(directory: Path, identifier: str) -> None:
     """Raise RunGoneError if this host does not soon see a directory with this id."""
     until = time.monotonic() + _VISIBLE_WITHIN
-    while run_id.read(directory) != known:
+    while run_id.read(directory) != identifier:
         if time.monotonic() > until:
             raise run_id.run_gone_error(directory)
         for folder in (directory.parent, directory):  # opening a directory makes a network file system refresh it

@@ -57,8 +57,9 @@ class LiveControl(Observer):
     loop: Loop
 
     def __init__(self, run: RunContext, guard: Callable[[], None], profiler: StepProfiler) -> None:
-        self._run, self._world, self._recorder, self._guard = run, run.world, run.recorder, guard
-        self._profiler, self._config = profiler, run.config
+        self._run, self._guard, self._profiler = run, guard, profiler
+        self._world, self._recorder = run.world, run.recorder
+        self._config = run.config  # with all changes so far
 
     def requests(self) -> Mapping[str, int]:
         pending = self._run.inbox.take()

@@ -58,8 +58,8 @@ class Attention(nn.Module):
         super().__init__()
         self._score_mod = alibi_score_mod(heads) if alibi else None
         self.cache: LayerCache | None = None
-        self.heads, self.kv_heads, self.head_dim, self.dropout = heads, kv_heads, head_dim, dropout
-        self.scores, self.layer = scores, layer
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.scores, self.layer, self.dropout = scores, layer, dropout
         self.query = nn.Linear(hidden, heads * head_dim, bias=bias)
         self.key = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
         self.value = nn.Linear(hidden, kv_heads * head_dim, bias=bias)

@@ -112,7 +112,7 @@ def units(model: Decoder, *, reshard: bool) -> list[ShardedUnit]:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """dtype of the matrix products: bf16 on GPU and fp32 on CPU unless the configuration says otherwise."""
+    """dtype of the matrix products: as configured, by default bf16 on GPU and fp32 on CPU."""
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if device.type == "cuda" else "fp32"

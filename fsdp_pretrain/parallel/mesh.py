@@ -80,11 +80,11 @@ class World:
     """
 
     def __init__(self, ranks: RankInfo, device: torch.device, mesh: DeviceMesh, timeout: timedelta) -> None:
-        self.rank, self.size, self.device, self.mesh = ranks.rank, ranks.world, device, mesh
-        self._timeout = timeout
-        self.host_group: dist.ProcessGroup | None = None  # the default group, whose CPU backend is gloo
-        self.local_world = ranks.local_world
+        self.rank, self.size, self.local_world = ranks.rank, ranks.world, ranks.local_world
+        self.device, self.mesh = device, mesh
         self.replicas, self.shards = mesh.shape
+        self.host_group: dist.ProcessGroup | None = None  # the default group, whose CPU backend is gloo
+        self._timeout = timeout
 
     def with_host_group(self, host_group: dist.ProcessGroup) -> World:
         """The same world with another gloo group for joint decisions, for use in another thread."""

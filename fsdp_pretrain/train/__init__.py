@@ -1,1 +1,1 @@
-"""Training: steps, the loop around them, and saves. Services attach to it; it knows none."""
+"""Training: steps, the loop around them, and saves. Services attach to it as observers."""

@@ -145,8 +145,10 @@ def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, lis
     changed += differences(before.model_dump(include=_COMPARED), after.model_dump(include=_COMPARED))
     changed += _code(before.git or {}, after.git or {})
     changed += differences(_variables(before), _variables(after), "environment")
-    known = state_files.view(run.segment(last) / _CORPORA, _Corpora)  # None if the disk was full then
-    return last, changed + (differences(known.corpora, corpora, "corpora") if known is not None else [])
+    old = state_files.view(run.segment(last) / _CORPORA, _Corpora)
+    if old is not None:  # it is missing if the disk was full then
+        changed += differences(old.corpora, corpora, "corpora")
+    return last, changed
 
 
 def _variables(recorded: environment.Environment) -> dict[str, str]:

@@ -39,7 +39,8 @@ class HeldOutLoss(Observer):
     def __init__(
         self, config: Config, world: World, model: Decoder, heartbeat: Heartbeat, micro: Sequence[MicroBatch]
     ) -> None:
-        self._config, self._world, self._model, self._heartbeat, self._micro = config, world, model, heartbeat, micro
+        self._config, self._world = config, world
+        self._model, self._heartbeat, self._micro = model, heartbeat, micro
         self._sources = [source.name for source in config.eval.loss_on]
 
     def reconfigured(self, config: Config) -> None:
