@@ -93,7 +93,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
-    """What `run` evaluates, and how. Raises UserError."""
+    """The model that `run` evaluates, and the configuration of the evaluation. Raises UserError."""
     from fsdp_pretrain.config.config import replace_in
     from fsdp_pretrain.config.sections import EvalSection
 

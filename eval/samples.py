@@ -37,8 +37,8 @@ class StepLosses(BaseModel):
 
     Attributes:
         checkpoint: step of the checkpoint whose parameters were used.
-        loss: of the whole batch with these parameters.
-        recorded: of the whole batch, as recorded in training.
+        loss: loss of the whole batch with these parameters.
+        recorded: loss of the whole batch as recorded in training.
         samples: the losses of the samples, highest first.
     """
 

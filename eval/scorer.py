@@ -104,7 +104,7 @@ class Scorer:
     # ------------------------------------------------------------------ ranks
 
     def serve(self) -> None:
-        """On all ranks but 0: take part in what rank 0 asks for, until it calls `close`."""
+        """On ranks other than 0: repeat the calls of rank 0, until it calls `close`."""
         assert self._world is not None
         while (call := self._world.decide(lambda: None)) is not None:
             method, items = call

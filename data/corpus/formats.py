@@ -154,7 +154,7 @@ def open_file(
     """Open one file of a format.
 
     Args:
-        path: from `token_files`.
+        path: a path from `token_files`.
         eod: id of the separator, at which `npy` is cut.
         leading: whether each separator in `npy` begins a document; otherwise it ends one.
 

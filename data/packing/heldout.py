@@ -25,7 +25,7 @@ _SEED, _LANES = 0, 256
 
 @dataclass(frozen=True)
 class HeldOutSamples:
-    """Which samples are measured.
+    """The samples that are measured.
 
     Attributes:
         packer: packs the held-out corpora.

@@ -130,7 +130,7 @@ class Packer:
         exclude: (source, shard, document) that keep their places but are not learned.
         slots: (pairs per sample, tokens per pair) of sources of prompts with answers; None: such sources are refused.
         stages: lengths of the samples; default: all are windows of `sequence_length`.
-        cache: for corpora by URL.
+        cache: the cache for corpora by URL.
 
     Attributes:
         length: tokens of a window.

@@ -152,7 +152,7 @@ def ingest_file(prefix: Path, source: Path, options: ImportOptions, tokenizer: T
 
     Args:
         source: file, or prefix of a Megatron pair.
-        options: with the format set.
+        options: options with a format.
 
     Raises:
         DataError: see `ingest`.

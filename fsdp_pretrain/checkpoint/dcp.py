@@ -72,7 +72,7 @@ class SaveResult:
     Attributes:
         manifest: its manifest, on rank 0; None on the others.
         bytes: total size of its files.
-        seconds: from the start of writing to the end of read-back.
+        seconds: duration from the start of writing to the end of read-back.
         deleted: steps whose checkpoints retention deleted afterwards.
         notes: further journal entries.
     """

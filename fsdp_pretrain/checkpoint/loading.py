@@ -101,7 +101,7 @@ def load_weights(world: World, checkpoint: Checkpoint, model: M, allocate: Calla
     Every file is hashed as it is read, once in all, so damage anywhere in the checkpoint is found.
 
     Args:
-        model: on the meta device, with the dtypes of training; its parameters must match the checkpoint.
+        model: a model on the meta device, with the dtypes of training; its parameters must match the checkpoint.
         allocate: gives the model memory: plain or sharded over the ranks, in any dtype. Called if the names match.
 
     Raises:

@@ -43,7 +43,7 @@ class TokenizerIdentity(StateFile):
 
 
 class RunIdentity(StateFile):
-    """What no resume may change, see `state.identity`; each start compares its own with it."""
+    """The facts of a run that no resume may change, see `state.identity`; each start compares its own with them."""
 
     model: dict[str, Any]
     data: dict[str, Any]

@@ -37,14 +37,14 @@ from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, verify_files
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """What the start command allows.
+    """Options of the start command.
 
     Attributes:
-        fresh: start at step 0 although all checkpoints are invalid, or recorded ones are missing.
+        fresh: whether to start at step 0 although all checkpoints are invalid, or recorded ones are missing.
         changes: keys and tables of the configuration that may differ although that changes what is learned.
         reset_optimizer: step of the checkpoint at which the optimiser is reset.
         reason: why this start differs from the last, for the journal.
-        from_mirror: restore from `checkpoint.mirror` what the run directory lacks.
+        from_mirror: whether to restore from `checkpoint.mirror` what the run directory lacks.
     """
 
     fresh: bool = False

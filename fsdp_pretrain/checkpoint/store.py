@@ -156,7 +156,7 @@ class Store:
         """Turn a completely written attempt into a checkpoint.
 
         Args:
-            attempt: from `begin`; all files durable, including `train_state.json` and `config.toml`.
+            attempt: directory from `begin`; its files must be durable, `train_state.json` and `config.toml` among them.
 
         Raises:
             StorageError: the manifest or the rename could not be made durable; nothing was committed.

@@ -1,4 +1,4 @@
-"""The learning rate's warm-up and decay in closed form. No state; places are samples consumed."""
+"""The learning rate's warm-up and decay in closed form, as pure functions of the samples consumed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LearningRateCurve:
-    """From 0 to a peak at `warmup`, and by `shape` to a floor at `end`, as a function of samples consumed c.
+    """A learning rate that rises from 0 to a peak at `warmup` and falls to a floor at `end`, by samples consumed c.
 
     Warm-up: `linear`, peak c/w; or `parabolic`, peak (1 - (1 - c/w)^2) (the published Llama-style 7B run).
 

@@ -42,7 +42,7 @@ def read_entry(changes: Sequence[str], schedule: Schedule, *, at: int, reason: s
     Args:
         changes: as on the command line.
         schedule: the run's schedule before the changes.
-        reason: for the journal.
+        reason: why, for the journal.
 
     Raises:
         ConfigError: it lists every problem.

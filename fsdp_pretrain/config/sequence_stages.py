@@ -31,7 +31,7 @@ class SequenceStages:
 
     @classmethod
     def of(cls, stages: Sequence[tuple[int, Progress]], length: int) -> SequenceStages:
-        """From (length, end) of the stages before the last, whose samples have `length` tokens.
+        """Build from (length, end) of all stages but the last, whose samples have `length` tokens.
 
         Ends are samples or tokens read since the start of the run. They are rounded up, so that the samples of a stage
         make whole samples of `length` tokens. Raises ValueError if a stage's length does not divide `length`, or a

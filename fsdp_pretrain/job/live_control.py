@@ -36,7 +36,7 @@ _ROUND = 0.5
 
 @dataclass
 class ControlActions:
-    """What all ranks do before the next step: add timeline entries, then pause, or resume if they are paused."""
+    """Actions of all ranks before the next step: add timeline entries, then pause, or resume if they are paused."""
 
     entries: list[TimelineEntry] = field(default_factory=list)
     pause: Request | None = None
@@ -105,7 +105,7 @@ class LiveControl(Observer):
         return actions
 
     def _decide_here(self, here: Position, paused: bool) -> ControlActions:
-        """On rank 0: what the requests, in the order in which they were sent, ask for; refuses some."""
+        """On rank 0: the actions for the pending requests, in the order in which they were sent; refuses some."""
         actions, config, step = ControlActions(), self._config, here.step
         for request in self._run.inbox.take_steering():
             pauses = actions.pause is not None or (paused and actions.resume is None)

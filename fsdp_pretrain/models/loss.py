@@ -84,7 +84,7 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_losses: Tensor, d_normalisers: Tensor) -> tuple[Tensor | None, ...]:
-        """With p the softmax: d logits = (d loss + d normaliser) * p - d loss * onehot(target)."""
+        """Gradients of rows and weight; p being the softmax, d logits = (d loss + d normaliser) p - d loss onehot."""
         rows, weight, targets, normalisers, *kept = ctx.saved_tensors
         learned = targets != IGNORE
         d_picked = d_losses.where(learned, 0.0)

@@ -23,8 +23,8 @@ def use_float8(model: Decoder, device: torch.device, *, emulate: bool = False) -
     """Replace the linear layers of all blocks; names and shapes of parameters stay.
 
     Args:
-        model: on the meta device, not compiled or sharded yet.
-        emulate: compute with rounded bf16 values, on any device: slow, for tests.
+        model: a model on the meta device, not compiled or sharded yet.
+        emulate: whether to compute with rounded bf16 values, on any device: slow, for tests.
 
     Raises:
         ConfigError: the device has no float8, a size is not a multiple of 16, or torchao is missing.

@@ -35,7 +35,7 @@ class Checkpointing(Observer):
 
     Args:
         saver: writes them, and applies the retention policy.
-        step: that of the checkpoint which this start continues from.
+        step: step of the checkpoint that this start continues from.
         observers: their `saved` is called after every save.
 
     Attributes:

@@ -83,7 +83,7 @@ def describe(world: World, hosts: list[str]) -> dict[str, Any]:
 
 
 def _launched() -> float:
-    """When this process started, seconds since 1970. psutil's boot time has a resolution of one second."""
+    """When this process started, in seconds since 1970; more exact than psutil, whose boot time is in whole seconds."""
     started = process_start(os.getpid())
     if started is None or not hasattr(time, "CLOCK_BOOTTIME") or not Path("/proc/self/stat").exists():
         return psutil.Process().create_time()
@@ -123,7 +123,7 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def compare(run: RunDir, number: int, corpora: dict[str, str]) -> tuple[int, list[str]] | None:
-    """What changed since the last segment that joined the lineage. Records the corpora for the next start to compare.
+    """Changes since the last segment that joined the lineage. Records the corpora for the next start to compare.
 
     Args:
         number: this segment's.

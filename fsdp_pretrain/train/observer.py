@@ -95,7 +95,7 @@ class Observer:
         """Called before the step of this number is issued."""
 
     def requests(self) -> Mapping[str, int]:
-        """What this rank asks all ranks to agree on, by field of `StepCounts`: summed in the next step."""
+        """This rank's requests to all ranks, by field of `StepCounts`; they are summed in the next step."""
         return {}
 
     def beside(self, step: int) -> list[str]:

@@ -27,7 +27,7 @@ class StepCounts:
         stop, save, profile, steer: ranks with such a request, see `Observer.requests`.
         without_data: ranks that could not read their batch.
         saved, overdue: see `Checkpointing.signals`.
-        checksums: of every rank's parameters, see `replica_check.checksums`; empty in most steps.
+        checksums: checksum of every rank's parameters, see `replica_check.checksums`; empty in most steps.
     """
 
     targets: int
@@ -87,7 +87,7 @@ _COUNTS = [count.name for count in fields(StepCounts) if count.name != "checksum
 
 @dataclass(frozen=True)
 class StepSums:
-    """What a step measures, fp64, of one rank or summed over all. Views of one tensor.
+    """Losses and norms of a step, of one rank or summed over all: views of one fp64 tensor.
 
     The first two fields have one value per source; all others are 0-dim. Those of the update (norm, loss_scale,
     skipped) are the same on every rank and are not summed.
