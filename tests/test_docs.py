@@ -178,7 +178,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, ru
 
 def help_of(module: str, words: tuple[str, ...]) -> str:
     """What a command prints for `--help`."""
-    main = importlib.import_module(f"{module}.main" if module.startswith("fsdp_pretrain") else module).main
+    main = importlib.import_module(f"{module}.main" if module == "fsdp_pretrain.cli" else module).main
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as end:
         patch.setattr(sys, "argv", [module, *words, "--help"])

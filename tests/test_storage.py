@@ -56,7 +56,9 @@ def test_a_look_that_hangs_blocks_nobody(watch: Watch, tmp_path: Path) -> None:
     (tmp_path / "fifo").write_bytes(b"x" * 5000)
     watch.advance(60, hanging=2)
     assert first.found[-1].error is None and first.found[-1].late == 0
-    (tmp_path / "hangs").write_text("it answers")  # no thread is left
+    answer = os.open(tmp_path / "hangs", os.O_RDWR)  # as a reader too: those that wake up may close it before the write
+    os.write(answer, b"it answers")
+    os.close(answer)  # no thread is left
     watch.advance()
 
 

@@ -28,7 +28,7 @@ class WorldShape(BaseModel):
 
 
 class Environment(StateFile):
-    """The hardware and software of a start, written from `fsdp_pretrain.job.environment.describe`."""
+    """The hardware and software of a start, written from `train/environment.py`."""
 
     time: str | None = None  # when all ranks had connected
     launched: str | None = None  # when the process of rank 0 started
