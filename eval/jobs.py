@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.checkpoint.evaluations import FailedAttempt, Job, due_jobs, given_up_jobs, pause_after
-from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.processes import start_module
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, make_directory, now
 from fsdp_pretrain.run.journal import Journal, add, of_kind, read
@@ -181,12 +181,10 @@ def _evaluate(run: RunDir, held: Work, evaluate: Evaluate, journal: Journal) -> 
 def start_worker(run: RunDir, config: Config) -> subprocess.Popen[bytes]:
     """Start a worker beside training: own session, no rank variables, one thread, low priority."""
     make_directory(run.evals)
-    with (run.evals / "log").open("ab") as log:
-        return start_module(
-            *("fsdp_pretrain.eval.cli", "watch", str(run.path), "--once", "--wait"),
-            nice=19,
-            environment={"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
+    return start_module(
+        *("fsdp_pretrain.eval.cli", "watch", str(run.path), "--once", "--wait"),
+        nice=19,
+        environment={"OMP_NUM_THREADS": "1"},
+        log=run.evals / "log",
+        stdin=subprocess.DEVNULL,
+    )

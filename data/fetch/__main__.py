@@ -6,7 +6,6 @@ It ends when its input does: with the rank that started it, however that ends. S
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.fetcher_status import FetcherStatus, status_file
+from fsdp_pretrain.processes import exit_now
 
 from .fetcher import Fetcher
 from .process import FetcherSettings
@@ -37,7 +37,7 @@ def main() -> None:
 
 def _end_with_input() -> None:
     sys.stdin.read()
-    os._exit(0)  # a thread may wait for an answer of the storage
+    exit_now(0)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ first. What fails is reported (`record.mirror_status`) and tried again.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -23,6 +22,7 @@ from fsdp_pretrain.checkpoint.store import MANIFEST, Checkpoint, Store
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError, RunGoneError, UserError
+from fsdp_pretrain.processes import exit_now
 from fsdp_pretrain.run import lineage, mirror_status, run_id, state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.journal import Journal
@@ -177,7 +177,7 @@ def _listen(finish: threading.Event) -> None:
     if sys.stdin.readline():
         finish.set()
     sys.stdin.read()
-    os._exit(0)  # the rank is gone: the job goes on elsewhere or later, with an uploader of its own
+    exit_now(0)  # the rank is gone: the job goes on elsewhere or later, with an uploader of its own
 
 
 def main(path: str, own_id: str, number: str) -> int:
@@ -209,4 +209,4 @@ def main(path: str, own_id: str, number: str) -> int:
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # threads of the storage's library could keep it alive
+    exit_now(code)

@@ -15,9 +15,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.processes import process_start
 
 from . import state_files
 from .files import make_directory, now
@@ -110,24 +109,6 @@ def _pid_namespace() -> str | None:
     try:
         return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (not a path)
     except OSError:
-        return None
-
-
-def process_start(pid: int) -> float | None:
-    """Start time of a process, comparable within a host; None if there is no such live process.
-
-    In ticks since boot where available: setting the wall clock would make a live holder look like another process with
-    the same id.
-    """
-    try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        stat = Path(f"/proc/{pid}/stat")
-        if stat.exists():
-            return float(stat.read_text(errors="replace").rpartition(")")[2].split()[19])
-        return process.create_time()
-    except (psutil.NoSuchProcess, OSError):
         return None
 
 
