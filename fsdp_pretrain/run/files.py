@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsdp_pretrain import atomic
+from fsdp_pretrain import files
 
 from . import run_id
 
@@ -182,7 +182,7 @@ def make_directory(path: Path) -> None:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a small file atomically and durably, creating its directory. Raises OSError."""
     make_directory(path.parent)
-    atomic.replace_file(path, content)
+    files.replace_file(path, content)
 
 
 def now() -> str:

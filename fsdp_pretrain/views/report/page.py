@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.run.files import RunDir, stamp
 
 from . import tables
