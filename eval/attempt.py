@@ -30,7 +30,7 @@ from fsdp_pretrain.errors import StorageError, UserError
 from fsdp_pretrain.processes import die_with_parent, start_module
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, make_directory, replace_file
-from fsdp_pretrain.run.lease import Lease
+from fsdp_pretrain.run.lock import Lease
 from fsdp_pretrain.run.state_files import DamagedFileError, StateFile
 from fsdp_pretrain.units import human_time
 

@@ -1,7 +1,7 @@
 """Scheduled evaluations: each due checkpoint exactly once, by any number of workers, crash-safe.
 
 A worker claims a checkpoint by creating `claim.json` exclusively and touches it while it works. A claim whose owner is
-dead, by the rules of all leases (`record.lease`), is moved away by an atomic rename, which only one other worker can
+dead, by the rules of all leases (`run.lock`), is moved away by an atomic rename, which only one other worker can
 win. Results are published by rename too, and only while the worker's claim stands. Their entry in the journal is
 written after them, under the same claim; if the worker is killed in between, the next one writes it.
 """
@@ -21,7 +21,7 @@ from fsdp_pretrain.processes import start_module
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, make_directory, now
 from fsdp_pretrain.run.journal import Journal, add, of_kind, read
-from fsdp_pretrain.run.lease import Lease, drop_if_dead
+from fsdp_pretrain.run.lock import Lease, drop_if_dead
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.views.trackers.follow import catch_up
 

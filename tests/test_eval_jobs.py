@@ -26,9 +26,9 @@ from fsdp_pretrain.eval.attempt import Evaluated, Work
 from fsdp_pretrain.eval.cli import table
 from fsdp_pretrain.eval.results import EvaluationError, Results
 from fsdp_pretrain.eval.tasks import read_heldout
-from fsdp_pretrain.run import lease, state_files
+from fsdp_pretrain.run import lock, state_files
 from fsdp_pretrain.run.files import RunDir, seconds_of, stamp
-from fsdp_pretrain.run.lease import this_process
+from fsdp_pretrain.run.lock import this_process
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_finished_results_are_published_though_reads_of_the_claim_fail(
 
     with jobs.claim(job) as mine:
         assert mine is not None
-        monkeypatch.setattr(lease, "_RETRY_SECONDS", 0.0)
+        monkeypatch.setattr(lock, "_RETRY_SECONDS", 0.0)
         monkeypatch.setattr(Path, "read_bytes", flaky)
         assert jobs.publish(mine, evaluated(mine)) == (failing < 10) == job.done
 

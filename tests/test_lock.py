@@ -17,7 +17,8 @@ from sight import until
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.errors import BusyError
-from fsdp_pretrain.run import lease, state_files
+from fsdp_pretrain.run import lock as locks
+from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.lock import RunLock, hold
 
@@ -46,7 +47,7 @@ def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: A
     first.wait()
     second = lab.start(config, ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "resume"), what="a start after kill -9")
-    held = lease.read(run / "lock.json")
+    held = locks.read(run / "lock.json")
     assert held is not None
     state_files.write(run / "lock.json", {**held.model_dump(), "token": "x"})  # frozen, taken
     assert second.wait() == [78, 78] and "lost the lock" in second.output()
@@ -77,10 +78,10 @@ def test_a_dead_holder_on_this_host_is_taken_over_at_once(tmp_path: Path, how: s
     run = RunDir(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     holder = f"""
-from fsdp_pretrain.run import files, lease, state_files
+from fsdp_pretrain.run import files, lock, state_files
 import json, os, pathlib
 os.getpid = lambda: {child.pid}
-pathlib.Path({str(run.lock)!r}).write_text(state_files.seal({{"token": "t", **lease.this_process()}}))
+pathlib.Path({str(run.lock)!r}).write_text(state_files.seal({{"token": "t", **lock.this_process()}}))
 """
     root = Path(__file__).resolve().parent.parent
     subprocess.run([sys.executable, "-c", holder], check=True, cwd=root)

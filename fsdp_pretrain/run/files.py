@@ -38,7 +38,7 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.evals = path / "evals"
         self.control = path / "control"  # inbox of requests to the running job
-        self.lock = path / "lock.json"  # who may write, see `record.lock`
+        self.lock = path / "lock.json"  # who may write, see `run.lock`
         self.profiles = path / "profiles"  # traces of steps
         self.overrides = path / "overrides.toml"  # changes by rollbacks and forks, see `record.overrides`
         self.rollback = path / "rollback.json"  # a rollback in progress, see `lineage.rollback`

@@ -22,7 +22,7 @@ from fsdp_pretrain.errors import BusyError, ConfigError, UserError
 from fsdp_pretrain.processes import exit_now, start_module
 from fsdp_pretrain.run import journal, run_id
 from fsdp_pretrain.run.files import RunDir, make_directory
-from fsdp_pretrain.run.lease import Lease, drop_if_dead
+from fsdp_pretrain.run.lock import Lease, drop_if_dead
 
 from .points import RecordStream
 from .run_facts import read_facts
