@@ -24,9 +24,9 @@ import numpy as np
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.run.files import RunDir, stamp
+from fsdp_pretrain.run.journal import GROUPS
 
 from . import tables
-from .events import GROUPS
 from .figures import Drawing, Figure
 from .gather import RunRecord, read
 
