@@ -233,6 +233,23 @@ def die_with_parent(parent: int | None = None) -> None:
         exit_now(1)
 
 
+def end_with_input(asked: Callable[[], object] = lambda: None) -> None:
+    """In what `start_helper` started: end when the input does, and call `asked` for a line of it, in a thread.
+
+    Requests to stop are ignored, since schedulers send them to every process of a job.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+    def listen() -> None:
+        if sys.stdin.readline():
+            asked()
+        sys.stdin.read()
+        exit_now(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
 def exit_now(code: int) -> NoReturn:
     """End this process at once: threads of a library, or in a call that hangs, would keep it alive."""
     os._exit(code)
