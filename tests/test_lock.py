@@ -12,11 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
+from machines import tmpfs
 from processes import CLI, Run
 from sight import until
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.errors import BusyError
+from fsdp_pretrain.errors import BusyError, StorageError
 from fsdp_pretrain.run import lock as locks
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir
@@ -99,3 +100,13 @@ pathlib.Path({str(run.lock)!r}).write_text(state_files.seal({{"token": "t", **lo
         pass
     child.kill()
     child.wait()
+
+
+def test_the_lock_of_a_dead_holder_on_a_read_only_file_system_is_an_error(tmp_path: Path) -> None:
+    """It cannot be taken away, and was waited for without end."""
+    with tmpfs(tmp_path) as place:
+        run = RunDir(place)
+        state_files.write(run.lock, {"token": "t", **locks.this_process(), "process_started": 1.0})
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        with pytest.raises(StorageError, match="Read-only file system"):
+            RunLock(run, "rollback").attempt()

@@ -22,7 +22,7 @@ from fsdp_pretrain.run import exit_intent, lineage, run_id, state_files
 from fsdp_pretrain.run.exit_intent import EXIT_INTENT
 from fsdp_pretrain.run.files import AppendFile, RunDir, json_object, now, read_lines, replace_file
 from fsdp_pretrain.run.journal import Journal, entries
-from fsdp_pretrain.run.lock import Lease, this_process
+from fsdp_pretrain.run.lock import Lease
 from fsdp_pretrain.run.metrics import find_step, read_metrics
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.requests import send
@@ -276,11 +276,10 @@ def test_status_levels(tmp_path: Path, fields: dict[str, Any], level: int, text:
 
 @pytest.fixture(scope="module")
 def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A run of the first release with a live job, according to its status, on a read-only file system; its lock is that
-    of a process that died."""
+    """A run of the first release with a live job, according to its status, on a read-only file system."""
     with tmpfs(tmp_path_factory.mktemp("mounted")) as place:
         run = RunDir(unpack(place))
-        state_files.write(run.lock, {"token": "t", **this_process(), "process_started": 1.0})
+        run.lock.unlink()
         alive = {"state": "running", "host": socket.gethostname(), "pid": os.getpid(), "heartbeat": now()}
         state_files.write(run.status, {"step": 28, "total_steps": 100, "tokens": 1792, **alive})
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
