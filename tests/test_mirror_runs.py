@@ -144,7 +144,7 @@ def dies_once_restored(folder: Path) -> Path:
     (folder / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    from fsdp_pretrain.train import start\n"
+        "    from fsdp_pretrain.job import start\n"
         "    real = start.open_directory\n"
         "    def fail(*arguments):\n"
         f"        if not os.path.exists('{folder}/died'):\n"
