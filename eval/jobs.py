@@ -29,7 +29,6 @@ from . import sample_files
 from .attempt import Evaluated, Work, drop_attempts
 from .results import EvaluationError, RefusedError, Results
 
-_SILENT_SECONDS = 120.0
 Evaluate = Callable[[Work], Evaluated | None]
 """Evaluates a claimed job, see `attempt.evaluate_job`."""
 
@@ -58,7 +57,7 @@ def _hold(folder: Path, **facts: float) -> Iterator[Lease | None]:
     """Hold the claim on a job's folder for the block; None if another worker does."""
     make_directory(folder)
     path = folder / "claim.json"
-    drop_if_dead(path, _SILENT_SECONDS)
+    drop_if_dead(path)
     mine = Lease.take(path, **facts)
     try:
         yield mine
@@ -123,7 +122,7 @@ def _announce(run: RunDir, folder: Path) -> None:
 def drop_dead_claims(run: RunDir) -> bool:
     """Take the claims of dead workers away. Returns whether some are of workers on other hosts that may be dead."""
     claims = run.evals.glob("step-*/*/claim.json")  # also of what is done: it would look like work
-    return None in [drop_if_dead(path, _SILENT_SECONDS) for path in claims]
+    return None in [drop_if_dead(path) for path in claims]
 
 
 def watch_once(run: RunDir, config: Config, evaluate: Evaluate) -> tuple[int, int]:

@@ -102,7 +102,7 @@ def test_a_worker_elsewhere_is_dead_once_it_was_seen_to_be_silent(
     run: Path, monkeypatch: pytest.MonkeyPatch, beats: bool
 ) -> None:
     """By the clock of who asks. The server's is ten minutes behind."""
-    monkeypatch.setattr(jobs, "_SILENT_SECONDS", 0.0)  # any time between two looks
+    monkeypatch.setattr(lock, "SILENT_SECONDS", 0.0)  # any time between two looks
     path = make_claim(job := due(run)[0], host="elsewhere")
     free = []
     for number in range(4):

@@ -56,18 +56,21 @@ def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: A
 
 
 @pytest.mark.quick
-def test_locks_of_other_hosts_are_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_locks_of_other_hosts_are_watched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDir(tmp_path)
     run.lock.write_text(
         state_files.seal({"token": "t", "host": "elsewhere", "pid": 5, "purpose": "training", "time": "then"})
     )
     os.utime(run.lock, (1, 1))  # its clock may be wrong: only changes count
-    lock = RunLock(run, "rollback", silent=50)
+    lock = RunLock(run, "rollback")
     assert not lock.attempt() and not lock.attempt()
-    assert "waiting up to 50s" in capsys.readouterr().out
+    assert "waiting up to 90s" in capsys.readouterr().out
     os.utime(run.lock, (2, 2))
     assert "held by training on host elsewhere, pid 5, since then" in refused(lock.attempt)
-    with hold(run, "rollback", silent=0.2) as held:  # silent: taken over
+    monkeypatch.setattr(locks, "SILENT_SECONDS", 0.2)
+    with hold(run, "rollback") as held:  # silent: taken over
         held.check()
         assert "held by rollback" in refused(RunLock(run, "fork").attempt)
     assert not run.lock.exists()

@@ -144,10 +144,10 @@ _signs: dict[Path, tuple[Any, float]] = {}
 """The last sign of life of holders on other hosts, as `drop_if_dead` saw it, and when it saw it first."""
 
 
-def drop_if_dead(path: Path, silent: float) -> bool | None:
+def drop_if_dead(path: Path) -> bool | None:
     """Take a lease away if its holder is dead; whether it is free now. None: that is not known yet, ask again.
 
-    A holder on another host is dead after `silent` seconds without a beat, on this process's clock from its first look:
+    A holder on another host is dead after `SILENT_SECONDS` without a beat, on this process's clock from its first look:
     hosts' clocks need not agree.
     """
     held = read(path)
@@ -161,7 +161,7 @@ def drop_if_dead(path: Path, silent: float) -> bool | None:
         if sign != before:
             _signs[path] = sign, time.monotonic()
             return None if before is None else False
-        alive = None if time.monotonic() - since <= silent else False
+        alive = None if time.monotonic() - since <= SILENT_SECONDS else False
     if alive is False:
         _signs.pop(path, None)
         _take_away(path, held)
@@ -169,14 +169,10 @@ def drop_if_dead(path: Path, silent: float) -> bool | None:
 
 
 class RunLock:
-    """The lock of one run.
+    """The lock of one run; `purpose` (`training`, `rollback`, `fork`) is for messages to other processes."""
 
-    `purpose` (`training`, `rollback`, `fork`) is for messages to other processes; a holder on another host counts as
-    dead after `silent` seconds without a beat.
-    """
-
-    def __init__(self, run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> None:
-        self._run, self._purpose, self._silent = run, purpose, silent
+    def __init__(self, run: RunDir, purpose: str) -> None:
+        self._run, self._purpose = run, purpose
         self._claim: Lease | None = None
         self._waiting = False
 
@@ -187,7 +183,7 @@ class RunLock:
         alive, StorageError if the run directory cannot be written.
         """
         held = read(self._run.lock)
-        free = drop_if_dead(self._run.lock, self._silent)
+        free = drop_if_dead(self._run.lock)
         if free is False:
             raise self._busy(held)
         if free:
@@ -198,10 +194,10 @@ class RunLock:
             except OSError as error:
                 raise StorageError(f"cannot write to the run directory {self._run.path}: {error.strerror}") from None
         elif self._waiting:
-            time.sleep(min(_TURN, self._silent / 5))
+            time.sleep(min(_TURN, SILENT_SECONDS / 5))
         else:
             self._waiting = True
-            print(f"{self._describe(held)}: waiting up to {self._silent:g}s for a heartbeat from it", flush=True)
+            print(f"{self._describe(held)}: waiting up to {SILENT_SECONDS:g}s for a heartbeat from it", flush=True)
         return self._claim is not None
 
     def _describe(self, held: LeaseRecord | None) -> str:
@@ -217,8 +213,8 @@ class RunLock:
             self._describe(held),
             effect="two writers would mix two lines of training in one run",
             remedy=f"wait for its end, or ask it to stop: fsdp-pretrain control {self._run.path} stop. A holder that "
-            f"was killed is detected: on its own host at once, from others after {self._silent:g}s without a heartbeat "
-            f"(one every {BEAT_SECONDS:g}s)",
+            f"was killed is detected: on its own host at once, from others after {SILENT_SECONDS:g}s without a "
+            f"heartbeat (one every {BEAT_SECONDS:g}s)",
         )
 
     def check(self) -> None:
@@ -252,9 +248,9 @@ def holder_died(run: RunDir) -> bool:
 
 
 @contextmanager
-def hold(run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> Iterator[RunLock]:
+def hold(run: RunDir, purpose: str) -> Iterator[RunLock]:
     """Hold a run's lock for the block. Raises BusyError, StorageError."""
-    lock = RunLock(run, purpose, silent=silent)
+    lock = RunLock(run, purpose)
     while not lock.attempt():
         pass
     try:

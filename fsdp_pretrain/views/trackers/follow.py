@@ -32,7 +32,7 @@ Followers = dict[str, "subprocess.Popen[bytes]"]
 """The followers of a run, by the name of the tracker."""
 STUCK_SECONDS = 120.0
 """Without a sign of life of a tracker, it hangs."""
-_CHUNK, _POLL_SECONDS, _FINISH_SECONDS, _SILENT_SECONDS, _WAIT_SECONDS = 200, 2.0, 20.0, 90.0, 60.0
+_CHUNK, _POLL_SECONDS, _FINISH_SECONDS, _WAIT_SECONDS = 200, 2.0, 20.0, 60.0
 
 
 # ---------------------------------------------------------------- for training and evaluations
@@ -147,7 +147,7 @@ def _hold(run: RunDir, name: str) -> Lease | None:
     """Become the one writer of a view; None if another process is."""
     path = _folder(run) / f"{name}.lease.json"
     make_directory(path.parent)
-    while (free := drop_if_dead(path, _SILENT_SECONDS)) is None:  # not known yet, of a process on another host
+    while (free := drop_if_dead(path)) is None:  # not known yet, of a process on another host
         time.sleep(1.0)
     return Lease.take(path, purpose=f"the writer of the view in {name}") if free else None
 
