@@ -24,13 +24,13 @@ from pathlib import Path
 
 from fsdp_pretrain.checkpoint.evaluations import Job
 from fsdp_pretrain.checkpoint.store import Store, step_of
-from fsdp_pretrain.child_process import die_with_parent, start_module
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.config.sections import EvalSection
 from fsdp_pretrain.errors import StorageError, UserError
+from fsdp_pretrain.processes import die_with_parent, start_module
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, make_directory, replace_file
-from fsdp_pretrain.run.lease import Lease
+from fsdp_pretrain.run.lock import Lease
 from fsdp_pretrain.run.state_files import DamagedFileError, StateFile
 from fsdp_pretrain.units import human_time
 
@@ -85,18 +85,14 @@ def evaluate_job(run: RunDir, work: Work) -> Evaluated | None:
     place = job.folder / f"attempt-{uuid.uuid4().hex[:8]}"
     try:
         make_directory(place)
-        with contextlib.ExitStack() as files:
-            elsewhere = job.section.command is not None
-            output = files.enter_context((place / "log").open("ab")) if elsewhere else None
-            process = start_module(
-                "fsdp_pretrain.eval.attempt",
-                *(str(path.absolute()) for path in (run.path, job.checkpoint.path, place)),
-                str(os.getpid()),
-                environment={name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+        process = start_module(
+            "fsdp_pretrain.eval.attempt",
+            *(str(path.absolute()) for path in (run.path, job.checkpoint.path, place)),
+            str(os.getpid()),
+            environment={name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"},
+            log=place / "log" if job.section.command is not None else None,
+            stdin=subprocess.DEVNULL,
+        )
     except OSError as error:
         raise EvaluationError(f"its process cannot be started: {error}") from None
     try:

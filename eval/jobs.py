@@ -1,7 +1,7 @@
 """Scheduled evaluations: each due checkpoint exactly once, by any number of workers, crash-safe.
 
 A worker claims a checkpoint by creating `claim.json` exclusively, and touches the file while it works. If the owner of
-a claim is dead, by the rules of all leases (`run.lease`), another worker moves the claim away by an atomic rename,
+a claim is dead, by the rules of all leases (`run.lock`), another worker moves the claim away by an atomic rename,
 which only one can win. Results are published by rename too, and only while the worker holds the claim. Their entry in
 the journal is written after them, under the same claim; if the worker is killed in between, the next one writes it.
 """
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.checkpoint.evaluations import FailedAttempt, Job, due_jobs, given_up_jobs, pause_after
-from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.processes import start_module
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, make_directory, now
 from fsdp_pretrain.run.journal import Journal, add, of_kind, read
-from fsdp_pretrain.run.lease import Lease, drop_if_dead
+from fsdp_pretrain.run.lock import Lease, drop_if_dead
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.views.trackers.follow import catch_up
 
@@ -29,8 +29,6 @@ from . import sample_files
 from .attempt import Evaluated, Work, drop_attempts
 from .results import EvaluationError, RefusedError, Results
 
-_SILENT_SECONDS = 120.0
-"""Age of a claim's last touch after which its owner may be dead."""
 Evaluate = Callable[[Work], Evaluated | None]
 """Evaluates a claimed job, see `attempt.evaluate_job`."""
 
@@ -59,7 +57,7 @@ def _hold(folder: Path, **facts: float) -> Iterator[Lease | None]:
     """Hold the claim on a job's folder, which records `facts`; yields None if another worker holds it."""
     make_directory(folder)
     path = folder / "claim.json"
-    drop_if_dead(path, _SILENT_SECONDS)
+    drop_if_dead(path)
     lease = Lease.take(path, **facts)
     try:
         yield lease
@@ -126,7 +124,7 @@ def _announce(run: RunDir, folder: Path) -> None:
 def drop_dead_claims(run: RunDir) -> bool:
     """Remove the claims of dead workers. Returns whether workers on other hosts hold some that may be dead."""
     claims = run.evals.glob("step-*/*/claim.json")  # also those of evaluated checkpoints, which would look like work
-    return None in [drop_if_dead(path, _SILENT_SECONDS) for path in claims]
+    return None in [drop_if_dead(path) for path in claims]
 
 
 def watch_once(run: RunDir, config: Config, evaluate: Evaluate) -> tuple[int, int]:
@@ -185,12 +183,10 @@ def _evaluate(run: RunDir, work: Work, evaluate: Evaluate, journal: Journal) -> 
 def start_worker(run: RunDir, config: Config) -> subprocess.Popen[bytes]:
     """Start a worker beside training, in its own session, without rank variables, with one thread and low priority."""
     make_directory(run.evals)
-    with (run.evals / "log").open("ab") as log:
-        return start_module(
-            *("fsdp_pretrain.eval.cli", "watch", str(run.path), "--once", "--wait"),
-            nice=19,
-            environment={"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
+    return start_module(
+        *("fsdp_pretrain.eval.cli", "watch", str(run.path), "--once", "--wait"),
+        nice=19,
+        environment={"OMP_NUM_THREADS": "1"},
+        log=run.evals / "log",
+        stdin=subprocess.DEVNULL,
+    )

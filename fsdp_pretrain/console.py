@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from . import __version__
 from .errors import Exit, StorageError, UserError
-from .units import Bytes
+from .units import Bytes, Seconds
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -205,6 +205,14 @@ def byte_count(text: str) -> int:
         return Bytes.parse(text).value
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
+
+
+def seconds(text: str) -> float:
+    """Argument type of a time such as `30min`. Raises ArgumentTypeError."""
+    try:
+        return float(Seconds.parse(text).value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive(text: str) -> int:

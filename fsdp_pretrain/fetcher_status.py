@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .atomic import replace_file
+from .files import replace_file
 
 
 def status_file(pages: Path, first_rank: int) -> Path:

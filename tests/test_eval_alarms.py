@@ -17,7 +17,7 @@ from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir
-from fsdp_pretrain.run.lease import this_process
+from fsdp_pretrain.run.lock import this_process
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
 
 TASKS = "heldout_bpb+separator_probe"

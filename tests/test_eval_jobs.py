@@ -26,9 +26,9 @@ from fsdp_pretrain.eval.attempt import Evaluated, Work
 from fsdp_pretrain.eval.cli import table
 from fsdp_pretrain.eval.results import EvaluationError, Results
 from fsdp_pretrain.eval.tasks import read_heldout
-from fsdp_pretrain.run import lease, state_files
+from fsdp_pretrain.run import lock, state_files
 from fsdp_pretrain.run.files import RunDir, seconds_of, stamp
-from fsdp_pretrain.run.lease import this_process
+from fsdp_pretrain.run.lock import this_process
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_worker_elsewhere_is_dead_once_it_was_seen_to_be_silent(
     run: Path, monkeypatch: pytest.MonkeyPatch, beats: bool
 ) -> None:
     """By the clock of who asks. The server's is ten minutes behind."""
-    monkeypatch.setattr(jobs, "_SILENT_SECONDS", 0.0)  # any time between two looks
+    monkeypatch.setattr(lock, "SILENT_SECONDS", 0.0)  # any time between two looks
     path = make_claim(job := due(run)[0], host="elsewhere")
     free = []
     for number in range(4):
@@ -141,7 +141,7 @@ def test_finished_results_are_published_though_reads_of_the_claim_fail(
 
     with jobs.claim(job) as mine:
         assert mine is not None
-        monkeypatch.setattr(lease, "_RETRY_SECONDS", 0.0)
+        monkeypatch.setattr(lock, "_RETRY_SECONDS", 0.0)
         monkeypatch.setattr(Path, "read_bytes", flaky)
         assert jobs.publish(mine, evaluated(mine)) == (failing < 10) == job.done
 

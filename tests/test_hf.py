@@ -382,7 +382,7 @@ def test_memory_is_that_of_a_file_not_of_the_model(lab: Any, helpers: Any) -> No
     path = configure(lab, lab.path / "theirs")
     code = (
         "import json; from pathlib import Path\n"
-        "from fsdp_pretrain.checkpoint import hf; from fsdp_pretrain.config.config import load\n"
+        "from fsdp_pretrain.config.config import load; from fsdp_pretrain.hf import export as hf\n"
         "from fsdp_pretrain.hf.weights_import import import_folder\n"
         "from fsdp_pretrain.run.files import RunDir\n"
         "import threading, time; seen = [0]\n"

@@ -12,12 +12,14 @@ from typing import Any
 
 import psutil
 import pytest
+from machines import tmpfs
 from processes import CLI, Run
 from sight import until
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.errors import BusyError
-from fsdp_pretrain.run import lease, state_files
+from fsdp_pretrain.errors import BusyError, StorageError
+from fsdp_pretrain.run import lock as locks
+from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.lock import RunLock, hold
 
@@ -46,7 +48,7 @@ def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: A
     first.wait()
     second = lab.start(config, ranks=2)
     helpers.wait_for(lambda: helpers.journal(run, "resume"), what="a start after kill -9")
-    held = lease.read(run / "lock.json")
+    held = locks.read(run / "lock.json")
     assert held is not None
     state_files.write(run / "lock.json", {**held.model_dump(), "token": "x"})  # frozen, taken
     assert second.wait() == [78, 78] and "lost the lock" in second.output()
@@ -54,18 +56,21 @@ def test_the_second_launcher_is_refused_and_names_the_first(lab: Any, helpers: A
 
 
 @pytest.mark.quick
-def test_locks_of_other_hosts_are_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_locks_of_other_hosts_are_watched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDir(tmp_path)
     run.lock.write_text(
         state_files.seal({"token": "t", "host": "elsewhere", "pid": 5, "purpose": "training", "time": "then"})
     )
     os.utime(run.lock, (1, 1))  # its clock may be wrong: only changes count
-    lock = RunLock(run, "rollback", silent=50)
+    lock = RunLock(run, "rollback")
     assert not lock.attempt() and not lock.attempt()
-    assert "waiting up to 50s" in capsys.readouterr().out
+    assert "waiting up to 90s" in capsys.readouterr().out
     os.utime(run.lock, (2, 2))
     assert "held by training on host elsewhere, pid 5, since then" in refused(lock.attempt)
-    with hold(run, "rollback", silent=0.2) as held:  # silent: taken over
+    monkeypatch.setattr(locks, "SILENT_SECONDS", 0.2)
+    with hold(run, "rollback") as held:  # silent: taken over
         held.check()
         assert "held by rollback" in refused(RunLock(run, "fork").attempt)
     assert not run.lock.exists()
@@ -77,10 +82,10 @@ def test_a_dead_holder_on_this_host_is_taken_over_at_once(tmp_path: Path, how: s
     run = RunDir(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     holder = f"""
-from fsdp_pretrain.run import files, lease, state_files
+from fsdp_pretrain.run import files, lock, state_files
 import json, os, pathlib
 os.getpid = lambda: {child.pid}
-pathlib.Path({str(run.lock)!r}).write_text(state_files.seal({{"token": "t", **lease.this_process()}}))
+pathlib.Path({str(run.lock)!r}).write_text(state_files.seal({{"token": "t", **lock.this_process()}}))
 """
     root = Path(__file__).resolve().parent.parent
     subprocess.run([sys.executable, "-c", holder], check=True, cwd=root)
@@ -98,3 +103,13 @@ pathlib.Path({str(run.lock)!r}).write_text(state_files.seal({{"token": "t", **le
         pass
     child.kill()
     child.wait()
+
+
+def test_the_lock_of_a_dead_holder_on_a_read_only_file_system_is_an_error(tmp_path: Path) -> None:
+    """It cannot be taken away, and was waited for without end."""
+    with tmpfs(tmp_path) as place:
+        run = RunDir(place)
+        state_files.write(run.lock, {"token": "t", **locks.this_process(), "process_started": 1.0})
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        with pytest.raises(StorageError, match="Read-only file system"):
+            RunLock(run, "rollback").attempt()

@@ -23,10 +23,10 @@ from test_mirror import Carried
 from watch import Watch
 
 from fsdp_pretrain.checkpoint.store import step_of
-from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.mirror import restore
 from fsdp_pretrain.mirror.layout import RunMirror
+from fsdp_pretrain.processes import start_module
 from fsdp_pretrain.remote import RemoteError
 from fsdp_pretrain.run import mirror_status, run_id
 from fsdp_pretrain.run.files import RunDir
@@ -144,7 +144,7 @@ def dies_once_restored(folder: Path) -> Path:
     (folder / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    from fsdp_pretrain.train import start\n"
+        "    from fsdp_pretrain.job import start\n"
         "    real = start.open_directory\n"
         "    def fail(*arguments):\n"
         f"        if not os.path.exists('{folder}/died'):\n"

@@ -22,7 +22,7 @@ from fsdp_pretrain.run import exit_intent, lineage, run_id, state_files
 from fsdp_pretrain.run.exit_intent import EXIT_INTENT
 from fsdp_pretrain.run.files import AppendFile, RunDir, json_object, now, read_lines, replace_file
 from fsdp_pretrain.run.journal import Journal, entries
-from fsdp_pretrain.run.lease import Lease
+from fsdp_pretrain.run.lock import Lease
 from fsdp_pretrain.run.metrics import find_step, read_metrics
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.requests import send

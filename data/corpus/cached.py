@@ -25,9 +25,9 @@ import numpy.typing as npt
 import xxhash
 
 from fsdp_pretrain import fetcher_status
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.data.text.tokenizer import fingerprint_of
 from fsdp_pretrain.errors import DataError, StorageError
+from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.remote import PATIENCE, Problem, Remote, RemoteError, Url
 
 from .files import now_reading

@@ -12,9 +12,9 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.files import replace_file
 
 MAX_VOCABULARY = 1 << 24
 """A larger vocabulary is a mistake: the tables would not fit into memory."""

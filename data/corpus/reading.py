@@ -15,8 +15,8 @@ from functools import partial
 from threading import Lock, get_ident
 from typing import TypeVar
 
-from fsdp_pretrain.deadline import NoAnswerError, Worker
 from fsdp_pretrain.errors import ReadTimeoutError
+from fsdp_pretrain.processes import NoAnswerError, Worker
 from fsdp_pretrain.remote import Location, Url
 
 from .files import reading

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from fsdp_pretrain.errors import DataError, naming
+from fsdp_pretrain.files import close_durably
 
 from .files import File
 
@@ -90,10 +91,10 @@ class ShardWriter:
         lengths = np.asarray(self._lengths, dtype="<i4")
         index = encode_index(lengths, self._dtype)
         with naming(self._prefix):
-            _close_durably(self._file)
+            close_durably(self._file)
             with _partial(self._prefix, ".idx").open("wb") as file:
                 file.write(index)
-                _close_durably(file)
+                close_durably(file)
         for suffix in (".bin", ".idx"):
             _partial(self._prefix, suffix).rename(self._prefix.with_name(self._prefix.name + suffix))
         tokens = int(lengths.sum(dtype=np.int64))
@@ -121,12 +122,6 @@ class ShardWriter:
 
 def _partial(prefix: Path, suffix: str) -> Path:
     return prefix.with_name(f"{prefix.name}{suffix}.{os.getpid()}.partial")
-
-
-def _close_durably(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-    file.close()
 
 
 class IndexRows(NamedTuple):

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.files import replace_file
 
 from .corpus import BLOCK_COLUMNS, CHECKSUMS
 from .manifest import CorpusManifest, Separators, ShardEntry, write_manifest

@@ -6,15 +6,13 @@ It ends when its input is closed, and so with the rank that started it, however 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.fetcher_status import FetcherStatus, status_file
+from fsdp_pretrain.processes import end_with_input
 
 from .fetcher import Fetcher
 from .process import FetcherSettings
@@ -22,10 +20,8 @@ from .process import FetcherSettings
 
 def main() -> None:
     """Run a fetcher."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # requests to stop, to every process of a job
-        signal.signal(number, signal.SIG_IGN)
     settings = FetcherSettings(*json.loads(sys.stdin.readline()))
-    threading.Thread(target=_end_with_input, daemon=True).start()
+    end_with_input()
     try:
         fetcher = Fetcher(settings)
     except UserError as error:  # the ranks fail for the same reason, or the storage has failed since
@@ -33,11 +29,6 @@ def main() -> None:
         status.write(status_file(Path(settings.pages), settings.first))
         raise SystemExit(str(error)) from None
     fetcher.run()
-
-
-def _end_with_input() -> None:
-    sys.stdin.read()
-    os._exit(0)  # at once, even if a thread waits for an answer of the storage
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_pretrain.child_process import start_helper
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing import progress
 from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.fetcher_status import log_folder, status_file
+from fsdp_pretrain.processes import start_helper
 
 from . import room
 
@@ -82,10 +82,8 @@ class NodeFetching:
         """Start the fetcher, and restart it whenever it ends. As a process it cannot take the rank down."""
         while not self._closed.is_set():
             with contextlib.suppress(OSError):
-                self.process = start_helper("fsdp_pretrain.data.fetch", log=self._log)
-                assert self.process.stdin is not None
-                self.process.stdin.write(json.dumps(settings).encode() + b"\n")
-                self.process.stdin.flush()
+                text = json.dumps(settings).encode() + b"\n"
+                self.process = start_helper("fsdp_pretrain.data.fetch", log=self._log, text=text)
                 self.process.wait()
             self._closed.wait(_PAUSE)
 

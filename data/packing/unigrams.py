@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fsdp_pretrain.atomic import replace_file
+from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.statistics import spread
 
 BUCKETS = 1024

@@ -17,11 +17,11 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.data.corpus.manifest import CorpusManifest, load_json
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.data.text.workers import worker_processes
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.files import replace_file
 
 PLAN = "plan.json"
 Make = Callable[..., None]

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.data.corpus.manifest import CorpusManifest
 from fsdp_pretrain.data.corpus.shards import Shard, ShardWriter, token_dtype
 from fsdp_pretrain.data.corpus.writing import BLOCK_TOKENS, ShardBlocks, write_corpus
@@ -27,6 +26,7 @@ from fsdp_pretrain.data.text.holdout import Holdout
 from fsdp_pretrain.data.text.inputs import Document, Unit, plan_shards, read_documents
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.files import replace_file
 
 from .jobs import Task, claim, describe, gather, make_all, summed, undone, write_record
 

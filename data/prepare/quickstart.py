@@ -18,6 +18,7 @@ import xxhash
 from tqdm import tqdm
 
 from fsdp_pretrain.errors import DataError, naming
+from fsdp_pretrain.files import replacing
 
 _SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "turtledemo"}
 _HELDOUT_ONE_IN = 16
@@ -33,21 +34,19 @@ def build(out: Path) -> dict[str, list[int]]:
     """
     out.mkdir(parents=True, exist_ok=True)
     texts: dict[str, list[int]] = {split: [] for split in SPLITS}
-    partial = {split: out / f".{split}.partial" for split in SPLITS}
-    with naming(out), ExitStack() as stack:
-        files = {split: stack.enter_context(path.open("w", encoding="utf-8")) for split, path in partial.items()}
+    with ExitStack() as stack:
+        files = {split: stack.enter_context(replacing(out / f"{split}.jsonl")) for split in SPLITS}
+        stack.enter_context(naming(out))
         for source, text in _documents():
             held_out = xxhash.xxh3_64_intdigest(source.partition("#")[0].encode()) % _HELDOUT_ONE_IN == 0
             split = "heldout" if held_out else "train"
-            files[split].write(json.dumps({"text": text, "source": source}) + "\n")
+            files[split].write((json.dumps({"text": text, "source": source}) + "\n").encode())
             texts[split].append(len(text.encode()))
-    if sum(texts["train"]) < 1_000_000:
-        raise DataError(
-            f"this Python installation holds only {sum(texts['train'])} bytes of standard-library sources",
-            remedy="use a full Python installation, or `fsdp-data prepare` on text of your own",
-        )
-    for split, path in partial.items():
-        path.rename(out / f"{split}.jsonl")
+        if sum(texts["train"]) < 1_000_000:
+            raise DataError(
+                f"this Python installation holds only {sum(texts['train'])} bytes of standard-library sources",
+                remedy="use a full Python installation, or `fsdp-data prepare` on text of your own",
+            )
     return texts
 
 

@@ -22,12 +22,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.data.corpus.manifest import load_json
 from fsdp_pretrain.data.text.bad_records import BadRecords
 from fsdp_pretrain.data.text.holdout import text_digest
 from fsdp_pretrain.data.text.inputs import Document, Unit, plan_shards
 from fsdp_pretrain.errors import DataError, naming
+from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.units import human_count
 
 from .jobs import Task, claim, delete, gather, make_all, summed, write_record

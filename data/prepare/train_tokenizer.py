@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.data.text.bad_records import BadRecords, passed_over
 from fsdp_pretrain.data.text.inputs import plan_shards
 from fsdp_pretrain.data.text.tokenizer import EOD, Tokenizer
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.files import replace_file
 
 from .prepare import PrepareOptions
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_pretrain.child_process import run_module
+from fsdp_pretrain.processes import NoAnswerError, run_module
 
 from .times import MeasuredSteps
 
@@ -29,7 +28,7 @@ def measure(command: Sequence[str], *, limit: float, ranks: int = 1) -> Measured
         result = Path(folder) / "result.json"
         try:
             done = run_module(*module, *command, "--result", str(result), environment=threads, limit=limit)
-        except subprocess.TimeoutExpired:
+        except NoAnswerError:
             return f"not finished after {limit:.0f} seconds"
         if done.returncode or not result.exists():
             return reason(done.stderr.decode(errors="replace"))

@@ -14,6 +14,7 @@ from fsdp_pretrain.console import Parser, positive
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.parallel import mesh
+from fsdp_pretrain.processes import exit_now
 
 from . import children, peers, saves, sides, steps, sweep
 
@@ -37,7 +38,7 @@ def main() -> int:
     if args.side != peers.OURS:
         times = sides.measure(args.side, config, steps=args.steps, warmup=args.warmup)
         _deliver(args, asdict(times), steps.render(times))
-        os._exit(0)  # threads of other libraries may keep a process alive
+        exit_now(0)
     with mesh.connect(config.parallel) as world:
         values: Any
         if args.saves:

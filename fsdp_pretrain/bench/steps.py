@@ -24,12 +24,12 @@ from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan.plan import count_parameters, render_measured
 from fsdp_pretrain.run.recorder import SilentRecorder
-from fsdp_pretrain.run.step_record import StepRecord, StepSeconds
+from fsdp_pretrain.run.step_record import LAG, StepRecord, StepSeconds
 from fsdp_pretrain.train.build import build_loss_scaler, build_model_and_optimizer
 from fsdp_pretrain.train.group_statistics import GroupStatistics
 from fsdp_pretrain.train.heldout_loss import HeldOutLoss
 from fsdp_pretrain.train.observer import Observer
-from fsdp_pretrain.train.trainer import LAG, Trainer
+from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.units import human_bytes, human_count
 
 from .times import MeasuredSteps

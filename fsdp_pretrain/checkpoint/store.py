@@ -21,6 +21,7 @@ from typing import Any
 import xxhash
 
 from fsdp_pretrain.errors import CheckpointError, StorageError, UserError
+from fsdp_pretrain.files import sync
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import make_directory, now
 
@@ -164,12 +165,12 @@ class Store:
         target = attempt.with_name(attempt.name.partition(".")[0])
         try:
             state_files.write(attempt / MANIFEST, manifest.model_dump(exclude_unset=True))
-            sync_directory(attempt)
+            sync(attempt)
             if target.exists():  # a damaged one of the same step, rejected when the run resumed
                 self.abandon(target)
             attempt.rename(target)
             try:
-                sync_directory(self.directory)
+                sync(self.directory)
             except OSError:
                 target.rename(attempt)  # else it would block the next save of this step
                 raise
@@ -331,15 +332,3 @@ def describe_file(path: Path) -> FileEntry:
     """The manifest entry of a file. Raises OSError."""
     with HashedFile(path) as file:
         return file.finish()
-
-
-def sync_file(path: Path) -> None:
-    """Fsync a file, or a directory. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-sync_directory = sync_file

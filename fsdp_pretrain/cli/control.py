@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_pretrain.console import JSON, argument, step_number, verb
+from fsdp_pretrain.console import JSON, argument, seconds, step_number, verb
 from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
-from fsdp_pretrain.run.arguments import RUN, seconds
+from fsdp_pretrain.run.arguments import RUN
 from fsdp_pretrain.units import human_time
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ Your own: change configs/runs/llama-7b-hsdp.toml, then:
 def init(args: argparse.Namespace) -> int:
     """Copy a starting set into a directory: configurations of models and runs, alert rules, Slurm scripts, a JobSet.
     Files that were copied before and changed are never overwritten."""
-    from fsdp_pretrain.atomic import create_file
+    from fsdp_pretrain.files import create_file
 
     directory: Path = args.directory
     if not starting_set():

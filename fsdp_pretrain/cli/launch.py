@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_pretrain.console import JSON, CommandLine, argument, verb
+from fsdp_pretrain.console import JSON, CommandLine, argument, seconds, verb
 from fsdp_pretrain.errors import BusyError, ConfigError
 from fsdp_pretrain.launch.arguments import add_torchrun_options
-from fsdp_pretrain.run.arguments import parse_trainer, run_directory, seconds
+from fsdp_pretrain.run.arguments import parse_trainer, run_directory
 
 
 def add(command: CommandLine) -> None:

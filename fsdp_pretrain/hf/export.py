@@ -20,10 +20,11 @@ from tqdm import tqdm
 
 from fsdp_pretrain import __version__, models
 from fsdp_pretrain.checkpoint.loading import Weights
-from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, sync_file, verify_files
+from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, verify_files
 from fsdp_pretrain.checkpoint.tokenizer import QWEN2_WARNING, export_tokenizer, find_tokenizer
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError, ConfigError, StorageError
+from fsdp_pretrain.files import sync
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.units import human_bytes
@@ -141,10 +142,10 @@ def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
             raise StorageError(f"the export needs {human_bytes(needed)}, {out.parent} has {human_bytes(free)} free")
         yield partial
         for path in partial.iterdir():
-            sync_file(path)
-        sync_file(partial)
+            sync(path)
+        sync(partial)
         partial.rename(out)
-        sync_file(out.parent)
+        sync(out.parent)
     except (OSError, SafetensorError) as error:
         cause = getattr(error, "strerror", None) or error
         raise StorageError(f"cannot write {out}: {cause}", effect="nothing was exported") from None

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from fsdp_pretrain.checkpoint.store import sync_directory
 from fsdp_pretrain.config import live_set
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.timeline import TimelineEntry
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import ConfigError, Exit, StorageError, UserError
+from fsdp_pretrain.files import sync
 from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.run import overrides
 from fsdp_pretrain.run.files import now, replace_file
@@ -185,7 +185,7 @@ class LiveControl(Observer):
             failure.exit = Exit.RESUME
             raise failure from None
         with suppress(OSError):  # against a power failure; and a file that the next start writes again
-            sync_directory(run.path)
+            sync(run.path)
             replace_file(run.config, after.to_toml())
         return lasting
 

@@ -11,11 +11,11 @@ from concurrent.futures import Future, wait
 from fsdp_pretrain.checkpoint.async_save import in_background
 from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.resume import ResumeOptions
-from fsdp_pretrain.child_process import start_helper
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.mirror.restore import compare_with_mirror, restore
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.processes import start_helper
 from fsdp_pretrain.run import mirror_status, run_id
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.train.observer import Observer

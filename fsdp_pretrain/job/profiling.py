@@ -16,6 +16,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.files import replacing
 from fsdp_pretrain.run.files import make_directory
 from fsdp_pretrain.run.journal import Kind
 from fsdp_pretrain.run.requests import Request
@@ -133,13 +134,13 @@ class StepProfiler(Observer):
         """In the thread: write the file locally, then copy it into the run directory."""
         try:
             with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as folder:
-                packed, partial = Path(folder) / path.name, path.with_name(f".{path.name}.partial")
+                packed = Path(folder) / path.name
                 trace.export_chrome_trace(str(packed))
                 make_directory(path.parent)
                 if packed.stat().st_size > _LARGEST_SHARE * shutil.disk_usage(path.parent).free:
                     raise OSError("the free space is for the next checkpoint")
-                shutil.copyfile(packed, partial)
-                partial.rename(path)
+                with packed.open("rb") as source, replacing(path) as file:
+                    shutil.copyfileobj(source, file)
             self._outcome = "profile", f"{text}: {path.name}; open it at https://ui.perfetto.dev"
         except Exception as error:
             self._outcome = "profile-failed", f"{text}: no trace was written: {error}"

@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 
-from fsdp_pretrain.child_process import die_with_parent
 from fsdp_pretrain.errors import Exit
+from fsdp_pretrain.processes import die_with_parent
 
 from .torchrun import LAUNCHER, STOP_SIGNALS
 

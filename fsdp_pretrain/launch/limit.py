@@ -8,12 +8,13 @@ import statistics
 from fsdp_pretrain.run import journal
 from fsdp_pretrain.run.files import RunDir, tail_offset
 from fsdp_pretrain.run.metrics import last_records
+from fsdp_pretrain.run.step_record import LAG
 
 _SAVES, _MARGIN = 5, 1.5
 LEAST = 120.0
 """Seconds, for a run without a record."""
-_STEPS_TO_AGREE = 4
-"""The step in which the request arrives, the one that sums it over the ranks, and two until the sum is read."""
+_STEPS_TO_AGREE = 2 + LAG
+"""The step in which the request arrives, the one that sums it over the ranks, and those until the sum is read."""
 
 
 def grace(run: RunDir) -> float:

@@ -13,12 +13,12 @@ from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import ConfigError, Exit, UserError
-from fsdp_pretrain.lineage.provenance import IN_FLIGHT, batches_after
+from fsdp_pretrain.lineage.provenance import batches_after
 from fsdp_pretrain.run import environment, exit_intent, lineage, state_files, status
 from fsdp_pretrain.run.exit_intent import EXIT_INTENT, ExitIntent
 from fsdp_pretrain.run.files import RunDir, now, replace_file
 from fsdp_pretrain.run.metrics import last_records
-from fsdp_pretrain.run.step_record import StepRecord
+from fsdp_pretrain.run.step_record import IN_FLIGHT, StepRecord
 
 from .torchrun import WRONG_OPTIONS
 

@@ -8,6 +8,7 @@ from itertools import takewhile
 
 from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.errors import Exit
+from fsdp_pretrain.run.step_record import LAG
 from fsdp_pretrain.units import human_time
 
 from .outcome import StartOutcome
@@ -16,8 +17,6 @@ PAUSES = (10.0, 60.0, 300.0)
 """Seconds before the first, second, ... restart after starts without progress; the last one is repeated."""
 RESTARTS, _WINDOW_SECONDS = 5, 1800.0
 """Restarts that are allowed within this time, with or without progress."""
-_SAME_STEP = 2
-"""Deaths at most this many recorded steps apart are at the same place: metrics arrive two steps late."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def same_place(history: Sequence[StartOutcome]) -> str:
     """A message if the last two starts died at the same step; else empty."""
     last = history[-1]
     before = history[-2].step if len(history) > 1 else None
-    if before is None or last.step is None or abs(last.step - before) > _SAME_STEP:
+    if before is None or last.step is None or abs(last.step - before) > LAG:  # of the last records: they come late
         return ""
     batches = ", ".join(f"step {each['step']} samples {each['first']}:{each['cursor']}" for each in last.ahead)
     look = f"look at these batches: fsdp-pretrain where RUN --step {last.ahead[0]['step']}" if last.ahead else ""

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import psutil
 
-from fsdp_pretrain.child_process import die_with_parent
 from fsdp_pretrain.errors import ConfigError, Exit
+from fsdp_pretrain.processes import die_with_parent, process_start
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.exit_intent import ExitIntent
-from fsdp_pretrain.run.lease import process_start, this_process
+from fsdp_pretrain.run.lock import this_process
 from fsdp_pretrain.watchdog.hang.rank_client import root
 
 LAUNCHER, NOTE, SEEN = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE", "FSDP_PRETRAIN_SEEN"

@@ -23,9 +23,8 @@ from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.lineage import BranchReport, BranchRequest
 from fsdp_pretrain.run.metrics import find_step, last_records
 from fsdp_pretrain.run.overrides import Overrides
+from fsdp_pretrain.run.step_record import IN_FLIGHT
 from fsdp_pretrain.units import SampleRange
-
-from .provenance import IN_FLIGHT
 
 
 @dataclass(frozen=True)

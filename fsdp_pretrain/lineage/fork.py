@@ -14,8 +14,9 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_pretrain.checkpoint.store import Store, directory_name, step_of, sync_directory, verify_files
+from fsdp_pretrain.checkpoint.store import Store, directory_name, step_of, verify_files
 from fsdp_pretrain.errors import BusyError, CheckpointError, ConfigError, StorageError
+from fsdp_pretrain.files import sync
 from fsdp_pretrain.run import journal, lineage, run_id, status
 from fsdp_pretrain.run.files import AppendFile, RunDir, now, read_lines, replace_file
 from fsdp_pretrain.run.lineage import BranchReport, BranchRequest
@@ -65,9 +66,9 @@ def fork(
             run_id.assign(building.checkpoints, run_id.assign(building.path))
             linked = _copy(parent, branch, building)
             _open(parent, branch, building, sentence(report, reason))
-        sync_directory(building.path)
+        sync(building.path)
         building.path.rename(target)
-        sync_directory(target.parent)
+        sync(target.parent)
     except OSError as error:
         raise StorageError(
             f"cannot make {target}: {error}",
@@ -124,7 +125,7 @@ def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
 def _link_tree(source: Path, target: Path) -> bool:
     """Link all files of a directory, or copy them if that fails. Returns whether all were linked. Raises OSError."""
     shutil.copytree(source, target, copy_function=_link)
-    sync_directory(target)
+    sync(target)
     return all(path.samefile(target / path.relative_to(source)) for path in source.rglob("*") if path.is_file())
 
 
@@ -133,8 +134,7 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # another file system, or one without links
         shutil.copyfile(source, target)
-        with Path(target).open("rb") as file:
-            os.fsync(file.fileno())
+        sync(Path(target))
 
 
 def _copy_segment(source: Path, target: Path, after: int, until: float) -> None:

@@ -26,10 +26,7 @@ from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.run import environment
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.metrics import find_step, last_records, read_metrics
-from fsdp_pretrain.run.step_record import StepRecord
-
-IN_FLIGHT = 3
-"""Steps without a record when a run dies: the current one, and those whose metrics were in flight."""
+from fsdp_pretrain.run.step_record import IN_FLIGHT, StepRecord
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.checkpoint.store import directory_name, step_of, sync_directory
+from fsdp_pretrain.checkpoint.store import directory_name, step_of
 from fsdp_pretrain.errors import Exit, StorageError
+from fsdp_pretrain.files import sync
 from fsdp_pretrain.run import journal, lineage, state_files, status
 from fsdp_pretrain.run.files import RunDir, now, replace_file
 from fsdp_pretrain.run.journal import who
@@ -166,7 +167,7 @@ def finish(run: RunDir) -> bool:
         lineage.record(segment, **place)
         status.update(run, **{**decided.status, "segment": decided.segment})
         _add_entry(run, decided)
-        sync_directory(run.path)
+        sync(run.path)
         run.rollback.unlink()
     except OSError as error:
         raise StorageError(
@@ -186,8 +187,8 @@ def _move_aside(paths: list[Path], mark: str) -> None:
             path.rename(aside / f"{path.name}-{mark}")
     for folder in {path.parent for path in paths}:
         if (folder / "abandoned").exists():
-            sync_directory(folder / "abandoned")
-            sync_directory(folder)
+            sync(folder / "abandoned")
+            sync(folder)
 
 
 def _add_entry(run: RunDir, decided: DecidedRollback) -> None:

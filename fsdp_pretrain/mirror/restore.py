@@ -17,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from tqdm import tqdm
 
 from fsdp_pretrain.checkpoint.manifest import FileEntry
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store, directory_name, sync_directory
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store, directory_name
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import CheckpointError, Interrupted, StorageError
+from fsdp_pretrain.files import sync
 from fsdp_pretrain.remote import PATIENCE, RemoteError, Url
 from fsdp_pretrain.run import journal, lineage, run_id
 from fsdp_pretrain.run.files import RunDir
@@ -62,7 +63,7 @@ def restore(task: Restoration, run: RunDir, stop: threading.Event | None = None)
 def _restore(mirror: RunMirror, state: MirrorState, run: RunDir, stop: threading.Event) -> None:
     work, known = run.path / RESTORING, state.records[0].run_id if state.records else ""
     work.mkdir(exist_ok=True)
-    sync_directory(run.path)
+    sync(run.path)
     with _progress(sum(record.entry.bytes for record in state.records[:1]), "record", stop) as shown:
         copy = restore_record(mirror, state, run.path, work, shown)
     made, passed_over = _restore_checkpoint(mirror, state, run, lineage.nodes(run), stop)

@@ -10,8 +10,6 @@ first. What fails is reported (`record.mirror_status`) and tried again.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import sys
 import threading
 import time
@@ -23,6 +21,7 @@ from fsdp_pretrain.checkpoint.store import MANIFEST, Checkpoint, Store
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError, RunGoneError, UserError
+from fsdp_pretrain.processes import end_with_input, exit_now
 from fsdp_pretrain.run import lineage, mirror_status, run_id, state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.journal import Journal
@@ -172,20 +171,10 @@ def _raw(item: Checkpoint) -> bytes:
     return b""
 
 
-def _listen(finish: threading.Event) -> None:
-    """Hear what the rank says that started this process."""
-    if sys.stdin.readline():
-        finish.set()
-    sys.stdin.read()
-    os._exit(0)  # the rank is gone: the job goes on elsewhere or later, with an uploader of its own
-
-
 def main(path: str, own_id: str, number: str) -> int:
     """Copy until the rank says that it ends, and everything is copied."""
-    for stop in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):  # requests to stop, to every process of a job
-        signal.signal(stop, signal.SIG_IGN)
     finish, run, segment, failures = threading.Event(), RunDir(Path(path)), int(number), 0
-    threading.Thread(target=_listen, args=(finish,), daemon=True).start()
+    end_with_input(finish.set)  # without the rank, the job goes on elsewhere or later, with an uploader of its own
     run_id.bind(run.path, own_id)
     config = load_recorded(run.segment(segment) / "config.toml")
     worker = Uploader(config, run, own_id, segment, RunMirror(config, patience=_PATIENCE))
@@ -209,4 +198,4 @@ def main(path: str, own_id: str, number: str) -> int:
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # threads of the storage's library could keep it alive
+    exit_now(code)

@@ -26,10 +26,10 @@ from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.run import run_id
 from fsdp_pretrain.run.environment import Environment
 from fsdp_pretrain.run.recorder import SilentRecorder
-from fsdp_pretrain.run.step_record import StepRecord
+from fsdp_pretrain.run.step_record import LAG, StepRecord
 from fsdp_pretrain.train import environment
 from fsdp_pretrain.train.build import build_data, build_loss_scaler, build_model_and_optimizer
-from fsdp_pretrain.train.trainer import LAG, Trainer
+from fsdp_pretrain.train.trainer import Trainer
 
 from .comparison import StepComparison, difference, table
 from .window import ReplayRequest, ReplayWindow, open_window

@@ -10,7 +10,6 @@ from types import ModuleType
 
 from fsdp_pretrain.console import Parser, argument
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.units import Seconds
 
 from .files import RunDir
 
@@ -45,14 +44,6 @@ def import_extra(module: str, what: str) -> ModuleType:
             f"{what} with torch, which is not installed ({error.name})",
             remedy="in the checkout: pip install -e '.[train]'",
         ) from None
-
-
-def seconds(text: str) -> float:
-    """A time such as `30min`. Raises ArgumentTypeError."""
-    try:
-        return float(Seconds.parse(text).value)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse_trainer(arguments: Sequence[str]) -> argparse.Namespace:

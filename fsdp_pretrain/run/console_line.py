@@ -1,9 +1,8 @@
-"""The line of a step on the console, and which journal entries are good or bad news."""
+"""The line of a step on the console."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from fsdp_pretrain.units import human_bytes, human_count, human_time
 
@@ -12,21 +11,6 @@ from .step_record import StepRecord
 WIDTH = 100
 _LEFT_OUT = ("data", "tokens", "mem", "mfu")
 """What is left out of a line that would be too long, in this order; the metrics record has everything."""
-Tone = Literal["good", "warning", "bad", ""]
-_TONES: dict[str, Tone] = {
-    **dict.fromkeys(("checkpoint", "eval", "ready"), "good"),
-    **dict.fromkeys(("alarm", "checkpoint-late", "fresh", "health", "health-again"), "warning"),
-    **dict.fromkeys(("health-rollback", "health-skip", "restart", "rollback", "avoid-hosts"), "warning"),
-    **dict.fromkeys(("checkpoint-failed", "checkpoint-missing", "checkpoint-rejected", "checkpoint-room"), "bad"),
-    **dict.fromkeys(("eval-failed", "eval-refused", "eval-verdict"), "bad"),
-}
-
-
-def tone(kind: str, code: int | None = None) -> Tone:
-    """Whether a journal entry of a kind is good or bad news; `code` is the exit code of a stop."""
-    if kind == "stop":
-        return "good" if code == 0 else "warning" if code in (75, 76) else "bad"
-    return _TONES.get(kind, "")
 
 
 def console_lines(record: StepRecord, target: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fsdp_pretrain import atomic
+from fsdp_pretrain import files
 
 from . import run_id
 
@@ -38,7 +38,7 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.evals = path / "evals"
         self.control = path / "control"  # inbox of requests to the running job
-        self.lock = path / "lock.json"  # who may write, see `record.lock`
+        self.lock = path / "lock.json"  # who may write, see `run.lock`
         self.profiles = path / "profiles"  # traces of steps
         self.overrides = path / "overrides.toml"  # changes by rollbacks and forks, see `record.overrides`
         self.rollback = path / "rollback.json"  # a rollback in progress, see `lineage.rollback`
@@ -182,7 +182,7 @@ def make_directory(path: Path) -> None:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Replace a small file atomically and durably, creating its directory. Raises OSError."""
     make_directory(path.parent)
-    atomic.replace_file(path, content)
+    files.replace_file(path, content)
 
 
 def now() -> str:

@@ -9,9 +9,11 @@ import getpass
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from enum import IntEnum
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, NamedTuple, get_args
 
 from fsdp_pretrain.errors import StorageError
 
@@ -27,13 +29,78 @@ Kind = Literal[
     "eval", "eval-failed", "eval-refused", "eval-retry", "eval-verdict",
     "alarm", "watchdog", "note", "tracker-stopped", "mirror", "mirror-missed", "mirror-restored",
 ]  # fmt: skip
-KINDS: tuple[str, ...] = get_args(Kind)
-_NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
-    "checkpoint": {"step": int, "seconds": (int, float), "bytes": (int, float)},
-    "eval": {"step": int, "scores": dict},
-    "health-rollback": {"key": str, "start": int},
+Tone = Literal["good", "warning", "bad", ""]
+
+
+class Mark(IntEnum):
+    """How the report shows an entry: only in the table, also above the curves, also as a line through every panel."""
+
+    TABLE = 0
+    STRIP = 1
+    LINE = 2
+
+
+class KindInfo(NamedTuple):
+    """What a kind of entries is.
+
+    Attributes:
+        group: the row of its entries above the curves of the report.
+        tone: whether they are good or bad news; of a stop, its exit code says it.
+        mark: how the report shows them; a warning at least above the curves.
+        needed: keys that programs need in them, with their types.
+    """
+
+    group: str = "other"
+    tone: Tone = ""
+    mark: Mark = Mark.TABLE
+    needed: Mapping[str, type | UnionType] = {}
+
+
+_INFO: dict[Kind, KindInfo] = {
+    "start": KindInfo("starts", mark=Mark.STRIP),
+    "fresh": KindInfo("starts", "warning"),
+    "ready": KindInfo("starts", "good"),
+    "resume": KindInfo("starts"),
+    "import": KindInfo("starts", mark=Mark.STRIP),
+    "fork": KindInfo("starts", mark=Mark.LINE),
+    "launch": KindInfo("starts"),
+    "restart": KindInfo("starts", "warning"),
+    "stop": KindInfo("ends", mark=Mark.STRIP),
+    "rollback": KindInfo("changes", "warning", Mark.LINE),
+    "skip": KindInfo("changes", mark=Mark.LINE),
+    "changed": KindInfo("changes", mark=Mark.STRIP),
+    "overrides": KindInfo("changes"),
+    "control": KindInfo("changes", mark=Mark.STRIP),
+    "health-rollback": KindInfo("changes", "warning", Mark.LINE, {"key": str, "start": int}),
+    "health-skip": KindInfo("changes", "warning"),
+    "health-again": KindInfo("changes", "warning"),
+    "alarm": KindInfo("alarms", "warning"),
+    "health": KindInfo("alarms", "warning"),
+    "checkpoint": KindInfo("saves", "good", Mark.STRIP, {"step": int, "seconds": int | float, "bytes": int | float}),
+    "checkpoint-deleted": KindInfo("saves"),
+    "checkpoint-failed": KindInfo("saves", "bad"),
+    "checkpoint-late": KindInfo("saves", "warning"),
+    "checkpoint-missing": KindInfo("saves", "bad", Mark.LINE),
+    "checkpoint-rejected": KindInfo("saves", "bad"),
+    "checkpoint-room": KindInfo("saves", "bad"),
+    "eval": KindInfo("evaluations", "good", needed={"step": int, "scores": dict}),
+    "eval-failed": KindInfo("evaluations", "bad"),
+    "eval-refused": KindInfo("evaluations", "bad"),
+    "eval-retry": KindInfo("evaluations"),
+    "eval-verdict": KindInfo("evaluations", "bad", Mark.LINE),
+    "note": KindInfo("notes", mark=Mark.LINE),
+    "avoid-hosts": KindInfo(tone="warning"),
 }
-"""Keys and types that programs need in entries of a kind."""
+"""All that differ from `KindInfo()`."""
+KINDS: dict[str, KindInfo] = {kind: _INFO.get(kind, KindInfo()) for kind in get_args(Kind)}
+GROUPS = tuple(dict.fromkeys(info.group for info in _INFO.values() if info.group != "other"))
+
+
+def tone(kind: str, code: int | None = None) -> Tone:
+    """Whether a journal entry of a kind is good or bad news; `code` is the exit code of a stop."""
+    if kind == "stop":
+        return "good" if code == 0 else "warning" if code in (75, 76) else "bad"
+    return KINDS.get(kind, KindInfo()).tone
 
 
 class Journal:
@@ -105,7 +172,8 @@ def _entry(line: bytes) -> dict[str, Any] | None:
 
 def is_whole(entry: dict[str, Any]) -> bool:
     """Whether an entry has the keys that its kind needs."""
-    return all(isinstance(entry.get(key), type_) for key, type_ in _NEEDED.get(entry["kind"], {}).items())
+    needed = KINDS.get(entry["kind"], KindInfo()).needed
+    return all(isinstance(entry.get(key), type_) for key, type_ in needed.items())
 
 
 def of_kind(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

@@ -1,36 +1,178 @@
-"""The lock of a run: one job, rollback or fork at a time.
+"""Leases: files that name the process that holds something. `RUN/lock.json` is that of a run: one job, rollback or fork
+at a time. Views and evaluations have theirs.
 
-`RUN/lock.json` is a lease (see `lease`). A holder on this host is checked directly. A holder on another host is
-watched: a beat proves that it is alive; after `SILENT_SECONDS` without one it counts as dead. Beats come from a thread,
-so they continue during long saves and compilation.
+A thread renews it, also during long saves and compilation. A holder on this host is checked directly. One on another
+host is watched: a beat proves that it is alive; after some seconds without one it counts as dead, and is taken over.
+Exclusive file creation works on network file systems, where kernel locks are often local or missing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from fsdp_pretrain.errors import BusyError, StorageError
+from fsdp_pretrain.processes import process_start
 
-from . import lease, state_files
-from .files import RunDir
-from .lease import BEAT_SECONDS, Lease, LeaseRecord, drop_if_dead
+from . import state_files
+from .files import RunDir, make_directory, now
+from .state_files import DamagedFileError, StateFile
 from .status import Status
 
-SILENT_SECONDS = 90.0
-_RETRY_SECONDS = 1.0
+BEAT_SECONDS, SILENT_SECONDS = 10.0, 90.0
+"""Between two beats; without one, a holder on another host counts as dead."""
+_READS, _RETRY_SECONDS = 10, 0.1
+_TURN = 1.0
+
+
+class LeaseRecord(StateFile):
+    """The contents of a lease file."""
+
+    token: str  # unique
+    host: str = "?"  # this and the next three identify the process, see `this_process`
+    namespace: str | None = None
+    pid: int | None = None
+    process_started: float | None = None
+    time: str = "?"  # when it was taken
+    purpose: str = "an unknown process"  # what the holder does
+    deadline: float | None = None  # time limit of the holder's work in seconds, if any
+
+
+def read(path: Path) -> LeaseRecord | None:
+    """The contents of a lease; None if it is missing, damaged or being written."""
+    return state_files.view(path, LeaseRecord)
+
+
+class Lease:
+    """A lease that this process holds and touches every `BEAT_SECONDS`."""
+
+    def __init__(self, path: Path, token: str) -> None:
+        self.path, self._token = path, token
+        self._done = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    @classmethod
+    def take(cls, path: Path, **facts: Any) -> Lease | None:
+        """Create the file, with `facts` as in `LeaseRecord`; None if it exists. Raises OSError."""
+        if path.exists():  # without writing to storage, since some ask all the time
+            return None
+        token = uuid.uuid4().hex
+        make_directory(path.parent)
+        try:
+            state_files.create(path, {"token": token, **this_process(), "time": now(), **facts})
+        except FileExistsError:
+            return None
+        return cls(path, token)
+
+    def _beat(self) -> None:
+        while not self._done.wait(BEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                os.utime(self.path)
+
+    def still_mine(self) -> bool:
+        """Whether no other process took it over, as happens after this one was suspended for long. False also if it
+        cannot be read for a second."""
+        mine = False
+        for _ in range(_READS):
+            try:
+                held = state_files.read(self.path, LeaseRecord)
+            except DamagedFileError:  # another process is writing it, or bits flipped
+                mine = True  # if it stays so, bits flipped: no other process wrote it
+                time.sleep(_RETRY_SECONDS)
+            except StorageError:  # as of a network file system that comes back
+                mine = False
+                time.sleep(_RETRY_SECONDS)
+            else:
+                return held is not None and held.token == self._token
+        return mine
+
+    def release(self) -> None:
+        self._done.set()
+        if self.still_mine():
+            self.path.unlink(missing_ok=True)
+
+
+def this_process() -> dict[str, str | float | None]:
+    """Identifies this process, so that others can check whether it is alive."""
+    pid = os.getpid()
+    return {
+        "host": socket.gethostname(),
+        "namespace": _pid_namespace(),
+        "pid": pid,
+        "process_started": process_start(pid),
+    }
+
+
+def _pid_namespace() -> str | None:
+    """Containers may share a host name but not process ids."""
+    try:
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (not a path)
+    except OSError:
+        return None
+
+
+def is_alive(held: LeaseRecord | None) -> bool | None:
+    """Whether the holder of a lease is alive; None if this process cannot tell."""
+    if held is None or held.host != socket.gethostname() or held.namespace != _pid_namespace():
+        return None
+    if held.pid is None or held.process_started is None:
+        return None
+    started = process_start(held.pid)
+    return started is not None and abs(started - held.process_started) <= 1
+
+
+def _take_away(path: Path, held: LeaseRecord | None) -> None:
+    """Remove the lease that was read as `held`; if another process renewed it meanwhile, put it back."""
+    aside = path.with_name(f"{path.stem}-stale-{uuid.uuid4().hex[:8]}.json")
+    with contextlib.suppress(OSError):
+        path.rename(aside)
+        if read(aside) != held:  # renewed between read and rename
+            with contextlib.suppress(OSError):
+                os.link(aside, path)
+        aside.unlink(missing_ok=True)
+
+
+_signs: dict[Path, tuple[Any, float]] = {}
+"""The last sign of life of holders on other hosts, as `drop_if_dead` saw it, and when it saw it first."""
+
+
+def drop_if_dead(path: Path) -> bool | None:
+    """Take a lease away if its holder is dead; whether it is free now. None: that is not known yet, ask again.
+
+    A holder on another host is dead after `SILENT_SECONDS` without a beat, on this process's clock from its first look:
+    hosts' clocks need not agree.
+    """
+    held = read(path)
+    try:
+        sign = (held and held.token, path.stat().st_mtime)
+    except OSError:  # released
+        return True
+    alive = is_alive(held)
+    if alive is None:
+        before, since = _signs.get(path, (None, 0.0))
+        if sign != before:
+            _signs[path] = sign, time.monotonic()
+            return None if before is None else False
+        alive = None if time.monotonic() - since <= SILENT_SECONDS else False
+    if alive is False:
+        _signs.pop(path, None)
+        _take_away(path, held)
+    return None if alive is None else not alive
 
 
 class RunLock:
-    """The lock of one run.
+    """The lock of one run; `purpose` (`training`, `rollback`, `fork`) is for messages to other processes."""
 
-    `purpose` (`training`, `rollback`, `fork`) is for messages to other processes; a holder on another host counts as
-    dead after `silent` seconds without a beat.
-    """
-
-    def __init__(self, run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> None:
-        self._run, self._purpose, self._silent = run, purpose, silent
+    def __init__(self, run: RunDir, purpose: str) -> None:
+        self._run, self._purpose = run, purpose
         self._claim: Lease | None = None
         self._waiting = False
 
@@ -40,23 +182,23 @@ class RunLock:
         False means that it is not known yet whether the holder is alive: call again. Raises BusyError if the holder is
         alive, StorageError if the run directory cannot be written.
         """
-        path = self._run.lock
-        try:
-            self._claim = Lease.take(path, purpose=self._purpose)
-        except OSError as error:
-            raise StorageError(f"cannot write to the run directory {self._run.path}: {error.strerror}") from None
-        if self._claim is not None:
-            return True
-        held = lease.read(path)
-        free = drop_if_dead(path, self._silent)
+        held = read(self._run.lock)
+        free = drop_if_dead(self._run.lock)
         if free is False:
             raise self._busy(held)
-        if free is None and self._waiting:
-            time.sleep(min(_RETRY_SECONDS, self._silent / 5))
-        elif free is None:
+        if free:
+            try:
+                self._claim = Lease.take(self._run.lock, purpose=self._purpose)
+                if self._claim is None and held is not None and read(self._run.lock) == held:
+                    os.utime(self._run.lock)  # that of a dead holder stays: says why
+            except OSError as error:
+                raise StorageError(f"cannot write to the run directory {self._run.path}: {error.strerror}") from None
+        elif self._waiting:
+            time.sleep(min(_TURN, SILENT_SECONDS / 5))
+        else:
             self._waiting = True
-            print(f"{self._describe(held)}: waiting up to {self._silent:g}s for a heartbeat from it", flush=True)
-        return False
+            print(f"{self._describe(held)}: waiting up to {SILENT_SECONDS:g}s for a heartbeat from it", flush=True)
+        return self._claim is not None
 
     def _describe(self, held: LeaseRecord | None) -> str:
         held = held or LeaseRecord(token="")
@@ -71,14 +213,14 @@ class RunLock:
             self._describe(held),
             effect="two writers would mix two lines of training in one run",
             remedy=f"wait for its end, or ask it to stop: fsdp-pretrain control {self._run.path} stop. A holder that "
-            f"was killed is detected: on its own host at once, from others after {self._silent:g}s without a heartbeat "
-            f"(one every {BEAT_SECONDS:g}s)",
+            f"was killed is detected: on its own host at once, from others after {SILENT_SECONDS:g}s without a "
+            f"heartbeat (one every {BEAT_SECONDS:g}s)",
         )
 
     def check(self) -> None:
         """Raise BusyError if another process took over the lock, as happens after this one was suspended for long."""
         if self._claim is None or not self._claim.still_mine():
-            held = lease.read(self._run.lock)
+            held = read(self._run.lock)
             raise BusyError(
                 f"this process lost the lock of the run; {self._describe(held)}" if held else "the run's lock is gone",
                 effect="continuing could overwrite what another job does",
@@ -93,8 +235,7 @@ class RunLock:
 
 def is_held(run: RunDir) -> bool:
     """Whether a process seems to hold a run: it is alive on this host, or its lease was renewed recently."""
-    held = lease.read(run.lock)
-    alive = lease.is_alive(held) if held is not None else None
+    alive = is_alive(read(run.lock))
     try:
         return alive if alive is not None else time.time() - run.lock.stat().st_mtime < SILENT_SECONDS
     except OSError:
@@ -103,14 +244,13 @@ def is_held(run: RunDir) -> bool:
 
 def holder_died(run: RunDir) -> bool:
     """Whether a process of this host died while it held a run."""
-    held = lease.read(run.lock)
-    return held is not None and lease.is_alive(held) is False
+    return is_alive(read(run.lock)) is False
 
 
 @contextmanager
-def hold(run: RunDir, purpose: str, *, silent: float = SILENT_SECONDS) -> Iterator[RunLock]:
+def hold(run: RunDir, purpose: str) -> Iterator[RunLock]:
     """Hold a run's lock for the block. Raises BusyError, StorageError."""
-    lock = RunLock(run, purpose, silent=silent)
+    lock = RunLock(run, purpose)
     while not lock.attempt():
         pass
     try:

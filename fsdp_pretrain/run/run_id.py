@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.atomic import create_file, replace_file
 from fsdp_pretrain.errors import RunGoneError, StorageError
+from fsdp_pretrain.files import create_file, replace_file
 
 NAME = "run_id"
 

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from fsdp_pretrain.atomic import create_file
 from fsdp_pretrain.errors import StorageError, UserError
+from fsdp_pretrain.files import create_file
 
 from .files import replace_file
 

@@ -22,6 +22,10 @@ from pydantic import (
 from fsdp_pretrain.severity import SeverityName
 
 SCHEMA = 1
+LAG = 2
+"""Steps between issuing a step and reading its sums on the host, so that no step waits for the device."""
+IN_FLIGHT = 1 + LAG
+"""Steps without a record when a run dies: the current one, and those whose sums were not read yet."""
 
 
 class _Part(BaseModel):

@@ -24,13 +24,12 @@ import torch
 from fsdp_pretrain import __version__, hardware
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.resume_rules import changes, differences
-from fsdp_pretrain.deadline import run_program
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.processes import process_start, run_program
 from fsdp_pretrain.run import environment, state_files
 from fsdp_pretrain.run.environment import ENVIRONMENT
 from fsdp_pretrain.run.files import RunDir, now, stamp
-from fsdp_pretrain.run.lease import process_start
 from fsdp_pretrain.run.lineage import LINEAGE
 from fsdp_pretrain.run.state_files import StateFile
 

@@ -9,11 +9,12 @@ from fsdp_pretrain.data.packing.loader import StepBatch
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import DataError, Exit, UserError
 from fsdp_pretrain.heartbeat import Phase
+from fsdp_pretrain.run.step_record import LAG
 
 from .checkpointing import Checkpointing
 from .garbage import collect_garbage, collection_at_steps
 from .observer import AgreedActions, RollbackRequest, Verdict
-from .trainer import LAG, Trainer
+from .trainer import Trainer
 
 RebuildBatch = Callable[[Position], StepBatch]
 """The position before a batch -> this rank's share of the batch."""

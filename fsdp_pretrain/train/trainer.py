@@ -34,9 +34,6 @@ from .step_clock import StepClock
 from .step_metrics import StepCounts
 from .update import Update
 
-LAG = 2
-"""Steps between issuing a step and reading its metrics on the host."""
-
 
 class Trainer:
     """Issues optimiser steps, and reads what they measured.

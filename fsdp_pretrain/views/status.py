@@ -26,8 +26,7 @@ from fsdp_pretrain.run import goodput, journal, lineage, state_files
 from fsdp_pretrain.run.environment import ENVIRONMENT, Environment
 from fsdp_pretrain.run.exit_intent import EXIT_INTENT, ExitIntent
 from fsdp_pretrain.run.files import RunDir, age, now
-from fsdp_pretrain.run.lease import LeaseRecord
-from fsdp_pretrain.run.lock import holder_died, is_held
+from fsdp_pretrain.run.lock import LeaseRecord, holder_died, is_held
 from fsdp_pretrain.run.state_files import StateFile
 from fsdp_pretrain.run.status import ENDED, Status
 from fsdp_pretrain.run.step_columns import recorded_bytes

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 
-from fsdp_pretrain.deadline import NoAnswerError, Worker
+from fsdp_pretrain.processes import NoAnswerError, Worker
 from fsdp_pretrain.run.files import now
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import Any
 
-from fsdp_pretrain.run.console_line import tone
 from fsdp_pretrain.run.files import seconds_of
 from fsdp_pretrain.run.goodput import Interruption
+from fsdp_pretrain.run.journal import KINDS, KindInfo, Mark, tone
 from fsdp_pretrain.run.lineage import LineageNode
 from fsdp_pretrain.run.lines import Lines, Position
 from fsdp_pretrain.severity import Severity
@@ -22,21 +21,13 @@ _MOST, _LONGEST = 3000, 600
 """Events in a page, and characters of a text."""
 
 
-class Mark(IntEnum):
-    """How an event is shown: only in the table, also above the curves, also as a line through every panel."""
-
-    TABLE = 0
-    STRIP = 1
-    LINE = 2
-
-
 @dataclass(frozen=True)
 class Event:
     """One event.
 
     Attributes:
         at: where it was, or began.
-        group: one of `GROUPS`, or other.
+        group: one of `journal.GROUPS`, or other.
         kind: of its entry in the journal, or `interruption`.
         open: it is an incident that has not ended.
     """
@@ -50,20 +41,6 @@ class Event:
     open: bool = False
 
 
-GROUPS = {
-    "starts": "start fresh ready resume import fork launch restart",
-    "ends": "stop interruption",
-    "changes": "rollback skip changed overrides control health-rollback health-skip health-again",
-    "alarms": "alarm health",
-    "saves": "checkpoint checkpoint-deleted checkpoint-failed checkpoint-late checkpoint-missing "
-    "checkpoint-rejected checkpoint-room on-commit-failed",
-    "evaluations": "eval eval-failed eval-refused eval-retry eval-verdict",
-    "notes": "note",
-}
-"""The rows above the curves, and the kinds of their entries."""
-_GROUP = {kind: group for group, kinds in GROUPS.items() for kind in kinds.split()}
-_LINES = frozenset("rollback fork skip health-rollback note eval-verdict checkpoint-missing".split())
-_STRIP = frozenset("checkpoint start import stop changed control".split())
 _SEVERITY = {"bad": Severity.CRIT, "warning": Severity.WARN}
 
 
@@ -86,13 +63,13 @@ def read_events(
 
 def _event(entry: dict[str, Any], begun: dict[int, int], lines: Lines) -> Event:
     kind, text, step = entry["kind"], entry["text"], entry.get("step")
-    group = _GROUP.get(kind, "other")
+    group, _, mark, _ = KINDS.get(kind, KindInfo())
     if (step is None and group == "starts") or kind in ("changed", "overrides"):
         step = begun.get(entry.get("segment") or 0)
     severity = _SEVERITY.get(tone(kind, entry.get("code")), Severity.INFO)
     if entry.get("by"):
         text += f" ({entry['by']})"
-    mark = Mark.LINE if kind in _LINES else Mark.STRIP if kind in _STRIP or severity else Mark.TABLE
+    mark = max(mark, Mark.STRIP) if severity else mark
     return Event(lines.locate(step, seconds_of(entry["time"])), group, kind, text[:_LONGEST], severity, mark)
 
 

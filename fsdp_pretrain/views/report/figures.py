@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from fsdp_pretrain.run.files import stamp
+from fsdp_pretrain.run.journal import GROUPS, Mark
 from fsdp_pretrain.run.lines import CLOCKS, Position
 from fsdp_pretrain.run.step_columns import Column
 
 from .curves import Curve
 from .evaluations import ScorePoint
-from .events import GROUPS, Event, Mark
+from .events import Event
 from .gather import RunRecord
 from .panels import Panel, Trace, lay_out
 

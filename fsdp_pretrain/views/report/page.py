@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.run.files import RunDir, stamp
+from fsdp_pretrain.run.journal import GROUPS
 
 from . import tables
-from .events import GROUPS
 from .figures import Drawing, Figure
 from .gather import RunRecord, read
 

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 
 from fsdp_pretrain.run.files import stamp
 from fsdp_pretrain.run.goodput import MEANING, headline
+from fsdp_pretrain.run.journal import Mark
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_count, human_time
 from fsdp_pretrain.views.status import facts
 
-from .events import Event, Mark
+from .events import Event
 from .gather import RunRecord
 
 _LEVELS = ("ok", "warn", "alert")

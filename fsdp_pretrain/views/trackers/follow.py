@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import select
 import subprocess
 import sys
@@ -19,11 +18,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.errors import BusyError, ConfigError, UserError
+from fsdp_pretrain.processes import exit_now, start_module
 from fsdp_pretrain.run import journal, run_id
 from fsdp_pretrain.run.files import RunDir, make_directory
-from fsdp_pretrain.run.lease import Lease, drop_if_dead
+from fsdp_pretrain.run.lock import Lease, drop_if_dead
 
 from .points import RecordStream
 from .run_facts import read_facts
@@ -33,7 +32,7 @@ Followers = dict[str, "subprocess.Popen[bytes]"]
 """The followers of a run, by the name of the tracker."""
 STUCK_SECONDS = 120.0
 """Without a sign of life of a tracker, it hangs."""
-_CHUNK, _POLL_SECONDS, _FINISH_SECONDS, _SILENT_SECONDS, _WAIT_SECONDS = 200, 2.0, 20.0, 90.0, 60.0
+_CHUNK, _POLL_SECONDS, _FINISH_SECONDS, _WAIT_SECONDS = 200, 2.0, 20.0, 60.0
 
 
 # ---------------------------------------------------------------- for training and evaluations
@@ -68,9 +67,8 @@ def catch_up(run: RunDir) -> None:
 def _start(run: RunDir, name: str, *flags: str, stdin: int) -> subprocess.Popen[bytes] | None:
     try:
         make_directory(_folder(run))
-        with (_folder(run) / "log").open("ab") as log:
-            module = "fsdp_pretrain.views.trackers.follow"
-            return start_module(module, str(run.path), name, *flags, nice=10, stdin=stdin, stdout=log, stderr=log)
+        module, log = "fsdp_pretrain.views.trackers.follow", _folder(run) / "log"
+        return start_module(module, str(run.path), name, *flags, nice=10, log=log, stdin=stdin)
     except OSError as error:
         _report(run, name, f"could not be started: {error}")
         return None
@@ -149,7 +147,7 @@ def _hold(run: RunDir, name: str) -> Lease | None:
     """Become the one writer of a view; None if another process is."""
     path = _folder(run) / f"{name}.lease.json"
     make_directory(path.parent)
-    while (free := drop_if_dead(path, _SILENT_SECONDS)) is None:  # not known yet, of a process on another host
+    while (free := drop_if_dead(path)) is None:  # not known yet, of a process on another host
         time.sleep(1.0)
     return Lease.take(path, purpose=f"the writer of the view in {name}") if free else None
 
@@ -168,7 +166,7 @@ class _Heart:
         while time.monotonic() - self._beaten < STUCK_SECONDS:
             time.sleep(1.0)
         _report(self._run, self._name, f"it did not answer for {STUCK_SECONDS:.0f}s")
-        os._exit(1)
+        exit_now(1)
 
 
 def main(arguments: list[str]) -> None:
@@ -191,9 +189,9 @@ def main(arguments: list[str]) -> None:
         held.release()
     except BaseException as error:  # trackers raise anything
         _report(run, name, f"{type(error).__name__}: {error}".splitlines()[0])
-        os._exit(1)
+        exit_now(1)
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    os._exit(0)  # threads of a tracker could keep it alive
+    exit_now(0)

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_pretrain.checkpoint.listing import Row
-from fsdp_pretrain.run.console_line import tone
 from fsdp_pretrain.run.files import age
 from fsdp_pretrain.run.goodput import State
+from fsdp_pretrain.run.journal import tone
 from fsdp_pretrain.run.lines import Line
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_bytes, human_count, human_time

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from fsdp_pretrain.checkpoint.disk_space import Room, attempts, prunable
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store, step_of, verify_files
-from fsdp_pretrain.run import journal, lease, mirror_status, state_files
+from fsdp_pretrain.run import journal, lock, mirror_status, state_files
 from fsdp_pretrain.run.files import RunDir, seconds_of
 from fsdp_pretrain.run.requests import send
 
@@ -87,8 +87,8 @@ def results(run: str, newest: int) -> dict[str, Any]:
         if job.given_up:
             given_up.append({"step": job.checkpoint.step, "reason": job.failures[-1].reason})
         elif job.checkpoint.step > max((each.step for each in found), default=-1):
-            held = lease.read(job.folder / "claim.json")
-            claimed = held is not None and lease.is_alive(held) is not False
+            held = lock.read(job.folder / "claim.json")
+            claimed = held is not None and lock.is_alive(held) is not False
             allowed = config.eval.overdue.value
             if held is not None and claimed:
                 allowed += held.deadline or 0.0  # then its worker has ended it

@@ -18,6 +18,7 @@ from time import monotonic_ns
 from typing import NamedTuple
 
 from fsdp_pretrain.heartbeat import Phase
+from fsdp_pretrain.processes import process_start, process_stat
 
 _MAGIC = 0x46534450_50414745  # "FSDPPAGE"
 _SIZE, _AT_NOTE = 4096, 1024
@@ -62,28 +63,20 @@ _PF_EXITING = 0x4
 """Flag in `/proc/PID/stat`: include/linux/sched.h."""
 
 
-def _stat(pid: int) -> list[str]:
-    """Fields of `/proc/PID/stat` from the state on; empty if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None if there is none."""
-    return int(stat[19]) if (stat := _stat(pid)) else None
+    return int(stat[19]) if (stat := process_stat(pid)) else None
 
 
 def process_state(pid: int) -> str:
     """One letter of `ps`: R runs, S sleeps, D waits for a device, T is stopped, Z has ended; X if there is none."""
-    return stat[0] if (stat := _stat(pid)) else "X"
+    return stat[0] if (stat := process_stat(pid)) else "X"
 
 
 def is_exiting(pid: int) -> bool:
     """Whether the main thread of a process is exiting, or there is no such process: the kernel kills children with
     `PR_SET_PDEATHSIG` a moment before it reports the end of the process."""
-    return not (stat := _stat(pid)) or bool(int(stat[6]) & _PF_EXITING)
+    return not (stat := process_stat(pid)) or bool(int(stat[6]) & _PF_EXITING)
 
 
 class Page:
@@ -174,4 +167,4 @@ def read(path: Path) -> Beat | None:
 
 def is_alive(beat: Beat) -> bool:
     """Whether the process that wrote the beat still exists, and is not a zombie."""
-    return start_ticks(beat.pid) == beat.started and process_state(beat.pid) not in ("Z", "X")
+    return process_start(beat.pid) == beat.started

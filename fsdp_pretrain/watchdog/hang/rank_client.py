@@ -20,10 +20,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from fsdp_pretrain.child_process import start_module
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
+from fsdp_pretrain.processes import start_module
 from fsdp_pretrain.remote import Location
 from fsdp_pretrain.run import run_id
 

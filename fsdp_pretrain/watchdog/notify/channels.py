@@ -19,8 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from fsdp_pretrain.config.notify import NotifySection
-from fsdp_pretrain.deadline import NoAnswerError, run_program
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.processes import NoAnswerError, run_program
 from fsdp_pretrain.severity import Severity
 
 from .message import Message

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic_core import to_json
 
-from fsdp_pretrain.deadline import Worker
+from fsdp_pretrain.processes import Worker
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import replace_file
 from fsdp_pretrain.severity import Severity

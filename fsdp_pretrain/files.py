@@ -1,0 +1,72 @@
+"""Atomic writes: a file is complete or absent, for readers and after a crash."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from .errors import naming
+
+_WITHOUT_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""Errors of file systems without hard links."""
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Replace a file in an existing directory, durably. Raises OSError."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def create_file(path: Path, content: str | bytes) -> None:
+    """Create a file that must not exist in an existing directory, durably. Raises FileExistsError, OSError."""
+    with replacing(path, _create) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path, put: Callable[[Path, Path], object] = Path.replace) -> Iterator[IO[bytes]]:
+    """A new file beside `path`, with a unique name. After the block it is durable and `put` in place; after an error it
+    is removed. Raises OSError."""
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}.partial")
+    try:
+        with naming(path), partial.open("wb") as file:  # errors name `path`, not the temporary file
+            yield file
+            close_durably(file)
+        put(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _create(partial: Path, path: Path) -> None:
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        if partial.stat().st_nlink != 2:  # else it was created, and a network file system lost the reply
+            raise
+    except OSError as error:
+        if error.errno not in _WITHOUT_LINKS:
+            raise
+        with path.open("xb") as file:
+            file.write(partial.read_bytes())
+
+
+def close_durably(file: IO[bytes]) -> None:
+    """Raises OSError."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def sync(path: Path) -> None:
+    """Fsync a file, or a directory. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,255 @@
+"""Other processes, and calls that may hang.
+
+A lost file system blocks every process that accesses it, for hours, even against SIGKILL. So nothing here waits for the
+end of a call that timed out: its thread or process is left behind, and the caller continues.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+_ROOT = Path(__file__).resolve().parent.parent
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM")
+"""Prefixes of variables that torchrun sets for a rank."""
+_PR_SET_PDEATHSIG = 1
+_TURN = 1.0
+_REAP_SECONDS = 1.0
+"""Time for a killed process to end; one that waits for a file system in the kernel does not."""
+
+
+class NoAnswerError(TimeoutError):
+    """No answer in time; the call may still be running."""
+
+
+def start_module(
+    module: str,
+    *arguments: str,
+    nice: int = 0,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    **options: Any,
+) -> subprocess.Popen[bytes]:
+    """Start `python -m MODULE` from this source tree, installed or not, without torchrun's variables of a rank.
+
+    Args:
+        module, arguments: to run.
+        nice: increment of its niceness.
+        environment: variables to add.
+        log: file to which its outputs are appended; None: those of this process.
+        options: of `subprocess.Popen`. The child has its own session, so signals to the job do not reach it.
+
+    Raises:
+        OSError: it cannot be started, or its log cannot be opened.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)}
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    command = [*(["nice", "-n", str(nice)] if nice else []), sys.executable, "-m", module, *arguments]
+    variables = {**kept, "PYTHONPATH": path, **(environment or {})}
+    with contextlib.ExitStack() as stack:
+        if log is not None:
+            output = stack.enter_context(log.open("ab"))
+            options |= {"stdout": output, "stderr": output}
+        return subprocess.Popen(command, env=variables, start_new_session=True, **options)
+
+
+def start_helper(module: str, *arguments: str, log: Path, nice: int = 0, text: bytes = b"") -> subprocess.Popen[bytes]:
+    """Start a module whose input begins with `text` and stays open: its end tells it that this process has ended.
+
+    What it says goes to a log, unless its run directory is full, or gone. Raises OSError: it cannot be started.
+    """
+    try:
+        log.parent.mkdir(exist_ok=True)
+        log.open("ab").close()
+    except OSError:
+        log = Path(os.devnull)
+    process = start_module(module, *arguments, nice=nice, log=log, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(text)
+    process.stdin.flush()
+    return process
+
+
+def run_module(
+    module: str, *arguments: str, limit: float, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    """Run `python -m MODULE` to its end and capture its outputs; nothing of its process group is left afterwards.
+
+    Raises:
+        NoAnswerError: it has not ended after `limit` seconds.
+        OSError: it cannot be started.
+    """
+    process = start_module(module, *arguments, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return _finish(process, limit)
+
+
+def run_program(
+    command: Sequence[str],
+    seconds: float,
+    *,
+    text: bytes | None = None,
+    output: int = subprocess.DEVNULL,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a program in its own session, and kill what is left of it and its children.
+
+    Args:
+        command: the program and its arguments.
+        seconds: timeout.
+        text: standard input.
+        output: of standard output; `subprocess.PIPE`: into the result.
+        environment: None: that of this process.
+
+    Raises:
+        NoAnswerError: it took too long.
+        OSError: it cannot be started.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+    )
+    return _finish(process, seconds, text)
+
+
+def _finish(
+    process: subprocess.Popen[bytes], seconds: float, text: bytes | None = None
+) -> subprocess.CompletedProcess[bytes]:
+    try:
+        output, errors = process.communicate(text, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError from None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_REAP_SECONDS)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+class Worker:
+    """A daemon thread that runs one call at a time. Passing it a call costs about 20 microseconds."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._outcomes: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._late = False
+        thread = threading.Thread(target=_serve, args=(self._calls, self._outcomes), name=name, daemon=True)
+        thread.start()
+        self.identity = thread.ident or 0
+        weakref.finalize(self, self._calls.put, None).atexit = False
+
+    def call(self, act: Callable[[], T], seconds: float) -> T:
+        """Run `act` in the thread. Returns its result, or raises its exception.
+
+        Raises:
+            NoAnswerError: it took too long, or the previous call is still running. Time is counted in short turns, so
+                a suspended process does not use it up.
+        """
+        if self._late:
+            self._take(0.0)
+        self._late = True
+        self._calls.put(act)
+        result, error = self._take(seconds)
+        try:
+            if error is not None:
+                raise error
+            return result  # type: ignore[no-any-return]
+        finally:
+            del error  # it references this frame, and would keep the thread alive
+
+    def _take(self, seconds: float) -> tuple[Any, BaseException | None]:
+        while True:
+            try:
+                outcome = self._outcomes.get(timeout=max(0.0, min(seconds, _TURN)))
+            except Empty:
+                seconds -= _TURN
+                if seconds <= 0:
+                    raise NoAnswerError from None
+            else:
+                self._late = False
+                return outcome
+
+
+def _serve(
+    calls: SimpleQueue[Callable[[], Any] | None], outcomes: SimpleQueue[tuple[Any, BaseException | None]]
+) -> None:
+    while (act := calls.get()) is not None:
+        result, raised = None, None
+        try:
+            result = act()
+        except BaseException as error:
+            raised = error
+        outcomes.put((result, raised))
+        del act, result, raised  # else what they reference, such as the last file, would stay open
+
+
+def process_stat(pid: int) -> list[str]:
+    """Fields of `/proc/PID/stat` from the state on; empty if there is no such process, or no `/proc`."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def process_start(pid: int) -> float | None:
+    """Start time of a process, comparable within a host; None if there is no such live process.
+
+    In ticks since boot where available: setting the wall clock would make a live process look like another with the
+    same id.
+    """
+    if stat := process_stat(pid):
+        return None if stat[0] in "ZX" else float(stat[19])
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else process.create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies; exit now if the parent is no longer `parent`. Linux only;
+    elsewhere nothing happens."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        exit_now(1)
+
+
+def end_with_input(asked: Callable[[], object] = lambda: None) -> None:
+    """In what `start_helper` started: end when the input does, and call `asked` for a line of it, in a thread.
+
+    Requests to stop are ignored, since schedulers send them to every process of a job.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+    def listen() -> None:
+        if sys.stdin.readline():
+            asked()
+        sys.stdin.read()
+        exit_now(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
+def exit_now(code: int) -> NoReturn:
+    """End this process at once: threads of a library, or in a call that hangs, would keep it alive."""
+    os._exit(code)
