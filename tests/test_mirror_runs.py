@@ -94,7 +94,7 @@ def test_storage_that_fails_is_told_and_heals(
     object_store.faults = faults
     stored.save(20)
     until(lambda: report().problem, what=lambda: str(report()))
-    watch.detectors = [MirrorDetector(watch.alarms, stored.run.path, 1)]
+    watch.detectors = [MirrorDetector(watch.alarms, stored.run, 1)]
     watch.advance(1)
     assert watch.transitions() == [("mirror", severity, "open")], watch.changes
     assert re.search(cause, watch.changes[0].summary) and "step 10" in watch.changes[0].summary, watch.changes[

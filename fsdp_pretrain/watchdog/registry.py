@@ -14,16 +14,18 @@ from fsdp_pretrain.run.metrics import find_step
 from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointAgeDetector
+from fsdp_pretrain.watchdog.detectors.checkpoint_saves import SaveDetector, SaveTimes
+from fsdp_pretrain.watchdog.detectors.checkpoint_store import StoreWatch
 from fsdp_pretrain.watchdog.detectors.corpus_storage import CorpusStorageDetector
 from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetector
-from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
+from fsdp_pretrain.watchdog.detectors.disk_space import CheckpointSpaceDetector, DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
 from fsdp_pretrain.watchdog.detectors.host import HostDetector
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
-from fsdp_pretrain.watchdog.detectors.nvml import resolve
+from fsdp_pretrain.watchdog.detectors.nvml import find_reader
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
@@ -55,27 +57,30 @@ def build_detectors(
     if not leads:
         found.append(DiskSpaceDetector(alarms, local))
     else:
-        places = {"checkpoints": run.checkpoints, "run": run.path, **local}
-        checkpoints = CheckpointDetector(
+        times = SaveTimes()
+        age = CheckpointAgeDetector(
             alarms,
-            act=config.watchdog.act,
-            run=run.path,
-            segment=segment,
-            store=run.checkpoints,
+            segment,
+            run,
+            times,
             every=config.schedule.save_every,
+            act=config.watchdog.act,
             pids=ranks.pids,
             reached=ranks.reached,
         )
+        space = CheckpointSpaceDetector(alarms, segment, run.checkpoints)
+        judges = [SaveDetector(alarms, segment, run, times), space, age]
         found += [
-            checkpoints,
-            DiskSpaceDetector(alarms, places, checkpoints),
+            *judges,
+            StoreWatch(alarms, run, judges),
+            DiskSpaceDetector(alarms, {"run": run.path, **local}, run.checkpoints),
             DataWaitDetector(alarms),
             _data_invariants(config, run, alarms),
         ]
         if config.eval.every is not None or config.eval.loss_on:
-            found.append(EvaluationDetector(alarms, run.path))
+            found.append(EvaluationDetector(alarms, run))
         if config.checkpoint.mirror is not None:
-            found.append(MirrorDetector(alarms, run.path, segment))
+            found.append(MirrorDetector(alarms, run, segment))
     if (gpus := _devices(config, alarms, host, devices)) is not None:
         found.append(gpus)
     return found
@@ -96,12 +101,10 @@ def _data_invariants(config: Config, run: RunDir, alarms: AlarmSink) -> DataInva
 
 def _devices(config: Config, alarms: AlarmSink, host: str, expected: int) -> GpuDetector | None:
     try:
-        provider = resolve(config.watchdog.gpus)
+        look = find_reader(config.watchdog.gpus)
     except ConfigError as error:
         if config.watchdog.gpus != "auto":
             raise
         alarms.open(f"gpu-blind/{host}", Severity.INFO, error.cause, effect=error.effect, remedy=error.remedy)
         return None
-    if provider is None:
-        return None
-    return GpuDetector(alarms, host=host, expected=expected, provider=provider)
+    return None if look is None else GpuDetector(alarms, host=host, expected=expected, look=look)
