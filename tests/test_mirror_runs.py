@@ -32,7 +32,7 @@ from fsdp_pretrain.run import mirror_status, run_id
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.requests import send
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
-from fsdp_pretrain.watchdog.notify.operator import snapshot_file
+from fsdp_pretrain.watchdog.notify.metrics import snapshot_file
 
 pytestmark = pytest.mark.timeout(600)
 FLAG = ("--from-mirror",)

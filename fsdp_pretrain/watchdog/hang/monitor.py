@@ -7,15 +7,17 @@ saved.
 
 from __future__ import annotations
 
-import math
+import contextlib
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.config.operations import WatchdogSection
 from fsdp_pretrain.heartbeat import Phase
+from fsdp_pretrain.run.files import make_directory
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
@@ -55,7 +57,7 @@ class HangMonitor:
     """Watches the ranks of this node.
 
     Args:
-        keep: called with a rank and its stack dump, to be stored in the run directory.
+        stacks: folder for stack dumps in the run directory.
         end: records the reason and facts, and ends the ranks of this node.
 
     Attributes:
@@ -67,12 +69,12 @@ class HangMonitor:
         section: WatchdogSection,
         ranks: RankMonitor,
         nodes: PeerNodes,
+        stacks: Path,
         *,
-        keep: Callable[[int, str], None],
         end: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._act, self._soft, self._ranks, self._nodes = section.act, section.hang.soft.value, ranks, nodes
-        self._keep, self._end = keep, end
+        self._stacks, self._end = stacks, end
         self.alarms: Alarms | None = None
         self.history = PhaseHistory(section.hang)
         self._progress = 0
@@ -147,7 +149,7 @@ class HangMonitor:
     def _is_one_stopped(self) -> bool:
         """Whether the process of a rank is stopped, here or as its node reports."""
         return any(rank.state == "T" for rank in self._ranks.all) or any(
-            snapshot.state == "T" for snapshot in self._nodes.snapshots(-math.inf)
+            snapshot.state == "T" for snapshot in self._nodes.snapshots()
         )
 
     def _last_resort(self, stall: _Stall, seconds: float, hard: float) -> None:
@@ -215,6 +217,13 @@ class HangMonitor:
                 self._keep(rank.number, rank.dumps.text)
                 found.append(rank.number)
         return found
+
+    def _keep(self, rank: int, text: str) -> None:
+        path = self._stacks / f"{self._ranks.segment:04d}-rank-{rank:05d}.txt"
+        with contextlib.suppress(OSError):
+            make_directory(path.parent)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}Z\n{text}\n")
 
     def _signatures(self) -> dict[int, Any]:
         return {rank.number: rank.stack.signature for rank in self._ranks.all if rank.stack is not None}

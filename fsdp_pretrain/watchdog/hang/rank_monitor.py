@@ -180,6 +180,11 @@ class RankMonitor:
         """The last beat of every rank that has a page."""
         return [rank.beat for rank in self.all if rank.beat is not None]
 
+    @property
+    def windows(self) -> dict[int, tuple[int, float]]:
+        """By rank, the number of the last window of steps and the rank's own seconds of a typical step."""
+        return {beat.rank: (beat.window, beat.own) for beat in self.beats}
+
     def pids(self) -> list[int]:
         return [rank.beat.pid for rank in self.alive if rank.beat is not None]
 

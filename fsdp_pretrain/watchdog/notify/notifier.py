@@ -17,11 +17,10 @@ from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.severity import Severity
 
-from .alarms import Alarm, Alarms, read_alarms
+from .alarms import Alarm, Alarms, alarms_file, read_alarms
 from .channels import Channel, DeliveryError, fetch, make_channels, ping_url
 from .dispatcher import Dispatcher
 from .message import MessageSender, make_message
-from .operator import alarms_file
 
 RETRIES = (1.0, 5.0, 30.0, 120.0)
 """Seconds to wait after a failure; the last value repeats."""
