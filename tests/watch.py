@@ -21,7 +21,7 @@ from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.units import Progress
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointAgeDetector
-from fsdp_pretrain.watchdog.detectors.checkpoint_saves import SaveDetector, SaveTimes
+from fsdp_pretrain.watchdog.detectors.checkpoint_saves import SaveDetector
 from fsdp_pretrain.watchdog.detectors.checkpoint_store import StoreWatch
 from fsdp_pretrain.watchdog.detectors.disk_space import CheckpointSpaceDetector
 from fsdp_pretrain.watchdog.detectors.periodic import THREADS
@@ -77,13 +77,17 @@ class Checkpoints:
     ) -> None:
         for name in ("segments", "control"):
             (run / name).mkdir(parents=True, exist_ok=True)
-        place, times, alarms = RunDir(run), SaveTimes(), watch.alarms
-        self.saves, self.space = (
-            SaveDetector(alarms, 2, place, times),
-            CheckpointSpaceDetector(alarms, 2, place.checkpoints),
-        )
+        place, alarms = RunDir(run), watch.alarms
+        self.saves = SaveDetector(alarms, 2, place)
+        self.space = CheckpointSpaceDetector(alarms, 2, place.checkpoints)
         self.age = CheckpointAgeDetector(
-            alarms, 2, place, times, every=lambda _: Progress.parse(every), reached=reached, pids=pids
+            alarms,
+            2,
+            place,
+            every=lambda _: Progress.parse(every),
+            longest_save=self.saves.longest_save,
+            reached=reached,
+            pids=pids,
         )
         judges = [self.saves, self.space, self.age]
         watch.detectors = [*judges, StoreWatch(alarms, place, judges)]

@@ -17,7 +17,7 @@ from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors.base import Detector
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointAgeDetector
-from fsdp_pretrain.watchdog.detectors.checkpoint_saves import SaveDetector, SaveTimes
+from fsdp_pretrain.watchdog.detectors.checkpoint_saves import SaveDetector
 from fsdp_pretrain.watchdog.detectors.checkpoint_store import StoreWatch
 from fsdp_pretrain.watchdog.detectors.corpus_storage import CorpusStorageDetector
 from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetector
@@ -89,19 +89,20 @@ def _pace(
 
 
 def _checkpoints(config: Config, alarms: AlarmSink, ranks: RankMonitor, segment: int) -> list[Detector]:
-    run, times = RunDir(config.run.dir), SaveTimes()
+    run = RunDir(config.run.dir)
+    saves = SaveDetector(alarms, segment, run)
     age = CheckpointAgeDetector(
         alarms,
         segment,
         run,
-        times,
         every=config.schedule.save_every,
+        longest_save=saves.longest_save,
         act=config.watchdog.act,
         pids=ranks.pids,
         reached=ranks.reached,
     )
     space = CheckpointSpaceDetector(alarms, segment, run.checkpoints)
-    judges = [SaveDetector(alarms, segment, run, times), space, age]
+    judges = [saves, space, age]
     return [*judges, StoreWatch(alarms, run, judges)]
 
 

@@ -24,7 +24,6 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Progress, human_count
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
-from .checkpoint_saves import SaveTimes
 from .checkpoint_store import StoreDetector, StoreState, TrainedCounts
 from .periodic import PeriodicProbe
 
@@ -33,8 +32,8 @@ class CheckpointAgeDetector(StoreDetector):
     """Alarm `checkpoint-age`.
 
     Args:
-        times: of saves.
         every: gives `checkpoint.every` at a number of samples consumed.
+        longest_save: returns the seconds that a save may well take.
         act: a save or a stop may be requested (`watchdog.act`).
         pids: returns the process ids of the ranks on this node.
         reached: returns the newest step that a rank of this node has started, even if the record cannot be written.
@@ -48,15 +47,15 @@ class CheckpointAgeDetector(StoreDetector):
         alarms: AlarmSink,
         segment: int,
         run: RunDir,
-        times: SaveTimes,
         *,
         every: Callable[[int], Progress],
+        longest_save: Callable[[], float],
         act: bool = True,
         pids: Callable[[], list[int]] = list,
         reached: Callable[[], int] = int,
     ) -> None:
         super().__init__(alarms, segment)
-        self._run, self._times, self._every = run, times, every
+        self._run, self._every, self._longest_save = run, every, longest_save
         self._act, self._pids, self._reached = act, pids, reached
         self._saved: TrainedCounts | None = None
         self.age = 0.0
@@ -129,7 +128,7 @@ class CheckpointAgeDetector(StoreDetector):
             tokens=risk.tokens,
             age=self.age,
             step_seconds=median(self._steps),
-            save_seconds=self._times.longest,
+            save_seconds=self._longest_save(),
         )
         late = made.late()
         if late is Late.NO:

@@ -25,33 +25,14 @@ _STILL_SECONDS = 60.0
 the first save was timed."""
 
 
-class SaveTimes:
-    """Seconds of the last saves, without slow ones: or slowness would become normal."""
-
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=upcoming.SAVES)
-
-    @property
-    def typical(self) -> float | None:
-        """The median; None before there were enough."""
-        return median(self._seconds) if len(self._seconds) >= _LEAST_HISTORY else None
-
-    @property
-    def longest(self) -> float:
-        """Nearly the longest; 0 before the first."""
-        return upcoming.longest_save(self._seconds)
-
-    def add(self, seconds: float) -> None:
-        self._seconds.append(seconds)
-
-
 class SaveDetector(StoreDetector):
     """Alarms `checkpoint-failed`, `checkpoint-missing`, `checkpoint-writer`, `checkpoint-speed` and
-    `checkpoint-damaged/NAME`; learns the `times` of saves."""
+    `checkpoint-damaged/NAME`."""
 
-    def __init__(self, alarms: AlarmSink, segment: int, run: RunDir, times: SaveTimes) -> None:
+    def __init__(self, alarms: AlarmSink, segment: int, run: RunDir) -> None:
         super().__init__(alarms, segment)
-        self._run, self._times = run, times
+        self._run = run
+        self._saves: deque[float] = deque(maxlen=upcoming.SAVES)
         self._failures = 0
         self._speed: float | None = None
         self._grown: dict[str, tuple[int, float]] = {}  # bytes of a save in flight, and since when it has them
@@ -101,15 +82,15 @@ class SaveDetector(StoreDetector):
             return
         self._speed = entry["bytes"] / seconds
         slow = self.is_mine(entry) and self._is_slow(seconds, step)
-        if not slow:
-            self._times.add(seconds)
+        if not slow:  # or slowness would become normal
+            self._saves.append(seconds)
         if self.is_mine(entry):
             for key in ("checkpoint-failed", "checkpoint-missing"):
                 self.resolve(key, f"step {step} was saved", step=step)
 
     def _is_slow(self, seconds: float, step: int) -> bool:
         """Whether a save was slow, which opens or resolves the alarm."""
-        typical = self._times.typical
+        typical = self._typical_save()
         if typical is None:
             return False
         text = f"the save of step {step} took {human_time(seconds)}"
@@ -125,6 +106,14 @@ class SaveDetector(StoreDetector):
             step=step,
         )
         return True
+
+    def _typical_save(self) -> float | None:
+        """Median seconds of a save; None before there were enough."""
+        return median(self._saves) if len(self._saves) >= _LEAST_HISTORY else None
+
+    def longest_save(self) -> float:
+        """Seconds of nearly the longest of the last saves that were not slow; 0 before the first."""
+        return upcoming.longest_save(self._saves)
 
     # ------------------------------------------------------------------ what is on storage
 
@@ -144,7 +133,7 @@ class SaveDetector(StoreDetector):
         """Whether the save in flight grows."""
         known = {name: self._grown.get(name, (size, now)) for name, size in writing.items()}
         self._grown = {name: known[name] if size == known[name][0] else (size, now) for name, size in writing.items()}
-        typical, least = self._times.typical, _STILL_SECONDS
+        typical, least = self._typical_save(), _STILL_SECONDS
         allowed = _STILL_FIRST * least if typical is None else max(least, typical)
         seconds, name = max(((now - since, name) for name, (_, since) in self._grown.items()), default=(0.0, ""))
         if seconds > allowed:
