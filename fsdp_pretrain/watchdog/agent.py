@@ -143,16 +143,9 @@ class Agent:
         self._run_detectors()
         self._check_run_directory()
 
-    def _begin_watch(self) -> None:
-        """Once the segment is known: open the alarms, on node 0, and build the detectors."""
-        if self._nodes.leader is None and self._leader is None:
-            self._leader = Leader(self._config, self._ranks, self._segment)
-            for key, finding in self._findings.by_key.items():  # from before
-                finding.enter(self._leader.alarms, key)
-            self._hang.alarms = self._leader.alarms
-        self._detectors = build_detectors(self._config, self._alarms, self._ranks, self._nodes, self._segment)
-
     def _run_detectors(self) -> None:
+        if self._segment and not self._detectors and not self._ended:
+            self._detectors = build_detectors(self._config, self._alarms, self._ranks, self._nodes, self._segment)
         if self._leader is not None:
             for record in self._leader.new_records():
                 for detector in self._detectors:
@@ -236,8 +229,11 @@ class Agent:
         leads, stalled = self._nodes.leader is None, bool(self._hang.stalled)
         if self._nodes.read(all_=leads or stalled, at_once=leads and stalled):
             self._end_if_superseded()
-        if self._segment and not self._detectors and not self._ended:
-            self._begin_watch()
+        if leads and self._leader is None and self._segment and not self._ended:
+            self._leader = Leader(self._config, self._ranks, self._segment)
+            for key, finding in self._findings.by_key.items():  # from before the segment was known
+                finding.enter(self._leader.alarms, key)
+            self._hang.alarms = self._leader.alarms
         if self._nodes.leader is not None and self._nodes.leader.silent != self._leader_missed:
             self._leader_missed = not self._leader_missed
             name = f"the watchdog of {self._nodes.leader.report.host}, which sends the alarms of this run,"

@@ -28,7 +28,7 @@ class NodeDetector(Detector):
                 effect = "its node or agent failed, or it cannot reach the run directory"
                 open_silence(self.alarms, other.report.host, other.silence, effect, step=self.at)
             elif not other.report.ended:
-                self.resolve(f"node/{other.report.host}", f"{other.report.host} sends heartbeats again")
+                self.alarms.resolve(f"node/{other.report.host}", f"{other.report.host} sends heartbeats again")
         for key in self._reported - found:
             self.alarms.resolve(key)
         self._reported = found

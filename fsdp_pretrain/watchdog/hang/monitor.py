@@ -39,7 +39,7 @@ class _Stall:
     Attributes:
         dumped, dumps: when stacks were last requested, and how often.
         read: when the first of them could be read; None before.
-        reported: the alarm was opened.
+        verdict: the last one in the alarm; None before it was opened.
         seen: the first stack of each rank.
         patience: extension of the hard deadline.
     """
@@ -48,7 +48,7 @@ class _Stall:
     dumped: float
     dumps: int = 1
     read: float | None = None
-    reported: bool = False
+    verdict: HangDiagnosis | None = None
     seen: dict[int, Any] = field(default_factory=dict)
     patience: float = 0.0
 
@@ -79,7 +79,6 @@ class HangMonitor:
         self.history = PhaseHistory(section.hang)
         self._progress = 0
         self._stall: _Stall | None = None
-        self._verdict: HangDiagnosis | None = None
 
     @property
     def stalled(self) -> list[RankSnapshot]:
@@ -109,7 +108,7 @@ class HangMonitor:
         if (beat := self._ranks.all[0].beat) is not None:
             self.history.observe(beat, phases)
         if self._stall is not None:
-            self._stall, self._verdict = None, None
+            self._stall = None
             if self.alarms is not None:
                 self.alarms.resolve("hang", "the ranks make progress again", step=self._ranks.reached())
 
@@ -132,13 +131,12 @@ class HangMonitor:
             stall.read = seconds
         if stall.dumps == 1:
             stall.seen = self._signatures() | stall.seen
-        if not stall.reported:
+        if stall.verdict is None:
             patience = min(self._nodes.patience, (due.hard - due.soft) / 3)
             is_known = not self._diagnose(stall).unknown or seconds - stall.read > patience
-            stall.reported = self.alarms is not None and is_known
-            if stall.reported:
+            if self.alarms is not None and is_known:
                 self._open(stall, seconds, "stacks of all ranks are in watchdog/stacks/")
-        elif self._verdict is not None and (self._verdict.unknown or not self._verdict.suspects):
+        elif stall.verdict.unknown or not stall.verdict.suspects:
             self._open(stall, seconds)  # more may be known by now
         if stall.dumps == 1 and seconds - stall.dumped >= min(_BETWEEN_DUMPS, (due.hard - due.soft) / 2):
             stall.dumps, stall.dumped = 2, seconds
@@ -169,7 +167,7 @@ class HangMonitor:
             self._end(f"no progress for {human_time(seconds)}: {verdict.text}", facts)
 
     def _open(self, stall: _Stall, seconds: float, action: str = "") -> None:
-        verdict = self._verdict = self._diagnose(stall)
+        verdict = stall.verdict = self._diagnose(stall)
         if self.alarms is None:
             return
         phases, step = "/".join(sorted(phase.name.lower() for phase in self._ranks.phases)), self._ranks.reached()
