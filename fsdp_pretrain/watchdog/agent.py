@@ -166,7 +166,8 @@ class Agent:
     def _finish(self) -> None:
         """Write the last report, and wait for those of the other nodes: they may name what brought the run down."""
         self._report(ended=True)
-        self._run_detectors()
+        if self._leader is not None:
+            self._run_detectors()
         if self._nodes.others and self._segment and not self._asked_to_end:
             self._wait_for_other_nodes()
         if self._leader is not None:
@@ -277,7 +278,8 @@ class Agent:
             time.sleep(BEAT_SECONDS / (4 if self._leader is not None else 1))
             self._nodes.read(all_=True, at_once=True)
         lost = self._nodes.quiet()
-        self._run_detectors()
+        if self._leader is not None:
+            self._run_detectors()
         intent = self._intent()
         explained = intent is not None and intent.code != Exit.UNEXPECTED
         if (

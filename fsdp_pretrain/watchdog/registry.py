@@ -46,17 +46,13 @@ def build_detectors(
     run, host, leads = RunDir(config.run.dir), socket.gethostname(), nodes.leader is None
     corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
     local = {"tmp": Path(tempfile.gettempdir()), "shm": _SHM}
-    found: list[Detector] = [
-        MountDetector(alarms, [run.checkpoints] if leads else [], corpora),
-        HostDetector(alarms, host=host),
-    ]
+    found: list[Detector] = [HealthDetector(alarms), NodeDetector(alarms, nodes)] if leads else []
+    found += [MountDetector(alarms, [run.checkpoints] if leads else [], corpora), HostDetector(alarms, host=host)]
     if len(corpora) < len(config.data.sources):
         found.append(CorpusStorageDetector(alarms, status_file(ranks.pages, ranks.numbers.start), host))
     begun = environment.view(run, segment)
     if leads:
         found += [
-            HealthDetector(alarms),
-            NodeDetector(alarms, nodes),
             *_pace(config, alarms, ranks, nodes, list(begun.hosts or [host])),
             *_checkpoints(config, alarms, ranks, segment),
             DiskSpaceDetector(alarms, {"run": run.path, **local}, run.checkpoints),
