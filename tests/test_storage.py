@@ -15,10 +15,11 @@ from records import commit
 from watch import Checkpoints, Watch, record
 
 from fsdp_pretrain.checkpoint.disk_space import Room, SpaceNeeded
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.detectors.checkpoint_store import StoreState, TrainedCounts
+from fsdp_pretrain.watchdog.detectors.checkpoint_store import StoreState
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector, read
 from fsdp_pretrain.watchdog.detectors.periodic import PeriodicProbe, ProbeAnswer
@@ -114,7 +115,8 @@ def test_a_full_record_is_told_once(watch: Watch, small_disk: Disk) -> None:
 def saved(step: int, free: int) -> StoreState:
     """A look after the save of a step."""
     none, room = SpaceNeeded(0, 0), Room("/data", free, 10**14)
-    return StoreState([], {}, TrainedCounts(step, 0, 0), {}, room, None, none, [], 0)
+    verified = CheckpointManifest.model_construct(step=step)
+    return StoreState([], {}, None, verified, {}, room, none, [], 0)
 
 
 @pytest.mark.shows("D22")

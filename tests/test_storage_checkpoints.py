@@ -15,7 +15,7 @@ from watch import Checkpoints, Watch, record, write_journal
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.watchdog.detectors import checkpoint_store
-from fsdp_pretrain.watchdog.detectors.checkpoint_store import TrainedCounts
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import TrainedCounts
 
 pytestmark = pytest.mark.quick
 

@@ -11,6 +11,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,8 +25,17 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import Progress, human_count
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
-from .checkpoint_store import StoreDetector, StoreState, TrainedCounts
+from .checkpoint_store import StoreDetector, StoreState
 from .periodic import PeriodicProbe
+
+
+@dataclass(frozen=True)
+class TrainedCounts:
+    """Steps, samples and tokens that were trained."""
+
+    step: int
+    consumed: int
+    tokens: int
 
 
 class CheckpointAgeDetector(StoreDetector):
@@ -85,7 +95,8 @@ class CheckpointAgeDetector(StoreDetector):
             self._read(entry)
         newest = found.verified
         if newest is not None and self.last and (self.protected is None or newest.step > self.protected):
-            self._saved, self._since = newest, now
+            self._saved = TrainedCounts(newest.step, newest.consumed, newest.tokens)
+            self._since = now
         self._judge_age(now)
 
     def _read(self, entry: dict[str, Any]) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from fsdp_pretrain.checkpoint import upcoming
 from fsdp_pretrain.checkpoint.disk_space import Room, SpaceNeeded, attempts, prunable
-from fsdp_pretrain.checkpoint.store import Checkpoint, Store, verify_files
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
+from fsdp_pretrain.checkpoint.store import Store, verify_files
 from fsdp_pretrain.run import journal
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
@@ -25,36 +26,26 @@ _KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing", "con
 
 
 @dataclass(frozen=True)
-class TrainedCounts:
-    """Steps, samples and tokens that were trained."""
-
-    step: int
-    consumed: int
-    tokens: int
-
-
-@dataclass(frozen=True)
 class StoreState:
     """What a look has found.
 
     Attributes:
         names: of all checkpoints.
         damaged: names of those that cannot be used, and why.
-        verified: the newest verified one.
+        newest, verified: manifests of the newest one that looks whole, and of the newest verified one.
         writing: bytes written by every save in flight.
         room: of the file system.
-        need: what another checkpoint takes, going by the newest; None if there is none.
-        prunable: what may be deleted to make room for it.
+        prunable: what may be deleted to make room for another checkpoint.
         entries: of the journal since the last look.
         offset: in the journal, behind them.
     """
 
     names: list[str]
     damaged: dict[str, str]
-    verified: TrainedCounts | None
+    newest: CheckpointManifest | None
+    verified: CheckpointManifest | None
     writing: dict[str, int]
     room: Room
-    need: SpaceNeeded | None
     prunable: SpaceNeeded
     entries: list[dict[str, Any]]
     offset: int
@@ -65,6 +56,7 @@ def look(run: RunDir, offset: int) -> StoreState:
     store = Store(run.checkpoints)
     found = store.scan()
     whole = [item for item in found if item.problem is None]
+    proved = [item for item in whole if item.verified]
     entries = []
     for entry, behind in journal.entries(run.journal, offset):
         offset = behind
@@ -74,28 +66,14 @@ def look(run: RunDir, offset: int) -> StoreState:
         names=[item.path.name for item in found],
         # a checkpoint loses its name before it is deleted
         damaged={item.path.name: item.problem for item in found if item.problem and item.path.is_dir()},
-        verified=_counts([item for item in whole if item.verified]),
+        newest=whole[-1].manifest() if whole else None,
+        verified=proved[-1].manifest() if proved else None,
         writing=attempts(store.directory),
         room=Room.of(store.directory),
-        need=_need(whole),
         prunable=prunable(found),
         entries=entries[-_ENTRIES:],
         offset=offset,
     )
-
-
-def _counts(proved: Sequence[Checkpoint]) -> TrainedCounts | None:
-    if not proved:
-        return None
-    manifest = proved[-1].manifest()
-    return TrainedCounts(manifest.step, manifest.consumed, manifest.tokens)
-
-
-def _need(whole: Sequence[Checkpoint]) -> SpaceNeeded | None:
-    if not whole:
-        return None
-    files = whole[-1].files()
-    return upcoming.need_after(sum(entry.bytes for entry in files), len(files))
 
 
 def verify_one_file(directory: Path) -> dict[str, str]:

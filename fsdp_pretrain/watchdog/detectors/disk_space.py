@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.checkpoint.disk_space import Room, SpaceNeeded
-from fsdp_pretrain.checkpoint.upcoming import FEW, RESERVE, first_need, fit
+from fsdp_pretrain.checkpoint.upcoming import FEW, RESERVE, first_need, fit, need_after
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import slope
 from fsdp_pretrain.units import human_bytes, human_time
@@ -55,7 +55,9 @@ class CheckpointSpaceDetector(StoreDetector):
         for entry in filter(self.is_mine, found.entries):
             if entry["kind"] == "start" and entry.get("parameters"):
                 self._need = self._need or first_need(entry["parameters"], entry.get("world") or 1)
-        self._need = found.need or self._need
+        if found.newest is not None:
+            files = found.newest.files
+            self._need = need_after(sum(entry.bytes for entry in files), len(files))
         if self._need is not None and self._need.bytes:
             self._judge_fit(self._need, found)
         if found.verified is not None and found.verified.step != self._sampled and not found.writing:
