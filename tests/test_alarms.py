@@ -23,11 +23,9 @@ from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.step_record import HealthFinding
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.leader import HealthAlarms
-from fsdp_pretrain.watchdog.notify import operator
+from fsdp_pretrain.watchdog.detectors.health import HealthDetector, is_written_by_trainer
 from fsdp_pretrain.watchdog.notify.alarms import Alarms, read_alarms
-from fsdp_pretrain.watchdog.notify.prometheus import Exporter
-from fsdp_pretrain.watchdog.notify.snapshot import METRICS, Snapshot
+from fsdp_pretrain.watchdog.notify.metrics import METRICS, Exporter, Snapshot
 
 pytestmark = pytest.mark.quick
 INFO, WARN, CRIT = Severity
@@ -77,7 +75,7 @@ def test_acknowledging(run: Path, alarms: Alarms, verb: Verb) -> None:
     assert verb("ack", "hang", USER="ada").returncode == 0
     assert [alarm.state for alarm in read_alarms(run / "watchdog/alarms.jsonl")] == ["open"]
     again = Alarms(run / "watchdog/alarms.jsonl", on_change=lambda _: None)
-    operator.serve(RunDir(run), again)
+    again.serve(RunDir(run))
     (known,) = read_alarms(run / "watchdog/alarms.jsonl")
     assert known.state == "acknowledged" and known.facts == {"acknowledged_by": "ada"}
     assert verb("ack", "hang").returncode == 78
@@ -87,16 +85,16 @@ def test_findings_of_the_trainer_become_alarms(run: Path) -> None:
     """Their lines in the journal are the trainer's; the first record of a start repeats those that go on."""
     told: list[tuple[str, str, bool]] = []
     alarms = Alarms(
-        run / "a.jsonl", lambda alarm: told.append((alarm.key, alarm.state, health.is_written_by_trainer(alarm)))
+        run / "a.jsonl", lambda alarm: told.append((alarm.key, alarm.state, is_written_by_trainer(alarm, health.last)))
     )
-    health = HealthAlarms(alarms)
+    health = HealthDetector(alarms)
     collapse, spike = (HealthFinding(key=key, severity=WARN, summary="up") for key in ("scale/collapse", "loss/spike"))
     for findings in ([collapse, spike], [], [collapse.model_copy(update={"resolved": True})]):
         health.step(step_record(7, health=findings))
     assert told == [
         ("scale/collapse", "open", True), ("loss/spike", "open", True), ("scale/collapse", "resolved", True),
     ]  # fmt: skip
-    health = HealthAlarms(alarms)
+    health = HealthDetector(alarms)
     health.step(step_record(8))
     assert told[3:] == [("loss/spike", "resolved", False)]
 

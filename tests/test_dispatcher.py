@@ -31,10 +31,11 @@ class Life:
     def begin(self) -> None:
         """Another watchdog continues from what is on disk."""
         self.alarms = Alarms(self._path / "alarms.jsonl", self._changed)
-        self.dispatcher = Dispatcher(self._least, self._path / "told.json", read_alarms(self._path / "alarms.jsonl"))
+        self.known = {alarm.key: alarm for alarm in read_alarms(self._path / "alarms.jsonl")}
+        self.dispatcher = Dispatcher(self._least, self._path / "told.json", self.known)
 
     def _changed(self, alarm: Alarm) -> None:
-        self.dispatcher.changed(alarm)
+        self.known[alarm.key] = alarm
         self.deliver()
 
     def deliver(self) -> None:

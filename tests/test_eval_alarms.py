@@ -33,7 +33,7 @@ class Evaluated:
         tasks = {"every": "10 steps", "heldout": str(lab.heldout), "tasks": TASKS.split("+"), "overdue": "1 h"}
         lab.config(eval={**tasks, "attempts": 2}).rename(self.path / "config.toml")
         self.watch = watch
-        watch.detectors = [EvaluationDetector(watch.alarms, self.path)]
+        watch.detectors = [EvaluationDetector(watch.alarms, RunDir(self.path))]
 
     def result(self, step: int, bpb: float | None = 2.0, ok: bool | None = True, limit: int | None = None) -> None:
         folder = self.path / f"evals/step-{step:08d}" / TASKS

@@ -88,7 +88,7 @@ def test_storage_that_fails_and_comes_back(watched: Watched, small_disk: Disk, w
 @pytest.mark.promise("failed-saves")
 def test_a_writer_that_hangs(watched: Watched, whole: Whole, constants: Any) -> None:
     """Reported as the writer's, never as a hang of training; another writer makes the next save."""
-    constants("fsdp_pretrain.watchdog.detectors.checkpoint_age", _STILL_SECONDS=0.3)
+    constants("fsdp_pretrain.watchdog.detectors.checkpoint_saves", _STILL_SECONDS=0.3)
     watched.configure(checkpoint={"every": "100 steps"}, parallel={"timeout": "10 s"})
     job = watched.start(trap=at("__0_0.distcp", "wait", skip=1, seconds=600))
     writer = watched.until("checkpoint-writer")

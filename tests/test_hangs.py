@@ -240,7 +240,7 @@ def test_a_rank_that_is_stopped_in_its_first_save_is_named_at_once(
     ranks = RankMonitor(range(1), tmp_path, os.getpid())
     section = WatchdogSection.model_validate({"act": False, "hang": {"soft": "1 s", "hard": "2 s"}})
     nodes = PeerNodes(tmp_path, 0, 1, "attempt")
-    monitor = HangMonitor(section, ranks, nodes, keep=lambda *_: None, end=lambda *_: None)
+    monitor = HangMonitor(section, ranks, nodes, tmp_path, end=lambda *_: None)
     monitor.alarms = watch.alarms
     monitor.history.assume(0.01)
 

@@ -40,8 +40,9 @@ class Machine:
         self.content: str | None = None
         self.now = 1000.0
         self.left = set(threading.enumerate())  # threads that are not waited for
-        provider = f"file:{self.path}"
-        self.watch = GpuDetector(self.alarms, host="node-7", expected=0, provider=provider)
+        look = nvml.find_reader(f"file:{self.path}")
+        assert look is not None
+        self.watch = GpuDetector(self.alarms, host="node-7", expected=0, look=look)
 
     def look(self, count: int = 1, *, answers: bool = True) -> None:
         """Write the file, and let the detector check it `count` times."""
@@ -174,12 +175,12 @@ def test_a_file_that_is_none_is_told(machine: Any, content: str) -> None:
 def test_the_library_is_asked_for_by_name_only_if_it_is_there() -> None:
     from fsdp_pretrain.errors import ConfigError
 
-    assert nvml.resolve("none") is None and nvml.resolve("file:/x") == "file:/x"
+    assert nvml.find_reader("none") is None
     if not Path("/proc/driver/nvidia/version").exists():
-        assert nvml.resolve("auto") is None
+        assert nvml.find_reader("auto") is None
     with pytest.raises(ConfigError, match="nvidia-ml-py"):
         if nvml.importlib.util.find_spec("pynvml") is None:
-            nvml.resolve("nvml")
+            nvml.find_reader("nvml")
         else:
             raise ConfigError("nvidia-ml-py is there")
 

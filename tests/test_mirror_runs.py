@@ -32,7 +32,7 @@ from fsdp_pretrain.run import mirror_status, run_id
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.requests import send
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
-from fsdp_pretrain.watchdog.notify.operator import snapshot_file
+from fsdp_pretrain.watchdog.notify.metrics import snapshot_file
 
 pytestmark = pytest.mark.timeout(600)
 FLAG = ("--from-mirror",)
@@ -94,7 +94,7 @@ def test_storage_that_fails_is_told_and_heals(
     object_store.faults = faults
     stored.save(20)
     until(lambda: report().problem, what=lambda: str(report()))
-    watch.detectors = [MirrorDetector(watch.alarms, stored.run.path, 1)]
+    watch.detectors = [MirrorDetector(watch.alarms, stored.run, 1)]
     watch.advance(1)
     assert watch.transitions() == [("mirror", severity, "open")], watch.changes
     assert re.search(cause, watch.changes[0].summary) and "step 10" in watch.changes[0].summary, watch.changes[

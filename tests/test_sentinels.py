@@ -20,6 +20,7 @@ from fsdp_pretrain.data.packing.unigrams import Unigrams
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetector
+from fsdp_pretrain.watchdog.hang.peers import PeerNodes
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 from fsdp_pretrain.watchdog.registry import build_detectors
@@ -170,7 +171,9 @@ def test_a_corpus_whose_ids_moved(lab: Any, helpers: Any) -> None:
     lab.train(config)
     run, reported = RunDir(lab.path / "run"), []
     alarms = Alarms(lab.path / "alarms.jsonl", lambda alarm: reported.append((alarm.key, alarm.step)))
-    found = build_detectors(load(run.config), alarms, RankMonitor(range(0), lab.path, 1), segment=2)
+    found = build_detectors(
+        load(run.config), alarms, RankMonitor(range(0), lab.path, 1), PeerNodes(lab.path, 0, 1, ""), 2
+    )
     for record in helpers.metrics(run.path)[60:]:
         for detector in found:
             detector.step(parsed(record))

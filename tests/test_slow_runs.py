@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from records import step_record
 
-from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector
+from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector, Windows
 from fsdp_pretrain.watchdog.hang import page, rank_client
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
@@ -217,10 +217,12 @@ def stragglers_of(
         tmp_path / "alarms.jsonl",
         lambda alarm: reported.append((alarm.key, alarm.facts["window"])) if alarm.state == "open" else None,
     )
-    stragglers, random_ = StragglerDetector(alarms), random.Random(ranks)
+    seen: Windows = {}
+    stragglers, random_ = StragglerDetector(alarms, lambda: seen), random.Random(ranks)
     for window in range(1, windows + 1):
         own = {rank: 1 + slow.get(rank, 0.0) * (window > 20) for rank in range(ranks)}
-        stragglers.check({r: (HOST, window, each * random_.lognormvariate(0, noise)) for r, each in own.items()})
+        seen |= {r: (HOST, window, each * random_.lognormvariate(0, noise)) for r, each in own.items()}
+        stragglers.tick(window)
     return reported
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from machines import Disk
 from records import commit
-from watch import Watch, record, saves
+from watch import Checkpoints, Watch, record
 
+from fsdp_pretrain.checkpoint.disk_space import Room, SpaceNeeded
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.watchdog.detectors import looks
 from fsdp_pretrain.watchdog.detectors.base import Detector
+from fsdp_pretrain.watchdog.detectors.checkpoint_store import StoreState
 from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
-from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
+from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector, read
 from fsdp_pretrain.watchdog.detectors.periodic import PeriodicProbe, ProbeAnswer
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
@@ -30,9 +34,9 @@ pytestmark = pytest.mark.quick
 class Answers(Detector):
     """Collects the results of a probe."""
 
-    def __init__(self, alarms: Alarms, probe: PeriodicProbe) -> None:
+    def __init__(self, alarms: Alarms, probe: PeriodicProbe[Any]) -> None:
         super().__init__(alarms)
-        self.probe, self.found = probe, list[ProbeAnswer]()
+        self.probe, self.found = probe, list[ProbeAnswer[Any]]()
 
     def tick(self, now: float) -> None:
         if (answer := self.probe.tick(now)) is not None:
@@ -43,11 +47,11 @@ class Answers(Detector):
 def test_a_look_that_hangs_blocks_nobody(watch: Watch, tmp_path: Path) -> None:
     """A FIFO in place of a file hangs whoever opens it, like a mount whose server went away."""
     os.mkfifo(tmp_path / "fifo")
-    hangs = PeriodicProbe(looks.read, every=60, deadline=15, paths=[str(tmp_path / "fifo")])
-    fine = PeriodicProbe(looks.space, every=60, deadline=15, path=str(tmp_path))
+    hangs = PeriodicProbe(partial(read, [tmp_path / "fifo"]), every=60, deadline=15)
+    fine = PeriodicProbe(partial(Room.of, tmp_path), every=60, deadline=15)
     watch.detectors = [first := Answers(watch.alarms, hangs), second := Answers(watch.alarms, fine)]
     watch.advance(hanging=1)
-    assert second.found[0].value["free"] > 0 and not first.found
+    assert second.found[0].value.free > 0 and not first.found
     for seconds, hanging in ((16, 1), (50, 2), (16, 2)):  # one that is late is left behind, and another looks
         watch.advance(seconds, hanging)
     assert [answer.late for answer in first.found] == [1, 2]
@@ -56,9 +60,7 @@ def test_a_look_that_hangs_blocks_nobody(watch: Watch, tmp_path: Path) -> None:
     (tmp_path / "fifo").write_bytes(b"x" * 5000)
     watch.advance(60, hanging=2)
     assert first.found[-1].error is None and first.found[-1].late == 0
-    answer = os.open(tmp_path / "hangs", os.O_RDWR)  # as a reader too: those that wake up may close it before the write
-    os.write(answer, b"it answers")
-    os.close(answer)  # no thread is left
+    os.close(os.open(tmp_path / "hangs", os.O_WRONLY))  # it answers, and no thread is left
     watch.advance()
 
 
@@ -71,9 +73,8 @@ def test_room_is_counted_in_checkpoints(watch: Watch, small_disk: Disk) -> None:
     run = small_disk("8m") / "run"
     store = Store(run / "checkpoints")
     commit(store, 1, {"data": bytes(1_000_000)})
-    checkpoints = saves(watch, run)
-    space = DiskSpaceDetector(watch.alarms, {"checkpoints": store.directory, "run": run}, checkpoints)
-    watch.detectors = [checkpoints, space]
+    space = Checkpoints(watch, run).space
+    watch.detectors.append(DiskSpaceDetector(watch.alarms, {"run": run}, store.directory))
     watch.advance()
     watch.advance(61)
     assert space.fit == 6 and watch.transitions() == []
@@ -111,15 +112,11 @@ def test_a_full_record_is_told_once(watch: Watch, small_disk: Disk) -> None:
     assert watch.transitions()[-1] == ("disk/run", "CRIT", "resolved")
 
 
-class Scripted:
-    """Results of a probe as a series: one at every tick."""
-
-    def __init__(self, free: list[float]) -> None:
-        self._free = iter(free)
-
-    def tick(self, now: float) -> ProbeAnswer:
-        found = {"path": "/data", "free": int(next(self._free)), "total": 10**14, "files": 0, "files_free": 0}
-        return ProbeAnswer({**found, "writing": 0, "device": 1})
+def saved(step: int, free: int) -> StoreState:
+    """A look after the save of a step."""
+    none, room = SpaceNeeded(0, 0), Room("/data", free, 10**14)
+    verified = CheckpointManifest.model_construct(step=step)
+    return StoreState([], {}, None, verified, {}, room, none, [], 0)
 
 
 @pytest.mark.shows("D22")
@@ -143,12 +140,9 @@ def test_time_to_full_is_foreseen(
     rng = np.random.default_rng(1)
     times = hours * np.arange(24)
     noise = np.where(rng.random(24) < 0.1, free / 100, 0) + rng.normal(0, free / 1500, 24)
-    checkpoints = saves(watch, tmp_path)
-    space = DiskSpaceDetector(watch.alarms, {"checkpoints": tmp_path}, checkpoints)
-    space.probes["checkpoints"] = Scripted(list(free - per_hour * times + noise))  # type: ignore[assignment]
-    for hour in times:
-        checkpoints.completed += 1
-        space.tick(hour * 3600)
+    space = Checkpoints(watch, tmp_path).space
+    for step, (hour, left) in enumerate(zip(times, free - per_hour * times + noise, strict=True), 1):
+        space.judge(saved(step, int(left)), hour * 3600)
     assert bool(watch.transitions()) is warns
     if warns:
         assert space.seconds_to_full is not None

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from machines import Disk
 from records import commit, step_record
-from watch import Watch, record, saves, write_journal
+from watch import Checkpoints, Watch, record, write_journal
 
 from fsdp_pretrain.checkpoint.store import Store
-from fsdp_pretrain.watchdog.detectors import checkpoint_age
+from fsdp_pretrain.watchdog.detectors import checkpoint_store
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import TrainedCounts
 
 pytestmark = pytest.mark.quick
@@ -25,8 +25,7 @@ def test_age_of_the_newest_verified_checkpoint(watch: Watch, tmp_path: Path) -> 
     """100 s between checkpoints: alarm after 150 s, a save requested after 250 s, a stop after 400 s; each once."""
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
-    checkpoints = saves(watch, run, every="100 steps")
-    watch.detectors = [checkpoints]
+    checkpoints = Checkpoints(watch, run, every="100 steps").age
     write_journal(run, {"kind": "start", "world": 64, "parameters": 1000})
 
     def train(steps: range) -> None:
@@ -58,8 +57,7 @@ def test_age_of_the_newest_verified_checkpoint(watch: Watch, tmp_path: Path) -> 
 def test_what_is_at_risk_is_counted_not_extrapolated(watch: Watch, tmp_path: Path, every: str, late: bool) -> None:
     """Steps 11 to 15 as before, 16 to 20 with twice as many samples of twice the length, and two that began since."""
     run = tmp_path / "run"
-    checkpoints = saves(watch, run, every=every, reached=lambda: 22)
-    watch.detectors = [checkpoints]
+    checkpoints = Checkpoints(watch, run, every=every, reached=lambda: 22).age
     for step in range(1, 11):
         checkpoints.step(record(step))
     commit(Store(run / "checkpoints"), 10)
@@ -80,9 +78,7 @@ def test_a_request_that_a_full_disk_does_not_take_becomes_a_signal(watch: Watch,
     got: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: got.append(number))
     try:
-        checkpoints = saves(watch, run)
-        checkpoints._pids = lambda: [os.getpid()]
-        watch.detectors = [checkpoints]
+        checkpoints = Checkpoints(watch, run, pids=lambda: [os.getpid()]).age
         with (run / "hog").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, 1 << 20)
         for step in range(1, 500):
@@ -99,8 +95,7 @@ def test_a_request_that_a_full_disk_does_not_take_becomes_a_signal(watch: Watch,
 def test_failed_saves_and_slow_ones(watch: Watch, tmp_path: Path) -> None:
     """A failure is reported until the next success; ten times slower is reported."""
     run = tmp_path / "run"
-    checkpoints = saves(watch, run)
-    watch.detectors = [checkpoints]
+    Checkpoints(watch, run)
     fine = [
         {"kind": "checkpoint", "step": n, "bytes": 10**9, "seconds": 20.0 + n % 3, "segment": 1 + n // 6}
         for n in range(1, 12)
@@ -126,7 +121,7 @@ def test_a_writer_that_does_not_write(watch: Watch, tmp_path: Path) -> None:
     """Reported as the writer's, whether or not training continues; a slow one is not."""
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
-    watch.detectors = [saves(watch, run)]
+    Checkpoints(watch, run)
     write_journal(run, *[{"kind": "checkpoint", "step": n, "bytes": 10**9, "seconds": 30.0} for n in range(1, 8)])
     attempt = store.begin(8)
     for size in range(1, 6):
@@ -149,12 +144,12 @@ def test_a_writer_that_does_not_write(watch: Watch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["flip", "missing"])
 def test_a_checkpoint_that_decays(watch: Watch, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that was verified and is damaged afterwards."""
-    monkeypatch.setattr(checkpoint_age, "AUDIT_SECONDS", 100.0)
+    monkeypatch.setattr(checkpoint_store, "AUDIT_SECONDS", 100.0)
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
     commit(store, 1)
     path = commit(store, 2, {"data": bytes(200_000)}).path
-    watch.detectors = [saves(watch, run)]
+    Checkpoints(watch, run)
     watch.advance()
     assert watch.transitions() == []
     content = bytearray((path / "data").read_bytes())

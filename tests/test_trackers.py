@@ -19,7 +19,7 @@ from views import BEGIN, Recorded, aim_runs, shown, wandb_view
 
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.journal import read
-from fsdp_pretrain.watchdog.notify.snapshot import METRICS
+from fsdp_pretrain.watchdog.notify.metrics import METRICS
 
 FOLLOW = "fsdp_pretrain.views.trackers.follow"
 ALL = {"aim": True, "tensorboard": True, "wandb": True}

@@ -12,7 +12,7 @@ import pytest
 from machines import Disk
 from records import commit, step_record
 from traps import take_space
-from watch import Watch, saves, write_journal
+from watch import Checkpoints, Watch, write_journal
 
 from fsdp_pretrain.checkpoint.store import MANIFEST, Store
 from fsdp_pretrain.config.config import Config, load
@@ -23,7 +23,6 @@ from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, now
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.views.status import inspect
-from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
 
 pytestmark = pytest.mark.quick
 WARN, CRIT = Severity.WARN, Severity.CRIT
@@ -81,12 +80,7 @@ def test_whether_it_fits(
     if state.leave is not None:
         take_space(str(disk / "hog"), state.leave)
 
-    checkpoints = saves(watch, run.path)
-    places = {"checkpoints": run.checkpoints}
-    watch.detectors = [
-        checkpoints,
-        DiskSpaceDetector(watch.alarms, places, checkpoints),
-    ]
+    Checkpoints(watch, run.path)
     watch.advance()
     watch.advance(61)
     reported = {alarm.summary: alarm.severity for alarm in watch.alarms}
@@ -125,8 +119,7 @@ def test_whether_it_is_late(
     state_files.write(path, {**json.loads(path.read_text()), "committed": committed})
 
     seconds = {"iteration": 1.0, "data": 0.0, "checkpoint": 0.0}
-    checkpoints = saves(watch, run.path, every=every)
-    watch.detectors = [checkpoints]
+    checkpoints = Checkpoints(watch, run.path, every=every).age
     checkpoints.step(step_record(100, seconds=seconds))
     watch.advance()
     for step in (*range(101, 165), 100 + steps):

@@ -24,8 +24,7 @@ from fsdp_pretrain.run.step_record import LossSum
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.views.watch.charts import draw
 from fsdp_pretrain.views.watch.following import RunFollower
-from fsdp_pretrain.watchdog.notify.alarms import Alarms
-from fsdp_pretrain.watchdog.notify.operator import alarms_file
+from fsdp_pretrain.watchdog.notify.alarms import Alarms, alarms_file
 
 TOTAL = 400
 

@@ -16,11 +16,14 @@ import records
 from processes import ROOT
 from sight import until
 
-from fsdp_pretrain.run.files import now
+from fsdp_pretrain.run.files import RunDir, now
 from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.units import Progress
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointAgeDetector
+from fsdp_pretrain.watchdog.detectors.checkpoint_saves import SaveDetector
+from fsdp_pretrain.watchdog.detectors.checkpoint_store import StoreWatch
+from fsdp_pretrain.watchdog.detectors.disk_space import CheckpointSpaceDetector
 from fsdp_pretrain.watchdog.detectors.periodic import THREADS
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
 
@@ -61,22 +64,33 @@ def record(step: int, seconds: float = 1.0, data: float = 0.0) -> StepRecord:
     return records.step_record(step, seconds={"iteration": seconds, "data": data, "checkpoint": 0.0})
 
 
-def saves(
-    watch: Watch,
-    run: Path,
-    every: str = "100 steps",
-    reached: Callable[[], int] = int,
-) -> CheckpointDetector:
-    for name in ("segments", "control"):
-        (run / name).mkdir(parents=True, exist_ok=True)
-    return CheckpointDetector(
-        watch.alarms,
-        run=run,
-        segment=2,
-        store=run / "checkpoints",
-        every=lambda _: Progress.parse(every),
-        reached=reached,
-    )
+class Checkpoints:
+    """What watches the checkpoints of a run, its second start."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        run: Path,
+        every: str = "100 steps",
+        reached: Callable[[], int] = int,
+        pids: Callable[[], list[int]] = list,
+    ) -> None:
+        for name in ("segments", "control"):
+            (run / name).mkdir(parents=True, exist_ok=True)
+        place, alarms = RunDir(run), watch.alarms
+        self.saves = SaveDetector(alarms, 2, place)
+        self.space = CheckpointSpaceDetector(alarms, 2, place.checkpoints)
+        self.age = CheckpointAgeDetector(
+            alarms,
+            2,
+            place,
+            every=lambda _: Progress.parse(every),
+            longest_save=self.saves.longest_save,
+            reached=reached,
+            pids=pids,
+        )
+        judges = [self.saves, self.space, self.age]
+        watch.detectors = [*judges, StoreWatch(alarms, place, judges)]
 
 
 def write_journal(run: Path, *entries: dict[str, Any]) -> None:

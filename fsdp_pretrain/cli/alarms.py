@@ -24,8 +24,7 @@ _EXAMPLE = "runs/quickstart/run"
 def alarms(args: argparse.Namespace) -> int:
     """The alarms of a run that are open. Exit 0 none, 1 warnings, 2 critical ones."""
     from fsdp_pretrain.severity import Severity
-    from fsdp_pretrain.watchdog.notify.alarms import read_alarms
-    from fsdp_pretrain.watchdog.notify.operator import alarms_file
+    from fsdp_pretrain.watchdog.notify.alarms import alarms_file, read_alarms
 
     known = read_alarms(alarms_file(args.run))
     open_ones = [alarm for alarm in known if alarm.state != "resolved"]
@@ -52,7 +51,7 @@ def _render(alarm: Alarm) -> str:
 @verb("ack", f"{_EXAMPLE} disk/run", RUN, argument("key", help="of the alarm, as `fsdp-pretrain alarms` shows it"))
 def ack(args: argparse.Namespace) -> int:
     """Acknowledge an alarm: you take it, and no reminders are sent. It is sent again if it gets worse."""
-    from fsdp_pretrain.watchdog.notify.operator import acknowledge
+    from fsdp_pretrain.watchdog.notify.alarms import acknowledge
 
     acknowledge(args.run, args.key)
     print(f"the watchdog acknowledges {args.key} within seconds, or when the run starts again")

@@ -32,8 +32,8 @@ from fsdp_pretrain.run.status import ENDED, Status
 from fsdp_pretrain.run.step_columns import recorded_bytes
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_bytes, human_count, human_time
-from fsdp_pretrain.watchdog.notify.alarms import read_alarms
-from fsdp_pretrain.watchdog.notify.operator import alarms_file, snapshot_file
+from fsdp_pretrain.watchdog.notify.alarms import alarms_file, read_alarms
+from fsdp_pretrain.watchdog.notify.metrics import snapshot_file
 
 OK, WARN, ALERT = 0, 1, 2
 _ENDED = (*ENDED, "incomplete")

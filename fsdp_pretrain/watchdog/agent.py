@@ -30,14 +30,15 @@ from fsdp_pretrain.errors import Exit, StorageError
 from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.run import exit_intent, run_id
 from fsdp_pretrain.run.exit_intent import ExitIntent
-from fsdp_pretrain.run.files import RunDir, make_directory
+from fsdp_pretrain.run.files import RunDir, make_directory, now
 from fsdp_pretrain.run.journal import Journal
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.detectors.base import Detector
+from fsdp_pretrain.watchdog.detectors.nodes import open_silence
 from fsdp_pretrain.watchdog.hang.monitor import HangMonitor
 from fsdp_pretrain.watchdog.hang.page import Beat
-from fsdp_pretrain.watchdog.hang.peers import BEAT_SECONDS, NodeFindings, PeerNodes
+from fsdp_pretrain.watchdog.hang.peers import BEAT_SECONDS, NodeFindings, NodeReport, PeerNodes
 from fsdp_pretrain.watchdog.hang.rank_client import root, sweep
 from fsdp_pretrain.watchdog.hang.rank_monitor import Rank, RankMonitor, RankSnapshot
 from fsdp_pretrain.watchdog.notify.alarms import Alarm, AlarmSink
@@ -99,7 +100,8 @@ class Agent:
         self._leader: Leader | None = None
         self._findings = NodeFindings()
         self._detectors: list[Detector] = []
-        self._hang = HangMonitor(config.watchdog, self._ranks, self._nodes, keep=self._keep_stack, end=self._end_ranks)
+        stacks = self._directory / "stacks"
+        self._hang = HangMonitor(config.watchdog, self._ranks, self._nodes, stacks, end=self._end_ranks)
         self._died: list[Rank] = []
         self._stalled: list[RankSnapshot] = []
         self._ended = self._asked_to_end = self._stop_asked = self._leader_missed = False
@@ -138,22 +140,22 @@ class Agent:
         if not self._ended:
             self._hang.check()
         self._report()
-        if self._leader is not None:
-            self._leader.run_pass()
-            if (seconds := self._leader.step_seconds) is not None:
-                self._hang.history.assume(seconds)
-        elif self._segment and self._nodes.leader is not None:
-            self._run_own_detectors()
+        self._run_detectors()
         self._check_run_directory()
 
-    def _run_own_detectors(self) -> None:
-        """Run the detectors of a node that does not lead, which are built at the first pass."""
-        if not self._detectors:
-            self._detectors = build_detectors(
-                self._config, self._findings, self._ranks, segment=self._segment, leads=False
-            )
+    def _run_detectors(self) -> None:
+        if self._segment and not self._detectors and not self._ended:
+            self._detectors = build_detectors(self._config, self._alarms, self._ranks, self._nodes, self._segment)
+        if self._leader is not None:
+            for record in self._leader.new_records():
+                for detector in self._detectors:
+                    detector.step(record)
+            if self._leader.last is not None:
+                self._hang.history.assume(self._leader.last.seconds.iteration)
         for detector in self._detectors:
             detector.tick(time.monotonic())
+        if self._leader is not None:
+            self._leader.end_pass(self._detectors)
 
     def _finished(self, begun: float) -> bool:
         seen = bool(self._ranks.beats)
@@ -165,7 +167,7 @@ class Agent:
         """Write the last report, and wait for those of the other nodes: they may name what brought the run down."""
         self._report(ended=True)
         if self._leader is not None:
-            self._leader.run_pass()
+            self._run_detectors()
         if self._nodes.others and self._segment and not self._asked_to_end:
             self._wait_for_other_nodes()
         if self._leader is not None:
@@ -229,13 +231,13 @@ class Agent:
         if self._nodes.read(all_=leads or stalled, at_once=leads and stalled):
             self._end_if_superseded()
         if leads and self._leader is None and self._segment and not self._ended:
-            self._leader = Leader(self._config, self._ranks, self._nodes, self._segment)
+            self._leader = Leader(self._config, self._ranks, self._segment)
             for key, finding in self._findings.by_key.items():  # from before the segment was known
                 finding.enter(self._leader.alarms, key)
             self._hang.alarms = self._leader.alarms
         if self._nodes.leader is not None and self._nodes.leader.silent != self._leader_missed:
             self._leader_missed = not self._leader_missed
-            name = f"the watchdog of {self._nodes.leader.name}, which sends the alarms of this run,"
+            name = f"the watchdog of {self._nodes.leader.report.host}, which sends the alarms of this run,"
             self._log(f"{name} is silent: none is sent" if self._leader_missed else f"{name} is there again")
 
     def _end_if_superseded(self) -> None:
@@ -248,13 +250,23 @@ class Agent:
         self._ranks.kill()
         if self._leader is not None:  # another one has the alarms now
             self._leader.close()
-            self._leader = self._hang.alarms = None
+            self._leader, self._hang.alarms, self._detectors = None, None, []
 
     def _report(self, *, ended: bool = False) -> None:
-        windows = {beat.rank: (beat.window, beat.own) for beat in self._ranks.beats}
         if not (ended or self._ended):  # for ended ranks, keep their last positions: the others may still need them
             self._stalled = self._hang.stalled
-        self._nodes.write(self._segment, self._stalled, self._findings.by_key, windows, ended=ended)
+        report = NodeReport(
+            time=now(),
+            attempt=self._args.attempt,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            segment=self._segment,
+            stalled=self._stalled,
+            findings=self._findings.by_key,
+            windows=self._ranks.windows,
+            ended=ended,
+        )
+        self._nodes.write(report)
 
     def _wait_for_other_nodes(self) -> None:
         """Wait for the last reports of the other nodes. A node without one is the cause if ranks failed unexplained."""
@@ -267,18 +279,19 @@ class Agent:
             self._nodes.read(all_=True, at_once=True)
         lost = self._nodes.quiet()
         if self._leader is not None:
-            self._leader.run_pass()
+            self._run_detectors()
         intent = self._intent()
         explained = intent is not None and intent.code != Exit.UNEXPECTED
         if (
             not lost
             or explained
-            or any(other.number < self._nodes.node and other.name not in lost for other in self._nodes.others)
+            or any(other.number < self._nodes.node and other.report.host not in lost for other in self._nodes.others)
         ):
             return  # the first node that is left speaks for all
         for host, seconds in lost.items():
             if self._leader is not None:
-                self._leader.open_silence(host, seconds, "the ranks of the other nodes lost their connection to it")
+                effect = "the ranks of the other nodes lost their connection to it"
+                open_silence(self._alarms, host, seconds, effect, step=self._leader.at)
             else:
                 self._log(f"no heartbeat from {host} for {human_time(seconds)}: it is lost, and the ranks failed")
         text = f"{', '.join(lost)} is lost: no heartbeat from it since the ranks failed"
@@ -341,13 +354,6 @@ class Agent:
         self._write_intent(Exit.RESUME, reason, facts, restart=restart)
         self._hang.take_last_stacks()
         self._ranks.kill()
-
-    def _keep_stack(self, rank: int, text: str) -> None:
-        path = self._directory / "stacks" / f"{self._segment:04d}-rank-{rank:05d}.txt"
-        with contextlib.suppress(OSError):
-            make_directory(path.parent)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}Z\n{text}\n")
 
     # ------------------------------------------------------------------ records, alarms
 

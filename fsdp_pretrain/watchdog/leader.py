@@ -1,87 +1,54 @@
-"""What the agent of node 0 does besides: run the job-wide detectors, keep the alarms, and notify people."""
+"""What the agent of node 0 does besides: read the record, keep the alarms, notify people, export metrics."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import socket
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError, Exit
 from fsdp_pretrain.run import environment, exit_intent, status
-from fsdp_pretrain.run.files import RunDir, now, replace_file
+from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.journal import Journal
 from fsdp_pretrain.run.metrics import METRICS, records
 from fsdp_pretrain.run.requests import send
 from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector
-from fsdp_pretrain.watchdog.hang.peers import PeerNodes
+from fsdp_pretrain.watchdog.detectors.health import is_written_by_trainer
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
-from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, Alarms, alarms_file
 from fsdp_pretrain.watchdog.notify.message import MessageSender
+from fsdp_pretrain.watchdog.notify.metrics import Exporter, Snapshot, write_snapshot
 from fsdp_pretrain.watchdog.notify.notifier import Notifier, Ping
-from fsdp_pretrain.watchdog.notify.operator import alarms_file, journal_alarm, serve, snapshot_file
-from fsdp_pretrain.watchdog.notify.prometheus import Exporter
-from fsdp_pretrain.watchdog.notify.snapshot import Snapshot
 
 from .pass_runner import INTERVAL
-from .registry import build_detectors
 
 _PER_START = frozenset("hang rank-died ended pace straggler node gpu run-directory corpus-storage mirror".split())
 """Detectors whose alarms end when the ranks are restarted."""
 _SNAPSHOT_SECONDS = 10.0
 _SERVE_PASSES = 5
 """Passes between two checks for requests and two exports, unless an alarm changes."""
-_HEALTH_DETECTORS = frozenset(("loss", "gradient", "scale", "learning", "replicas", "replay"))
-
-
-class HealthAlarms(Detector):
-    """Turns the health findings in the trainer's record into alarms."""
-
-    def step(self, record: StepRecord) -> None:
-        """Open and resolve alarms by the record. The first record of a start repeats the open incidents."""
-        first = self.last is None
-        super().step(record)
-        if first:
-            going_on = {finding.key for finding in record.health}
-            for detector in _HEALTH_DETECTORS:
-                self.resolve_others(detector, going_on, "ended with a restart of the run")
-        for finding in record.health:
-            if finding.resolved:
-                self.resolve(finding.key, finding.summary)
-            else:
-                self.open(finding.key, finding.severity, finding.summary)
-
-    def is_written_by_trainer(self, alarm: Alarm) -> bool:
-        """Whether the trainer has written this transition into the journal, as kind `health`."""
-        findings = self.last.health if self.last is not None else []
-        written = any(finding.key == alarm.key and finding.severity > Severity.INFO for finding in findings)
-        return written and alarm.state != "acknowledged"
 
 
 class Leader:
-    """Leads a job. Create it on node 0, once the segment is known."""
+    """Leads a job. Create it on node 0, once the segment is known; `last` is the last record read."""
 
-    def __init__(self, config: Config, ranks: RankMonitor, nodes: PeerNodes, segment: int) -> None:
-        self._config, self._run = config, RunDir(config.run.dir)
-        self._ranks, self._nodes = ranks, nodes
+    def __init__(self, config: Config, ranks: RankMonitor, segment: int) -> None:
+        self._config, self._run, self._segment, self._ranks = config, RunDir(config.run.dir), segment, ranks
         self._metrics, self._offset = self._run.segment(segment) / METRICS, 0
-        self._segment = segment
-        self._snapshot: Snapshot = {"run": config.run.name, "segment": segment, "total_steps": config.schedule.steps}
-        self._peer_alarms, self._avoided = set[str](), set[str]()
+        self.last: StepRecord | None = None
+        self._skipped = 0
+        self._avoided = set[str]()
         self._written = self._served = -math.inf
         self._changed = False
         self._journal = Journal(self._run)  # kept open: it buffers what a full disk does not take
         self._notifier: Notifier | None = None
         self._ping: Ping | None = None
         self.alarms = Alarms(alarms_file(self._run), self._on_change)
-        self._health = HealthAlarms(self.alarms)
         section = config.watchdog.notify
         try:
             self._notifier = Notifier(section, self._run, MessageSender(config.run.name, str(self._run.path), segment))
@@ -89,90 +56,36 @@ class Leader:
         except ConfigError as error:  # the trainer checked it, but secrets may be gone since
             self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent")
         self._exporter = Exporter(section.metrics)
-        begun = environment.view(self._run, segment)
+        begun = environment.view(self._run, segment).time or "9"
         for alarm in list(self.alarms):  # an earlier agent may have opened some in this start
-            if alarm.detector in _PER_START and alarm.opened < (begun.time or "9"):
+            if alarm.detector in _PER_START and alarm.opened < begun:
                 self.alarms.resolve(alarm.key, "the ranks were started again")
-        hosts = list(begun.hosts or [socket.gethostname()])
-        self._drift = SlowdownDetector(self.alarms, self._run.path / "watchdog/pace.json", hosts)
-        self._stragglers = StragglerDetector(self.alarms)
-        self._detectors = [self._health, *([self._drift] if config.watchdog.pace else [])]
-        self._detectors += build_detectors(
-            config,
-            self.alarms,
-            ranks,
-            segment=segment,
-            devices=len(ranks.all) if "cpu" not in (begun.device or "cpu") else 0,
-        )
 
-    # ------------------------------------------------------------------ a pass
-
-    def run_pass(self) -> None:
-        """A pass: read the record, check the nodes, run the detectors; every few passes, serve requests and export."""
+    def new_records(self) -> Iterator[StepRecord]:
+        """What the trainer has recorded since the last call."""
         for record, offset in records(self._metrics, self._offset):
-            self._offset = offset
-            self._update_snapshot(record)
-            for detector in self._detectors:
-                detector.step(record)
-        self._check_nodes()
-        now = time.monotonic()
-        for detector in self._detectors:
-            detector.tick(now)
-        if now - self._served >= _SERVE_PASSES * INTERVAL or self._changed:
-            self._served, self._changed = now, False
-            serve(self._run, self.alarms)
-            self._avoid_hosts()
-            self._publish()
-
-    def _update_snapshot(self, record: StepRecord) -> None:
-        self._snapshot |= {
-            "step_seconds": record.seconds.iteration,
-            "step": record.step,
-            "tokens": record.tokens,
-            "world": record.world,
-            "skipped_steps": self._snapshot.get("skipped_steps", 0) + record.skipped,
-            "grad_norm": record.grad_norm,
-            "loss": record.loss.mean,
-        }
-
-    def _check_nodes(self) -> None:
-        windows = {
-            beat.rank: (socket.gethostname(), beat.window, beat.own) for beat in self._ranks.beats if beat.window
-        }
-        found = set[str]()
-        for other in self._nodes.others:
-            if other.report is not None:
-                for key, finding in other.report.findings.items():
-                    finding.enter(self.alarms, key)
-                    found.add(key)
-                windows |= {rank: (other.name, *window) for rank, window in other.report.windows.items() if window[0]}
-            if other.silent:
-                effect = "its node or agent failed, or it cannot reach the run directory"
-                self.open_silence(other.name, other.silence, effect)
-            elif not other.ended:
-                self.alarms.resolve(f"node/{other.name}", f"{other.name} sends heartbeats again")
-        for key in self._peer_alarms - found:
-            self.alarms.resolve(key)
-        self._peer_alarms = found
-        if self._config.watchdog.pace:
-            self._stragglers.check(windows)
-
-    def open_silence(self, host: str, seconds: float, effect: str) -> None:
-        """Open the alarm for a node that gives no sign of life."""
-        self.alarms.open(
-            f"node/{host}",
-            Severity.CRIT,
-            f"no heartbeat from {host} for {human_time(seconds)}",
-            effect=effect,
-            remedy="check whether the host responds; if the run hangs it is ended, and can start without it",
-            step=self._health.at,
-            facts={"host": host, "seconds": round(seconds, 1)},
-        )
+            self._offset, self.last = offset, record
+            self._skipped += record.skipped
+            yield record
 
     @property
-    def step_seconds(self) -> float | None:
-        """Seconds that the last recorded step took; None before the first."""
-        return self._snapshot.get("step_seconds")
+    def at(self) -> int | None:
+        """The last recorded step of this start."""
+        return None if self.last is None else self.last.step
+
+    def end_pass(self, detectors: Sequence[Detector]) -> None:
+        """Every few passes, and when an alarm has changed: serve requests, notify and export."""
+        now = time.monotonic()
+        if now - self._served < _SERVE_PASSES * INTERVAL and not self._changed:
+            return
+        self._served, self._changed = now, False
+        self.alarms.serve(self._run)
+        self._avoid_hosts()
+        if self._notifier is not None:
+            self._notifier.tick(self.alarms)
+        self._export(self._snapshot(detectors), now)
+        if self._ping is not None:
+            self._ping.on_pass(bool(self._ranks.beats), now)
 
     def _avoid_hosts(self) -> None:
         """If a device is broken for good: save, stop, and restart elsewhere (exit 76)."""
@@ -195,44 +108,48 @@ class Leader:
 
     # ------------------------------------------------------------------ export and notification
 
-    def _publish(self) -> None:
-        snapshot = self._build_snapshot()
-        if self._notifier is not None:
-            self._notifier.tick(self.alarms)
+    def _export(self, snapshot: Snapshot, now: float) -> None:
         self._exporter.update(snapshot)
-        if time.monotonic() - self._written >= _SNAPSHOT_SECONDS:
-            self._written = time.monotonic()
-            known = {key: value for key, value in snapshot.items() if value is not None and value != {}}
-            numbers = {
-                key: value for key, value in known.items() if not isinstance(value, float) or math.isfinite(value)
-            }
-            content = {"time": now(), "host": socket.gethostname(), **numbers}
-            with contextlib.suppress(OSError):  # for `fsdp-pretrain status`, which may run on any machine
-                replace_file(snapshot_file(self._run), json.dumps(content))
+        if now - self._written >= _SNAPSHOT_SECONDS:
+            self._written = now
+            with contextlib.suppress(OSError):
+                write_snapshot(self._run, snapshot)
         if self._exporter.problem:
             self.alarms.open("metrics", Severity.INFO, self._exporter.problem, effect="no metrics for Prometheus")
         else:
             self.alarms.resolve("metrics")
-        if self._ping is not None:
-            self._ping.on_pass(bool(self._ranks.beats), time.monotonic())
 
-    def _build_snapshot(self) -> Snapshot:
-        at = time.monotonic_ns()
-        severities = Counter(alarm.severity for alarm in self.alarms)
-        shown = {
-            **self._snapshot,
+    def _snapshot(self, detectors: Sequence[Detector]) -> Snapshot:
+        at, severities = time.monotonic_ns(), Counter(alarm.severity for alarm in self.alarms)
+        found: Snapshot = {
+            "run": self._config.run.name,
+            "segment": self._segment,
+            "total_steps": self._config.schedule.steps,
             "heartbeat_ages": {beat.rank: (at - beat.phase_at) / 1e9 for beat in self._ranks.beats},
             "open": {severity.name: severities[severity] for severity in Severity},
         }
-        for detector in self._detectors:
-            shown |= detector.figures()
-        return shown
+        if (record := self.last) is not None:
+            found |= {
+                "step_seconds": record.seconds.iteration,
+                "step": record.step,
+                "tokens": record.tokens,
+                "world": record.world,
+                "skipped_steps": self._skipped,
+                "grad_norm": record.grad_norm,
+                "loss": record.loss.mean,
+            }
+        for detector in detectors:
+            found |= detector.figures()
+        return found
 
     def _on_change(self, alarm: Alarm) -> None:
         self._changed = True
         self.send(alarm)
-        if not self._health.is_written_by_trainer(alarm):
-            journal_alarm(self._journal, alarm)
+        if not is_written_by_trainer(alarm, self.last):
+            severity, step = alarm.severity.name, {"step": alarm.step} if alarm.step is not None else {}
+            text = f"{severity} {alarm.key} {alarm.state}: {alarm.summary}"
+            facts = {"key": alarm.key, "severity": severity, "state": alarm.state, "facts": alarm.facts}
+            self._journal.write("alarm", text, **step, **facts)
 
     def send(self, alarm: Alarm) -> None:
         """Send an alarm to people without recording it: the run directory may not answer."""
@@ -254,7 +171,7 @@ class Leader:
             f"the run has ended with exit {intent.code}: {intent.reason}",
             effect="nothing is trained",
             remedy="see the journal; `fsdp-pretrain launch` does not start it again by itself after 78 and 93",
-            step=self._health.at,
+            step=self.at,
         )
 
     def close(self) -> None:

@@ -1,29 +1,37 @@
-"""Builds the storage, data and hardware detectors of a node."""
+"""Builds the detectors of a node."""
 
 from __future__ import annotations
 
 import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.fetcher_status import status_file
+from fsdp_pretrain.run import environment
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.metrics import find_step
 from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors.base import Detector
-from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointDetector
+from fsdp_pretrain.watchdog.detectors.checkpoint_age import CheckpointAgeDetector
+from fsdp_pretrain.watchdog.detectors.checkpoint_saves import SaveDetector
+from fsdp_pretrain.watchdog.detectors.checkpoint_store import StoreWatch
 from fsdp_pretrain.watchdog.detectors.corpus_storage import CorpusStorageDetector
 from fsdp_pretrain.watchdog.detectors.data_invariants import DataInvariantDetector
-from fsdp_pretrain.watchdog.detectors.disk_space import DiskSpaceDetector
+from fsdp_pretrain.watchdog.detectors.disk_space import CheckpointSpaceDetector, DiskSpaceDetector
 from fsdp_pretrain.watchdog.detectors.evaluations import EvaluationDetector
 from fsdp_pretrain.watchdog.detectors.gpu import GpuDetector
+from fsdp_pretrain.watchdog.detectors.health import HealthDetector
 from fsdp_pretrain.watchdog.detectors.host import HostDetector
 from fsdp_pretrain.watchdog.detectors.mirror import MirrorDetector
 from fsdp_pretrain.watchdog.detectors.mounts import DataWaitDetector, MountDetector
-from fsdp_pretrain.watchdog.detectors.nvml import resolve
+from fsdp_pretrain.watchdog.detectors.nodes import NodeDetector
+from fsdp_pretrain.watchdog.detectors.nvml import find_reader
+from fsdp_pretrain.watchdog.detectors.slowdown import SlowdownDetector, StragglerDetector, Windows
+from fsdp_pretrain.watchdog.hang.peers import PeerNodes
 from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
@@ -31,54 +39,67 @@ _SHM = Path("/dev/shm")
 
 
 def build_detectors(
-    config: Config,
-    alarms: AlarmSink,
-    ranks: RankMonitor,
-    *,
-    segment: int,
-    leads: bool = True,
-    devices: int = 0,
+    config: Config, alarms: AlarmSink, ranks: RankMonitor, nodes: PeerNodes, segment: int
 ) -> list[Detector]:
-    """The detectors of one node.
-
-    Args:
-        leads: this node also watches what the whole run shares: checkpoints, the data, the run directory.
-        devices: GPUs that ranks use on this node; 0 if unknown.
-    """
-    run, host = RunDir(config.run.dir), socket.gethostname()
+    """The detectors of one node. That of node 0 also watches what the whole run shares: checkpoints, the data, the run
+    directory."""
+    run, host, leads = RunDir(config.run.dir), socket.gethostname(), nodes.leader is None
     corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
-    mounts = MountDetector(alarms, [run.checkpoints] if leads else [], corpora)
-    found: list[Detector] = [mounts, HostDetector(alarms, host=host)]
+    local = {"tmp": Path(tempfile.gettempdir()), "shm": _SHM}
+    found: list[Detector] = [HealthDetector(alarms), NodeDetector(alarms, nodes)] if leads else []
+    found += [MountDetector(alarms, [run.checkpoints] if leads else [], corpora), HostDetector(alarms, host=host)]
     if len(corpora) < len(config.data.sources):
         found.append(CorpusStorageDetector(alarms, status_file(ranks.pages, ranks.numbers.start), host))
-    local = {"tmp": Path(tempfile.gettempdir()), "shm": _SHM}
-    if not leads:
-        found.append(DiskSpaceDetector(alarms, local))
-    else:
-        places = {"checkpoints": run.checkpoints, "run": run.path, **local}
-        checkpoints = CheckpointDetector(
-            alarms,
-            act=config.watchdog.act,
-            run=run.path,
-            segment=segment,
-            store=run.checkpoints,
-            every=config.schedule.save_every,
-            pids=ranks.pids,
-            reached=ranks.reached,
-        )
+    begun = environment.view(run, segment)
+    if leads:
         found += [
-            checkpoints,
-            DiskSpaceDetector(alarms, places, checkpoints),
+            *_pace(config, alarms, ranks, nodes, list(begun.hosts or [host])),
+            *_checkpoints(config, alarms, ranks, segment),
+            DiskSpaceDetector(alarms, {"run": run.path, **local}, run.checkpoints),
             DataWaitDetector(alarms),
             _data_invariants(config, run, alarms),
         ]
         if config.eval.every is not None or config.eval.loss_on:
-            found.append(EvaluationDetector(alarms, run.path))
+            found.append(EvaluationDetector(alarms, run))
         if config.checkpoint.mirror is not None:
-            found.append(MirrorDetector(alarms, run.path, segment))
-    if (gpus := _devices(config, alarms, host, devices)) is not None:
-        found.append(gpus)
-    return found
+            found.append(MirrorDetector(alarms, run, segment))
+    else:
+        found.append(DiskSpaceDetector(alarms, local))
+    used = len(ranks.all) if leads and "cpu" not in (begun.device or "cpu") else 0
+    return [*found, *_gpus(config, alarms, host, used)]
+
+
+def _pace(
+    config: Config, alarms: AlarmSink, ranks: RankMonitor, nodes: PeerNodes, hosts: Sequence[str]
+) -> list[Detector]:
+    def windows() -> Windows:
+        host = socket.gethostname()
+        return {rank: (host, *window) for rank, window in ranks.windows.items()} | nodes.windows
+
+    if not config.watchdog.pace:
+        return []
+    return [
+        SlowdownDetector(alarms, config.run.dir / "watchdog/pace.json", hosts),
+        StragglerDetector(alarms, windows),
+    ]
+
+
+def _checkpoints(config: Config, alarms: AlarmSink, ranks: RankMonitor, segment: int) -> list[Detector]:
+    run = RunDir(config.run.dir)
+    saves = SaveDetector(alarms, segment, run)
+    age = CheckpointAgeDetector(
+        alarms,
+        segment,
+        run,
+        every=config.schedule.save_every,
+        longest_save=saves.longest_save,
+        act=config.watchdog.act,
+        pids=ranks.pids,
+        reached=ranks.reached,
+    )
+    space = CheckpointSpaceDetector(alarms, segment, run.checkpoints)
+    judges = [saves, space, age]
+    return [*judges, StoreWatch(alarms, run, judges)]
 
 
 def _data_invariants(config: Config, run: RunDir, alarms: AlarmSink) -> DataInvariantDetector:
@@ -94,14 +115,12 @@ def _data_invariants(config: Config, run: RunDir, alarms: AlarmSink) -> DataInva
     )
 
 
-def _devices(config: Config, alarms: AlarmSink, host: str, expected: int) -> GpuDetector | None:
+def _gpus(config: Config, alarms: AlarmSink, host: str, expected: int) -> list[Detector]:
     try:
-        provider = resolve(config.watchdog.gpus)
+        look = find_reader(config.watchdog.gpus)
     except ConfigError as error:
         if config.watchdog.gpus != "auto":
             raise
         alarms.open(f"gpu-blind/{host}", Severity.INFO, error.cause, effect=error.effect, remedy=error.remedy)
-        return None
-    if provider is None:
-        return None
-    return GpuDetector(alarms, host=host, expected=expected, provider=provider)
+        return []
+    return [] if look is None else [GpuDetector(alarms, host=host, expected=expected, look=look)]

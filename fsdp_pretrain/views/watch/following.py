@@ -19,8 +19,7 @@ from fsdp_pretrain.run.lines import Line, read_lines
 from fsdp_pretrain.run.start_history import read_history
 from fsdp_pretrain.run.status import Status
 from fsdp_pretrain.views.status import StatusReport, inspect
-from fsdp_pretrain.watchdog.notify.alarms import Alarm, read_alarms
-from fsdp_pretrain.watchdog.notify.operator import alarms_file
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, alarms_file, read_alarms
 
 _ENTRIES, _SHOWN = 100, 8
 """Entries of the journal, and checkpoints and evaluations, that may be shown."""

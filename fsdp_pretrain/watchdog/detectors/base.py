@@ -40,7 +40,7 @@ class Detector:
         """A pass of the watchdog. `now`: `time.monotonic()`, seconds. Must never block."""
 
     def figures(self) -> dict[str, Any]:
-        """What it knows of the run, by keys of `notify.snapshot.METRICS`."""
+        """What it knows of the run, by keys of `notify.metrics.METRICS`."""
         return {}
 
     def open(

@@ -6,19 +6,19 @@ The trainer refuses a save that does not fit, which is late: the trend is visibl
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.checkpoint.disk_space import Room
-from fsdp_pretrain.checkpoint.upcoming import FEW, RESERVE, fit
+from fsdp_pretrain.checkpoint.disk_space import Room, SpaceNeeded
+from fsdp_pretrain.checkpoint.upcoming import FEW, RESERVE, first_need, fit, need_after
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.statistics import slope
 from fsdp_pretrain.units import human_bytes, human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
-from .checkpoint_age import CheckpointDetector
-from .looks import space
+from .checkpoint_store import StoreDetector, StoreState
 from .periodic import PeriodicProbe
 
 _DAY, _SHORT = 86400.0, 6 * 3600.0
@@ -28,78 +28,60 @@ _REACH = 100.0
 _REMEDY = "free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)"
 
 
-class DiskSpaceDetector(Detector):
-    """Alarms `disk/NAME`, and the forecast `disk-forecast/checkpoints`.
-
-    Args:
-        places: name -> directory, which need not exist yet. Only the first on each file system is judged.
-        checkpoints: knows what the next checkpoint takes, for the place `checkpoints`.
+class CheckpointSpaceDetector(StoreDetector):
+    """Alarm `disk/checkpoints`, and the forecast `disk-forecast/checkpoints`.
 
     Attributes:
-        probes: by place.
         fit: how many checkpoints fit; None if not known.
-        seconds_to_full: according to the forecast; None unless the place of the checkpoints is filling up.
+        seconds_to_full: according to the forecast; None unless the file system is filling up.
     """
 
-    def __init__(
-        self, alarms: AlarmSink, places: dict[str, Path], checkpoints: CheckpointDetector | None = None
-    ) -> None:
-        super().__init__(alarms)
-        self._places, self._checkpoints = places, checkpoints
-        self.probes = {name: PeriodicProbe(space, path=str(path)) for name, path in places.items()}
-        self._devices: dict[str, int] = {}
+    def __init__(self, alarms: AlarmSink, segment: int, store: Path) -> None:
+        super().__init__(alarms, segment)
+        self._store = store
+        self._need: SpaceNeeded | None = None
         self._samples: deque[tuple[float, int]] = deque(maxlen=2000)  # (time, bytes free) after every checkpoint
-        self._sampled = self._soon_full = 0  # checkpoints sampled; forecasts in a row of a full disk within a day
+        self._sampled: int | None = None  # step of the last one
+        self._soon_full = 0  # forecasts in a row of a full disk within a day
         self.fit: int | None = None
         self.seconds_to_full: float | None = None
-
-    def tick(self, now: float) -> None:
-        """Start due probes, and judge the answers of earlier ones."""
-        for name, probe in self.probes.items():
-            answer = probe.tick(now)
-            if answer is None or answer.error is not None:  # `MountDetector` reports what hangs or fails
-                continue
-            writing, room = answer.value.pop("writing"), Room(**answer.value)
-            self._devices[name] = room.device
-            first = next(place for place in self._places if self._devices.get(place) == room.device)
-            if first != name:
-                continue
-            if self._checkpoints is not None and name == "checkpoints":
-                self._judge_fit(room, writing, self._checkpoints)
-                self._forecast(room, writing, self._checkpoints, now)
-            else:
-                self._judge_rest(name, room)
 
     def figures(self) -> dict[str, Any]:
         """What is left for checkpoints."""
         return {"next_checkpoint_fits": self.fit, "disk_full_in": self.seconds_to_full}
 
-    def _judge_fit(self, room: Room, writing: int, checkpoints: CheckpointDetector) -> None:
-        if checkpoints.need is None or checkpoints.need.bytes == 0:
-            return
-        path, found = (
-            self._places["checkpoints"],
-            fit(checkpoints.need, room, writing=writing, old=checkpoints.prunable),
-        )
-        self.fit = found.count
-        if found.severity is not None:
-            fails = found.severity is Severity.CRIT
+    def judge(self, found: StoreState, now: float) -> None:
+        """Judge a look."""
+        for entry in filter(self.is_mine, found.entries):
+            if entry["kind"] == "start" and entry.get("parameters"):
+                self._need = self._need or first_need(entry["parameters"], entry.get("world") or 1)
+        if found.newest is not None:
+            files = found.newest.files
+            self._need = need_after(sum(entry.bytes for entry in files), len(files))
+        if self._need is not None and self._need.bytes:
+            self._judge_fit(self._need, found)
+        if found.verified is not None and found.verified.step != self._sampled and not found.writing:
+            self._sampled = found.verified.step
+            self._forecast(found.room, now)
+
+    def _judge_fit(self, need: SpaceNeeded, found: StoreState) -> None:
+        made = fit(need, found.room, writing=sum(found.writing.values()), old=found.prunable)
+        self.fit = made.count
+        if made.severity is not None:
+            fails = made.severity is Severity.CRIT
             self.open(
                 "disk/checkpoints",
-                found.severity,
-                found.text,
+                made.severity,
+                made.text,
                 f"saves will fail there{', and training goes on unprotected' if fails else ' soon'}",
                 _REMEDY,
-                facts={"path": str(path), "free": room.free, "fit": found.count},
+                facts={"path": str(self._store), "free": found.room.free, "fit": made.count},
             )
-        elif found.count > FEW:
-            self.resolve("disk/checkpoints", f"{found.count} checkpoints fit in {path}")
+        elif made.count > FEW:
+            self.resolve("disk/checkpoints", f"{made.count} checkpoints fit in {self._store}")
 
-    def _forecast(self, room: Room, writing: int, checkpoints: CheckpointDetector, now: float) -> None:
+    def _forecast(self, room: Room, now: float) -> None:
         """Forecast when the disk is full, from one sample per checkpoint, so that saving and pruning do not count."""
-        if checkpoints.completed == self._sampled or writing:
-            return
-        self._sampled = checkpoints.completed
         self._samples.append((now, room.free))
         rates = []
         for window in (_DAY, _SHORT):
@@ -111,21 +93,43 @@ class DiskSpaceDetector(Detector):
         self.seconds_to_full = left if left <= _REACH * seen else None
         soon = self.seconds_to_full is not None and left < _DAY
         self._soon_full = self._soon_full + 1 if soon else 0
-        path = self._places["checkpoints"]
         if self._soon_full >= _IN_A_ROW:
             self.open(
                 "disk-forecast/checkpoints",
                 Severity.WARN,
-                f"{path} will be full in about {human_time(left)}: {human_bytes(room.free)} free, "
+                f"{self._store} will be full in about {human_time(left)}: {human_bytes(room.free)} free, "
                 f"{human_bytes(-rate * 3600)} less every hour",
                 "saves will fail there then",
                 _REMEDY,
             )
         elif not soon:
-            self.resolve("disk-forecast/checkpoints", f"{path} is no longer filling up")
+            self.resolve("disk-forecast/checkpoints", f"{self._store} is no longer filling up")
 
-    def _judge_rest(self, name: str, room: Room) -> None:
-        """For the record and temporary files: a share of the bytes and of the inodes should stay free."""
+
+class DiskSpaceDetector(Detector):
+    """Alarms `disk/NAME`: a share of the bytes and of the inodes should stay free for the record and temporary files.
+
+    Args:
+        places: name -> directory, which need not exist yet. Only the first on each file system is judged.
+        store: of checkpoints, if another detector judges its file system.
+    """
+
+    def __init__(self, alarms: AlarmSink, places: dict[str, Path], store: Path | None = None) -> None:
+        super().__init__(alarms)
+        self._places = places if store is None else {"checkpoints": store, **places}
+        self._probes = {name: PeriodicProbe(partial(Room.of, path)) for name, path in self._places.items()}
+        self._devices: dict[str, int] = {}
+
+    def tick(self, now: float) -> None:
+        """Start due probes, and judge the answers of earlier ones."""
+        for name, probe in self._probes.items():
+            if (room := probe.found(now)) is not None:
+                self._devices[name] = room.device
+                first = next(place for place in self._places if self._devices.get(place) == room.device)
+                if name == first != "checkpoints":
+                    self._judge(name, room)
+
+    def _judge(self, name: str, room: Room) -> None:
         path = self._places[name]
         shares = [room.free / max(1, room.total)] + ([room.files_free / room.files] if room.files else [])
         share, least = min(shares), room.reserved(RESERVE) / max(1, room.total)

@@ -6,79 +6,144 @@ Each answer of a probe is judged as a whole: nothing is remembered that a restar
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
+from pydantic import Field
+
+from fsdp_pretrain.checkpoint.evaluations import without_results
+from fsdp_pretrain.checkpoint.store import step_of
+from fsdp_pretrain.config.resume_rules import load_recorded
+from fsdp_pretrain.run import lock, state_files
+from fsdp_pretrain.run.files import RunDir, seconds_of
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
-from . import looks
 from .base import Detector
 from .periodic import PeriodicProbe
 
 _RESULTS = 24
-"""Last results that are read each time."""
+"""Last results that are read each time, of thousands."""
+
+
+class _Verdict(state_files.StateFile):
+    probe: str
+    ok: bool | None
+    text: str
+
+
+class _Results(state_files.StateFile):
+    """What is judged of `results.json`; see `fsdp_pretrain.eval.results.Results`."""
+
+    step: int
+    scores: dict[str, dict[str, float | None]]
+    verdicts: list[_Verdict] = Field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Late:
+    """A due checkpoint whose results are late: seconds since it was committed, and whether a worker has claimed it."""
+
+    step: int
+    seconds: float
+    claimed: bool
+
+
+@dataclass(frozen=True)
+class _GivenUp:
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Evaluations:
+    """The last results, oldest first; the late ones, newer than all results; all that were given up."""
+
+    results: list[_Results]
+    late: list[_Late]
+    given_up: list[_GivenUp]
+
+
+def _look(run: RunDir) -> _Evaluations:
+    config = load_recorded(run.config)
+    folders = sorted((path for path in run.evals.glob("step-*") if step_of(path.name) is not None), reverse=True)
+    paths = itertools.islice((path for folder in folders for path in sorted(folder.glob("*/results.json"))), _RESULTS)
+    results = [each for path in paths if (each := state_files.view(path, _Results)) is not None]
+    late, given_up = list[_Late](), list[_GivenUp]()
+    for job in without_results(run, config):
+        if job.given_up:
+            given_up.append(_GivenUp(job.checkpoint.step, job.failures[-1].reason))
+        elif job.checkpoint.step > max((each.step for each in results), default=-1):
+            held = lock.read(job.folder / "claim.json")
+            claimed = held is not None and lock.is_alive(held) is not False
+            allowed = config.eval.overdue.value
+            if held is not None and claimed:
+                allowed += held.deadline or 0.0  # then its worker has ended it
+            seconds = time.time() - (seconds_of(job.committed) or time.time())
+            if seconds > allowed:
+                late.append(_Late(job.checkpoint.step, seconds, claimed))
+    return _Evaluations(sorted(results, key=lambda each: each.step), late, given_up)
 
 
 class EvaluationDetector(Detector):
     """Alarms `evaluation-overdue`, `evaluation-given-up`, `evaluation-verdict/PROBE` and
     `evaluation-score/TASK/METRIC`."""
 
-    def __init__(self, alarms: AlarmSink, run: Path) -> None:
+    def __init__(self, alarms: AlarmSink, run: RunDir) -> None:
         super().__init__(alarms)
-        self._results = PeriodicProbe(looks.results, run=str(run), newest=_RESULTS)
-        self._run = run
+        self._probe, self._run = PeriodicProbe(partial(_look, run)), run.path
 
     def tick(self, now: float) -> None:
         """Start a look when it is due, and judge the answer of an earlier one."""
-        answer = self._results.tick(now)
-        if answer is not None and answer.error is None:
-            self._judge_late(answer.value["late"])
-            self._judge_given_up(answer.value["given_up"])
-            self._judge_verdicts(answer.value["results"])
-            self._judge_scores(answer.value["results"])
+        if (found := self._probe.found(now)) is not None:
+            self._judge_late(found.late)
+            self._judge_given_up(found.given_up)
+            self._judge_verdicts(found.results)
+            self._judge_scores(found.results)
 
-    def _judge_late(self, late: Sequence[dict[str, Any]]) -> None:
+    def _judge_late(self, late: Sequence[_Late]) -> None:
         if not late:
             self.resolve("evaluation-overdue", "no checkpoint waits any more, or a worker has it")
             return
-        longest = max(each["seconds"] for each in late)
+        longest = max(each.seconds for each in late)
         self.open(
             "evaluation-overdue",
             Severity.WARN,
             f"no scores of step {_steps(late)}: {_who(late)} for {human_time(longest)}",
             "training is not affected; a mistake in the data or the model would not be seen in the scores",
             f"see evals/log and the journal (eval-failed, eval-refused), then run: fsdp-eval watch {self._run} --once",
-            facts={"steps": [each["step"] for each in late], "seconds": longest},
+            facts={"steps": [each.step for each in late], "seconds": longest},
         )
 
-    def _judge_given_up(self, given_up: Sequence[dict[str, Any]]) -> None:
+    def _judge_given_up(self, given_up: Sequence[_GivenUp]) -> None:
         if not given_up:
             self.resolve("evaluation-given-up", "somebody has decided, or there are results")
             return
         self.open(
             "evaluation-given-up",
             Severity.WARN,
-            f"no scores of step {_steps(given_up)}: all eval.attempts failed: {given_up[-1]['reason']}",
+            f"no scores of step {_steps(given_up)}: all eval.attempts failed: {given_up[-1].reason}",
             "training is not affected; a mistake in the data or the model would not be seen in the scores. The oldest "
             "checkpoint.keep_last of them are not deleted",
             f"see evals/log; mend the cause, then: fsdp-eval retry {self._run}",
-            facts={"steps": [each["step"] for each in given_up]},
+            facts={"steps": [each.step for each in given_up]},
         )
 
-    def _judge_verdicts(self, results: Sequence[dict[str, Any]]) -> None:
+    def _judge_verdicts(self, results: Sequence[_Results]) -> None:
         """By the newest verdict of each probe that decides."""
-        newest: dict[str, tuple[int, dict[str, Any]]] = {}
+        newest: dict[str, tuple[int, _Verdict]] = {}
         for found in results:
-            newest |= {each["probe"]: (found["step"], each) for each in found["verdicts"] if each["ok"] is not None}
-        bad = {f"evaluation-verdict/{probe}": each for probe, each in newest.items() if not each[1]["ok"]}
+            newest |= {each.probe: (found.step, each) for each in found.verdicts if each.ok is not None}
+        bad = {f"evaluation-verdict/{probe}": each for probe, each in newest.items() if not each[1].ok}
         for key, (step, verdict) in bad.items():
             self.open(
                 key,
                 Severity.CRIT,
-                f"{verdict['probe']} of step {step}: {verdict['text']}",
+                f"{verdict.probe} of step {step}: {verdict.text}",
                 "what is trained now teaches the model the wrong thing; tokens are being wasted",
                 f"read a batch: fsdp-pretrain where {self._run} --step {step} --text; measure the corpora: fsdp-data "
                 "validate; then go back with fsdp-pretrain rollback",
@@ -86,30 +151,28 @@ class EvaluationDetector(Detector):
             )
         self.resolve_others("evaluation-verdict", bad, "a later evaluation does not find it")
 
-    def _judge_scores(self, results: Sequence[dict[str, Any]]) -> None:
+    def _judge_scores(self, results: Sequence[_Results]) -> None:
         """By the newest scores: each must be a finite number."""
-        newest = results[-1] if results else {"scores": {}}
-        rows = newest["scores"].items()
-        bad = [(task, metric) for task, row in rows for metric, value in row.items() if value is None]
-        for task, metric in bad:
+        newest = results[-1:]
+        rows = [(each.step, task, row) for each in newest for task, row in each.scores.items()]
+        bad = [(step, task, metric) for step, task, row in rows for metric, value in row.items() if value is None]
+        for step, task, metric in bad:
             self.open(
                 f"evaluation-score/{task}/{metric}",
                 Severity.CRIT,
-                f"{task} {metric} of step {newest['step']} is no finite number",
+                f"{task} {metric} of step {step} is no finite number",
                 "the model computes NaN or infinity for some texts; what is trained now may be lost",
                 "look at loss and gradient norm before that step, and evaluate an earlier checkpoint: "
                 f"fsdp-eval run {self._run} --step N",
-                facts={"evaluated": newest["step"]},
+                facts={"evaluated": step},
             )
-        keys = [f"evaluation-score/{task}/{metric}" for task, metric in bad]
+        keys = [f"evaluation-score/{task}/{metric}" for _, task, metric in bad]
         self.resolve_others("evaluation-score", keys, "later scores are numbers")
 
 
-def _who(late: Sequence[dict[str, Any]]) -> str:
-    return (
-        "no worker has taken it" if not any(each["claimed"] for each in late) else "a worker holds it without a result"
-    )
+def _who(late: Sequence[_Late]) -> str:
+    return "no worker has taken it" if not any(each.claimed for each in late) else "a worker holds it without a result"
 
 
-def _steps(found: Sequence[dict[str, Any]]) -> str:
-    return ", ".join(str(each["step"]) for each in found[:5]) + (" and more" if len(found) > 5 else "")
+def _steps(found: Sequence[_Late | _GivenUp]) -> str:
+    return ", ".join(str(each.step) for each in found[:5]) + (" and more" if len(found) > 5 else "")

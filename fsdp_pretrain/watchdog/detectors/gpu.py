@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
-from .nvml import DeviceReader, DeviceState
+from .nvml import DeviceState
 from .periodic import PeriodicProbe
 
 _CHECK_SECONDS, _DEADLINE_SECONDS = 15.0, 10.0
@@ -27,13 +28,13 @@ class GpuDetector(Detector):
     """Alarms `gpu/HOST` (fatal: `facts["avoid_hosts"]`), `gpu-odd/HOST`, `gpu-blind/HOST`.
 
     expected: GPUs that ranks use here; 0 if unknown: as many as were seen first.
-    provider: `nvml` or `file:PATH`; from `nvml.resolve`.
+    look: from `nvml.find_reader`.
     """
 
-    def __init__(self, alarms: AlarmSink, *, host: str, expected: int, provider: str) -> None:
+    def __init__(self, alarms: AlarmSink, *, host: str, expected: int, look: Callable[[], list[DeviceState]]) -> None:
         super().__init__(alarms)
         self._host, self._expected, self._missed = host, expected, 0
-        self._probe = PeriodicProbe(DeviceReader(provider), _CHECK_SECONDS, _DEADLINE_SECONDS)
+        self._probe = PeriodicProbe(look, _CHECK_SECONDS, _DEADLINE_SECONDS)
         self._first: dict[int, DeviceState] = {}
         self._errors: dict[int, int] = {}
         self._odd: dict[tuple[int, str], deque[bool]] = {}
@@ -43,14 +44,14 @@ class GpuDetector(Detector):
         answer = self._probe.tick(now)
         if answer is None:
             return
-        if answer.error is not None:
+        if answer.value is None:
             self._miss(answer.error)
             return
         self._missed = 0
         self.resolve(f"gpu-blind/{self._host}", "the state of the GPUs is known again")
-        self._judge(answer.value["devices"])
+        self._judge(answer.value)
 
-    def _miss(self, why: str) -> None:
+    def _miss(self, why: str | None) -> None:
         self._missed += 1
         if self._missed >= _WEDGED:
             self.open(

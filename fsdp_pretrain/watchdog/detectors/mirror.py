@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
+from fsdp_pretrain.run import mirror_status
+from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
-from . import looks
 from .base import Detector
 from .periodic import PeriodicProbe
 
@@ -19,19 +20,17 @@ _LONG = 3600.0
 class MirrorDetector(Detector):
     """Alarm `mirror`: nothing can be copied."""
 
-    def __init__(self, alarms: AlarmSink, run: Path, segment: int) -> None:
+    def __init__(self, alarms: AlarmSink, run: RunDir, segment: int) -> None:
         super().__init__(alarms)
-        self._probe = PeriodicProbe(looks.mirror, run=str(run), segment=segment)
-        self._log, self._since = run / "mirror/log", float("inf")
+        self._probe = PeriodicProbe(partial(mirror_status.read, run, segment))
+        self._log, self._since = mirror_status.folder(run) / "log", float("inf")
 
     def tick(self, now: float) -> None:
         """Start a due probe, and judge the answer of an earlier one."""
-        answer = self._probe.tick(now)
-        if answer is None or answer.error is not None or not answer.value:  # the uploader may not have started yet
+        if (report := self._probe.found(now)) is None:  # the uploader may not have started yet
             return
-        report, newest = answer.value, answer.value["newest"]
-        holds = f"its newest whole checkpoint: {'none' if newest is None else f'step {newest}'}"
-        if not report["problem"]:
+        holds = f"its newest whole checkpoint: {'none' if report.newest is None else f'step {report.newest}'}"
+        if not report.problem:
             self._since = float("inf")
             self.resolve("mirror", f"the mirror answers; {holds}")
             return
@@ -39,10 +38,10 @@ class MirrorDetector(Detector):
         seconds = now - self._since
         self.open(
             "mirror",
-            Severity.CRIT if report["needs_person"] or seconds > _LONG else Severity.WARN,
-            f"nothing can be copied to the mirror for {human_time(seconds)}: {report['problem']}; {holds}",
+            Severity.CRIT if report.needs_person or seconds > _LONG else Severity.WARN,
+            f"nothing can be copied to the mirror for {human_time(seconds)}: {report.problem}; {holds}",
             "training goes on; what is newer exists in the run directory only",
             f"check the storage and its credentials, and {self._log}; the copy is tried again by itself, the newest "
             "checkpoint first",
-            facts={"newest": newest},
+            facts={"newest": report.newest},
         )

@@ -3,23 +3,86 @@
 from __future__ import annotations
 
 import errno
+import os
+import random
 from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
 
 from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
-from . import looks
 from .base import Detector
 from .periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe, ProbeAnswer
 
+_PROBE_BYTES = 64 * 1024
+_SAMPLE = 64
 _TWICE = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WAIT_LEAST, _WAIT_TIMES, _WAIT_STEPS, _WAITS = 5.0, 10.0, 50, 3
+
+
+def read(paths: Sequence[Path]) -> None:
+    """Read 4 KiB at a random place of a random file, from storage rather than from the page cache."""
+    with random.choice(paths).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(random.randrange(max(1, size - 4096)))
+        file.read(4096)
+
+
+def _write(directory: Path) -> None:
+    """Write a small file into a directory, if it exists, sync it, remove it."""
+    if not directory.is_dir():
+        return
+    probe = directory / f".probe-{os.uname().nodename}"
+    try:
+        with probe.open("wb") as file:
+            file.write(b"\0" * _PROBE_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class _Audit:
+    """Whether every shard of a corpus exists with its size.
+
+    Attributes:
+        wrong: bad files and what is wrong.
+        shards: a sample of the good ones.
+        device: `st_dev` of their file system.
+    """
+
+    wrong: list[str]
+    shards: list[Path]
+    device: int
+
+
+def _audit(directory: Path) -> _Audit:
+    from fsdp_pretrain.data.corpus.manifest import read_manifest  # imports numpy
+
+    wrong, good = [], []
+    for entry in read_manifest(directory).shards:
+        prefix = entry.prefix(directory)
+        binary, index = (prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx"))
+        try:
+            size = binary.stat().st_size
+            if size != entry.bytes:
+                wrong.append(f"{binary} has {size} bytes, the manifest says {entry.bytes}")
+                continue
+            index.stat()
+            good.append(binary)
+        except OSError as error:
+            wrong.append(f"{error.filename}: {error.strerror}")
+    device = (good[0] if good else directory).stat().st_dev
+    return _Audit(wrong, random.sample(good, min(_SAMPLE, len(good))), device)
 
 
 class MountDetector(Detector):
@@ -30,71 +93,60 @@ class MountDetector(Detector):
         corpora: directory of each source. One file is read per file system.
     """
 
-    def __init__(
-        self,
-        alarms: AlarmSink,
-        probed: list[Path],
-        corpora: dict[str, Path],
-    ) -> None:
+    def __init__(self, alarms: AlarmSink, probed: list[Path], corpora: dict[str, Path]) -> None:
         super().__init__(alarms)
-        self._mounts = {str(path): PeriodicProbe(looks.write, path=str(path)) for path in probed}
+        self._writes = {str(path): PeriodicProbe(partial(_write, path)) for path in probed}
+        self._reads: dict[str, PeriodicProbe[None]] = {}
         self._failures = Counter[str]()  # in a row, by path
         self._audits = {
-            name: PeriodicProbe(looks.corpus, AUDIT_SECONDS, AUDIT_DEADLINE, path=str(path))
-            for name, path in corpora.items()
+            name: PeriodicProbe(partial(_audit, path), AUDIT_SECONDS, AUDIT_DEADLINE) for name, path in corpora.items()
         }
-        self._corpora, self._shards = corpora, dict[str, tuple[int, list[str]]]()
+        self._corpora, self._intact = corpora, dict[str, _Audit]()
 
     def tick(self, now: float) -> None:
         """Start due probes, and judge the answers of earlier ones."""
         for name, audit in self._audits.items():
-            answer = audit.tick(now)
-            if answer is not None:
-                self._judge_corpus(name, answer)
-        for path, probe in list(self._mounts.items()):
-            answer = probe.tick(now)
-            if answer is not None:
-                self._judge_mount(path, probe, answer)
+            if (audited := audit.tick(now)) is not None:
+                self._judge_corpus(name, audited)
+        for path, probe in [*self._writes.items(), *self._reads.items()]:
+            if (answer := probe.tick(now)) is not None:
+                self._judge_mount(path, answer)
 
-    def _judge_corpus(self, name: str, answer: ProbeAnswer) -> None:
-        path = self._corpora[name]
-        found: dict[str, Any] = answer.value if answer.error is None else {"wrong": [answer.error], "count": 1}
-        if found["wrong"]:
+    def _judge_corpus(self, name: str, answer: ProbeAnswer[_Audit]) -> None:
+        path, found = self._corpora[name], answer.value
+        wrong = [str(answer.error)] if found is None else found.wrong
+        if wrong:
             self.open(
                 f"data-shard/{name}",
                 Severity.CRIT,
-                f"source {name}: {found['count']} file{'s' * (found['count'] > 1)} of {path}: {found['wrong'][0]}",
+                f"source {name}: {len(wrong)} file{'s' * (len(wrong) > 1)} of {path}: {wrong[0]}",
                 "training stops when it reads them",
                 "restore the files, or set the path to a copy; see `fsdp-data validate`",
-                facts={"wrong": found["wrong"]},
+                facts={"wrong": wrong[:10]},
             )
         else:
             self.resolve(f"data-shard/{name}", f"{path} is intact")
-        if answer.error is None:
-            self._shards[name] = (found["device"], found["shards"])
+        if found is not None:
+            self._intact[name] = found
             self._read_from_each_file_system()
 
     def _read_from_each_file_system(self) -> None:
         """Probe one file at a time per file system: forty sources are mostly on one."""
-        for device in {device for device, _ in self._shards.values()}:
-            names = [name for name, (where, _) in self._shards.items() if where == device]
-            paths = [path for name in names for path in self._shards[name][1]]
+        for device in {found.device for found in self._intact.values()}:
+            names = [name for name, found in self._intact.items() if found.device == device]
+            paths = [path for name in names for path in self._intact[name].shards]
             key = str(self._corpora[names[0]])
-            if not paths:
-                continue
-            if key not in self._mounts:
-                self._mounts[key] = PeriodicProbe(looks.read, paths=paths)
-            elif "paths" in self._mounts[key].arguments:
-                self._mounts[key].arguments["paths"] = paths
+            if paths and key not in self._writes:
+                self._reads.setdefault(key, PeriodicProbe(partial(read, paths))).look = partial(read, paths)
 
     # ------------------------------------------------------------------ one mount
 
-    def _judge_mount(self, path: str, probe: PeriodicProbe, answer: ProbeAnswer) -> None:
+    def _judge_mount(self, path: str, answer: ProbeAnswer[None]) -> None:
         if answer.error is None or answer.errno in _FULL:
             self._failures[path] = 0
             self.resolve(f"mount/{path}", f"{path} answers")
             return
-        if answer.errno == errno.ENOENT and "paths" in probe.arguments:
+        if answer.errno == errno.ENOENT and path in self._reads:
             for audit in self._audits.values():  # a shard is gone: find out of which corpus
                 audit.due = 0.0
             return

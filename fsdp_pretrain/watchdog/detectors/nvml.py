@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import json
@@ -121,32 +122,26 @@ def _read_file(path: Path) -> list[DeviceState]:
     return [DeviceState(**device) for device in json.loads(path.read_text())["devices"]]
 
 
-def resolve(name: str) -> str | None:
-    """Resolve a configured provider on this host: `auto` is `nvml` if there is a driver, `none` is None.
+def find_reader(name: str) -> Callable[[], list[DeviceState]] | None:
+    """What reads the state of the GPUs of this host, which may hang, and may raise anything; None: nothing does.
+
+    Args:
+        name: `nvml`, `file:PATH`, `none`, or `auto`: `nvml` if there is a driver.
 
     Raises:
         ConfigError: `nvml` was configured, or there is a driver, and the package is missing.
     """
     if name == "auto":
         name = "nvml" if Path("/proc/driver/nvidia/version").exists() else "none"
-    if name == "nvml" and importlib.util.find_spec("pynvml") is None:
+    if name == "none":
+        return None
+    if path := name.partition(":")[2]:
+        return lambda: _read_file(Path(path))
+    if importlib.util.find_spec("pynvml") is None:
         raise ConfigError(
             "NVIDIA's management library cannot be used: the package nvidia-ml-py is not installed",
             effect="broken or slow GPUs would not be noticed",
             remedy='pip install nvidia-ml-py, or set watchdog.gpus = "none"',
         )
-    return None if name == "none" else name
-
-
-class DeviceReader:
-    """Reads the state of GPUs by `nvml` or from `file:PATH`. May hang, and may raise anything."""
-
-    def __init__(self, provider: str) -> None:
-        self._path = provider.partition(":")[2]
-        self._library: Nvml | None = None
-
-    def __call__(self) -> dict[str, list[DeviceState]]:
-        if self._path:
-            return {"devices": _read_file(Path(self._path))}
-        self._library = self._library or Nvml()
-        return {"devices": self._library.read_devices()}
+    load = functools.cache(Nvml)
+    return lambda: load().read_devices()

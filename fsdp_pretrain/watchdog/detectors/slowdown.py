@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -42,6 +42,10 @@ _FIRST, _BEST = 64, 512
 """Steps after a restart that are compared, and steps whose median counts as the best of a start."""
 _RECENT = 16
 """Steps whose parts are compared with those of the first."""
+
+
+Windows = dict[int, tuple[str, int, float]]
+"""By rank: its host, the number of its last window of steps, its own seconds of a typical step of it."""
 
 
 @dataclass(frozen=True)
@@ -176,16 +180,20 @@ class StragglerDetector(Detector):
     latter noise is available; it is taken from changes, so that a rank that stays slow does not hide itself. One that
     was reported stays a straggler until it is no more than `_STRAGGLER` above the median: noise that comes later
     does not make it as fast as the others.
+
+    windows: returns the last window of every rank.
     """
 
-    def __init__(self, alarms: AlarmSink) -> None:
+    def __init__(self, alarms: AlarmSink, windows: Callable[[], Windows]) -> None:
         super().__init__(alarms)
+        self._windows = windows
         self._ratios: dict[int, list[float]] = {}
         self._reported = set[int]()
         self._window = 0
 
-    def check(self, windows: dict[int, tuple[str, int, float]]) -> None:
-        """Judge a window: {rank: (host, number of the window, own seconds of a typical step)}."""
+    def tick(self, now: float) -> None:
+        """Judge a window once all ranks have measured it."""
+        windows = {rank: window for rank, window in self._windows().items() if window[1]}
         numbers = {number for _, number, _ in windows.values()}
         if len(windows) < 2 or len(numbers) != 1 or numbers == {self._window}:
             return

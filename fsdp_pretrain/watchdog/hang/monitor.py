@@ -7,15 +7,17 @@ saved.
 
 from __future__ import annotations
 
-import math
+import contextlib
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.config.operations import WatchdogSection
 from fsdp_pretrain.heartbeat import Phase
+from fsdp_pretrain.run.files import make_directory
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_time
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
@@ -37,7 +39,7 @@ class _Stall:
     Attributes:
         dumped, dumps: when stacks were last requested, and how often.
         read: when the first of them could be read; None before.
-        reported: the alarm was opened.
+        verdict: the last one in the alarm; None before it was opened.
         seen: the first stack of each rank.
         patience: extension of the hard deadline.
     """
@@ -46,7 +48,7 @@ class _Stall:
     dumped: float
     dumps: int = 1
     read: float | None = None
-    reported: bool = False
+    verdict: HangDiagnosis | None = None
     seen: dict[int, Any] = field(default_factory=dict)
     patience: float = 0.0
 
@@ -55,7 +57,7 @@ class HangMonitor:
     """Watches the ranks of this node.
 
     Args:
-        keep: called with a rank and its stack dump, to be stored in the run directory.
+        stacks: folder for stack dumps in the run directory.
         end: records the reason and facts, and ends the ranks of this node.
 
     Attributes:
@@ -67,17 +69,16 @@ class HangMonitor:
         section: WatchdogSection,
         ranks: RankMonitor,
         nodes: PeerNodes,
+        stacks: Path,
         *,
-        keep: Callable[[int, str], None],
         end: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._act, self._soft, self._ranks, self._nodes = section.act, section.hang.soft.value, ranks, nodes
-        self._keep, self._end = keep, end
+        self._stacks, self._end = stacks, end
         self.alarms: Alarms | None = None
         self.history = PhaseHistory(section.hang)
         self._progress = 0
         self._stall: _Stall | None = None
-        self._verdict: HangDiagnosis | None = None
 
     @property
     def stalled(self) -> list[RankSnapshot]:
@@ -107,7 +108,7 @@ class HangMonitor:
         if (beat := self._ranks.all[0].beat) is not None:
             self.history.observe(beat, phases)
         if self._stall is not None:
-            self._stall, self._verdict = None, None
+            self._stall = None
             if self.alarms is not None:
                 self.alarms.resolve("hang", "the ranks make progress again", step=self._ranks.reached())
 
@@ -130,13 +131,12 @@ class HangMonitor:
             stall.read = seconds
         if stall.dumps == 1:
             stall.seen = self._signatures() | stall.seen
-        if not stall.reported:
+        if stall.verdict is None:
             patience = min(self._nodes.patience, (due.hard - due.soft) / 3)
             is_known = not self._diagnose(stall).unknown or seconds - stall.read > patience
-            stall.reported = self.alarms is not None and is_known
-            if stall.reported:
+            if self.alarms is not None and is_known:
                 self._open(stall, seconds, "stacks of all ranks are in watchdog/stacks/")
-        elif self._verdict is not None and (self._verdict.unknown or not self._verdict.suspects):
+        elif stall.verdict.unknown or not stall.verdict.suspects:
             self._open(stall, seconds)  # more may be known by now
         if stall.dumps == 1 and seconds - stall.dumped >= min(_BETWEEN_DUMPS, (due.hard - due.soft) / 2):
             stall.dumps, stall.dumped = 2, seconds
@@ -147,7 +147,7 @@ class HangMonitor:
     def _is_one_stopped(self) -> bool:
         """Whether the process of a rank is stopped, here or as its node reports."""
         return any(rank.state == "T" for rank in self._ranks.all) or any(
-            snapshot.state == "T" for snapshot in self._nodes.snapshots(-math.inf)
+            snapshot.state == "T" for snapshot in self._nodes.snapshots()
         )
 
     def _last_resort(self, stall: _Stall, seconds: float, hard: float) -> None:
@@ -167,7 +167,7 @@ class HangMonitor:
             self._end(f"no progress for {human_time(seconds)}: {verdict.text}", facts)
 
     def _open(self, stall: _Stall, seconds: float, action: str = "") -> None:
-        verdict = self._verdict = self._diagnose(stall)
+        verdict = stall.verdict = self._diagnose(stall)
         if self.alarms is None:
             return
         phases, step = "/".join(sorted(phase.name.lower() for phase in self._ranks.phases)), self._ranks.reached()
@@ -215,6 +215,13 @@ class HangMonitor:
                 self._keep(rank.number, rank.dumps.text)
                 found.append(rank.number)
         return found
+
+    def _keep(self, rank: int, text: str) -> None:
+        path = self._stacks / f"{self._ranks.segment:04d}-rank-{rank:05d}.txt"
+        with contextlib.suppress(OSError):
+            make_directory(path.parent)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"# {time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())}Z\n{text}\n")
 
     def _signatures(self) -> dict[int, Any]:
         return {rank.number: rank.stack.signature for rank in self._ranks.all if rank.stack is not None}

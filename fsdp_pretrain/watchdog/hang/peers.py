@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from fsdp_pretrain.run import state_files
-from fsdp_pretrain.run.files import now, replace_file
+from fsdp_pretrain.run.files import replace_file
 from fsdp_pretrain.severity import Severity, SeverityName
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
@@ -95,19 +93,29 @@ class NodeReport(BaseModel):
 
 
 class PeerNode:
-    """Another node, as its reports show it."""
+    """Another node, as its reports show it; `report` is the last one, empty before the first."""
 
     def __init__(self, number: int, directory: Path) -> None:
         self.number = number
         self._path, self._heard = directory / f"{number}.json", time.monotonic()
-        self.report: NodeReport | None = None
+        self.report = NodeReport(
+            time="",
+            attempt="",
+            host=f"node-{number}",
+            pid=0,
+            segment=0,
+            stalled=[],
+            findings={},
+            windows={},
+            ended=False,
+        )
 
     def read(self, attempt: str) -> None:
         """Read its file; ignore a report of another attempt."""
         report, before = state_files.view(self._path, NodeReport), self.report
         if report is None or report.attempt != attempt:
             return
-        if before is None or (report.time, report.pid) != (before.time, before.pid):
+        if (report.time, report.pid) != (before.time, before.pid):
             self._heard = time.monotonic()
         self.report = report
 
@@ -119,58 +127,35 @@ class PeerNode:
     @property
     def silent(self) -> bool:
         """Whether its agent counts as gone."""
-        return self.silence > SILENT_SECONDS and not self.ended
+        return self.silence > SILENT_SECONDS and not self.report.ended
 
     @property
-    def name(self) -> str:
-        """Its host, or its number if it never reported."""
-        return self.report.host if self.report is not None else f"node-{self.number}"
-
-    @property
-    def ended(self) -> bool:
-        return self.report is not None and self.report.ended
+    def quiet(self) -> bool:
+        """Whether it has not ended, but is silent for some beats: it is no longer waited for."""
+        return self.silence > _QUIET * BEAT_SECONDS and not self.report.ended
 
     def snapshots(self, since: float = -math.inf) -> list[RankSnapshot]:
         """Positions of its stalled ranks; empty unless reported since then (`time.monotonic()`)."""
-        return self.report.stalled if self.report is not None and self._heard >= since else []
+        return self.report.stalled if self._heard >= since else []
 
 
 class PeerNodes:
     """All nodes of a job as seen by the agent of node `node` of `count`."""
 
     def __init__(self, directory: Path, node: int, count: int, attempt: str) -> None:
-        self._directory, self.node, self._attempt = directory / "nodes", node, attempt
+        self._directory, self.node, self.attempt = directory / "nodes", node, attempt
         self._written = self._read = -math.inf
         self._news: Any = None
         self.others = [PeerNode(number, self._directory) for number in range(count) if number != node]
         self.leader = self.others[0] if node else None
         """The first node; None if this is it."""
 
-    def write(
-        self,
-        segment: int,
-        stalled: list[RankSnapshot],
-        findings: dict[str, NodeFinding],
-        windows: dict[int, tuple[int, float]],
-        *,
-        ended: bool = False,
-    ) -> None:
-        """Write this node's report (see `NodeReport`) when a beat is due or something changed."""
-        news = (segment, bool(stalled), set(findings), ended)
+    def write(self, report: NodeReport) -> None:
+        """Write this node's report when a beat is due or something changed."""
+        news = (report.segment, bool(report.stalled), set(report.findings), report.ended)
         if not self.others or (news == self._news and time.monotonic() - self._written < BEAT_SECONDS):
             return
         self._written, self._news = time.monotonic(), news
-        report = NodeReport(
-            time=now(),
-            attempt=self._attempt,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            segment=segment,
-            stalled=stalled,
-            findings=findings,
-            windows=windows,
-            ended=ended,
-        )
         with contextlib.suppress(OSError):
             text = json.dumps(report.model_dump(mode="json", exclude_unset=True))
             replace_file(self._directory / f"{self.node}.json", text)
@@ -186,8 +171,15 @@ class PeerNodes:
             return False
         self._read = time.monotonic()
         for other in self.others if all_ else self.others[:1]:
-            other.read(self._attempt)
+            other.read(self.attempt)
         return True
+
+    @property
+    def windows(self) -> dict[int, tuple[str, int, float]]:
+        """By rank of the other nodes, its host, its last window of steps, and its own seconds of a typical step."""
+        return {
+            rank: (other.report.host, *window) for other in self.others for rank, window in other.report.windows.items()
+        }
 
     # ------------------------------------------------------------------ a stall, an end
 
@@ -196,14 +188,14 @@ class PeerNodes:
         """Whether the leading node reports that its ranks make no progress."""
         return self.leader is not None and not self.leader.silent and bool(self.leader.snapshots())
 
-    def snapshots(self, since: float) -> list[RankSnapshot]:
+    def snapshots(self, since: float = -math.inf) -> list[RankSnapshot]:
         """Positions of the other nodes' stalled ranks, as reported since then."""
         return [snapshot for other in self.others for snapshot in other.snapshots(since)]
 
     def unreported(self, since: float) -> list[str]:
         """Hosts that are alive but have reported neither positions since then nor their end."""
-        heard = [other for other in self.others if other.silence <= _QUIET * BEAT_SECONDS and not other.ended]
-        return [other.name for other in heard if not other.snapshots(since)]
+        heard = [other for other in self.others if not other.quiet and not other.report.ended]
+        return [other.report.host for other in heard if not other.snapshots(since)]
 
     @property
     def patience(self) -> float:
@@ -212,9 +204,8 @@ class PeerNodes:
 
     def quiet(self) -> dict[str, float]:
         """Hosts that have not ended but are silent for some beats, with the seconds of silence."""
-        silences = {other.name: other.silence for other in self.others if not other.ended}
-        return {name: silence for name, silence in silences.items() if silence > _QUIET * BEAT_SECONDS}
+        return {other.report.host: other.silence for other in self.others if other.quiet}
 
     @property
     def all_ended(self) -> bool:
-        return all(other.ended for other in self.others)
+        return all(other.report.ended for other in self.others)

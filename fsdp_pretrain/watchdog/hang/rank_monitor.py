@@ -135,40 +135,33 @@ class RankMonitor:
     def __init__(self, numbers: range, pages: Path, launcher: int) -> None:
         self.numbers, self.pages = numbers, pages
         self.all = [Rank(number, pages) for number in numbers]
-        self._poll = select.poll()
-        self._known: dict[int, Rank] = {}
-        self._launcher_pid: int | None = launcher  # None: it has ended
-        self._launcher: int | None = None
-        try:
-            self._launcher = os.pidfd_open(launcher)
-            self._poll.register(self._launcher, select.POLLIN)
-        except OSError:
-            self._launcher_pid = None
+        self._launcher = launcher
+        self._launcher_descriptor: int | None = None  # None: it has ended
+        with contextlib.suppress(OSError):
+            self._launcher_descriptor = os.pidfd_open(launcher)
 
     @property
     def launcher_gone(self) -> bool:
         """Whether the launcher has ended, or is about to."""
-        return self._launcher_pid is None or is_exiting(self._launcher_pid)
+        return self._launcher_descriptor is None or is_exiting(self._launcher)
 
     def read_pages(self) -> None:
         for rank in self.all:
             rank.read_page()
-            if rank.descriptor is not None and rank.descriptor not in self._known:
-                self._known[rank.descriptor] = rank
-                self._poll.register(rank.descriptor, select.POLLIN)
 
     def wait(self, seconds: float) -> list[Rank]:
         """Sleep until the time is over or a rank or the launcher ends; returns the ranks that ended."""
-        ended = []
-        for descriptor, _ in self._poll.poll(max(0.0, seconds) * 1000):
-            self._poll.unregister(descriptor)
-            if descriptor == self._launcher:
-                self._launcher_pid = None
-                continue
-            rank = self._known.pop(descriptor)
+        poll, watched = select.poll(), {rank.descriptor: rank for rank in self.alive}
+        for descriptor in (*watched, self._launcher_descriptor):
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)}
+        if self._launcher_descriptor in ready:
+            self._launcher_descriptor = None
+        ended = [rank for descriptor, rank in watched.items() if descriptor in ready]
+        for rank in ended:
             rank.read_page()
             rank.close_pidfd()
-            ended.append(rank)
         return ended
 
     @property
@@ -179,6 +172,11 @@ class RankMonitor:
     def beats(self) -> list[Beat]:
         """The last beat of every rank that has a page."""
         return [rank.beat for rank in self.all if rank.beat is not None]
+
+    @property
+    def windows(self) -> dict[int, tuple[int, float]]:
+        """By rank, the number of the last window of steps and the rank's own seconds of a typical step."""
+        return {beat.rank: (beat.window, beat.own) for beat in self.beats}
 
     def pids(self) -> list[int]:
         return [rank.beat.pid for rank in self.alive if rank.beat is not None]

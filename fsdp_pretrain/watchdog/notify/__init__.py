@@ -1,1 +1,1 @@
-"""From an alarm to a person: throttling, messages, channels, operators, Prometheus."""
+"""From an alarm to a person: what is sent, messages, channels; and metrics."""

@@ -1,7 +1,8 @@
 """Alarms: one key per incident; opened, raised in severity, acknowledged, resolved.
 
-Every transition is a line of `RUN/watchdog/alarms.jsonl`, from which the open alarms are restored after a restart. What
-is *sent* is decided elsewhere, see `delivery`.
+Every transition is a line of `RUN/watchdog/alarms.jsonl`, from which the open alarms are restored after a restart. Only
+the watchdog of node 0 writes it; people leave requests in `RUN/watchdog/inbox`. What is *sent* is decided in
+`dispatcher`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any, Literal, Protocol
 
 from pydantic import TypeAdapter
 
-from fsdp_pretrain.run.files import AppendFile, json_object, now, read_lines, seconds_of
+from fsdp_pretrain.errors import ConfigError, StorageError
+from fsdp_pretrain.run import requests
+from fsdp_pretrain.run.files import AppendFile, RunDir, json_object, now, read_lines, seconds_of
 from fsdp_pretrain.severity import Severity
 
 State = Literal["open", "acknowledged", "resolved"]
@@ -133,6 +136,12 @@ class Alarms(AlarmSink):
         self._enter(replace(before, state="acknowledged", changed=now(), facts=facts))
         return True
 
+    def serve(self, run: RunDir) -> None:
+        """Carry out what people asked for since the last time."""
+        for request in requests.take(_inbox(run)):
+            if request.verb == "ack":
+                self.acknowledge(request.key, request.by)
+
     def _enter(self, alarm: Alarm) -> None:
         self._known[alarm.key] = alarm
         self._on_change(alarm)
@@ -141,6 +150,34 @@ class Alarms(AlarmSink):
     def close(self) -> bool:
         """Write what is pending, if possible, and close the file. Returns whether all is written."""
         return self._file.close()
+
+
+def alarms_file(run: RunDir) -> Path:
+    """Every transition of the alarms of a run."""
+    return run.path / "watchdog/alarms.jsonl"
+
+
+def _inbox(run: RunDir) -> Path:
+    return run.path / "watchdog/inbox"
+
+
+def acknowledge(run: RunDir, key: str) -> None:
+    """Ask the watchdog to acknowledge an alarm: it does so in one of its next passes, or when the run starts again.
+
+    Raises:
+        ConfigError: no such alarm is open.
+        StorageError: the run directory cannot be written.
+    """
+    waiting = {alarm.key for alarm in read_alarms(alarms_file(run)) if alarm.state == "open"}
+    if key not in waiting:
+        raise ConfigError(
+            f"no alarm {key!r} is open and unacknowledged",
+            remedy=f"these are: {', '.join(sorted(waiting))}" if waiting else "none is; see `fsdp-pretrain alarms RUN`",
+        )
+    try:
+        requests.put(_inbox(run), verb="ack", key=key)
+    except OSError as error:
+        raise StorageError(f"cannot write to the run directory {run.path}: {error.strerror}") from None
 
 
 def read_alarms(path: Path) -> list[Alarm]:

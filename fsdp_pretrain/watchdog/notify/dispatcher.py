@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,22 +79,22 @@ class Dispatcher:
     Args:
         least: severity below which nothing is sent.
         file: where the memory is kept.
-        known: the present state of every alarm of the run.
+        alarms: the present state of every alarm of the run, by key; kept up to date by its owner.
+        but: key of an alarm that is never told here: the channel's own failure.
     """
 
-    def __init__(self, least: Severity, file: Path, known: list[Alarm]) -> None:
+    def __init__(self, least: Severity, file: Path, alarms: Mapping[str, Alarm], but: str = "") -> None:
         self._least, self._file, self._disk = least, file, Worker("told")
-        self._alarms = {alarm.key: alarm for alarm in known}
+        self._alarms, self._but = alarms, but
         memory = None
         with contextlib.suppress(OSError):
             memory = self._disk.call(lambda: state_files.view(file, ChannelMemory), _DISK_SECONDS)
         self._memory = memory or ChannelMemory()
         if memory is None:  # a new channel: what is over is not told
-            self._mark([alarm for alarm in known if alarm.state == "resolved"], 0.0, own=False)
+            self._mark([alarm for alarm in self._known() if alarm.state == "resolved"], 0.0, own=False)
 
-    def changed(self, alarm: Alarm) -> None:
-        """An alarm was opened, got worse, was acknowledged or resolved."""
-        self._alarms[alarm.key] = alarm
+    def _known(self) -> list[Alarm]:
+        return [alarm for alarm in list(self._alarms.values()) if alarm.key != self._but]
 
     def due(self, time: float, *, closing: bool = False) -> Due | None:
         """What is to be told now; None: nothing.
@@ -102,7 +103,7 @@ class Dispatcher:
             time: seconds since 1970.
             closing: the watchdog ends: a digest does not wait.
         """
-        lacking = [(kind, alarm) for alarm in self._alarms.values() if (kind := self._lacking(alarm, time)) is not None]
+        lacking = [(kind, alarm) for alarm in self._known() if (kind := self._lacking(alarm, time)) is not None]
         for kind, alarm in lacking:
             if kind == "resolved" and self._has_own_message(alarm):
                 return Due(kind, [alarm], free=True)

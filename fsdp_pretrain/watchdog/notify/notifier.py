@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import time
 from collections.abc import Mapping
@@ -17,11 +16,10 @@ from fsdp_pretrain.config.notify import NotifySection
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.severity import Severity
 
-from .alarms import Alarm, Alarms, read_alarms
+from .alarms import Alarm, Alarms, alarms_file, read_alarms
 from .channels import Channel, DeliveryError, fetch, make_channels, ping_url
 from .dispatcher import Dispatcher
 from .message import MessageSender, make_message
-from .operator import alarms_file
 
 RETRIES = (1.0, 5.0, 30.0, 120.0)
 """Seconds to wait after a failure; the last value repeats."""
@@ -40,13 +38,14 @@ class Notifier:
         self, section: NotifySection, run: RunDir, sender: MessageSender, environment: Mapping[str, str] = os.environ
     ) -> None:
         channels = make_channels(section, environment)
-        known = read_alarms(alarms_file(run)) if channels else []
-        self._threads = [_ChannelThread(channel, run, known, sender) for channel in channels]
+        self._alarms = {alarm.key: alarm for alarm in read_alarms(alarms_file(run))} if channels else {}
+        self._threads = [_ChannelThread(channel, run, self._alarms, sender) for channel in channels]
 
     def on_change(self, alarm: Alarm) -> None:
         """An alarm changed. Returns at once."""
+        self._alarms[alarm.key] = alarm
         for thread in self._threads:
-            thread.put(alarm)
+            thread.wake.set()
 
     def tick(self, alarms: Alarms) -> None:
         """A pass of the watchdog: open and resolve the alarms of failing channels."""
@@ -67,7 +66,8 @@ class Notifier:
         """Send what can be sent within this time; the next watchdog sends the rest."""
         deadline = time.monotonic() + seconds
         for thread in self._threads:
-            thread.put(None)
+            thread.closing = True
+            thread.wake.set()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -76,56 +76,47 @@ class _ChannelThread(threading.Thread):
     """A channel's thread.
 
     Args:
-        known: the present state of every alarm of the run.
+        alarms: the present state of every alarm of the run, by key.
 
     Attributes:
         key: of the alarm for its failure.
         problem: why it fails; empty before the first message, None when it works.
         tries: failures since it last worked.
+        wake: set when an alarm has changed, or it is `closing`: it ends once all is sent, or cannot be.
     """
 
-    def __init__(self, channel: Channel, run: RunDir, known: list[Alarm], sender: MessageSender) -> None:
+    def __init__(self, channel: Channel, run: RunDir, alarms: Mapping[str, Alarm], sender: MessageSender) -> None:
         super().__init__(name=f"notify {channel.name}", daemon=True)
         self.key = f"notify/{channel.name}"
         self.problem: str | None = ""
         self.tries = 0
+        self.wake, self.closing = threading.Event(), False
         self._channel, self._sender = channel, sender
-        others = [alarm for alarm in known if alarm.key != self.key]
-        self._dispatcher = Dispatcher(channel.least, run.path / f"watchdog/told/{channel.name}.json", others)
-        self._events: queue.SimpleQueue[Alarm | None] = queue.SimpleQueue()
-        self._next_try, self._closing = 0.0, False
+        file = run.path / f"watchdog/told/{channel.name}.json"
+        self._dispatcher = Dispatcher(channel.least, file, alarms, but=self.key)
+        self._next_try = 0.0
         self.start()
 
-    def put(self, alarm: Alarm | None) -> None:
-        """Hand over an alarm that changed; None: end. The alarm for this channel's failure is not sent through it."""
-        if alarm is None or alarm.key != self.key:
-            self._events.put(alarm)
-
     def run(self) -> None:
-        """Run until `None` was put and everything is sent, or the process ends."""
-        more = True
-        while more or not self._closing:
+        """Run until it is closing and everything is sent, or the process ends."""
+        while True:
+            closing = self.closing
             try:
-                self._take_changes(0.0 if more else _POLL_SECONDS)
-                more = self._send_next()
+                more = self._send_next(closing)
             except Exception as error:  # a bug must not end the channel; an alarm shows it
                 self.problem, self.tries, more = f"defect: {type(error).__name__}", self.tries + 1, False
+            if not more:
+                if closing:
+                    return
+                self.wake.wait(_POLL_SECONDS)
+                self.wake.clear()
 
-    def _take_changes(self, pause: float) -> None:
-        """Take over the alarms that have changed, waiting this many seconds for the first."""
-        with contextlib.suppress(queue.Empty):
-            event = self._events.get(timeout=pause) if pause and not self._closing else self._events.get_nowait()
-            while event is not None:
-                self._dispatcher.changed(event)
-                event = self._events.get_nowait()
-            self._closing, self._next_try = True, 0.0
-
-    def _send_next(self) -> bool:
+    def _send_next(self, closing: bool) -> bool:
         """Send the next message, if one is due. Returns whether another may be."""
         at = time.time()
-        if time.monotonic() < self._next_try:
+        if time.monotonic() < self._next_try and not closing:
             return False
-        due = self._dispatcher.due(at, closing=self._closing)
+        due = self._dispatcher.due(at, closing=closing)
         if due is None:
             return False
         message = make_message(due.kind, due.alarms, self._sender)
@@ -149,18 +140,13 @@ class Ping:
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._url = ping_url(environment)
         self._pinged = -float("inf")
-        self._due = threading.Event()
-        threading.Thread(target=self._work, name="ping", daemon=True).start()
 
     def on_pass(self, observed: bool, now: float) -> None:
         """A pass ended. `observed`: it saw ranks; a blind watchdog must not look healthy."""
         if observed and now - self._pinged >= _PING_SECONDS:
             self._pinged = now
-            self._due.set()
+            threading.Thread(target=self._fetch, name="ping", daemon=True).start()
 
-    def _work(self) -> None:
-        while True:
-            self._due.wait()
-            self._due.clear()
-            with contextlib.suppress(DeliveryError):  # the service that expects the ping notices
-                fetch(self._url)
+    def _fetch(self) -> None:
+        with contextlib.suppress(DeliveryError):  # the service that expects the ping notices
+            fetch(self._url)

@@ -1,21 +1,71 @@
-"""Metrics of a run for Prometheus, by HTTP or in a file for node_exporter.
+"""What the watchdog exports of a run: for Prometheus, by HTTP or in a file for node_exporter, and in a JSON file.
 
 Unknown values are left out: an alert rule sees a missing series, never a made-up zero.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .snapshot import METRICS, Snapshot
+from fsdp_pretrain.run.files import RunDir, now, replace_file
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
-    from prometheus_client import Metric
+    from prometheus_client import Metric as Family
+
+Snapshot = dict[str, Any]
+"""A run at one instant, by the keys of `METRICS`; a value that is not known is None or missing, and not exported."""
+
+
+class Metric(NamedTuple):
+    """How a value is exported: name (a counter's ends in `_total`), help, and the label for the keys of a
+    dictionary."""
+
+    name: str
+    help: str
+    label: str | None = None
+
+
+METRICS = {
+    "pass_age": Metric("watchdog_pass_age_seconds", "Since the watchdog's last full pass."),
+    "step": Metric("train_step", "Optimiser steps of the run."),
+    "total_steps": Metric("train_steps_planned", "Optimiser steps that the run will have."),
+    "tokens": Metric("train_tokens_total", "Tokens trained."),
+    "step_seconds": Metric("train_step_seconds", "Time of the last step."),
+    "step_drift": Metric("train_step_drift_ratio", "Step time over its baseline."),
+    "verified_step": Metric("ckpt_last_verified_step", "Step of the newest verified checkpoint."),
+    "verified_age": Metric("ckpt_last_verified_age_seconds", "Age of the newest verified checkpoint."),
+    "unprotected_tokens": Metric("ckpt_unprotected_tokens", "Tokens trained since it."),
+    "checkpoint_failures": Metric("ckpt_failures_total", "Failed saves."),
+    "checkpoint_bytes_per_second": Metric("ckpt_write_bytes_per_second", "Speed of the last save."),
+    "next_checkpoint_fits": Metric("disk_next_checkpoint_fits", "How many more checkpoints fit."),
+    "disk_full_in": Metric("disk_seconds_to_full", "Forecast of a full disk."),
+    "heartbeat_ages": Metric("rank_heartbeat_age_seconds", "Since a rank's last beat.", "rank"),
+    "loss": Metric("loss", "Training loss of the last step read."),
+    "grad_norm": Metric("grad_norm", "Gradient norm before clipping."),
+    "skipped_steps": Metric("skipped_steps_total", "Steps whose update was skipped."),
+    "open": Metric("incidents_open", "Open alarms, by severity.", "severity"),
+}
+
+
+def snapshot_file(run: RunDir) -> Path:
+    """The last snapshot of a run, with its time: for `fsdp-pretrain status`, on any machine."""
+    return run.path / "watchdog/snapshot.json"
+
+
+def write_snapshot(run: RunDir, snapshot: Snapshot) -> None:
+    """Write the values that are known and that JSON can hold. Raises OSError."""
+    known = {key: value for key, value in snapshot.items() if value is not None and value != {}}
+    numbers = {key: value for key, value in known.items() if not isinstance(value, float) or math.isfinite(value)}
+    replace_file(snapshot_file(run), json.dumps({"time": now(), "host": socket.gethostname(), **numbers}))
 
 
 class Exporter:
@@ -63,7 +113,7 @@ class Exporter:
             except OSError as error:
                 self.problem = f"cannot write {error.filename}: {error.strerror}"
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         """What is known, in prometheus_client's classes."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 

@@ -1,0 +1,123 @@
+"""The store of checkpoints and the journal as seen from outside, whatever the trainer believes: one look, which several
+detectors judge."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.checkpoint import upcoming
+from fsdp_pretrain.checkpoint.disk_space import Room, SpaceNeeded, attempts, prunable
+from fsdp_pretrain.checkpoint.manifest import CheckpointManifest
+from fsdp_pretrain.checkpoint.store import Store, verify_files
+from fsdp_pretrain.run import journal
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
+
+from .base import Detector
+from .periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe
+
+_ENTRIES = 40
+_KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing", "control")
+
+
+@dataclass(frozen=True)
+class StoreState:
+    """What a look has found.
+
+    Attributes:
+        names: of all checkpoints.
+        damaged: names of those that cannot be used, and why.
+        newest, verified: manifests of the newest one that looks whole, and of the newest verified one.
+        writing: bytes written by every save in flight.
+        room: of the file system.
+        prunable: what may be deleted to make room for another checkpoint.
+        entries: of the journal since the last look.
+        offset: in the journal, behind them.
+    """
+
+    names: list[str]
+    damaged: dict[str, str]
+    newest: CheckpointManifest | None
+    verified: CheckpointManifest | None
+    writing: dict[str, int]
+    room: Room
+    prunable: SpaceNeeded
+    entries: list[dict[str, Any]]
+    offset: int
+
+
+def look(run: RunDir, offset: int) -> StoreState:
+    """What the store of a run holds, and its journal from byte `offset` on."""
+    store = Store(run.checkpoints)
+    found = store.scan()
+    whole = [item for item in found if item.problem is None]
+    proved = [item for item in whole if item.verified]
+    entries = []
+    for entry, behind in journal.entries(run.journal, offset):
+        offset = behind
+        if entry["kind"] in _KINDS and journal.is_whole(entry):
+            entries.append(entry)
+    return StoreState(
+        names=[item.path.name for item in found],
+        # a checkpoint loses its name before it is deleted
+        damaged={item.path.name: item.problem for item in found if item.problem and item.path.is_dir()},
+        newest=whole[-1].manifest() if whole else None,
+        verified=proved[-1].manifest() if proved else None,
+        writing=attempts(store.directory),
+        room=Room.of(store.directory),
+        prunable=prunable(found),
+        entries=entries[-_ENTRIES:],
+        offset=offset,
+    )
+
+
+def verify_one_file(directory: Path) -> dict[str, str]:
+    """Read one file of the newest verified checkpoint back: its name and what is wrong, if anything is."""
+    proved = [item for item in Store(directory).scan() if item.verified and item.problem is None]
+    if not proved:
+        return {}
+    newest = proved[-1]
+    wrong = verify_files(newest.path, random.sample(newest.files(), 1))
+    return {newest.path.name: "; ".join(wrong)} if wrong and newest.path.is_dir() else {}
+
+
+class StoreDetector(Detector):
+    """Base of what judges the looks at the store, of start `segment`."""
+
+    def __init__(self, alarms: AlarmSink, segment: int) -> None:
+        super().__init__(alarms)
+        self._segment = segment
+
+    def judge(self, found: StoreState, now: float) -> None:
+        """Judge a look; nothing is known in between."""
+
+    def is_mine(self, entry: dict[str, Any]) -> bool:
+        """Whether an entry of the journal is of this start."""
+        return entry.get("segment") == self._segment
+
+
+class StoreWatch(Detector):
+    """Looks at the store of a run for `judges`: more often during a save. Once an hour it reads a file back."""
+
+    def __init__(self, alarms: AlarmSink, run: RunDir, judges: Sequence[StoreDetector]) -> None:
+        super().__init__(alarms)
+        self._run, self._judges, self._decayed = run, judges, dict[str, str]()
+        self._probe = PeriodicProbe(partial(look, run, 0))
+        self._audit = PeriodicProbe(partial(verify_one_file, run.checkpoints), AUDIT_SECONDS, AUDIT_DEADLINE)
+
+    def tick(self, now: float) -> None:
+        """Start due looks, and hand the answers of earlier ones on."""
+        if (found := self._probe.found(now)) is not None:
+            self._probe.look = partial(look, self._run, found.offset)
+            self._probe.every = upcoming.CHECK_SECONDS / (4 if found.writing else 1)
+            self._decayed = {name: why for name, why in self._decayed.items() if name in found.names}
+            for judge in self._judges:
+                judge.judge(replace(found, damaged=found.damaged | self._decayed), now)
+        if decayed := self._audit.found(now):
+            self._decayed |= decayed
+            self._probe.due = 0.0

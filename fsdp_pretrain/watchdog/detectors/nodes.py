@@ -1,0 +1,47 @@
+"""The other nodes of a job: what they report, and whether they do."""
+
+from __future__ import annotations
+
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_time
+from fsdp_pretrain.watchdog.hang.peers import PeerNodes
+from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
+
+from .base import Detector
+
+
+class NodeDetector(Detector):
+    """Alarms `node/HOST`, and those that the other nodes report."""
+
+    def __init__(self, alarms: AlarmSink, nodes: PeerNodes) -> None:
+        super().__init__(alarms)
+        self._nodes, self._reported = nodes, set[str]()
+
+    def tick(self, now: float) -> None:
+        """Judge the reports, which are read elsewhere."""
+        found = set[str]()
+        for other in self._nodes.others:
+            for key, finding in other.report.findings.items():
+                finding.enter(self.alarms, key)
+                found.add(key)
+            if other.silent:
+                effect = "its node or agent failed, or it cannot reach the run directory"
+                open_silence(self.alarms, other.report.host, other.silence, effect, step=self.at)
+            elif not other.report.ended:
+                self.alarms.resolve(f"node/{other.report.host}", f"{other.report.host} sends heartbeats again")
+        for key in self._reported - found:
+            self.alarms.resolve(key)
+        self._reported = found
+
+
+def open_silence(alarms: AlarmSink, host: str, seconds: float, effect: str, step: int | None = None) -> None:
+    """Open the alarm for a node that gives no sign of life."""
+    alarms.open(
+        f"node/{host}",
+        Severity.CRIT,
+        f"no heartbeat from {host} for {human_time(seconds)}",
+        effect=effect,
+        remedy="check whether the host responds; if the run hangs it is ended, and can start without it",
+        step=step,
+        facts={"host": host, "seconds": round(seconds, 1)},
+    )
