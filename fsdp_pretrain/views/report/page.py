@@ -24,11 +24,11 @@ import numpy as np
 from fsdp_pretrain.atomic import replace_file
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.files import RunDir, stamp
+from fsdp_pretrain.views.gather import RunRecord, read
 
 from . import tables
-from .events import GROUPS
+from .events import GROUPS, read_events
 from .figures import Drawing, Figure
-from .gather import RunRecord, read
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 
@@ -63,22 +63,29 @@ def _library() -> str:
 
 
 def render(record: RunRecord, library: str, made: float) -> str:
-    """The page, made at a time in seconds since 1970, with the source of plotly.js."""
-    drawing, script = Drawing(record), _asset("report.js")
+    """The page, made at a time in seconds since 1970, with the source of plotly.js. Raises ConfigError."""
+    if (account := record.account) is None:
+        raise ConfigError(
+            f"there is nothing to show: {record.run.path} was never started",
+            effect="no page was written",
+            remedy=f"start its training, or see why that failed: fsdp-pretrain journal {record.run.path}",
+        )
+    events, left_out = read_events(record.entries, record.history.nodes, record.lines, account.incidents)
+    drawing, script = Drawing(record, events), _asset("report.js")
     data = _plain({"places": drawing.places, "marks": drawing.marks, "figures": [*map(vars, drawing.figures)]})
     evaluations = [_panel(figure) for figure in drawing.figures if figure.scores]
     return Template(_asset("page.html")).substitute(
         title=html.escape(record.name),
         policy=f"{_POLICY}; script-src {_hash(script)} {_hash(library)}",
         style=_asset("report.css"),
-        header=tables.header(record),
+        header=tables.header(record, account),
         made=stamp(made)[:19].replace("T", " "),
         panels="".join(_panel(figure) for figure in drawing.figures if not figure.scores),
         hidden="" if evaluations else "hidden",
         evaluations="".join(evaluations),
-        account=tables.account(record),
+        account=tables.account(account),
         groups="".join(f"<option>{group}</option>" for group in GROUPS),
-        events=tables.events(record, drawing.events),
+        events=tables.events(events, left_out, drawing.events),
         data=_packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
         library=_packed(library),
         script=script,

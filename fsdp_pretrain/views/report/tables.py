@@ -7,28 +7,29 @@ import math
 from collections.abc import Iterable
 
 from fsdp_pretrain.run.files import stamp
-from fsdp_pretrain.run.goodput import MEANING, headline
+from fsdp_pretrain.run.goodput import MEANING, GoodputReport, headline
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_count, human_time
+from fsdp_pretrain.views.gather import RunRecord
 from fsdp_pretrain.views.status import facts
 
 from .events import Event, Mark
-from .gather import RunRecord
 
 _LEVELS = ("ok", "warn", "alert")
 _SIGNS = {Severity.INFO: "", Severity.WARN: "▲ ", Severity.CRIT: "◆ "}
 
 
-def header(record: RunRecord) -> str:
+def header(record: RunRecord, account: GoodputReport) -> str:
     """What a person looks for first."""
-    status, found = record.status.status, sorted(record.status.problems, reverse=True)
-    steps, total, level = status.step or 0, status.total_steps, _LEVELS[record.status.level]
+    report, status = record.report, record.report.status
+    found = sorted(report.problems, reverse=True)
+    steps, total, level = status.step or 0, status.total_steps, _LEVELS[report.level]
     bar = f'<progress max="{total}" value="{steps}" aria-label="share of the steps done"></progress>' if total else ""
     problems = "".join(f'<li class="{_LEVELS[level]}">{html.escape(text)}</li>' for level, text in found)
-    rows = [*facts(record.status), ("time", headline(record.account))]
+    rows = [*facts(report), ("time", headline(account))]
     return (
         f'<section class="run"><h2>{html.escape(record.name)} '
-        f'<span class="state {level}">{html.escape(record.status.headline)}</span></h2>'
+        f'<span class="state {level}">{html.escape(report.headline)}</span></h2>'
         f'<p class="about">{html.escape(_about(record))}<br><code>{html.escape(str(record.run.path))}</code></p>'
         f'{bar}<dl class="facts">{"".join(_fact(*each) for each in rows)}</dl>'
         + (f'<ul class="problems">{problems}</ul>' if problems else "")
@@ -50,9 +51,8 @@ def _fact(name: str, text: str) -> str:
     return f"<div><dt>{name}</dt><dd>{value}<small>{more}</small></dd></div>"
 
 
-def account(record: RunRecord) -> str:
+def account(found: GoodputReport) -> str:
     """The time in each state."""
-    found = record.account
     rows = []
     for state, seconds in found.states.items():
         if seconds > 0:
@@ -65,9 +65,8 @@ def account(record: RunRecord) -> str:
     return f'<p class="note">{text}</p>{_table("account", "state #time #share  meaning", rows)}'
 
 
-def events(record: RunRecord, place: int) -> str:
+def events(found: list[Event], left_out: int, place: int) -> str:
     """All events, the newest first; those that are not marked are hidden. `place`: that of the events."""
-    found, left_out = record.events
     rows = [_event(f"{place} {at}", event) for at, event in reversed([*enumerate(found)])]
     more = f'<p class="note">{left_out:,} more are only in the journal.</p>' if left_out else ""
     return _table("all", "time~(UTC) #step event what", rows) + more
