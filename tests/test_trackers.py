@@ -246,7 +246,7 @@ def test_asking_for_a_tracker_without_having_it_is_refused(lab: Any, helpers: An
         "import importlib.util, sys\n"
         "real = importlib.util.find_spec\n"
         f"importlib.util.find_spec = lambda name, *a: None if name == {name!r} else real(name, *a)\n"
-        "from fsdp_pretrain.train import main\n"
+        "from fsdp_pretrain.job import main\n"
         f"sys.exit(main.main([{str(lab.config(record={name: True}))!r}]))\n"
     )
     done = subprocess.run(

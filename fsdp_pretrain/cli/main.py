@@ -17,11 +17,13 @@ from fsdp_pretrain.run import journal
 from fsdp_pretrain.run.arguments import RUN, SEGMENT
 from fsdp_pretrain.units import human_bytes
 
-from . import checkpoints, launch, steps
 from .alarms import ack, alarms, notify
+from .checkpoints import checkpoints
 from .control import control
 from .init import init
+from .launch import doctor, launch
 from .plan import plan
+from .steps import profile, replay
 from .trackers import aim, tensorboard, wandb
 from .watch import watch
 
@@ -29,12 +31,8 @@ from .watch import watch
 def main() -> int:
     """Entry point of the console script."""
     command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
-    command.add(init, plan, _status, watch)
-    checkpoints.add(command)
-    command.add(alarms, ack, notify, _rollback, _fork, control, _where, _journal, _goodput, _report, _note)
-    steps.add(command)
-    command.add(aim, tensorboard, wandb)
-    launch.add(command)
+    command.add(init, plan, _status, watch, checkpoints, alarms, ack, notify, _rollback, _fork, control, _where)
+    command.add(_journal, _goodput, _report, _note, profile, replay, aim, tensorboard, wandb, launch, doctor)
     command.add(_config_reference)
     return command.run()
 

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp_pretrain.console import CommandLine, argument, positive, step_number, verb
+from fsdp_pretrain.console import argument, positive, step_number, verb
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.run.arguments import RUN, SEGMENT, import_extra
 
 from .control import running_job, send_request
-
-
-def add(command: CommandLine) -> None:
-    """Add the verbs."""
-    command.add(_profile)
-    parser = command.add(_replay)
-    parser.usage = "fsdp-pretrain replay RUN --from STEP [options] [torchrun options]"
-    add_torchrun_options(parser)
-    parser.set_defaults(passed_on=[], nproc_per_node=None, rdzv_id="replay")
+from .launch import torchrun_options
 
 
 @verb(
@@ -36,8 +27,9 @@ def add(command: CommandLine) -> None:
     argument("--steps", type=positive, default=1, metavar="N", help="number of steps (default: 1)"),
     argument("--precision", choices=("bf16", "bf16+fp8", "fp16", "fp32"), help="instead of the run's"),
     SEGMENT,
+    torchrun_options("RUN --from STEP [options] [torchrun options]", nproc_per_node=None, rdzv_id="replay"),
 )
-def _replay(args: argparse.Namespace) -> int:
+def replay(args: argparse.Namespace) -> int:
     """Train the samples of recorded steps again, from a checkpoint, beside the run, which is not touched, and compare
     with the record: equal to the bit, as with nothing changed on the same ranks, or does data, settings or numerics
     differ first? Exit 0 if equal, 1 if not. What is not listed here goes to torchrun."""
@@ -88,7 +80,7 @@ def _ranks(text: str) -> tuple[int, ...]:
     ),
     argument("--ranks", type=_ranks, default=(0,), metavar="R,R", help="ranks that write a trace (default: 0)"),
 )
-def _profile(args: argparse.Namespace) -> int:
+def profile(args: argparse.Namespace) -> int:
     """Trace steps of the running job with PyTorch's profiler: one file per rank in RUN/profiles, for Perfetto or
     chrome://tracing. All ranks begin at the same step; no number of the run changes."""
     from fsdp_pretrain.run import environment
