@@ -345,7 +345,7 @@ def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
 def _inspect(args: argparse.Namespace) -> int:
     """Show what a corpus holds, or one of its documents."""
     from fsdp_pretrain.data.corpus.corpus import Corpus
-    from fsdp_pretrain.data.validate.inspect import document
+    from fsdp_pretrain.data.validate.texts import document
 
     corpus = Corpus(args.directory)
     if args.doc is not None:

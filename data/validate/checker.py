@@ -21,7 +21,7 @@ from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 from .findings import EXAMPLES, Example, Findings
-from .report import add_texts
+from .texts import add_texts
 
 Mask = npt.NDArray[np.bool_]
 _RANGES = 4
@@ -31,8 +31,6 @@ _RANGES = 4
 class CheckedRun(NamedTuple):
     """What was found in a run, for those that measure or copy it."""
 
-    outside: Ints
-    """Positions of ids outside the vocabulary."""
     separators: Ints
     """[documents] separators in each."""
     text: Ints
@@ -58,6 +56,7 @@ class TokenChecker:
     """Checks the runs of one file.
 
     Attributes:
+        vocabulary: that the ids are checked against.
         findings: of the runs added.
         documents, tokens: of the runs added, separators included in the tokens.
         empty: documents without any token except their declared separator.
@@ -66,7 +65,7 @@ class TokenChecker:
     """
 
     def __init__(self, name: str, vocabulary: Vocabulary, declared: Separators, *, flat: bool) -> None:
-        self._name, self._vocabulary, self._declared = name, vocabulary, declared
+        self._name, self.vocabulary, self._declared = name, vocabulary, declared
         self._cut = flat and declared != "none"
         self.findings = Findings()
         self.documents = self.tokens = self.empty = self.unterminated = self.beginning = self.ending = 0
@@ -88,7 +87,7 @@ class TokenChecker:
             at = np.setdiff1d(at, outside)
         inside, ids = run.document_of(at), run.tokens[at]
         first, last = at == run.starts[inside], at == run.ends[inside] - 1
-        specials = _Specials(at, inside, ids == self._vocabulary.eod, first, last)
+        specials = _Specials(at, inside, ids == self.vocabulary.eod, first, last)
         begin, end, separators = self._add_separators(run, specials.where(specials.is_separator))
         carrying = {"none": np.zeros_like(begin), "trailing": end, "leading": begin}[self._declared]
         text = run.lengths - carrying
@@ -107,7 +106,7 @@ class TokenChecker:
             self.count(run, "separator-doubled", empty, run.starts[empty])
         else:
             self.count(run, "empty-documents", empty)
-        return CheckedRun(outside, separators, text)
+        return CheckedRun(separators, text)
 
     def finish(self) -> Findings:
         """The findings, after all runs were added."""
@@ -128,7 +127,7 @@ class TokenChecker:
         errors = [finding for finding in self.finish().by_code.values() if finding.kind.severity == "error"]
         if not errors:
             return
-        add_texts([example for finding in errors for example in finding.examples], {self._name: file}, tokenizer)
+        add_texts([example for finding in errors for example in finding.examples], self._name, file, tokenizer)
         cause = f"{source} does not hold what `--separators {self._declared}` and the tokenizer declare:"
         for finding in errors:
             total = self.tokens if finding.kind.unit == "tokens" else self.documents
@@ -165,7 +164,7 @@ class TokenChecker:
 
     def _outside(self, run: Run) -> Ints:
         """Positions of ids outside the vocabulary; the usual case costs one pass."""
-        tokens, size = run.tokens, self._vocabulary.size
+        tokens, size = run.tokens, self.vocabulary.size
         if not len(tokens) or (int(tokens.max()) < size and (tokens.dtype.kind == "u" or int(tokens.min()) >= 0)):
             return np.zeros(0, dtype=np.int64)
         found = np.flatnonzero((tokens >= size) | (tokens < 0))

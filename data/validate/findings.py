@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from fsdp_pretrain.errors import DataError
+
 Unit = Literal["documents", "tokens", "files", ""]
 EXAMPLES = 3
 """Located examples that a finding keeps."""
@@ -172,6 +174,10 @@ class Findings:
 
     def note(self, code: str, file: str, note: str) -> None:
         self.add(code, 1, [Example(file, note=note)])
+
+    def unreadable(self, file: str, error: DataError | OSError) -> None:
+        """Note a file that cannot be read, or not to its end."""
+        self.note("unreadable", file, error.cause if isinstance(error, DataError) else error.strerror or str(error))
 
     def merge(self, other: Findings) -> None:
         for finding in other.by_code.values():

@@ -1,30 +1,18 @@
-"""The report of `fsdp-data validate`, for people and for machines, with decoded text around the findings."""
+"""The report of `fsdp-data validate`, for people and for machines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from fsdp_pretrain.data.corpus.formats import MEASURED_TOKENS, Run, TokenFile
 from fsdp_pretrain.data.corpus.manifest import Separators, Vocabulary
-from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
-from .findings import Example, Finding, Findings
+from .findings import Finding, Findings
+from .measure import Measurement
 
-_AROUND = 12
-_BOUNDARY = " ‖ "
-
-
-@dataclass
-class FileFigures:
-    """One file in the report, with its agreement with the tokenizer if known."""
-
-    name: str
-    documents: int = 0
-    tokens: int = 0
-    agreement: float | None = None
+_SHOWN = ("name", "documents", "tokens", "agreement")
+"""Of a file, for `--json`."""
 
 
 @dataclass
@@ -32,7 +20,6 @@ class ValidationReport:
     """Result of validating one corpus.
 
     Attributes:
-        documents, tokens: as stored, separators included.
         separators: what the documents were checked for, and `declared` or how that was measured.
         vocabulary: that the ids were checked against.
         fingerprint: of the tokenizer, if one is known.
@@ -40,14 +27,20 @@ class ValidationReport:
     """
 
     directory: str
-    documents: int
-    tokens: int
     separators: tuple[Separators, str]
     vocabulary: Vocabulary
     fingerprint: str | None
     findings: Findings
     lengths: dict[str, int]
-    files: list[FileFigures]
+    files: list[Measurement]
+
+    @property
+    def documents(self) -> int:
+        return sum(file.documents for file in self.files)
+
+    @property
+    def tokens(self) -> int:
+        return sum(file.tokens for file in self.files)
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -62,7 +55,7 @@ class ValidationReport:
             "exit": self.findings.exit_code,
             "findings": [finding.as_dict(self.rate(finding)) for finding in found],
             "lengths": self.lengths,
-            "files": [asdict(file) for file in self.files],
+            "files": [{name: getattr(file, name) for name in _SHOWN} for file in self.files],
         }
 
     def rate(self, finding: Finding) -> float | None:
@@ -95,41 +88,3 @@ def _render_finding(finding: Finding, rate: float | None, write: Callable[[str],
     for example in finding.examples:
         write(f"            at {example}")
     write(f"            remedy: {kind.remedy}")
-
-
-def add_texts(examples: Iterable[Example], files: dict[str, TokenFile], tokenizer: Tokenizer) -> None:
-    """Add the decoded text to examples that name a document; files are read again up to there."""
-    for name, file in files.items():
-        waiting = [example for example in examples if example.file == name and example.document is not None]
-        for run in file.runs(MEASURED_TOKENS) if waiting else ():
-            here = [e for e in waiting if run.first <= (e.document or 0) < run.first + len(run.lengths)]
-            for example in here:
-                example.text = _around(example, run, tokenizer)
-                waiting.remove(example)
-            if not waiting:
-                break
-
-
-def _around(example: Example, run: Run, tokenizer: Tokenizer) -> str:
-    """Text from 12 tokens before to 12 after a place, or of the first 24 tokens of a document."""
-    n, ends = (example.document or 0) - run.first, run.ends
-    start, end = int(run.starts[n]), int(ends[n])
-    at = start + (example.token or 0)
-    whole = example.token is None and end > start
-    low, high = (start, min(end, start + 2 * _AROUND)) if whole else (max(0, at - _AROUND), at + _AROUND)
-    high = min(high, len(run.tokens))
-    cuts = [low, *(int(e) for e in ends[(ends > low) & (ends < high)]), high]
-    return _BOUNDARY.join(decode_any(run.tokens[a:b].tolist(), tokenizer) for a, b in pairwise(cuts))
-
-
-def decode_any(ids: list[int], tokenizer: Tokenizer) -> str:
-    """Text of ids; those outside the vocabulary as `<id 70000>`."""
-    parts: list[str] = []
-    known: list[int] = []
-    for number in ids:
-        if 0 <= number < tokenizer.vocab_size:
-            known.append(number)
-        else:
-            parts += [tokenizer.decode(known), f"<id {number}>"]
-            known = []
-    return "".join([*parts, tokenizer.decode(known)])

@@ -1,7 +1,7 @@
 """`fsdp-data validate`: measure what a corpus really holds. Streaming; every finding has a remedy.
 
 The manifest is not trusted: files are measured against it, and every token is checked. Memory: about 100 MB per
-worker, and 8 bytes per document in the parent (see `meter` and `totals`).
+worker, and 8 bytes per document in the parent (see `measure` and `totals`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fsdp_pretrain.data.corpus.corpus import CHECKSUMS
-from fsdp_pretrain.data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, open_file, token_files
+from fsdp_pretrain.data.corpus.formats import MEASURED_TOKENS, Format, Run, TokenFile, open_file, token_files
 from fsdp_pretrain.data.corpus.manifest import CorpusManifest, Separators, ShardEntry, Vocabulary, read_manifest
 from fsdp_pretrain.data.corpus.shards import Shard, file_checksum
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
@@ -25,9 +25,10 @@ from fsdp_pretrain.errors import DataError
 
 from .checker import TokenChecker
 from .findings import Findings
-from .meter import Measurement, Meter
-from .report import ValidationReport, add_texts
-from .totals import Hashes, Totals
+from .measure import Measurement, measure
+from .report import ValidationReport
+from .texts import add_texts
+from .totals import Hashes, all_findings, quantiles
 
 _MEASURED_FILES = 8
 _POOL_BYTES = 32_000_000
@@ -96,18 +97,26 @@ def validate(
         subject = _declared(directory, tokenizer, vocabulary, separators, findings)
     else:
         subject = _bare(directory, tokenizer, vocabulary, separators, format)
-    sizes = [_size(file) for file in subject.files]
-    totals = Totals([file.name for file in subject.files])
-    totals.findings.merge(findings)
+    sizes, files = [_size(file) for file in subject.files], list[Measurement]()
     each = _each(subject.rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=quiet or None) as bar:
-        for number, (size, measured) in enumerate(zip(sizes, each, strict=True)):
-            totals.add(number, measured)
+        for size, measured in zip(sizes, each, strict=True):
+            files.append(measured)
             bar.update(size)
-    totals.add_findings(held_out or {})
+    findings.merge(all_findings(files, held_out or {}))
     if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
-        totals.findings.by_code.pop("one-token-documents", None)
-    return _report(directory, subject, totals)
+        findings.by_code.pop("one-token-documents", None)
+    _add_texts(subject, findings)
+    rules = subject.rules
+    return ValidationReport(
+        directory=str(directory),
+        separators=(rules.separators, subject.because),
+        vocabulary=rules.vocabulary,
+        fingerprint=subject.fingerprint,
+        findings=findings,
+        lengths=quantiles(files),
+        files=files,
+    )
 
 
 def _declared(
@@ -177,7 +186,7 @@ def _compare(
             if file_checksum(directory / name) != expected:
                 findings.note("checksum", name, "not the table that the manifest names")
         except OSError as error:
-            _unreadable(findings, name, error)
+            findings.unreadable(name, error)
     try:
         stored = Tokenizer.load(directory / entry.file, eod=entry.eod)
         if stored.fingerprint != entry.fingerprint:
@@ -186,7 +195,7 @@ def _compare(
         elif (stored.vocab_size, stored.specials) != (entry.vocab_size, entry.specials):
             findings.note("manifest-mismatch", "manifest.json", f"vocabulary or special tokens are not of {entry.file}")
     except (DataError, OSError) as error:
-        _unreadable(findings, entry.file, error)
+        findings.unreadable(entry.file, error)
     if tokenizer is not None and tokenizer.fingerprint != entry.fingerprint:
         both = f"manifest {entry.fingerprint[:12]}, {tokenizer.path} {tokenizer.fingerprint[:12]}"
         findings.note("tokenizer", "manifest.json", both)
@@ -240,19 +249,14 @@ def _each(rules: _Rules, files: list[_File], workers: int) -> Iterator[Measureme
 def _measure(rules: _Rules, file: _File) -> Measurement:
     """Measure a file; of one that is damaged, what precedes the damage."""
     checker = TokenChecker(file.name, rules.vocabulary, rules.separators, flat=file.format == "npy")
-    meter = Meter(checker, rules.vocabulary, _load(rules.tokenizer))
-    try:
-        opened = rules.open(file)
-        if _is_readable(opened.shard, file, rules, checker.findings):
-            for run in opened.runs(MEASURED_TOKENS):
-                meter.add(run)
-    except (DataError, OSError) as error:
-        _unreadable(checker.findings, file.name, error)
-    return meter.finish()
+    return measure(file.name, _runs(rules, file, checker.findings), checker, _load(rules.tokenizer))
 
 
-def _unreadable(findings: Findings, name: str, error: DataError | OSError) -> None:
-    findings.note("unreadable", name, error.cause if isinstance(error, DataError) else error.strerror or str(error))
+def _runs(rules: _Rules, file: _File, findings: Findings) -> Iterator[Run]:
+    """The runs of a file, if it can be read in order. Raises DataError, OSError."""
+    opened = rules.open(file)
+    if _is_readable(opened.shard, file, rules, findings):
+        yield from opened.runs(MEASURED_TOKENS)
 
 
 def _named(tokenizer: Tokenizer | None) -> tuple[Path, int] | None:
@@ -294,24 +298,12 @@ def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, 
             findings.note("checksum", file.name + path.suffix, "")
 
 
-def _report(directory: Path, subject: _Subject, totals: Totals) -> ValidationReport:
-    """Assemble the report and decode the text around its examples."""
-    rules, tokenizer = subject.rules, _load(subject.rules.tokenizer)
-    report = ValidationReport(
-        directory=str(directory),
-        documents=totals.documents,
-        tokens=totals.tokens,
-        separators=(rules.separators, subject.because),
-        vocabulary=rules.vocabulary,
-        fingerprint=subject.fingerprint,
-        findings=totals.findings,
-        lengths=totals.lengths(),
-        files=totals.files,
-    )
-    if tokenizer is not None:
-        examples = [example for finding in totals.findings.by_code.values() for example in finding.examples]
-        wanted = {example.file for example in examples if example.document is not None}
-        for file in subject.files:
-            if file.name in wanted:
-                add_texts(examples, {file.name: rules.open(file)}, tokenizer)
-    return report
+def _add_texts(subject: _Subject, findings: Findings) -> None:
+    """Decode the text around the examples, if there is a tokenizer."""
+    if (tokenizer := _load(subject.rules.tokenizer)) is None:
+        return
+    examples = [example for finding in findings.by_code.values() for example in finding.examples]
+    wanted = {example.file for example in examples if example.document is not None}
+    for file in subject.files:
+        if file.name in wanted:
+            add_texts(examples, file.name, subject.rules.open(file), tokenizer)

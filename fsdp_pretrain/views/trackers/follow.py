@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_pretrain.child_process import start_module
+from fsdp_pretrain.child_process import start_helper
 from fsdp_pretrain.errors import BusyError, ConfigError, UserError
 from fsdp_pretrain.run import journal, run_id
 from fsdp_pretrain.run.files import RunDir, make_directory
@@ -39,9 +39,17 @@ _CHUNK, _POLL_SECONDS, _FINISH_SECONDS, _SILENT_SECONDS, _WAIT_SECONDS = 200, 2.
 # ---------------------------------------------------------------- for training and evaluations
 
 
-def start_followers(run: RunDir) -> Followers:
-    """Start the followers of a live run. What cannot be started is an entry in the journal."""
-    return {name: started for name in wanted(run) if (started := _start(run, name, stdin=subprocess.PIPE))}
+def start_followers(run: RunDir, *flags: str) -> Followers:
+    """Start the followers of a run. What cannot be started is an entry in the journal."""
+    followers = Followers()
+    for name in filter(is_installed, wanted(run)):
+        try:
+            make_directory(_folder(run))
+            module, log = "fsdp_pretrain.views.trackers.follow", _folder(run) / "log"
+            followers[name] = start_helper(module, str(run.path), name, *flags, log=log, nice=10)
+        except OSError as error:
+            _report(run, name, f"could not be started: {error}")
+    return followers
 
 
 def finish_followers(run: RunDir, followers: Followers) -> None:
@@ -60,20 +68,7 @@ def finish_followers(run: RunDir, followers: Followers) -> None:
 
 def catch_up(run: RunDir) -> None:
     """Bring the wanted views up to date with what was just added to the record, unless a follower does."""
-    names = filter(is_installed, wanted(run))
-    started = {name: _start(run, name, "--once", stdin=subprocess.DEVNULL) for name in names}
-    finish_followers(run, {name: follower for name, follower in started.items() if follower is not None})
-
-
-def _start(run: RunDir, name: str, *flags: str, stdin: int) -> subprocess.Popen[bytes] | None:
-    try:
-        make_directory(_folder(run))
-        with (_folder(run) / "log").open("ab") as log:
-            module = "fsdp_pretrain.views.trackers.follow"
-            return start_module(module, str(run.path), name, *flags, nice=10, stdin=stdin, stdout=log, stderr=log)
-    except OSError as error:
-        _report(run, name, f"could not be started: {error}")
-        return None
+    finish_followers(run, start_followers(run, "--once"))
 
 
 def _folder(run: RunDir) -> Path:

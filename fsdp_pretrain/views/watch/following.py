@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from fsdp_pretrain.checkpoint.listing import Row, listed
 from fsdp_pretrain.checkpoint.store import Store
@@ -23,27 +20,6 @@ from fsdp_pretrain.watchdog.notify.operator import alarms_file
 SHOWN = 8
 """Checkpoints, and evaluations, that may be shown."""
 _LEAST_SECONDS, _SHARE = 2.0, 50
-T = TypeVar("T")
-
-
-class RateLimited(Generic[T]):
-    """A value that is costly to read: read again when its `signs` change, and otherwise when it is older than `least`
-    seconds and than fifty times what reading took."""
-
-    def __init__(self, read: Callable[[], T], least: float = _LEAST_SECONDS) -> None:
-        self._read, self._least = read, least
-        self._signs: object = None
-        self._next = -math.inf
-        self._value: T
-
-    def get(self, signs: object) -> T:
-        """The value. Raises what reading raises."""
-        begun = time.monotonic()
-        if signs != self._signs or begun >= self._next:
-            self._value = self._read()
-            self._signs, took = signs, time.monotonic() - begun
-            self._next = begun + max(self._least, _SHARE * took)
-        return self._value
 
 
 @dataclass(frozen=True)
@@ -87,11 +63,16 @@ def _size(path: Path) -> int:
 
 
 class RunFollower:
-    """Follows a run. `poll` is called about once a second by one thread."""
+    """Follows a run. `poll` is called about once a second by one thread.
+
+    What is costly is read again when its `signs` change, and otherwise when it is older than two seconds and than fifty
+    times what reading took.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self.run, self._view = run, RunView(run.path)
-        self._rest = RateLimited(lambda: read_view(run))
+        self._signs: object = None
+        self._next = 0.0
 
     def poll(self) -> RunView:
         """The run now: its status, and the rest as it was when it was last read."""
@@ -99,10 +80,13 @@ class RunFollower:
             there = "holds no run any more" if self.run.path.is_dir() else "is gone"
             return replace(self._view, problem=f"{self.run.path} {there}; waiting for it")
         try:
-            status = state_files.view(self.run.status, Status)
-            view = self._rest.get(signs(self.run, status))
-            report = view.report if status is None else view.report.model_copy(update={"status": status})
-            self._view = replace(view, report=report)
+            status, begun = state_files.view(self.run.status, Status), time.monotonic()
+            if (seen := signs(self.run, status)) != self._signs or begun >= self._next:
+                self._view, self._signs = read_view(self.run), seen
+                self._next = begun + max(_LEAST_SECONDS, _SHARE * (time.monotonic() - begun))
+            if status is not None:
+                report = self._view.report.model_copy(update={"status": status})
+                self._view = replace(self._view, report=report)
         except (UserError, OSError) as error:
             return replace(self._view, problem=error.cause if isinstance(error, UserError) else str(error))
         return self._view
