@@ -1,8 +1,9 @@
-"""`fsdp-pretrain replay` and `profile`: look into chosen steps of a run."""
+"""`fsdp-pretrain where`, `replay` and `profile`: look into chosen steps of a run."""
 
 from __future__ import annotations
 
 import argparse
+import json
 
 from fsdp_pretrain.console import argument, positive, step_number, verb
 from fsdp_pretrain.errors import ConfigError
@@ -10,6 +11,28 @@ from fsdp_pretrain.run.arguments import RUN, SEGMENT, import_extra
 
 from .control import running_job, send_request
 from .launch import torchrun_options
+
+
+@verb(
+    "where",
+    "runs/quickstart/run --step 120 --text",
+    RUN,
+    argument("--step", type=positive, required=True, help="optimiser step, from 1"),
+    SEGMENT,
+    argument("--rank", type=int, help="only the samples of this rank"),
+    argument("--text", action="store_true", help="show the text of every piece"),
+    argument("--ids", action="store_true", help="show the token ids, the last of which is only a label"),
+    argument("--json", action="store_true", help="print JSON"),
+)
+def where(args: argparse.Namespace) -> int:
+    """Which documents a step was trained on: samples, shards, documents, token ranges, text. Proves by the recorded
+    digest that it is the batch that was trained. Needs the run directory and the corpora, no GPU."""
+    from fsdp_pretrain.lineage import provenance
+
+    step = provenance.trained_step(args.run, args.step, args.segment)
+    found = provenance.describe_step(step, rank=args.rank, text=args.text, ids=args.ids)
+    print(json.dumps(found.model_dump(exclude_unset=True)) if args.json else provenance.render(found))
+    return 0
 
 
 @verb(
