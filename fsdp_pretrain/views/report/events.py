@@ -49,6 +49,11 @@ class Event:
     mark: Mark = Mark.TABLE
     open: bool = False
 
+    @property
+    def marked(self) -> bool:
+        """Whether the table shows it at first."""
+        return (self.mark > Mark.TABLE and self.group != "saves") or self.severity > Severity.INFO
+
 
 GROUPS = {
     "starts": "start fresh ready resume import fork launch restart",
