@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,26 +64,26 @@ class ValidationReport:
         return finding.count / total if total else None
 
 
-def render(report: ValidationReport, write: Callable[[str], None] = print) -> None:
+def render(report: ValidationReport) -> None:
     """Print the report for people."""
     carry, because = report.separators
-    write(f"{report.directory}: {report.documents:_} documents, {report.tokens:_} tokens in {len(report.files)} files")
-    write(f"  separators  {carry} ({because}); id {report.vocabulary.eod} of {report.vocabulary.size:_}")
+    print(f"{report.directory}: {report.documents:_} documents, {report.tokens:_} tokens in {len(report.files)} files")
+    print(f"  separators  {carry} ({because}); id {report.vocabulary.eod} of {report.vocabulary.size:_}")
     lengths = ", ".join(f"{name} {value:_}" for name, value in report.lengths.items())
-    write(f"  lengths     {lengths or 'none'} tokens")
+    print(f"  lengths     {lengths or 'none'} tokens")
     agreement = [file.agreement for file in report.files if file.agreement is not None]
     if agreement:
-        write(f"  encoding    at least {min(agreement):.1%} of each file's sampled ids survive re-encoding")
+        print(f"  encoding    at least {min(agreement):.1%} of each file's sampled ids survive re-encoding")
     for finding in sorted(report.findings.by_code.values(), key=lambda item: item.kind.severity):
-        _render_finding(finding, report.rate(finding), write)
+        _render_finding(finding, report.rate(finding))
     if not report.findings.by_code:
-        write("  clean")
+        print("  clean")
 
 
-def _render_finding(finding: Finding, rate: float | None, write: Callable[[str], None]) -> None:
+def _render_finding(finding: Finding, rate: float | None) -> None:
     kind = finding.kind
     share = "" if rate is None else f" {kind.unit} ({rate:.3%})"
-    write(f"  {kind.severity.upper():7} {finding.code}: {finding.count:_}{share}: {kind.meaning}")
+    print(f"  {kind.severity.upper():7} {finding.code}: {finding.count:_}{share}: {kind.meaning}")
     for example in finding.examples:
-        write(f"            at {example}")
-    write(f"            remedy: {kind.remedy}")
+        print(f"            at {example}")
+    print(f"            remedy: {kind.remedy}")

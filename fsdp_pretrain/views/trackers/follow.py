@@ -27,7 +27,7 @@ from fsdp_pretrain.run.lease import Lease, drop_if_dead
 
 from .points import RecordStream
 from .run_facts import read_facts
-from .sink import check_installed, is_installed, place, sink, wanted
+from .sink import SINKS, check_installed, is_installed, place, wanted
 
 Followers = dict[str, "subprocess.Popen[bytes]"]
 """The followers of a run, by the name of the tracker."""
@@ -92,7 +92,7 @@ def write_view(run: RunDir, name: str, progress: Callable[[int], object], last: 
     `progress` is called with the number of steps and evaluations so far, `last` after each round. Returns what to open,
     and that number. Raises any error of the tracker.
     """
-    view = sink(name)(place(run, name), read_facts(run))
+    view = SINKS[name](place(run, name), read_facts(run))
     identity, stream, count = view.watched.stat().st_ino, RecordStream(run), 0
     more = True
     while more:
