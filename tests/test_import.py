@@ -30,6 +30,7 @@ from fsdp_pretrain.data.corpus.manifest import Vocabulary, read_manifest
 from fsdp_pretrain.data.corpus.shards import Shard, ShardWriter
 from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.data.prepare.import_corpus import ImportOptions, ingest
+from fsdp_pretrain.data.prepare.jobs import Job
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.data.validate.findings import CATALOGUE
 from fsdp_pretrain.data.validate.validate import validate
@@ -86,7 +87,7 @@ def store(folder: Path, name: str, docs: Documents, format: str, dtype: str = "<
 
 
 def adopt(source: Path, tokenizer: Tokenizer, out: Path, separators: Any = "none", *, copy: bool = False) -> None:
-    ingest([source], tokenizer, out, ImportOptions(None, separators, copy), workers=1, quiet=True)
+    ingest([source], tokenizer, Job(out, quiet=True), ImportOptions(None, separators, copy))
 
 
 def samples(path: Path, count: int = 150) -> Any:

@@ -453,6 +453,7 @@ def test_documents_that_would_encode_to_control_tokens_are_quarantined(
     tmp_path: Path, run_command: Run, shared_corpus: Path, helpers: Any
 ) -> None:
     """If text can spell a tokenizer's second special, such documents are left out; too many are an error."""
+    from fsdp_pretrain.data.prepare.jobs import Job
     from fsdp_pretrain.data.prepare.prepare import PrepareOptions, prepare
 
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
@@ -460,12 +461,10 @@ def test_documents_that_would_encode_to_control_tokens_are_quarantined(
     tokenizer.specials[spelt] = "state-like"
     texts = ["the run"] * 3000 + ["state"] * 2
     source = helpers.jsonl(tmp_path / "a.jsonl", texts)
-    manifest = prepare([str(source)], tokenizer, tmp_path / "few", PrepareOptions(), workers=1, quiet=True)
+    manifest = prepare([source], tokenizer, Job(tmp_path / "few", quiet=True), PrepareOptions())
     assert manifest is not None and manifest.statistics["quarantined"] == 2 and manifest.documents == 3000
     with pytest.raises(DataError, match="documents contain special tokens"):
-        prepare(
-            [str(source)], tokenizer, tmp_path / "many", PrepareOptions(max_quarantined=0.0001), workers=1, quiet=True
-        )
+        prepare([source], tokenizer, Job(tmp_path / "many", quiet=True), PrepareOptions(max_quarantined=0.0001))
 
 
 def test_unclear_tokenizers(tmp_path: Path, shared_corpus: Path, sentencepiece_model: Path) -> None:

@@ -26,7 +26,7 @@ from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.data.validate.checker import TokenChecker
 from fsdp_pretrain.errors import DataError
 
-from .jobs import Task, claim, describe, gather, make_all, release, summed, write_record
+from .jobs import Job, Task, describe, summed, write_record
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,11 @@ class ImportOptions:
     """Write new shards instead of pointing to Megatron's (other formats are always rewritten)."""
 
 
-def ingest(
-    sources: Sequence[Path],
-    tokenizer: Tokenizer,
-    out: Path,
-    options: ImportOptions,
-    *,
-    workers: int,
-    overwrite: bool = False,
-    quiet: bool = False,
-) -> CorpusManifest:
-    """Make the corpus directory `out` from token files.
-
-    Args:
-        tokenizer: the one that made the tokens.
-        out: created if absent; continued if it holds the same job, refused if it holds another one.
-        overwrite: discard what `out` holds.
+def ingest(sources: Sequence[Path], tokenizer: Tokenizer, job: Job, options: ImportOptions) -> CorpusManifest:
+    """Make a corpus from token files; `tokenizer` is the one that made the tokens.
 
     Raises:
-        DataError: unreadable files, documents that do not carry what was declared, or another job in `out`.
+        DataError: unreadable files, documents that do not carry what was declared, or another job in the directory.
     """
     found = {file: kind for source in sources for file, kind in token_files(source, options.format).items()}
     files = list({file.absolute(): None for file in found})
@@ -71,7 +57,7 @@ def ingest(
         raise DataError(f"the sources are of several formats: {', '.join(sorted(formats))}", remedy="import each alone")
     (kind,) = formats
     options = replace(options, format=kind, copy=options.copy or kind != "megatron")
-    inside = [file for file in files if file.is_relative_to(out.absolute())]
+    inside = [file for file in files if file.is_relative_to(job.out.absolute())]
     if inside:
         raise DataError(f"{inside[0]} is inside the output directory", remedy="choose another --out")
     dtype = token_dtype(tokenizer.vocab_size) if options.copy else _common_dtype(files)
@@ -80,13 +66,13 @@ def ingest(
         Task(f"shards/{name}", (file, options), stamp[0], (".json", ".bin", ".idx") if options.copy else (".json",))
         for name, file, stamp in zip(_names(files), files, stamps, strict=True)
     ]
-    claim(out, _job(files, stamps, tokenizer, options), len(files), overwrite=overwrite)
+    job.claim(_content(files, stamps, tokenizer, options), len(files))
     try:
-        make_all(ingest_file, out, tasks, tokenizer, workers, desc="import", disable=quiet or None)
+        job.make(ingest_file, tasks, tokenizer, "import")
     except DataError:
-        release(out)
+        job.release()
         raise
-    return _finish(out, gather(out, tasks), tokenizer, options, dtype)
+    return _finish(job.out, job.gather(tasks), tokenizer, options, dtype)
 
 
 def _finish(
@@ -119,7 +105,7 @@ def _common_dtype(files: Sequence[Path]) -> np.dtype[Any]:
     return dtype
 
 
-def _job(
+def _content(
     files: Sequence[Path], stamps: list[list[int]], tokenizer: Tokenizer, options: ImportOptions
 ) -> dict[str, Any]:
     """Everything that decides the content of the shards, as JSON values."""

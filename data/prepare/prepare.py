@@ -28,7 +28,7 @@ from fsdp_pretrain.data.text.inputs import Document, Unit, plan_shards, read_doc
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
-from .jobs import Task, claim, describe, gather, make_all, summed, undone, write_record
+from .jobs import Job, Task, describe, summed, write_record
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 _ROUND_TRIPS_PER_SHARD = 32
@@ -82,28 +82,22 @@ class PrepareOptions:
 def prepare(
     inputs: Sequence[str | Path],
     tokenizer: Tokenizer,
-    out: Path,
+    job: Job,
     options: PrepareOptions,
-    *,
-    workers: int,
     part: tuple[int, int] = (1, 1),
-    overwrite: bool = False,
-    quiet: bool = False,
 ) -> CorpusManifest | None:
-    """Tokenise `inputs` into the corpus directory `out`.
+    """Tokenise `inputs` into a corpus.
 
     Args:
-        out: created if absent; continued if it holds the same job, refused if it holds another one.
         part: (i, n), 1-based: make only every n-th shard, for job arrays; the last to finish writes the manifest.
-        overwrite: discard what `out` holds.
 
     Returns:
         The manifest, or None if shards of other parts are still missing.
 
     Raises:
-        DataError: unreadable input, too many bad records, another job in `out`, or too many documents that contain
-            special tokens.
-        OSError: the input cannot be read, `out` cannot be written, or the storage failed.
+        DataError: unreadable input, too many bad records, another job in the directory, or too many documents that
+            contain special tokens.
+        OSError: the input cannot be read, the directory cannot be written, or the storage failed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
     files = options.find(inputs)
@@ -115,18 +109,16 @@ def prepare(
         Task(f"shards/shard-{number:05d}", (units, options), sum(unit.size for unit in units))
         for number, units in enumerate(shards)
     ]
-    claim(out, _job(shards, stamps, tokenizer, options), len(shards), overwrite=overwrite)
-    mine = tasks[part[0] - 1 :: part[1]]
-    make_all(make_shard, out, mine, tokenizer, workers, desc="prepare", disable=quiet or None)
-    if undone(out, tasks):
+    job.claim(_content(shards, stamps, tokenizer, options), len(shards))
+    job.make(make_shard, tasks[part[0] - 1 :: part[1]], tokenizer, "prepare")
+    if job.undone(tasks):
         return None
     _require_unchanged(stamps, input_stamps(find_files(inputs, options.suffixes, options.only), shards))
-    return _finish(out, tasks, tokenizer, options)
+    return _finish(job.out, job.gather(tasks), tokenizer, options)
 
 
-def _finish(out: Path, tasks: Sequence[Task], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
+def _finish(out: Path, done: list[dict[str, Any]], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
     """Write what makes a corpus of the shards, the manifest last. Raises DataError."""
-    done = gather(out, tasks)
     counts = summed(done)
     list_bad(out, done, counts, options.max_bad)
     full = [record["entry"] for record in done if record["entry"]["documents"]]
@@ -179,7 +171,7 @@ def _shown(stamp: list[int] | None) -> str:
     return f"{stamp[0]:_} bytes of time {stamp[1]}" if stamp else "gone"
 
 
-def _job(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
+def _content(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
     """Everything that decides the content of the shards, as JSON values."""
     return {
         "shards": [[asdict(unit) for unit in shard] for shard in shards],

@@ -30,7 +30,7 @@ from fsdp_pretrain.data.text.inputs import Document, Unit, plan_shards
 from fsdp_pretrain.errors import DataError, naming
 from fsdp_pretrain.units import human_count
 
-from .jobs import Task, claim, delete, gather, make_all, summed, write_record
+from .jobs import Job, Task, summed, write_record
 from .prepare import PrepareOptions, input_stamps, list_bad
 
 HELDOUT, REPORT = "heldout.jsonl", "split.json"
@@ -60,36 +60,26 @@ class SplitReport:
     characters: int
 
 
-def split(
-    inputs: Sequence[str | Path],
-    out: Path,
-    options: PrepareOptions,
-    *,
-    workers: int,
-    overwrite: bool,
-    quiet: bool = False,
-) -> SplitReport:
-    """Write the documents that `options.holdout` takes into the directory `out`.
-
-    Args:
-        out: created if absent; continued if it holds the same job, refused if it holds another one.
+def split(inputs: Sequence[str | Path], job: Job, options: PrepareOptions) -> SplitReport:
+    """Write the documents that `options.holdout` takes.
 
     Raises:
-        DataError: unreadable input, too many bad records, another job in `out`, or no document is held out.
-        OSError: the input cannot be read, `out` cannot be written, or the storage failed.
+        DataError: unreadable input, too many bad records, another job in the directory, or no document is held out.
+        OSError: the input cannot be read, the directory cannot be written, or the storage failed.
     """
     assert options.holdout is not None
+    out = job.out
     files = options.find(inputs)
     total = sum(unit.size for shard in plan_shards(files, None, lines=options.lines) for unit in shard)
     parts = plan_shards(files, max(8 << 20, total // _MOST_PARTS), lines=options.lines)
-    job = {
+    content = {
         "split": [[asdict(unit) for unit in part] for part in parts],
         "stamps": input_stamps(files, parts),
         "fields": [options.text_field, options.answer_field],
         "lines": options.lines,
         "holdout": options.holdout.bound,
     }
-    claim(out, job, len(parts), overwrite=overwrite)
+    job.claim(content, len(parts))
     if (out / REPORT).exists():
         done = SplitReport(**load_json(out / REPORT))
         if done.bad <= options.max_bad:
@@ -98,8 +88,8 @@ def split(
         Task(f"shards/part-{number:05d}", (units, options), sum(unit.size for unit in units), (".json", ".jsonl"))
         for number, units in enumerate(parts)
     ]
-    make_all(make_part, out, tasks, None, workers, desc="split", disable=quiet or None)
-    finished = gather(out, tasks)
+    job.make(make_part, tasks, None, "split")
+    finished = job.gather(tasks)
     counts = summed(finished)
     list_bad(out, finished, counts, options.max_bad)
     if not counts["held_out"]:
@@ -110,7 +100,7 @@ def split(
     numbers = {**counts, "duplicates": counts["held_out"] - written, "characters": characters}
     report = SplitReport(holdout=str(options.holdout), **numbers)
     replace_file(out / REPORT, json.dumps(asdict(report), indent=1) + "\n")
-    delete(out, (task.name + suffix for task in tasks for suffix in task.suffixes))
+    job.delete(task.name + suffix for task in tasks for suffix in task.suffixes)
     return report
 
 
