@@ -5,12 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
-import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -22,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laboratory import seal
-from processes import Run
+from processes import DATA, Run
 
 from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.data.corpus.formats import Format, open_file, token_files
@@ -38,7 +33,7 @@ from fsdp_pretrain.errors import DataError
 
 # ruff: noqa: A002 (`format` is what it is)
 pytestmark = pytest.mark.quick
-DATA, EOD = "fsdp_pretrain.data.cli", 0
+EOD = 0
 Documents = list[list[int]]
 
 
@@ -376,33 +371,6 @@ def test_a_shard_changed_after_import_is_an_error_that_names_it(
         expected = rf"in/s.bin, document 17: no {separators} separator .* \(1 of the 120"
     with pytest.raises(DataError, match=expected):
         samples(tmp_path / "out")
-
-
-@pytest.mark.parametrize("copy", [False, True])
-@pytest.mark.promise("prepare-continues")
-def test_a_killed_import_leaves_no_manifest_and_continues(
-    tmp_path: Path, tokenizer: Tokenizer, helpers: Any, copy: bool
-) -> None:
-    docs = carry(documents(3000), "trailing")
-    megatron(tmp_path / "in/s0", docs)
-    megatron(tmp_path / "in/s1", docs * 40)  # the others take long enough for the kill
-    for number, suffix in product(range(2, 10), (".bin", ".idx")):
-        shutil.copy(tmp_path / f"in/s1{suffix}", tmp_path / f"in/s{number}{suffix}")
-    arguments = ["-m", DATA, "import", str(tmp_path / "in"), "--tokenizer", str(tokenizer.path), "--quiet"]
-    arguments += ["--separators", "trailing", "--workers", "1", *(["--copy"] if copy else []), "--out"]
-    command, environment = [sys.executable, *arguments], helpers.environment()
-    broken = tmp_path / "broken"
-    process = subprocess.Popen([*command, str(broken)], cwd="/", env=environment, start_new_session=True)
-    helpers.wait_for(lambda: list(broken.glob("shards/*.json")), what="the first shard")
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    made = {path: path.stat().st_mtime_ns for path in broken.glob("shards/*.json")}
-    assert len(made) < 10 and not (broken / "manifest.json").exists()
-    subprocess.run([*command, str(broken)], check=True, cwd="/", env=environment, capture_output=True)
-    assert all(path.stat().st_mtime_ns == stamp for path, stamp in made.items())
-    assert not list(broken.rglob("*.partial"))
-    adopt(tmp_path / "in", tokenizer, tmp_path / "whole", "trailing", copy=copy)
-    assert read_manifest(broken).fingerprint == read_manifest(tmp_path / "whole").fingerprint
 
 
 def test_a_corpus_of_other_files_is_not_replaced_unasked(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -12,16 +12,19 @@ import struct
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from processes import Run
+from processes import DATA, Run
 from sight import PATIENCE
+from test_import import carry, documents, megatron
 
 from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.data.corpus.manifest import read_manifest
@@ -32,7 +35,6 @@ from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 pytestmark = pytest.mark.quick
-DATA = "fsdp_pretrain.data.cli"
 
 
 @pytest.fixture(scope="session")
@@ -123,37 +125,71 @@ def test_byte_ranges_lose_and_repeat_no_line(tmp_path: Path, texts: list[str], s
     assert [document.text for unit in units for document in read_documents(unit, "text", lines=False)] == texts
 
 
-def killable(source: Path, shared_corpus: Path) -> list[str]:
-    """A command that prepares a file in many shards, in two processes."""
-    command = [sys.executable, "-m", DATA, "prepare", str(source), "--tokenizer", str(shared_corpus / "tokenizer")]
-    return [*command, "--shard-size", "200KB", "--workers", "2"]
+def killable(kind: str, folder: Path, shared_corpus: Path, texts: list[str]) -> list[str]:
+    """A command that makes many shards of what it writes into a folder, without the directory for them."""
+    tokenizer, options = str(shared_corpus / "tokenizer"), list[str]()
+    folder.mkdir()
+    if kind == "prepare":
+        write(folder / "a.jsonl", texts * 120)
+        options = ["--shard-size", "200KB", "--workers", "2", "--tokenizer", tokenizer]
+    elif kind == "split":
+        for number in range(40):  # 8 MB make a part
+            write(folder / f"{number}.jsonl", [text * 300 for text in texts[number::40]])
+        options = ["--holdout", "5%", "--workers", "1"]  # one part after the other
+    else:
+        docs = carry(documents(3000), "trailing")
+        megatron(folder / "s0", docs)
+        megatron(folder / "s1", docs * 40)  # the others take long enough for the kill
+        for number, suffix in product(range(2, 10), (".bin", ".idx")):
+            shutil.copy(folder / f"s1{suffix}", folder / f"s{number}{suffix}")
+        options = ["--separators", "trailing", "--workers", "1", "--tokenizer", tokenizer]
+        options += ["--copy"] if kind == "copy" else []
+    verb = "import" if kind == "copy" else kind
+    return [sys.executable, "-m", DATA, verb, str(folder), *options, "--out"]
 
 
+@pytest.mark.parametrize("kind", ["prepare", "import", "copy", "split"])
 @pytest.mark.promise("prepare-continues")
-def test_interrupted_runs_continue(tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str]) -> None:
-    """kill -9 in the middle; the second run makes only what is missing, and the result is the same."""
-    source = write(tmp_path / "a.jsonl", texts * 120)
-    arguments = [*killable(source, shared_corpus), "--quiet", "--out"]
+def test_killed_commands_continue(
+    tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str], kind: str
+) -> None:
+    """kill -9 in the middle leaves no result; the second run makes only what is missing, and the result is that of one
+    that was not killed, which a third leaves as it is."""
+    command, environment = killable(kind, tmp_path / "in", shared_corpus, texts), helpers.environment()
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    environment = helpers.environment()
-    subprocess.run([*arguments, str(whole)], check=True, cwd="/", env=environment)
-    process = subprocess.Popen([*arguments, str(broken)], cwd="/", env=environment, start_new_session=True)
-    helpers.wait_for(lambda: len(list(broken.glob("shards/*.json"))) >= 3, what="three shards")
+
+    def run(out: Path) -> None:
+        subprocess.run([*command, str(out)], check=True, cwd="/", env=environment, capture_output=True)
+
+    run(whole)
+    process = subprocess.Popen([*command, str(broken)], cwd="/", env=environment, start_new_session=True)
+    helpers.wait_for(lambda: list(broken.glob("shards/*.json")), what="a shard")
+    workers = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert not (broken / "manifest.json").exists()
-    with pytest.raises(DataError, match="unfinished"):
-        read_manifest(broken)
+    psutil.wait_procs(workers)  # until then they may end a write
+    result = "split.json" if kind == "split" else "manifest.json"
+    assert not (broken / result).exists()
+    if kind != "split":
+        with pytest.raises(DataError, match="unfinished"):
+            read_manifest(broken)
     made = {path: path.stat().st_mtime_ns for path in broken.glob("shards/*.json")}
-    subprocess.run([*arguments, str(broken)], check=True, cwd="/", env=environment)
-    assert all(path.stat().st_mtime_ns == stamp for path, stamp in made.items())
-    assert read_manifest(broken).fingerprint == read_manifest(whole).fingerprint
+    run(broken)
+    kept = {path: path.stat().st_mtime_ns for path in broken.glob("shards/*.json")}
+    assert made and (kind == "split" or (made.items() <= kept.items() and len(made) < len(kept)))
     assert not list(broken.rglob("*.partial"))
+    if kind == "split":
+        assert (broken / "heldout.jsonl").read_bytes() == (whole / "heldout.jsonl").read_bytes()
+    else:
+        assert read_manifest(broken).fingerprint == read_manifest(whole).fingerprint
+    names = [*broken.glob("shards/*.json"), *broken.glob("heldout.jsonl")]
+    before = [path.stat().st_mtime_ns for path in names]
+    run(broken)
+    assert [path.stat().st_mtime_ns for path in names] == before
 
 
 def test_ctrl_c_says_so_and_loses_nothing(tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str]) -> None:
-    source = write(tmp_path / "a.jsonl", texts * 200)
-    arguments = [*killable(source, shared_corpus), "--out", str(tmp_path / "out")]
+    arguments = [*killable("prepare", tmp_path / "in", shared_corpus, texts * 2), str(tmp_path / "out")]
     process = subprocess.Popen(
         arguments, cwd="/", env=helpers.environment(), stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored if the tests run in the background
