@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from fsdp_pretrain.errors import DataError
@@ -18,20 +19,13 @@ class FindingKind(NamedTuple):
 
     severity: Literal["error", "warning"]
     """`error` where training would go wrong, `warning` where a person should check."""
-    unit: Unit
-    """Unit of the count and of its rate; empty where a rate means nothing."""
     meaning: str
     remedy: str
+    unit: Unit = "documents"
+    """Unit of the count and of its rate; empty where a rate means nothing."""
 
 
-def _error(meaning: str, remedy: str, unit: Unit = "documents") -> FindingKind:
-    return FindingKind("error", unit, meaning, remedy)
-
-
-def _warning(meaning: str, remedy: str, unit: Unit = "documents") -> FindingKind:
-    return FindingKind("warning", unit, meaning, remedy)
-
-
+_error, _warning = partial(FindingKind, "error"), partial(FindingKind, "warning")
 CATALOGUE: dict[str, FindingKind] = {
     "unreadable": _error(
         "a file is missing, truncated or not what its name says", "restore it, or prepare the shard again", unit="files"
