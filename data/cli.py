@@ -20,6 +20,7 @@ from fsdp_pretrain.units import Progress
 
 if TYPE_CHECKING:
     from fsdp_pretrain.data.corpus.manifest import Vocabulary
+    from fsdp_pretrain.data.prepare.jobs import Job
     from fsdp_pretrain.data.prepare.prepare import PrepareOptions
     from fsdp_pretrain.data.text.holdout import Holdout
 
@@ -125,14 +126,7 @@ def _split(args: argparse.Namespace) -> int:
     their order. Interrupted runs continue where they stopped."""
     from fsdp_pretrain.data.prepare.split import split, summary
 
-    report = split(
-        args.inputs,
-        args.out,
-        _options(args, answer_field=args.answer_field),
-        workers=args.workers,
-        overwrite=args.overwrite,
-        quiet=args.quiet,
-    )
+    report = split(args.inputs, _job(args), _options(args, answer_field=args.answer_field))
     print(json.dumps(vars(report), indent=1) if args.json else summary(report, args.out))
     return 0
 
@@ -167,21 +161,20 @@ def _prepare(args: argparse.Namespace) -> int:
     from fsdp_pretrain.data.prepare.prepare import prepare, summary
     from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
-    manifest = prepare(
-        args.inputs,
-        Tokenizer.load(args.tokenizer, args.eod),
-        args.out,
-        _options(args, shard_bytes=args.shard_size, answer_field=args.answer_field, block_tokens=args.block_tokens),
-        workers=args.workers,
-        part=args.part,
-        overwrite=args.overwrite,
-        quiet=args.quiet,
-    )
+    more = {"shard_bytes": args.shard_size, "answer_field": args.answer_field, "block_tokens": args.block_tokens}
+    tokenizer = Tokenizer.load(args.tokenizer, args.eod)
+    manifest = prepare(args.inputs, tokenizer, _job(args), _options(args, **more), args.part)
     if manifest is None:
         print(f"part {args.part[0]}/{args.part[1]} is done; shards of other parts are still missing")
     else:
         print(summary(manifest, args.out))
     return 0
+
+
+def _job(args: argparse.Namespace) -> Job:
+    from fsdp_pretrain.data.prepare.jobs import Job
+
+    return Job(args.out, args.workers, args.overwrite, args.quiet)
 
 
 def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
@@ -219,15 +212,9 @@ def _import(args: argparse.Namespace) -> int:
 
     from .prepare import import_corpus
 
-    manifest = import_corpus.ingest(
-        args.sources,
-        Tokenizer.load(args.tokenizer, args.eod),
-        args.out,
-        import_corpus.ImportOptions(args.format, args.separators, args.copy),
-        workers=args.workers,
-        overwrite=args.overwrite,
-        quiet=args.quiet,
-    )
+    options = import_corpus.ImportOptions(args.format, args.separators, args.copy)
+    tokenizer = Tokenizer.load(args.tokenizer, args.eod)
+    manifest = import_corpus.ingest(args.sources, tokenizer, _job(args), options)
     print(import_corpus.summary(manifest, args.out))
     return 0
 
@@ -345,7 +332,7 @@ def _vocabulary(args: argparse.Namespace) -> Vocabulary | None:
 def _inspect(args: argparse.Namespace) -> int:
     """Show what a corpus holds, or one of its documents."""
     from fsdp_pretrain.data.corpus.corpus import Corpus
-    from fsdp_pretrain.data.validate.inspect import document
+    from fsdp_pretrain.data.validate.texts import document
 
     corpus = Corpus(args.directory)
     if args.doc is not None:

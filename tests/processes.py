@@ -16,7 +16,7 @@ from typing import Any
 from sight import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parent.parent
-CLI = "fsdp_pretrain.cli"
+CLI, DATA = "fsdp_pretrain.cli", "fsdp_pretrain.data.cli"
 Run = Callable[..., subprocess.CompletedProcess[str]]
 """Type of the fixture `run_command`."""
 

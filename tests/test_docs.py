@@ -106,6 +106,12 @@ COMMANDS = {
     "fsdp-eval": "fsdp_pretrain.eval.cli",
     "fsdp-pretrain": "fsdp_pretrain.cli",
 }
+MAINS = {
+    "fsdp_pretrain.bench": "fsdp_pretrain.bench.main",
+    "fsdp_pretrain.cli": "fsdp_pretrain.cli.main",
+    "fsdp_pretrain.train": "fsdp_pretrain.job.main",
+}
+"""Where the function of a command is, if not in its module."""
 CODES = {
     "fsdp-pretrain status": 1,  # the open alarm
     "fsdp-pretrain alarms": 1,
@@ -178,7 +184,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory, shared_corpus: Path, ru
 
 def help_of(module: str, words: tuple[str, ...]) -> str:
     """What a command prints for `--help`."""
-    main = importlib.import_module(f"{module}.main" if module == "fsdp_pretrain.cli" else module).main
+    main = importlib.import_module(MAINS.get(module, module)).main
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as end:
         patch.setattr(sys, "argv", [module, *words, "--help"])

@@ -34,7 +34,7 @@ TORCH_FREE_TOO = {"fsdp_pretrain.eval.compare", "fsdp_pretrain.eval.jobs", "fsdp
 HANDLERS = [
     *("fsdp_pretrain.data.cli", "fsdp_pretrain.cli.main"),
     *("fsdp_pretrain.cli.alarms", "fsdp_pretrain.cli.checkpoints", "fsdp_pretrain.cli.launch"),
-    *("fsdp_pretrain.cli.steps", "fsdp_pretrain.cli.trackers", "fsdp_pretrain.cli.watch"),
+    *("fsdp_pretrain.cli.lineage", "fsdp_pretrain.cli.steps", "fsdp_pretrain.cli.views"),
 ]
 """They import what they run; what needs torch they import by its name in a string."""
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
-import os
 import random
-import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -22,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laboratory import seal
-from processes import Run
+from processes import DATA, Run
 
 from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.data.corpus.formats import Format, open_file, token_files
@@ -30,6 +25,7 @@ from fsdp_pretrain.data.corpus.manifest import Vocabulary, read_manifest
 from fsdp_pretrain.data.corpus.shards import Shard, ShardWriter
 from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.data.prepare.import_corpus import ImportOptions, ingest
+from fsdp_pretrain.data.prepare.jobs import Job
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.data.validate.findings import CATALOGUE
 from fsdp_pretrain.data.validate.validate import validate
@@ -85,6 +81,10 @@ def store(folder: Path, name: str, docs: Documents, format: str, dtype: str = "<
         arrow(folder / f"{name}.arrow", docs, format)
 
 
+def adopt(source: Path, tokenizer: Tokenizer, out: Path, separators: Any = "none", *, copy: bool = False) -> None:
+    ingest([source], tokenizer, Job(out, quiet=True), ImportOptions(None, separators, copy))
+
+
 def samples(path: Path, count: int = 150) -> Any:
     packer = Packer([("a", path, 1.0)], 24, seed=7, lanes=5)
     packed = packer.pack(0, count)
@@ -112,7 +112,7 @@ def test_storage_does_not_show_in_the_samples(
         halves = [docs[: len(docs) // 2], docs[len(docs) // 2 :]]
         for number, half in enumerate(halves):
             megatron(path / f"in/s{number}", carry(half, separators), dtype)
-        ingest([path / "in"], tokenizer, path / "out", ImportOptions(None, separators), workers=1, quiet=True)  # type: ignore[arg-type]
+        adopt(path / "in", tokenizer, path / "out", separators)
         packed.append((Corpus(path / "out").blocks.tolist(), samples(path / "out", 40).tokens.tolist()))
     assert packed[0] == packed[1] == packed[2]
 
@@ -133,8 +133,7 @@ def test_every_format_gives_the_same_samples(
         stored = carry(docs[number::2], separators)
         store(tmp_path / "in", f"s{number}", stored, "megatron" if format == "copy" else format)
     for name, declared, copy in (("plain", "none", False), ("in", separators, format == "copy")):
-        options = ImportOptions(None, declared, copy)  # type: ignore[arg-type]
-        ingest([tmp_path / name], tokenizer, tmp_path / f"{name}-out", options, workers=1, quiet=True)
+        adopt(tmp_path / name, tokenizer, tmp_path / f"{name}-out", declared, copy=copy)
     expected, got = samples(tmp_path / "plain-out"), samples(tmp_path / "in-out")
     assert (got.tokens == expected.tokens).all() and (got.lengths == expected.lengths).all()
     manifest = read_manifest(tmp_path / "in-out")
@@ -154,22 +153,18 @@ def test_adopted_shards_are_not_touched_and_the_manifest_tells_the_truth(
         megatron(tmp_path / name, docs[number::3])
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
     arguments = ["import", tmp_path / "x", tmp_path / "y/part.bin", tmp_path / "y/other", "--separators", "none"]
-    done = run_command(
-        "fsdp_pretrain.data.cli", *arguments, "--tokenizer", tokenizer.path, "--out", tmp_path / "out", "--workers", 2
-    )
+    done = run_command(DATA, *arguments, "--tokenizer", tokenizer.path, "--out", tmp_path / "out", "--workers", 2)
     assert done.returncode == 0, done.stderr
     assert f"{len(docs)} documents" in done.stdout and "in place" in done.stdout
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     manifest = read_manifest(tmp_path / "out")
     assert len({entry.name for entry in manifest.shards}) == 3 and manifest.documents == len(docs)
-    checked = run_command(
-        "fsdp_pretrain.data.cli", "validate", tmp_path / "out", "--tokenizer", tokenizer.path, "--json"
-    )
+    checked = run_command(DATA, "validate", tmp_path / "out", "--tokenizer", tokenizer.path, "--json")
     codes = {finding["code"] for finding in json.loads(checked.stdout)["corpora"][0]["findings"]}
     random_ids = {"foreign-tokens"}  # no tokenizer would encode text to these
     assert codes <= {"one-token-documents"} | random_ids, checked.stdout
     assert manifest.tokenizer.fingerprint == tokenizer.fingerprint
-    shown = run_command("fsdp_pretrain.data.cli", "inspect", tmp_path / "out")
+    shown = run_command(DATA, "inspect", tmp_path / "out")
     assert "with each document: none" in shown.stdout and str(tmp_path / "y/other") in shown.stdout
 
 
@@ -209,7 +204,7 @@ def test_anything_but_what_was_declared_is_refused(
     docs = [[*doc, 9, 9] for doc in documents()]
     store(tmp_path / "in", "s", plant(docs), format)
     with pytest.raises(DataError) as refused:
-        ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, declared), workers=1, quiet=True)  # type: ignore[arg-type]
+        adopt(tmp_path / "in", tokenizer, tmp_path / "out", declared)
     assert refused.value.exit == 78
     for text in said:
         assert text in str(refused.value), str(refused.value)
@@ -232,7 +227,7 @@ def test_import_refuses_exactly_what_validate_calls_an_error(
     report = validate(path / "in", vocabulary=Vocabulary.of(tokenizer), separators=declared, quiet=True)
     refused = False
     try:
-        ingest([path / "in"], tokenizer, path / "out", ImportOptions(None, declared), workers=1, quiet=True)
+        adopt(path / "in", tokenizer, path / "out", declared)
     except DataError as error:
         refused = all(
             f"\n  {code}: " in str(error) or CATALOGUE[code].severity == "warning" for code in report.findings.by_code
@@ -246,10 +241,10 @@ def test_the_clean_twin_of_a_refused_import_is_adopted_at_once(
     """Exit 78 with decoded places; the corrected command needs no --overwrite."""
     store(tmp_path / "in", "s", carry(documents(), "trailing"), "megatron")
     arguments = ["import", tmp_path / "in", "--tokenizer", tokenizer.path, "--out", tmp_path / "out", "--separators"]
-    refused = run_command("fsdp_pretrain.data.cli", *arguments, "leading")
+    refused = run_command(DATA, *arguments, "leading")
     assert refused.returncode == 78 and "<|endoftext|>" in refused.stderr and "Traceback" not in refused.stderr
     assert "remedy: all documents fit `--separators trailing`" in refused.stderr
-    assert run_command("fsdp_pretrain.data.cli", *arguments, "trailing").returncode == 0
+    assert run_command(DATA, *arguments, "trailing").returncode == 0
 
 
 def test_flat_files_may_begin_or_end_inside_a_document(tmp_path: Path, run_command: Run, tokenizer: Tokenizer) -> None:
@@ -258,7 +253,7 @@ def test_flat_files_may_begin_or_end_inside_a_document(tmp_path: Path, run_comma
     for number, part in enumerate(np.array_split(flat, 3)):
         np.save(tmp_path / f"p{number}.npy", part)
     arguments = [*sorted(tmp_path.glob("p*.npy")), "--tokenizer", tokenizer.path, "--separators", "leading"]
-    done = run_command("fsdp_pretrain.data.cli", "import", *arguments, "--out", tmp_path / "out")
+    done = run_command(DATA, "import", *arguments, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "files begin or end inside a document" in done.stdout
     stored = [Shard(tmp_path / "out/shards" / entry.name).tokens for entry in read_manifest(tmp_path / "out").shards]
@@ -283,9 +278,9 @@ def test_documents_of_several_sequences(tmp_path: Path, tokenizer: Tokenizer) ->
     megatron(tmp_path / "in/s", docs)
     sequences(tmp_path / "in/s", [0, 3, 4, 30])
     with pytest.raises(DataError, match="documents of several sequences") as refused:
-        ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none"), workers=1, quiet=True)
+        adopt(tmp_path / "in", tokenizer, tmp_path / "out")
     assert "--copy" in refused.value.remedy
-    ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none", True), workers=1, quiet=True)
+    adopt(tmp_path / "in", tokenizer, tmp_path / "out", copy=True)
     shard = Shard(tmp_path / "out/shards/s")
     joined = [functools.reduce(operator.iadd, docs[a:b], []) for a, b in ((0, 3), (3, 4), (4, 30))]
     assert [shard.document(n).tolist() for n in range(shard.documents)] == joined
@@ -322,9 +317,7 @@ def test_damaged_and_foreign_files_are_named(
     store(tmp_path / "in", "s", carry(documents(), "trailing"), "megatron" if copy else format)
     damage(tmp_path / "in")
     with pytest.raises(DataError) as refused:
-        ingest(
-            [tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "trailing", copy), workers=1, quiet=True
-        )
+        adopt(tmp_path / "in", tokenizer, tmp_path / "out", "trailing", copy=copy)
     assert expected in str(refused.value)
     assert not (tmp_path / "out/manifest.json").exists()
 
@@ -368,7 +361,7 @@ def test_a_shard_changed_after_import_is_an_error_that_names_it(
     """By its checksums; if somebody made them again, by its separators."""
     docs = documents()
     megatron(tmp_path / "in/s", carry(docs, separators))
-    ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, separators), workers=1, quiet=True)  # type: ignore[arg-type]
+    adopt(tmp_path / "in", tokenizer, tmp_path / "out", separators)
     changed = carry(docs, separators)
     changed[17] = [7] * len(changed[17])
     megatron(tmp_path / "in/s", changed)
@@ -380,53 +373,16 @@ def test_a_shard_changed_after_import_is_an_error_that_names_it(
         samples(tmp_path / "out")
 
 
-@pytest.mark.parametrize("copy", [False, True])
-@pytest.mark.promise("prepare-continues")
-def test_a_killed_import_leaves_no_manifest_and_continues(
-    tmp_path: Path, tokenizer: Tokenizer, helpers: Any, copy: bool
-) -> None:
-    docs = carry(documents(3000), "trailing")
-    megatron(tmp_path / "in/s0", docs)
-    megatron(tmp_path / "in/s1", docs * 40)  # the others take long enough for the kill
-    for number, suffix in product(range(2, 10), (".bin", ".idx")):
-        shutil.copy(tmp_path / f"in/s1{suffix}", tmp_path / f"in/s{number}{suffix}")
-    arguments = [
-        "-m",
-        "fsdp_pretrain.data.cli",
-        "import",
-        str(tmp_path / "in"),
-        "--tokenizer",
-        str(tokenizer.path),
-        "--quiet",
-    ]
-    arguments += ["--separators", "trailing", "--workers", "1", *(["--copy"] if copy else []), "--out"]
-    command, environment = [sys.executable, *arguments], helpers.environment()
-    broken = tmp_path / "broken"
-    process = subprocess.Popen([*command, str(broken)], cwd="/", env=environment, start_new_session=True)
-    helpers.wait_for(lambda: list(broken.glob("shards/*.json")), what="the first shard")
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    made = {path: path.stat().st_mtime_ns for path in broken.glob("shards/*.json")}
-    assert len(made) < 10 and not (broken / "manifest.json").exists()
-    subprocess.run([*command, str(broken)], check=True, cwd="/", env=environment, capture_output=True)
-    assert all(path.stat().st_mtime_ns == stamp for path, stamp in made.items())
-    assert not list(broken.rglob("*.partial"))
-    ingest(
-        [tmp_path / "in"], tokenizer, tmp_path / "whole", ImportOptions(None, "trailing", copy), workers=1, quiet=True
-    )
-    assert read_manifest(broken).fingerprint == read_manifest(tmp_path / "whole").fingerprint
-
-
 def test_a_corpus_of_other_files_is_not_replaced_unasked(tmp_path: Path, tokenizer: Tokenizer) -> None:
     megatron(tmp_path / "in/s", documents())
-    ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none"), workers=1, quiet=True)
+    adopt(tmp_path / "in", tokenizer, tmp_path / "out")
     with pytest.raises(DataError, match="made from other inputs"):
-        ingest([tmp_path / "in"], tokenizer, tmp_path / "out", ImportOptions(None, "none", True), workers=1, quiet=True)
+        adopt(tmp_path / "in", tokenizer, tmp_path / "out", copy=True)
     with pytest.raises(DataError, match="is inside the output directory"):
-        ingest([tmp_path / "in"], tokenizer, tmp_path, ImportOptions(None, "none"), workers=1, quiet=True)
+        adopt(tmp_path / "in", tokenizer, tmp_path)
     megatron(tmp_path / "in/t", documents(), "<i4")
     with pytest.raises(DataError, match="is of int32"):
-        ingest([tmp_path / "in"], tokenizer, tmp_path / "o", ImportOptions(None, "none"), workers=1, quiet=True)
+        adopt(tmp_path / "in", tokenizer, tmp_path / "o")
 
 
 # ---------------------------------------------------------------- in training
@@ -439,7 +395,7 @@ def test_records_prove_one_separator_per_document(lab: Any, helpers: Any, tokeni
     shard = plain.shard(0)
     docs = [shard.document(n).tolist() for n in range(shard.documents)]
     megatron(lab.path / "in/s", carry(docs, "leading"))
-    ingest([lab.path / "in"], tokenizer, lab.path / "out", ImportOptions(None, "leading"), workers=1, quiet=True)
+    adopt(lab.path / "in", tokenizer, lab.path / "out", "leading")
     sources = [{"name": "text", "path": str(lab.path / "out")}]
     lab.train(lab.config("led", data={"sources": sources}, train={"duration": "6 steps"}), ranks=2)
     records = helpers.metrics(lab.path / "led")

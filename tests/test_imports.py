@@ -11,8 +11,8 @@ import pytest
 from released import unpack
 
 SLOW = set(
-    "aim datasets lm_eval numpy prometheus_client psutil pyarrow pydantic rich safetensors sentencepiece smtplib ssl "
-    "plotly tensorboard tokenizers tomli_w torch torchdata tqdm transformers wandb xxhash".split()
+    "aim datasets jinja2 lm_eval numpy prometheus_client psutil pyarrow pydantic rich safetensors sentencepiece smtplib "
+    "plotly ssl tensorboard tokenizers tomli_w torch torchdata tqdm transformers wandb xxhash".split()
 )
 """What takes milliseconds to import."""
 STATE = {"pydantic", "xxhash"}  # any small file of a run

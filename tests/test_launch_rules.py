@@ -18,10 +18,10 @@ from sight import PATIENCE
 from torch.distributed import TCPStore
 
 from fsdp_pretrain import master_port
+from fsdp_pretrain.cli.launch import torchrun_options
 from fsdp_pretrain.config.operations import LaunchSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch import limit, torchrun
-from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.launch.outcome import StartOutcome, segment_of
 from fsdp_pretrain.launch.policy import decide
 from fsdp_pretrain.run import journal, state_files
@@ -128,7 +128,7 @@ def test_grace_is_what_the_record_shows(tmp_path: Path, monkeypatch: pytest.Monk
 
 def torchrun_arguments(*options: str) -> list[str]:
     parser = argparse.ArgumentParser()
-    add_torchrun_options(parser)
+    torchrun_options("")(parser)
     args, rest = parser.parse_known_args(["--rdzv-id", "job", *options])
     return torchrun.command(args, rest, "fsdp_pretrain.train", ["x.toml", "a=1"])
 

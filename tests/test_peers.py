@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from fsdp_pretrain import models
-from fsdp_pretrain.bench import peers, sides, steps
-from fsdp_pretrain.bench.times import MeasuredSteps, Spread
+from fsdp_pretrain.bench import peers, steps
+from fsdp_pretrain.bench.measured import MeasuredSteps, Spread
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.hf import layout as hf_layout
@@ -37,7 +37,7 @@ def test_transformers_computes_our_function(lab: Any, world: Any) -> None:
     """With our weights: the same logits."""
     pytest.importorskip("transformers")
     config = load(lab.config(model={"norm_eps": 1e-3, "rope_base": 500.0, "vocab_multiple": 128, "vocab": 500}))
-    network, ours = sides.NETWORKS["transformers"](config, world), initial(config)
+    network, ours = peers.NETWORKS["transformers"](config, world), initial(config)
     values = dict(ours.named_parameters())
     values = {weight.theirs: values[weight.ours[0]] for weight in hf_layout.weights(config.model, list(values))}
     network.module.load_state_dict(values)
@@ -60,9 +60,9 @@ def test_the_plain_loop_trains_as_the_trainer_does(
     )
     config = load(path)
     trainer = steps.build(config, world)
-    network, start = sides.NETWORKS["plain"](config, world), initial(config)
+    network, start = peers.NETWORKS["plain"](config, world), initial(config)
     network.module.load_state_dict(dict(start.named_parameters()))
-    loop = sides.PlainLoop(network, config, steps.RandomSteps(config, world), CPU, fsdp.compute_dtype(config, CPU))
+    loop = peers.PlainLoop(network, config, steps.RandomSteps(config, world), CPU, fsdp.compute_dtype(config, CPU))
     theirs = []
     for _ in range(8):
         trainer.step()

@@ -12,16 +12,19 @@ import struct
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from processes import Run
+from processes import DATA, Run
 from sight import PATIENCE
+from test_import import carry, documents, megatron
 
 from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.data.corpus.manifest import read_manifest
@@ -71,7 +74,7 @@ def test_formats_and_workers_give_the_same_documents(
     source = write(tmp_path / name, texts)
     out = tmp_path / "out"
     arguments = ["prepare", source, "--tokenizer", shared_corpus / "tokenizer", "--out", out, "--workers", workers]
-    done = run_command("fsdp_pretrain.data.cli", *arguments, "--shard-size", "10KB")
+    done = run_command(DATA, *arguments, "--shard-size", "10KB")
     assert done.returncode == 0, done.stderr
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     assert tokens_of(out) == tokenizer.encode(texts)
@@ -109,9 +112,7 @@ def test_text_files_and_lines(tmp_path: Path, run_command: Run, shared_corpus: P
         ("lines", ["first file", "after an empty line", "second file", "with lines"]),
     ):
         out = tmp_path / split
-        done = run_command(
-            "fsdp_pretrain.data.cli", "prepare", folder, "--tokenizer", tokenizer.path, "--out", out, "--split", split
-        )
+        done = run_command(DATA, "prepare", folder, "--tokenizer", tokenizer.path, "--out", out, "--split", split)
         assert done.returncode == 0, done.stderr
         assert tokens_of(out) == tokenizer.encode(expected)
 
@@ -124,52 +125,73 @@ def test_byte_ranges_lose_and_repeat_no_line(tmp_path: Path, texts: list[str], s
     assert [document.text for unit in units for document in read_documents(unit, "text", lines=False)] == texts
 
 
+def killable(kind: str, folder: Path, shared_corpus: Path, texts: list[str]) -> list[str]:
+    """A command that makes many shards of what it writes into a folder, without the directory for them."""
+    tokenizer, options = str(shared_corpus / "tokenizer"), list[str]()
+    folder.mkdir()
+    if kind == "prepare":
+        write(folder / "a.jsonl", texts * 120)
+        options = ["--shard-size", "200KB", "--workers", "2", "--tokenizer", tokenizer]
+    elif kind == "split":
+        for number in range(40):  # 8 MB make a part
+            write(folder / f"{number}.jsonl", [text * 300 for text in texts[number::40]])
+        options = ["--holdout", "5%", "--workers", "1"]  # one part after the other
+    else:
+        docs = carry(documents(3000), "trailing")
+        megatron(folder / "s0", docs)
+        megatron(folder / "s1", docs * 40)  # the others take long enough for the kill
+        for number, suffix in product(range(2, 10), (".bin", ".idx")):
+            shutil.copy(folder / f"s1{suffix}", folder / f"s{number}{suffix}")
+        options = ["--separators", "trailing", "--workers", "1", "--tokenizer", tokenizer]
+        options += ["--copy"] if kind == "copy" else []
+    verb = "import" if kind == "copy" else kind
+    return [sys.executable, "-m", DATA, verb, str(folder), *options, "--out"]
+
+
+@pytest.mark.parametrize("kind", ["prepare", "import", "copy", "split"])
 @pytest.mark.promise("prepare-continues")
-def test_interrupted_runs_continue(tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str]) -> None:
-    """kill -9 in the middle; the second run makes only what is missing, and the result is the same."""
-    source = write(tmp_path / "a.jsonl", texts * 120)
-    arguments = [
-        "-m",
-        "fsdp_pretrain.data.cli",
-        "prepare",
-        str(source),
-        "--tokenizer",
-        str(shared_corpus / "tokenizer"),
-        "--quiet",
-    ]
-    arguments += ["--shard-size", "200KB", "--workers", "2", "--out"]
+def test_killed_commands_continue(
+    tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str], kind: str
+) -> None:
+    """kill -9 in the middle leaves no result; the second run makes only what is missing, and the result is that of one
+    that was not killed, which a third leaves as it is."""
+    command, environment = killable(kind, tmp_path / "in", shared_corpus, texts), helpers.environment()
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    environment = helpers.environment()
-    subprocess.run([sys.executable, *arguments, str(whole)], check=True, cwd="/", env=environment)
-    process = subprocess.Popen(
-        [sys.executable, *arguments, str(broken)], cwd="/", env=environment, start_new_session=True
-    )
-    helpers.wait_for(lambda: len(list(broken.glob("shards/*.json"))) >= 3, what="three shards")
+
+    def run(out: Path) -> None:
+        subprocess.run([*command, str(out)], check=True, cwd="/", env=environment, capture_output=True)
+
+    run(whole)
+    process = subprocess.Popen([*command, str(broken)], cwd="/", env=environment, start_new_session=True)
+    helpers.wait_for(lambda: list(broken.glob("shards/*.json")), what="a shard")
+    workers = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert not (broken / "manifest.json").exists()
-    with pytest.raises(DataError, match="unfinished"):
-        read_manifest(broken)
+    psutil.wait_procs(workers)  # until then they may end a write
+    result = "split.json" if kind == "split" else "manifest.json"
+    assert not (broken / result).exists()
+    if kind != "split":
+        with pytest.raises(DataError, match="unfinished"):
+            read_manifest(broken)
     made = {path: path.stat().st_mtime_ns for path in broken.glob("shards/*.json")}
-    subprocess.run([sys.executable, *arguments, str(broken)], check=True, cwd="/", env=environment)
-    assert all(path.stat().st_mtime_ns == stamp for path, stamp in made.items())
-    assert read_manifest(broken).fingerprint == read_manifest(whole).fingerprint
+    run(broken)
+    kept = {path: path.stat().st_mtime_ns for path in broken.glob("shards/*.json")}
+    assert made and (kind == "split" or (made.items() <= kept.items() and len(made) < len(kept)))
     assert not list(broken.rglob("*.partial"))
+    if kind == "split":
+        assert (broken / "heldout.jsonl").read_bytes() == (whole / "heldout.jsonl").read_bytes()
+    else:
+        assert read_manifest(broken).fingerprint == read_manifest(whole).fingerprint
+    names = [*broken.glob("shards/*.json"), *broken.glob("heldout.jsonl")]
+    before = [path.stat().st_mtime_ns for path in names]
+    run(broken)
+    assert [path.stat().st_mtime_ns for path in names] == before
 
 
 def test_ctrl_c_says_so_and_loses_nothing(tmp_path: Path, shared_corpus: Path, helpers: Any, texts: list[str]) -> None:
-    source = write(tmp_path / "a.jsonl", texts * 200)
-    arguments = [
-        "-m",
-        "fsdp_pretrain.data.cli",
-        "prepare",
-        str(source),
-        "--tokenizer",
-        str(shared_corpus / "tokenizer"),
-    ]
-    arguments += ["--shard-size", "200KB", "--workers", "2", "--out", str(tmp_path / "out")]
+    arguments = [*killable("prepare", tmp_path / "in", shared_corpus, texts * 2), str(tmp_path / "out")]
     process = subprocess.Popen(
-        [sys.executable, *arguments], cwd="/", env=helpers.environment(), stderr=subprocess.PIPE, text=True,
+        arguments, cwd="/", env=helpers.environment(), stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored if the tests run in the background
     )  # fmt: skip
     helpers.wait_for(lambda: list((tmp_path / "out").glob("shards/*.json")), what="a shard")
@@ -186,34 +208,25 @@ def test_parts_of_a_job_array_make_one_corpus(
     source = write(tmp_path / "a.jsonl", texts)
     arguments = ["prepare", source, "--tokenizer", shared_corpus / "tokenizer", "--shard-size", "10KB", "--out"]
     for part in ("2/3", "1/3"):
-        done = run_command("fsdp_pretrain.data.cli", *arguments, tmp_path / "parts", "--part", part)
+        done = run_command(DATA, *arguments, tmp_path / "parts", "--part", part)
         assert done.returncode == 0 and "still missing" in done.stdout
-    assert "documents" in run_command("fsdp_pretrain.data.cli", *arguments, tmp_path / "parts", "--part", "3/3").stdout
-    run_command("fsdp_pretrain.data.cli", *arguments, tmp_path / "whole")
+    assert "documents" in run_command(DATA, *arguments, tmp_path / "parts", "--part", "3/3").stdout
+    run_command(DATA, *arguments, tmp_path / "whole")
     assert read_manifest(tmp_path / "parts").fingerprint == read_manifest(tmp_path / "whole").fingerprint
 
 
 def test_another_job_is_not_mixed_in(tmp_path: Path, run_command: Run, shared_corpus: Path, texts: list[str]) -> None:
     arguments = ["--tokenizer", shared_corpus / "tokenizer", "--out", tmp_path / "out"]
-    assert (
-        run_command("fsdp_pretrain.data.cli", "prepare", write(tmp_path / "a.jsonl", texts), *arguments).returncode == 0
-    )
+    source = write(tmp_path / "a.jsonl", texts)
+    assert run_command(DATA, "prepare", source, *arguments).returncode == 0
     other = write(tmp_path / "b.jsonl", texts[:50])
-    refused = run_command("fsdp_pretrain.data.cli", "prepare", other, *arguments)
+    refused = run_command(DATA, "prepare", other, *arguments)
     assert refused.returncode == 78 and "--overwrite" in refused.stderr
-    assert run_command("fsdp_pretrain.data.cli", "prepare", other, *arguments, "--overwrite").returncode == 0
+    assert run_command(DATA, "prepare", other, *arguments, "--overwrite").returncode == 0
     assert len(tokens_of(tmp_path / "out")) == 50
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("x")
-    refused = run_command(
-        "fsdp_pretrain.data.cli",
-        "prepare",
-        other,
-        "--tokenizer",
-        shared_corpus / "tokenizer",
-        "--out",
-        tmp_path / "full",
-    )
+    refused = run_command(DATA, "prepare", other, *arguments[:3], tmp_path / "full")
     assert refused.returncode == 78 and "not empty" in refused.stderr
 
 
@@ -241,14 +254,14 @@ def test_bad_records_are_passed_over_up_to_a_limit_and_nothing_is_lost(
     out = tmp_path / "out"
     command = ["prepare", tmp_path / "in", "--tokenizer", shared_corpus / "tokenizer", "--out", out]
     command += ["--shard-size", "30B", "--workers", 1]
-    strict = run_command("fsdp_pretrain.data.cli", *command)
+    strict = run_command(DATA, *command)
     assert strict.returncode == 78
     assert "a.jsonl, line 2, byte 23: field 'text' is null" in strict.stderr and "--max-bad N" in strict.stderr
-    few = run_command("fsdp_pretrain.data.cli", *command, "--max-bad", 7)
+    few = run_command(DATA, *command, "--max-bad", 7)
     assert few.returncode == 78 and "8 of the 16 records read are bad, more than --max-bad 7" in few.stderr
     assert not (out / "manifest.json").exists()
     made = {path: path.stat().st_mtime_ns for path in out.glob("shards/*.json")}
-    done = run_command("fsdp_pretrain.data.cli", *command, "--max-bad", 8)
+    done = run_command(DATA, *command, "--max-bad", 8)
     assert done.returncode == 0 and "bad records passed over: 8" in done.stderr, done.stderr
     assert made == {path: path.stat().st_mtime_ns for path in out.glob("shards/*.json")}
     found = [json.loads(line) for line in (out / "bad_records.jsonl").read_text().splitlines()]
@@ -258,7 +271,7 @@ def test_bad_records_are_passed_over_up_to_a_limit_and_nothing_is_lost(
     assert (manifest.statistics["bad"], manifest.statistics["read"], manifest.documents) == (8, 8, 8)
     (tmp_path / "b.jsonl").write_text('{"body": "x"}\n' * 9 + '{"text": "y"}\n' * 9)
     command = ["train-tokenizer", tmp_path / "b.jsonl", "--kind", "bpe", "--vocab-size", 300, "--out", tmp_path / "t"]
-    early = run_command("fsdp_pretrain.data.cli", *command, "--max-bad", 2)
+    early = run_command(DATA, *command, "--max-bad", 2)
     assert early.returncode == 78 and "3 of the 3 records read are bad" in early.stderr
 
 
@@ -279,12 +292,12 @@ def test_folders_of_the_hub_ask_for_a_split(tmp_path: Path, run_command: Run, sh
         (folder / name).write_text("not data")
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     command = ["prepare", folder, "--tokenizer", tokenizer.path, "--out", tmp_path / "out"]
-    asked = run_command("fsdp_pretrain.data.cli", *command)
+    asked = run_command(DATA, *command)
     assert asked.returncode == 78 and "test: 1, train: 3, validation: 1" in asked.stderr
     assert "--only train" in asked.stderr and not (tmp_path / "out").exists()
-    wrong = run_command("fsdp_pretrain.data.cli", *command, "--only", "sample")
+    wrong = run_command(DATA, *command, "--only", "sample")
     assert wrong.returncode == 78 and "no files of the split sample" in wrong.stderr
-    done = run_command("fsdp_pretrain.data.cli", *command, "--only", "train")
+    done = run_command(DATA, *command, "--only", "train")
     assert done.returncode == 0, done.stderr
     assert tokens_of(tmp_path / "out") == tokenizer.encode(["c", "a", "b"])
     assert "de/train: 1 of 3 files are there" in done.stderr
@@ -298,9 +311,7 @@ def test_damaged_text_is_repaired_and_counted(tmp_path: Path, run_command: Run, 
     bad = tmp_path / "b.txt"
     bad.write_bytes(b"latin \xe9 text")
     out = tmp_path / "out"
-    done = run_command(
-        "fsdp_pretrain.data.cli", "prepare", source, bad, "--tokenizer", shared_corpus / "tokenizer", "--out", out
-    )
+    done = run_command(DATA, "prepare", source, bad, "--tokenizer", shared_corpus / "tokenizer", "--out", out)
     assert done.returncode == 0, done.stderr
     assert "1 empty documents" in done.stdout and "2 documents had invalid UTF-8" in done.stdout
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
@@ -315,7 +326,7 @@ def test_damaged_text_is_repaired_and_counted(tmp_path: Path, run_command: Run, 
 def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory, run_command: Run, shared_corpus: Path) -> Path:
     out = tmp_path_factory.mktemp("sp")
     arguments = ["train-tokenizer", shared_corpus / "train.jsonl", "--kind", "sentencepiece", "--vocab-size", "400"]
-    done = run_command("fsdp_pretrain.data.cli", *arguments, "--out", out)
+    done = run_command(DATA, *arguments, "--out", out)
     assert done.returncode == 0, done.stderr
     return out / "tokenizer.model"
 
@@ -329,12 +340,10 @@ def test_own_tokenizers_are_lossless_and_literals_stay_text(
     nasty = ["<|endoftext|> in text", "a </s> b <s> <unk>", "  two  spaces\n\ttab\r\n", "ﬁ ﷺ é 漢字 🙂", "\u200b\ufeff"]
     assert [tokenizer.decode(ids) for ids in tokenizer.encode(nasty)] == nasty
     source = helpers.jsonl(tmp_path / "in.jsonl", nasty)
-    done = run_command(
-        "fsdp_pretrain.data.cli", "prepare", source, "--tokenizer", tokenizer.path, "--out", tmp_path / "out"
-    )
+    done = run_command(DATA, "prepare", source, "--tokenizer", tokenizer.path, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert not set(tokenizer.specials) & {token for ids in tokens_of(tmp_path / "out") for token in ids}
-    assert run_command("fsdp_pretrain.data.cli", "validate", tmp_path / "out").returncode == 0
+    assert run_command(DATA, "validate", tmp_path / "out").returncode == 0
 
 
 def test_templates_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path, shared_corpus: Path) -> None:
@@ -463,7 +472,7 @@ def test_normalisers_that_change_text_are_reported_and_add_nothing(
         model.save(str(tmp_path / "tokenizer.json"))
     texts = ["a </s> b", "ａ ＜／ｓ＞ ﬁ", "x <tool> y", " \u200b "]
     source = helpers.jsonl(tmp_path / "in.jsonl", texts)
-    done = run_command("fsdp_pretrain.data.cli", "prepare", source, "--tokenizer", tmp_path, "--out", tmp_path / "out")
+    done = run_command(DATA, "prepare", source, "--tokenizer", tmp_path, "--out", tmp_path / "out")
     assert done.returncode == 0, done.stderr
     assert "sampled documents do not decode to their text" in done.stdout
     manifest = read_manifest(tmp_path / "out")
@@ -472,7 +481,7 @@ def test_normalisers_that_change_text_are_reported_and_add_nothing(
     documents = tokens_of(tmp_path / "out")
     assert not set(manifest.tokenizer.specials) & {token for ids in documents for token in ids}
     assert len(documents[2]) < len(documents[1])  # <tool> is one token, as declared
-    assert run_command("fsdp_pretrain.data.cli", "validate", tmp_path / "out").returncode == 0
+    assert run_command(DATA, "validate", tmp_path / "out").returncode == 0
 
 
 @pytest.mark.promise("one-separator")
@@ -480,6 +489,7 @@ def test_documents_that_would_encode_to_control_tokens_are_quarantined(
     tmp_path: Path, run_command: Run, shared_corpus: Path, helpers: Any
 ) -> None:
     """If text can spell a tokenizer's second special, such documents are left out; too many are an error."""
+    from fsdp_pretrain.data.prepare.jobs import Job
     from fsdp_pretrain.data.prepare.prepare import PrepareOptions, prepare
 
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
@@ -487,12 +497,10 @@ def test_documents_that_would_encode_to_control_tokens_are_quarantined(
     tokenizer.specials[spelt] = "state-like"
     texts = ["the run"] * 3000 + ["state"] * 2
     source = helpers.jsonl(tmp_path / "a.jsonl", texts)
-    manifest = prepare([str(source)], tokenizer, tmp_path / "few", PrepareOptions(), workers=1, quiet=True)
+    manifest = prepare([source], tokenizer, Job(tmp_path / "few", quiet=True), PrepareOptions())
     assert manifest is not None and manifest.statistics["quarantined"] == 2 and manifest.documents == 3000
     with pytest.raises(DataError, match="documents contain special tokens"):
-        prepare(
-            [str(source)], tokenizer, tmp_path / "many", PrepareOptions(max_quarantined=0.0001), workers=1, quiet=True
-        )
+        prepare([source], tokenizer, Job(tmp_path / "many", quiet=True), PrepareOptions(max_quarantined=0.0001))
 
 
 def test_unclear_tokenizers(tmp_path: Path, shared_corpus: Path, sentencepiece_model: Path) -> None:
@@ -508,7 +516,7 @@ def test_unclear_tokenizers(tmp_path: Path, shared_corpus: Path, sentencepiece_m
 
 
 def test_quickstart_corpus_is_real_and_split_by_file(tmp_path: Path, run_command: Run) -> None:
-    done = run_command("fsdp_pretrain.data.cli", "quickstart-corpus", "--out", tmp_path)
+    done = run_command(DATA, "quickstart-corpus", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {
         name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
@@ -524,14 +532,14 @@ def test_quickstart_corpus_is_real_and_split_by_file(tmp_path: Path, run_command
 
 def test_inspect_shows_a_document(run_command: Run, shared_corpus: Path, tmp_path: Path) -> None:
     first = json.loads((shared_corpus / "train.jsonl").read_text().splitlines()[0])["text"]
-    shown = run_command("fsdp_pretrain.data.cli", "inspect", shared_corpus / "corpus", "--doc", 0)
+    shown = run_command(DATA, "inspect", shared_corpus / "corpus", "--doc", 0)
     assert shown.stdout.rstrip("\n") == first.rstrip("\n")
-    assert run_command("fsdp_pretrain.data.cli", "inspect", shared_corpus / "corpus", "--doc", 10**6).returncode == 78
+    assert run_command(DATA, "inspect", shared_corpus / "corpus", "--doc", 10**6).returncode == 78
     empty = tmp_path / "empty"
     shutil.copytree(shared_corpus / "corpus", empty)
     manifest = json.loads((empty / "manifest.json").read_text())
     (empty / "manifest.json").write_text(json.dumps({**manifest, "shards": []}))
-    none = run_command("fsdp_pretrain.data.cli", "inspect", empty, "--doc", 0)
+    none = run_command(DATA, "inspect", empty, "--doc", 0)
     assert none.returncode == 78 and "Traceback" not in none.stderr
-    shown = run_command("fsdp_pretrain.data.cli", "inspect", shared_corpus / "corpus", "--json")
+    shown = run_command(DATA, "inspect", shared_corpus / "corpus", "--json")
     assert json.loads(shown.stdout)["separators"] == "none"

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import xxhash
-from processes import Run
+from processes import DATA, Run
 from test_prepare import write
 
 from fsdp_pretrain.data.corpus.corpus import Corpus
@@ -61,7 +56,7 @@ def test_the_side_of_a_document_depends_on_its_text_alone(tmp_path: Path, run_co
     for name, paths in inputs.items():
         workers = 2 if name == "parts" else 1
         command = ["split", *paths, "--holdout", "10%", "--out", tmp_path / name, "--workers", workers, "--json"]
-        done = run_command("fsdp_pretrain.data.cli", *command)
+        done = run_command(DATA, *command)
         assert done.returncode == 0, done.stderr
         report = json.loads(done.stdout)
         files[name] = (tmp_path / name / "heldout.jsonl").read_bytes()
@@ -71,9 +66,7 @@ def test_the_side_of_a_document_depends_on_its_text_alone(tmp_path: Path, run_co
     assert heldout(tmp_path / "plain") == expected(texts, 10)
     assert set(files.values()) == {files["plain"]}
     command = ["split", tmp_path / "plain.jsonl", "--holdout", "12.5%", "--out", tmp_path / "more"]
-    assert run_command("fsdp_pretrain.data.cli", *command).returncode == 0 and heldout(tmp_path / "more") == expected(
-        texts, 12.5
-    )
+    assert run_command(DATA, *command).returncode == 0 and heldout(tmp_path / "more") == expected(texts, 12.5)
     assert (tmp_path / "more/heldout.jsonl").read_bytes().startswith(files["plain"])
     assert report["duplicates"] >= len(expected(texts, 10))
 
@@ -88,7 +81,7 @@ def test_training_never_sees_a_held_out_text(
     folder.mkdir()
     write(folder / "a.jsonl", texts[:400])
     write(folder / "b.parquet", texts[400:] + texts[:50])
-    split = run_command("fsdp_pretrain.data.cli", "split", folder, "--holdout", "10%", "--out", tmp_path / "heldout")
+    split = run_command(DATA, "split", folder, "--holdout", "10%", "--out", tmp_path / "heldout")
     assert split.returncode == 0 and "--holdout 10%" in split.stdout, split.stderr
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     sides = {}
@@ -98,7 +91,7 @@ def test_training_never_sees_a_held_out_text(
         ("all", folder, []),
     ):
         command = ["prepare", source, "--tokenizer", tokenizer.path, "--out", tmp_path / name, *more]
-        assert run_command("fsdp_pretrain.data.cli", *command).returncode == 0
+        assert run_command(DATA, *command).returncode == 0
         shards = [Shard(tmp_path / name / "shards" / entry.name) for entry in read_manifest(tmp_path / name).shards]
         sides[name] = [tuple(shard.document(n).tolist()) for shard in shards for n in range(shard.documents)]
     taken = set(expected(texts, 10))
@@ -106,38 +99,25 @@ def test_training_never_sees_a_held_out_text(
     assert not set(sides["train"]) & set(sides["held"]) and len(sides["held"]) == len(taken)
     statistics = Corpus(tmp_path / "train").manifest.statistics
     assert statistics["holdout"] == "10%"
-    shown = run_command("fsdp_pretrain.data.cli", "inspect", tmp_path / "train").stdout
+    shown = run_command(DATA, "inspect", tmp_path / "train").stdout
     assert f"held out    {statistics['held_out']} documents (10%)" in shown
     assert statistics["held_out"] == len(texts) + 50 - len(sides["train"])
     loss_on = [{"name": "held", "path": str(tmp_path / "held")}]
     run = lab.config(eval={"loss_on": loss_on})
-    assert (
-        run_command(
-            "fsdp_pretrain.data.cli", "validate", tmp_path / "train", tmp_path / "held", "--against", run
-        ).returncode
-        < 2
-    )
-    found = run_command("fsdp_pretrain.data.cli", "validate", tmp_path / "all", "--against", run, "--json")
+    clean = run_command(DATA, "validate", tmp_path / "train", tmp_path / "held", "--against", run)
+    assert clean.returncode < 2
+    found = run_command(DATA, "validate", tmp_path / "all", "--against", run, "--json")
     assert found.returncode == 2
     (finding,) = [f for f in json.loads(found.stdout)["corpora"][0]["findings"] if f["code"] == "held-out-documents"]
     long = {tokens for tokens in sides["held"] if len(tokens) >= 16}
     assert finding["count"] == sum(tokens in long for tokens in sides["all"]) > 20
-    other = run_command(
-        "fsdp_pretrain.data.cli",
-        "prepare",
-        folder,
-        "--tokenizer",
-        tokenizer.path,
-        "--out",
-        tmp_path / "train",
-        "--holdout",
-        "11%",
-    )
+    command = ["prepare", folder, "--tokenizer", tokenizer.path, "--out", tmp_path / "train", "--holdout", "11%"]
+    other = run_command(DATA, *command)
     assert other.returncode == 78 and "--overwrite" in other.stderr
     rest = write(tmp_path / "rest.jsonl", [text for text in [*texts, *texts[:50]] if text not in taken])
     for out, source, more in (("whole", folder, ["--holdout", "10%"]), ("rest", rest, [])):
         command = ["train-tokenizer", source, "--kind", "bpe", "--vocab-size", 400, "--out", tmp_path / out]
-        assert run_command("fsdp_pretrain.data.cli", *command, *more).returncode == 0
+        assert run_command(DATA, *command, *more).returncode == 0
     made = [(tmp_path / out / "tokenizer.json").read_bytes() for out in ("whole", "rest")]
     assert made[0] == made[1]
 
@@ -147,51 +127,12 @@ def test_prompts_decide_for_their_answers(tmp_path: Path, run_command: Run) -> N
     rows = [{"q": f"question {n % 200}?", "a": f"answer {n}"} for n in range(400)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--text-field", "q", "--answer-field", "a", "--holdout", "20%"]
-    assert run_command("fsdp_pretrain.data.cli", "split", source, *arguments, "--out", tmp_path / "out").returncode == 0
+    assert run_command(DATA, "split", source, *arguments, "--out", tmp_path / "out").returncode == 0
     found = [json.loads(line) for line in (tmp_path / "out/heldout.jsonl").read_text().splitlines()]
     taken = set(expected([row["q"] for row in rows], 20))
     assert sorted((row["text"], row["answer"]) for row in found) == sorted(
         (row["q"], row["a"]) for row in rows if row["q"] in taken
     )
-
-
-def test_a_killed_split_goes_on_and_a_finished_one_is_not_repeated(
-    tmp_path: Path, helpers: Any, texts: list[str]
-) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    for number in range(40):  # 8 MB make a part
-        write(folder / f"{number}.jsonl", [text * 40 for text in texts[number::40]])
-    command = [
-        sys.executable,
-        "-m",
-        "fsdp_pretrain.data.cli",
-        "split",
-        str(folder),
-        "--holdout",
-        "5%",
-        "--workers",
-        "2",
-        "--out",
-    ]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    environment = helpers.environment()
-    subprocess.run([*command, str(whole)], check=True, cwd="/", env=environment, capture_output=True)
-    process = subprocess.Popen([*command, str(broken)], cwd="/", env=environment, start_new_session=True)
-    helpers.wait_for(lambda: list(broken.glob("shards/*.json")) or process.poll() is not None, what="a part")
-    if process.poll() is None:
-        workers = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGKILL)
-        psutil.wait_procs(workers)  # until then they may end a write
-    process.wait()
-    for _ in range(2):
-        done = subprocess.run([*command, str(broken)], cwd="/", env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    assert (broken / "heldout.jsonl").read_bytes() == (whole / "heldout.jsonl").read_bytes()
-    stamp = (broken / "heldout.jsonl").stat().st_mtime_ns
-    subprocess.run([*command, str(broken)], check=True, cwd="/", env=environment, capture_output=True)
-    assert (broken / "heldout.jsonl").stat().st_mtime_ns == stamp
-    assert not list(broken.rglob("*.partial"))
 
 
 @pytest.mark.parametrize(
@@ -205,6 +146,6 @@ def test_a_killed_split_goes_on_and_a_finished_one_is_not_repeated(
 )
 def test_unusable_shares_are_refused(tmp_path: Path, run_command: Run, share: str, expected: str) -> None:
     source = write(tmp_path / "a.jsonl", ["one text", "another text"])
-    done = run_command("fsdp_pretrain.data.cli", "split", source, "--holdout", share, "--out", tmp_path / "out")
+    done = run_command(DATA, "split", source, "--holdout", share, "--out", tmp_path / "out")
     assert done.returncode == 78 and expected in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "out/heldout.jsonl").exists()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from processes import Run
 
-from fsdp_pretrain.bench import children, sweep
-from fsdp_pretrain.bench.times import MeasuredSteps
+from fsdp_pretrain.bench import measured, sweep
+from fsdp_pretrain.bench.measured import MeasuredSteps
 from fsdp_pretrain.config.config import Config, load
 from fsdp_pretrain.models.flops import Speed
 
@@ -51,7 +51,7 @@ def test_the_first_is_the_fastest_of_all_that_fit(lab: Any, monkeypatch: pytest.
     """Against every way; none larger than one that did not fit is tried, and small batches accumulate up to four."""
     path = lab.config(train={"global_batch": "24 samples", "micro_batch": 3})
     device = Device(path, fits)
-    monkeypatch.setattr(children, "measure", device.measure)
+    monkeypatch.setattr(measured, "measure", device.measure)
     found = sweep.sweep(load(path), [str(path)], [], ranks=1, limit=60)
     rates = {}
     for size in (1, 2, 4, 8):
@@ -75,7 +75,7 @@ def test_keys_that_are_set_stay(lab: Any, monkeypatch: pytest.MonkeyPatch) -> No
     """And resharding is tried only where parameters are sharded."""
     path = lab.config(train={"global_batch": "8 samples", "micro_batch": 1}, parallel={"shard": 2})
     device = Device(path, 1000)
-    monkeypatch.setattr(children, "measure", device.measure)
+    monkeypatch.setattr(measured, "measure", device.measure)
     fixed = ["train.micro_batch=2", "parallel.recompute=1"]
     sweep.sweep(load(path, fixed), [str(path), *fixed], fixed, ranks=2, limit=60)
     reshard = "parallel.reshard_after_forward"
@@ -122,4 +122,4 @@ def test_what_cannot_be_swept_is_refused(lab: Any, run_command: Run) -> None:
     ],
 )
 def test_the_reason_of_a_failure(errors: str, expected: str) -> None:
-    assert children.reason(errors).startswith(expected)
+    assert measured.reason(errors).startswith(expected)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import Run
+from processes import DATA, Run
 from test_import import store
 
 from fsdp_pretrain.data.corpus.manifest import Vocabulary, read_manifest
@@ -149,25 +149,19 @@ def test_bare_megatron_shards(
     tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, run_command: Run, helpers: Any
 ) -> None:
     bare = helpers.corpus(tmp_path / "c", [[*d, 0] for d in documents], tokenizer) / "shards"
-    refused = run_command("fsdp_pretrain.data.cli", "validate", bare)
+    refused = run_command(DATA, "validate", bare)
     assert refused.returncode == 78 and "--vocab-size" in refused.stderr
-    refused = run_command("fsdp_pretrain.data.cli", "validate", bare, "--vocab-size", 5, "--eod", 9)
+    refused = run_command(DATA, "validate", bare, "--vocab-size", 5, "--eod", 9)
     assert refused.returncode == 78 and "not an id" in refused.stderr
-    measured = run_command("fsdp_pretrain.data.cli", "validate", bare, "--vocab-size", 512, "--eod", 0)
+    measured = run_command(DATA, "validate", bare, "--vocab-size", 512, "--eod", 0)
     assert measured.returncode == 0, measured.stdout
     assert "trailing (measured: of 200 documents 200 end and 0 begin with one)" in measured.stdout
-    done = run_command(
-        "fsdp_pretrain.data.cli", "validate", bare, "--tokenizer", tokenizer.path, "--separators", "none", "--json"
-    )
+    done = run_command(DATA, "validate", bare, "--tokenizer", tokenizer.path, "--separators", "none", "--json")
     assert done.returncode == 2
     report = json.loads(done.stdout)["corpora"][0]
     (finding,) = report["findings"]
-    assert (finding["code"], finding["severity"], finding["count"], finding["rate"]) == (
-        "separator-at-end",
-        "error",
-        200,
-        1.0,
-    )
+    expected = {"code": "separator-at-end", "severity": "error", "count": 200, "rate": 1.0}
+    assert expected.items() <= finding.items()
     assert finding["examples"][0]["place"].startswith("s0, document 0, token ") and finding["remedy"]
     assert "<|endoftext|> ‖ " in finding["examples"][0]["text"]
     assert [entry["documents"] for entry in report["files"]] == [100, 100]
@@ -197,28 +191,23 @@ def test_command_line(
 ) -> None:
     with pytest.raises(DataError, match="declares separators `none`"):
         validate(corpus, separators="trailing", quiet=True)
-    clean = run_command("fsdp_pretrain.data.cli", "validate", corpus, "--workers", 2)
+    clean = run_command(DATA, "validate", corpus, "--workers", 2)
     assert clean.returncode == 0 and "clean" in clean.stdout and "at least 100.0%" in clean.stdout
-    warned = run_command(
-        "fsdp_pretrain.data.cli",
-        "validate",
-        helpers.corpus(corpus.parent / "w", [*documents, []], tokenizer),
-        "--workers",
-        1,
-    )
+    other = helpers.corpus(corpus.parent / "w", [*documents, []], tokenizer)
+    warned = run_command(DATA, "validate", other, "--workers", 1)
     assert warned.returncode == 1 and "WARNING empty-documents: 1 documents (0.498%)" in warned.stdout
     other = corpus.parent / "other.json"
     other.write_text(tokenizer.path.read_text() + " ")
-    wrong = run_command("fsdp_pretrain.data.cli", "validate", corpus, "--tokenizer", other)
+    wrong = run_command(DATA, "validate", corpus, "--tokenizer", other)
     assert wrong.returncode == 2 and "ERROR   tokenizer" in wrong.stdout and "remedy:" in wrong.stdout
-    nothing = run_command("fsdp_pretrain.data.cli", "validate", corpus / "absent")
+    nothing = run_command(DATA, "validate", corpus / "absent")
     assert nothing.returncode == 78 and "there is no" in nothing.stderr
 
 
 def test_against_a_configuration(run_command: Run, lab: Any, corpus: Path, helpers: Any) -> None:
-    assert run_command("fsdp_pretrain.data.cli", "validate", lab.corpus, "--against", lab.config()).returncode == 0
+    assert run_command(DATA, "validate", lab.corpus, "--against", lab.config()).returncode == 0
     small = lab.config("small", model={"vocab": 300})
-    done = run_command("fsdp_pretrain.data.cli", "validate", lab.corpus, "--against", small, "--json")
+    done = run_command(DATA, "validate", lab.corpus, "--against", small, "--json")
     assert done.returncode == 2
     assert [f["code"] for f in json.loads(done.stdout)["corpora"][0]["findings"]] == ["vocabulary-too-small"]
     changed = corpus.parent / "tokenizer.json"
@@ -228,7 +217,7 @@ def test_against_a_configuration(run_command: Run, lab: Any, corpus: Path, helpe
     sources = [{"name": "text", "path": str(lab.corpus)}, {"name": "web", "path": str(other)}]
     sources.append({"name": "gone", "path": str(lab.path / "gone")})
     mixed = lab.config("mixed", data={"sequence_length": 32, "sources": sources})
-    done = run_command("fsdp_pretrain.data.cli", "validate", lab.corpus, "--against", mixed)
+    done = run_command(DATA, "validate", lab.corpus, "--against", mixed)
     assert done.returncode == 2 and "source web of the run" in done.stdout and "at gone: " in done.stdout
 
 

@@ -1,8 +1,7 @@
 """`fsdp-data import`: corpora from files tokenised elsewhere, without tokenising again.
 
 Megatron shards stay where they are and the manifest points to them; other formats are rewritten as new shards without
-separators. The user declares which separators documents carry, and every token is checked against that, see
-`fsdp_pretrain.data.validate.checker`.
+separators. What the documents carry is declared, and checked on every token: see `fsdp_pretrain.data.validate.checker`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.data.validate.checker import TokenChecker
 from fsdp_pretrain.errors import DataError
 
-from .jobs import Task, claim, describe, gather, make_all, release, summed, write_record
+from .jobs import Job, Task, describe, summed, write_record
 
 
 @dataclass(frozen=True)
@@ -35,44 +34,30 @@ class ImportOptions:
     """Options that decide how files are adopted."""
 
     format: Format | None
-    """Format of all files; None: the one that their names tell."""
+    """Of all files; None: by their names."""
     separators: Separators
-    """Separators that stored documents are declared to carry."""
+    """What stored documents are declared to carry."""
     copy: bool = False
     """Write new shards instead of pointing to Megatron's (other formats are always rewritten)."""
 
 
-def ingest(
-    sources: Sequence[Path],
-    tokenizer: Tokenizer,
-    out: Path,
-    options: ImportOptions,
-    *,
-    workers: int,
-    overwrite: bool = False,
-    quiet: bool = False,
-) -> CorpusManifest:
-    """Make the corpus directory `out` from token files.
-
-    Args:
-        tokenizer: the tokenizer that made the tokens.
-        out: created if absent; continued if it holds the same job, refused if it holds another one.
-        overwrite: whether to discard the content of `out`.
+def ingest(sources: Sequence[Path], tokenizer: Tokenizer, job: Job, options: ImportOptions) -> CorpusManifest:
+    """Make a corpus from token files; `tokenizer` is the one that made the tokens.
 
     Raises:
-        DataError: files cannot be read, documents do not carry the declared separators, or `out` holds another job.
+        DataError: unreadable files, documents that do not carry what was declared, or another job in the directory.
     """
-    format_of = {file: kind for source in sources for file, kind in token_files(source, options.format).items()}
-    files = list({file.absolute(): None for file in format_of})
+    found = {file: kind for source in sources for file, kind in token_files(source, options.format).items()}
+    files = list({file.absolute(): None for file in found})
     for file in files:
         if re.search("[\ud800-\udfff]", str(file)):
             raise DataError(f"the name of {file} is not UTF-8 and cannot be stored in a manifest", remedy="rename it")
-    formats = set(format_of.values())
+    formats = set(found.values())
     if len(formats) > 1:
         raise DataError(f"the sources are of several formats: {', '.join(sorted(formats))}", remedy="import each alone")
     (kind,) = formats
     options = replace(options, format=kind, copy=options.copy or kind != "megatron")
-    inside = [file for file in files if file.is_relative_to(out.absolute())]
+    inside = [file for file in files if file.is_relative_to(job.out.absolute())]
     if inside:
         raise DataError(f"{inside[0]} is inside the output directory", remedy="choose another --out")
     dtype = token_dtype(tokenizer.vocab_size) if options.copy else _common_dtype(files)
@@ -81,13 +66,13 @@ def ingest(
         Task(f"shards/{name}", (file, options), stamp[0], (".json", ".bin", ".idx") if options.copy else (".json",))
         for name, file, stamp in zip(_names(files), files, stamps, strict=True)
     ]
-    claim(out, _job(files, stamps, tokenizer, options), len(files), overwrite=overwrite)
+    job.claim(_content(files, stamps, tokenizer, options), len(files))
     try:
-        make_all(ingest_file, out, tasks, tokenizer, workers, desc="import", disable=quiet or None)
+        job.make(ingest_file, tasks, tokenizer, "import")
     except DataError:
-        release(out)
+        job.release()
         raise
-    return _finish(out, gather(out, tasks), tokenizer, options, dtype)
+    return _finish(job.out, job.gather(tasks), tokenizer, options, dtype)
 
 
 def _finish(
@@ -102,7 +87,7 @@ def _finish(
 
 
 def _common_dtype(files: Sequence[Path]) -> np.dtype[Any]:
-    """The dtype of all shards. Raises DataError if they cannot be adopted in place."""
+    """Dtype of all shards, if they can be adopted in place. Raises DataError."""
     dtype = None
     for file in files:
         shard = Shard(file)
@@ -120,10 +105,10 @@ def _common_dtype(files: Sequence[Path]) -> np.dtype[Any]:
     return dtype
 
 
-def _job(
+def _content(
     files: Sequence[Path], stamps: list[list[int]], tokenizer: Tokenizer, options: ImportOptions
 ) -> dict[str, Any]:
-    """Everything that determines the content of the shards, as JSON values."""
+    """Everything that decides the content of the shards, as JSON values."""
     return {
         "files": [str(file) for file in files],
         "stamps": stamps,
@@ -133,7 +118,7 @@ def _job(
 
 
 def _stamp(file: Path, kind: Format) -> list[int]:
-    """The `stamp_of` the file with the tokens. Raises DataError."""
+    """Of the file that holds the tokens. Raises DataError."""
     name = f"{file}.bin" if kind == "megatron" else str(file)
     try:
         return stamp_of(Path(name))
@@ -142,7 +127,7 @@ def _stamp(file: Path, kind: Format) -> list[int]:
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """A shard name for each file: the file's name if all names are different."""
+    """A shard name for each file: its own if all are unique."""
     names = [path.stem if path.suffix in (".arrow", ".npy") else path.name for path in files]
     return names if len(set(names)) == len(names) else [f"{n:05d}-{name}" for n, name in enumerate(names)]
 
@@ -152,7 +137,7 @@ def ingest_file(prefix: Path, source: Path, options: ImportOptions, tokenizer: T
 
     Args:
         source: file, or prefix of a Megatron pair.
-        options: options with a format.
+        options: with the format resolved.
 
     Raises:
         DataError: see `ingest`.

@@ -1,4 +1,4 @@
-"""`fsdp-data prepare`: makes token shards of raw text; parallel, resumable, equal for any number of workers.
+"""`fsdp-data prepare`: raw text to token shards; parallel, resumable, the same for any number of workers.
 
 Documents are stored without separators. A shard is done when its `.json` exists beside its `.bin` and `.idx`; the
 corpus is done when `manifest.json` exists. A kill loses at most the shards being written.
@@ -28,17 +28,17 @@ from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.files import replace_file
 
-from .jobs import Task, claim, describe, gather, make_all, summed, undone, write_record
+from .jobs import Job, Task, describe, summed, write_record
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 _ROUND_TRIPS_PER_SHARD = 32
 BAD_RECORDS = "bad_records.jsonl"
-"""File of a corpus that lists the bad records that were skipped."""
+"""File of a corpus that lists the records that were passed over."""
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options that determine the content of the shards, and how many bad records may be skipped."""
+    """Options that decide the content of the shards, and which bad records are passed over."""
 
     text_field: str = "text"
     lines: bool = False
@@ -50,24 +50,24 @@ class PrepareOptions:
     answer_field: str | None = None
     """If given, records are prompts with answers: two documents each."""
     holdout: Holdout | None = None
-    """The held-out documents, which are left out; `split` writes them."""
+    """The documents that are left out; `split` writes them."""
     max_bad: int = 0
     block_tokens: int | None = None
-    """Tokens of a block; None: 4M, and not part of the job's identity."""
+    """Tokens of a block; None: 4M, and not named in the job."""
 
     @property
     def pairs(self) -> bool:
         return self.answer_field is not None
 
     def find(self, inputs: Sequence[str | Path]) -> list[Path]:
-        """The input files; warns on standard error about missing numbered ones. Raises DataError."""
+        """The input files; says on standard error which numbered ones are missing. Raises DataError."""
         files = find_files(inputs, self.suffixes, self.only)
         for text in missing_numbers(files):
             print(f"warning: {text}", file=sys.stderr)
         return files
 
     def read(self, unit: Unit, bad: BadRecords) -> Iterator[Document]:
-        """Read the documents of a unit, also held-out ones; counts good records in `bad`. Raises DataError, OSError."""
+        """The documents of a unit, held-out ones included; counts good records in `bad`. Raises DataError, OSError."""
         for document in read_documents(
             unit, self.text_field, lines=self.lines, answer_field=self.answer_field, on_bad=bad
         ):
@@ -75,35 +75,29 @@ class PrepareOptions:
             yield document
 
     def holds_out(self, document: Document) -> bool:
-        """Whether a document is held out."""
+        """Whether a document is left out."""
         return self.holdout is not None and self.holdout.takes(document.text)
 
 
 def prepare(
     inputs: Sequence[str | Path],
     tokenizer: Tokenizer,
-    out: Path,
+    job: Job,
     options: PrepareOptions,
-    *,
-    workers: int,
     part: tuple[int, int] = (1, 1),
-    overwrite: bool = False,
-    quiet: bool = False,
 ) -> CorpusManifest | None:
-    """Tokenise `inputs` into the corpus directory `out`.
+    """Tokenise `inputs` into a corpus.
 
     Args:
-        out: created if absent; continued if it holds the same job, refused if it holds another one.
         part: (i, n), 1-based: make only every n-th shard, for job arrays; the last to finish writes the manifest.
-        overwrite: whether to discard the content of `out`.
 
     Returns:
         The manifest, or None if shards of other parts are still missing.
 
     Raises:
-        DataError: the input is damaged, has too many bad records or too many documents with special tokens in their
-            text, or `out` holds another job.
-        OSError: the input cannot be read, `out` cannot be written, or the storage failed.
+        DataError: unreadable input, too many bad records, another job in the directory, or too many documents that
+            contain special tokens.
+        OSError: the input cannot be read, the directory cannot be written, or the storage failed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
     files = options.find(inputs)
@@ -115,18 +109,16 @@ def prepare(
         Task(f"shards/shard-{number:05d}", (units, options), sum(unit.size for unit in units))
         for number, units in enumerate(shards)
     ]
-    claim(out, _job(shards, stamps, tokenizer, options), len(shards), overwrite=overwrite)
-    mine = tasks[part[0] - 1 :: part[1]]
-    make_all(make_shard, out, mine, tokenizer, workers, desc="prepare", disable=quiet or None)
-    if undone(out, tasks):
+    job.claim(_content(shards, stamps, tokenizer, options), len(shards))
+    job.make(make_shard, tasks[part[0] - 1 :: part[1]], tokenizer, "prepare")
+    if job.undone(tasks):
         return None
     _require_unchanged(stamps, input_stamps(find_files(inputs, options.suffixes, options.only), shards))
-    return _finish(out, tasks, tokenizer, options)
+    return _finish(job.out, job.gather(tasks), tokenizer, options)
 
 
-def _finish(out: Path, tasks: Sequence[Task], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
-    """Make a corpus of finished shards; the manifest is written last. Raises DataError."""
-    done = gather(out, tasks)
+def _finish(out: Path, done: list[dict[str, Any]], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
+    """Write what makes a corpus of the shards, the manifest last. Raises DataError."""
     counts = summed(done)
     list_bad(out, done, counts, options.max_bad)
     full = [record["entry"] for record in done if record["entry"]["documents"]]
@@ -146,9 +138,9 @@ def list_bad(out: Path, done: Sequence[dict[str, Any]], counts: dict[str, int], 
     """Write and show the bad records of all shards, if any. Raises DataError if they are too many."""
     if not counts["bad"]:
         return
-    bad_records = [record for shard in done for record in shard.get("bad", [])]
-    replace_file(out / BAD_RECORDS, "".join(json.dumps(record) + "\n" for record in bad_records))
-    first = [str(BadRecord(**record)) for record in bad_records[:5]]
+    found = [record for shard in done for record in shard.get("bad", [])]
+    replace_file(out / BAD_RECORDS, "".join(json.dumps(record) + "\n" for record in found))
+    first = [str(BadRecord(**record)) for record in found[:5]]
     if counts["bad"] > limit:
         raise too_many(counts["bad"], counts["read"] + counts["bad"], limit, first)
     print(passed_over(counts["bad"], first, str(out / BAD_RECORDS)), file=sys.stderr)
@@ -158,7 +150,8 @@ Stamps = dict[str, list[int]]
 
 
 def input_stamps(files: Iterable[Path], shards: Iterable[Iterable[Unit]]) -> Stamps:
-    """The `stamp_of` each input file that is read: a job continues only with the same input. Raises OSError."""
+    """Size and time of change of each file that is read: a job goes on only with the same input. Raises
+    OSError."""
     read = {unit.path for shard in shards for unit in shard}
     return {str(file): stamp_of(file) for file in files if str(file) in read}
 
@@ -178,8 +171,8 @@ def _shown(stamp: list[int] | None) -> str:
     return f"{stamp[0]:_} bytes of time {stamp[1]}" if stamp else "gone"
 
 
-def _job(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
-    """Everything that determines the content of the shards, as JSON values."""
+def _content(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
+    """Everything that decides the content of the shards, as JSON values."""
     return {
         "shards": [[asdict(unit) for unit in shard] for shard in shards],
         "stamps": stamps,
@@ -194,7 +187,7 @@ def _job(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, options
 
 @dataclass
 class _Counts:
-    """Counts of documents by what became of them, and the `characters` and `utf8_bytes` of the stored ones."""
+    """Numbers of documents; `characters` and `utf8_bytes` of their text."""
 
     read: int = 0
     bad: int = 0
@@ -208,7 +201,7 @@ class _Counts:
     round_trips_exact: int = 0
 
     def add(self, document: Document, encoded: list[list[int]], tokenizer: Tokenizer) -> None:
-        """Count a stored document, and compare the decoded tokens of the first few with their text."""
+        """Count a stored document; the first ones are decoded and compared."""
         if self.round_trips < _ROUND_TRIPS_PER_SHARD:
             self.round_trips += 1
             self.round_trips_exact += tuple(map(tokenizer.decode, encoded)) == document.texts
@@ -239,8 +232,8 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
                 if not all(encoded):
                     counts.empty += 1
                 elif special[tokens].any():
-                    specials = sorted({tokenizer.specials[int(i)] for i in tokens[special[tokens]]})
-                    quarantined.append({**place, "line": document.line, "specials": specials})
+                    found = sorted({tokenizer.specials[int(i)] for i in tokens[special[tokens]]})
+                    quarantined.append({**place, "line": document.line, "specials": found})
                 else:
                     counts.add(document, encoded, tokenizer)
                     for ids in encoded:
@@ -260,13 +253,13 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
     blocks = ShardBlocks.of(Shard(prefix), options.block_tokens or BLOCK_TOKENS, 0, pairs=options.pairs)
     entry["blocks"] = blocks.to_json()
     record = {"entry": entry, "counts": asdict(counts), "sources": sources, "quarantined": quarantined}
-    write_record(prefix, {**record, "bad": [asdict(bad_record) for bad_record in bad.first]})
+    write_record(prefix, {**record, "bad": [asdict(each) for each in bad.first]})
 
 
 def _encoded(
     unit: Unit, options: PrepareOptions, tokenizer: Tokenizer, bad: BadRecords
 ) -> Iterator[tuple[Document, list[list[int]]]]:
-    """The documents that are not held out, each with the ids of its texts."""
+    """Each document that is not held out, with the ids of its texts."""
     for batch in _batches(unit, options, bad):
         encoded = iter(tokenizer.encode([text for document in batch for text in document.texts]))
         for document in batch:
@@ -274,7 +267,7 @@ def _encoded(
 
 
 def _batches(unit: Unit, options: PrepareOptions, bad: BadRecords) -> Iterator[list[Document]]:
-    """The documents that are not held out, in batches for the tokenizer."""
+    """The documents that are not held out."""
     batch: list[Document] = []
     characters = 0
     for document in options.read(unit, bad):

@@ -1,15 +1,15 @@
-"""`fsdp-data split`: writes the held-out documents of any input into one JSONL file.
+"""`fsdp-data split`: the held-out documents of any input, in one JSONL file.
 
-The other documents need no second copy on disk, since `prepare` and `train-tokenizer` with the same `--holdout` leave
-the held-out ones out while reading.
+Only these are written, because they are few: `prepare` and `train-tokenizer` with the same `--holdout` leave them out
+while reading, so that the rest needs no second copy on disk.
 
-    OUT/heldout.jsonl   a line {"text": ...} (and "answer") per document, without duplicates, ordered by digest
+    OUT/heldout.jsonl   {"text": ...} a line (and "answer"), without duplicates, in the order of their digests
     OUT/split.json      counts; written last
     OUT/bad_records.jsonl
 
-The file is a function of the set of texts, whatever the order, the files and the number of processes. Its first lines
-are as good a sample as any, and equal the file of a smaller share. Parts are made in parallel and merged; a kill loses
-at most the parts being written.
+The file is a function of the set of texts: neither order nor files nor processes matter, its first lines are as good a
+sample as any, and the file of a smaller share is its beginning. Parts are made in parallel and merged; a kill loses at
+most the parts being written.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from fsdp_pretrain.errors import DataError, naming
 from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.units import human_count
 
-from .jobs import Task, claim, delete, gather, make_all, summed, write_record
+from .jobs import Job, Task, summed, write_record
 from .prepare import PrepareOptions, input_stamps, list_bad
 
 HELDOUT, REPORT = "heldout.jsonl", "split.json"
 _MOST_PARTS = 128
 _KEY = 17
-"""Length of the digest in hexadecimal and the space with which a line of a part begins."""
+"""Characters of a digest in hexadecimal and a space, which begin a line of a part."""
 
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The counts of a split: `split.json`.
+    """What was held out.
 
     Attributes:
-        holdout: the requested share, such as `0.1%`.
+        holdout: the share asked for, such as `0.1%`.
         read: documents in the input, of which `empty` have no text.
-        bad: records that were skipped.
-        held_out: held-out documents among `read`, of which `duplicates` repeat another one and are not in the file.
-        characters: characters of the texts in the file.
+        bad: records that were passed over.
+        held_out: documents of `read`, of which `duplicates` repeat another one and are not in the file.
+        characters: of the texts in the file.
     """
 
     holdout: str
@@ -60,37 +60,26 @@ class SplitReport:
     characters: int
 
 
-def split(
-    inputs: Sequence[str | Path],
-    out: Path,
-    options: PrepareOptions,
-    *,
-    workers: int,
-    overwrite: bool,
-    quiet: bool = False,
-) -> SplitReport:
-    """Write the documents that `options.holdout` takes into the directory `out`.
-
-    Args:
-        out: created if absent; continued if it holds the same job, refused if it holds another one.
+def split(inputs: Sequence[str | Path], job: Job, options: PrepareOptions) -> SplitReport:
+    """Write the documents that `options.holdout` takes.
 
     Raises:
-        DataError: the input is damaged or has too many bad records, `out` holds another job, or no document is held
-            out.
-        OSError: the input cannot be read, `out` cannot be written, or the storage failed.
+        DataError: unreadable input, too many bad records, another job in the directory, or no document is held out.
+        OSError: the input cannot be read, the directory cannot be written, or the storage failed.
     """
     assert options.holdout is not None
+    out = job.out
     files = options.find(inputs)
     total = sum(unit.size for shard in plan_shards(files, None, lines=options.lines) for unit in shard)
     parts = plan_shards(files, max(8 << 20, total // _MOST_PARTS), lines=options.lines)
-    job = {
+    content = {
         "split": [[asdict(unit) for unit in part] for part in parts],
         "stamps": input_stamps(files, parts),
         "fields": [options.text_field, options.answer_field],
         "lines": options.lines,
         "holdout": options.holdout.bound,
     }
-    claim(out, job, len(parts), overwrite=overwrite)
+    job.claim(content, len(parts))
     if (out / REPORT).exists():
         done = SplitReport(**load_json(out / REPORT))
         if done.bad <= options.max_bad:
@@ -99,8 +88,8 @@ def split(
         Task(f"shards/part-{number:05d}", (units, options), sum(unit.size for unit in units), (".json", ".jsonl"))
         for number, units in enumerate(parts)
     ]
-    make_all(make_part, out, tasks, None, workers, desc="split", disable=quiet or None)
-    finished = gather(out, tasks)
+    job.make(make_part, tasks, None, "split")
+    finished = job.gather(tasks)
     counts = summed(finished)
     list_bad(out, finished, counts, options.max_bad)
     if not counts["held_out"]:
@@ -111,7 +100,7 @@ def split(
     numbers = {**counts, "duplicates": counts["held_out"] - written, "characters": characters}
     report = SplitReport(holdout=str(options.holdout), **numbers)
     replace_file(out / REPORT, json.dumps(asdict(report), indent=1) + "\n")
-    delete(out, (task.name + suffix for task in tasks for suffix in task.suffixes))
+    job.delete(task.name + suffix for task in tasks for suffix in task.suffixes)
     return report
 
 
@@ -132,7 +121,7 @@ def make_part(prefix: Path, units: list[Unit], options: PrepareOptions, tokenize
     lines.sort()
     replace_file(prefix.with_name(prefix.name + ".jsonl"), b"".join(lines))
     counts = {"read": bad.good, "empty": empty, "bad": bad.count, "held_out": len(lines)}
-    write_record(prefix, {"counts": counts, "bad": [asdict(bad_record) for bad_record in bad.first]})
+    write_record(prefix, {"counts": counts, "bad": [asdict(each) for each in bad.first]})
 
 
 def _line(document: Document) -> bytes:
@@ -141,7 +130,7 @@ def _line(document: Document) -> bytes:
 
 
 def _merge(out: Path, tasks: Sequence[Task]) -> tuple[int, int]:
-    """Merge the parts into the file, atomically. Returns the numbers of its documents and of their characters."""
+    """Write the file atomically; returns its documents and their characters."""
     target, documents, characters = out / HELDOUT, 0, 0
     partial = target.with_name(f".{HELDOUT}.partial")
     with ExitStack() as stack, naming(target):
@@ -166,7 +155,7 @@ def _without_repeats(lines: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def summary(report: SplitReport, out: Path) -> str:
-    """The final message of `split`."""
+    """The final message."""
     kept = f"{report.held_out - report.duplicates:_} documents, {human_count(report.characters)} characters"
     share = f"{report.held_out:_} of {report.read:_} are held out ({report.held_out / report.read:.3%})"
     lines = [f"{out / HELDOUT}: {kept}; {share}"]

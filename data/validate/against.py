@@ -35,7 +35,7 @@ def check_against(report: ValidationReport, run: Config) -> Findings:
         try:
             entry = Corpus(source.path, cache=cache_use(run)).manifest.tokenizer
         except DataError as error:
-            findings.note("unreadable", source.name, error.cause)
+            findings.unreadable(source.name, error)
             continue
         both: tuple[object, object] = (report.fingerprint, entry.fingerprint)
         if report.fingerprint is None:

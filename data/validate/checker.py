@@ -1,9 +1,9 @@
-"""Checks the separators and special tokens of a file's documents. `validate` reports the findings, `import` refuses.
+"""Checks what the documents of a file carry: `validate` reports the findings, `import` refuses because of them.
 
-A declaration is true if every document carries exactly these separators: `trailing` one at its end and none elsewhere,
-`leading` one at its beginning, `none` none at all. No document may have an id outside the vocabulary or another special
-token. In a flat array, which is cut at its separators, a document at the edge of the file may lack its separator, and a
-document that is only its separator comes from two adjacent ones.
+A declaration holds if every document carries exactly what it says: `trailing` one separator at its end and none
+elsewhere, `leading` one at its beginning, `none` none at all. No document may hold an id outside the vocabulary or
+another special token. In a flat array, which is cut at its separators, a document at the edge of the file may lack its
+separator, and a document that is only its separator shows two adjacent ones.
 """
 
 from __future__ import annotations
@@ -21,31 +21,24 @@ from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 from .findings import EXAMPLES, Example, Findings
-from .report import add_texts
+from .texts import add_texts
 
 Mask = npt.NDArray[np.bool_]
 _RANGES = 4
-"""With at most so many ranges of special ids, comparing is faster than a table."""
+"""Up to this many ranges of special ids comparing is faster than a table."""
 
 
 class CheckedRun(NamedTuple):
-    """Results of checking a run, for the meter and for `import`."""
+    """What was found in a run, for those that measure or copy it."""
 
-    outside: Ints
-    """Positions of ids outside the vocabulary."""
     separators: Ints
-    """[documents], separators in each."""
+    """[documents] separators in each."""
     text: Ints
-    """[documents], tokens without the declared separator; -1 if a finding already reports the document as empty."""
+    """[documents] tokens without the declared separator; -1 if a finding already reports the document as empty."""
 
 
 class _Specials(NamedTuple):
-    """The special tokens of a run, with one entry for each.
-
-    Attributes:
-        at, document: position in the run, and number of the document within it.
-        is_separator, first, last: whether it is the separator, and the first or last token of its document.
-    """
+    """The special tokens of a run, one entry each."""
 
     at: Ints
     document: Ints
@@ -63,20 +56,19 @@ class TokenChecker:
     """Checks the runs of one file.
 
     Attributes:
-        findings: findings in the runs so far.
-        documents, tokens: numbers in the runs so far; tokens include separators.
-        empty: number of documents without any token except their declared separator.
-        unterminated: number of documents at an edge of a flat file that lack their separator.
-        beginning, ending: numbers of documents that begin or end with a separator.
+        vocabulary: that the ids are checked against.
+        findings: of the runs added.
+        documents, tokens: of the runs added, separators included in the tokens.
+        empty: documents without any token except their declared separator.
+        unterminated: pieces at an edge of a flat file that lack their separator.
+        beginning, ending: documents that begin or end with a separator.
     """
 
     def __init__(self, name: str, vocabulary: Vocabulary, declared: Separators, *, flat: bool) -> None:
-        self._name, self._vocabulary, self._declared = name, vocabulary, declared
+        self._name, self.vocabulary, self._declared = name, vocabulary, declared
         self._cut = flat and declared != "none"
         self.findings = Findings()
-        self.documents = self.tokens = 0
-        self.empty = self.unterminated = 0
-        self.beginning = self.ending = 0
+        self.documents = self.tokens = self.empty = self.unterminated = self.beginning = self.ending = 0
         self._separators = self._both_ends = 0
         self._fitting: Counter[Separators] = Counter()
         ids = sorted(vocabulary.specials | {vocabulary.eod})
@@ -95,7 +87,7 @@ class TokenChecker:
             at = np.setdiff1d(at, outside)
         inside, ids = run.document_of(at), run.tokens[at]
         first, last = at == run.starts[inside], at == run.ends[inside] - 1
-        specials = _Specials(at, inside, ids == self._vocabulary.eod, first, last)
+        specials = _Specials(at, inside, ids == self.vocabulary.eod, first, last)
         begin, end, separators = self._add_separators(run, specials.where(specials.is_separator))
         carrying = {"none": np.zeros_like(begin), "trailing": end, "leading": begin}[self._declared]
         text = run.lengths - carrying
@@ -114,28 +106,28 @@ class TokenChecker:
             self.count(run, "separator-doubled", empty, run.starts[empty])
         else:
             self.count(run, "empty-documents", empty)
-        return CheckedRun(outside, separators, text)
+        return CheckedRun(separators, text)
 
     def finish(self) -> Findings:
         """The findings, after all runs were added."""
-        if self.unterminated and not self._separators:  # there is no separator at all
+        if self.unterminated and not self._separators:  # no cut at all: not just an edge
             self.findings.add("separator-missing", self.unterminated, [Example(self._name, 0)])
         return self.findings
 
     @property
     def holds(self) -> bool:
-        """Whether the declaration is true so far; warnings do not contradict it."""
+        """Whether nothing contradicts the declaration yet; warnings do not."""
         return self.findings.exit_code < 2
 
     def require(self, source: str, file: TokenFile, tokenizer: Tokenizer) -> None:
-        """Raise DataError unless the declaration is true, with findings, rates, first places and one that would fit.
+        """Raise DataError with findings, rates, first places and a declaration that would fit, unless it holds.
 
-        Reads `file` again, up to the places.
+        Reads `file` once more, up to the places.
         """
         errors = [finding for finding in self.finish().by_code.values() if finding.kind.severity == "error"]
         if not errors:
             return
-        add_texts([example for finding in errors for example in finding.examples], {self._name: file}, tokenizer)
+        add_texts([example for finding in errors for example in finding.examples], self._name, file, tokenizer)
         cause = f"{source} does not hold what `--separators {self._declared}` and the tokenizer declare:"
         for finding in errors:
             total = self.tokens if finding.kind.unit == "tokens" else self.documents
@@ -149,10 +141,10 @@ class TokenChecker:
         )
 
     def _remedy(self) -> str:
-        findings = self.findings.by_code
-        if "outside-vocabulary" in findings:
+        found = self.findings.by_code
+        if "outside-vocabulary" in found:
             return "name the tokenizer this corpus was made with, and the right type of the tokens (--dtype)"
-        doubled = findings.get("separator-doubled")
+        doubled = found.get("separator-doubled")
         edge = ("ends", "trailing") if self._declared == "leading" else ("begins", "leading")
         at_edge = self.documents - 1 if self._declared == "leading" else 0
         if self._cut and doubled and doubled.count == 1 and doubled.examples[0].document == at_edge:
@@ -171,16 +163,16 @@ class TokenChecker:
         return f"no declaration fits all documents (those that fit: {counts}): prepare the corpus again from its text"
 
     def _outside(self, run: Run) -> Ints:
-        """Positions of ids outside the vocabulary; takes one pass if there are none."""
-        tokens, size = run.tokens, self._vocabulary.size
+        """Positions of ids outside the vocabulary; the usual case costs one pass."""
+        tokens, size = run.tokens, self.vocabulary.size
         if not len(tokens) or (int(tokens.max()) < size and (tokens.dtype.kind == "u" or int(tokens.min()) >= 0)):
             return np.zeros(0, dtype=np.int64)
-        outside = np.flatnonzero((tokens >= size) | (tokens < 0))
-        shown = outside[:EXAMPLES]
+        found = np.flatnonzero((tokens >= size) | (tokens < 0))
+        shown = found[:EXAMPLES]
         places = zip(run.document_of(shown).tolist(), shown.tolist(), strict=True)
-        examples = [self.example(run, document, position, f"id {tokens[position]}") for document, position in places]
-        self.findings.add("outside-vocabulary", len(outside), examples)
-        return outside
+        examples = [self.example(run, document, at, f"id {tokens[at]}") for document, at in places]
+        self.findings.add("outside-vocabulary", len(found), examples)
+        return found
 
     def _find(self, tokens: npt.NDArray[Any]) -> Ints:
         """Positions of special tokens, possibly also of ids outside the vocabulary."""
@@ -193,7 +185,7 @@ class TokenChecker:
         return np.flatnonzero(mask) if mask is not None and mask.any() else np.zeros(0, dtype=np.int64)
 
     def _add_separators(self, run: Run, held: _Specials) -> tuple[Mask, Mask, Ints]:
-        """Count separators. Returns [documents] whether each begins, whether it ends with one, and how many it has."""
+        """Count separators; [documents] whether each begins, and ends, with one, and how many it has."""
         begin, end = np.zeros((2, len(run.lengths)), dtype=bool)
         begin[held.document[held.first]] = True
         end[held.document[held.last]] = True
@@ -211,7 +203,7 @@ class TokenChecker:
         return begin, end, counts
 
     def _name_undeclared(self, run: Run, specials: _Specials, text: Ints) -> None:
-        """Report special tokens that were not declared. Sets `text` of documents without other tokens to -1."""
+        """Report special tokens that were not declared; sets `text` of documents that hold no others to -1."""
         declared = {"none": np.zeros_like(specials.last), "trailing": specials.last, "leading": specials.first}
         undeclared = ~(specials.is_separator & declared[self._declared])
         only = (np.bincount(specials.document[undeclared], minlength=len(text)) == text) & (text > 0)
@@ -242,13 +234,13 @@ class TokenChecker:
             self.count(run, code, held.document[head[which]], held.at[head[which]])
 
     def count(self, run: Run, code: str, documents: Ints, at: Ints | None = None) -> None:
-        """Count documents of a run with a defect (sorted, may repeat); `at`: position of the defect in the run."""
-        distinct, index = np.unique(documents, return_index=True)
-        shown = zip(distinct[:EXAMPLES].tolist(), index[:EXAMPLES].tolist(), strict=True)
+        """Count documents of a run (sorted, may repeat), each found by the token at a position of the run."""
+        found, index = np.unique(documents, return_index=True)
+        shown = zip(found[:EXAMPLES].tolist(), index[:EXAMPLES].tolist(), strict=True)
         examples = [self.example(run, document, None if at is None else int(at[i])) for document, i in shown]
-        self.findings.add(code, len(distinct), examples)
+        self.findings.add(code, len(found), examples)
 
     def example(self, run: Run, document: int, at: int | None = None, note: str = "") -> Example:
-        """An example: a document of the run, and perhaps a position in the run."""
+        """An example: a document of the run, at a position of the run."""
         token = None if at is None else at - int(run.starts[document])
         return Example(self._name, run.first + document, token, note)

@@ -1,35 +1,31 @@
-"""The catalogue of findings of `fsdp-data validate`, and the findings of a corpus, which are counted and merged."""
+"""The catalogue of what `fsdp-data validate` can find, and findings as counted and merged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple
+
+from fsdp_pretrain.errors import DataError
 
 Unit = Literal["documents", "tokens", "files", ""]
 EXAMPLES = 3
-"""Most examples that a finding keeps."""
+"""Located examples that a finding keeps."""
 
 
 class FindingKind(NamedTuple):
-    """One entry of the catalogue: the meaning of a finding, and the remedy."""
+    """One entry of the catalogue: what was found, and the remedy."""
 
     severity: Literal["error", "warning"]
-    """`error`: training would go wrong; `warning`: a person should check."""
-    unit: Unit
-    """Unit of the count and of its rate; empty if a rate means nothing."""
+    """`error` where training would go wrong, `warning` where a person should check."""
     meaning: str
     remedy: str
+    unit: Unit = "documents"
+    """Unit of the count and of its rate; empty where a rate means nothing."""
 
 
-def _error(meaning: str, remedy: str, unit: Unit = "documents") -> FindingKind:
-    return FindingKind("error", unit, meaning, remedy)
-
-
-def _warning(meaning: str, remedy: str, unit: Unit = "documents") -> FindingKind:
-    return FindingKind("warning", unit, meaning, remedy)
-
-
+_error, _warning = partial(FindingKind, "error"), partial(FindingKind, "warning")
 CATALOGUE: dict[str, FindingKind] = {
     "unreadable": _error(
         "a file is missing, truncated or not what its name says", "restore it, or prepare the shard again", unit="files"
@@ -118,11 +114,10 @@ CATALOGUE: dict[str, FindingKind] = {
 
 @dataclass
 class Example:
-    """The place of a defect: a file, perhaps a document in it, and perhaps a token of the document.
+    """Place of a defect: a file, perhaps a document in it, perhaps a token of the document.
 
-    Attributes:
-        note: a measurement at this place.
-        text: the decoded text around it, with document boundaries shown as `‖`; None without a tokenizer.
+    `note` is what was measured there; `text` the decoded text around it, with document boundaries shown as `‖`, None
+    without a tokenizer.
     """
 
     file: str
@@ -152,7 +147,7 @@ class Finding:
         return CATALOGUE[self.code]
 
     def as_dict(self, rate: float | None) -> dict[str, Any]:
-        """The finding for `--json`: count, rate, examples (`place`: the example as text), meaning and remedy."""
+        """For `--json`: count, rate, examples (`place` is the example as text), meaning and remedy."""
         examples = [{**asdict(example), "place": str(example)} for example in self.examples]
         return {"code": self.code, "count": self.count, "rate": rate, **self.kind._asdict(), "examples": examples}
 
@@ -164,7 +159,7 @@ class Findings:
         self.by_code: dict[str, Finding] = {}
 
     def add(self, code: str, count: int, examples: Iterable[Example] = ()) -> None:
-        """Add defects of one kind; a count of 0 has no effect."""
+        """Count defects; 0 has no effect."""
         if not count:
             return
         finding = self.by_code.setdefault(code, Finding(code, 0))
@@ -172,11 +167,13 @@ class Findings:
         finding.examples += list(examples)[: EXAMPLES - len(finding.examples)]
 
     def note(self, code: str, file: str, note: str) -> None:
-        """Add one defect of a file."""
         self.add(code, 1, [Example(file, note=note)])
 
+    def unreadable(self, file: str, error: DataError | OSError) -> None:
+        """Note a file that cannot be read, or not to its end."""
+        self.note("unreadable", file, error.cause if isinstance(error, DataError) else error.strerror or str(error))
+
     def merge(self, other: Findings) -> None:
-        """Add all findings of another object."""
         for finding in other.by_code.values():
             self.add(finding.code, finding.count, finding.examples)
 

@@ -1,7 +1,7 @@
-"""`fsdp-data validate`: checks the actual content of a corpus. Every finding has a remedy.
+"""`fsdp-data validate`: measure what a corpus really holds. Streaming; every finding has a remedy.
 
-The manifest is not trusted: files are compared with it, and every token is checked. Files are streamed; memory is about
-100 MB per worker, and 8 bytes per document in the parent (see `meter` and `totals`).
+The manifest is not trusted: files are measured against it, and every token is checked. Memory: about 100 MB per
+worker, and 8 bytes per document in the parent (see `measure` and `totals`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from fsdp_pretrain.data.corpus.corpus import CHECKSUMS
-from fsdp_pretrain.data.corpus.formats import MEASURED_TOKENS, Format, TokenFile, open_file, token_files
+from fsdp_pretrain.data.corpus.formats import MEASURED_TOKENS, Format, Run, TokenFile, open_file, token_files
 from fsdp_pretrain.data.corpus.manifest import CorpusManifest, Separators, ShardEntry, Vocabulary, read_manifest
 from fsdp_pretrain.data.corpus.shards import Shard, file_checksum
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
@@ -25,13 +25,14 @@ from fsdp_pretrain.errors import DataError
 
 from .checker import TokenChecker
 from .findings import Findings
-from .meter import Measurement, Meter
-from .report import ValidationReport, add_texts
-from .totals import Hashes, Totals
+from .measure import Measurement, measure
+from .report import ValidationReport
+from .texts import add_texts
+from .totals import Hashes, all_findings, quantiles
 
 _MEASURED_FILES = 8
 _POOL_BYTES = 32_000_000
-"""Bytes of a corpus below which starting processes takes longer than measuring."""
+"""Below this, starting processes takes longer than measuring."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,13 @@ class _File:
 
 @dataclass(frozen=True)
 class _Rules:
-    """The rules that every file is checked against, as sent to worker processes."""
+    """What every file is checked against, as sent to worker processes."""
 
     vocabulary: Vocabulary
     separators: Separators
     tokenizer: tuple[Path, int] | None
     dtype: str | None
-    """The dtype that the manifest declares; None without one."""
+    """That the manifest declares."""
 
     def open(self, file: _File) -> TokenFile:
         return open_file(file.path, file.format, self.vocabulary.eod, leading=self.separators == "leading")
@@ -58,7 +59,7 @@ class _Rules:
 
 @dataclass(frozen=True)
 class _Subject:
-    """The corpus to validate; `because`: where its separators were taken from."""
+    """What is validated."""
 
     files: list[_File]
     rules: _Rules
@@ -81,32 +82,41 @@ def validate(
     """Check every document of a corpus, or of token files without a manifest.
 
     Args:
-        directory: has a `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
+        directory: with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
         vocabulary: overrides the manifest's.
-        separators: separators that documents should carry, for files without a manifest; None: those of most documents.
-        format: format of files without a manifest; None: the one that their names tell.
+        separators: what documents of files without a manifest should carry; None takes what most of them do.
+        format: of files without a manifest; None takes it from their names.
         held_out: hashes of documents that should not be here, by the name of their corpus.
 
     Raises:
-        DataError: the directory holds no shards, the vocabulary is unknown, or `separators` contradicts the manifest.
+        DataError: the directory holds no shards, nothing says what the ids should be, or `separators` is given for a
+            corpus whose manifest declares them.
     """
     findings = Findings()
     if (directory / "manifest.json").exists():
         subject = _declared(directory, tokenizer, vocabulary, separators, findings)
     else:
         subject = _bare(directory, tokenizer, vocabulary, separators, format)
-    sizes = [_size(file) for file in subject.files]
-    totals = Totals([file.name for file in subject.files])
-    totals.findings.merge(findings)
-    measurements = _measure_all(subject.rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
+    sizes, files = [_size(file) for file in subject.files], list[Measurement]()
+    each = _each(subject.rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=quiet or None) as bar:
-        for number, (size, measured) in enumerate(zip(sizes, measurements, strict=True)):
-            totals.add(number, measured)
+        for size, measured in zip(sizes, each, strict=True):
+            files.append(measured)
             bar.update(size)
-    totals.add_findings(held_out or {})
+    findings.merge(all_findings(files, held_out or {}))
     if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
-        totals.findings.by_code.pop("one-token-documents", None)
-    return _report(directory, subject, totals)
+        findings.by_code.pop("one-token-documents", None)
+    _add_texts(subject, findings)
+    rules = subject.rules
+    return ValidationReport(
+        directory=str(directory),
+        separators=(rules.separators, subject.because),
+        vocabulary=rules.vocabulary,
+        fingerprint=subject.fingerprint,
+        findings=findings,
+        lengths=quantiles(files),
+        files=files,
+    )
 
 
 def _declared(
@@ -123,10 +133,10 @@ def _declared(
             f"the manifest of {directory} declares separators `{manifest.separators}`, not `{separators}`",
             remedy="leave --separators out; validate judges by the manifest and reports what differs",
         )
-    entry, loaded = manifest.tokenizer, _compare(directory, manifest, tokenizer, findings)
-    stored = loaded if loaded is not None and loaded.fingerprint == entry.fingerprint else entry
+    entry, held = manifest.tokenizer, _compare(directory, manifest, tokenizer, findings)
+    stored = held if held is not None and held.fingerprint == entry.fingerprint else entry
     ids = vocabulary or Vocabulary.of(stored)
-    rules = _Rules(ids, manifest.separators, _named(loaded), manifest.dtype)
+    rules = _Rules(ids, manifest.separators, _named(held), manifest.dtype)
     files = [_File(shard.prefix(directory), "megatron", shard.name, shard) for shard in manifest.shards]
     return _Subject(files, rules, manifest, "declared by the manifest", entry.fingerprint)
 
@@ -139,10 +149,10 @@ def _bare(
     format: Format | None,  # noqa: A002
 ) -> _Subject:
     """A directory of token files without a manifest."""
-    format_of = token_files(directory, format)
+    found = token_files(directory, format)
     files = [
         _File(path, kind, path.name if path.name == directory.name else str(path).removeprefix(f"{directory}/"))
-        for path, kind in format_of.items()
+        for path, kind in found.items()
     ]
     if vocabulary is None and tokenizer is not None:
         vocabulary = Vocabulary.of(tokenizer)
@@ -160,7 +170,7 @@ def _bare(
 def _compare(
     directory: Path, manifest: CorpusManifest, tokenizer: Tokenizer | None, findings: Findings
 ) -> Tokenizer | None:
-    """Compare the manifest with its files and the given tokenizer. Returns the tokenizer of the corpus, if any."""
+    """Compare the manifest with its files and the given tokenizer; returns the tokenizer of the corpus, if any."""
     entry, stored = manifest.tokenizer, None
     for what in ("documents", "tokens"):
         listed = sum(getattr(shard, what) for shard in manifest.shards)
@@ -176,7 +186,7 @@ def _compare(
             if file_checksum(directory / name) != expected:
                 findings.note("checksum", name, "not the table that the manifest names")
         except OSError as error:
-            _unreadable(findings, name, error)
+            findings.unreadable(name, error)
     try:
         stored = Tokenizer.load(directory / entry.file, eod=entry.eod)
         if stored.fingerprint != entry.fingerprint:
@@ -185,7 +195,7 @@ def _compare(
         elif (stored.vocab_size, stored.specials) != (entry.vocab_size, entry.specials):
             findings.note("manifest-mismatch", "manifest.json", f"vocabulary or special tokens are not of {entry.file}")
     except (DataError, OSError) as error:
-        _unreadable(findings, entry.file, error)
+        findings.unreadable(entry.file, error)
     if tokenizer is not None and tokenizer.fingerprint != entry.fingerprint:
         both = f"manifest {entry.fingerprint[:12]}, {tokenizer.path} {tokenizer.fingerprint[:12]}"
         findings.note("tokenizer", "manifest.json", both)
@@ -194,8 +204,7 @@ def _compare(
 
 
 def _detect_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
-    """The rules with the separators that most documents carry, in the first run of up to 8 files, and the measurement
-    as a sentence."""
+    """The rules with what most documents carry, by the first run of up to 8 files, and how that was measured."""
     checker = TokenChecker("", rules.vocabulary, "none", flat=False)
     for source in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
         try:
@@ -208,17 +217,13 @@ def _detect_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
         except (DataError, OSError):
             continue  # reported when the file is measured
     documents, end, begin = checker.documents - checker.empty, checker.ending, checker.beginning
+    found: Separators = "trailing" if 2 * end > documents else "leading" if 2 * begin > documents else "none"
     because = f"measured: of {documents:_} documents {end:_} end and {begin:_} begin with one"
-    separators: Separators = "none"
-    if 2 * end > documents:
-        separators = "trailing"
-    elif 2 * begin > documents:
-        separators = "leading"
-    return replace(rules, separators=separators), because
+    return replace(rules, separators=found), because
 
 
 def _size(file: _File) -> int:
-    """Bytes of the file with the tokens; 0 if it does not exist."""
+    """Bytes of the file with the tokens, 0 if it is absent."""
     path = Path(f"{file.path}.bin") if file.format == "megatron" else file.path
     try:
         return path.stat().st_size
@@ -226,8 +231,8 @@ def _size(file: _File) -> int:
         return 0
 
 
-def _measure_all(rules: _Rules, files: list[_File], workers: int) -> Iterator[Measurement]:
-    """Measure all files, in their order, so that reports do not depend on timing; the queue is bounded."""
+def _each(rules: _Rules, files: list[_File], workers: int) -> Iterator[Measurement]:
+    """Measurements in the order of the files, so that reports do not depend on timing; the queue is bounded."""
     if min(workers, len(files)) <= 1:
         yield from (_measure(rules, file) for file in files)
         return
@@ -242,21 +247,16 @@ def _measure_all(rules: _Rules, files: list[_File], workers: int) -> Iterator[Me
 
 
 def _measure(rules: _Rules, file: _File) -> Measurement:
-    """Measure a file, or the part of it before its first damage."""
+    """Measure a file; of one that is damaged, what precedes the damage."""
     checker = TokenChecker(file.name, rules.vocabulary, rules.separators, flat=file.format == "npy")
-    meter = Meter(checker, rules.vocabulary, _load(rules.tokenizer))
-    try:
-        opened = rules.open(file)
-        if _is_readable(opened.shard, file, rules, checker.findings):
-            for run in opened.runs(MEASURED_TOKENS):
-                meter.add(run)
-    except (DataError, OSError) as error:
-        _unreadable(checker.findings, file.name, error)
-    return meter.finish()
+    return measure(file.name, _runs(rules, file, checker.findings), checker, _load(rules.tokenizer))
 
 
-def _unreadable(findings: Findings, name: str, error: DataError | OSError) -> None:
-    findings.note("unreadable", name, error.cause if isinstance(error, DataError) else error.strerror or str(error))
+def _runs(rules: _Rules, file: _File, findings: Findings) -> Iterator[Run]:
+    """The runs of a file, if it can be read in order. Raises DataError, OSError."""
+    opened = rules.open(file)
+    if _is_readable(opened.shard, file, rules, findings):
+        yield from opened.runs(MEASURED_TOKENS)
 
 
 def _named(tokenizer: Tokenizer | None) -> tuple[Path, int] | None:
@@ -269,7 +269,7 @@ def _load(tokenizer: tuple[Path, int] | None) -> Tokenizer | None:
 
 
 def _is_readable(shard: Shard | None, file: _File, rules: _Rules, findings: Findings) -> bool:
-    """Whether a file can be read in order; notes the defects of a shard's index."""
+    """Whether a file can be read in order; what is wrong with the index of a shard is noted."""
     if shard is None:
         return True
     if file.entry is not None:
@@ -285,37 +285,25 @@ def _is_readable(shard: Shard | None, file: _File, rules: _Rules, findings: Find
 
 def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, findings: Findings) -> None:
     tokens = shard.listed_bytes // shard.dtype.itemsize
-    for what, actual, declared in (
+    for what, held, said in (
         ("documents", shard.documents, entry.documents),
         ("tokens", tokens, entry.tokens),
         ("bytes", shard.bytes, entry.bytes),
         ("dtype", shard.dtype.name, rules.dtype),
     ):
-        if actual != declared:
-            findings.note("manifest-mismatch", file.name, f"{what}: {actual}, the manifest says {declared}")
+        if held != said:
+            findings.note("manifest-mismatch", file.name, f"{what}: {held}, the manifest says {said}")
     for path, expected in ((shard.path, entry.bin_xxh3), (shard.index_path, entry.idx_xxh3)):
         if file_checksum(path) != expected:
             findings.note("checksum", file.name + path.suffix, "")
 
 
-def _report(directory: Path, subject: _Subject, totals: Totals) -> ValidationReport:
-    """Assemble the report and decode the text around its examples."""
-    rules, tokenizer = subject.rules, _load(subject.rules.tokenizer)
-    report = ValidationReport(
-        directory=str(directory),
-        documents=totals.documents,
-        tokens=totals.tokens,
-        separators=(rules.separators, subject.because),
-        vocabulary=rules.vocabulary,
-        fingerprint=subject.fingerprint,
-        findings=totals.findings,
-        lengths=totals.lengths(),
-        files=totals.files,
-    )
-    if tokenizer is not None:
-        examples = [example for finding in totals.findings.by_code.values() for example in finding.examples]
-        wanted = {example.file for example in examples if example.document is not None}
-        for file in subject.files:
-            if file.name in wanted:
-                add_texts(examples, {file.name: rules.open(file)}, tokenizer)
-    return report
+def _add_texts(subject: _Subject, findings: Findings) -> None:
+    """Decode the text around the examples, if there is a tokenizer."""
+    if (tokenizer := _load(subject.rules.tokenizer)) is None:
+        return
+    examples = [example for finding in findings.by_code.values() for example in finding.examples]
+    wanted = {example.file for example in examples if example.document is not None}
+    for file in subject.files:
+        if file.name in wanted:
+            add_texts(examples, file.name, subject.rules.open(file), tokenizer)

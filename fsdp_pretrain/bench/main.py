@@ -16,7 +16,7 @@ from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.processes import exit_now
 
-from . import children, peers, saves, sides, steps, sweep
+from . import measured, peers, saves, steps, sweep
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
         _deliver(args, asdict(compared), "\n".join(peers.render(compared)))
         return 1 if compared.failed else 0
     if args.side != peers.OURS:
-        times = sides.measure(args.side, config, steps=args.steps, warmup=args.warmup)
+        times = peers.measure_side(args.side, config, steps=args.steps, warmup=args.warmup)
         _deliver(args, asdict(times), steps.render(times))
         exit_now(0)
     with mesh.connect(config.parallel) as world:
@@ -81,7 +81,9 @@ def _parser() -> Parser:
     )
     what.add_argument("--saves", type=Path, metavar="DIR", help="time checkpoints in this directory instead")
     what.add_argument("--peers", action="store_true", help="compare with other implementations of the model instead")
-    what.add_argument("--side", choices=peers.SIDES, default=peers.OURS, help=argparse.SUPPRESS)  # of --peers
+    what.add_argument(
+        "--side", choices=(peers.OURS, *peers.NETWORKS), default=peers.OURS, help=argparse.SUPPRESS
+    )  # of --peers
     parser.add_argument(
         "--accumulation",
         type=positive,
@@ -92,7 +94,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--limit",
         type=float,
-        default=children.LIMIT,
+        default=measured.LIMIT,
         help="of --sweep and --peers: seconds of a process (default: 900)",
     )
     parser.add_argument(

@@ -3,24 +3,42 @@
 In every round each side trains in a fresh process, the next round in the opposite order. So no side inherits memory,
 caches or a warm device from another, two models never have to fit on a GPU together, and a neighbour's load falls on
 all sides alike. Compare the ratios: they are computed within rounds.
+
+The other sides train the same Llama on the same tokens in the same precision, in a loop as one writes it by hand: one
+cross-entropy over all logits, clipping, fused AdamW; no FSDP, no schedule, no record, no checks.
+
+- `plain`: the trainer's own model; what it gains on `ours` is the cost of everything around the model.
+- `transformers`: LlamaForCausalLM with PyTorch's attention.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import LlamaModel
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.hf import layout as hf_layout
+from fsdp_pretrain.models.masks import choose_backend
+from fsdp_pretrain.parallel import fsdp, mesh
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.plan.plan import count_parameters
+from fsdp_pretrain.train.batch_reader import DataStream
 
-from . import children
-from .times import MeasuredSteps, Spread
+from . import measured
+from .measured import MeasuredSteps, Spread
+from .steps import RandomSteps, initialise, step_times
 
 OURS = "ours"
-SIDES = (OURS, "plain", "transformers")
 
 
 @dataclass
@@ -57,12 +75,12 @@ def compare(config: Config, command: Sequence[str], *, rounds: int, limit: float
         ConfigError: not every side can train this.
     """
     _check(config)
-    result, left = Comparison(), list(SIDES)
+    result, left = Comparison(), [OURS, *NETWORKS]
     with contextlib.suppress(KeyboardInterrupt):
         for number in range(rounds):
             result.rounds.append(found := {})
             for side in left if number % 2 == 0 else left[::-1]:
-                times = children.measure([*command, "--side", side], limit=limit)
+                times = measured.measure([*command, "--side", side], limit=limit)
                 if isinstance(times, str):
                     result.failed[side] = times
                 else:
@@ -100,10 +118,163 @@ def render(result: Comparison) -> Iterator[str]:
             f"{shared.run}: {shared.dtype}, {'compiled' if shared.compiled else 'eager'}, {shared.speed.device}, torch "
             f"{shared.torch}; {len(result.rounds)} rounds of {shared.steps} steps, median [least to most]"
         )
-    for side in SIDES:
+    for side in (OURS, *NETWORKS):
         if found := [each[side] for each in result.rounds if side in each]:
             ratio = "" if side == OURS or result.ratio(side) is None else f", {result.ratio(side)} of ours"
             seconds = Spread.of([each.speed.seconds_per_step for each in found])
             yield f"  {side:<13} step {seconds}s{ratio}; loss {found[-1].loss:.3f}"
             yield f"  {'':<13} the last: {found[-1]}"
     yield from (f"  {side:<13} failed: {reason}" for side, reason in result.failed.items())
+
+
+# ---------------------------------------------------------------------- the other sides
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model of any library.
+
+    Attributes:
+        module: has the parameters, fp32.
+        blocks: its decoder blocks, each compiled on its own if the configuration says so.
+        logits: int64 [B, S] -> [B, S, V], in the dtype of the parameters.
+    """
+
+    module: nn.Module
+    blocks: Sequence[nn.Module]
+    logits: Callable[[Tensor], Tensor]
+
+
+def measure_side(name: str, config: Config, *, steps: int, warmup: int) -> MeasuredSteps:
+    """Time `steps` steps of another implementation after `warmup`, without a process group.
+
+    Raises:
+        ConfigError: its library is not installed.
+    """
+    alone = mesh.SingleProcess()
+    device = alone.device = mesh.device_of(mesh.RankInfo.from_environment())
+    with torch.device(device):
+        network = NETWORKS[name](config, alone)
+    network.module.train()
+    parameters = sum(parameter.numel() for parameter in network.module.parameters())
+    assert parameters == count_parameters(config.model), f"{parameters:_} parameters"
+    loop = PlainLoop(network, config, RandomSteps(config, alone), device, fsdp.compute_dtype(config, device))
+    for _ in range(warmup):
+        loop.step()
+    loop.loss()  # waits for the device
+    start = time.perf_counter()
+    for _ in range(steps):
+        loop.step()
+    loss = loop.loss()
+    seconds, batch = (time.perf_counter() - start) / steps, config.schedule.batch.full
+    return step_times(config, alone, batch=batch, steps=steps, seconds=seconds, loss=loss, side=name)
+
+
+def _build_plain(config: Config, world: World) -> Network:
+    model = models.build(config.model).to_empty(device=world.device)
+    model.backend = choose_backend(config.parallel.attention, config.model, world.device)
+    initialise(model, config, world)
+    return Network(model, list(model.blocks), model)
+
+
+def _build_transformers(config: Config, world: World) -> Network:
+    """With its own initial values, on the default device."""
+    del world
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(f"transformers cannot be imported: {error}") from None
+    assert isinstance(config.model, LlamaModel)
+    values = hf_layout.to_hf(config.model, sequence_length=config.data.sequence_length, eod=0, dtype="float32")
+    theirs = transformers.LlamaConfig.from_dict(values | {"use_cache": False})
+    module = transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa")
+    return Network(module, list(module.model.layers), lambda tokens: module(input_ids=tokens, use_cache=False).logits)
+
+
+NETWORKS: dict[str, Callable[[Config, World], Network]] = {"plain": _build_plain, "transformers": _build_transformers}
+"""Builds the model of a side, on the default device, which is that of the world. Raises ConfigError."""
+
+
+class PlainLoop:
+    """Trains a network: micro-batches, clipping, fused AdamW.
+
+    Precision is that of FSDP2 with fp32 parameters: matrix products in `dtype` on a copy of the parameters, gradients
+    added up, clipped and applied in fp32. With fp32 there is no copy.
+
+    Args:
+        network: on `device`.
+        config: its optimiser, clipping and whether blocks are compiled; schedules are left out.
+        batches: of which only the tokens are used.
+        dtype: of the matrix products.
+    """
+
+    def __init__(
+        self, network: Network, config: Config, batches: DataStream, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._logits, self._batches, self._device = network.logits, batches, device
+        self._limit = config.train.grad_clip
+        self._weights: list[Tensor] = list(network.module.parameters())
+        self._masters, self._copies = self._weights, dtype is not torch.float32
+        if self._copies:
+            self._masters = [weight.detach() for weight in self._weights]
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.data = weight.data.to(dtype)
+                master.grad = torch.zeros_like(master)
+        self._optimizer = _adamw(self._masters, config)
+        self._cross_entropy: Callable[[Tensor, Tensor], Tensor] = _cross_entropy
+        if fsdp.compiles(config, device):
+            self._cross_entropy = torch.compile(_cross_entropy)
+            for block in network.blocks:
+                block.compile()
+        self._loss = torch.zeros((), device=device)
+
+    def step(self) -> None:
+        """Issue one optimiser step."""
+        batch = next(self._batches)
+        self._loss.zero_()
+        for number, micro in enumerate(batch.micro):
+            tokens = micro.tokens.to(self._device, non_blocking=True)
+            loss = self._cross_entropy(self._logits(tokens[:, :-1].contiguous()), tokens[:, 1:]) / batch.targets
+            loss.backward()
+            self._loss += loss.detach()
+            if self._copies:
+                self._take_gradients(first=number == 0)
+        if self._limit:
+            nn.utils.clip_grad_norm_(self._masters, self._limit)
+        self._optimizer.step()
+        if not self._copies:
+            self._optimizer.zero_grad()
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._masters)
+
+    def loss(self) -> float:
+        """Mean loss of the last step, in nats per target; waits for the device."""
+        return float(self._loss)
+
+    @torch.no_grad()
+    def _take_gradients(self, *, first: bool) -> None:
+        """Add the gradients of a micro-batch to those of the step, in fp32."""
+        sums = [master.grad for master in self._masters if master.grad is not None]
+        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+        if first:
+            torch._foreach_copy_(sums, gradients)
+        else:
+            torch._foreach_add_(sums, gradients)
+        for weight in self._weights:
+            weight.grad = None
+
+
+def _adamw(parameters: list[Tensor], config: Config) -> torch.optim.AdamW:
+    """Fused, with the run's settings at a constant rate; vectors (norms) do not decay."""
+    section = config.optimizer
+    groups = [
+        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": section.weight_decay},
+        {"params": [each for each in parameters if each.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the loss: [B, S, V], int64 [B, S] -> fp32 scalar."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")

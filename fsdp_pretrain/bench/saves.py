@@ -26,7 +26,7 @@ from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.units import human_bytes
 
 from . import steps as step_bench
-from .times import Spread
+from .measured import Spread
 
 _BLOCK = 1 << 22
 

@@ -32,7 +32,7 @@ from fsdp_pretrain.train.observer import Observer
 from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.units import human_bytes, human_count
 
-from .times import MeasuredSteps
+from .measured import MeasuredSteps
 
 
 class RandomSteps:

@@ -19,8 +19,8 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch.preflight import gpu_count
 from fsdp_pretrain.parallel.mesh import shard_size
 
-from . import children
-from .times import MeasuredSteps
+from . import measured
+from .measured import MeasuredSteps
 
 _MICRO, _RECOMPUTE, _RESHARD = "train.micro_batch", "parallel.recompute", "parallel.reshard_after_forward"
 _ACCUMULATION = 4
@@ -79,7 +79,7 @@ def sweep(
                     f"{key}={value}" for key, value in ({_MICRO: size} | dict(zip(ways, values, strict=True))).items()
                 ]
                 accumulation = str(min(_ACCUMULATION, max(1, batch // ranks // int(size))))
-                found = children.measure([*command, *keys, "--accumulation", accumulation], limit=limit, ranks=ranks)
+                found = measured.measure([*command, *keys, "--accumulation", accumulation], limit=limit, ranks=ranks)
                 way = TriedWay(keys, None, found) if isinstance(found, str) else TriedWay(keys, found)
                 tried.append(way)
                 print(way, file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import JSON, CommandLine, argument, byte_count, verb
+from fsdp_pretrain.console import JSON, argument, byte_count, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.arguments import check_begun, import_extra
 from fsdp_pretrain.run.files import RunDir
@@ -19,25 +19,6 @@ if TYPE_CHECKING:
 
 _CONVERTED = "weights are converted"
 _STEP = argument("step", type=int, help="step of the checkpoint")
-
-
-def add(command: CommandLine) -> None:
-    """Add the verb `checkpoints` with its actions."""
-    parser = command.add(_checkpoints)
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
-    for action in (_list, _verify, _export):
-        action.add_to(actions, "fsdp-pretrain checkpoints runs/quickstart/run")
-    _import.add_to(actions, "fsdp-pretrain checkpoints runs/quickstart/warm")
-
-
-@verb(
-    "checkpoints",
-    "runs/quickstart/run list",
-    argument("run", type=lambda text: RunDir(Path(text)), metavar="RUN", help="run directory"),
-)
-def _checkpoints(args: argparse.Namespace) -> int:
-    """The checkpoints of a run: list, verify, export to Hugging Face, import from it. Each has its --help."""
-    raise AssertionError("an action is required")
 
 
 @verb("list", "", JSON)
@@ -155,3 +136,21 @@ def _import(args: argparse.Namespace) -> int:
             print(f"rows of the embedding table: {done.padded} are not in the source and got the mean of the others")
         print(f"tokenizer: {done.tokenizer}")
     return 0
+
+
+def _add_actions(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    for action in (_list, _verify, _export):
+        action.add_to(actions, "fsdp-pretrain checkpoints runs/quickstart/run")
+    _import.add_to(actions, "fsdp-pretrain checkpoints runs/quickstart/warm")
+
+
+@verb(
+    "checkpoints",
+    "runs/quickstart/run list",
+    argument("run", type=lambda text: RunDir(Path(text)), metavar="RUN", help="run directory"),
+    _add_actions,
+)
+def checkpoints(args: argparse.Namespace) -> int:
+    """The checkpoints of a run: list, verify, export to Hugging Face, import from it. Each has its --help."""
+    raise AssertionError("an action is required")

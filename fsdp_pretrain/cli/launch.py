@@ -6,20 +6,51 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from fsdp_pretrain.console import JSON, CommandLine, argument, seconds, verb
+from fsdp_pretrain.console import JSON, Argument, argument, seconds, verb
 from fsdp_pretrain.errors import BusyError, ConfigError
-from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.run.arguments import parse_trainer, run_directory
 
 
-def add(command: CommandLine) -> None:
-    """Add the verbs."""
-    for each, usage in ((_launch, "CONFIG [key=value ...] [trainer options]"), (_doctor, "")):
-        parser = command.add(each)
-        parser.set_defaults(passed_on=[])
-        parser.usage = f"fsdp-pretrain {each.name} [options] [torchrun options] {usage}".rstrip()
-        add_torchrun_options(parser)
+def _ranks(text: str) -> str:
+    if text not in ("gpu", "cpu", "auto") and not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of ranks nor gpu, cpu or auto")
+    return text
+
+
+def torchrun_options(usage: str, **defaults: Any) -> Argument:
+    """The torchrun options that a verb fills in or reads; all others are in `passed_on`, for torchrun.
+
+    `usage` is the command line behind the verb; `defaults` are other values of what is not given.
+    """
+
+    def add(parser: argparse.ArgumentParser) -> None:
+        """Add them, after the options of the verb."""
+        options = parser.add_argument_group("torchrun options (any other is passed on as it is)")
+        options.add_argument("--nnodes", default="1", help="number of nodes, or MIN:MAX (default: 1)")
+        options.add_argument(
+            "--nproc-per-node",
+            "--nproc_per_node",
+            type=_ranks,
+            default="gpu",
+            help="ranks per node: a number, gpu, cpu or auto (default: gpu)",
+        )
+        options.add_argument(
+            "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST[:PORT]", help="first node; the same on every node"
+        )
+        options.add_argument(
+            "--rdzv-conf",
+            "--rdzv_conf",
+            default="",
+            metavar="KEY=VALUE,...",
+            help="further settings of the rendezvous; is_host=false for a second launcher on the first node",
+        )
+        options.add_argument("--rdzv-id", "--rdzv_id", help="name of the job (default: the configuration's file name)")
+        parser.usage = f"{parser.prog} {usage}"
+        parser.set_defaults(passed_on=[], **defaults)
+
+    return add
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -42,8 +73,9 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     ),
     argument("--print-run", action="store_true", help="print the run directory, for scripts, and exit"),
     argument("--no-preflight", action="store_true", help="start without the checks of storage and devices"),
+    torchrun_options("[options] [torchrun options] CONFIG [key=value ...] [trainer options]"),
 )
-def _launch(args: argparse.Namespace) -> int:
+def launch(args: argparse.Namespace) -> int:
     """Train under torchrun, and restart it when it ends early, unless that was intended or a restart cannot help.
     Everything before CONFIG that is not listed here goes to torchrun; what follows CONFIG goes to the trainer. Exit 0
     complete, 75 start again to continue, 76 the same without the hosts in RUN/avoid_hosts, 78 refused, 93 a person must
@@ -68,8 +100,9 @@ def _launch(args: argparse.Namespace) -> int:
     "  fsdp-pretrain doctor --nnodes 16 --rdzv-endpoint node001   # the same on every node",
     argument("--run", type=run_directory, metavar="RUN", help="refuse if a job of this run directory is running"),
     JSON,
+    torchrun_options("[options] [torchrun options]"),
 )
-def _doctor(args: argparse.Namespace) -> int:
+def doctor(args: argparse.Namespace) -> int:
     """Check the hardware of a stopped job: GPUs and memory of every rank, a timed matrix product, and sums over pairs
     of nodes, for their correctness and speed. Names the bad host or pair. Exit 0 if nothing is wrong, 1 otherwise. What
     is not listed here goes to torchrun."""

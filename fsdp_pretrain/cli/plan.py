@@ -1,4 +1,4 @@
-"""`fsdp-pretrain plan`: what a configuration means in exact numbers."""
+"""`fsdp-pretrain plan`: what a configuration means in exact numbers; and `config-reference`."""
 
 from __future__ import annotations
 
@@ -88,4 +88,13 @@ def _at(args: argparse.Namespace, config: Config) -> int:
         print(json.dumps(rows if "," in args.at else rows[0], indent=1))
     else:
         print("\n".join(render_rows(rows) if len(rows) > 1 else (f"{key:16} {rows[0][key]}" for key in rows[0])))
+    return 0
+
+
+@verb("config-reference", "")
+def config_reference(args: argparse.Namespace) -> int:
+    """Print docs/config.md: every configuration key."""
+    from fsdp_pretrain.config.reference import reference
+
+    print(reference(), end="")
     return 0

@@ -1,24 +1,38 @@
-"""`fsdp-pretrain replay` and `profile`: look into chosen steps of a run."""
+"""`fsdp-pretrain where`, `replay` and `profile`: look into chosen steps of a run."""
 
 from __future__ import annotations
 
 import argparse
+import json
 
-from fsdp_pretrain.console import CommandLine, argument, positive, step_number, verb
+from fsdp_pretrain.console import argument, positive, step_number, verb
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.launch.arguments import add_torchrun_options
 from fsdp_pretrain.run.arguments import RUN, SEGMENT, import_extra
 
 from .control import running_job, send_request
+from .launch import torchrun_options
 
 
-def add(command: CommandLine) -> None:
-    """Add the verbs."""
-    command.add(_profile)
-    parser = command.add(_replay)
-    parser.usage = "fsdp-pretrain replay RUN --from STEP [options] [torchrun options]"
-    add_torchrun_options(parser)
-    parser.set_defaults(passed_on=[], nproc_per_node=None, rdzv_id="replay")
+@verb(
+    "where",
+    "runs/quickstart/run --step 120 --text",
+    RUN,
+    argument("--step", type=positive, required=True, help="optimiser step, from 1"),
+    SEGMENT,
+    argument("--rank", type=int, help="only the samples of this rank"),
+    argument("--text", action="store_true", help="show the text of every piece"),
+    argument("--ids", action="store_true", help="show the token ids, the last of which is only a label"),
+    argument("--json", action="store_true", help="print JSON"),
+)
+def where(args: argparse.Namespace) -> int:
+    """Which documents a step was trained on: samples, shards, documents, token ranges, text. Proves by the recorded
+    digest that it is the batch that was trained. Needs the run directory and the corpora, no GPU."""
+    from fsdp_pretrain.lineage import provenance
+
+    step = provenance.trained_step(args.run, args.step, args.segment)
+    found = provenance.describe_step(step, rank=args.rank, text=args.text, ids=args.ids)
+    print(json.dumps(found.model_dump(exclude_unset=True)) if args.json else provenance.render(found))
+    return 0
 
 
 @verb(
@@ -36,8 +50,9 @@ def add(command: CommandLine) -> None:
     argument("--steps", type=positive, default=1, metavar="N", help="number of steps (default: 1)"),
     argument("--precision", choices=("bf16", "bf16+fp8", "fp16", "fp32"), help="instead of the run's"),
     SEGMENT,
+    torchrun_options("RUN --from STEP [options] [torchrun options]", nproc_per_node=None, rdzv_id="replay"),
 )
-def _replay(args: argparse.Namespace) -> int:
+def replay(args: argparse.Namespace) -> int:
     """Train the samples of recorded steps again, from a checkpoint, beside the run, which is not touched, and compare
     with the record: equal to the bit, as with nothing changed on the same ranks, or does data, settings or numerics
     differ first? Exit 0 if equal, 1 if not. What is not listed here goes to torchrun."""
@@ -88,7 +103,7 @@ def _ranks(text: str) -> tuple[int, ...]:
     ),
     argument("--ranks", type=_ranks, default=(0,), metavar="R,R", help="ranks that write a trace (default: 0)"),
 )
-def _profile(args: argparse.Namespace) -> int:
+def profile(args: argparse.Namespace) -> int:
     """Trace steps of the running job with PyTorch's profiler: one file per rank in RUN/profiles, for Perfetto or
     chrome://tracing. All ranks begin at the same step; no number of the run changes."""
     from fsdp_pretrain.run import environment

@@ -39,7 +39,7 @@ from fsdp_pretrain.train.loop import Loop
 from fsdp_pretrain.train.observer import Observer
 from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.views.trackers.follow import Followers, finish_followers, start_followers
-from fsdp_pretrain.views.trackers.sink import NAMES, check_installed
+from fsdp_pretrain.views.trackers.sink import SINKS, check_installed
 from fsdp_pretrain.watchdog.notify.channels import make_channels
 
 from . import joining
@@ -54,7 +54,7 @@ def preflight(config: Config, world: World) -> None:
     """Check what can be checked before anything is built. Raises ConfigError."""
     plan.check_declared(config.model, plan.count_parameters(config.model))
     check_batches(config.schedule.batches(), world.size, config.train.micro_batch)
-    check_installed(name for name in NAMES if getattr(config.record, name))
+    check_installed(name for name in SINKS if getattr(config.record, name))
     if config.watchdog.enabled:
         make_channels(config.watchdog.notify, os.environ)
 

@@ -284,48 +284,35 @@ class _WithKernels(nn.Module):
 
 
 class _Fused(torch.autograd.Function):
-    """A kernel that saves its inputs, `kept` more bytes and possibly its output, and needs `scratch` bytes backward."""
+    """A kernel that saves its inputs (if `keeps`), `kept` more bytes and possibly its output, and needs `scratch` bytes
+    backward."""
 
     @staticmethod
-    def forward(ctx: Any, kept: int, scratch: int, keeps_output: bool, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, keeps: bool, kept: int, scratch: int, keeps_output: bool, *inputs: Tensor) -> Tensor:
         out = torch.empty_like(inputs[0])
         more = torch.empty(kept, dtype=torch.uint8, device=_META)
-        ctx.save_for_backward(*inputs, more, *([out] if keeps_output else []))
-        ctx.inputs, ctx.scratch = len(inputs), scratch
+        ctx.save_for_backward(*inputs * keeps, more, *([out] if keeps_output else []))
+        ctx.inputs, ctx.scratch = [(tensor.shape, tensor.dtype) for tensor in inputs], scratch
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scratch = torch.empty(ctx.scratch, dtype=torch.uint8, device=_META)
-        outs = [torch.empty_like(tensor) for tensor in ctx.saved_tensors[: ctx.inputs]]
+        outs = [torch.empty(shape, dtype=dtype, device=_META) for shape, dtype in ctx.inputs]
         del scratch
-        return None, None, None, *outs
+        return None, None, None, None, *outs
 
 
 def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
     rows = x.numel() // x.shape[-1]
-    out: Tensor = _Fused.apply(4 * rows, 0, False, x, weight)
+    out: Tensor = _Fused.apply(True, 4 * rows, 0, False, x, weight)
     return out
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if not training or p == 0:
-        return x
-    mask = torch.empty(x.shape, dtype=torch.bool, device=_META)
-    return _Dropped.apply(x, mask)  # type: ignore[no-any-return]
-
-
-class _Dropped(torch.autograd.Function):
-    """Dropout: saves one byte per element."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
-        ctx.save_for_backward(mask)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.empty_like(grads[0]), None
+    """Saves one byte per element."""
+    out: Tensor = _Fused.apply(False, x.numel(), 0, False, x) if training and p else x
+    return out
 
 
 def _attention(
@@ -349,5 +336,5 @@ def _attention(
         scratch = 2 * batch * heads * length * length * query.element_size()
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
         kept += attn_mask.numel() * query.element_size()
-    out: Tensor = _Fused.apply(kept, scratch, True, query, key, value)
+    out: Tensor = _Fused.apply(True, kept, scratch, True, query, key, value)
     return out

@@ -32,7 +32,7 @@ from fsdp_pretrain.run.status import ENDED, Status
 from fsdp_pretrain.run.step_columns import recorded_bytes
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.units import human_bytes, human_count, human_time
-from fsdp_pretrain.watchdog.notify.alarms import alarms_file, read_alarms
+from fsdp_pretrain.watchdog.notify.alarms import Alarm, alarms_file, read_alarms
 from fsdp_pretrain.watchdog.notify.metrics import snapshot_file
 
 OK, WARN, ALERT = 0, 1, 2
@@ -103,7 +103,7 @@ class StatusReport(BaseModel):
     disk_free_bytes: int = 0
     checkpoints_that_fit: int = 0
     since_last_look: SinceLastLook | None = None
-    alarms: list[dict[str, Any]] = []
+    alarms: list[Alarm] = []
     watchdog: _WatchdogSnapshot | None = None
     goodput: str = ""
     evaluations: list[str] = []
@@ -127,6 +127,7 @@ class StatusReport(BaseModel):
             "state": self.state,
             "running": self.running,
             "level": self.level,
+            "alarms": [alarm.to_json() for alarm in self.alarms],
             "problems": [{"level": level, "text": text} for level, text in self.problems],
         }
 
@@ -264,9 +265,8 @@ def _unsaved_training(
 
 def _add_alarms(report: StatusReport, run: RunDir) -> None:
     """The open alarms of the watchdog."""
-    open_ = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
-    report.alarms = [alarm.to_json() for alarm in open_]
-    for alarm in open_:
+    report.alarms = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
+    for alarm in report.alarms:
         if alarm.severity is not Severity.INFO:
             known = alarm.state == "acknowledged"
             level = ALERT if alarm.severity is Severity.CRIT and not known else WARN

@@ -12,8 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_pretrain.run.lines import CLOCKS, Line
+from fsdp_pretrain.run.lines import CLOCKS, Line, Lines
 from fsdp_pretrain.run.step_columns import Column
+
+_VALUES = 160_000
+"""Points of all curves of a page, summed over their columns."""
+_LEFT = 0.25
+"""Largest share of a run's points that is spent on what was left behind."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,13 @@ class Curve:
     mean: dict[str, Column]
     low: dict[str, Column]
     high: dict[str, Column]
+
+
+def reduce_all(lines: Lines, names: list[str]) -> tuple[Curve, Curve]:
+    """The kept line and what was left behind, with these columns."""
+    points = _VALUES // (sum(name in lines.kept.columns for name in names) or 1)
+    rest = min(int(points * _LEFT), len(lines.left))
+    return reduce(lines.kept, names, points - rest), reduce(lines.left, names, rest)
 
 
 def reduce(line: Line, names: Iterable[str], points: int) -> Curve:

@@ -40,6 +40,11 @@ class Event:
     mark: Mark = Mark.TABLE
     open: bool = False
 
+    @property
+    def marked(self) -> bool:
+        """Whether the table shows it at first."""
+        return (self.mark > Mark.TABLE and self.group != "saves") or self.severity > Severity.INFO
+
 
 _SEVERITY = {"bad": Severity.CRIT, "warning": Severity.WARN}
 

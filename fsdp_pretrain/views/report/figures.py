@@ -18,11 +18,11 @@ from fsdp_pretrain.run.files import stamp
 from fsdp_pretrain.run.journal import GROUPS, Mark
 from fsdp_pretrain.run.lines import CLOCKS, Position
 from fsdp_pretrain.run.step_columns import Column
+from fsdp_pretrain.views.gather import RunRecord
 
-from .curves import Curve
-from .evaluations import ScorePoint
+from .curves import Curve, reduce_all
+from .evaluations import ScorePoint, read_scores
 from .events import Event
-from .gather import RunRecord
 from .panels import Panel, Trace, lay_out
 
 _UNITS: dict[str, dict[str, Any]] = {
@@ -68,22 +68,22 @@ class Drawing:
         events: the place of the events.
     """
 
-    def __init__(self, record: RunRecord) -> None:
-        self.record = record
+    def __init__(self, record: RunRecord, events: list[Event]) -> None:
+        self._columns = record.lines.kept.columns
         self.places: list[dict[str, Any]] = []
         self.figures: list[Figure] = []
         self.marks: list[_Trace] = []
-        panels = lay_out(record.lines.kept.columns)
-        kept, left = record.curves(list(dict.fromkeys(trace.column for panel in panels for trace in panel.traces)))
+        panels = lay_out(self._columns)
+        columns = list(dict.fromkeys(trace.column for panel in panels for trace in panel.traces))
+        kept, left = reduce_all(record.lines, columns)
         for curve in (kept, left):
             self._place(curve.clocks, whole=True)
-        events = record.events[0]
         self.events = self._locate([each.at for each in events])
         self._draw_events(events)
         for panel in panels:
             if not panel.brief or self._changes(panel):
                 self._draw_panel(panel, kept, left)
-        self._draw_scores()
+        self._draw_scores(read_scores(record.entries, record.lines))
 
     def _place(self, clocks: dict[str, Column], whole: bool = False) -> int:
         """Add positions, of the `whole` run or only of some events; their index."""
@@ -129,8 +129,7 @@ class Drawing:
 
     def _changes(self, panel: Panel) -> bool:
         """Whether a value of a panel ever changes."""
-        columns = self.record.lines.kept.columns
-        known = [columns[trace.column] for trace in panel.traces if trace.column in columns]
+        known = [self._columns[trace.column] for trace in panel.traces if trace.column in self._columns]
         return any(len(np.unique(values[np.isfinite(values)])) > 1 for values in known)
 
     # ------------------------------------------------------------------ events
@@ -168,9 +167,9 @@ class Drawing:
 
     # ------------------------------------------------------------------ evaluations
 
-    def _draw_scores(self) -> None:
-        for task, metric in sorted(self.record.scores, key=lambda name: (name[0].endswith("_probe"), name)):
-            scores = self.record.scores[task, metric]
+    def _draw_scores(self, found: dict[tuple[str, str], list[ScorePoint]]) -> None:
+        for task, metric in sorted(found, key=lambda name: (name[0].endswith("_probe"), name)):
+            scores = found[task, metric]
             kept, left = [score for score in scores if not score.left], [score for score in scores if score.left]
             about = ", ".join(filter(None, (f"{kept[-1].value:.5g}", _interval(kept[-1])))) if kept else ""
             figure = Figure(f"{task} {metric}", about, 160, _UNITS[""], scores=True)

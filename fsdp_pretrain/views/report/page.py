@@ -1,7 +1,8 @@
 """One HTML page with everything inlined: no other file and no network is needed, and nothing else may run in it.
 
-Strings of the record are untrusted: a note may hold `</script>`. All are escaped, and the page's security policy allows
-only its own scripts, by their hashes. plotly.js and the figures are compressed: they are most of the page.
+Strings of the record are untrusted: a note may hold `</script>`. The template escapes all of them, and the page's
+security policy allows only its own scripts, by their hashes. plotly.js and the figures are compressed: they are most of
+the page.
 """
 
 from __future__ import annotations
@@ -9,14 +10,12 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import html
 import json
 import math
 import time
 from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import numpy as np
@@ -24,13 +23,19 @@ import numpy as np
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.run.files import RunDir, stamp
+from fsdp_pretrain.run.goodput import MEANING, headline
 from fsdp_pretrain.run.journal import GROUPS
+from fsdp_pretrain.severity import Severity
+from fsdp_pretrain.units import human_count, human_time
+from fsdp_pretrain.views.gather import RunRecord, read
+from fsdp_pretrain.views.status import facts
 
-from . import tables
-from .figures import Drawing, Figure
-from .gather import RunRecord, read
+from .events import read_events
+from .figures import Drawing
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_LEVELS = ("ok", "warn", "alert")
+_SIGNS = {Severity.INFO: "", Severity.WARN: "▲ ", Severity.CRIT: "◆ "}
 
 
 def write_report(run: RunDir, out: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> int:
@@ -40,7 +45,7 @@ def write_report(run: RunDir, out: Path, shown: Callable[[Iterable[Any]], Iterab
         shown: may wrap metrics lines in a progress bar.
 
     Raises:
-        ConfigError: plotly is not installed, or the run was never started.
+        ConfigError: plotly or jinja2 is not installed, or the run was never started.
         OSError: `out` cannot be written.
         UserError: the lineage is damaged.
     """
@@ -51,11 +56,14 @@ def write_report(run: RunDir, out: Path, shown: Callable[[Iterable[Any]], Iterab
 
 
 def _library() -> str:
+    """The source of plotly.js."""
     try:
+        import jinja2  # noqa: F401
         from plotly.offline import get_plotlyjs
-    except ImportError:
+    except ImportError as error:
+        what = "jinja2, which fills in the page" if error.name == "jinja2" else "plotly, which draws the curves"
         raise ConfigError(
-            "plotly, which draws the curves, is not installed",
+            f"{what}, is not installed",
             effect="no page was written",
             remedy="in the checkout: pip install -e '.[report]'; or run this on a machine with the extra `train`",
         ) from None
@@ -63,35 +71,58 @@ def _library() -> str:
 
 
 def render(record: RunRecord, library: str, made: float) -> str:
-    """The page, made at a time in seconds since 1970, with the source of plotly.js."""
-    drawing, script = Drawing(record), _asset("report.js")
+    """The page, made at a time in seconds since 1970, with the source of plotly.js. Raises ConfigError."""
+    if (account := record.account) is None:
+        raise ConfigError(
+            f"there is nothing to show: {record.run.path} was never started",
+            effect="no page was written",
+            remedy=f"start its training, or see why that failed: fsdp-pretrain journal {record.run.path}",
+        )
+    import jinja2
+
+    events, left_out = read_events(record.entries, record.history.nodes, record.lines, account.incidents)
+    drawing, script = Drawing(record, events), _asset("report.js")
     data = _plain({"places": drawing.places, "marks": drawing.marks, "figures": [*map(vars, drawing.figures)]})
-    evaluations = [_panel(figure) for figure in drawing.figures if figure.scores]
-    return Template(_asset("page.html")).substitute(
-        title=html.escape(record.name),
+    rows = [*facts(record.report), ("time", headline(account))]
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template.filters |= {"time": _time, "step": _step, "span": human_time, "amount": human_count}
+    return template.from_string(_asset("page.html")).render(
+        record=record,
+        report=record.report,
+        levels=_LEVELS,
+        about=_about(record),
+        facts=[(name, *text.partition(", ")[::2]) for name, text in rows],  # large: what is before the first comma
+        made=made,
+        account=account,
+        meaning=MEANING,
+        figures=drawing.figures,
+        events=[*enumerate(events)][::-1],
+        left_out=left_out,
+        place=drawing.events,
+        groups=GROUPS,
+        signs=_SIGNS,
         policy=f"{_POLICY}; script-src {_hash(script)} {_hash(library)}",
         style=_asset("report.css"),
-        header=tables.header(record),
-        made=stamp(made)[:19].replace("T", " "),
-        panels="".join(_panel(figure) for figure in drawing.figures if not figure.scores),
-        hidden="" if evaluations else "hidden",
-        evaluations="".join(evaluations),
-        account=tables.account(record),
-        groups="".join(f"<option>{group}</option>" for group in GROUPS),
-        events=tables.events(record, drawing.events),
+        script=script,
         data=_packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
         library=_packed(library),
-        script=script,
     )
 
 
-def _panel(figure: Figure) -> str:
-    """Its heading, and the place of its figure."""
-    title, about = html.escape(figure.title), html.escape(figure.about)
-    return (
-        f'<section class="panel" aria-label="{title}"><h3>{title}</h3><p class="about">{about}</p>'
-        f'<div class="plot" role="img" aria-label="{title} {about}" style="height:{figure.height}px"></div></section>'
-    )
+def _about(record: RunRecord) -> str:
+    """What is trained on what, as the newest start that trained said."""
+    segments = {start.segment for start in record.history.starts if start.steps.count}
+    starts = [entry for entry in record.entries if entry["kind"] == "start"]
+    trained = [entry for entry in starts if entry.get("segment") in segments] or starts
+    return str(trained[-1]["text"]) if trained else ""
+
+
+def _time(seconds: float) -> str:
+    return stamp(seconds)[:19].replace("T", " ") if math.isfinite(seconds) else ""
+
+
+def _step(step: float) -> str:
+    return "show" if math.isnan(step) else f"{step:,.0f}"
 
 
 def _asset(name: str) -> str:

@@ -19,14 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fsdp_pretrain.errors import BusyError, ConfigError, UserError
-from fsdp_pretrain.processes import exit_now, start_module
+from fsdp_pretrain.processes import exit_now, start_helper
 from fsdp_pretrain.run import journal, run_id
 from fsdp_pretrain.run.files import RunDir, make_directory
 from fsdp_pretrain.run.lock import Lease, drop_if_dead
 
 from .points import RecordStream
 from .run_facts import read_facts
-from .sink import check_installed, is_installed, place, sink, wanted
+from .sink import SINKS, check_installed, is_installed, place, wanted
 
 Followers = dict[str, "subprocess.Popen[bytes]"]
 """The followers of a run, by the name of the tracker."""
@@ -38,9 +38,17 @@ _CHUNK, _POLL_SECONDS, _FINISH_SECONDS, _WAIT_SECONDS = 200, 2.0, 20.0, 60.0
 # ---------------------------------------------------------------- for training and evaluations
 
 
-def start_followers(run: RunDir) -> Followers:
-    """Start the followers of a live run. What cannot be started is an entry in the journal."""
-    return {name: started for name in wanted(run) if (started := _start(run, name, stdin=subprocess.PIPE))}
+def start_followers(run: RunDir, *flags: str) -> Followers:
+    """Start the followers of a run. What cannot be started is an entry in the journal."""
+    followers = Followers()
+    for name in filter(is_installed, wanted(run)):
+        try:
+            make_directory(_folder(run))
+            module, log = "fsdp_pretrain.views.trackers.follow", _folder(run) / "log"
+            followers[name] = start_helper(module, str(run.path), name, *flags, log=log, nice=10)
+        except OSError as error:
+            _report(run, name, f"could not be started: {error}")
+    return followers
 
 
 def finish_followers(run: RunDir, followers: Followers) -> None:
@@ -59,19 +67,7 @@ def finish_followers(run: RunDir, followers: Followers) -> None:
 
 def catch_up(run: RunDir) -> None:
     """Bring the wanted views up to date with what was just added to the record, unless a follower does."""
-    names = filter(is_installed, wanted(run))
-    started = {name: _start(run, name, "--once", stdin=subprocess.DEVNULL) for name in names}
-    finish_followers(run, {name: follower for name, follower in started.items() if follower is not None})
-
-
-def _start(run: RunDir, name: str, *flags: str, stdin: int) -> subprocess.Popen[bytes] | None:
-    try:
-        make_directory(_folder(run))
-        module, log = "fsdp_pretrain.views.trackers.follow", _folder(run) / "log"
-        return start_module(module, str(run.path), name, *flags, nice=10, log=log, stdin=stdin)
-    except OSError as error:
-        _report(run, name, f"could not be started: {error}")
-        return None
+    finish_followers(run, start_followers(run, "--once"))
 
 
 def _folder(run: RunDir) -> Path:
@@ -95,7 +91,7 @@ def write_view(run: RunDir, name: str, progress: Callable[[int], object], last: 
     `progress` is called with the number of steps and evaluations so far, `last` after each round. Returns what to open,
     and that number. Raises any error of the tracker.
     """
-    view = sink(name)(place(run, name), read_facts(run))
+    view = SINKS[name](place(run, name), read_facts(run))
     identity, stream, count = view.watched.stat().st_ino, RecordStream(run), 0
     more = True
     while more:

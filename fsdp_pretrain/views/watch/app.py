@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.units import human_time
 
 from . import fleet, page
-from .following import RateLimited, RunFollower
+from .following import RunFollower
 
 _SECONDS = 1.0
-_FLEET_SECONDS = 5.0
-"""The least time after which all runs under a directory are looked at again."""
+_FLEET_SECONDS, _FLEET_SHARE = 5.0, 50
+"""All runs under a directory are looked at again after this time, and after so many times what it took."""
 _SILENT = 5.0
 """Seconds without an answer of the storage until that is shown."""
 
@@ -41,36 +40,34 @@ def is_live() -> bool:
 
 
 class _Screen:
-    """A run, or all runs under a directory: polled about once a second by a thread, so that storage that hangs is
-    shown."""
+    """A run, or all runs under a directory: polled by a thread, so that storage that hangs is shown."""
 
     def __init__(self, path: Path, *, of_runs: bool) -> None:
         self._path, self._of_runs = path, of_runs
-        rows = RateLimited(lambda: fleet.read_rows(fleet.find_runs(path)), least=_FLEET_SECONDS)
-        self._poll = partial(rows.get, None) if of_runs else RunFollower(RunDir(path)).poll
-        self._answered = time.monotonic()
+        self._poll = (lambda: fleet.read_rows(fleet.find_runs(path))) if of_runs else RunFollower(RunDir(path)).poll
+        self._asked: float | None = None  # when the poll began that is under way
         self._failure: BaseException | None = None
         self._found: Any = None  # a `RunView`, or rows of runs
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         while True:
+            self._asked = begun = time.monotonic()
             try:
                 self._found = self._poll()
             except BaseException as error:
                 self._failure = error
                 return
-            self._answered = time.monotonic()
-            time.sleep(_SECONDS)
+            self._asked, took = None, time.monotonic() - begun
+            time.sleep(max(_FLEET_SECONDS, _FLEET_SHARE * took) if self._of_runs else _SECONDS)
 
     def draw(self, out: Console) -> RenderableType:
         """What there is; the terminal shows what fits. Raises what the thread raised."""
         if self._failure is not None:
             raise self._failure
         width, height = out.size
-        silent = time.monotonic() - self._answered
-        parts: list[RenderableType] = []
-        if silent > _SILENT:
+        asked, parts = self._asked, list[RenderableType]()
+        if asked is not None and (silent := time.monotonic() - asked) > _SILENT:
             parts.append(Text(f"the storage has not answered for {human_time(silent)}", "bold red"))
         if self._found is None:
             parts.append(Text(f"reading {self._path} ..."))

@@ -69,7 +69,7 @@ def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", ratio=1, no_wrap=True)
     for path, report in rows:
-        keys = [alarm["key"] for alarm in report.alarms]
+        keys = [alarm.key for alarm in report.alarms]
         alarms = f"{len(keys)} alarm{'s' * (len(keys) != 1)}: {', '.join(keys)}" if keys else ""
         status, saved, ink = report.status, report.verified_checkpoint, INK[report.level]
         _, worst = max(report.problems, key=lambda each: each[0], default=(OK, ""))

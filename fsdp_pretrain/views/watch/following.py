@@ -2,49 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 from fsdp_pretrain.checkpoint.listing import Row, listed
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.errors import UserError
-from fsdp_pretrain.run import goodput, journal, state_files
+from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir
-from fsdp_pretrain.run.goodput import GoodputReport
-from fsdp_pretrain.run.lines import Line, read_lines
-from fsdp_pretrain.run.start_history import read_history
+from fsdp_pretrain.run.lines import Line
 from fsdp_pretrain.run.status import Status
-from fsdp_pretrain.views.status import StatusReport, inspect
-from fsdp_pretrain.watchdog.notify.alarms import Alarm, alarms_file, read_alarms
+from fsdp_pretrain.views.gather import RunRecord, read
+from fsdp_pretrain.views.status import StatusReport
+from fsdp_pretrain.watchdog.notify.alarms import alarms_file
 
-_ENTRIES, _SHOWN = 100, 8
-"""Entries of the journal, and checkpoints and evaluations, that may be shown."""
+SHOWN = 8
+"""Checkpoints, and evaluations, that may be shown."""
 _LEAST_SECONDS, _SHARE = 2.0, 50
-T = TypeVar("T")
-
-
-class RateLimited(Generic[T]):
-    """A value that is costly to read: read again when its `signs` change, and otherwise when it is older than `least`
-    seconds and than fifty times what reading took."""
-
-    def __init__(self, read: Callable[[], T], least: float = _LEAST_SECONDS) -> None:
-        self._read, self._least = read, least
-        self._signs: object = None
-        self._next = -math.inf
-        self._value: T
-
-    def get(self, signs: object) -> T:
-        """The value. Raises what reading raises."""
-        begun = time.monotonic()
-        if signs != self._signs or begun >= self._next:
-            self._value = self._read()
-            self._signs, took = signs, time.monotonic() - begun
-            self._next = begun + max(self._least, _SHARE * took)
-        return self._value
 
 
 @dataclass(frozen=True)
@@ -52,33 +27,26 @@ class RunView:
     """A run at one moment.
 
     Attributes:
-        line: the steps of its kept line; None if they were not read yet.
-        checkpoints, evaluations: the newest, newest first; evaluations are entries of the journal.
-        entries: the newest of the journal, oldest first.
-        account: None if it was never started.
+        record: None if it was not read yet.
+        report: that of the record, with the newest status.
+        checkpoints: the newest, newest first.
         problem: why the record cannot be read now; the rest is then from before.
     """
 
     path: Path
+    record: RunRecord | None = None
     report: StatusReport = field(default_factory=StatusReport)
-    line: Line | None = None
     checkpoints: list[Row] = field(default_factory=list)
-    alarms: list[Alarm] = field(default_factory=list)
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    account: GoodputReport | None = None
     problem: str = ""
 
     @property
     def status(self) -> Status:
         return self.report.status
 
-
-def open_alarms(run: RunDir) -> list[Alarm]:
-    """Alarms that are not over: unacknowledged first, then by severity, then the newest first."""
-    found = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
-    newest = sorted(found, key=lambda alarm: alarm.opened, reverse=True)
-    return sorted(newest, key=lambda alarm: (alarm.state != "open", -alarm.severity))
+    @property
+    def line(self) -> Line | None:
+        """The steps of its kept line."""
+        return None if self.record is None else self.record.lines.kept
 
 
 def signs(run: RunDir, status: Status | None) -> object:
@@ -95,11 +63,16 @@ def _size(path: Path) -> int:
 
 
 class RunFollower:
-    """Follows a run. `poll` is called about once a second by one thread."""
+    """Follows a run. `poll` is called about once a second by one thread.
+
+    What is costly is read again when its `signs` change, and otherwise when it is older than two seconds and than fifty
+    times what reading took.
+    """
 
     def __init__(self, run: RunDir) -> None:
         self.run, self._view = run, RunView(run.path)
-        self._rest = RateLimited(lambda: read_view(run))
+        self._signs: object = None
+        self._next = 0.0
 
     def poll(self) -> RunView:
         """The run now: its status, and the rest as it was when it was last read."""
@@ -107,10 +80,13 @@ class RunFollower:
             there = "holds no run any more" if self.run.path.is_dir() else "is gone"
             return replace(self._view, problem=f"{self.run.path} {there}; waiting for it")
         try:
-            status = state_files.view(self.run.status, Status)
-            view = self._rest.get(signs(self.run, status))
-            report = view.report if status is None else view.report.model_copy(update={"status": status})
-            self._view = replace(view, report=report)
+            status, begun = state_files.view(self.run.status, Status), time.monotonic()
+            if (seen := signs(self.run, status)) != self._signs or begun >= self._next:
+                self._view, self._signs = read_view(self.run), seen
+                self._next = begun + max(_LEAST_SECONDS, _SHARE * (time.monotonic() - begun))
+            if status is not None:
+                report = self._view.report.model_copy(update={"status": status})
+                self._view = replace(self._view, report=report)
         except (UserError, OSError) as error:
             return replace(self._view, problem=error.cause if isinstance(error, UserError) else str(error))
         return self._view
@@ -118,16 +94,6 @@ class RunFollower:
 
 def read_view(run: RunDir) -> RunView:
     """Read all that is shown of a run. Raises UserError, OSError."""
-    history = read_history(run)
-    entries = journal.read(run)
-    evaluations = sorted(journal.of_kind(entries, "eval"), key=lambda entry: -int(entry["step"]))
-    return RunView(
-        run.path,
-        report=inspect(run, brief=True),
-        line=read_lines(run, history).kept,
-        checkpoints=[listed(found) for found in reversed(Store(run.checkpoints).scan()[-_SHOWN:])],
-        alarms=open_alarms(run),
-        entries=entries[-_ENTRIES:],
-        evaluations=evaluations[:_SHOWN],
-        account=goodput.account(history),
-    )
+    record = read(run)
+    saved = [listed(found) for found in reversed(Store(run.checkpoints).scan()[-SHOWN:])]
+    return RunView(run.path, record, record.report, saved)

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_pretrain.checkpoint.listing import Row
+from fsdp_pretrain.run import journal
 from fsdp_pretrain.run.files import age
 from fsdp_pretrain.run.goodput import State
 from fsdp_pretrain.run.journal import tone
@@ -24,7 +25,7 @@ from fsdp_pretrain.units import human_bytes, human_count, human_time
 from fsdp_pretrain.views.status import ALERT, OK, WARN
 
 from .charts import Values, draw
-from .following import RunView
+from .following import SHOWN, RunView
 
 LEVEL = {OK: "bold black on green", WARN: "bold black on yellow", ALERT: "bold white on red"}
 INK = {OK: "green", WARN: "yellow", ALERT: "bold red"}
@@ -34,8 +35,8 @@ _CHECKPOINT = {
     "verified": ("✓", "verified", "green"), "committed": ("·", "written", "yellow"),
     "damaged": ("✗", "damaged", "bold red"),
 }  # fmt: skip
-_WIDE, _RECENT, _AXIS = 140, 200, 8
-"""Width from which curves and facts are side by side, steps of a mean, and characters of an axis."""
+_RECENT, _AXIS, _LINES, _ENTRIES = 200, 8, 24, 100
+"""Steps of a mean, characters of an axis, lines of a small screen, and entries of the journal."""
 _CURVES = (
     ("loss", "loss", "cyan"),
     ("grad_norm", "gradient norm", "magenta"),
@@ -59,19 +60,18 @@ def short(value: float, digits: int = 4) -> str:
 
 
 def render(view: RunView, width: int, height: int) -> Group:
-    """The page; `height` is that of the screen, by which the curves are chosen."""
+    """The page. `height` is that of the screen: a half of what is more than 24 lines is for the curve of the loss, the
+    other for checkpoints and evaluations."""
+    half, spare = width // 2, max(0, height - _LINES)
+    loss, *others = _CURVES
+    small = [_chart(view, *each, half - 2, 2) for each in others]
+    body: list[RenderableType] = [
+        _chart(view, *loss, width, 3 + spare // 2),
+        _grid([half, half], [small]),
+        _facts(view, 1 + spare // 4),
+    ]
     head = [_title(view), _progress(view), _numbers(view), *_troubles(view)]
-    if width >= _WIDE:
-        left = width * 55 // 100
-        rows = max(4, (height - 22) // 3)
-        curves = Group(*(_chart(view, *each, left - 2, rows) for each in _CURVES))
-        body: RenderableType = _grid([left, width - left], [[curves, _facts(view, 6)]])
-    else:
-        half, rows = width // 2, max(3, height - 21)
-        small = [_chart(view, *each, half - 2, 2) for each in _CURVES[1:]]
-        loss = _chart(view, *_CURVES[0], width, rows)
-        body = Group(loss, _grid([half, half], [small]), _facts(view, 1))
-    return Group(*head, body, _alarms(view), _chronicle(view))
+    return Group(*head, *body, _alarms(view), _chronicle(view))
 
 
 def _grid(widths: Iterable[int | None], rows: Iterable[Iterable[RenderableType]]) -> Table:
@@ -160,7 +160,7 @@ def _numbers(view: RunView) -> Text:
 
 def _troubles(view: RunView) -> Iterator[Text]:
     """What is wrong, except for alarms, worst first."""
-    keys = tuple(f"{alarm.key}: " for alarm in view.alarms)
+    keys = tuple(f"{alarm.key}: " for alarm in view.report.alarms)
     problems = sorted((each for each in view.report.problems if not each[1].startswith(keys)), reverse=True)
     for level, text in [(ALERT, view.problem)] * bool(view.problem) + problems:
         name = "ALERT" if level == ALERT else "WARN "
@@ -208,7 +208,9 @@ def _facts(view: RunView, most: int) -> Table:
     saved = [_checkpoint(found) for found in view.checkpoints[:most]] or [_line(("no checkpoint yet", "dim"))]
     if view.status.state == "saving":
         saved.insert(0, _line(("saving now", "yellow")))
-    evaluated = [_evaluation(entry) for entry in view.evaluations[:most]] or [_line(("nothing yet", "dim"))]
+    entries = [] if view.record is None else journal.of_kind(view.record.entries, "eval")
+    newest = sorted(entries, key=lambda entry: -int(entry["step"]))[: min(most, SHOWN)]
+    evaluated = [_evaluation(entry) for entry in newest] or [_line(("nothing yet", "dim"))]
     for name, lines in (("saved", saved), ("evaluated", evaluated)):
         rows += [(name if number == 0 else "", text) for number, text in enumerate(lines)]
     return _grid([11, None], [[Text(name, "bold"), text] for name, text in [*rows, ("goodput", _time_spent(view))]])
@@ -269,7 +271,7 @@ def _evaluation(entry: dict[str, Any]) -> Text:
 
 def _time_spent(view: RunView) -> Text:
     """Goodput, and where the time went."""
-    account = view.account
+    account = None if view.record is None else view.record.account
     if account is None:
         return _line(("-", "dim"))
     stops = len(account.incidents)
@@ -281,22 +283,23 @@ def _time_spent(view: RunView) -> Text:
 
 
 def _alarms(view: RunView) -> Table:
-    """Open alarms."""
+    """Open alarms: unacknowledged first, then by severity, then the newest first."""
     rows: list[list[RenderableType]] = []
-    for alarm in view.alarms:
+    newest = sorted(view.report.alarms, key=lambda alarm: alarm.opened, reverse=True)
+    for alarm in sorted(newest, key=lambda alarm: (alarm.state != "open", -alarm.severity)):
         known = alarm.state == "acknowledged"
         name = Text(f"{alarm.severity.name} {alarm.key}", "dim" if known else _SEVERITY[alarm.severity])
         facts = Text(f" ({human_time(age(alarm.opened))}{', acknowledged' if known else ''}) ", "dim")
-        rows.append(
-            [Text("" if rows else f"alarms {len(view.alarms)}", "bold"), name + facts + one_line(alarm.summary)]
-        )
+        head = Text("" if rows else f"alarms {len(newest)}", "bold")
+        rows.append([head, name + facts + one_line(alarm.summary)])
     return _grid([11, None], rows or [[Text("alarms", "bold"), Text("none is open", "green")]])
 
 
 def _chronicle(view: RunView) -> Group:
     """The last journal entries, the newest first."""
     today, lines = f"{datetime.now(UTC):%Y-%m-%d}", []
-    for entry in reversed(view.entries):
+    entries = [] if view.record is None else view.record.entries[-_ENTRIES:]
+    for entry in reversed(entries):
         when = entry["time"][11:19] if entry["time"][:10] == today else entry["time"][5:19].replace("T", " ")
         step = f" @{entry['step']:_}" if isinstance(entry.get("step"), int) else ""
         kind = (entry["kind"], _TONE[tone(entry["kind"], entry.get("code"))])

@@ -1,0 +1,73 @@
+"""`fsdp-pretrain rollback` and `fork`: going on from an earlier checkpoint, in this run or in a new one."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from fsdp_pretrain.console import JSON, argument, positive, row, verb
+from fsdp_pretrain.run.arguments import RUN
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form FIRST:LAST")
+    return int(first), int(last)
+
+
+_BRANCH = (
+    argument("--skip-steps", type=_steps, metavar="A:B", help="never train the samples of steps A to B, as recorded"),
+    argument("--set", action="append", default=[], metavar="key=value", help="change a setting for good; repeatable"),
+    argument("--reason", default="", help="for the chronicle"),
+    JSON,
+)
+
+
+@verb(
+    "rollback",
+    "runs/quickstart/run --to 200 --skip-steps 241:260 --set optimizer.lr=5e-4",
+    RUN,
+    argument("--to", type=positive, required=True, metavar="STEP", help="step of a checkpoint"),
+    *_BRANCH,
+    argument("--dry-run", action="store_true", help="check everything and show it, change nothing"),
+)
+def rollback(args: argparse.Namespace) -> int:
+    """Go back to a checkpoint: later ones are moved aside, samples skipped and settings changed for good. Killed at
+    any point, the same command or the next start finishes it. Training then goes on with its usual command."""
+    from fsdp_pretrain.lineage import continuation
+    from fsdp_pretrain.lineage.rollback import rollback as go_back
+
+    report = go_back(
+        args.run,
+        args.to,
+        changes=args.set,
+        skip_steps=args.skip_steps,
+        reason=args.reason,
+        dry_run=args.dry_run,
+    )
+    heads = {"now": "went back", "already": "had gone back already", "dry run": "would go back"}
+    lines = [f"{args.run.path} {heads[report.done]} to step {args.to:_}", *continuation.render(report)]
+    lines.append(row("aside", ", ".join(report.abandoned) or "no checkpoint"))
+    print(report.model_dump_json(indent=1, exclude_unset=True) if args.json else "\n".join(lines))
+    return 0
+
+
+@verb(
+    "fork",
+    "runs/quickstart/run --at 200 runs/quickstart/cooler --set optimizer.lr=1e-3",
+    RUN,
+    argument("--at", type=positive, required=True, metavar="STEP", help="step of a checkpoint"),
+    argument("target", type=Path, metavar="NEW_RUN", help="directory of the new run"),
+    *_BRANCH,
+)
+def fork(args: argparse.Namespace) -> int:
+    """A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed."""
+    from fsdp_pretrain.lineage import continuation
+    from fsdp_pretrain.lineage.fork import fork as go_on
+
+    report = go_on(args.run, args.at, args.target, changes=args.set, skip_steps=args.skip_steps, reason=args.reason)
+    lines = [f"{args.target} goes on from step {args.at:_} of {args.run.path}", *continuation.render(report)]
+    lines.append(row("start", f"torchrun ... -m fsdp_pretrain.train {report.config}"))
+    print(report.model_dump_json(indent=1, exclude_unset=True) if args.json else "\n".join(lines))
+    return 0

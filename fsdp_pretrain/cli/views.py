@@ -1,0 +1,158 @@
+"""Verbs that show a run, as its record has it: `status`, `watch`, `journal`, `goodput`, `report`, the trackers; and
+`note`, which adds to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fsdp_pretrain.console import JSON, argument, positive, verb
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.run import journal as record
+from fsdp_pretrain.run.arguments import RUN
+from fsdp_pretrain.units import human_bytes
+
+_EXAMPLE = "runs/quickstart/run"
+_LINES = 40
+"""Of a page that is printed; more where there is more to say."""
+
+
+def _bar(what: str, unit: str, lines: Any = None) -> Any:
+    """A progress bar, which only long work shows."""
+    from tqdm import tqdm
+
+    return tqdm(lines, desc=what, unit=f" {unit}", delay=2, leave=False, disable=None)
+
+
+@verb("status", _EXAMPLE, RUN, JSON)
+def status(args: argparse.Namespace) -> int:
+    """How a run is doing. Exit 0 ok, 1 warning, 2 alert."""
+    from fsdp_pretrain.views.status import inspect, render
+
+    report = inspect(args.run)
+    print(json.dumps(report.as_dict(), indent=1) if args.json else render(report))
+    return report.level
+
+
+@verb(
+    "watch",
+    "runs/quickstart/run --once",
+    argument("path", type=Path, metavar="RUN|DIR", help="run directory, or a directory with runs in it or below"),
+    argument("--once", action="store_true", help="print it once, as when the output is not a terminal"),
+)
+def watch(args: argparse.Namespace) -> int:
+    """Follow a run in the terminal: progress, curves, checkpoints, evaluations, alarms, the journal. For a
+    directory: all runs in it, worst first. Printed once, exit 0 ok, 1 warning, 2 alert."""
+    from fsdp_pretrain.run.files import RunDir
+    from fsdp_pretrain.views.watch import app, fleet, following, page
+
+    run = RunDir(args.path)
+    single = run.begun
+    runs = [run] if single else list(fleet.find_runs(args.path))
+    if not runs:
+        found = "neither it nor a directory in it holds a run" if args.path.is_dir() else "there is no such directory"
+        raise ConfigError(f"{args.path} is not a run directory: {found}")
+    if not args.once and app.is_live():
+        app.show(args.path, fleet_of_runs=not single)
+        return 0
+    rows = fleet.read_rows(runs)
+    out = app.console()
+    view = page.render(following.read_view(run), out.width, _LINES) if single else None
+    out.print(view or fleet.render(args.path, rows, out.width))
+    return max(report.level for _, report in rows)
+
+
+@verb(
+    "journal",
+    "runs/quickstart/run --kind changed --kind stop",
+    RUN,
+    argument(
+        "--kind",
+        action="append",
+        choices=record.KINDS,
+        metavar="KIND",
+        help=f"only entries of this kind; repeatable; one of {', '.join(sorted(record.KINDS))}",
+    ),
+    argument("--json", action="store_true", help="one JSON object per line"),
+)
+def journal(args: argparse.Namespace) -> int:
+    """The chronicle of a run: every start and what changed, every stop and what was at risk, saves, alarms, notes."""
+    for entry in record.read(args.run):
+        if args.kind is None or entry["kind"] in args.kind:
+            print(json.dumps(entry) if args.json else record.render(entry))
+    return 0
+
+
+@verb(
+    "note",
+    'runs/quickstart/run "new switch"',
+    RUN,
+    argument("text"),
+    argument("--step", type=positive, help="step that the note is about"),
+)
+def note(args: argparse.Namespace) -> int:
+    """Add a line to the chronicle."""
+    record.add(args.run, "note", args.text, by=record.who(), **({} if args.step is None else {"step": args.step}))
+    print(f"noted in {args.run.journal}")
+    return 0
+
+
+@verb("goodput", _EXAMPLE, RUN, JSON)
+def goodput(args: argparse.Namespace) -> int:
+    """Where the time of a run went, as its record shows: every second in one state, interruptions and their cost, and
+    how often to save."""
+    from fsdp_pretrain.run.goodput import goodput as account
+    from fsdp_pretrain.run.goodput import render
+
+    found = account(args.run, partial(_bar, "reading", "steps"))
+    if found is None:
+        raise ConfigError(f"there is nothing to count: {args.run.path} was never started")
+    print(json.dumps(found.model_dump(), indent=1) if args.json else render(found))
+    return 0
+
+
+@verb(
+    "report",
+    _EXAMPLE,
+    RUN,
+    argument("--out", type=Path, metavar="FILE", help="file to write (default: report.html in RUN)"),
+)
+def report(args: argparse.Namespace) -> int:
+    """A page to look at: curves, checkpoints, evaluations, events and goodput of a run in one HTML file that needs no
+    network."""
+    from fsdp_pretrain.views.report.page import write_report
+
+    out = args.out or args.run.path / "report.html"
+    size = write_report(args.run, out, partial(_bar, "reading", "steps"))
+    print(f"{out}: {human_bytes(size)}")
+    return 0
+
+
+@verb("aim", _EXAMPLE, RUN)
+def aim(args: argparse.Namespace) -> int:
+    """Build, or bring up to date, the Aim run of a record."""
+    return _rebuild(args, "aim", "aim up --repo {}")
+
+
+@verb("tensorboard", _EXAMPLE, RUN)
+def tensorboard(args: argparse.Namespace) -> int:
+    """Build the TensorBoard directory of a record."""
+    return _rebuild(args, "tensorboard", "tensorboard --logdir {}")
+
+
+@verb("wandb", _EXAMPLE, RUN)
+def wandb(args: argparse.Namespace) -> int:
+    """Build the offline Weights & Biases run of a record; nothing is sent."""
+    return _rebuild(args, "wandb", "wandb sync {}")
+
+
+def _rebuild(args: argparse.Namespace, name: str, look: str) -> int:
+    from fsdp_pretrain.views.trackers.follow import rebuild
+
+    with _bar("writing", "records") as bar:
+        made, count = rebuild(args.run, name, lambda done: bar.update(done - bar.n))
+    print(f"{made}: {count} records; look at them with `{look.format(made)}`")
+    return 0
