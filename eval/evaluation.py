@@ -7,7 +7,8 @@ import os
 import sys
 import time
 import warnings
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,17 +58,12 @@ def evaluate(
         raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
     start = time.perf_counter()
     tasks = lead(world, lambda: load_tasks(section))
-    adapter = open_adapter(evaluated, section, world)
-    try:
+    with _open(evaluated, section, world) as adapter:
         output: dict[str, Any] = {part: {} for part in _PARTS}
         if tasks:
             with redirect_stdout(sys.stderr):  # lm-eval reports a bootstrap there
                 output = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=True)
         probed = {NAME: _probe(adapter, evaluated, section)} if NAME in section.tasks else {}
-    except UserError:  # after any other, the other ranks may wait in the middle of a pass; torchrun ends them
-        adapter.scorer.close()
-        raise
-    adapter.scorer.close()
     table = scores(output["results"])
     errors = _standard_errors(table, output["samples"])
     return Results(
@@ -94,6 +90,18 @@ def evaluate(
         seconds=round(time.perf_counter() - start, 3),
         time=now(),
     )
+
+
+@contextmanager
+def _open(evaluated: EvaluatedModel, section: EvalSection, world: World | None) -> Iterator[CheckpointLM]:
+    """An open adapter for the block; afterwards the other ranks are released."""
+    adapter = open_adapter(evaluated, section, world)
+    try:
+        yield adapter
+    except UserError:  # after any other, the other ranks may wait in the middle of a pass; torchrun ends them
+        adapter.scorer.close()
+        raise
+    adapter.scorer.close()
 
 
 def _probe(adapter: CheckpointLM, evaluated: EvaluatedModel, section: EvalSection) -> Probed:

@@ -164,11 +164,7 @@ def plan(
         _check_float8(model, device)
     schedule, sizes = config.schedule, list(world_sizes(config))
     if world is not None and world not in sizes:
-        raise ConfigError(
-            f"the global batches {_shorten(schedule.batches())} do not split over {world} ranks "
-            f"into micro-batches of {config.train.micro_batch}",
-            remedy=f"feasible world sizes: {_shorten(sizes)}",
-        )
+        raise _does_not_split(config, world, sizes)
     checkpoint = upcoming.first_need(parameters, world or 1)
     kept = config.checkpoint.keep_last + 1
     length = config.data.sequence_length
@@ -207,6 +203,14 @@ def plan(
         timeline=preview.entries(config),
         warnings=warnings,
         world=layout,
+    )
+
+
+def _does_not_split(config: Config, world: int, sizes: list[int]) -> ConfigError:
+    return ConfigError(
+        f"the global batches {_shorten(config.schedule.batches())} do not split over {world} ranks "
+        f"into micro-batches of {config.train.micro_batch}",
+        remedy=f"feasible world sizes: {_shorten(sizes)}",
     )
 
 
