@@ -158,27 +158,20 @@ def plan(
         DataError: a corpus is damaged, or too small for its `max_epochs`.
     """
     model = models.build(config.model)
-    parameters = model.count_parameters()
-    check_declared(config.model, parameters)
-    if config.train.precision == "bf16+fp8":
-        _check_float8(model, device)
-    schedule, sizes = config.schedule, list(world_sizes(config))
-    if world is not None and world not in sizes:
-        raise _does_not_split(config, world, sizes)
+    check_declared(config.model, parameters := model.count_parameters())
+    _check_float8(config, model, device)
+    schedule, sizes = config.schedule, _feasible_sizes(config, world)
     checkpoint = upcoming.first_need(parameters, world or 1)
-    kept = config.checkpoint.keep_last + 1
-    length = config.data.sequence_length
-    warnings = [*advice.warnings(config), *advice.ramp_warning(config, max(sizes, default=0))]
-    warnings += _space_warning(config, checkpoint)
-    packer = epochs.open_corpora(config)
-    sources = None if packer is None else epochs.read_epochs(config, packer)
-    warnings += epochs.warnings(sources or {})
-    fetched = None if packer is None else room.need(config, packer)
-    if packer is not None and fetched is not None:
-        warnings += room.warnings(fetched, packer)
+    length, kept = config.data.sequence_length, config.checkpoint.keep_last + 1
+    ramp, space = advice.ramp_warning(config, max(sizes, default=0)), _space_warning(config, checkpoint)
+    warnings = [*advice.warnings(config), *ramp, *space]
+    sources = fetched = None
+    if (packer := epochs.open_corpora(config)) is not None:
+        sources, fetched = epochs.read_epochs(config, packer), room.need(config, packer)
+        warnings += epochs.warnings(sources)
+        warnings += [] if fetched is None else room.warnings(fetched, packer)
     layout = None if world is None else _layout(config, world, gpus_per_node, device, available)
-    if layout is not None:
-        warnings += _memory_warning(layout, device)
+    warnings += [] if layout is None else _memory_warning(layout, device)
     return Plan(
         run=config.run.name,
         family=config.model.family,
@@ -206,12 +199,16 @@ def plan(
     )
 
 
-def _does_not_split(config: Config, world: int, sizes: list[int]) -> ConfigError:
-    return ConfigError(
-        f"the global batches {_shorten(config.schedule.batches())} do not split over {world} ranks "
-        f"into micro-batches of {config.train.micro_batch}",
-        remedy=f"feasible world sizes: {_shorten(sizes)}",
-    )
+def _feasible_sizes(config: Config, world: int | None) -> list[int]:
+    """The world sizes that divide every global batch. Raises ConfigError if `world` is not one of them."""
+    sizes = list(world_sizes(config))
+    if world is not None and world not in sizes:
+        raise ConfigError(
+            f"the global batches {_shorten(config.schedule.batches())} do not split over {world} ranks "
+            f"into micro-batches of {config.train.micro_batch}",
+            remedy=f"feasible world sizes: {_shorten(sizes)}",
+        )
+    return sizes
 
 
 def _heldout(config: Config) -> HeldOut | None:
@@ -224,8 +221,10 @@ def _heldout(config: Config) -> HeldOut | None:
     return HeldOut(samples, sources, str(every), samples / (3 * max(between, batch)))
 
 
-def _check_float8(model: models.Decoder, device: str | None) -> None:
-    """Raise ConfigError if the device, as far as it is known, or the model's sizes do not allow float8."""
+def _check_float8(config: Config, model: models.Decoder, device: str | None) -> None:
+    """Raise ConfigError if float8 is asked for, and the device, as far as it is known, or sizes do not allow it."""
+    if config.train.precision != "bf16+fp8":
+        return
     kind = find(device or "")
     if device is not None and (device == "cpu" or (kind is not None and not kind.float8)):
         raise float8.no_float8(device)
