@@ -1,6 +1,6 @@
-"""`fsdp-data VERB`: from raw text to a validated corpus. Runs without torch.
+"""`fsdp-data VERB`: the commands that make corpora from raw text, and validate them.
 
-A handler imports what it runs, see `fsdp_pretrain.console`.
+Each command imports its modules only when it runs, see `fsdp_pretrain.console`.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ def _holdout(text: str) -> Holdout:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _count(text: str) -> int:
+def _whole_number(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 18:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 
 def _path(text: str) -> Path:
-    if is_url(text):  # not shown: it may hold a secret
+    if is_url(text):  # the message leaves it out, since it may contain a secret
         raise argparse.ArgumentTypeError("a URL; these commands work on files: copy or mount it")
     return Path(text)
 
 
 def _processors() -> int:
-    """Processors available to this process."""
+    """Number of processors available to this process."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -87,7 +87,7 @@ _INPUTS = (
     argument("--only", metavar="SPLIT", help="take only this split from directories that hold several, such as train"),
     argument(
         "--max-bad",
-        type=_count,
+        type=_whole_number,
         default=0,
         metavar="N",
         help="pass over and list up to N records without a text (default: 0)",
@@ -96,7 +96,7 @@ _INPUTS = (
 _ANSWER = argument(
     "--answer-field", help="field or column of the answer: each record is a prompt (its text) with an answer"
 )
-_WITHOUT = argument(
+_HOLDOUT = argument(
     "--holdout",
     type=_holdout,
     metavar="SHARE",
@@ -143,7 +143,7 @@ def _split(args: argparse.Namespace) -> int:
     ),
     _EOD,
     _ANSWER,
-    _WITHOUT,
+    _HOLDOUT,
     _CORPUS,
     _WORKERS,
     argument(
@@ -161,9 +161,9 @@ def _prepare(args: argparse.Namespace) -> int:
     from fsdp_pretrain.data.prepare.prepare import prepare, summary
     from fsdp_pretrain.data.text.tokenizer import Tokenizer
 
-    more = {"shard_bytes": args.shard_size, "answer_field": args.answer_field, "block_tokens": args.block_tokens}
+    fields = {"shard_bytes": args.shard_size, "answer_field": args.answer_field, "block_tokens": args.block_tokens}
     tokenizer = Tokenizer.load(args.tokenizer, args.eod)
-    manifest = prepare(args.inputs, tokenizer, _job(args), _options(args, **more), args.part)
+    manifest = prepare(args.inputs, tokenizer, _job(args), _options(args, **fields), args.part)
     if manifest is None:
         print(f"part {args.part[0]}/{args.part[1]} is done; shards of other parts are still missing")
     else:
@@ -177,12 +177,13 @@ def _job(args: argparse.Namespace) -> Job:
     return Job(args.out, args.workers, args.overwrite, args.quiet)
 
 
-def _options(args: argparse.Namespace, **more: Any) -> PrepareOptions:
+def _options(args: argparse.Namespace, **fields: Any) -> PrepareOptions:
+    """The options that several commands share; `fields`: further ones, by the name of their field."""
     from fsdp_pretrain.data.prepare.prepare import PrepareOptions
 
     lines, suffixes = args.split == "lines", tuple(args.suffix)
     return PrepareOptions(
-        args.text_field, lines, suffixes, args.only, holdout=args.holdout, max_bad=args.max_bad, **more
+        args.text_field, lines, suffixes, args.only, holdout=args.holdout, max_bad=args.max_bad, **fields
     )
 
 
@@ -225,7 +226,7 @@ def _import(args: argparse.Namespace) -> int:
     *_INPUTS,
     argument("--kind", choices=("bpe", "sentencepiece"), required=True),
     argument("--vocab-size", type=positive, required=True),
-    _WITHOUT,
+    _HOLDOUT,
     argument("--max-bytes", type=byte_count, default=2 * 10**9, help="text to train on, sampled evenly (default: 2GB)"),
     argument("--out", type=_path, required=True, help="directory for tokenizer.json or tokenizer.model"),
 )
@@ -277,7 +278,9 @@ def _validate(args: argparse.Namespace) -> int:
 
     tokenizer = Tokenizer.load(args.tokenizer) if args.tokenizer else None
     vocabulary = _vocabulary(args)
-    missing = [str(d) for d in args.directories if not (d.exists() or d.with_name(d.name + ".idx").exists())]
+    missing = [
+        str(path) for path in args.directories if not (path.exists() or path.with_name(path.name + ".idx").exists())
+    ]
     if missing:
         raise DataError(f"there is no {', '.join(missing)}", remedy="look for a mistake in the path")
     run = load(args.against) if args.against else None

@@ -1,7 +1,8 @@
-"""`fsdp-data import`: corpora from files tokenised elsewhere, without tokenising again.
+"""`fsdp-data import`: makes corpora from files that were tokenised elsewhere, without tokenising again.
 
 Megatron shards stay where they are and the manifest points to them; other formats are rewritten as new shards without
-separators. What the documents carry is declared, and checked on every token: see `fsdp_pretrain.data.validate.checker`.
+separators. The user declares which separators the documents carry, and every token is checked against that, see
+`fsdp_pretrain.data.validate.checker`.
 """
 
 from __future__ import annotations
@@ -31,28 +32,29 @@ from .jobs import Job, Task, describe, summed, write_record
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Options that decide how files are adopted."""
+    """Options that determine how files are imported."""
 
     format: Format | None
-    """Of all files; None: by their names."""
+    """Format of all files; None: inferred from their names."""
     separators: Separators
-    """What stored documents are declared to carry."""
+    """Separators that the stored documents are declared to carry."""
     copy: bool = False
-    """Write new shards instead of pointing to Megatron's (other formats are always rewritten)."""
+    """Whether to write new shards instead of pointing to Megatron's (other formats are always rewritten)."""
 
 
 def ingest(sources: Sequence[Path], tokenizer: Tokenizer, job: Job, options: ImportOptions) -> CorpusManifest:
     """Make a corpus from token files; `tokenizer` is the one that made the tokens.
 
     Raises:
-        DataError: unreadable files, documents that do not carry what was declared, or another job in the directory.
+        DataError: files cannot be read, documents do not carry the declared separators, or the directory holds another
+            job.
     """
-    found = {file: kind for source in sources for file, kind in token_files(source, options.format).items()}
-    files = list({file.absolute(): None for file in found})
+    format_of = {file: kind for source in sources for file, kind in token_files(source, options.format).items()}
+    files = list({file.absolute(): None for file in format_of})
     for file in files:
         if re.search("[\ud800-\udfff]", str(file)):
             raise DataError(f"the name of {file} is not UTF-8 and cannot be stored in a manifest", remedy="rename it")
-    formats = set(found.values())
+    formats = set(format_of.values())
     if len(formats) > 1:
         raise DataError(f"the sources are of several formats: {', '.join(sorted(formats))}", remedy="import each alone")
     (kind,) = formats
@@ -76,18 +78,19 @@ def ingest(sources: Sequence[Path], tokenizer: Tokenizer, job: Job, options: Imp
 
 
 def _finish(
-    out: Path, done: list[dict[str, Any]], tokenizer: Tokenizer, options: ImportOptions, dtype: np.dtype[Any]
+    out: Path, records: list[dict[str, Any]], tokenizer: Tokenizer, options: ImportOptions, dtype: np.dtype[Any]
 ) -> CorpusManifest:
-    full = [record["entry"] for record in done if record["entry"]["documents"]]
-    if not full:
+    """Make a corpus of finished shards; the manifest is written last. Raises DataError."""
+    entries = [record["entry"] for record in records if record["entry"]["documents"]]
+    if not entries:
         raise DataError("the files hold no documents")
     made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    statistics = {"imported": options.format, "declared": options.separators, **summed(done), "made": made}
-    return write_corpus(out, tokenizer, full, dtype, statistics, "none" if options.copy else options.separators)
+    statistics = {"imported": options.format, "declared": options.separators, **summed(records), "made": made}
+    return write_corpus(out, tokenizer, entries, dtype, statistics, "none" if options.copy else options.separators)
 
 
 def _common_dtype(files: Sequence[Path]) -> np.dtype[Any]:
-    """Dtype of all shards, if they can be adopted in place. Raises DataError."""
+    """The dtype of all shards. Raises DataError if they cannot stay in place."""
     dtype = None
     for file in files:
         shard = Shard(file)
@@ -108,7 +111,7 @@ def _common_dtype(files: Sequence[Path]) -> np.dtype[Any]:
 def _content(
     files: Sequence[Path], stamps: list[list[int]], tokenizer: Tokenizer, options: ImportOptions
 ) -> dict[str, Any]:
-    """Everything that decides the content of the shards, as JSON values."""
+    """Everything that determines the content of the shards, as JSON values."""
     return {
         "files": [str(file) for file in files],
         "stamps": stamps,
@@ -118,7 +121,7 @@ def _content(
 
 
 def _stamp(file: Path, kind: Format) -> list[int]:
-    """Of the file that holds the tokens. Raises DataError."""
+    """The `stamp_of` the file that holds the tokens. Raises DataError."""
     name = f"{file}.bin" if kind == "megatron" else str(file)
     try:
         return stamp_of(Path(name))
@@ -127,17 +130,17 @@ def _stamp(file: Path, kind: Format) -> list[int]:
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """A shard name for each file: its own if all are unique."""
+    """A shard name for each file: the file's name if all names are different."""
     names = [path.stem if path.suffix in (".arrow", ".npy") else path.name for path in files]
     return names if len(set(names)) == len(names) else [f"{n:05d}-{name}" for n, name in enumerate(names)]
 
 
 def ingest_file(prefix: Path, source: Path, options: ImportOptions, tokenizer: Tokenizer) -> None:
-    """Check one file, copy it if asked to, and write its `.json` record, which marks it done.
+    """Check one file, copy it if `options.copy`, and write its `.json` record, which marks it done.
 
     Args:
-        source: file, or prefix of a Megatron pair.
-        options: with the format resolved.
+        source: a file, or the common path of a Megatron pair without its suffixes.
+        options: its `format` must be set.
 
     Raises:
         DataError: see `ingest`.
@@ -158,9 +161,9 @@ def ingest_file(prefix: Path, source: Path, options: ImportOptions, tokenizer: T
                 writer.extend(kept.astype(dtype), lengths[lengths > 0].tolist())
         checker.require(str(source), file, tokenizer)
         entry = writer.finish() if writer else _entry(prefix.name, source, checker, digest.hexdigest())
-        carried = int(declared != "none" and not options.copy)
-        made = Shard(prefix if options.copy else source)
-        entry["blocks"] = ShardBlocks.of(made, BLOCK_TOKENS, carried, pairs=False).to_json()
+        separators_per_document = int(declared != "none" and not options.copy)
+        shard = Shard(prefix if options.copy else source)
+        entry["blocks"] = ShardBlocks.of(shard, BLOCK_TOKENS, separators_per_document, pairs=False).to_json()
     counts = {"documents": checker.documents, "empty": checker.empty, "unterminated": checker.unterminated}
     write_record(prefix, {"entry": entry, "counts": counts, "source": str(source)})
 
@@ -180,14 +183,12 @@ def _entry(name: str, source: Path, checker: TokenChecker, bin_xxh3: str) -> dic
 
 def summary(manifest: CorpusManifest, out: Path) -> str:
     """The final message of `import`."""
-    numbers = manifest.statistics
+    statistics = manifest.statistics
     where = "in place" if any(entry.path for entry in manifest.shards) else "copied"
-    carried = f"all documents match the declared separators: {numbers['declared']}"
-    lines = [f"{out}: {describe(manifest)} ({where}); {carried}"]
-    if numbers["empty"]:
-        lines.append(f"  {numbers['empty']:_} empty documents, which training leaves out")
-    if numbers["unterminated"]:
-        lines.append(
-            f"  {numbers['unterminated']:_} files begin or end inside a document, which is kept as a separate document"
-        )
+    separators = f"all documents match the declared separators: {statistics['declared']}"
+    lines = [f"{out}: {describe(manifest)} ({where}); {separators}"]
+    if statistics["empty"]:
+        lines.append(f"  {statistics['empty']:_} empty documents, which training leaves out")
+    if unterminated := statistics["unterminated"]:
+        lines.append(f"  {unterminated:_} files begin or end inside a document, which is kept as a separate document")
     return "\n".join(lines)

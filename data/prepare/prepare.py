@@ -1,7 +1,8 @@
-"""`fsdp-data prepare`: raw text to token shards; parallel, resumable, the same for any number of workers.
+"""`fsdp-data prepare`: makes token shards from raw text, in parallel; a repeated command continues after a kill.
 
-Documents are stored without separators. A shard is done when its `.json` exists beside its `.bin` and `.idx`; the
-corpus is done when `manifest.json` exists. A kill loses at most the shards being written.
+Documents are stored without separators. A shard is done when its `.json` exists beside its `.bin` and `.idx`, and the
+corpus is done when `manifest.json` exists. A kill loses at most the shards being written. The corpus does not depend on
+the number of workers.
 """
 
 from __future__ import annotations
@@ -33,41 +34,41 @@ from .jobs import Job, Task, describe, summed, write_record
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 1 << 20
 _ROUND_TRIPS_PER_SHARD = 32
 BAD_RECORDS = "bad_records.jsonl"
-"""File of a corpus that lists the records that were passed over."""
+"""File of a corpus that lists the bad records that were skipped."""
 
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Options that decide the content of the shards, and which bad records are passed over."""
+    """Options that determine the content of the shards, and how many bad records may be skipped."""
 
     text_field: str = "text"
     lines: bool = False
     suffixes: tuple[str, ...] = ()
     only: str | None = None
-    """The split to take from directories."""
+    """Take only the files of this split from directories, such as `train`."""
     shard_bytes: int | None = None
     max_quarantined: float = 0.001
     answer_field: str | None = None
-    """If given, records are prompts with answers: two documents each."""
+    """Field of the answer. If given, each record makes two documents: a prompt and its answer."""
     holdout: Holdout | None = None
-    """The documents that are left out; `split` writes them."""
+    """The share of documents to leave out; `split` writes them."""
     max_bad: int = 0
     block_tokens: int | None = None
-    """Tokens of a block; None: 4M, and not named in the job."""
+    """Tokens of a block; None: 4M, and not part of the job's identity."""
 
     @property
     def pairs(self) -> bool:
         return self.answer_field is not None
 
     def find(self, inputs: Sequence[str | Path]) -> list[Path]:
-        """The input files; says on standard error which numbered ones are missing. Raises DataError."""
+        """Find the input files; warns on standard error about gaps in their numbers. Raises DataError."""
         files = find_files(inputs, self.suffixes, self.only)
-        for text in missing_numbers(files):
-            print(f"warning: {text}", file=sys.stderr)
+        for warning in missing_numbers(files):
+            print(f"warning: {warning}", file=sys.stderr)
         return files
 
     def read(self, unit: Unit, bad: BadRecords) -> Iterator[Document]:
-        """The documents of a unit, held-out ones included; counts good records in `bad`. Raises DataError, OSError."""
+        """Read the documents of a unit, also held-out ones; counts good records in `bad`. Raises DataError, OSError."""
         for document in read_documents(
             unit, self.text_field, lines=self.lines, answer_field=self.answer_field, on_bad=bad
         ):
@@ -75,7 +76,7 @@ class PrepareOptions:
             yield document
 
     def holds_out(self, document: Document) -> bool:
-        """Whether a document is left out."""
+        """Whether a document is held out."""
         return self.holdout is not None and self.holdout.takes(document.text)
 
 
@@ -89,14 +90,15 @@ def prepare(
     """Tokenise `inputs` into a corpus.
 
     Args:
-        part: (i, n), 1-based: make only every n-th shard, for job arrays; the last to finish writes the manifest.
+        part: (i, n), i from 1 to n: make only every n-th shard, from the i-th on, for job arrays. The part that
+            finishes last writes the manifest.
 
     Returns:
         The manifest, or None if shards of other parts are still missing.
 
     Raises:
-        DataError: unreadable input, too many bad records, another job in the directory, or too many documents that
-            contain special tokens.
+        DataError: the input is damaged, has too many bad records or too many documents with special tokens in their
+            text, or the directory holds another job.
         OSError: the input cannot be read, the directory cannot be written, or the storage failed.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes, not threads, share the work
@@ -117,12 +119,12 @@ def prepare(
     return _finish(job.out, job.gather(tasks), tokenizer, options)
 
 
-def _finish(out: Path, done: list[dict[str, Any]], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
-    """Write what makes a corpus of the shards, the manifest last. Raises DataError."""
-    counts = summed(done)
-    list_bad(out, done, counts, options.max_bad)
-    full = [record["entry"] for record in done if record["entry"]["documents"]]
-    if not full:
+def _finish(out: Path, records: list[dict[str, Any]], tokenizer: Tokenizer, options: PrepareOptions) -> CorpusManifest:
+    """Make a corpus of finished shards; the manifest is written last. Raises DataError."""
+    counts = summed(records)
+    list_bad(out, records, counts, options.max_bad)
+    entries = [record["entry"] for record in records if record["entry"]["documents"]]
+    if not entries:
         raise DataError(
             f"the input holds no text: {counts['read']} documents, all of them empty, quarantined or held out"
         )
@@ -130,17 +132,17 @@ def _finish(out: Path, done: list[dict[str, Any]], tokenizer: Tokenizer, options
     statistics = {**counts, "made": made, "text_field": options.text_field}
     if options.holdout is not None:
         statistics["holdout"] = str(options.holdout)
-    dtype, size = token_dtype(tokenizer.vocab_size), options.block_tokens or BLOCK_TOKENS
-    return write_corpus(out, tokenizer, full, dtype, statistics, pairs=options.pairs, block_tokens=size)
+    dtype, block_tokens = token_dtype(tokenizer.vocab_size), options.block_tokens or BLOCK_TOKENS
+    return write_corpus(out, tokenizer, entries, dtype, statistics, pairs=options.pairs, block_tokens=block_tokens)
 
 
-def list_bad(out: Path, done: Sequence[dict[str, Any]], counts: dict[str, int], limit: int) -> None:
-    """Write and show the bad records of all shards, if any. Raises DataError if they are too many."""
+def list_bad(out: Path, records: Sequence[dict[str, Any]], counts: dict[str, int], limit: int) -> None:
+    """Write the bad records of all shards to a file and show the first ones. Raises DataError if more than `limit`."""
     if not counts["bad"]:
         return
-    found = [record for shard in done for record in shard.get("bad", [])]
-    replace_file(out / BAD_RECORDS, "".join(json.dumps(record) + "\n" for record in found))
-    first = [str(BadRecord(**record)) for record in found[:5]]
+    bad_records = [bad_record for shard in records for bad_record in shard.get("bad", [])]
+    replace_file(out / BAD_RECORDS, "".join(json.dumps(bad_record) + "\n" for bad_record in bad_records))
+    first = [str(BadRecord(**bad_record)) for bad_record in bad_records[:5]]
     if counts["bad"] > limit:
         raise too_many(counts["bad"], counts["read"] + counts["bad"], limit, first)
     print(passed_over(counts["bad"], first, str(out / BAD_RECORDS)), file=sys.stderr)
@@ -150,10 +152,9 @@ Stamps = dict[str, list[int]]
 
 
 def input_stamps(files: Iterable[Path], shards: Iterable[Iterable[Unit]]) -> Stamps:
-    """Size and time of change of each file that is read: a job goes on only with the same input. Raises
-    OSError."""
-    read = {unit.path for shard in shards for unit in shard}
-    return {str(file): stamp_of(file) for file in files if str(file) in read}
+    """The `stamp_of` each input file that is read: a job continues only with the same input. Raises OSError."""
+    input_paths = {unit.path for shard in shards for unit in shard}
+    return {str(file): stamp_of(file) for file in files if str(file) in input_paths}
 
 
 def _require_unchanged(before: Stamps, now: Stamps) -> None:
@@ -161,18 +162,18 @@ def _require_unchanged(before: Stamps, now: Stamps) -> None:
     for path, stamp in before.items():
         if now.get(path) != stamp:
             raise DataError(
-                f"{path} changed while it was read: it was {_shown(stamp)} and is {_shown(now.get(path))}",
+                f"{path} changed while it was read: it was {_stamp_text(stamp)} and is {_stamp_text(now.get(path))}",
                 effect="the shards may hold parts of both, so no manifest was written",
                 remedy="when nobody writes to the input any more, repeat the command with --overwrite",
             )
 
 
-def _shown(stamp: list[int] | None) -> str:
+def _stamp_text(stamp: list[int] | None) -> str:
     return f"{stamp[0]:_} bytes of time {stamp[1]}" if stamp else "gone"
 
 
 def _content(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, options: PrepareOptions) -> dict[str, Any]:
-    """Everything that decides the content of the shards, as JSON values."""
+    """Everything that determines the content of the shards, as JSON values."""
     return {
         "shards": [[asdict(unit) for unit in shard] for shard in shards],
         "stamps": stamps,
@@ -187,7 +188,11 @@ def _content(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, opt
 
 @dataclass
 class _Counts:
-    """Numbers of documents; `characters` and `utf8_bytes` of their text."""
+    """Numbers of records and documents by what became of them, and the `characters` and `utf8_bytes` of stored text.
+
+    Attributes:
+        round_trips, round_trips_exact: documents whose tokens were decoded, and those that gave their text again.
+    """
 
     read: int = 0
     bad: int = 0
@@ -201,7 +206,7 @@ class _Counts:
     round_trips_exact: int = 0
 
     def add(self, document: Document, encoded: list[list[int]], tokenizer: Tokenizer) -> None:
-        """Count a stored document; the first ones are decoded and compared."""
+        """Count a stored document. For the first few, compare the decoded tokens with the text."""
         if self.round_trips < _ROUND_TRIPS_PER_SHARD:
             self.round_trips += 1
             self.round_trips_exact += tuple(map(tokenizer.decode, encoded)) == document.texts
@@ -216,34 +221,34 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
         DataError, OSError: see `prepare`.
     """
     dtype, counts = token_dtype(tokenizer.vocab_size), _Counts()
-    special = np.zeros(tokenizer.vocab_size, dtype=bool)
-    special[list(tokenizer.specials)] = True
+    is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
+    is_special[list(tokenizer.specials)] = True
     quarantined: list[dict[str, Any]] = []
     sources: list[dict[str, Any]] = []
-    bad, kept = BadRecords(options.max_bad), 0
+    bad, not_held_out = BadRecords(options.max_bad), 0
     with ShardWriter(prefix, dtype) as writer:
         for unit in units:
-            place = {"path": unit.path, "start": unit.start}
-            sources.append({**place, "stop": unit.stop, "first_document": writer.documents})
+            unit_start = {"path": unit.path, "start": unit.start}
+            sources.append({**unit_start, "stop": unit.stop, "first_document": writer.documents})
             for document, encoded in _encoded(unit, options, tokenizer, bad):
-                kept += 1
+                not_held_out += 1
                 counts.repaired += document.repaired
                 tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
                 if not all(encoded):
                     counts.empty += 1
-                elif special[tokens].any():
-                    found = sorted({tokenizer.specials[int(i)] for i in tokens[special[tokens]]})
-                    quarantined.append({**place, "line": document.line, "specials": found})
+                elif is_special[tokens].any():
+                    specials = sorted({tokenizer.specials[int(i)] for i in tokens[is_special[tokens]]})
+                    quarantined.append({**unit_start, "line": document.line, "specials": specials})
                 else:
                     counts.add(document, encoded, tokenizer)
                     for ids in encoded:
                         writer.append(np.asarray(ids, dtype=dtype))
-        counts.read, counts.bad, counts.held_out = bad.good, bad.count, bad.good - kept
+        counts.read, counts.bad, counts.held_out = bad.good, bad.count, bad.good - not_held_out
         counts.quarantined = len(quarantined)
-        if counts.quarantined > max(1, options.max_quarantined * kept):
+        if counts.quarantined > max(1, options.max_quarantined * not_held_out):
             first = quarantined[0]
             raise DataError(
-                f"{counts.quarantined} of {kept} documents contain special tokens in their text, "
+                f"{counts.quarantined} of {not_held_out} documents contain special tokens in their text, "
                 f"first in {first['path']} (line {first['line'] + 1} from byte {first['start']}): "
                 f"{', '.join(first['specials'])}",
                 effect="a separator inside a document would cut it in two for the model",
@@ -253,21 +258,21 @@ def make_shard(prefix: Path, units: list[Unit], options: PrepareOptions, tokeniz
     blocks = ShardBlocks.of(Shard(prefix), options.block_tokens or BLOCK_TOKENS, 0, pairs=options.pairs)
     entry["blocks"] = blocks.to_json()
     record = {"entry": entry, "counts": asdict(counts), "sources": sources, "quarantined": quarantined}
-    write_record(prefix, {**record, "bad": [asdict(each) for each in bad.first]})
+    write_record(prefix, {**record, "bad": [asdict(bad_record) for bad_record in bad.first]})
 
 
 def _encoded(
     unit: Unit, options: PrepareOptions, tokenizer: Tokenizer, bad: BadRecords
 ) -> Iterator[tuple[Document, list[list[int]]]]:
-    """Each document that is not held out, with the ids of its texts."""
+    """The documents that are not held out, each with the ids of its texts."""
     for batch in _batches(unit, options, bad):
-        encoded = iter(tokenizer.encode([text for document in batch for text in document.texts]))
+        ids_of_texts = iter(tokenizer.encode([text for document in batch for text in document.texts]))
         for document in batch:
-            yield document, [next(encoded) for _ in document.texts]
+            yield document, [next(ids_of_texts) for _ in document.texts]
 
 
 def _batches(unit: Unit, options: PrepareOptions, bad: BadRecords) -> Iterator[list[Document]]:
-    """The documents that are not held out."""
+    """The documents that are not held out, in batches for the tokenizer."""
     batch: list[Document] = []
     characters = 0
     for document in options.read(unit, bad):

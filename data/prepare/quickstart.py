@@ -1,6 +1,6 @@
 """A real corpus without a download, made of files that every Python installation has.
 
-It has standard-library sources (without tests), their docstrings as running text, and the pydoc topics. Training and
+It contains standard-library sources (without tests), their docstrings as prose, and the pydoc topics. Training and
 held-out documents are split by file, so that no text derived from a held-out file is trained on. (`fsdp-data split`
 decides by text, and cannot know that two texts come from one file.)
 """
@@ -27,7 +27,7 @@ SPLITS = ("train", "heldout")
 
 def build(out: Path) -> dict[str, list[int]]:
     """Write `train.jsonl` and `heldout.jsonl` (fields `text`, `source`) into `out`, each under its name only when it is
-    complete. Returns the sizes of the texts of each in bytes.
+    complete. Returns the sizes of the texts of each split in UTF-8 bytes.
 
     Raises:
         DataError: this Python has no standard-library sources (a stripped image).
@@ -51,7 +51,7 @@ def build(out: Path) -> dict[str, list[int]]:
 
 
 def _documents() -> Iterator[tuple[str, str]]:
-    """(source, text), ordered by path. The source of a text derived from a file is the file's name, `#` and a word."""
+    """Yields (source, text), ordered by path. Prose taken from a file has the source `FILE#docstrings`."""
     root = Path(sysconfig.get_paths()["stdlib"])
     sources = [path for path in sorted(root.rglob("*.py")) if not _SKIPPED & set(path.relative_to(root).parts)]
     seen: set[str] = set()

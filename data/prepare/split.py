@@ -1,14 +1,14 @@
-"""`fsdp-data split`: the held-out documents of any input, in one JSONL file.
+"""`fsdp-data split`: writes the held-out documents of any input into one JSONL file.
 
-Only these are written, because they are few: `prepare` and `train-tokenizer` with the same `--holdout` leave them out
-while reading, so that the rest needs no second copy on disk.
+The other documents need no second copy on disk, since `prepare` and `train-tokenizer` with the same `--holdout` leave
+the held-out ones out while reading.
 
-    OUT/heldout.jsonl   {"text": ...} a line (and "answer"), without duplicates, in the order of their digests
-    OUT/split.json      counts; written last
-    OUT/bad_records.jsonl
+    OUT/heldout.jsonl       one line {"text": ...} (and "answer") per document, without duplicates, ordered by digest
+    OUT/split.json          counts; written last
+    OUT/bad_records.jsonl   the bad records that were skipped, if any
 
-The file is a function of the set of texts: neither order nor files nor processes matter, its first lines are as good a
-sample as any, and the file of a smaller share is its beginning. Parts are made in parallel and merged; a kill loses at
+The file depends only on the set of texts, whatever their order, their files and the number of processes. Its first
+lines are a random sample, and equal the file of a smaller share. Parts are made in parallel and merged; a kill loses at
 most the parts being written.
 """
 
@@ -35,20 +35,20 @@ from .prepare import PrepareOptions, input_stamps, list_bad
 
 HELDOUT, REPORT = "heldout.jsonl", "split.json"
 _MOST_PARTS = 128
-_KEY = 17
-"""Characters of a digest in hexadecimal and a space, which begin a line of a part."""
+_DIGEST_LENGTH = 17
+"""Bytes of the hexadecimal digest and the space with which each line of a part begins."""
 
 
 @dataclass(frozen=True)
 class SplitReport:
-    """What was held out.
+    """The counts of a split: the content of `split.json`.
 
     Attributes:
-        holdout: the share asked for, such as `0.1%`.
+        holdout: the requested share, such as `0.1%`.
         read: documents in the input, of which `empty` have no text.
-        bad: records that were passed over.
-        held_out: documents of `read`, of which `duplicates` repeat another one and are not in the file.
-        characters: of the texts in the file.
+        bad: records that were skipped.
+        held_out: held-out documents among `read`, of which `duplicates` repeat another one and are not in the file.
+        characters: characters of the texts in the file.
     """
 
     holdout: str
@@ -61,10 +61,11 @@ class SplitReport:
 
 
 def split(inputs: Sequence[str | Path], job: Job, options: PrepareOptions) -> SplitReport:
-    """Write the documents that `options.holdout` takes.
+    """Write the documents that `options.holdout` holds out.
 
     Raises:
-        DataError: unreadable input, too many bad records, another job in the directory, or no document is held out.
+        DataError: the input is damaged or has too many bad records, the directory holds another job, or no document is
+            held out.
         OSError: the input cannot be read, the directory cannot be written, or the storage failed.
     """
     assert options.holdout is not None
@@ -81,17 +82,17 @@ def split(inputs: Sequence[str | Path], job: Job, options: PrepareOptions) -> Sp
     }
     job.claim(content, len(parts))
     if (out / REPORT).exists():
-        done = SplitReport(**load_json(out / REPORT))
-        if done.bad <= options.max_bad:
-            return done
+        finished = SplitReport(**load_json(out / REPORT))
+        if finished.bad <= options.max_bad:
+            return finished
     tasks = [
         Task(f"shards/part-{number:05d}", (units, options), sum(unit.size for unit in units), (".json", ".jsonl"))
         for number, units in enumerate(parts)
     ]
     job.make(make_part, tasks, None, "split")
-    finished = job.gather(tasks)
-    counts = summed(finished)
-    list_bad(out, finished, counts, options.max_bad)
+    records = job.gather(tasks)
+    counts = summed(records)
+    list_bad(out, records, counts, options.max_bad)
     if not counts["held_out"]:
         raise DataError(
             f"--holdout {options.holdout} holds out none of {counts['read']:_} documents", remedy="use a larger share"
@@ -105,7 +106,7 @@ def split(inputs: Sequence[str | Path], job: Job, options: PrepareOptions) -> Sp
 
 
 def make_part(prefix: Path, units: list[Unit], options: PrepareOptions, tokenizer: None) -> None:
-    """Write the held-out documents of `units`, sorted, each line after its digest; then the `.json` with the counts.
+    """Write the held-out documents of `units`, sorted, with their digests; then the `.json` with the counts.
 
     Raises:
         DataError, OSError: see `split`.
@@ -121,7 +122,7 @@ def make_part(prefix: Path, units: list[Unit], options: PrepareOptions, tokenize
     lines.sort()
     replace_file(prefix.with_name(prefix.name + ".jsonl"), b"".join(lines))
     counts = {"read": bad.good, "empty": empty, "bad": bad.count, "held_out": len(lines)}
-    write_record(prefix, {"counts": counts, "bad": [asdict(each) for each in bad.first]})
+    write_record(prefix, {"counts": counts, "bad": [asdict(bad_record) for bad_record in bad.first]})
 
 
 def _line(document: Document) -> bytes:
@@ -130,16 +131,17 @@ def _line(document: Document) -> bytes:
 
 
 def _merge(out: Path, tasks: Sequence[Task]) -> tuple[int, int]:
-    """Write the file atomically; returns its documents and their characters."""
+    """Merge the parts into the file, atomically. Returns the numbers of its documents and of their characters."""
     target, documents, characters = out / HELDOUT, 0, 0
     partial = target.with_name(f".{HELDOUT}.partial")
     with ExitStack() as stack, naming(target):
         parts = [stack.enter_context((out / f"{task.name}.jsonl").open("rb")) for task in tasks]
         file = stack.enter_context(partial.open("wb"))
         for line in _without_repeats(heapq.merge(*parts)):
-            file.write(line[_KEY:])
+            content = line[_DIGEST_LENGTH:]
+            file.write(content)
             documents += 1
-            characters += sum(map(len, json.loads(line[_KEY:]).values()))
+            characters += sum(map(len, json.loads(content).values()))
         file.flush()
         os.fsync(file.fileno())
     partial.replace(target)
@@ -147,15 +149,15 @@ def _merge(out: Path, tasks: Sequence[Task]) -> tuple[int, int]:
 
 
 def _without_repeats(lines: Iterator[bytes]) -> Iterator[bytes]:
-    before = b""
+    previous = b""
     for line in lines:
-        if line != before:
+        if line != previous:
             yield line
-        before = line
+        previous = line
 
 
 def summary(report: SplitReport, out: Path) -> str:
-    """The final message."""
+    """The final message of `split`."""
     kept = f"{report.held_out - report.duplicates:_} documents, {human_count(report.characters)} characters"
     share = f"{report.held_out:_} of {report.read:_} are held out ({report.held_out / report.read:.3%})"
     lines = [f"{out / HELDOUT}: {kept}; {share}"]

@@ -1,7 +1,7 @@
-"""`fsdp-data train-tokenizer`: byte-level BPE with tokenizers, or sentencepiece BPE, both lossless.
+"""`fsdp-data train-tokenizer`: trains a byte-level BPE with `tokenizers`, or a BPE with `sentencepiece`, both lossless.
 
 There is no normalisation (sentencepiece's default rewrites text), white space is kept and may form pieces, and unknown
-characters fall back to bytes. So every text survives a round trip; this was measured on code and prose.
+characters fall back to bytes. So decoding gives the encoded text again; this was measured on code and prose.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def train_tokenizer(
     Args:
         kind: `bpe` or `sentencepiece`.
         vocab_size: number of tokens, special ones included.
-        max_bytes: of a larger input only every n-th document is used, to learn from about so many bytes.
+        max_bytes: about so many bytes of text are used; of a larger input, every n-th document.
 
     Raises:
         DataError: the input is damaged, or the vocabulary too small or too large for the text.
@@ -46,6 +46,7 @@ def train_tokenizer(
 
 
 def _sample(inputs: Sequence[str | Path], options: PrepareOptions, max_bytes: int) -> Iterator[str]:
+    """The texts to train on. Raises DataError, OSError."""
     shards = plan_shards(options.find(inputs), None, lines=options.lines)
     units = [unit for shard in shards for unit in shard]
     every = max(1, -(-sum(unit.size for unit in units) // max_bytes))

@@ -22,8 +22,8 @@ from .totals import Hashes
 def check_against(report: ValidationReport, run: Config) -> Findings:
     """Findings about whether a run can train on the validated corpus together with its other sources.
 
-    The run's `model.vocab` must hold the vocabulary and the objective's special tokens, and its sources must share the
-    tokenizer.
+    The run's `model.vocab` must have room for the vocabulary and the objective's special tokens, and its sources must
+    have the same tokenizer.
     """
     findings, size, objective = Findings(), report.vocabulary.size, run.data.objective
     needed = size if objective.kind == "causal" else max(size, Specials.behind(size).eop + 1)
@@ -37,27 +37,29 @@ def check_against(report: ValidationReport, run: Config) -> Findings:
         except DataError as error:
             findings.unreadable(source.name, error)
             continue
-        both: tuple[object, object] = (report.fingerprint, entry.fingerprint)
+        validated: object = report.fingerprint
+        other: object = entry.fingerprint
         if report.fingerprint is None:
-            both = ((report.vocabulary.size, report.vocabulary.eod), (entry.vocab_size, entry.eod))
-        if both[0] != both[1]:
+            validated, other = (report.vocabulary.size, report.vocabulary.eod), (entry.vocab_size, entry.eod)
+        if validated != other:
             findings.note("tokenizer", "", f"source {source.name} of the run ({source.path}) was made with another")
     return findings
 
 
 def heldout_hashes(run: Config, directory: Path) -> dict[str, Hashes]:
-    """Hashes of the documents of each corpus of `eval.loss_on` but `directory`, by name. Raises DataError."""
+    """Document hashes of each corpus in `eval.loss_on`, except the one in `directory`, by name. Raises DataError."""
     here = os.path.realpath(directory)
     sources = [source for source in run.eval.loss_on if os.path.realpath(source.path) != here]
     return {source.name: _hashes(Corpus(source.path, cache=cache_use(run))) for source in sources}
 
 
 def _hashes(corpus: Corpus) -> Hashes:
+    """The distinct `document_hashes` of a corpus, without the 0 of documents that are too short to compare."""
     by_block = [np.zeros(0, dtype=np.uint64)]
-    for number in range(len(corpus.blocks)):
-        lengths = corpus.lengths(number).astype(np.int64)
+    for block in range(len(corpus.blocks)):
+        lengths = corpus.lengths(block).astype(np.int64)
         ends = np.cumsum(lengths)
-        by_block.append(document_hashes(corpus.tokens(number, 0, int(ends[-1])), ends - lengths, ends))
+        by_block.append(document_hashes(corpus.tokens(block, 0, int(ends[-1])), ends - lengths, ends))
     hashes = np.unique(np.concatenate(by_block))
-    kept: Hashes = hashes[hashes != 0]
-    return kept
+    nonzero: Hashes = hashes[hashes != 0]
+    return nonzero

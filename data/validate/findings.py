@@ -1,4 +1,4 @@
-"""The catalogue of what `fsdp-data validate` can find, and findings as counted and merged."""
+"""The catalogue of findings of `fsdp-data validate`, and the findings of a corpus, which are counted and merged."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from fsdp_pretrain.errors import DataError
 
 Unit = Literal["documents", "tokens", "files", ""]
 EXAMPLES = 3
-"""Located examples that a finding keeps."""
+"""Most examples that a finding keeps."""
 
 
 class FindingKind(NamedTuple):
-    """One entry of the catalogue: what was found, and the remedy."""
+    """One entry of the catalogue: the meaning of a finding, and the remedy."""
 
     severity: Literal["error", "warning"]
-    """`error` where training would go wrong, `warning` where a person should check."""
+    """`error`: training would go wrong; `warning`: a person should check."""
     meaning: str
     remedy: str
     unit: Unit = "documents"
-    """Unit of the count and of its rate; empty where a rate means nothing."""
+    """Unit of the count and of its rate; empty if a rate means nothing."""
 
 
 _error, _warning = partial(FindingKind, "error"), partial(FindingKind, "warning")
@@ -114,10 +114,12 @@ CATALOGUE: dict[str, FindingKind] = {
 
 @dataclass
 class Example:
-    """Place of a defect: a file, perhaps a document in it, perhaps a token of the document.
+    """The place of a defect: a file, perhaps a document in it, and perhaps a token of the document.
 
-    `note` is what was measured there; `text` the decoded text around it, with document boundaries shown as `‖`, None
-    without a tokenizer.
+    Attributes:
+        document, token: numbers within the file and within the document.
+        note: details of the defect at this place.
+        text: the decoded text around it, with document boundaries shown as `‖`; None without a tokenizer.
     """
 
     file: str
@@ -136,7 +138,7 @@ class Example:
 
 @dataclass
 class Finding:
-    """One kind of defect: its count and first places."""
+    """One kind of defect: how often it occurs, and its first examples."""
 
     code: str
     count: int
@@ -147,19 +149,19 @@ class Finding:
         return CATALOGUE[self.code]
 
     def as_dict(self, rate: float | None) -> dict[str, Any]:
-        """For `--json`: count, rate, examples (`place` is the example as text), meaning and remedy."""
+        """The finding for `--json`: count, rate, examples (`place`: the example as text), meaning and remedy."""
         examples = [{**asdict(example), "place": str(example)} for example in self.examples]
         return {"code": self.code, "count": self.count, "rate": rate, **self.kind._asdict(), "examples": examples}
 
 
 class Findings:
-    """Findings by code; merging adds counts and keeps the first examples."""
+    """Findings by their code. Merging adds the counts and keeps the first examples."""
 
     def __init__(self) -> None:
         self.by_code: dict[str, Finding] = {}
 
     def add(self, code: str, count: int, examples: Iterable[Example] = ()) -> None:
-        """Count defects; 0 has no effect."""
+        """Add defects of one kind; a count of 0 has no effect."""
         if not count:
             return
         finding = self.by_code.setdefault(code, Finding(code, 0))
@@ -167,18 +169,20 @@ class Findings:
         finding.examples += list(examples)[: EXAMPLES - len(finding.examples)]
 
     def note(self, code: str, file: str, note: str) -> None:
+        """Add one defect of a file."""
         self.add(code, 1, [Example(file, note=note)])
 
     def unreadable(self, file: str, error: DataError | OSError) -> None:
-        """Note a file that cannot be read, or not to its end."""
+        """Add a file that cannot be read to its end."""
         self.note("unreadable", file, error.cause if isinstance(error, DataError) else error.strerror or str(error))
 
     def merge(self, other: Findings) -> None:
+        """Add all findings of another object."""
         for finding in other.by_code.values():
             self.add(finding.code, finding.count, finding.examples)
 
     @property
     def exit_code(self) -> int:
-        """0 clean, 1 warnings, 2 errors."""
+        """Exit code of `validate`: 0 clean, 1 warnings, 2 errors."""
         severities = {finding.kind.severity for finding in self.by_code.values()}
         return 2 if "error" in severities else 1 if severities else 0

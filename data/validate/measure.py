@@ -1,8 +1,8 @@
-"""Measurements of one token file, run by run, for `validate`.
+"""Measures one token file for `validate`, run by run.
 
-One pass, a few vectorised operations per run of a million tokens; what needs Python per token or a second pass is done
-for rare events (special tokens, suspects) or on a sample (decoding). Memory: some 20 bytes per token of a run, and 10
-to 12 per document of the file.
+It takes one pass, with a few vectorised operations per run of a million tokens. Checks that need Python per token or a
+second pass are made only for rare cases (special tokens, suspects of degenerate text) or on a sample (decoding).
+Memory: some 20 bytes per token of a run, and 10 to 12 per document of the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _JUDGED_DOCUMENTS = 3
 
 
 class RunDocuments(NamedTuple):
-    """The documents of a run: the number of the first, and of each the length and the hash, see `document_hashes`."""
+    """The documents of a run: number of the first in its file, and [documents] their lengths and `document_hashes`."""
 
     first: int
     lengths: npt.NDArray[np.integer]
@@ -43,13 +43,13 @@ class RunDocuments(NamedTuple):
 
 @dataclass
 class Measurement:
-    """What was measured of a file.
+    """The measurements of one file.
 
     Attributes:
-        documents, tokens: as stored, separators included.
+        documents, tokens: numbers as stored, separators included.
         runs: the documents of each run.
-        agreement: median share of the ids of sampled documents that survive re-encoding; None: of too few, or without a
-            tokenizer.
+        agreement: share of ids that stay the same when a document is decoded and encoded again, median of the sampled
+            documents; None: too few samples, or no tokenizer.
     """
 
     name: str
@@ -61,9 +61,10 @@ class Measurement:
 
 
 def measure(name: str, runs: Iterable[Run], checker: TokenChecker, tokenizer: Tokenizer | None) -> Measurement:
-    """Check and measure the runs of a file; of one that is damaged, those before the damage.
+    """Check and measure the runs of a file, or those before its first damage.
 
-    `tokenizer` encodes sampled documents again.
+    Args:
+        tokenizer: encodes sampled documents again; None: this is not checked.
     """
     measured, samples = Measurement(name, checker.findings), list[list[int]]()
     try:
@@ -81,26 +82,26 @@ def measure(name: str, runs: Iterable[Run], checker: TokenChecker, tokenizer: To
         checker.findings.unreadable(name, error)
     checker.finish()
     measured.documents, measured.tokens = checker.documents, checker.tokens
-    if tokenizer is not None and len(found := agreements(samples, tokenizer)) >= _JUDGED_DOCUMENTS:
-        measured.agreement = float(np.median(found))
+    if tokenizer is not None and len(shares := agreements(samples, tokenizer)) >= _JUDGED_DOCUMENTS:
+        measured.agreement = float(np.median(shares))
         if measured.agreement < FOREIGN_AGREEMENT:
-            note = f"{measured.agreement:.1%} of the ids survive re-encoding (median of {len(found)} documents)"
+            note = f"{measured.agreement:.1%} of the ids survive re-encoding (median of {len(shares)} documents)"
             checker.findings.note("foreign-tokens", name, note)
     return measured
 
 
 def _find_degenerate(run: Run, checker: TokenChecker) -> None:
-    found = []
+    examples = []
     for document in suspects(run.tokens, run.starts, run.ends).tolist():
         if note := degenerate(run.tokens[run.starts[document] : run.ends[document]]):
-            found.append(checker.example(run, document, note=note))
-    checker.findings.add("degenerate-documents", len(found), found[:EXAMPLES])
+            examples.append(checker.example(run, document, note=note))
+    checker.findings.add("degenerate-documents", len(examples), examples[:EXAMPLES])
 
 
 def _sample(run: Run, text: Ints, checker: TokenChecker, tokenizer: Tokenizer, most: int) -> list[list[int]]:
-    """The beginnings of a few documents of a run, without special tokens."""
-    good, vocabulary = np.flatnonzero(text >= SAMPLE_TOKENS // 4), checker.vocabulary
-    chosen = good[np.linspace(0, len(good) - 1, min(_SAMPLED_PER_RUN, most, len(good))).astype(np.int64)]
-    hidden, size = vocabulary.specials | {vocabulary.eod}, min(vocabulary.size, tokenizer.vocab_size)
-    begun = [run.tokens[run.starts[n] : run.ends[n]][:SAMPLE_TOKENS].tolist() for n in chosen]
-    return [[i for i in ids if 0 <= i < size and i not in hidden] for ids in begun]
+    """The beginnings of up to `most` documents of a run, without special tokens. `text`: see `CheckedRun`."""
+    long, vocabulary = np.flatnonzero(text >= SAMPLE_TOKENS // 4), checker.vocabulary
+    sampled = long[np.linspace(0, len(long) - 1, min(_SAMPLED_PER_RUN, most, len(long))).astype(np.int64)]
+    specials, size = vocabulary.specials | {vocabulary.eod}, min(vocabulary.size, tokenizer.vocab_size)
+    beginnings = [run.tokens[run.starts[n] : run.ends[n]][:SAMPLE_TOKENS].tolist() for n in sampled]
+    return [[i for i in ids if 0 <= i < size and i not in specials] for ids in beginnings]

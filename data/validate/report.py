@@ -10,18 +10,18 @@ from fsdp_pretrain.data.corpus.manifest import Separators, Vocabulary
 from .findings import Finding, Findings
 from .measure import Measurement
 
-_SHOWN = ("name", "documents", "tokens", "agreement")
-"""Of a file, for `--json`."""
+_FILE_FIELDS = ("name", "documents", "tokens", "agreement")
+"""Fields of a file in the JSON report."""
 
 
 @dataclass
 class ValidationReport:
-    """Result of validating one corpus.
+    """The result of validating one corpus.
 
     Attributes:
-        separators: what the documents were checked for, and `declared` or how that was measured.
-        vocabulary: that the ids were checked against.
-        fingerprint: of the tokenizer, if one is known.
+        separators: the separators that documents should carry, and who declared them or how they were measured.
+        vocabulary: the vocabulary that the ids were checked against.
+        fingerprint: fingerprint of the tokenizer, if one is known.
         lengths: quantiles of the document lengths, in tokens.
     """
 
@@ -42,8 +42,8 @@ class ValidationReport:
         return sum(file.tokens for file in self.files)
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
-        found = self.findings.by_code.values()
+        """The report for `--json`."""
+        findings = self.findings.by_code.values()
         return {
             "directory": self.directory,
             "documents": self.documents,
@@ -52,13 +52,13 @@ class ValidationReport:
             "vocabulary": {"size": self.vocabulary.size, "eod": self.vocabulary.eod},
             "tokenizer": self.fingerprint,
             "exit": self.findings.exit_code,
-            "findings": [finding.as_dict(self.rate(finding)) for finding in found],
+            "findings": [finding.as_dict(self.rate(finding)) for finding in findings],
             "lengths": self.lengths,
-            "files": [{name: getattr(file, name) for name in _SHOWN} for file in self.files],
+            "files": [{name: getattr(file, name) for name in _FILE_FIELDS} for file in self.files],
         }
 
     def rate(self, finding: Finding) -> float | None:
-        """Share of the corpus's documents, tokens or files with a finding; None where that means nothing."""
+        """Share of the corpus's documents, tokens or files with a finding; None if that means nothing."""
         totals = {"documents": self.documents, "tokens": self.tokens, "files": len(self.files), "": 0}
         total = totals[finding.kind.unit]
         return finding.count / total if total else None
@@ -66,14 +66,14 @@ class ValidationReport:
 
 def render(report: ValidationReport) -> None:
     """Print the report for people."""
-    carry, because = report.separators
+    separators, because = report.separators
     print(f"{report.directory}: {report.documents:_} documents, {report.tokens:_} tokens in {len(report.files)} files")
-    print(f"  separators  {carry} ({because}); id {report.vocabulary.eod} of {report.vocabulary.size:_}")
+    print(f"  separators  {separators} ({because}); id {report.vocabulary.eod} of {report.vocabulary.size:_}")
     lengths = ", ".join(f"{name} {value:_}" for name, value in report.lengths.items())
     print(f"  lengths     {lengths or 'none'} tokens")
-    agreement = [file.agreement for file in report.files if file.agreement is not None]
-    if agreement:
-        print(f"  encoding    at least {min(agreement):.1%} of each file's sampled ids survive re-encoding")
+    agreements = [file.agreement for file in report.files if file.agreement is not None]
+    if agreements:
+        print(f"  encoding    at least {min(agreements):.1%} of each file's sampled ids survive re-encoding")
     for finding in sorted(report.findings.by_code.values(), key=lambda item: item.kind.severity):
         _render_finding(finding, report.rate(finding))
     if not report.findings.by_code:

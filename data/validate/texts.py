@@ -1,4 +1,4 @@
-"""Tokens as text: a document, for `fsdp-data inspect`, and what is around the places of findings."""
+"""Decodes stored tokens: a document for `fsdp-data inspect`, and the text around the examples of findings."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fsdp_pretrain.errors import DataError
 
 from .findings import Example
 
-_AROUND = 12
+_TOKENS_AROUND = 12
 _BOUNDARY = " ‖ "
 
 
 def document(corpus: Corpus, wanted: int) -> tuple[str, str]:
-    """The place and the text of document `wanted`, counted over all shards; only its block is read.
+    """The place and the text of document number `wanted`, counted over all shards. Only its block is read.
 
     Raises:
-        DataError: there is no such document, or the corpus is damaged.
+        DataError: the corpus has no document of this number, or is damaged.
     """
     shards, table = corpus.manifest.shards, corpus.blocks
     ends = np.cumsum([shard.documents for shard in shards])
@@ -31,7 +31,7 @@ def document(corpus: Corpus, wanted: int) -> tuple[str, str]:
     index = int(ends.searchsorted(wanted, "right"))
     number = wanted - (int(ends[index]) - shards[index].documents)
     inside = (table[:, 0] == index) & (table[:, 1] <= number) & (number < table[:, 1] + table[:, 2])
-    ids = list[int]()  # a document of no block is empty
+    ids = list[int]()  # a document that is in no block is empty
     for block in np.flatnonzero(inside).tolist():
         lengths, at = corpus.lengths(block).astype(np.int64), number - int(table[block, 1])
         begin = int(lengths[:at].sum())
@@ -41,11 +41,11 @@ def document(corpus: Corpus, wanted: int) -> tuple[str, str]:
 
 
 def add_texts(examples: Iterable[Example], name: str, file: TokenFile, tokenizer: Tokenizer) -> None:
-    """Add the decoded text to the examples that name a document of a file, which is read again up to there."""
+    """Add the decoded text to the examples in documents of the file `name`; reads it again up to the last one."""
     waiting = [example for example in examples if example.file == name and example.document is not None]
     for run in file.runs(MEASURED_TOKENS) if waiting else ():
-        here = [e for e in waiting if run.first <= (e.document or 0) < run.first + len(run.lengths)]
-        for example in here:
+        in_run = [e for e in waiting if run.first <= (e.document or 0) < run.first + len(run.lengths)]
+        for example in in_run:
             example.text = _around(example, run, tokenizer)
             waiting.remove(example)
         if not waiting:
@@ -53,25 +53,27 @@ def add_texts(examples: Iterable[Example], name: str, file: TokenFile, tokenizer
 
 
 def _around(example: Example, run: Run, tokenizer: Tokenizer) -> str:
-    """Text from 12 tokens before to 12 after a place, or of the first 24 tokens of a document."""
+    """The text from 12 tokens before to 12 after the example's token, or of the first 24 tokens of its document."""
     n, ends = (example.document or 0) - run.first, run.ends
     start, end = int(run.starts[n]), int(ends[n])
     at = start + (example.token or 0)
     whole = example.token is None and end > start
-    low, high = (start, min(end, start + 2 * _AROUND)) if whole else (max(0, at - _AROUND), at + _AROUND)
+    low, high = max(0, at - _TOKENS_AROUND), at + _TOKENS_AROUND
+    if whole:
+        low, high = start, min(end, start + 2 * _TOKENS_AROUND)
     high = min(high, len(run.tokens))
     cuts = [low, *(int(e) for e in ends[(ends > low) & (ends < high)]), high]
     return _BOUNDARY.join(_decode(run.tokens[a:b].tolist(), tokenizer) for a, b in pairwise(cuts))
 
 
 def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
-    """Text of ids; those outside the vocabulary as `<id 70000>`."""
+    """The text of ids; an id outside the vocabulary is shown as `<id 70000>`."""
     parts: list[str] = []
-    known: list[int] = []
+    pending: list[int] = []
     for number in ids:
         if 0 <= number < tokenizer.vocab_size:
-            known.append(number)
+            pending.append(number)
         else:
-            parts += [tokenizer.decode(known), f"<id {number}>"]
-            known = []
-    return "".join([*parts, tokenizer.decode(known)])
+            parts += [tokenizer.decode(pending), f"<id {number}>"]
+            pending = []
+    return "".join([*parts, tokenizer.decode(pending)])

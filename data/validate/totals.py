@@ -1,4 +1,4 @@
-"""A corpus from the measurements of its files: quantiles, and the findings that need the whole.
+"""Combines the measurements of files: quantiles, and the findings that need all documents of the corpus.
 
 Memory: 10 to 12 bytes per document (hashes and lengths).
 """
@@ -17,13 +17,16 @@ from .findings import EXAMPLES, Example, Findings
 from .measure import Measurement
 
 GIANT_TIMES, GIANT_SHARE = 20, 0.01
-"""A document is giant at 20 times the 99th percentile of the lengths and a hundredth of the corpus's tokens."""
+"""A document is a giant if it has 20 times the 99th percentile of lengths and 1% of the corpus's tokens, or more."""
 Hashes = npt.NDArray[np.uint64]
 _QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
 
 
 def all_findings(files: Sequence[Measurement], held_out: Mapping[str, Hashes]) -> Findings:
-    """The findings of all files, and about the whole: giants, duplicates, held-out documents."""
+    """The findings of all files, and those that need all documents: giants, duplicates, held-out documents.
+
+    `held_out`: hashes of the documents of each held-out corpus, by its name.
+    """
     findings = Findings()
     for file in files:
         findings.merge(file.findings)
@@ -40,18 +43,18 @@ def quantiles(files: Sequence[Measurement]) -> dict[str, int]:
     lengths = [run.lengths for file in files for run in file.runs]
     if not any(map(len, lengths)):
         return {}
-    found = np.quantile(np.concatenate(lengths), [*_QUANTILES, 1], method="lower").tolist()
-    return dict(zip([*(f"p{share * 100:g}" for share in _QUANTILES), "max"], found, strict=True))
+    values = np.quantile(np.concatenate(lengths), [*_QUANTILES, 1], method="lower").tolist()
+    return dict(zip([*(f"p{share * 100:g}" for share in _QUANTILES), "max"], values, strict=True))
 
 
 def _add_giants(files: Sequence[Measurement], findings: Findings) -> None:
     tokens = sum(file.tokens for file in files)
-    bound = max(GIANT_TIMES * quantiles(files)["p99"], GIANT_SHARE * tokens, 2)
+    least = max(GIANT_TIMES * quantiles(files)["p99"], GIANT_SHARE * tokens, 2)
     giants = [
         (int(run.lengths[n]), number, run.first + n)
         for number, file in enumerate(files)
         for run in file.runs
-        for n in np.flatnonzero(run.lengths >= bound).tolist()
+        for n in np.flatnonzero(run.lengths >= least).tolist()
     ]
     giants.sort(key=lambda giant: (-giant[0], *giant[1:]))
     examples = [
@@ -62,25 +65,25 @@ def _add_giants(files: Sequence[Measurement], findings: Findings) -> None:
 
 
 def _add_duplicates(files: Sequence[Measurement], findings: Findings) -> None:
-    extra, values = repeated([run.hashes for file in files for run in file.runs])
+    repeats, repeated_hashes = repeated([run.hashes for file in files for run in file.runs])
     examples: list[Example] = []
-    for value in values[:EXAMPLES]:
-        found = (
+    for repeated_hash in repeated_hashes[:EXAMPLES]:
+        copies = (
             (file.name, run.first + int(n))
             for file in files
             for run in file.runs
-            for n in np.flatnonzero(run.hashes == value)
+            for n in np.flatnonzero(run.hashes == repeated_hash)
         )
-        (one, number), *others = islice(found, EXAMPLES + 1)
-        note = f"the same as {one}, document {number}"
-        examples += [Example(name, again, note=note) for name, again in others]
-    findings.add("duplicate-documents", extra, examples)
+        (first_file, first_document), *others = islice(copies, EXAMPLES + 1)
+        note = f"the same as {first_file}, document {first_document}"
+        examples += [Example(name, document, note=note) for name, document in others]
+    findings.add("duplicate-documents", repeats, examples)
 
 
 def _add_held_out(files: Sequence[Measurement], findings: Findings, corpus: str, hashes: Hashes) -> None:
     note = f"also in the held-out corpus {corpus!r}"
     for file in files:
         for run in file.runs:
-            found = np.flatnonzero(np.isin(run.hashes, hashes))
-            examples = [Example(file.name, run.first + int(n), note=note) for n in found[:EXAMPLES]]
-            findings.add("held-out-documents", len(found), examples)
+            documents = np.flatnonzero(np.isin(run.hashes, hashes))
+            examples = [Example(file.name, run.first + int(n), note=note) for n in documents[:EXAMPLES]]
+            findings.add("held-out-documents", len(documents), examples)

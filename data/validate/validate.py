@@ -1,7 +1,7 @@
-"""`fsdp-data validate`: measure what a corpus really holds. Streaming; every finding has a remedy.
+"""`fsdp-data validate`: checks the actual content of a corpus. Every finding has a remedy.
 
-The manifest is not trusted: files are measured against it, and every token is checked. Memory: about 100 MB per
-worker, and 8 bytes per document in the parent (see `measure` and `totals`).
+The manifest is not trusted: files are compared with it, and every token is checked. Files are streamed; memory is about
+100 MB per worker, and 8 bytes per document in the parent (see `measure` and `totals`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from .texts import add_texts
 from .totals import Hashes, all_findings, quantiles
 
 _MEASURED_FILES = 8
+"""Most files in which `_detect_separators` measures the separators."""
 _POOL_BYTES = 32_000_000
-"""Below this, starting processes takes longer than measuring."""
+"""Bytes of token files below which starting processes takes longer than measuring."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,17 @@ class _File:
 
 @dataclass(frozen=True)
 class _Rules:
-    """What every file is checked against, as sent to worker processes."""
+    """The rules that every file is checked against, as sent to worker processes.
+
+    Attributes:
+        tokenizer: path and separator of the tokenizer; None without one.
+        dtype: name of the dtype that the manifest declares; None without a manifest.
+    """
 
     vocabulary: Vocabulary
     separators: Separators
     tokenizer: tuple[Path, int] | None
     dtype: str | None
-    """That the manifest declares."""
 
     def open(self, file: _File) -> TokenFile:
         return open_file(file.path, file.format, self.vocabulary.eod, leading=self.separators == "leading")
@@ -59,7 +64,12 @@ class _Rules:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is validated."""
+    """The corpus to validate.
+
+    Attributes:
+        because: who declared the separators, or how they were measured; for the report.
+        fingerprint: fingerprint of the tokenizer, if one is known.
+    """
 
     files: list[_File]
     rules: _Rules
@@ -82,25 +92,25 @@ def validate(
     """Check every document of a corpus, or of token files without a manifest.
 
     Args:
-        directory: with `manifest.json`; or token files, for which `vocabulary` or `tokenizer` must be given.
+        directory: a directory with `manifest.json`, or token files; these need `vocabulary` or `tokenizer`.
         vocabulary: overrides the manifest's.
-        separators: what documents of files without a manifest should carry; None takes what most of them do.
-        format: of files without a manifest; None takes it from their names.
-        held_out: hashes of documents that should not be here, by the name of their corpus.
+        separators: for files without a manifest, separators that documents should carry; None: those that most carry.
+        format: for files without a manifest; None: inferred from their names.
+        held_out: hashes of documents that must not be in this corpus, by the name of their corpus.
 
     Raises:
-        DataError: the directory holds no shards, nothing says what the ids should be, or `separators` is given for a
-            corpus whose manifest declares them.
+        DataError: the directory has no token files, the vocabulary is unknown, or `separators` contradicts the
+            manifest.
     """
     findings = Findings()
     if (directory / "manifest.json").exists():
-        subject = _declared(directory, tokenizer, vocabulary, separators, findings)
+        subject = _with_manifest(directory, tokenizer, vocabulary, separators, findings)
     else:
-        subject = _bare(directory, tokenizer, vocabulary, separators, format)
+        subject = _without_manifest(directory, tokenizer, vocabulary, separators, format)
     sizes, files = [_size(file) for file in subject.files], list[Measurement]()
-    each = _each(subject.rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
+    measurements = _measure_all(subject.rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
     with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=quiet or None) as bar:
-        for size, measured in zip(sizes, each, strict=True):
+        for size, measured in zip(sizes, measurements, strict=True):
             files.append(measured)
             bar.update(size)
     findings.merge(all_findings(files, held_out or {}))
@@ -119,40 +129,39 @@ def validate(
     )
 
 
-def _declared(
+def _with_manifest(
     directory: Path,
     tokenizer: Tokenizer | None,
     vocabulary: Vocabulary | None,
     separators: Separators | None,
     findings: Findings,
 ) -> _Subject:
-    """A corpus with a manifest."""
+    """The subject for a corpus with a manifest; notes where the manifest and its files differ."""
     manifest = read_manifest(directory)
     if separators not in (None, manifest.separators):
         raise DataError(
             f"the manifest of {directory} declares separators `{manifest.separators}`, not `{separators}`",
             remedy="leave --separators out; validate judges by the manifest and reports what differs",
         )
-    entry, held = manifest.tokenizer, _compare(directory, manifest, tokenizer, findings)
-    stored = held if held is not None and held.fingerprint == entry.fingerprint else entry
-    ids = vocabulary or Vocabulary.of(stored)
-    rules = _Rules(ids, manifest.separators, _named(held), manifest.dtype)
+    entry, loaded = manifest.tokenizer, _check_manifest(directory, manifest, tokenizer, findings)
+    source = loaded if loaded is not None and loaded.fingerprint == entry.fingerprint else entry
+    rules = _Rules(vocabulary or Vocabulary.of(source), manifest.separators, _path_and_eod(loaded), manifest.dtype)
     files = [_File(shard.prefix(directory), "megatron", shard.name, shard) for shard in manifest.shards]
     return _Subject(files, rules, manifest, "declared by the manifest", entry.fingerprint)
 
 
-def _bare(
+def _without_manifest(
     directory: Path,
     tokenizer: Tokenizer | None,
     vocabulary: Vocabulary | None,
     separators: Separators | None,
     format: Format | None,  # noqa: A002
 ) -> _Subject:
-    """A directory of token files without a manifest."""
-    found = token_files(directory, format)
+    """The subject for a directory of token files without a manifest. Raises DataError."""
+    format_of = token_files(directory, format)
     files = [
         _File(path, kind, path.name if path.name == directory.name else str(path).removeprefix(f"{directory}/"))
-        for path, kind in found.items()
+        for path, kind in format_of.items()
     ]
     if vocabulary is None and tokenizer is not None:
         vocabulary = Vocabulary.of(tokenizer)
@@ -161,21 +170,21 @@ def _bare(
             f"{directory} has no manifest that defines its ids",
             remedy="pass --tokenizer T, or --vocab-size N and --eod ID",
         )
-    rules, because = _Rules(vocabulary, separators or "none", _named(tokenizer), None), "declared"
+    rules, because = _Rules(vocabulary, separators or "none", _path_and_eod(tokenizer), None), "declared"
     if separators is None:
         rules, because = _detect_separators(rules, files)
     return _Subject(files, rules, None, because, tokenizer.fingerprint if tokenizer else None)
 
 
-def _compare(
+def _check_manifest(
     directory: Path, manifest: CorpusManifest, tokenizer: Tokenizer | None, findings: Findings
 ) -> Tokenizer | None:
-    """Compare the manifest with its files and the given tokenizer; returns the tokenizer of the corpus, if any."""
+    """Compare the manifest with its files and the given tokenizer. Returns the tokenizer of the corpus, if any."""
     entry, stored = manifest.tokenizer, None
-    for what in ("documents", "tokens"):
-        listed = sum(getattr(shard, what) for shard in manifest.shards)
-        if listed != getattr(manifest, what):
-            note = f"{getattr(manifest, what)} {what} in all, but its shards have {listed}"
+    for quantity in ("documents", "tokens"):
+        in_shards = sum(getattr(shard, quantity) for shard in manifest.shards)
+        if in_shards != getattr(manifest, quantity):
+            note = f"{getattr(manifest, quantity)} {quantity} in all, but its shards have {in_shards}"
             findings.note("manifest-mismatch", "manifest.json", note)
     for shard in manifest.shards:
         if manifest.pairs and shard.documents % 2:
@@ -197,33 +206,37 @@ def _compare(
     except (DataError, OSError) as error:
         findings.unreadable(entry.file, error)
     if tokenizer is not None and tokenizer.fingerprint != entry.fingerprint:
-        both = f"manifest {entry.fingerprint[:12]}, {tokenizer.path} {tokenizer.fingerprint[:12]}"
-        findings.note("tokenizer", "manifest.json", both)
+        fingerprints = f"manifest {entry.fingerprint[:12]}, {tokenizer.path} {tokenizer.fingerprint[:12]}"
+        findings.note("tokenizer", "manifest.json", fingerprints)
         return stored
     return stored or tokenizer
 
 
 def _detect_separators(rules: _Rules, files: list[_File]) -> tuple[_Rules, str]:
-    """The rules with what most documents carry, by the first run of up to 8 files, and how that was measured."""
+    """Measure which separators most documents carry, in the first run of up to 8 files.
+
+    Returns:
+        The rules with these separators, and the measured numbers as text.
+    """
     checker = TokenChecker("", rules.vocabulary, "none", flat=False)
-    for source in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
+    for file in files[:: max(1, len(files) // _MEASURED_FILES)][:_MEASURED_FILES]:
         try:
-            file = rules.open(source)
-            if file.shard and file.shard.index_problem():
+            opened = rules.open(file)
+            if opened.shard and opened.shard.index_problem():
                 continue
-            run = next(file.runs(MEASURED_TOKENS), None)
+            run = next(opened.runs(MEASURED_TOKENS), None)
             if run is not None:
                 checker.add(run)
         except (DataError, OSError):
             continue  # reported when the file is measured
     documents, end, begin = checker.documents - checker.empty, checker.ending, checker.beginning
-    found: Separators = "trailing" if 2 * end > documents else "leading" if 2 * begin > documents else "none"
+    detected: Separators = "trailing" if 2 * end > documents else "leading" if 2 * begin > documents else "none"
     because = f"measured: of {documents:_} documents {end:_} end and {begin:_} begin with one"
-    return replace(rules, separators=found), because
+    return replace(rules, separators=detected), because
 
 
 def _size(file: _File) -> int:
-    """Bytes of the file with the tokens, 0 if it is absent."""
+    """Bytes of the file that holds the tokens; 0 if it does not exist."""
     path = Path(f"{file.path}.bin") if file.format == "megatron" else file.path
     try:
         return path.stat().st_size
@@ -231,8 +244,8 @@ def _size(file: _File) -> int:
         return 0
 
 
-def _each(rules: _Rules, files: list[_File], workers: int) -> Iterator[Measurement]:
-    """Measurements in the order of the files, so that reports do not depend on timing; the queue is bounded."""
+def _measure_all(rules: _Rules, files: list[_File], workers: int) -> Iterator[Measurement]:
+    """Measure the files. Yields in their order, so that reports do not depend on timing; the queue is bounded."""
     if min(workers, len(files)) <= 1:
         yield from (_measure(rules, file) for file in files)
         return
@@ -247,29 +260,29 @@ def _each(rules: _Rules, files: list[_File], workers: int) -> Iterator[Measureme
 
 
 def _measure(rules: _Rules, file: _File) -> Measurement:
-    """Measure a file; of one that is damaged, what precedes the damage."""
+    """Measure a file, or the part of it before its first damage."""
     checker = TokenChecker(file.name, rules.vocabulary, rules.separators, flat=file.format == "npy")
-    return measure(file.name, _runs(rules, file, checker.findings), checker, _load(rules.tokenizer))
+    return measure(file.name, _runs(rules, file, checker.findings), checker, _load_tokenizer(rules.tokenizer))
 
 
 def _runs(rules: _Rules, file: _File, findings: Findings) -> Iterator[Run]:
-    """The runs of a file, if it can be read in order. Raises DataError, OSError."""
+    """The runs of a file; none if its index is damaged. Raises DataError, OSError."""
     opened = rules.open(file)
     if _is_readable(opened.shard, file, rules, findings):
         yield from opened.runs(MEASURED_TOKENS)
 
 
-def _named(tokenizer: Tokenizer | None) -> tuple[Path, int] | None:
+def _path_and_eod(tokenizer: Tokenizer | None) -> tuple[Path, int] | None:
     return (tokenizer.path, tokenizer.eod) if tokenizer is not None else None
 
 
 @functools.lru_cache(maxsize=2)
-def _load(tokenizer: tuple[Path, int] | None) -> Tokenizer | None:
-    return Tokenizer.load(*tokenizer) if tokenizer is not None else None
+def _load_tokenizer(path_and_eod: tuple[Path, int] | None) -> Tokenizer | None:
+    return Tokenizer.load(*path_and_eod) if path_and_eod is not None else None
 
 
 def _is_readable(shard: Shard | None, file: _File, rules: _Rules, findings: Findings) -> bool:
-    """Whether a file can be read in order; what is wrong with the index of a shard is noted."""
+    """Whether the index of a file allows reading it in order. Notes what is wrong with a shard."""
     if shard is None:
         return True
     if file.entry is not None:
@@ -284,26 +297,27 @@ def _is_readable(shard: Shard | None, file: _File, rules: _Rules, findings: Find
 
 
 def _compare_shard(shard: Shard, file: _File, entry: ShardEntry, rules: _Rules, findings: Findings) -> None:
+    """Compare a shard with its entry in the manifest; differences become findings."""
     tokens = shard.listed_bytes // shard.dtype.itemsize
-    for what, held, said in (
+    for field, actual, declared in (
         ("documents", shard.documents, entry.documents),
         ("tokens", tokens, entry.tokens),
         ("bytes", shard.bytes, entry.bytes),
         ("dtype", shard.dtype.name, rules.dtype),
     ):
-        if held != said:
-            findings.note("manifest-mismatch", file.name, f"{what}: {held}, the manifest says {said}")
+        if actual != declared:
+            findings.note("manifest-mismatch", file.name, f"{field}: {actual}, the manifest says {declared}")
     for path, expected in ((shard.path, entry.bin_xxh3), (shard.index_path, entry.idx_xxh3)):
         if file_checksum(path) != expected:
             findings.note("checksum", file.name + path.suffix, "")
 
 
 def _add_texts(subject: _Subject, findings: Findings) -> None:
-    """Decode the text around the examples, if there is a tokenizer."""
-    if (tokenizer := _load(subject.rules.tokenizer)) is None:
+    """Add the text around the examples of findings, if a tokenizer is known."""
+    if (tokenizer := _load_tokenizer(subject.rules.tokenizer)) is None:
         return
     examples = [example for finding in findings.by_code.values() for example in finding.examples]
-    wanted = {example.file for example in examples if example.document is not None}
+    files_with_examples = {example.file for example in examples if example.document is not None}
     for file in subject.files:
-        if file.name in wanted:
+        if file.name in files_with_examples:
             add_texts(examples, file.name, subject.rules.open(file), tokenizer)
