@@ -43,11 +43,14 @@ def at(path: str, act: str, verb: str = "open", *, skip: int = 0, times: int = 1
 
 @pytest.mark.shows("F2")
 def test_a_save_that_runs_out_of_space(watched: Watched, small_disk: Disk, whole: Whole) -> None:
-    """In the middle of a shard. Training continues, one report, saved when there is space."""
+    """In the middle of a shard. Training continues, one report, saved when there is space.
+
+    What is left has room for some hundred records: where they filled it first, the alarm could not be written.
+    """
     disk = small_disk("8m")
     watched.run = disk / "run"
     watched.configure()
-    job = watched.start(trap=at("__0_0.distcp", "fill", skip=1, hog=str(disk / "hog"), leave=60_000))
+    job = watched.start(trap=at("__0_0.distcp", "fill", skip=1, hog=str(disk / "hog"), leave=200_000))
     alarm = watched.until("checkpoint-failed")
     assert alarm["severity"] == "CRIT" and alarm["step"] == 40
     watched.reaches(60)  # not 20 more: the record is on the same disk, and ends when that is full
