@@ -65,7 +65,7 @@ def running_job(run: RunDir) -> StatusReport:
 
 
 def send_request(run: RunDir, action: str, report: StatusReport, **content: Any) -> Path:
-    """Send a request to the running job; the file, see `record.requests.send`. Raises StorageError."""
+    """Send a request to the running job; the file, see `run.requests.send`. Raises StorageError."""
     from fsdp_pretrain.run.requests import send
 
     try:

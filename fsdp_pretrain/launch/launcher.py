@@ -77,7 +77,7 @@ class Launcher:
             if not self._args.no_preflight:
                 for warning in preflight(self._config, self._run, self._args.nproc_per_node):
                     _say(f"preflight: {warning}")
-            if not self._history and self._run.begun:  # the end of queueing; see `record.goodput`
+            if not self._history and self._run.begun:  # the end of queueing; see `run.goodput`
                 self._journal("launch", f"launched on {self._host}")
             decision = self._start_once()
             if decision.code is not None:

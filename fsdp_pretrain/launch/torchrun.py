@@ -29,7 +29,7 @@ from fsdp_pretrain.watchdog.hang.rank_client import root
 
 LAUNCHER, NOTE, SEEN = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE", "FSDP_PRETRAIN_SEEN"
 """Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment; file for
-what its starts have seen of the run, see `record.run_id.LauncherMemory`."""
+what its starts have seen of the run, see `run.run_id.LauncherMemory`."""
 
 WRONG_OPTIONS = 2
 """Exit code of a torchrun that does not know one of its options."""

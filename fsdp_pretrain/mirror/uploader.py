@@ -4,7 +4,7 @@ rank.
     python -m fsdp_pretrain.mirror.uploader RUN ID SEGMENT
 
 There is one, on the first node. Each pass looks at the mirror, applies retention and copies one checkpoint, the newest
-first. What fails is reported (`record.mirror_status`) and tried again.
+first. What fails is reported (`run.mirror_status`) and tried again.
 """
 
 from __future__ import annotations

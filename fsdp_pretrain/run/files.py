@@ -32,7 +32,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.toml"  # resolved, of the current segment
-        self.status = path / "status.json"  # see `record.status`
+        self.status = path / "status.json"  # see `run.status`
         self.journal = path / "journal.jsonl"  # the chronicle, one JSON object per line
         self.chronicle = path / "CHRONICLE.md"  # the same for people
         self.checkpoints = path / "checkpoints"
@@ -40,7 +40,7 @@ class RunDir:
         self.control = path / "control"  # inbox of requests to the running job
         self.lock = path / "lock.json"  # who may write, see `run.lock`
         self.profiles = path / "profiles"  # traces of steps
-        self.overrides = path / "overrides.toml"  # changes by rollbacks and forks, see `record.overrides`
+        self.overrides = path / "overrides.toml"  # changes by rollbacks and forks, see `run.overrides`
         self.rollback = path / "rollback.json"  # a rollback in progress, see `lineage.rollback`
         self.avoid_hosts = path / "avoid_hosts"  # one host per line, see `launch`
         self.tokenizer = path / "tokenizer"  # copy of the run's tokenizer

@@ -82,6 +82,8 @@ class Ledger:
         measured = dict[str, Any]()
         for observer, tensor in issued.measured:
             measured.update(observer.fields(tensor))
+        if unknown := measured.keys() - StepRecord.model_fields.keys():
+            raise TypeError(f"a step's record has no field {', '.join(sorted(unknown))}: its model would drop it")
         lengths = config.schedule.lengths.between(state.consumed - state.batch, state.consumed)
         tokens = {length: length * samples for length, samples in lengths.items()}
         counts, sums, seconds = StepCounts.read(issued.counts), StepSums.of(issued.sums), issued.times.seconds()

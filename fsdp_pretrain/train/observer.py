@@ -118,11 +118,11 @@ class Observer:
         return {}
 
     def judge(self, record: StepRecord) -> Verdict | None:
-        """Judge a step by its record, two steps later. Record and verdict must be the same on every rank."""
+        """Judge a step by its record, two steps later, before it is written. All ranks must return the same verdict."""
         return None
 
     def recorded(self, record: StepRecord, verdict: Verdict) -> None:
-        """Called when a step's record was written. `verdict`: this observer's, from `judge`."""
+        """Called on every rank when a step's record was written: the place to log. `verdict`: from `judge`."""
 
     def between_steps(self, agreed: AgreedActions) -> Exit | None:
         """Called when all ranks have issued the same step. Returns the reason to end training, if there is one."""
