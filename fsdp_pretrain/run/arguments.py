@@ -31,8 +31,8 @@ SEGMENT = argument("--segment", type=int, help="the start that trained it, to se
 def check_begun(run: RunDir) -> None:
     """Raise ConfigError if a directory holds no run."""
     if not run.begun:
-        found = "it has neither segments/ nor checkpoints/" if run.path.is_dir() else "there is no such directory"
-        raise ConfigError(f"{run.path} is not a run directory: {found}")
+        problem = "it has neither segments/ nor checkpoints/" if run.path.is_dir() else "there is no such directory"
+        raise ConfigError(f"{run.path} is not a run directory: {problem}")
 
 
 def import_extra(module: str, what: str) -> ModuleType:

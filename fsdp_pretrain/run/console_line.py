@@ -1,4 +1,4 @@
-"""The line of a step on the console."""
+"""The console line of a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .step_record import StepRecord
 
 WIDTH = 100
 _LEFT_OUT = ("data", "tokens", "mem", "mfu")
-"""What is left out of a line that would be too long, in this order; the metrics record has everything."""
+"""Fields that are dropped, in this order, from a line that would be too long; the metrics record has all."""
 
 
 def console_lines(record: StepRecord, target: int) -> Iterator[str]:

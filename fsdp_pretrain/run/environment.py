@@ -1,4 +1,4 @@
-"""`environment.json` of a segment: the fields of a start's hardware and software that programs read."""
+"""`environment.json` of a segment: hardware and software, as far as programs read them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .state_files import StateFile
 
 ENVIRONMENT = "environment.json"
 _COMPUTES = {"world", "device", "torch"}
-"""On which the last digits of a step depend."""
+"""Fields on which the last digits of a step depend."""
 
 
 class WorldShape(BaseModel):
@@ -32,8 +32,8 @@ class Environment(StateFile):
 
     time: str | None = None  # when all ranks had connected
     launched: str | None = None  # when the process of rank 0 started
-    host: str = "?"  # of rank 0
-    hosts: dict[str, int] = Field(default_factory=dict)  # ranks by host
+    host: str = "?"  # host of rank 0
+    hosts: dict[str, int] = Field(default_factory=dict)  # number of ranks by host
     world: WorldShape | None = None
     device: str | None = None
     python: str | None = None
@@ -43,7 +43,7 @@ class Environment(StateFile):
     driver: str | None = None
     fsdp_pretrain: str | None = None
     git: dict[str, Any] | None = None
-    variables: dict[str, str] = Field(default_factory=dict)  # of the process environment
+    variables: dict[str, str] = Field(default_factory=dict)  # environment variables
 
 
 def read(run: RunDir, segment: int) -> Environment | None:
@@ -57,6 +57,6 @@ def view(run: RunDir, segment: int) -> Environment:
 
 
 def unlike(run: RunDir, one: int, other: int) -> list[str]:
-    """What differs between the machines of two segments that a step's last digits depend on, as `key: old -> new`."""
-    was, is_ = (view(run, number).model_dump(include=_COMPUTES) for number in (one, other))
-    return differences(was, is_)
+    """Differences between the machines of two segments that change a step's last digits, as `key: old -> new`."""
+    old, new = (view(run, number).model_dump(include=_COMPUTES) for number in (one, other))
+    return differences(old, new)

@@ -23,10 +23,10 @@ class ExitIntent(StateFile):
 
     code: int  # see `errors.Exit`
     reason: str
-    time: str | None = None  # of the decision
+    time: str | None = None  # when the end was decided
     asked: bool = False  # the stop was requested
     restart: bool = False  # torchrun may start it again
-    avoid_hosts: list[str] = Field(default_factory=list)  # not to be used again, with code 76
+    avoid_hosts: list[str] = Field(default_factory=list)  # hosts not to use again, with code 76
     lost: list[str] = Field(default_factory=list)  # hosts that the watchdog reported lost
     rank: int | None = None  # the rank that ended, if it was a single one
 
@@ -37,7 +37,7 @@ def read(segment: Path) -> ExitIntent | None:
 
 
 def write(run: RunDir, segment: Path, code: int, reason: str, *, is_cause: bool = False, **facts: Any) -> None:
-    """Record how a start ended; `facts` are further keys of `ExitIntent`, or for people.
+    """Record how a start ended; `facts` are further keys of `ExitIntent`, or keys for people.
 
     The first writer wins, but a cause (`is_cause`) replaces an unexpected error of a rank, which may have failed only
     because it lost its peers. Errors of the file system are ignored.

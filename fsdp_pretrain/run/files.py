@@ -31,14 +31,14 @@ class RunDir:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.toml"  # resolved, of the current segment
+        self.config = path / "config.toml"  # the resolved configuration of the current segment
         self.status = path / "status.json"  # see `run.status`
-        self.journal = path / "journal.jsonl"  # the chronicle, one JSON object per line
-        self.chronicle = path / "CHRONICLE.md"  # the same for people
+        self.journal = path / "journal.jsonl"  # one JSON object per line
+        self.chronicle = path / "CHRONICLE.md"  # the journal for people
         self.checkpoints = path / "checkpoints"
         self.evals = path / "evals"
         self.control = path / "control"  # inbox of requests to the running job
-        self.lock = path / "lock.json"  # who may write, see `run.lock`
+        self.lock = path / "lock.json"  # names the process that may write, see `run.lock`
         self.profiles = path / "profiles"  # traces of steps
         self.overrides = path / "overrides.toml"  # changes by rollbacks and forks, see `run.overrides`
         self.rollback = path / "rollback.json"  # a rollback in progress, see `lineage.rollback`
@@ -54,8 +54,8 @@ class RunDir:
     def segments(self) -> list[Path]:
         """One directory per start, oldest first. Other names are ignored."""
         folder = self.path / "segments"
-        found = folder.iterdir() if folder.is_dir() else ()
-        named = [path for path in found if _SEGMENT.fullmatch(path.name) and path.is_dir()]
+        paths = folder.iterdir() if folder.is_dir() else ()
+        named = [path for path in paths if _SEGMENT.fullmatch(path.name) and path.is_dir()]
         return sorted(named, key=lambda path: int(path.name))
 
     def segment(self, number: int) -> Path:
@@ -80,7 +80,8 @@ class AppendFile:
     """
 
     def __init__(self, path: Path, *, durable: bool = False) -> None:
-        self._path, self._durable, self._synced = path, durable, True
+        self._path, self._durable = path, durable
+        self._synced = True
         self._descriptor: int | None = None
         self._waiting: deque[bytes] = deque(maxlen=_WAITING_LINES)
         self.problem = ""  # why the last failed write failed
@@ -132,10 +133,10 @@ def _ends_with_a_line(descriptor: int) -> bool:
 def json_object(line: bytes) -> dict[str, Any] | None:
     """The JSON object on a line; None if the line is something else."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def read_lines(
@@ -156,8 +157,8 @@ def read_lines(
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            if holding in line and (found := parse(line)) is not None:
-                yield found, offset
+            if holding in line and (parsed := parse(line)) is not None:
+                yield parsed, offset
 
 
 def tail_offset(path: Path, reach: int) -> int:
@@ -186,6 +187,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def now() -> str:
+    """The present time as a timestamp of the record."""
     return stamp(time.time())
 
 

@@ -1,7 +1,7 @@
 """Time accounting of a run: exactly one state at any instant, as a pure function of the record.
 
 Goodput is the share of wall-clock time that contributes to the final weights: steps on the kept line. Steps that a
-later start rolled back are lost, including their data waits and saves; that is known only later.
+later start rolled back count as lost, including their data waits and saves.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Interruption(BaseModel):
     """An unplanned end of a start, or a rollback, until the first step after it.
 
     Attributes:
-        time: of its last progress.
-        segment, step: the start that ended, and its last step.
+        time: time of the last progress before it.
+        segment, step: the segment that ended, and its last step.
         kind: `failure` or `rollback`.
-        cause: as recorded.
+        cause: the recorded cause.
         over: whether training continued.
-        recovery_seconds: from the last progress until training continued, without the queue.
+        recovery_seconds: time from the last progress until training continued, without the queue.
     """
 
     time: Time
@@ -72,16 +72,16 @@ class Interruption(BaseModel):
 
 
 class GoodputReport(BaseModel):
-    """The account of a run. None: unknown, or undefined without interruptions.
+    """The time account of a run. None: unknown, or undefined without interruptions.
 
     Attributes:
-        states: seconds; they sum to the wall time.
+        states: seconds in each state; they sum to the wall time.
         goodput: STEPS / wall.
-        tokens, tokens_lost: trained since the start or the fork: kept, and lost.
-        mfu: median of the kept steps.
+        tokens, tokens_lost: tokens trained since the start or the fork that were kept, and lost.
+        mfu: median MFU of the kept steps.
         mtti_seconds, mttr_seconds: mean time to interruption, and to recovery.
         block_seconds, save_seconds: mean time that training waited for a save, and mean duration of one.
-        interval_seconds, interval_steps: recommended between saves: sqrt(2 MTTI block), at least as long as a save.
+        interval_seconds, interval_steps: recommended interval of saves: sqrt(2 MTTI block), at least one save long.
     """
 
     begin: Time
@@ -121,7 +121,7 @@ class _Ledger:
 
 
 def _divide(history: StartHistory) -> tuple[_Ledger, list[Interruption]]:
-    """Divide the time of a run with at least one start among the states. Returns also its interruptions."""
+    """Divide the time of a run with at least one start among the states. Returns also the interruptions."""
     ledger = _Ledger(_launch(history, history.starts[0], -math.inf))
     incidents: list[Interruption] = []
     for before, start, after in zip([None, *history.starts], history.starts, [*history.starts[1:], None], strict=False):
@@ -139,12 +139,12 @@ def _divide(history: StartHistory) -> tuple[_Ledger, list[Interruption]]:
 
 
 def _launch(history: StartHistory, start: Start, after: float) -> float:
-    """When a start was launched: by its launcher, if that is in the journal, else the start of its process."""
+    """When a start was launched: its launcher's journal entry if there is one, else the start of its process."""
     return next((time for time in history.launches if after <= time <= start.connected), start.launched)
 
 
 def _train(ledger: _Ledger, start: Start, kept: NDArray[np.bool_]) -> None:
-    """Divide the steps of a start."""
+    """Add the time of a start's steps to the states."""
     steps = start.steps
     if not steps.count:
         return
@@ -177,12 +177,12 @@ def _judge(history: StartHistory, start: Start, after: Start | None) -> Interrup
 
 
 def goodput(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> GoodputReport | None:
-    """The account of a run; None if it was never started. `shown` may wrap the lines in a progress bar."""
+    """The time account of a run; None if it was never started. `shown` may wrap the lines in a progress bar."""
     return account(read_history(run, shown))
 
 
 def account(history: StartHistory) -> GoodputReport | None:
-    """The account of a run whose starts were read; None if it was never started."""
+    """The time account of a run from its history; None if it was never started."""
     if not history.starts:
         return None
     ledger, incidents = _divide(history)
@@ -226,37 +226,38 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
 
 
-def headline(found: GoodputReport) -> str:
+def headline(report: GoodputReport) -> str:
     """The account in one line."""
-    interrupted = len(found.incidents)
+    interrupted = len(report.incidents)
     return (
-        f"goodput {found.goodput:.1%} of {human_time(found.wall_seconds)}, "
-        f"{human_count(found.tokens_per_day)} tokens a day, {interrupted} interruption{'s' * (interrupted != 1)}"
+        f"goodput {report.goodput:.1%} of {human_time(report.wall_seconds)}, "
+        f"{human_count(report.tokens_per_day)} tokens a day, {interrupted} interruption{'s' * (interrupted != 1)}"
     )
 
 
-def render(found: GoodputReport) -> str:
+def render(report: GoodputReport) -> str:
     """The account as text for people."""
-    return "\n".join(_lines(found))
+    return "\n".join(_lines(report))
 
 
-def _lines(found: GoodputReport) -> Iterator[str]:
-    wall = found.wall_seconds
-    yield f"{stamp(found.begin)[:19]} to {stamp(found.end)[:19]} UTC: {human_time(wall)}"
-    for state, seconds in found.states.items():
+def _lines(report: GoodputReport) -> Iterator[str]:
+    wall = report.wall_seconds
+    yield f"{stamp(report.begin)[:19]} to {stamp(report.end)[:19]} UTC: {human_time(wall)}"
+    for state, seconds in report.states.items():
         yield f"  {state:9} {human_time(seconds):>8} {seconds / max(wall, 1e-9):>7.2%}  {MEANING[state]}"
-    mfu = "" if found.mfu is None else f"; MFU {found.mfu:.1%}"
-    yield f"goodput {found.goodput:.2%}{mfu}"
-    kept, lost, day = (human_count(each) for each in (found.tokens, found.tokens_lost, found.tokens_per_day))
+    mfu = "" if report.mfu is None else f"; MFU {report.mfu:.1%}"
+    yield f"goodput {report.goodput:.2%}{mfu}"
+    kept, lost, day = (human_count(count) for count in (report.tokens, report.tokens_lost, report.tokens_per_day))
     yield f"{kept} tokens kept, {lost} lost; {day} tokens a day"
-    for incident in found.incidents:
+    for incident in report.incidents:
         over = f"{human_time(incident.recovery_seconds)} to resume" if incident.over else "training has not resumed"
         yield f"  {stamp(incident.time)[:19]} {incident.kind} after step {incident.step:_}: {incident.cause}; {over}"
-    if found.mtti_seconds is not None:
-        repair = "" if found.mttr_seconds is None else f", resumed after {human_time(found.mttr_seconds)} (MTTR)"
-        yield f"interrupted every {human_time(found.mtti_seconds)} (MTTI){repair}"
-    if found.save_seconds is not None and found.block_seconds is not None:
-        yield f"a save takes {human_time(found.save_seconds)}; training waits {human_time(found.block_seconds)} for it"
-    if found.interval_seconds is not None:
-        interval = human_time(found.interval_seconds)
-        yield f"recommended interval, sqrt(2 MTTI block): {interval}, {found.interval_steps:_} steps"
+    if report.mtti_seconds is not None:
+        repair = "" if report.mttr_seconds is None else f", resumed after {human_time(report.mttr_seconds)} (MTTR)"
+        yield f"interrupted every {human_time(report.mtti_seconds)} (MTTI){repair}"
+    if report.save_seconds is not None and report.block_seconds is not None:
+        save, block = human_time(report.save_seconds), human_time(report.block_seconds)
+        yield f"a save takes {save}; training waits {block} for it"
+    if report.interval_seconds is not None:
+        interval = human_time(report.interval_seconds)
+        yield f"recommended interval, sqrt(2 MTTI block): {interval}, {report.interval_steps:_} steps"

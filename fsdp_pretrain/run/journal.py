@@ -1,6 +1,6 @@
-"""The chronicle of a run: every start, stop, checkpoint, change, evaluation and failure.
+"""The journal of a run: every start, stop, checkpoint, change, evaluation and failure.
 
-`journal.jsonl` is for programs, `CHRONICLE.md` the same for people. Any process of the run may add entries.
+`journal.jsonl` is for programs; `CHRONICLE.md` has the same entries for people. Any process of the run may add entries.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Mark(IntEnum):
 
 
 class KindInfo(NamedTuple):
-    """What a kind of entries is.
+    """Properties of a kind of entries.
 
     Attributes:
         group: the row of its entries above the curves of the report.
-        tone: whether they are good or bad news; of a stop, its exit code says it.
-        mark: how the report shows them; a warning at least above the curves.
-        needed: keys that programs need in them, with their types.
+        tone: whether they are good or bad news; for a stop, its exit code decides, see `tone`.
+        mark: how the report shows them; warnings are shown at least above the curves.
+        needed: keys that programs need in an entry, with their types.
     """
 
     group: str = "other"
@@ -91,7 +91,7 @@ _INFO: dict[Kind, KindInfo] = {
     "note": KindInfo("notes", mark=Mark.LINE),
     "avoid-hosts": KindInfo(tone="warning"),
 }
-"""All that differ from `KindInfo()`."""
+"""Kinds that differ from `KindInfo()`."""
 KINDS: dict[str, KindInfo] = {kind: _INFO.get(kind, KindInfo()) for kind in get_args(Kind)}
 GROUPS = tuple(dict.fromkeys(info.group for info in _INFO.values() if info.group != "other"))
 
@@ -104,7 +104,7 @@ def tone(kind: str, code: int | None = None) -> Tone:
 
 
 class Journal:
-    """Appends entries to a run's chronicle; `segment` is None for commands outside the job."""
+    """Appends entries to a run's journal; `segment` is None for commands outside the job."""
 
     def __init__(self, run: RunDir, segment: int | None = None) -> None:
         self._segment = segment
@@ -152,7 +152,7 @@ def who() -> str:
 
 
 def render(entry: dict[str, Any]) -> str:
-    """An entry as a line of the chronicle."""
+    """An entry as a line of `CHRONICLE.md`."""
     step = f" (step {entry['step']:,})" if isinstance(entry.get("step"), int) else ""
     by = f" ({entry['by']})" if entry.get("by") else ""
     return f"- {entry['time'][:19].replace('T', ' ')} **{entry['kind']}**{step} {entry['text']}{by}"
@@ -176,9 +176,9 @@ def is_whole(entry: dict[str, Any]) -> bool:
     return all(isinstance(entry.get(key), type_) for key, type_ in needed.items())
 
 
-def of_kind(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+def of_kind(entries: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """The whole entries of a kind."""
-    return [entry for entry in found if entry["kind"] == kind and is_whole(entry)]
+    return [entry for entry in entries if entry["kind"] == kind and is_whole(entry)]
 
 
 def read(run: RunDir) -> list[dict[str, Any]]:

@@ -23,14 +23,14 @@ from .state_files import DamagedFileError, StateFile
 
 LINEAGE = "lineage.json"
 ABANDONING = ("rollback", "fresh")
-"""Kinds of segments that deliberately abandon what was trained after the step they start from."""
+"""Kinds of segments that deliberately abandon the training after the step they start from."""
 Count = Annotated[int, Field(ge=0)]
 
 
 class BranchRequest(StateFile):
     """The arguments of a rollback."""
 
-    step: int  # of the checkpoint
+    step: int  # step of the checkpoint to go back to
     changes: list[str]  # `section.key=value`
     skip_steps: Annotated[tuple[int, int], Field(strict=False)] | None = None  # first and last, as recorded
     skip_samples: SampleRange | None = None  # instead of steps
@@ -46,7 +46,7 @@ class BranchReport(StateFile):
     skip: str | None
     changes: list[str]
     abandoned: list[str] = Field(default_factory=list)  # checkpoints moved aside
-    config: str = ""  # of a fork: the configuration to start with
+    config: str = ""  # the configuration to start a fork with
     linked: bool = False  # the fork's checkpoint shares its bytes with the parent's
     done: Literal["now", "already", "dry run"] = "now"
 
@@ -54,20 +54,20 @@ class BranchReport(StateFile):
 class LineageNode(StateFile):
     """Where a segment starts."""
 
-    segment: Count = 0  # of a decided rollback: not known yet
+    segment: Count = 0  # 0: a decided rollback, whose number is not known yet
     parent: Count | None  # the segment it continues; None for a root
     step: Count  # the last step it inherits from its parent
     kind: Literal["start", "fresh", "rollback", "fork"]  # `fresh`: a start at step 0 by --allow-fresh
     consumed: Count | None = None  # samples trained at that step
     cursor: Count | None = None  # samples read at that step
-    reason: str = ""  # of a rollback, as are the next two
+    reason: str = ""  # this and the next two: of a rollback
     request: BranchRequest | None = None
     report: BranchReport | None = None
 
 
 @dataclass(frozen=True)
 class LineagePart:
-    """Steps in (`after`, `until`] are from `segment`; `until` is infinite for the head."""
+    """A part of a line: its steps in (`after`, `until`] are from `segment`; `until` is infinite for the head."""
 
     segment: int
     after: int
@@ -105,7 +105,7 @@ def _read(segment: Path) -> LineageNode | None:
 
 
 def line(known: Iterable[LineageNode], head: int | None = None) -> list[LineagePart]:
-    """The parts of the line that ends in segment `head`, oldest first; None is the newest: the kept line."""
+    """The parts of the line that ends in segment `head`, oldest first; None: the newest segment, so the kept line."""
     table = {node.segment: node for node in known}
     number = max(table, default=None) if head is None else head
     parts: list[LineagePart] = []
@@ -151,14 +151,14 @@ class DecidedRollback(StateFile):
 
     id: str
     time: str = ""
-    segment: Count  # to be created
-    lineage: LineageNode  # of that segment
-    aside: list[str]  # to be moved to `abandoned/`, relative to the checkpoints
+    segment: Count  # the segment to create
+    lineage: LineageNode  # its place in the lineage
+    aside: list[str]  # paths to move to `abandoned/`, relative to the checkpoints
     overrides: str  # contents of `overrides.toml`
     config: str  # contents of `config.toml`
     lost: dict[str, int]  # abandoned steps and tokens
     by: str
-    text: str  # of the journal entry
+    text: str  # text of the journal entry
     status: dict[str, Any]  # entries of `status.json`
 
 

@@ -1,8 +1,8 @@
-"""Leases: files that name the process that holds something. `RUN/lock.json` is that of a run: one job, rollback or fork
-at a time. Views and evaluations have theirs.
+"""Leases: files that name the process that holds something. `RUN/lock.json` is the lock of a run: one job, rollback or
+fork at a time. Views and evaluations have leases too.
 
-A thread renews it, also during long saves and compilation. A holder on this host is checked directly. One on another
-host is watched: a beat proves that it is alive; after some seconds without one it counts as dead, and is taken over.
+A thread renews the lease, also during long saves and compilation. A holder on this host is checked directly. A holder
+on another host is alive while its lease is renewed; after some seconds without a renewal its lease is taken over.
 Exclusive file creation works on network file systems, where kernel locks are often local or missing.
 """
 
@@ -28,7 +28,7 @@ from .state_files import DamagedFileError, StateFile
 from .status import Status
 
 BEAT_SECONDS, SILENT_SECONDS = 10.0, 90.0
-"""Between two beats; without one, a holder on another host counts as dead."""
+"""Seconds between two beats, and seconds without one after which a holder on another host counts as dead."""
 _READS, _RETRY_SECONDS = 10, 0.1
 _TURN = 1.0
 
@@ -41,8 +41,8 @@ class LeaseRecord(StateFile):
     namespace: str | None = None
     pid: int | None = None
     process_started: float | None = None
-    time: str = "?"  # when it was taken
-    purpose: str = "an unknown process"  # what the holder does
+    time: str = "?"  # when the lease was taken
+    purpose: str = "an unknown process"  # the holder's work
     deadline: float | None = None  # time limit of the holder's work in seconds, if any
 
 
@@ -62,7 +62,7 @@ class Lease:
     @classmethod
     def take(cls, path: Path, **facts: Any) -> Lease | None:
         """Create the file, with `facts` as in `LeaseRecord`; None if it exists. Raises OSError."""
-        if path.exists():  # without writing to storage, since some ask all the time
+        if path.exists():  # saves writing to storage, since some callers poll
             return None
         token = uuid.uuid4().hex
         make_directory(path.parent)
@@ -78,16 +78,16 @@ class Lease:
                 os.utime(self.path)
 
     def still_mine(self) -> bool:
-        """Whether no other process took it over, as happens after this one was suspended for long. False also if it
-        cannot be read for a second."""
+        """Whether this process still holds it: another may have taken it over while this one was suspended. False also
+        if the file cannot be read for a second."""
         mine = False
         for _ in range(_READS):
             try:
                 held = state_files.read(self.path, LeaseRecord)
             except DamagedFileError:  # another process is writing it, or bits flipped
-                mine = True  # if it stays so, bits flipped: no other process wrote it
+                mine = True  # if it stays damaged, bits flipped: nobody else wrote it
                 time.sleep(_RETRY_SECONDS)
-            except StorageError:  # as of a network file system that comes back
+            except StorageError:  # e.g. a network file system that is coming back
                 mine = False
                 time.sleep(_RETRY_SECONDS)
             else:
@@ -101,7 +101,7 @@ class Lease:
 
 
 def this_process() -> dict[str, str | float | None]:
-    """Identifies this process, so that others can check whether it is alive."""
+    """Facts that identify this process, so that others can check whether it is alive."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
@@ -112,7 +112,7 @@ def this_process() -> dict[str, str | float | None]:
 
 
 def _pid_namespace() -> str | None:
-    """Containers may share a host name but not process ids."""
+    """The namespace of process ids: containers may share a host name but not process ids."""
     try:
         return os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (not a path)
     except OSError:
@@ -130,25 +130,25 @@ def is_alive(held: LeaseRecord | None) -> bool | None:
 
 
 def _take_away(path: Path, held: LeaseRecord | None) -> None:
-    """Remove the lease that was read as `held`; if another process renewed it meanwhile, put it back."""
+    """Remove the lease that was read as `held`; put it back if another process took it meanwhile."""
     aside = path.with_name(f"{path.stem}-stale-{uuid.uuid4().hex[:8]}.json")
     with contextlib.suppress(OSError):
         path.rename(aside)
-        if read(aside) != held:  # renewed between read and rename
+        if read(aside) != held:  # taken by another process between read and rename
             with contextlib.suppress(OSError):
                 os.link(aside, path)
         aside.unlink(missing_ok=True)
 
 
 _signs: dict[Path, tuple[Any, float]] = {}
-"""The last sign of life of holders on other hosts, as `drop_if_dead` saw it, and when it saw it first."""
+"""By lease, the holder's last sign of life that `drop_if_dead` saw, and when it first saw it."""
 
 
 def drop_if_dead(path: Path) -> bool | None:
-    """Take a lease away if its holder is dead; whether it is free now. None: that is not known yet, ask again.
+    """Remove a lease if its holder is dead. Returns whether it is free now; None: not known yet, call again.
 
-    A holder on another host is dead after `SILENT_SECONDS` without a beat, on this process's clock from its first look:
-    hosts' clocks need not agree.
+    A holder on another host is dead after `SILENT_SECONDS` without a beat. They are measured on this process's clock,
+    from its first call, because hosts' clocks need not agree.
     """
     held = read(path)
     try:
@@ -179,7 +179,7 @@ class RunLock:
     def attempt(self) -> bool:
         """Try to take the lock, for about a second. Returns whether it is held now.
 
-        False means that it is not known yet whether the holder is alive: call again. Raises BusyError if the holder is
+        False: it is not known yet whether the holder is alive; call again. Raises BusyError if the holder is
         alive, StorageError if the run directory cannot be written.
         """
         held = read(self._run.lock)
@@ -190,7 +190,7 @@ class RunLock:
             try:
                 self._claim = Lease.take(self._run.lock, purpose=self._purpose)
                 if self._claim is None and held is not None and read(self._run.lock) == held:
-                    os.utime(self._run.lock)  # that of a dead holder stays: says why
+                    os.utime(self._run.lock)  # if a dead holder's lease cannot be removed, this raises the cause
             except OSError as error:
                 raise StorageError(f"cannot write to the run directory {self._run.path}: {error.strerror}") from None
         elif self._waiting:
@@ -218,7 +218,7 @@ class RunLock:
         )
 
     def check(self) -> None:
-        """Raise BusyError if another process took over the lock, as happens after this one was suspended for long."""
+        """Raise BusyError if another process took over the lock, for example while this one was suspended."""
         if self._claim is None or not self._claim.still_mine():
             held = read(self._run.lock)
             raise BusyError(

@@ -14,14 +14,14 @@ METRICS = "metrics.jsonl"
 
 
 class RecordedStep(NamedTuple):
-    """A record, and the segment that abandoned it by going back to an earlier step; None if it is kept."""
+    """A record, and the later segment that abandoned it (None: it is on the kept line)."""
 
     record: StepRecord
     left_by: int | None
 
 
 class LostSteps(NamedTuple):
-    """What was trained after a step."""
+    """The amount of training after a step."""
 
     steps: int
     tokens: int
@@ -42,14 +42,14 @@ def find_step(run: RunDir, step: int) -> list[RecordedStep]:
     """Every record of a step, one per segment that trained it, oldest first."""
     known = lineage.nodes(run)
     lines = {node.segment: lineage.line(known, node.segment) for node in known}
-    found = []
+    recorded = []
     for number in lines:
         for record, _ in records(run.segment(number) / METRICS, holding=f'"step": {step}'.encode()):
             if record.step == step:
                 left = [later for later in lines if later > number and not lineage.holds(lines[later], number, step)]
                 kept = lineage.holds(lines[max(lines)], number, step)
-                found.append(RecordedStep(record, None if kept or not left else left[0]))
-    return found
+                recorded.append(RecordedStep(record, None if kept or not left else left[0]))
+    return recorded
 
 
 def read_metrics(run: RunDir) -> Iterator[StepRecord]:
@@ -65,7 +65,7 @@ def read_metrics(run: RunDir) -> Iterator[StepRecord]:
 
 
 def left_behind(run: RunDir, step: int, tokens: int) -> LostSteps:
-    """What the newest segment trained after a step; `tokens` is the token count at that step."""
+    """The training of the newest segment after a step; `tokens` is the token count at that step."""
     head = max((node.segment for node in lineage.nodes(run)), default=None)
     newest = [] if head is None else last_records(run.segment(head), 1 << 16)
     if not newest or newest[-1].step <= step:
@@ -77,23 +77,23 @@ def tail(segment: Path, step: int) -> list[StepRecord]:
     """Records of a segment from `step` on; long files are read from the end."""
     reach = 1 << 20
     while True:
-        found = last_records(segment, reach)
-        if tail_offset(segment / METRICS, reach) == 0 or (found and found[0].step <= step):
-            return [record for record in found if record.step >= step]
+        last = last_records(segment, reach)
+        if tail_offset(segment / METRICS, reach) == 0 or (last and last[0].step <= step):
+            return [record for record in last if record.step >= step]
         reach *= 4
 
 
 def last_metrics(run: RunDir, step: int, count: int, head: int | None = None) -> list[StepRecord]:
     """Records of the `count` steps up to `step`, oldest first; fewer if there are fewer.
 
-    They are those of the line that ends in segment `head`; None: the kept line.
+    The records are from the line that ends in segment `head`; None: the kept line.
     """
-    found: dict[int, StepRecord] = {}
+    by_step: dict[int, StepRecord] = {}
     for part in reversed(lineage.line(lineage.nodes(run), head)):
         first = max(part.after, step - count) + 1
         for record in tail(run.segment(part.segment), first):
             if record.step <= min(part.until, step):
-                found.setdefault(record.step, record)
+                by_step.setdefault(record.step, record)
         if first <= step - count + 1:
             break
-    return [found[number] for number in sorted(found)]
+    return [by_step[number] for number in sorted(by_step)]

@@ -1,6 +1,6 @@
-"""How copying to `checkpoint.mirror` goes: `RUN/mirror/report.json`, written by the uploader.
+"""State of copying to `checkpoint.mirror`: `RUN/mirror/report.json`, written by the uploader.
 
-The watchdog reads it, and retention spares the checkpoint that is copied.
+The watchdog reads it, and retention spares the checkpoint that is being copied.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from .state_files import StateFile
 
 
 class MirrorReport(StateFile):
-    """What the uploader does.
+    """State of the uploader.
 
     Attributes:
-        segment: of the start that it belongs to.
-        copying: step of the checkpoint that is copied now, if one is.
-        problem: why nothing can be copied now; empty: nothing is wrong.
-        needs_person: it will not pass by itself.
-        newest: newest step that is whole in the mirror.
+        segment: segment of the job that started the uploader.
+        copying: step of the checkpoint that is being copied, if any.
+        problem: why nothing can be copied now; empty if nothing is wrong.
+        needs_person: whether the problem will not pass by itself.
+        newest: newest step whose copy is complete.
     """
 
     segment: int
@@ -40,14 +40,14 @@ def report_file(run: RunDir) -> Path:
 
 
 def read(run: RunDir, segment: int | None = None) -> MirrorReport | None:
-    """The newest report, if there is one; only that of a start, if it is given."""
-    found = state_files.view(report_file(run), MirrorReport)
-    return found if found is not None and segment in (None, found.segment) else None
+    """The newest report, if there is one (and if it is from `segment`, where given)."""
+    report = state_files.view(report_file(run), MirrorReport)
+    return report if report is not None and segment in (None, report.segment) else None
 
 
 def tell_death(run: RunDir, segment: int, code: int) -> None:
-    """Report, in its place, that the uploader of a start has ended."""
-    found = read(run, segment) or MirrorReport(segment=segment)
+    """Report on behalf of the uploader that it has ended with an exit code."""
+    report = read(run, segment) or MirrorReport(segment=segment)
     text = f"the process that copies ended with {code} and is started again"
     with contextlib.suppress(OSError):
-        state_files.write(report_file(run), found.model_copy(update={"problem": text}).model_dump())
+        state_files.write(report_file(run), report.model_copy(update={"problem": text}).model_dump())

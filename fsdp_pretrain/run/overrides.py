@@ -2,8 +2,8 @@
 start.
 
 A run is restarted many times with its first command, often automatically. So changes made by a rollback are kept in
-the run directory and win over the configuration file; skipped samples, and timeline entries that a live run was given,
-are added to the file's. A command line that contradicts them is refused rather than obeyed or ignored.
+the run directory and win over the configuration file; skipped samples, and timeline entries of `control set`, are added
+to those of the file. A command line that contradicts them is refused rather than obeyed or ignored.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ class Overrides(Section):
     timeline: Annotated[tuple[TimelineEntry, ...], Field(strict=False), AfterValidator(_in_samples)] = ()
 
     def add(self, changes: Sequence[str], skip: Sequence[SampleRange]) -> Overrides:
-        """These plus further ones; a later value of a key replaces the earlier."""
+        """These overrides plus further ones; a later value of a key replaces an earlier one."""
         values = {text.partition("=")[0].strip(): text for text in (*self.set, *changes)}
         return self.model_copy(update={"set": tuple(values.values()), "skip": _merge((*self.skip, *skip))})
 
     def without(self, gone: Sequence[TimelineEntry]) -> Overrides:
-        """These without some timeline entries."""
+        """These overrides without some timeline entries."""
         return self.model_copy(update={"timeline": tuple(entry for entry in self.timeline if entry not in gone)})
 
     def to_toml(self) -> str:
-        """Contents of the file."""
+        """The contents of `overrides.toml`."""
         return _HEADER + tomli_w.dumps({"set": [], "skip": [], **self.model_dump(mode="json", exclude_defaults=True)})
 
     @classmethod
     def from_toml(cls, text: str, where: Path) -> Overrides:
-        """Read the contents of the file. Raises ConfigError."""
+        """Parse the contents of `overrides.toml`. Raises ConfigError."""
         try:
             return cls.model_validate(tomllib.loads(text))
         except ValueError as error:
@@ -100,13 +100,13 @@ def apply(
     """The configuration of a file, `key=value` arguments and a run's overrides, without the timeline entries `gone`.
 
     Raises:
-        ConfigError: it is invalid, or the arguments contradict the overrides.
+        ConfigError: the configuration is invalid, or the arguments contradict the overrides.
     """
     config = load(path, [*arguments, *overrides.set])
     if arguments and overrides.set and (obeyed := load(path, [*overrides.set, *arguments])) != config:
-        mine, theirs = (tree.model_dump(mode="json") for tree in (config, obeyed))
+        resolved, commanded = (tree.model_dump(mode="json") for tree in (config, obeyed))
         keys = [text.partition("=")[0].strip() for text in arguments]
-        values = [(key, value(mine, key), value(theirs, key)) for key in keys]
+        values = [(key, value(resolved, key), value(commanded, key)) for key in keys]
         wrong = [f"{key}: {kept} is set, not {asked}" for key, kept, asked in values if kept != asked]
         raise ConfigError(
             f"the command line contradicts {config.run.dir / 'overrides.toml'}:\n    " + "\n    ".join(wrong),
@@ -132,9 +132,9 @@ def load_run(path: str | Path, arguments: Sequence[str] = ()) -> tuple[Config, O
 
 
 def add_entry(run: RunDir, entry: TimelineEntry) -> Overrides:
-    """Add a timeline entry: from the return on every start has it. Returns all overrides.
+    """Add a timeline entry durably, for all later starts. Returns all overrides.
 
-    Raises OSError; ConfigError if those that stand cannot be read.
+    Raises OSError; ConfigError if the present overrides cannot be read.
     """
     standing = read(run)
     after = standing.model_copy(update={"timeline": (*standing.timeline, entry)})

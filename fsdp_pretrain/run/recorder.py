@@ -1,4 +1,4 @@
-"""What rank 0 writes during a run: metrics, journal, status, and console output, which is also the segment's log."""
+"""Writes the record of a run on rank 0: metrics, journal, status, and console output, which is also the log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Recorder:
             "pid": os.getpid(),
             "started": now(),
         }
-        self._status_written, self._status_fails = -math.inf, False
+        self._status_written = -math.inf
+        self._status_fails = False
         self._steps_shown = 0
 
     def say(self, text: str) -> None:
@@ -50,11 +51,12 @@ class Recorder:
         self._log.write(f"{now()} {text}")
 
     def event(self, kind: Kind, text: str, **data: Any) -> None:
+        """Write a journal entry and print it."""
         self._journal.write(kind, text, **data)
         self.say(f"[{kind}] {text}")
 
     def note(self, kind: Kind, text: str, **data: Any) -> None:
-        """A journal entry without console output, on any rank: for events of a single rank that it printed itself."""
+        """Write a journal entry without console output, on any rank: for events that a rank has printed itself."""
         self._journal.write(kind, text, **data)
 
     def step(self, record: StepRecord, *, target: int) -> None:
@@ -62,7 +64,7 @@ class Recorder:
         written = {"segment": self.number, "host": socket.gethostname(), "time": now()}
         self._metrics.write(record.model_copy(update=written).to_line())
         step = record.step
-        self._status.pop("before", None)  # from here on the run is what this start makes of it
+        self._status.pop("before", None)  # from the first step on, the status describes this start
         if step % self._console_every == 0 or self._steps_shown == 0 or step == target or record.heldout:
             for line in console_lines(record, target):
                 self.say(line)
@@ -79,7 +81,7 @@ class Recorder:
         )
 
     def ended(self, text: str, *, code: int, **facts: Any) -> None:
-        """Record the end; after steps of this start, with the tokens trained and those in no checkpoint."""
+        """Record the end; if this start trained, with the tokens trained and those in no checkpoint."""
         known, saved = self._status, self._status.get("checkpoint") or {}
         if self._steps_shown:
             tokens, behind = known["tokens"], known["step"] - (saved.get("step") or 0)
@@ -100,7 +102,7 @@ class Recorder:
         self._status_written = time.monotonic()
         try:
             if force and self.run.segments[-1:] != [self.segment]:
-                return  # the run continued elsewhere while this process was suspended, or its directory is gone
+                return  # a later start exists (this process was suspended), or the run directory is gone
             state_files.write(self.run.status, {**self._status, "heartbeat": now()})
             self._status_fails = False
         except OSError as error:
@@ -115,13 +117,13 @@ class Recorder:
 
 
 class NotesOnlyRecorder(Recorder):
-    """The recorder of ranks other than 0: writes only notes."""
+    """The recorder of ranks other than 0, which writes only notes."""
 
     def __init__(self, run: RunDir, segment: Path) -> None:
         self.run, self.number = run, int(segment.name)
 
     def note(self, kind: Kind, text: str, **data: Any) -> None:
-        """Opens the journal for one entry: notes are rare, and ranks are many."""
+        """Open the journal for one entry only, since notes are rare and ranks are many."""
         journal = Journal(self.run, self.number)
         journal.write(kind, text, **data)
         journal.close()
@@ -133,10 +135,10 @@ class NotesOnlyRecorder(Recorder):
 
 
 class SilentRecorder(NotesOnlyRecorder):
-    """Drops everything: of a benchmark, or of a replay."""
+    """Drops everything: for benchmarks and replays."""
 
     def __init__(self) -> None:
         pass
 
     def note(self, kind: Kind, text: str, **data: Any) -> None:
-        """Nothing."""
+        """Drop it."""

@@ -27,28 +27,28 @@ from .journal import who
 from .state_files import StateFile
 
 STEERING = ("pause", "resume", "set")
-"""Requests whose meaning rank 0 broadcasts. Like `save` and `stop`, they are answered by an entry of the journal, kind
-`control`, with the request's id."""
+"""Requests whose contents rank 0 broadcasts. Like `save` and `stop`, they are answered by a journal entry of kind
+`control` with the request's id."""
 MOST_STEPS, MOST_RANKS = 20, 16
-"""Of one request to profile: a trace holds every kernel of its steps, megabytes each."""
+"""Limits of one request to profile: a trace holds every kernel of its steps, megabytes per step."""
 _POLL_INTERVAL = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Request(StateFile):
-    """A request; a damaged one has an empty verb.
+    """A request to a running job; a damaged one has an empty verb.
 
-    `segment` is the start it was sent to; `avoid_hosts` belongs to a stop (see `send`), `key` to an alarm,
-    `changes` and `seen` to a `set`, `steps` and `ranks` to a profile, `at` to both.
+    `segment` is the start it was sent to. `avoid_hosts` is for a stop (see `send`), `key` for an alarm, `changes` and
+    `seen` for a `set`, `steps` and `ranks` for a profile, `at` for `set` and profile.
     """
 
-    id: str = ""  # the name of its file
+    id: str = ""  # the stem of its file name
     verb: str = ""
     reason: str = ""
     segment: int | None = None
     changes: list[str] = Field(default_factory=list)  # `section.key=value`
     at: int | None = None
-    seen: int | None = None  # number of timeline entries that its sender knew
+    seen: int | None = None  # number of timeline entries that the sender knew
     avoid_hosts: list[str] = Field(default_factory=list)
     key: str = ""
     steps: int = 0
@@ -57,36 +57,36 @@ class Request(StateFile):
 
 
 def put(folder: Path, **content: Any) -> Path:
-    """Write a request with time and user. Returns its file. Raises OSError."""
+    """Write a request, with time and user, into an inbox. Returns its file. Raises OSError."""
     path = folder / f"{time.time_ns()}-{uuid.uuid4().hex[:6]}.json"
     state_files.write(path, {**content, "time": now(), "by": who()})
     return path
 
 
 def take(folder: Path) -> list[Request]:
-    """Remove and return all requests, oldest first, but not one that its sender takes back at this moment."""
+    """Remove and return all requests, oldest first, except one that its sender withdraws at this moment."""
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(".json") and name[0] != ".")  # noqa: PTH208
     except OSError:
         return []
-    found = []
+    requests = []
     for name in names:
         request = state_files.view(folder / name, Request) or Request()
         try:
             (folder / name).unlink()
         except FileNotFoundError:
             continue
-        found.append(request.model_copy(update={"id": name.removesuffix(".json")}))
-    return found
+        requests.append(request.model_copy(update={"id": name.removesuffix(".json")}))
+    return requests
 
 
 def send(run: RunDir, verb: str, **more: Any) -> Path:
     """Send a request, `stop`, `save`, `profile` or one of `STEERING`, to the job of a run.
 
-    `segment` is the start that it is for: one that has not begun to train keeps only what was sent to it. All may have
-    a `reason`, a stop `avoid_hosts`, a list of hosts that the next start should not use; a profile has `steps`, `ranks`
-    and `at`, the first step, if it is still ahead. Returns the file, whose stem is the request's id: who removes it
-    before the job does has taken the request back. Raises OSError, also if there is no run.
+    `segment` is the start it is meant for: a start that has not begun to train drops requests to other starts. All may
+    have a `reason`, a stop `avoid_hosts`, a list of hosts that the next start should not use; a profile has `steps`,
+    `ranks` and `at`, the first step, if it is still ahead. Returns the file, whose stem is the request's id: removing
+    it before the job does withdraws the request. Raises OSError, also if there is no run.
     """
     if not run.begun:
         raise FileNotFoundError(errno.ENOENT, "there is no run", str(run.path))
@@ -95,8 +95,8 @@ def send(run: RunDir, verb: str, **more: Any) -> Path:
 
 @dataclass
 class Requests:
-    """Pending requests on this rank; `reason` and `avoid_hosts` belong to the stop. `steer`: there are others, see
-    `Inbox.take_steering`."""
+    """Pending requests on this rank; `reason` and `avoid_hosts` are those of the stop. `steer`: whether there are
+    requests for `Inbox.take_steering`."""
 
     stop: bool = False
     save: bool = False
@@ -124,15 +124,17 @@ class Inbox:
 
     def __init__(self, run: RunDir | None) -> None:
         self._run, self._polled = run, 0.0
-        self._requests, self._steering, self._orders = Requests(), list[Request](), list[Request]()
+        self._requests = Requests()
+        self._steering = list[Request]()
+        self._orders = list[Request]()
 
     def discard(self, segment: int) -> list[Request]:
-        """Remove and return requests that were not sent to the start of this segment."""
-        found = take(self._run.control) if self._run is not None else []
-        for request in found:
+        """Remove and return requests that were sent to another start than `segment`."""
+        requests = take(self._run.control) if self._run is not None else []
+        for request in requests:
             if request.segment == segment:
                 self._sort(request)
-        return [request for request in found if request.segment != segment]
+        return [request for request in requests if request.segment != segment]
 
     def listen(self) -> None:
         """Turn SIGTERM, SIGINT and SIGUSR1 into a request to stop; a second SIGINT interrupts at once."""
@@ -165,7 +167,7 @@ class Inbox:
         return taken
 
     def take_orders(self) -> list[Request]:
-        """The requests to save or to stop, oldest first; each is returned once, for an answer."""
+        """The requests to save or to stop, oldest first; each is returned once, so that it can be answered."""
         taken, self._orders = self._orders, []
         return taken
 

@@ -2,8 +2,8 @@
 
 When a mount disappears, its path is an empty directory, and a run started there would begin at step 0. So a run
 directory has a file with a random id, as has its `checkpoints/`, which may be a separate mount. A process that works in
-a run binds itself to these ids: it then creates no file or directory where the id is gone. What starts under one
-launcher or torchrun saw of a run is also stored outside of it (`LauncherMemory`), so the next start notices a loss.
+a run binds itself to these ids: it then creates no file or directory where the id is missing. Each start also notes
+the state of the run outside of it (`LauncherMemory`), so that the next start under the same launcher notices a loss.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read(directory: Path) -> str | None:
 
 
 def assign(directory: Path, run_id: str = "") -> str:
-    """Create a directory and its id, where missing. Returns the id. Raises StorageError.
+    """Create a directory and its id if they are missing. Returns the id. Raises StorageError.
 
     With an empty `run_id`, the id is random.
     """
@@ -65,27 +65,28 @@ def assign(directory: Path, run_id: str = "") -> str:
 
 
 def bind(directory: Path, run_id: str | None) -> None:
-    """Let this process write to a directory only while it has this id; with None, not at all."""
+    """Let this process write to a directory only while it has this id; None: not at all."""
     _bound[directory] = run_id
 
 
 def unbind(directory: Path) -> None:
-    """Let this process write to a directory whatever its id, as before `bind`."""
+    """Let this process write to a directory regardless of its id, as before `bind`."""
     _bound.pop(directory, None)
 
 
 def bound_to(directory: Path) -> str | None:
+    """The id that this process is bound to in a directory; None if it has none, or is not bound."""
     return _bound.get(directory)
 
 
 def require(path: Path) -> Path | None:
-    """The innermost bound directory that contains a path, if any. Raises OSError if one has lost its id."""
+    """The innermost bound directory that contains a path, if any. Raises OSError if such a directory lost its id."""
     around = [directory for directory in _bound if path.is_relative_to(directory)]
     for directory in around:
-        found = None
+        run_id = None
         with contextlib.suppress(StorageError):
-            found = read(directory)
-        if found is None or found != _bound[directory]:
+            run_id = read(directory)
+        if run_id is None or run_id != _bound[directory]:
             raise FileNotFoundError(errno.ENOENT, f"{directory} is no longer the directory of the run", str(path))
     return max(around, key=lambda directory: len(directory.parts), default=None)
 
@@ -102,11 +103,11 @@ def check() -> None:
         raise run_gone_error(directory)
 
 
-def run_gone_error(directory: Path, found: str = "") -> RunGoneError:
-    """The error for a lost run or checkpoint directory; `found`: what is there instead (empty: inspect it)."""
+def run_gone_error(directory: Path, problem: str = "") -> RunGoneError:
+    """The error for a lost run or checkpoint directory; `problem`: what is there instead (empty: inspect it)."""
     what = "checkpoint" if directory.name == "checkpoints" else "run"
     return RunGoneError(
-        f"the {what} directory {directory} is gone on {socket.gethostname()}: {found or _describe(directory)}",
+        f"the {what} directory {directory} is gone on {socket.gethostname()}: {problem or _describe(directory)}",
         effect="nothing was trained or saved there: that would be another run, from step 0",
         remedy="check that its file system is mounted on that host, or restore it; then the same command goes on from "
         "the last checkpoint",
@@ -123,18 +124,18 @@ def _describe(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class SeenRun:
-    """What was seen of a run."""
+    """The state of a run as a start saw it."""
 
     run_id: str
-    segment: int = 0  # the newest on the kept line; 0: none yet
+    segment: int = 0  # the newest segment on the kept line; 0: none yet
     checkpoint: int | None = None  # the newest checkpointed step of that line
     restored: int = 0  # the newest segment that came from the mirror; 0: nothing was restored
 
 
 class LauncherMemory:
-    """What starts under one launcher or torchrun have seen of a run (`seen`), on one node.
+    """The last state of a run (`seen`) that starts under one launcher or torchrun saw, on one node.
 
-    `note` is a file outside the run directory that passes it to the next start; None if there will be none. Only the
+    `note` is a file outside the run directory that passes it on to the next start; None if there will be none. Only the
     `active` process of a node checks and writes it. Raises StorageError if the note cannot be read.
     """
 
@@ -148,7 +149,7 @@ class LauncherMemory:
             raise StorageError(f"cannot read {note}, the note of earlier starts about the run: {error}") from None
 
     def check(self, directory: Path, newest: Callable[[], int]) -> None:
-        """Raise RunGoneError if a directory is not the run seen, or is an earlier state of it (by `newest` segment).
+        """Raise RunGoneError if a directory is not the run in `seen`, or an earlier state of it (by `newest` segment).
 
         Raises also StorageError.
         """
@@ -156,8 +157,8 @@ class LauncherMemory:
             return
         if read(directory) != self.seen.run_id:
             raise run_gone_error(directory)
-        if (found := newest()) < self.seen.segment:
-            raise run_gone_error(directory, f"its newest segment is {found}, but segment {self.seen.segment} existed")
+        if (segment := newest()) < self.seen.segment:
+            raise run_gone_error(directory, f"its newest segment is {segment}, but segment {self.seen.segment} existed")
 
     def remember(self, **facts: Any) -> None:
         """Update fields of `seen`. Prints a warning if the note cannot be written."""

@@ -1,7 +1,7 @@
-"""Every start of a run in its record: when it was launched, connected and ready, its steps, and how it ended.
+"""Every recorded start of a run: when it was launched, connected and ready, its steps, and how it ended.
 
-Uses only files of the trainer, the launcher and the watchdog, so the same record always gives the same answer.
-`goodput` turns it into an account.
+It is read only from files of the trainer, the launcher and the watchdog, so the same record always gives the same
+history. `goodput` turns it into a time account.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Start:
     saves: list[float]  # seconds that completed checkpoints took
     end: float  # its last sign of life
     closed: bool  # it, the watchdog or the launcher recorded its end
-    clean: bool  # it stopped on request, or was complete
+    clean: bool  # it stopped on request, or completed the run
     code: int | None  # the exit code it recorded
     cause: str  # why it ended, as recorded
 
@@ -54,7 +54,7 @@ class Start:
 class StartHistory:
     """All starts of a run, oldest first, and what happened between them."""
 
-    starts: list[Start]  # since the start of the run, or of the fork
+    starts: list[Start]  # since the beginning of the run, or of the fork
     nodes: list[lineage.LineageNode]
     launches: list[float]  # when a launcher started or restarted the job
 
@@ -62,15 +62,15 @@ class StartHistory:
 def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> StartHistory:
     """Read the starts of a run from its record; `shown` may wrap metrics lines in a progress bar.
 
-    Starts whose environment is damaged, which `fsdp-pretrain status` tells, are left out.
+    Starts whose environment is damaged are left out; `fsdp-pretrain status` reports them.
     """
     nodes = lineage.nodes(run)
-    first = max((node.segment for node in nodes if node.kind == "fork"), default=0)  # before it: the parent's
+    first = max((node.segment for node in nodes if node.kind == "fork"), default=0)  # earlier segments are the parent's
     entries, newest = journal.read(run), status.read(run)
     known = {number: environment.view(run, number) for path in run.segments if (number := int(path.name)) >= first}
-    begun = {number: found for number, found in known.items() if seconds_of(found.time) is not None}
-    heartbeats = {known.segment: seconds_of(known.heartbeat) for known in (newest, newest.of_run)}
-    connected = [seconds_of(found.time) or 0.0 for found in begun.values()]
+    begun = {number: start for number, start in known.items() if seconds_of(start.time) is not None}
+    heartbeats = {state.segment: seconds_of(state.heartbeat) for state in (newest, newest.of_run)}
+    connected = [seconds_of(start.time) or 0.0 for start in begun.values()]
     starts = list[Start]()
     for number, until in zip(begun, [*connected[1:], math.inf], strict=False):
         steps = read_steps(run.segment(number) / METRICS, shown)
@@ -80,7 +80,7 @@ def read_history(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = 
 
 
 def _until_complete(starts: list[Start], nodes: list[lineage.LineageNode]) -> list[Start]:
-    """Without starts of a complete run that trained nothing: its time has ended."""
+    """Drop starts after the run was complete that trained nothing: the account ends with the run."""
     left = max((node.segment for node in nodes if node.kind in lineage.ABANDONING), default=0)
     trained = max((start.segment for start in starts if start.steps.count), default=0)
     for number, start in enumerate(starts):
@@ -98,12 +98,12 @@ def _start(
     heartbeat: float | None,
     until: float,
 ) -> Start:
-    """One start, from the journal and its own files; `until` is when the next one connected."""
+    """Build one start from the journal and its own files; `until` is when the next one connected."""
     connected = seconds_of(begun.time) or 0.0
     around = [(seconds_of(e["time"]) or 0.0, e) for e in entries if e.get("segment") in (number, None)]
     mine = [(time, entry) for time, entry in around if entry.get("segment") == number]
     ready = next((time for time, entry in mine if entry["kind"] == "ready"), None)
-    if ready is None and steps.count:  # the entry was lost
+    if ready is None and steps.count:  # the journal entry was lost
         ready = float(steps["written"][0] - steps.seconds[0])
     stop = next((entry for _, entry in reversed(mine) if entry["kind"] == "stop"), None)
     intent = exit_intent.read(run.segment(number))

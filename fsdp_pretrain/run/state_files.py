@@ -1,8 +1,8 @@
 """The small JSON files with the state of a run: written as a whole with a checksum, read by one strict reader.
 
-A file has `format` and a `checksum` of its values, so bit flips are detected; one that a person wrote may have neither
-and is only checked against its schema. A damaged file, or one of another format, raises. Non-critical files may be
-read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` still reports it.
+A file has `format` and a `checksum` of its values, so bit flips are detected; a file that a person wrote may have
+neither and is only checked against its schema. Reading a damaged file, or one of another format, raises an error.
+Non-critical files may be read with `view`, which treats a damaged one as missing; `fsdp-pretrain status` reports it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_pretrain.files import create_file
 from .files import replace_file
 
 FORMAT = 3
-"""The format that this version writes and reads. 1 and 2 were written before 0.1.0, the first release."""
+"""The format that this version writes and reads. Formats 1 and 2 predate 0.1.0, the first release."""
 T = TypeVar("T")
 
 
@@ -50,7 +50,7 @@ def create(path: Path, content: Content) -> None:
 
 
 def seal(content: Content) -> str:
-    """The JSON text of a file with these values (of a model, the set fields), with format and checksum."""
+    """The JSON text of a file with these values (the set fields of a model), with format and checksum."""
     if isinstance(content, BaseModel):
         content = content.model_dump(mode="json", exclude_unset=True)
     values = {**json.loads(json.dumps(content)), "format": FORMAT}
@@ -62,8 +62,8 @@ def read(path: Path, schema: type[T], *, effect: str = "", remedy: str = "") -> 
     """The contents of a file, of any type that pydantic supports; None if there is no file.
 
     Raises:
-        DamagedFileError: it is damaged, or of another format; `effect` and `remedy` are for the message.
-        StorageError: it cannot be read.
+        DamagedFileError: the file is damaged, or of another format; `effect` and `remedy` are for the message.
+        StorageError: the file cannot be read.
     """
     try:
         raw = path.read_bytes()
@@ -94,8 +94,8 @@ def parse(raw: bytes, schema: type[T]) -> T:
     if isinstance(values, dict):
         _check(values)
     try:
-        found: T = _adapter(schema).validate_python(values)
-        return found
+        parsed: T = _adapter(schema).validate_python(values)
+        return parsed
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "its contents"
@@ -105,7 +105,7 @@ def parse(raw: bytes, schema: type[T]) -> T:
 def _check(values: dict[str, Any]) -> None:
     """Check and remove format and checksum. No single bit flip removes both."""
     if "format" not in values and "checksum" not in values:
-        return  # written again by a person
+        return  # a person wrote it
     format_ = values.get("format")
     if type(format_) is int and 0 < format_ != FORMAT:
         raise ValueError(f"is of another version: its format is {format_}, this program reads {FORMAT}")

@@ -14,7 +14,7 @@ from .state_files import StateFile
 
 _STOPPED = (Exit.RESUME, Exit.RESUME_AVOIDING_HOSTS)
 ENDED = ("complete", "stopped", "failed")
-"""States of a run whose newest start has said how it ended."""
+"""States of a run whose newest start recorded how it ended."""
 _OF_A_START = ("segment", "host", "pid", "started", "state", "exit_intent", "paused", "heartbeat", "before")
 """Entries that each start writes anew; all others are the progress of the run, which the next start takes over."""
 
@@ -35,7 +35,7 @@ class MeasuredHeldOut(BaseModel):
 
 
 class RunPause(BaseModel):
-    """Who holds the ranks idle, and since when."""
+    """A pause by `control pause`: who requested it, when and why."""
 
     since: str
     by: str
@@ -50,7 +50,7 @@ class RunEnding(BaseModel):
 
 
 class RunBefore(BaseModel):
-    """How a run stood before a start: entries of the status then."""
+    """The state of a run before a start: entries of its status then."""
 
     state: str  # one of `ENDED`
     segment: int | None = None
@@ -59,7 +59,7 @@ class RunBefore(BaseModel):
 
 
 class Status(StateFile):
-    """The contents of `status.json`, written by the job or what ended it. None: not known yet."""
+    """The contents of `status.json`, written by the job or by what ended it. None: not known yet."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -73,20 +73,20 @@ class Status(StateFile):
     total_steps: int | None = None
     consumed: int | None = None
     tokens: int | None = None
-    loss: float | None = None  # of the last step, as are the next two
+    loss: float | None = None  # this and the next two: of the last step
     iteration_seconds: float | None = None
     tokens_per_second: float | None = None
     heldout: MeasuredHeldOut | None = None
     checkpoint: SavedCheckpoint | None = None
-    paused: RunPause | None = None  # in the state of this name
-    overrides: str | None = None  # of the run directory, in words
+    paused: RunPause | None = None  # in the state `paused`
+    overrides: str | None = None  # the overrides of the run directory, as text
     heartbeat: str | None = None  # when this was written
     exit_intent: RunEnding | None = None
     before: RunBefore | None = None  # until the first step of a start, if the run had ended
 
     @property
     def of_run(self) -> Status:
-        """The status once this start has ended: one that trained nothing leaves the run as it was before it."""
+        """The status of the run once this start has ended: a start that trained nothing leaves the earlier status."""
         if self.before is None or (self.state == "complete" and not self.was_complete):
             return self
         return self.model_copy(update=dict(self.before))
@@ -102,7 +102,7 @@ class Status(StateFile):
 
 
 def read(run: RunDir) -> Status:
-    """What is known; an empty status if the file is missing or damaged."""
+    """The status of a run; empty if the file is missing or damaged."""
     return state_files.view(run.status, Status) or Status()
 
 
@@ -113,7 +113,7 @@ def ended(code: int, reason: str) -> dict[str, Any]:
 
 
 def taken_over(run: RunDir) -> dict[str, Any]:
-    """What a new start takes over from the status of the last one: the progress of the run, and how it stood."""
+    """The entries that a new start takes over from the last status: the run's progress, and how it had ended."""
     known = read(run)
     progress = {key: value for key, value in known.entries().items() if key not in _OF_A_START}
     if (left := known.of_run).state in ENDED:

@@ -17,7 +17,7 @@ from .step_record import StepRecord
 Column = NDArray[np.float64]
 _COLUMNS: dict[str, Callable[[StepRecord], float | None]] = {
     "step": lambda record: record.step,
-    "tokens": lambda record: record.trained,  # of the step
+    "tokens": lambda record: record.trained,  # tokens of the step
     "iteration": lambda record: record.seconds.iteration,  # seconds, as are the next seven
     "data": lambda record: record.seconds.data,
     "checkpoint": lambda record: record.seconds.checkpoint,
@@ -32,7 +32,7 @@ _COLUMNS: dict[str, Callable[[StepRecord], float | None]] = {
     "mfu": lambda record: record.mfu,
     "written": lambda record: seconds_of(record.time),  # since 1970
     "consumed": lambda record: record.consumed,  # samples trained after the step
-    "trained": lambda record: record.tokens,  # likewise
+    "trained": lambda record: record.tokens,  # tokens trained after the step
     "loss": lambda record: record.loss.mean,  # natural log
     "grad_norm": lambda record: record.grad_norm,  # before clipping
     "loss_scale": lambda record: record.loss_scale,
@@ -48,8 +48,8 @@ _CHUNK = 10_000
 class StepColumns(dict[str, Column]):
     """Columns of a segment's metrics by name, one row per record, float64, NaN where a record has no finite value.
 
-    Beside those in `_COLUMNS`: `loss/NAME`, `heldout/NAME`, `share/NAME` (mean losses and planned share of a source),
-    `gradient/NAME`, `second_moment/NAME` (of a group of parameters).
+    In addition to `_COLUMNS`: `loss/NAME`, `heldout/NAME`, `share/NAME` (mean losses and planned share of a source),
+    `gradient/NAME`, `second_moment/NAME` (gradient norm and largest second moment of a group of parameters).
     """
 
     @property
@@ -58,7 +58,7 @@ class StepColumns(dict[str, Column]):
         return len(self["step"])
 
     def of(self, rows: Any) -> StepColumns:
-        """Some rows: a slice or a mask."""
+        """A table of some rows, given as a slice or a mask."""
         return StepColumns({name: column[rows] for name, column in self.items()})
 
     @property
@@ -68,19 +68,19 @@ class StepColumns(dict[str, Column]):
 
     @property
     def missing(self) -> Column:
-        """Seconds before each step whose records were lost, from the timestamps of the others."""
+        """Seconds of steps before each step whose records were lost, from the timestamps of the other records."""
         lost = np.diff(self["step"], prepend=self["step"][:1] - 1) > 1
         passed = np.diff(self["written"], prepend=self["written"][:1]) - self["iteration"] - self["paused"]
         return np.where(lost, np.maximum(passed, 0.0), 0.0)
 
     @property
     def seconds(self) -> Column:
-        """From the end of the step recorded before to the end of each: also without records, and paused."""
+        """Seconds from the end of the previous recorded step, with unrecorded steps and pauses."""
         return self["iteration"] + self.missing + self["paused"]
 
 
 _read: dict[tuple[Path, int], tuple[StepColumns, int]] = {}
-"""By path and inode of a metrics file: its columns up to a byte offset."""
+"""Columns of metrics files up to a byte offset, by path and inode."""
 
 
 def read_steps(path: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> StepColumns:
@@ -126,7 +126,7 @@ def _table(rows: list[dict[str, float]]) -> StepColumns:
 
 
 def concatenate(tables: list[StepColumns]) -> StepColumns:
-    """One table of several; NaN where one lacks a column."""
+    """Concatenate tables; NaN where a table lacks a column."""
     tables = [_table([]), *tables]
     names = dict.fromkeys(name for table in tables for name in table)
     missing = [np.full(table.count, math.nan) for table in tables]

@@ -1,4 +1,4 @@
-"""Which step of a run ends at which sample: starts of one run may have had different batches."""
+"""Converts between steps and samples of a run whose starts may have had different batches."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .metrics import last_records
 
 
 class StepCount:
-    """The steps of the kept line of `config.run.dir` as they were trained, and from its last one on as configured; of a
-    run that has not begun, all as configured. Raises UserError if the record cannot be read."""
+    """Steps and samples of a run: on the kept line of `config.run.dir` as they were trained, after it (or before the
+    run has begun) as configured. Raises UserError if the record cannot be read."""
 
     def __init__(self, config: Config) -> None:
         run, batch = RunDir(config.run.dir), config.schedule.batch
@@ -23,15 +23,15 @@ class StepCount:
         line = lineage.line(nodes.values())
         self._after, self._consumed, self._batches = [0], [0], list[BatchSchedule]()
         segments = [0, *(part.segment for part in line)]
-        places = [(part.after, nodes[part.segment].consumed) for part in line]
+        boundaries = [(part.after, nodes[part.segment].consumed) for part in line]
         if line and (last := last_records(run.segment(line[-1].segment))):
-            places.append((last[-1].step, last[-1].consumed))
-        for segment, (step, consumed) in zip(segments, places, strict=False):
+            boundaries.append((last[-1].step, last[-1].consumed))
+        for segment, (step, consumed) in zip(segments, boundaries, strict=False):
             if step > self._after[-1] and consumed is not None:
                 steps = step - self._after[-1]
-                as_now = not segment or batch.ahead(self._consumed[-1], steps) == consumed
-                of_then = None if as_now else load_recorded(run.segment(segment) / "config.toml")
-                self._batches.append(batch if of_then is None else of_then.schedule.batch)
+                unchanged = not segment or batch.ahead(self._consumed[-1], steps) == consumed
+                recorded = None if unchanged else load_recorded(run.segment(segment) / "config.toml")
+                self._batches.append(batch if recorded is None else recorded.schedule.batch)
                 self._after.append(step)
                 self._consumed.append(consumed)
         self._batches.append(batch)

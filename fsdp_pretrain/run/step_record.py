@@ -23,7 +23,7 @@ from fsdp_pretrain.severity import SeverityName
 
 SCHEMA = 1
 LAG = 2
-"""Steps between issuing a step and reading its sums on the host, so that no step waits for the device."""
+"""Steps between issuing a step and reading its sums on the host, which spares a wait for the device."""
 IN_FLIGHT = 1 + LAG
 """Steps without a record when a run dies: the current one, and those whose sums were not read yet."""
 
@@ -33,12 +33,12 @@ class _Part(BaseModel):
 
 
 class HealthFinding(_Part):
-    """A health incident starts, gets worse, or ends."""
+    """The news that a health incident starts, gets worse, or ends."""
 
     key: str  # names the incident, `detector/scope` as in an alarm
     severity: SeverityName
     summary: str  # one sentence with its numbers
-    resolved: bool = False  # it has ended
+    resolved: bool = False  # whether it has ended
 
 
 class LossSum(_Part):
@@ -59,14 +59,14 @@ class LossSum(_Part):
 class StepSeconds(_Part):
     """Parts of an iteration: from the end of the previous step to the end of this one."""
 
-    iteration: float  # all of it
+    iteration: float  # the whole iteration
     data: float  # waiting for the batch
     checkpoint: float  # waiting for a save
     forward_backward: float = 0.0  # on the device, like the next two
     optimizer: float = 0.0
     heldout: float = 0.0  # measuring the held-out loss
     other: float = 0.0
-    paused: float = 0.0  # before the iteration and no part of it: held by `control pause`
+    paused: float = 0.0  # pause by `control pause` before the iteration, not part of it
 
     @property
     def training(self) -> float:
@@ -79,7 +79,7 @@ class Ramps(_Part):
 
     shares: dict[str, float] = Field(default_factory=dict)  # planned share of each source
     embedding_shrink: float | None = None  # factor of the embedding's gradient, if configured
-    lr_scale: float | None = None  # this and the following: if the timeline changes them; it is in `lr`
+    lr_scale: float | None = None  # this and the following: if the timeline changes them; `lr` includes it
     weight_decay: float | None = None
     betas: tuple[float, float] | None = None
     grad_clip: float | None = None
@@ -103,7 +103,7 @@ class ReadSeconds(_Part):
 class Replicas(_Part):
     """Comparison of the replicas' parameters before the step."""
 
-    digest: str  # of the parameters of the first replica
+    digest: str  # digest of the first replica's parameters
     differing: list[int]  # ranks whose shard differs from the majority of replicas; without a majority, all its ranks
 
 
@@ -122,49 +122,49 @@ class StepRecord(_Part):
     step: int
     consumed: int  # samples trained
     cursor: int  # samples read
-    tokens: int  # trained
+    tokens: int  # tokens trained
     loss: LossSum  # cross-entropy of all target tokens
-    loss_sequence: LossSum | None = None  # of the samples' mean losses
+    loss_sequence: LossSum | None = None  # sum of the samples' mean losses
     z_loss: LossSum | None = None  # penalty on the squared log-normalisers, if configured
     sources: dict[str, LossSum]  # cross-entropy by source
-    heldout: dict[str, LossSum] | None = None  # of held-out samples by source, after the step, if due
+    heldout: dict[str, LossSum] | None = None  # losses of held-out samples by source, after the step, if due
     grad_norm: float | None  # before clipping, unscaled; None if not finite
     clip: float = 1.0  # factor applied to gradients
-    loss_scale: float | None  # of fp16
+    loss_scale: float | None  # if training is in fp16
     skipped: bool  # the update was not applied, because loss or gradients were not finite
     not_finite: Literal["loss", "gradients"] | None
     nonfinite_rank: int | None = None  # the rank whose loss was not finite, if it was a single one
-    groups: dict[str, ParameterGroup] | None = None  # of the steps that measure them, by group of parameters
-    replicas: Replicas | None = None  # of the steps that compare them
-    lr: float  # applied
+    groups: dict[str, ParameterGroup] | None = None  # by group of parameters, in steps that measure them
+    replicas: Replicas | None = None  # in steps that compare them
+    lr: float  # learning rate of the step
     ramps: Ramps
-    batch: int  # samples
-    sequence_length: int  # tokens of a sample; of the longest, if they differ
-    step_tokens: int | None = None  # trained in the step, if its samples differ in length
+    batch: int  # samples of the step
+    sequence_length: int  # tokens of a sample (the longest, if they differ)
+    step_tokens: int | None = None  # tokens of the step, if its samples differ in length
     mixture: dict[str, float]  # share of each source in the target tokens
     epochs: dict[str, float] = Field(default_factory=dict)  # how often each source was read
-    data_digest: str  # of the tokens of the global batch, 16 hex digits
-    data_distance: float | None = None  # of the batch's tokens from those of the first steps, in deviations
+    data_digest: str  # digest of the tokens of the global batch, 16 hex digits
+    data_distance: float | None = None  # of the batch's tokens from the first steps' tokens, in standard deviations
     documents: int  # this and the next three: in the batch, see `fsdp_pretrain.data.packing.packer`
     separators: int
     adjacent_specials: int
     quarantined: int
     data_read: ReadSeconds
-    beside: list[str] = Field(default_factory=list)  # what else ran on the node
+    beside: list[str] = Field(default_factory=list)  # other work on the node during the step
     world: int | None = None  # ranks
     seconds: StepSeconds
-    tokens_per_second: float  # of all ranks, without the time of the held-out loss, like the next
+    tokens_per_second: float  # of all ranks; like the next, without the time of the held-out loss
     mfu: float | None = None  # model FLOPs utilisation, if the device's peak is known
     memory_bytes: int = 0  # in use on rank 0's device
-    health: list[HealthFinding] = Field(default_factory=list)  # what starts, gets worse or ends with this step
-    segment: int = 0  # of the start
-    host: str = ""  # of rank 0
-    time: str = ""  # when it was written
+    health: list[HealthFinding] = Field(default_factory=list)  # incidents that start, get worse or end with this step
+    segment: int = 0  # segment of the start
+    host: str = ""  # host of rank 0
+    time: str = ""  # when the record was written
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def overflow(self) -> bool:
-        """Skipped because the loss scale was too high."""
+        """Whether the update was skipped because the loss scale was too high."""
         return self.skipped and self.loss_scale is not None
 
     @property
