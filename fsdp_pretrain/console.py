@@ -1,10 +1,10 @@
-"""Shared by the three console commands: verbs with an example in their `--help`, errors as one message.
+"""Shared parts of the three console commands: verbs with an example in their `--help`, errors as one message.
 
 A module with verbs imports at its top only what their parsers need: the standard library, this module, and others that
 import no more. A handler imports what it runs, in its first lines. So a verb does not wait for what only others use.
 
-Exit codes: 78 for invalid arguments (argparse uses 2, which means "errors" for `validate` and `status`), that of a
-`UserError`, and those of `explain` for OSErrors.
+Exit codes: 78 for invalid arguments (argparse uses 2, which means "errors" for `validate` and `status`), a
+`UserError`'s own code, and the codes of `explain` for OSErrors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .units import Bytes, Seconds
 Handler = Callable[[argparse.Namespace], int]
 
 _STORAGE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ENODEV))
-"""Errors of storage that is full or fails; those of a path that is named are mistakes in it."""
+"""Errors of storage that is full or fails; all others, if they name a path, are mistakes in that path."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -112,9 +112,9 @@ class CommandLine:
     def add(self, *verbs: Verb) -> argparse.ArgumentParser:
         """Add verbs. Returns the parser of the last.
 
-        If it has a default for `passed_on`, that is set to the unknown arguments, in order.
+        If that parser has a default for `passed_on`, `run` sets it to the unknown arguments, in order.
         """
-        return [each.add_to(self._verbs, self._parser.prog) for each in verbs][-1]
+        return [new.add_to(self._verbs, self._parser.prog) for new in verbs][-1]
 
     def run(self, arguments: Sequence[str] | None = None) -> int:
         """Parse and run. Returns the exit code. Raises SystemExit after `--help` and on invalid arguments."""
@@ -123,15 +123,15 @@ class CommandLine:
     def _run(self, arguments: Sequence[str] | None) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):  # output may have characters that stdout cannot encode
             sys.stdout.reconfigure(errors="backslashreplace")
-        if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow; ends here
+        if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions; ends here
             import argcomplete
 
             argcomplete.autocomplete(self._parser)
         parsed, unknown = self._parser.parse_known_args(arguments)
-        if hasattr(parsed, "passed_on"):  # for another command
+        if hasattr(parsed, "passed_on"):  # it belongs to another command
             parsed.passed_on = unknown
         elif unknown and hasattr(parsed, "overrides") and not any(text.startswith("-") for text in unknown):
-            parsed.overrides += unknown  # after options; argparse wants all of them before
+            parsed.overrides += unknown  # overrides after options: argparse accepts them only before
         elif unknown:
             self._parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         code: int = parsed.handler(parsed)
@@ -185,7 +185,7 @@ def _show(error: UserError) -> int:
 
 
 def _flush_output() -> None:
-    if sys.stdout is not None:  # None where it was closed
+    if sys.stdout is not None:  # None if it was closed
         sys.stdout.flush()
 
 
@@ -223,7 +223,7 @@ def positive(text: str) -> int:
 
 
 def step_number(text: str) -> int:
-    """Argument type of a step, from 0. Raises ArgumentTypeError."""
+    """Argument type of a step number, at least 0. Raises ArgumentTypeError."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not the number of a step")
     return int(text)

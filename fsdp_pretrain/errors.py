@@ -22,11 +22,11 @@ class Exit(IntEnum):
 
 
 class UserError(Exception):
-    """Base of all errors that are not bugs in this program: what was found, its effect, what to do."""
+    """Base of all errors that are not bugs in this program: the cause, its effect, and the remedy."""
 
     exit: Exit = Exit.REFUSED
     shared: bool = False
-    """Raised on all ranks, so only one needs to show it."""
+    """Whether it is raised on all ranks, so that only one needs to show it."""
 
     def __init__(self, cause: str, effect: str = "", remedy: str = "") -> None:
         self.cause, self.effect, self.remedy = cause, effect, remedy
@@ -57,7 +57,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def naming(path: object) -> Iterator[None]:
-    """Add the file name to OSErrors; those of reading, writing and closing lack it."""
+    """Add the file name to OSErrors of reading, writing and closing, which lack it."""
     try:
         yield
     except OSError as error:
@@ -101,7 +101,7 @@ class StorageError(UserError):
 
 
 class RunGoneError(UserError):
-    """The run directory is gone: unmounted, removed or replaced."""
+    """The run directory was unmounted, removed or replaced."""
 
     exit = Exit.NEEDS_PERSON
 

@@ -1,4 +1,4 @@
-"""What the fetcher of a node (`fsdp_pretrain.data.fetch`) says about itself: a small file in local memory."""
+"""Status of the fetcher of a node (`fsdp_pretrain.data.fetch`): a small file in local memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from .files import replace_file
 
 
 def status_file(pages: Path, first_rank: int) -> Path:
-    """Of the fetcher of the node whose first rank this is. `pages`: the folder of the ranks' pages."""
+    """Status file of the node whose first rank is `first_rank`; `pages` is the folder of the ranks' pages."""
     return pages / f"fetcher-{first_rank}.json"
 
 
 def log_folder(run: Path) -> Path:
-    """Under the run directory: the log of each node's fetcher."""
+    """The folder in a run directory with the log of each node's fetcher."""
     return run / "storage"
 
 
 @dataclass(frozen=True)
 class FetcherStatus:
-    """One node's fetcher at one instant.
+    """State of one node's fetcher at one instant.
 
     Attributes:
         time: when it was written, seconds since 1970.
-        problem: what fails now, with object and cause; empty if nothing does.
-        since: when that began, seconds since 1970; 0 without a problem.
-        lasting: it does not end without a person: no access, a damaged or replaced object.
-        ready: steps ahead of the ranks whose blocks are all in the cache.
+        problem: the present failure, with object and cause; empty if there is none.
+        since: when the failure began, seconds since 1970; 0 without one.
+        lasting: whether a person must repair it: no access, a damaged or replaced object.
+        ready: number of coming steps whose blocks are all in the cache.
     """
 
     time: float = 0.0
@@ -38,7 +38,7 @@ class FetcherStatus:
     ready: int = 0
 
     def write(self, path: Path) -> None:
-        """Raises OSError."""
+        """Replace the status file. Raises OSError."""
         replace_file(path, json.dumps(asdict(self)))
 
 

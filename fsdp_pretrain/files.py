@@ -31,8 +31,8 @@ def create_file(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing(path: Path, put: Callable[[Path, Path], object] = Path.replace) -> Iterator[IO[bytes]]:
-    """A new file beside `path`, with a unique name. After the block it is durable and `put` in place; after an error it
-    is removed. Raises OSError."""
+    """Open a new file beside `path`, with a unique name. At the end of the block, make it durable and `put` it in
+    place; after an error, remove it. Raises OSError."""
     partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}.partial")
     try:
         with naming(path), partial.open("wb") as file:  # errors name `path`, not the temporary file
@@ -47,7 +47,7 @@ def _create(partial: Path, path: Path) -> None:
     try:
         os.link(partial, path)
     except FileExistsError:
-        if partial.stat().st_nlink != 2:  # else it was created, and a network file system lost the reply
+        if partial.stat().st_nlink != 2:  # 2: it was created, and a network file system lost the reply
             raise
     except OSError as error:
         if error.errno not in _WITHOUT_LINKS:
@@ -57,7 +57,7 @@ def _create(partial: Path, path: Path) -> None:
 
 
 def close_durably(file: IO[bytes]) -> None:
-    """Raises OSError."""
+    """Flush, fsync and close a file. Raises OSError."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

@@ -1,4 +1,4 @@
-"""Devices: what their data sheets say, by the driver's name, and what they say themselves."""
+"""Devices: a table of data sheets by the driver's name, and queries of the device itself."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the table is also for commands without torch
+if TYPE_CHECKING:  # commands without torch use the table too
     import torch
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device.
+    """Data sheet of a kind of device.
 
     Attributes:
         peak: FLOP/s of dense bf16 matrix products, without sparsity.
-        memory: GiB, as the driver shows it.
-        float8: its matrix products take float8 as `train.precision = "bf16+fp8"` uses it.
+        memory: size in GiB, as the driver shows it.
+        float8: whether its matrix products support float8 as `train.precision = "bf16+fp8"` uses it.
     """
 
     peak: float
@@ -27,7 +27,7 @@ class Device:
 
     @property
     def bytes(self) -> int:
-        """Of its memory."""
+        """Size of its memory in bytes."""
         return self.memory * 2**30
 
 
@@ -49,7 +49,7 @@ _DEVICES = {
     "AMD Instinct MI250X": Device(191.5e12, 64, float8=False),
     "AMD Instinct MI300X": Device(1307e12, 192, float8=False),
 }
-"""By prefix of the device name. An MI250X is one of its two dies, which torch sees as a device."""
+"""Devices by prefix of the name. An MI250X is one of its two dies, which torch sees as a device."""
 
 
 def find(name: str) -> Device | None:

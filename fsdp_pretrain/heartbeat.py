@@ -1,4 +1,4 @@
-"""What a rank says of its own progress, whoever listens: by default nobody."""
+"""Progress reports of a rank: the interface that the training loop calls; without a watchdog it does nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Phase(IntEnum):
-    """What a rank is doing."""
+    """Activity of a rank."""
 
     START = 0
     LOAD = 1
@@ -21,22 +21,22 @@ class Phase(IntEnum):
 
 
 class Heartbeat:
-    """What the training loop reports about itself; this base class, for runs without a watchdog, does nothing."""
+    """Receives the progress of the training loop; this base class, for runs without a watchdog, ignores it."""
 
     def beat(self, phase: Phase) -> None:
         """A phase starts."""
 
     def step(self, step: int) -> None:
-        """A step starts, with reading data."""
+        """A step starts, in the phase DATA."""
 
     def measured(self, window: int, own: float) -> None:
-        """A rank's own seconds of a typical step of this window."""
+        """A window of steps was measured: `own`: seconds of a typical step, not waiting for ranks."""
 
     def set_segment(self, segment: int) -> None:
         """The segment number is known."""
 
     def reconfigure(self, config: Any) -> None:
-        """The configuration is another than at the beginning; no segment is known yet."""
+        """The configuration changed since the beginning; no segment is known yet."""
 
     def close(self) -> None:
-        """The rank ends in order: from here on nothing is a hang, and its end is no failure."""
+        """The rank ends in order: from now on, standing still is not a hang and its exit is not a failure."""

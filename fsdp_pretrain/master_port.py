@@ -1,7 +1,7 @@
-"""Keeps MASTER_PORT for rank 0's store.
+"""Reserves MASTER_PORT for rank 0's store.
 
-torchrun looks for a free port and lets it go again; rank 0 listens there only when torch is imported, seconds later. In
-between the kernel may give it to any process of the host, and the start is lost.
+torchrun finds a free port and releases it; rank 0 listens there only after importing torch, seconds later. In between,
+the kernel may give the port to any process of the host, and the start fails.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import sys
 
 
 def hold() -> socket.socket | None:
-    """Bind MASTER_PORT without listening, while the result lives: no other process is given it, the store may listen.
+    """Bind MASTER_PORT without listening while the result lives: the kernel gives it to nobody, the store may listen.
 
-    None for a rank that opens no store. A port that another process has ends this one with a message and exit code 1.
+    Returns None on a rank that opens no store. If another process has the port, exits with a message and code 1.
     """
     port, shared = os.environ.get("MASTER_PORT", ""), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if os.environ.get("RANK") != "0" or shared or not port.isdecimal():
@@ -28,5 +28,5 @@ def hold() -> socket.socket | None:
         held.close()
         if error.errno == errno.EADDRINUSE:
             sys.exit(f"error: another process uses MASTER_PORT {port}: the ranks cannot meet. Start again")
-        return None  # what else is wrong with it, the store reports
+        return None  # the store reports any other problem with it
     return held

@@ -7,20 +7,20 @@ import resource
 from .errors import ConfigError
 
 _OTHERS = 256
-"""Files and sockets besides: shards, the record, NCCL, libraries."""
+"""Other files and sockets: shards, the record, NCCL, libraries."""
 
 
 def files_needed(world: int, shards: int) -> int:
     """Files and sockets that a rank may have open at once.
 
-    Three gloo groups span all ranks: the default one, that of background saves, and another once such a save had to be
-    given up. The axes of the mesh have one each.
+    Three gloo groups span all ranks: the default group, the group of background saves, and its replacement after such a
+    save was given up. Each axis of the mesh has one group.
     """
     return 3 * world + shards + world // shards + _OTHERS
 
 
 def hard_limit() -> int | None:
-    """What this process may raise its limit to; None: any number."""
+    """The largest limit that this process may set; None: any number."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return None if hard == resource.RLIM_INFINITY else hard
 

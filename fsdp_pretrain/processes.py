@@ -1,7 +1,7 @@
 """Other processes, and calls that may hang.
 
 A lost file system blocks every process that accesses it, for hours, even against SIGKILL. So nothing here waits for the
-end of a call that timed out: its thread or process is left behind, and the caller continues.
+end of a call that timed out: its thread or process is abandoned, and the caller continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TOR
 _PR_SET_PDEATHSIG = 1
 _TURN = 1.0
 _REAP_SECONDS = 1.0
-"""Time for a killed process to end; one that waits for a file system in the kernel does not."""
+"""Time for a killed process to end; a process that waits for a file system in the kernel does not end."""
 
 
 class NoAnswerError(TimeoutError):
@@ -44,14 +44,14 @@ def start_module(
     """Start `python -m MODULE` from this source tree, installed or not, without torchrun's variables of a rank.
 
     Args:
-        module, arguments: to run.
+        module, arguments: the module and its command line.
         nice: increment of its niceness.
         environment: variables to add.
-        log: file to which its outputs are appended; None: those of this process.
-        options: of `subprocess.Popen`. The child has its own session, so signals to the job do not reach it.
+        log: file to which its outputs are appended; None: it inherits the outputs of this process.
+        options: options of `subprocess.Popen`. The child has its own session, so signals to the job do not reach it.
 
     Raises:
-        OSError: it cannot be started, or its log cannot be opened.
+        OSError: the module cannot be started, or its log cannot be opened.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)}
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
@@ -65,9 +65,9 @@ def start_module(
 
 
 def start_helper(module: str, *arguments: str, log: Path, nice: int = 0, text: bytes = b"") -> subprocess.Popen[bytes]:
-    """Start a module whose input begins with `text` and stays open: its end tells it that this process has ended.
+    """Start a module with an open standard input, which begins with `text` and ends when this process ends.
 
-    What it says goes to a log, unless its run directory is full, or gone. Raises OSError: it cannot be started.
+    Its outputs go to a log, or nowhere if the log cannot be written. Raises OSError if the module cannot be started.
     """
     try:
         log.parent.mkdir(exist_ok=True)
@@ -84,7 +84,7 @@ def start_helper(module: str, *arguments: str, log: Path, nice: int = 0, text: b
 def run_module(
     module: str, *arguments: str, limit: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run `python -m MODULE` to its end and capture its outputs; nothing of its process group is left afterwards.
+    """Run `python -m MODULE` to its end and capture its outputs; then kill what remains of its process group.
 
     Raises:
         NoAnswerError: it has not ended after `limit` seconds.
@@ -102,14 +102,14 @@ def run_program(
     output: int = subprocess.DEVNULL,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a program in its own session, and kill what is left of it and its children.
+    """Run a program in its own session, then kill what remains of it and its children.
 
     Args:
         command: the program and its arguments.
         seconds: timeout.
         text: standard input.
-        output: of standard output; `subprocess.PIPE`: into the result.
-        environment: None: that of this process.
+        output: destination of standard output; `subprocess.PIPE` captures it in the result.
+        environment: all its variables; None: those of this process.
 
     Raises:
         NoAnswerError: it took too long.
@@ -209,8 +209,8 @@ def process_stat(pid: int) -> list[str]:
 def process_start(pid: int) -> float | None:
     """Start time of a process, comparable within a host; None if there is no such live process.
 
-    In ticks since boot where available: setting the wall clock would make a live process look like another with the
-    same id.
+    The unit is ticks since boot where available, so that setting the wall clock does not make a live process look like
+    another one with the same id.
     """
     if stat := process_stat(pid):
         return None if stat[0] in "ZX" else float(stat[19])
@@ -224,8 +224,8 @@ def process_start(pid: int) -> float | None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies; exit now if the parent is no longer `parent`. Linux only;
-    elsewhere nothing happens."""
+    """Let the kernel kill this process when its parent dies; exit now if the parent is no longer `parent`. Does nothing
+    except on Linux."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -234,7 +234,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def end_with_input(asked: Callable[[], object] = lambda: None) -> None:
-    """In what `start_helper` started: end when the input does, and call `asked` for a line of it, in a thread.
+    """In a process of `start_helper`: exit when standard input ends, and call `asked`, in a thread, for its first line.
 
     Requests to stop are ignored, since schedulers send them to every process of a job.
     """
@@ -251,5 +251,5 @@ def end_with_input(asked: Callable[[], object] = lambda: None) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process at once: threads of a library, or in a call that hangs, would keep it alive."""
+    """End this process at once, although threads of a library or in a call that hangs may still run."""
     os._exit(code)

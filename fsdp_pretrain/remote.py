@@ -20,33 +20,33 @@ from .errors import ConfigError, DataError, Exit
 T = TypeVar("T")
 _SCHEMES = ("s3", "gs", "az", "https", "http", "file")
 CREDENTIALS = "a URL must not hold credentials"
-"""How the error about a URL begins whose text must not be shown."""
+"""Beginning of the error about a URL whose text must not be shown."""
 PATIENCE = 60.0
-"""Seconds for which a call is repeated by default."""
+"""Seconds for which a failing call is repeated by default."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.25, 20.0
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 _CREDENTIALS = re.compile(r"credential|token.*expired|(expired|invalid).*token|\(400\)", re.IGNORECASE)
-"""In messages. S3 answers HEAD with an expired token by 400 and no text."""
+"""Error messages about credentials. S3 answers HEAD with an expired token by 400 and no text."""
 _SETTINGS = re.compile(r"ParamValidation|ProfileNotFound|ConfigParse|InvalidConfig|NoRegion|Invalid endpoint")
-"""In errors of the vendors' libraries before they ask for anything: a wrong name of a bucket, profile or endpoint."""
+"""Errors of the vendors' libraries before any request: a wrong name of a bucket, profile or endpoint."""
 _NO_BUCKET = "bucket does not exist"
 _CHECKSUMS = dict.fromkeys(("request_checksum_calculation", "response_checksum_validation"), "when_required")
-"""None of botocore's own, which other servers (rclone, older MinIO and Ceph) answer with errors: what is read
-here has checksums of ours, and what is written is read back."""
+"""Turns off botocore's own checksums, which other servers (rclone, older MinIO and Ceph) answer with errors. Data read
+here has our own checksums, and data written is read back."""
 
 
 class Url(str):
     """A directory or object in remote storage: `s3://bucket/corpora/web`, without a slash at its end.
 
     Raises:
-        ValueError: an unknown scheme, no path, or something that does not belong into a URL, credentials for example.
+        ValueError: the scheme is unknown, there is no path, or the URL has forbidden parts such as credentials.
     """
 
     __slots__ = ()
 
     def __new__(cls, text: str) -> Url:
-        scheme, found, rest = text.partition("://")
-        if not found or scheme not in _SCHEMES:
+        scheme, separator, rest = text.partition("://")
+        if not separator or scheme not in _SCHEMES:
             raise ValueError(f"{text!r} is not a URL of remote storage: {', '.join(f'{name}://' for name in _SCHEMES)}")
         if "@" in rest.partition("/")[0] or ("?" in rest and scheme != "file"):
             raise ValueError(
@@ -79,11 +79,11 @@ class Problem(StrEnum):
 
     MISSING = "missing"
     DENIED = "denied"
-    """Wrong, absent or expired credentials, or other settings with which the storage cannot be asked."""
+    """Wrong, absent or expired credentials, or other settings that make requests impossible."""
     NO_RANGES = "no ranges"
-    """The server sends whole objects when it is asked for a range of one."""
+    """The server answers a request for a range with the whole object."""
     FAILED = "failed"
-    """Anything else: no connection, no answer, a cut answer, a storage that is busy or has an error of its own."""
+    """Any other failure: no connection, no answer, a truncated answer, busy storage, a server error."""
 
 
 _REMEDIES = {
@@ -107,7 +107,7 @@ class RemoteError(DataError):
             Problem.FAILED: f"{object_url}: {text}",
         }[problem]
         super().__init__(cause, remedy=_REMEDIES[problem])
-        self.args = (object_url, problem, text)  # with which it is made again on other ranks
+        self.args = (object_url, problem, text)  # to construct it again on other ranks
         if self.is_temporary:
             self.exit = Exit.RESUME
 
@@ -123,9 +123,9 @@ class Remote:
     Methods may be called from several threads.
 
     Args:
-        url: of the directory.
-        patience: seconds for which a call that fails temporarily is repeated; 0 tries once. They begin with the first
-            failure, and what it waited for an answer counts; a transfer that fails late has taken its time.
+        url: the directory.
+        patience: seconds for which a call that fails temporarily is repeated; 0 tries once. They count from the first
+            failure, including its wait for an answer (at most `_READ_SECONDS`), but not a long transfer before it.
 
     Raises:
         ConfigError: the package for the scheme is not installed.
@@ -134,11 +134,11 @@ class Remote:
     def __init__(self, url: Url, *, patience: float = PATIENCE) -> None:
         self.url, self.patience = url, patience
         self._files = _file_system(url.scheme)
-        self._whole = {"max_concurrency": 1} if url.scheme == "s3" else {}  # or it asks for the size first
+        self._whole = {"max_concurrency": 1} if url.scheme == "s3" else {}  # else it asks for the size first
         self._root = _place(url)
 
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """An object, or its bytes [start, stop). Raises RemoteError, also for fewer bytes than asked for."""
+        """An object, or its bytes [start, stop). Raises RemoteError, also if there are fewer bytes than requested."""
 
         def act() -> bytes:
             content: bytes = self._files.cat_file(self._path(name), start=start, end=stop, **self._whole)
@@ -151,20 +151,20 @@ class Remote:
         return self._call(name, act)
 
     def list(self) -> dict[str, int]:
-        """The bytes of all objects by name; empty if there are none.
+        """Sizes in bytes of all objects by name; empty if there are none.
 
         Raises RemoteError, also if there is no bucket.
         """
 
         def act() -> dict[str, int]:
             try:
-                found = self._files.find(self._root, detail=True)
+                files = self._files.find(self._root, detail=True)
             except FileNotFoundError as error:
                 if _NO_BUCKET in str(error):
                     raise
                 return {}
             prefix = self._root.rstrip("/") + "/"
-            return {str(path).removeprefix(prefix): int(facts.get("size") or 0) for path, facts in found.items()}
+            return {str(path).removeprefix(prefix): int(facts.get("size") or 0) for path, facts in files.items()}
 
         return self._call("", act)
 
@@ -184,7 +184,7 @@ class Remote:
                 self._call(name, lambda name=name: self._files.rm_file(self._path(name)))  # type: ignore[misc]
 
     def remove_folder(self, name: str) -> None:
-        """Remove a directory that is empty. Object storage has none."""
+        """Remove an empty directory. Does nothing in object storage, which has no directories."""
         if self.url.scheme == "file":
             with contextlib.suppress(OSError):
                 Path(self._path(name)).rmdir()
@@ -229,13 +229,13 @@ class _NoRangesError(Exception):
 
 
 def _failure(object_url: str, problem: Problem, error: Exception) -> RemoteError:
-    told = error.__cause__ or error  # s3fs keeps only the message of an answer and leaves out its code
-    text = " ".join(str(told).split()) or type(told).__name__
+    reported = error.__cause__ or error  # s3fs keeps only the message of a response and drops its code
+    text = " ".join(str(reported).split()) or type(reported).__name__
     return (_MissingError if problem is Problem.MISSING else RemoteError)(object_url, problem, text[:300])
 
 
 def _problem(error: Exception) -> Problem | None:
-    """What an exception of fsspec, its back ends or the vendors' libraries means; None for a bug."""
+    """The problem behind an exception of fsspec, its back ends or the vendors' libraries; None for a bug."""
     text = f"{type(error).__name__}: {error} {error.__cause__ or ''}"
     status = _status(error)
     if isinstance(error, _NoRangesError):
@@ -255,20 +255,20 @@ def _problem(error: Exception) -> Problem | None:
 
 
 def _status(error: BaseException | None) -> int | None:
-    """The HTTP status of the answer that an exception or its cause stands for."""
+    """The HTTP status in an exception or its causes; None if there is none."""
     while error is not None:
-        answer = getattr(error, "response", None)
-        if isinstance(answer, dict):  # of botocore
-            return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
-        found = (getattr(error, name, None) for name in ("status", "status_code", "code"))
-        if (status := next((value for value in found if isinstance(value, int)), None)) is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):  # botocore
+            return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
+        codes = (getattr(error, name, None) for name in ("status", "status_code", "code"))
+        if (status := next((value for value in codes if isinstance(value, int)), None)) is not None:
             return status
         error = error.__cause__
     return None
 
 
 def _real(error: Exception) -> Exception:
-    """The error that fsspec reports over HTTP as a file that does not exist, if it is another."""
+    """The true error: over HTTP, fsspec reports some other errors as FileNotFoundError."""
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return error
@@ -277,7 +277,7 @@ def _real(error: Exception) -> Exception:
 
 
 def _file_system(scheme: str) -> Any:
-    """The fsspec file system of a scheme, which neither retries by itself nor keeps listings."""
+    """The fsspec file system of a scheme, without its own retries and cached listings."""
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme == "s3":
         options["config_kwargs"] = {

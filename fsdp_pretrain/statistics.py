@@ -29,7 +29,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     More than 120 points are subsampled evenly.
     """
     points = points[:: -(-len(points) // _MOST)] if points else points
-    found = [
-        (y1 - y0) / (x1 - x0) for place, (x0, y0) in enumerate(points) for x1, y1 in points[place + 1 :] if x1 != x0
+    slopes = [
+        (y1 - y0) / (x1 - x0) for index, (x0, y0) in enumerate(points) for x1, y1 in points[index + 1 :] if x1 != x0
     ]
-    return median(found) if found else math.nan
+    return median(slopes) if slopes else math.nan

@@ -51,7 +51,7 @@ class _Quantity(ABC):
     @classmethod
     @abstractmethod
     def _read(cls, text: object) -> Self:
-        """The quantity in a text that is not one yet. Raises ValueError."""
+        """Parse a text. Raises ValueError."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -127,7 +127,7 @@ class Seconds(_Quantity):
     """A wall-clock duration (s, minutes, hours, days), as `"30 minutes"`."""
 
     value: float
-    LEAST = 1e-3  # of those that are no pause
+    LEAST = 1e-3  # only a `Pause` may be shorter
 
     @classmethod
     def _read(cls, text: object) -> Self:
@@ -171,7 +171,7 @@ class Bytes(_Quantity):
 
 
 def human_count(value: float) -> str:
-    """1_260_000_000 -> `1.26B`; only for people."""
+    """1_260_000_000 -> `1.26B`; rounded, for people."""
     return _scaled(value, 1000, ("", "K", "M", "B", "T"))
 
 
