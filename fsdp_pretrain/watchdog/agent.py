@@ -50,9 +50,9 @@ from .registry import build_detectors
 _STALLED = 0.5
 """Seconds between two passes while the ranks are stalled."""
 _ABSENT = 10.0
-"""Seconds for which a run directory may be gone, e.g. during a remount, before the ranks are asked to stop."""
+"""Seconds for which a run directory may be missing, e.g. during a remount, before the ranks are asked to stop."""
 _GIVE_UP = 60.0
-"""Seconds to wait for a first rank, or for the agent of an earlier attempt to end."""
+"""Seconds to wait for the first rank, or for the end of an earlier attempt's agent."""
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def main() -> int:
     for name in ("--node", "--nodes", "--launcher", "--again"):
         parser.add_argument(name, type=int, default=0)
     args = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGUSR1):  # requests to stop, to every process of a job
+    for number in (signal.SIGINT, signal.SIGUSR1):  # schedulers send them to every process of a job, to stop it
         signal.signal(number, signal.SIG_IGN)
     config = Config.model_validate(tomllib.loads(sys.stdin.read()))
     sweep(root(), args.pages)
@@ -77,7 +77,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _single_instance(path: Path) -> Iterator[None]:
-    """Ensure one agent per run and node: that of an earlier attempt ends first."""
+    """Ensure one agent per run and node: wait for the end of an earlier attempt's agent."""
     with path.open("w") as file:
         deadline = time.monotonic() + _GIVE_UP
         while time.monotonic() < deadline:
@@ -94,7 +94,8 @@ class Agent:
 
     def __init__(self, config: Config, args: argparse.Namespace) -> None:
         self._config, self._run, self._args = config, RunDir(config.run.dir), args
-        self._directory, self._segment = self._run.path / "watchdog", 0
+        self._directory = self._run.path / "watchdog"
+        self._segment = 0
         self._ranks = RankMonitor(range(*map(int, args.ranks.split(":"))), args.pages, args.launcher)
         self._nodes = PeerNodes(self._directory, args.node, args.nodes, args.attempt)
         self._leader: Leader | None = None
@@ -108,14 +109,14 @@ class Agent:
         self._absent_since: float | None = None
 
     def run(self) -> None:
-        """Make passes until the ranks and their launcher are gone."""
+        """Make passes until the ranks have ended."""
         signal.signal(signal.SIGTERM, self._on_signal)
         begun = time.monotonic()
         runner = PassRunner(self._ranks, self._hang.hard_deadline, self._send)
         runner.run(self._begin)
         while True:
             start = time.monotonic()
-            if (alarm := runner.run(self._run_pass)) is not None:  # already sent, and can now be recorded
+            if (alarm := runner.run(self._run_pass)) is not None:  # it was sent, and can be recorded now
                 runner.run(partial(self._record_alarm, alarm))
             if self._finished(begun):
                 break
@@ -164,7 +165,7 @@ class Agent:
         return seen and not self._ranks.alive and not self._died
 
     def _finish(self) -> None:
-        """Write the last report, and wait for those of the other nodes: they may name what brought the run down."""
+        """Write the last report, and wait for those of the other nodes, which may name the cause of the end."""
         self._report(ended=True)
         if self._leader is not None:
             self._run_detectors()
@@ -199,7 +200,7 @@ class Agent:
         """No save can succeed without the run directory: if it stays away, open an alarm and ask the ranks to stop."""
         try:
             directory = run_id.lost()
-        except StorageError:  # it does not answer, which the mount detector reports
+        except StorageError:  # no answer: the mount detector reports it
             return
         if directory is None:
             self._absent_since = None
@@ -226,13 +227,13 @@ class Agent:
     # ------------------------------------------------------------------ other nodes
 
     def _check_nodes(self) -> None:
-        """Read the other nodes' reports, and find out whether a later start left this (frozen) node behind."""
+        """Read the other nodes' reports, and check whether a later start continued without this (then frozen) node."""
         leads, stalled = self._nodes.leader is None, bool(self._hang.stalled)
         if self._nodes.read(all_=leads or stalled, at_once=leads and stalled):
             self._end_if_superseded()
         if leads and self._leader is None and self._segment and not self._ended:
             self._leader = Leader(self._config, self._ranks, self._segment)
-            for key, finding in self._findings.by_key.items():  # from before the segment was known
+            for key, finding in self._findings.by_key.items():  # opened before the segment was known
                 finding.enter(self._leader.alarms, key)
             self._hang.alarms = self._leader.alarms
         if self._nodes.leader is not None and self._nodes.leader.silent != self._leader_missed:
@@ -248,7 +249,7 @@ class Agent:
         self._ended = True
         self._log(f"start {newest} went on without these ranks of start {self._segment}: they were ended")
         self._ranks.kill()
-        if self._leader is not None:  # another one has the alarms now
+        if self._leader is not None:  # the later start's agent has the alarms now
             self._leader.close()
             self._leader, self._hang.alarms, self._detectors = None, None, []
 
@@ -269,7 +270,8 @@ class Agent:
         self._nodes.write(report)
 
     def _wait_for_other_nodes(self) -> None:
-        """Wait for the last reports of the other nodes. A node without one is the cause if ranks failed unexplained."""
+        """Wait for the last reports of the other nodes. If ranks failed without a recorded cause, a node without such
+        a report is it."""
         intent = self._intent()
         if intent is not None and intent.code == Exit.COMPLETE:
             return
@@ -287,7 +289,7 @@ class Agent:
             or explained
             or any(other.number < self._nodes.node and other.report.host not in lost for other in self._nodes.others)
         ):
-            return  # the first node that is left speaks for all
+            return  # the first remaining node reports for all
         for host, seconds in lost.items():
             if self._leader is not None:
                 effect = "the ranks of the other nodes lost their connection to it"
@@ -300,7 +302,7 @@ class Agent:
     # ------------------------------------------------------------------ ranks that end
 
     def _take_dead_ranks(self) -> list[Beat]:
-        """The last beats of the ranks that ended since the last pass without recording a reason."""
+        """Take the last beats of the ranks that ended since the last pass without recording a reason."""
         died, self._died = [(rank, rank.beat) for rank in self._died if rank.beat is not None], []
         return [
             beat
@@ -309,20 +311,19 @@ class Agent:
         ]
 
     def _is_explained(self, rank: Rank) -> bool:
-        """Whether the run recorded why it ends, other than a failure that this death caused in another rank."""
+        """Whether the run recorded why it ends (a failure that this death caused in another rank does not count)."""
         intent = self._intent()
         return intent is not None and (intent.code != Exit.UNEXPECTED or intent.rank == rank.number)
 
     def _check_launcher(self, died: list[Beat]) -> None:
-        """The kernel kills all ranks when their torchrun is killed. When one rank dies by itself, the others fail and
-        record it."""
+        """End the ranks if their launcher is gone: the kernel kills all of them when torchrun is killed."""
         all_ = len(died) == len(self._ranks.all)
         if self._ranks.launcher_gone and not self._ended and (self._ranks.alive or all_):
             reason = "the process that started the ranks is gone" + (f"; {_deaths(died)}" if died else "")
             self._end_ranks(reason, {}, restart=False)
 
     def _report_dead_ranks(self, died: list[Beat]) -> None:
-        """Ranks that ended without a reason: open an alarm, and set the run's exit intent to resume."""
+        """Open an alarm for ranks that ended without a reason, and set the run's exit intent to resume."""
         if self._ended or not died:
             return
         host, ranks, text = socket.gethostname(), [beat.rank for beat in died], _deaths(died)
@@ -349,7 +350,7 @@ class Agent:
             exit_intent.write(self._run, segment, int(code), reason, is_cause=True, **more)
 
     def _end_ranks(self, reason: str, facts: dict[str, Any], *, restart: bool = True) -> None:
-        """Record why, let even stopped ranks dump their stacks, and end all ranks of this node."""
+        """Record the reason, let even stopped ranks dump their stacks, and kill all ranks of this node."""
         self._ended = True
         self._write_intent(Exit.RESUME, reason, facts, restart=restart)
         self._hang.take_last_stacks()
@@ -359,7 +360,7 @@ class Agent:
 
     @property
     def _alarms(self) -> AlarmSink:
-        """What takes this node's findings."""
+        """The alarms of the run, or, while this node does not lead, the findings that it reports."""
         return self._findings if self._leader is None else self._leader.alarms
 
     def _log(self, text: str) -> None:
@@ -375,7 +376,7 @@ class Agent:
 
     def _on_signal(self, number: int, frame: Any) -> None:
         del number, frame
-        self._asked_to_end = not self._ranks.alive  # else it is a request to the job: watch its last save
+        self._asked_to_end = not self._ranks.alive  # ranks alive: it asks the job to stop, so watch the last save
 
 
 def _deaths(died: list[Beat]) -> str:

@@ -1,4 +1,4 @@
-"""What the agent of node 0 does besides: read the record, keep the alarms, notify people, export metrics."""
+"""Further duties of the agent of node 0: read the record, keep the alarms, notify people, export metrics."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ _SERVE_PASSES = 5
 
 
 class Leader:
-    """Leads a job. Create it on node 0, once the segment is known; `last` is the last record read."""
+    """Keeps and sends the alarms of a job, on node 0, once the segment is known; `last` is the last record read."""
 
     def __init__(self, config: Config, ranks: RankMonitor, segment: int) -> None:
         self._config, self._run, self._segment, self._ranks = config, RunDir(config.run.dir), segment, ranks
-        self._metrics, self._offset = self._run.segment(segment) / METRICS, 0
+        self._metrics = self._run.segment(segment) / METRICS
+        self._offset = 0
         self.last: StepRecord | None = None
         self._skipped = 0
         self._avoided = set[str]()
         self._written = self._served = -math.inf
         self._changed = False
-        self._journal = Journal(self._run)  # kept open: it buffers what a full disk does not take
+        self._journal = Journal(self._run)  # kept open: it buffers entries while the disk is full
         self._notifier: Notifier | None = None
         self._ping: Ping | None = None
         self.alarms = Alarms(alarms_file(self._run), self._on_change)
@@ -53,7 +54,7 @@ class Leader:
         try:
             self._notifier = Notifier(section, self._run, MessageSender(config.run.name, str(self._run.path), segment))
             self._ping = Ping() if section.ping else None
-        except ConfigError as error:  # the trainer checked it, but secrets may be gone since
+        except ConfigError as error:  # the trainer checked it, but secrets may be missing now
             self.alarms.open("notify", Severity.WARN, error.cause, effect="no alarm is sent")
         self._exporter = Exporter(section.metrics)
         begun = environment.view(self._run, segment).time or "9"
@@ -62,7 +63,7 @@ class Leader:
                 self.alarms.resolve(alarm.key, "the ranks were started again")
 
     def new_records(self) -> Iterator[StepRecord]:
-        """What the trainer has recorded since the last call."""
+        """The records that the trainer wrote since the last call."""
         for record, offset in records(self._metrics, self._offset):
             self._offset, self.last = offset, record
             self._skipped += record.skipped
@@ -74,7 +75,7 @@ class Leader:
         return None if self.last is None else self.last.step
 
     def end_pass(self, detectors: Sequence[Detector]) -> None:
-        """Every few passes, and when an alarm has changed: serve requests, notify and export."""
+        """Serve requests, notify and export, every few passes and when an alarm has changed."""
         now = time.monotonic()
         if now - self._served < _SERVE_PASSES * INTERVAL and not self._changed:
             return
@@ -88,12 +89,12 @@ class Leader:
             self._ping.on_pass(bool(self._ranks.beats), now)
 
     def _avoid_hosts(self) -> None:
-        """If a device is broken for good: save, stop, and restart elsewhere (exit 76)."""
+        """If a device is broken for good, ask the run to save, stop and restart elsewhere (exit 76)."""
         broken = self.broken_hosts()
         if not broken or broken <= self._avoided or not self._config.watchdog.act:
             return
         names = ", ".join(sorted(broken))
-        with contextlib.suppress(OSError):  # a full disk takes no request: retried in the next pass
+        with contextlib.suppress(OSError):  # the disk is full: retried in the next pass
             why, hosts = f"broken hardware on {names}", sorted(broken)
             send(self._run, "stop", segment=self._segment, reason=why, avoid_hosts=hosts)
             self._avoided |= broken
@@ -121,7 +122,7 @@ class Leader:
 
     def _snapshot(self, detectors: Sequence[Detector]) -> Snapshot:
         at, severities = time.monotonic_ns(), Counter(alarm.severity for alarm in self.alarms)
-        found: Snapshot = {
+        snapshot: Snapshot = {
             "run": self._config.run.name,
             "segment": self._segment,
             "total_steps": self._config.schedule.steps,
@@ -129,7 +130,7 @@ class Leader:
             "open": {severity.name: severities[severity] for severity in Severity},
         }
         if (record := self.last) is not None:
-            found |= {
+            snapshot |= {
                 "step_seconds": record.seconds.iteration,
                 "step": record.step,
                 "tokens": record.tokens,
@@ -139,8 +140,8 @@ class Leader:
                 "loss": record.loss.mean,
             }
         for detector in detectors:
-            found |= detector.figures()
-        return found
+            snapshot |= detector.figures()
+        return snapshot
 
     def _on_change(self, alarm: Alarm) -> None:
         self._changed = True
@@ -157,7 +158,7 @@ class Leader:
             self._notifier.on_change(alarm)
 
     def report_end(self) -> None:
-        """All ranks are gone: open an alarm unless they ended in order, or the run was complete before they started."""
+        """Once all ranks have ended: open an alarm unless they ended in order, or the run was complete before."""
         if status.read(self._run).was_complete:
             for alarm in [alarm for alarm in self.alarms if alarm.detector in _PER_START]:
                 self.alarms.resolve(alarm.key, "the run is complete")
@@ -175,7 +176,7 @@ class Leader:
         )
 
     def close(self) -> None:
-        """The watch ends."""
+        """Close channels and files."""
         self._exporter.close()
         if self._notifier is not None:
             self._notifier.close()

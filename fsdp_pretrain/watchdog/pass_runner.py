@@ -1,8 +1,8 @@
-"""Passes of the agent that may hang: a run directory that does not answer must not blind or silence it.
+"""Runs the passes of the agent, which hang if the run directory does not answer.
 
-A pass reads and writes the run directory, and blocks with it. So it runs in a thread. If it overruns, the main thread,
-which touches only memory, sends an alarm on the channels, which have their own threads, and ends ranks that make no
-progress, as the pass would have done.
+A pass reads and writes the run directory and may block there, so it runs in a thread. If it takes too long, the main
+thread, which touches only memory, sends an alarm on the channels, which have their own threads, and ends ranks that
+make no progress, as the pass would have done.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PassRunner:
     """Runs the passes.
 
     Args:
-        ranks: of this node.
+        ranks: the ranks of this node.
         deadline: returns the seconds without progress after which ranks are ended; None: never.
         send: sends an alarm without touching the disk.
     """

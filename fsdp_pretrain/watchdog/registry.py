@@ -41,18 +41,17 @@ _SHM = Path("/dev/shm")
 def build_detectors(
     config: Config, alarms: AlarmSink, ranks: RankMonitor, nodes: PeerNodes, segment: int
 ) -> list[Detector]:
-    """The detectors of one node. That of node 0 also watches what the whole run shares: checkpoints, the data, the run
-    directory."""
+    """The detectors of one node. On node 0 they also watch what all nodes share: checkpoints, data, run directory."""
     run, host, leads = RunDir(config.run.dir), socket.gethostname(), nodes.leader is None
     corpora = {source.name: source.path for source in config.data.sources if isinstance(source.path, Path)}
     local = {"tmp": Path(tempfile.gettempdir()), "shm": _SHM}
-    found: list[Detector] = [HealthDetector(alarms), NodeDetector(alarms, nodes)] if leads else []
-    found += [MountDetector(alarms, [run.checkpoints] if leads else [], corpora), HostDetector(alarms, host=host)]
+    detectors: list[Detector] = [HealthDetector(alarms), NodeDetector(alarms, nodes)] if leads else []
+    detectors += [MountDetector(alarms, [run.checkpoints] if leads else [], corpora), HostDetector(alarms, host=host)]
     if len(corpora) < len(config.data.sources):
-        found.append(CorpusStorageDetector(alarms, status_file(ranks.pages, ranks.numbers.start), host))
+        detectors.append(CorpusStorageDetector(alarms, status_file(ranks.pages, ranks.numbers.start), host))
     begun = environment.view(run, segment)
     if leads:
-        found += [
+        detectors += [
             *_pace(config, alarms, ranks, nodes, list(begun.hosts or [host])),
             *_checkpoints(config, alarms, ranks, segment),
             DiskSpaceDetector(alarms, {"run": run.path, **local}, run.checkpoints),
@@ -60,13 +59,13 @@ def build_detectors(
             _data_invariants(config, run, alarms),
         ]
         if config.eval.every is not None or config.eval.loss_on:
-            found.append(EvaluationDetector(alarms, run))
+            detectors.append(EvaluationDetector(alarms, run))
         if config.checkpoint.mirror is not None:
-            found.append(MirrorDetector(alarms, run, segment))
+            detectors.append(MirrorDetector(alarms, run, segment))
     else:
-        found.append(DiskSpaceDetector(alarms, local))
+        detectors.append(DiskSpaceDetector(alarms, local))
     used = len(ranks.all) if leads and "cpu" not in (begun.device or "cpu") else 0
-    return [*found, *_gpus(config, alarms, host, used)]
+    return [*detectors, *_gpus(config, alarms, host, used)]
 
 
 def _pace(

@@ -1,8 +1,8 @@
-"""The base of all detectors: each watches one thing, and opens, updates and resolves the alarms about it.
+"""The base class of all detectors: each watches one thing, and opens, updates and resolves the alarms about it.
 
 Detectors only observe. They receive the metrics records in order and one `tick` per pass, and report only through
-`open` and `resolve`, so a detector can be replayed over an old record. Only `AlarmSink` knows which alarms are open: a
-list kept by the detector would be lost in a restart.
+`open` and `resolve`, so a detector can be replayed over an old record. Only `AlarmSink` knows which alarms are open,
+because a detector would lose such a list in a restart.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Detector:
         self.last = record
 
     def tick(self, now: float) -> None:
-        """A pass of the watchdog. `now`: `time.monotonic()`, seconds. Must never block."""
+        """A pass of the watchdog, at `now` in seconds of `time.monotonic()`. Must never block."""
 
     def figures(self) -> dict[str, Any]:
-        """What it knows of the run, by keys of `notify.metrics.METRICS`."""
+        """Metrics of the run that this detector knows, by keys of `notify.metrics.METRICS`."""
         return {}
 
     def open(
@@ -57,8 +57,8 @@ class Detector:
         """Open the alarm, raise its severity, or update it.
 
         Args:
-            effect, remedy: an open alarm keeps its own if none are given.
-            step: default: the last recorded one.
+            effect, remedy: if empty, an open alarm keeps its own.
+            step: step of the run; None: the last recorded one.
             more: further fields of `Alarm` (`action`, `facts`), and `revised`.
         """
         more |= {name: text for name, text in (("effect", effect), ("remedy", remedy)) if text}
@@ -68,8 +68,8 @@ class Detector:
         """Resolve the alarm, if it is open."""
         self.alarms.resolve(key, summary, step=self.at if step is None else step)
 
-    def resolve_others(self, detector: str, found: Collection[str], summary: str) -> None:
-        """Resolve all open alarms `detector/...` whose keys are not in `found`."""
+    def resolve_others(self, detector: str, remaining: Collection[str], summary: str) -> None:
+        """Resolve all open alarms `detector/...` whose keys are not in `remaining`."""
         for key in self.alarms.open_keys():
-            if key.partition("/")[0] == detector and key not in found:
+            if key.partition("/")[0] == detector and key not in remaining:
                 self.resolve(key, summary)

@@ -1,6 +1,6 @@
 """The age of the newest verified checkpoint: a run whose saves fail silently is reported and made to save or stop.
 
-The trainer retries, prunes and gives up by itself. This watches the storage, whatever the trainer believes.
+The trainer retries, prunes and gives up by itself. This detector watches the storage, independently of the trainer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .periodic import PeriodicProbe
 
 @dataclass(frozen=True)
 class TrainedCounts:
-    """Steps, samples and tokens that were trained."""
+    """Numbers of steps, samples and tokens trained."""
 
     step: int
     consumed: int
@@ -42,9 +42,9 @@ class CheckpointAgeDetector(StoreDetector):
     """Alarm `checkpoint-age`.
 
     Args:
-        every: gives `checkpoint.every` at a number of samples consumed.
-        longest_save: returns the seconds that a save may well take.
-        act: a save or a stop may be requested (`watchdog.act`).
+        every: returns `checkpoint.every` at a number of samples consumed.
+        longest_save: returns the seconds that a long save takes.
+        act: whether a save or a stop may be requested (`watchdog.act`).
         pids: returns the process ids of the ranks on this node.
         reached: returns the newest step that a rank of this node has started, even if the record cannot be written.
 
@@ -69,7 +69,8 @@ class CheckpointAgeDetector(StoreDetector):
         self._act, self._pids, self._reached = act, pids, reached
         self._saved: TrainedCounts | None = None
         self.age = 0.0
-        self._since, self._world = math.inf, 1
+        self._since = math.inf
+        self._world = 1
         self._steps: deque[float] = deque(maxlen=64)
         self._asked: set[str] = set()
         self._requests: dict[str, PeriodicProbe[Path]] = {}
@@ -89,18 +90,18 @@ class CheckpointAgeDetector(StoreDetector):
             "unprotected_tokens": None if risk is None else risk.tokens,
         }
 
-    def judge(self, found: StoreState, now: float) -> None:
-        """Judge a look."""
-        for entry in filter(self.is_mine, found.entries):
+    def judge(self, state: StoreState, now: float) -> None:
+        """Update the age from the state of the store."""
+        for entry in filter(self.is_mine, state.entries):
             self._read(entry)
-        newest = found.verified
+        newest = state.verified
         if newest is not None and self.last and (self.protected is None or newest.step > self.protected):
             self._saved = TrainedCounts(newest.step, newest.consumed, newest.tokens)
             self._since = now
         self._judge_age(now)
 
     def _read(self, entry: dict[str, Any]) -> None:
-        """An entry of the journal that changes what an age means."""
+        """Take the world size, or a changed `checkpoint.every`, from a journal entry."""
         if entry["kind"] == "start":
             self._world = entry.get("world") or 1
         elif entry["kind"] == "control" and (every := entry.get("entry", {}).get("checkpoint", {}).get("every")):
@@ -114,7 +115,7 @@ class CheckpointAgeDetector(StoreDetector):
 
     @property
     def unprotected(self) -> TrainedCounts | None:
-        """What would be lost now: steps in no verified checkpoint, also those whose records cannot be written."""
+        """Training that would be lost now: steps in no verified checkpoint, including steps without a record."""
         record, saved = self.last, self._saved
         if record is None or saved is None:
             return None
@@ -124,7 +125,7 @@ class CheckpointAgeDetector(StoreDetector):
         return TrainedCounts(max(0, record.step - saved.step) + ahead, samples, tokens)
 
     def _judge_age(self, now: float) -> None:
-        """The age counts from the first step that is in no verified checkpoint."""
+        """Update the age, which counts from the first step in no verified checkpoint, and open or resolve the alarm."""
         record, saved, risk = self.last, self._saved, self.unprotected
         if record is None or saved is None or risk is None:
             return
@@ -132,7 +133,7 @@ class CheckpointAgeDetector(StoreDetector):
             self._since = now
         self._since = min(self._since, now)
         self.age = now - self._since
-        made = UnsavedTraining(
+        unsaved = UnsavedTraining(
             self._every(record.consumed),
             steps=risk.step,
             samples=risk.consumed,
@@ -141,7 +142,7 @@ class CheckpointAgeDetector(StoreDetector):
             step_seconds=median(self._steps),
             save_seconds=self._longest_save(),
         )
-        late = made.late()
+        late = unsaved.late()
         if late is Late.NO:
             self._asked.clear()
             self.resolve("checkpoint-age", f"step {saved.step} is verified")
@@ -155,7 +156,7 @@ class CheckpointAgeDetector(StoreDetector):
         self.open(
             "checkpoint-age",
             Severity.CRIT if verb else Severity.WARN,
-            f"{made}" + (f" (see {', '.join(sorted(causes))})" if causes else ""),
+            f"{unsaved}" + (f" (see {', '.join(sorted(causes))})" if causes else ""),
             f"{risk.step} steps, {human_count(risk.tokens)} tokens and "
             f"{self.age * self._world / 3600:.3g} GPU-hours would be lost now",
             "repair the storage",
@@ -171,11 +172,11 @@ class CheckpointAgeDetector(StoreDetector):
             return ""
         if verb not in self._asked:
             self._asked.add(verb)
-            self._requests[verb] = PeriodicProbe(partial(send, self._run, verb), math.inf)  # on storage too
+            self._requests[verb] = PeriodicProbe(partial(send, self._run, verb), math.inf)  # the storage may hang
         return f"asked the run to {verb}"
 
     def tick(self, now: float) -> None:
-        """A full disk takes no request: then send a stop as a signal to a rank, and retry a save later."""
+        """Check sent requests. If one cannot be written (full disk), signal a stop to a rank, or retry a save later."""
         for verb, request in list(self._requests.items()):
             answer = request.tick(now)
             if answer is None:

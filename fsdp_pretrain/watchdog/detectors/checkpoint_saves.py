@@ -1,4 +1,4 @@
-"""How saving goes, as seen from outside: failed and slow saves, writers that hang, damaged checkpoints."""
+"""Watches saves from outside the trainer: failed and slow saves, hanging writers, damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SLOW_TIMES = 3.0
 _MIN_SLOW_SECONDS = 1.0
 """Seconds: shorter saves are never reported as slow."""
 _STILL_FIRST = 5
-"""Before any save was timed, a writer may stall this many times longer."""
+"""Factor by which a writer may stall longer before any save was timed."""
 _STILL_SECONDS = 60.0
-"""A save that has not grown for so long, and for as long as saves usually take, has a writer that hangs. Longer before
-the first save was timed."""
+"""A writer hangs if its save has not grown for so long, and for as long as a typical save (`_STILL_FIRST` times longer
+before that is known)."""
 
 
 class SaveDetector(StoreDetector):
@@ -35,23 +35,23 @@ class SaveDetector(StoreDetector):
         self._saves: deque[float] = deque(maxlen=upcoming.SAVES)
         self._failures = 0
         self._speed: float | None = None
-        self._grown: dict[str, tuple[int, float]] = {}  # bytes of a save in flight, and since when it has them
+        self._grown: dict[str, tuple[int, float]] = {}  # bytes of a save in flight, and when it last grew
 
     def figures(self) -> dict[str, Any]:
         """Failed saves of this start, and bytes per second of the last save."""
         return {"checkpoint_failures": self._failures, "checkpoint_bytes_per_second": self._speed}
 
-    def judge(self, found: StoreState, now: float) -> None:
-        """Judge a look."""
-        for entry in found.entries:
+    def judge(self, state: StoreState, now: float) -> None:
+        """Judge new journal entries, damaged checkpoints, and saves in flight."""
+        for entry in state.entries:
             if entry["kind"] == "checkpoint":
                 self._judge_save(entry)
             elif self.is_mine(entry):
                 self._judge_failure(entry)
-        self._judge_damage(found.damaged)
-        self._judge_writers(found.writing, now)
+        self._judge_damage(state.damaged)
+        self._judge_writers(state.writing, now)
 
-    # ------------------------------------------------------------------ what the journal says
+    # ------------------------------------------------------------------ journal entries
 
     def _judge_failure(self, entry: dict[str, Any]) -> None:
         if entry["kind"] == "checkpoint-missing":
@@ -76,13 +76,13 @@ class SaveDetector(StoreDetector):
             )
 
     def _judge_save(self, entry: dict[str, Any]) -> None:
-        """Saves of earlier starts only serve as history."""
+        """Judge the duration of a save; saves of earlier starts serve only as history."""
         seconds, step = entry["seconds"], entry["step"]
         if not seconds:
             return
         self._speed = entry["bytes"] / seconds
         slow = self.is_mine(entry) and self._is_slow(seconds, step)
-        if not slow:  # or slowness would become normal
+        if not slow:  # else slowness would become normal
             self._saves.append(seconds)
         if self.is_mine(entry):
             for key in ("checkpoint-failed", "checkpoint-missing"):
@@ -108,14 +108,14 @@ class SaveDetector(StoreDetector):
         return True
 
     def _typical_save(self) -> float | None:
-        """Median seconds of a save; None before there were enough."""
+        """Median seconds of a save; None until enough were timed."""
         return median(self._saves) if len(self._saves) >= _LEAST_HISTORY else None
 
     def longest_save(self) -> float:
-        """Seconds of nearly the longest of the last saves that were not slow; 0 before the first."""
+        """Seconds of nearly the longest of the last saves, without slow ones; 0 before the first."""
         return upcoming.longest_save(self._saves)
 
-    # ------------------------------------------------------------------ what is on storage
+    # ------------------------------------------------------------------ the storage
 
     def _judge_damage(self, damaged: dict[str, str]) -> None:
         for name, why in damaged.items():
@@ -130,7 +130,7 @@ class SaveDetector(StoreDetector):
         self.resolve_others("checkpoint-damaged", keys, "it is gone, or intact")
 
     def _judge_writers(self, writing: dict[str, int], now: float) -> None:
-        """Whether the save in flight grows."""
+        """Open or resolve the alarm by whether the saves in flight grow."""
         known = {name: self._grown.get(name, (size, now)) for name, size in writing.items()}
         self._grown = {name: known[name] if size == known[name][0] else (size, now) for name, size in writing.items()}
         typical, least = self._typical_save(), _STILL_SECONDS

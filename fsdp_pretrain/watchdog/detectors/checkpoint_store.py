@@ -1,5 +1,4 @@
-"""The store of checkpoints and the journal as seen from outside, whatever the trainer believes: one look, which several
-detectors judge."""
+"""Reads the checkpoint store and the journal, independently of the trainer, for several detectors at once."""
 
 from __future__ import annotations
 
@@ -27,17 +26,17 @@ _KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing", "con
 
 @dataclass(frozen=True)
 class StoreState:
-    """What a look has found.
+    """The state of the store.
 
     Attributes:
-        names: of all checkpoints.
-        damaged: names of those that cannot be used, and why.
-        newest, verified: manifests of the newest one that looks whole, and of the newest verified one.
+        names: names of all checkpoints.
+        damaged: the problem of every damaged checkpoint, by name.
+        newest, verified: manifests of the newest undamaged checkpoint, and of the newest verified one.
         writing: bytes written by every save in flight.
-        room: of the file system.
-        prunable: what may be deleted to make room for another checkpoint.
-        entries: of the journal since the last look.
-        offset: in the journal, behind them.
+        room: space of the file system.
+        prunable: space that can be freed for another checkpoint.
+        entries: journal entries since the last look.
+        offset: byte offset in the journal after these entries.
     """
 
     names: list[str]
@@ -52,10 +51,10 @@ class StoreState:
 
 
 def look(run: RunDir, offset: int) -> StoreState:
-    """What the store of a run holds, and its journal from byte `offset` on."""
+    """Read the store of a run, and its journal from byte `offset` on."""
     store = Store(run.checkpoints)
-    found = store.scan()
-    whole = [item for item in found if item.problem is None]
+    checkpoints = store.scan()
+    whole = [item for item in checkpoints if item.problem is None]
     proved = [item for item in whole if item.verified]
     entries = []
     for entry, behind in journal.entries(run.journal, offset):
@@ -63,21 +62,21 @@ def look(run: RunDir, offset: int) -> StoreState:
         if entry["kind"] in _KINDS and journal.is_whole(entry):
             entries.append(entry)
     return StoreState(
-        names=[item.path.name for item in found],
+        names=[item.path.name for item in checkpoints],
         # a checkpoint loses its name before it is deleted
-        damaged={item.path.name: item.problem for item in found if item.problem and item.path.is_dir()},
+        damaged={item.path.name: item.problem for item in checkpoints if item.problem and item.path.is_dir()},
         newest=whole[-1].manifest() if whole else None,
         verified=proved[-1].manifest() if proved else None,
         writing=attempts(store.directory),
         room=Room.of(store.directory),
-        prunable=prunable(found),
+        prunable=prunable(checkpoints),
         entries=entries[-_ENTRIES:],
         offset=offset,
     )
 
 
 def verify_one_file(directory: Path) -> dict[str, str]:
-    """Read one file of the newest verified checkpoint back: its name and what is wrong, if anything is."""
+    """Read back one file of the newest verified checkpoint. Returns the checkpoint's name and problem, if any."""
     proved = [item for item in Store(directory).scan() if item.verified and item.problem is None]
     if not proved:
         return {}
@@ -87,14 +86,14 @@ def verify_one_file(directory: Path) -> dict[str, str]:
 
 
 class StoreDetector(Detector):
-    """Base of what judges the looks at the store, of start `segment`."""
+    """Base class of detectors that judge the state of the store, in the start with number `segment`."""
 
     def __init__(self, alarms: AlarmSink, segment: int) -> None:
         super().__init__(alarms)
         self._segment = segment
 
-    def judge(self, found: StoreState, now: float) -> None:
-        """Judge a look; nothing is known in between."""
+    def judge(self, state: StoreState, now: float) -> None:
+        """Judge a new state of the store."""
 
     def is_mine(self, entry: dict[str, Any]) -> bool:
         """Whether an entry of the journal is of this start."""
@@ -102,7 +101,7 @@ class StoreDetector(Detector):
 
 
 class StoreWatch(Detector):
-    """Looks at the store of a run for `judges`: more often during a save. Once an hour it reads a file back."""
+    """Reads the store of a run regularly for `judges`, more often during a save. Reads back one file every hour."""
 
     def __init__(self, alarms: AlarmSink, run: RunDir, judges: Sequence[StoreDetector]) -> None:
         super().__init__(alarms)
@@ -111,13 +110,13 @@ class StoreWatch(Detector):
         self._audit = PeriodicProbe(partial(verify_one_file, run.checkpoints), AUDIT_SECONDS, AUDIT_DEADLINE)
 
     def tick(self, now: float) -> None:
-        """Start due looks, and hand the answers of earlier ones on."""
-        if (found := self._probe.found(now)) is not None:
-            self._probe.look = partial(look, self._run, found.offset)
-            self._probe.every = upcoming.CHECK_SECONDS / (4 if found.writing else 1)
-            self._decayed = {name: why for name, why in self._decayed.items() if name in found.names}
+        """Start due reads, and pass the results of earlier ones on to the judges."""
+        if (state := self._probe.result(now)) is not None:
+            self._probe.look = partial(look, self._run, state.offset)
+            self._probe.every = upcoming.CHECK_SECONDS / (4 if state.writing else 1)
+            self._decayed = {name: why for name, why in self._decayed.items() if name in state.names}
             for judge in self._judges:
-                judge.judge(replace(found, damaged=found.damaged | self._decayed), now)
-        if decayed := self._audit.found(now):
+                judge.judge(replace(state, damaged=state.damaged | self._decayed), now)
+        if decayed := self._audit.result(now):
             self._decayed |= decayed
             self._probe.due = 0.0

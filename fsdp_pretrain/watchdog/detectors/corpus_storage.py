@@ -1,4 +1,4 @@
-"""Whether the node's fetcher gets the blocks of corpora from remote storage."""
+"""Watches whether the node's fetcher gets the blocks of corpora from remote storage."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
 
-_TOLD_AFTER = 15.0
-"""Seconds for which a failure that may end by itself is not told."""
+_REPORTED_AFTER = 15.0
+"""Seconds for which a failure that may end by itself is not reported."""
 _SILENT = 30.0
 
 
@@ -22,7 +22,7 @@ class CorpusStorageDetector(Detector):
     """Alarm `corpus-storage/HOST`.
 
     Args:
-        path: where the fetcher of this node says how it is, in local memory.
+        path: status file of this node's fetcher, in local memory.
     """
 
     def __init__(self, alarms: AlarmSink, path: Path, host: str) -> None:
@@ -31,11 +31,11 @@ class CorpusStorageDetector(Detector):
         self._seen: float | None = None
 
     def tick(self, now: float) -> None:
-        """Read what the fetcher says."""
-        found = fetcher_status.read(self._path)
-        if found is not None and time.time() - found.time < _SILENT:
+        """Judge the status of the fetcher, or its silence."""
+        status = fetcher_status.read(self._path)
+        if status is not None and time.time() - status.time < _SILENT:
             self._seen = now
-            self._judge(found)
+            self._judge(status)
         elif self._seen is not None and now - self._seen > _SILENT:
             self.open(
                 self._key,
@@ -46,18 +46,18 @@ class CorpusStorageDetector(Detector):
                 facts={"host": self._host},
             )
 
-    def _judge(self, found: FetcherStatus) -> None:
-        failing = time.time() - found.since
-        if not found.problem:
+    def _judge(self, status: FetcherStatus) -> None:
+        failing = time.time() - status.since
+        if not status.problem:
             self.resolve(self._key, f"{self._host}: blocks are fetched again")
-        elif found.lasting or failing > _TOLD_AFTER:
-            urgent = found.lasting or not found.ready
-            reach = f"the cache has the next {found.ready:_} steps" if found.ready else "training waits"
+        elif status.lasting or failing > _REPORTED_AFTER:
+            urgent = status.lasting or not status.ready
+            reach = f"the cache has the next {status.ready:_} steps" if status.ready else "training waits"
             self.open(
                 self._key,
                 Severity.CRIT if urgent else Severity.WARN,
-                f"{self._host}: {found.problem} (for {human_time(failing)}); {reach}",
+                f"{self._host}: {status.problem} (for {human_time(failing)}); {reach}",
                 "training goes on as long as the cache reaches, then ends with exit 75 after data.read_timeout",
                 "check the storage, the network and the credentials: fetching goes on by itself once they work",
-                facts={"host": self._host, "ready": found.ready},
+                facts={"host": self._host, "ready": status.ready},
             )

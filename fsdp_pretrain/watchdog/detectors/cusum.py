@@ -17,20 +17,20 @@ from typing import Literal
 from fsdp_pretrain.statistics import spread
 
 _LEAST_NOISE = 0.0015
-"""Minimum noise of block medians; as a logarithm, like all bounds here."""
+"""Minimum noise of block medians, as a logarithm like all bounds here."""
 _SLACK, _LIMIT = (0.015, 1.0), (0.045, 5.0)
-"""Allowance and limit of the CUSUM: at least the first, and this many deviations."""
+"""Allowance and limit of the CUSUM: (minimum, number of deviations)."""
 _LARGEST = 0.10
 """Maximum contribution of a block: one long stall is not a drift."""
 _SKIPPED = 2
-"""First blocks, not learned from."""
+"""Number of first blocks that the baseline leaves out."""
 _BACK, _BACK_BLOCKS = 0.01, 4
 _FASTER, _FASTER_BLOCKS = 0.02, 30
 
 
 @dataclass(frozen=True)
 class PaceChange:
-    """The pace changed.
+    """A change of the pace.
 
     Attributes:
         kind: `slower` opens an incident, `back` ends it; `faster` is a new baseline.
@@ -53,7 +53,7 @@ class PaceCusum:
 
     Attributes:
         ratio: step time over the baseline's, from the last blocks; None while the baseline is being learned.
-        slow: an incident is open.
+        slow: whether an incident is open.
     """
 
     def __init__(self) -> None:
@@ -94,13 +94,13 @@ class PaceCusum:
         return self._judge(step, self._baseline)
 
     def _adopt(self, values: list[float]) -> None:
-        """Set the baseline, and the noise of blocks about it."""
+        """Set the baseline and the noise of blocks around it."""
         self._baseline, deviation = spread(values)
         self._noise = max(deviation, _LEAST_NOISE)
         self._sum, self._recent, self.ratio = 0.0, [], 1.0
 
     def _judge(self, step: int, baseline: float) -> PaceChange | None:
-        """Judge the last block, which ends with a step."""
+        """Judge the last block, which ends with step `step`."""
         above = [value for _, value in self._recent]
         if self.slow:
             if len(above) < _BACK_BLOCKS or max(above[-_BACK_BLOCKS:]) >= _BACK:

@@ -1,4 +1,4 @@
-"""Checks of the training data, step by step, from the metrics records.
+"""Checks the training data, step by step, from the metrics records.
 
 Invariants are exact and also find a defect present from the first step; comparisons find changes.
 """
@@ -16,9 +16,9 @@ from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from .base import Detector
 
 _TOLERATED = 0.01
-"""Share of the documents that may break an invariant in one step."""
+"""Share of the documents of one step that may break an invariant."""
 _SHARE_STEPS, _SHARE_SCORE, _LEAST_SHARE = 100, 6.0, 0.02
-"""A warning if over so many steps a source's share differs from the plan by so many deviations, and by this share."""
+"""Warn if over so many steps a source's share differs from the plan by so many deviations, and by at least this."""
 _REMEMBERED = 100_000
 _FAR, _FAR_STEPS, _FAR_LEAST = 5.0, 3, 2
 _EFFECTS = {
@@ -36,9 +36,10 @@ class DataInvariantDetector(Detector):
     """Alarms `data-specials`, `data-separators`, `data-share/SOURCE`, `data-repeated`, `data-cursor`,
     `data-quarantined` and `data-distance`.
 
-    causal: every token is a target, so targets are distributed over the sources like samples.
-    max_quarantined: share of quarantined documents at which the trainer stops.
-    before: returns the kept record of a step, to continue from after a restart; None if there is none.
+    Args:
+        causal: whether every token is a target, so that targets are distributed over the sources like samples.
+        max_quarantined: share of quarantined documents at which the trainer stops.
+        before: returns the kept record of a step, to continue from after a restart; None if there is none.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class DataInvariantDetector(Detector):
             self._wrong(Severity.CRIT, "data-separators", f"{separators} separators in {documents} documents")
 
     def _judge_cursor(self, record: StepRecord, last: StepRecord) -> None:
-        """The cursor advances by at least the batch; skipped samples make it more."""
+        """The cursor must advance by at least the batch; skipped samples advance it further."""
         continues = record.step == last.step + 1 and record.consumed == last.consumed + record.batch
         if not continues or record.cursor - record.batch < last.cursor:
             text = (
@@ -105,17 +106,17 @@ class DataInvariantDetector(Detector):
     # ------------------------------------------------------------------ comparisons
 
     def _judge_shares(self, record: StepRecord) -> None:
-        """Targets of every source against the plan, over 100 steps."""
+        """Compare the targets of every source with the plan, over 100 steps."""
         if not self._causal:
             return
         self._shares.append((record.batch, record.mixture, record.ramps.shares))
         samples = sum(batch for batch, _, _ in self._shares)
         for name in record.ramps.shares:
             planned = sum(batch * plan.get(name, 0.0) for batch, _, plan in self._shares) / samples
-            found = sum(batch * share.get(name, 0.0) for batch, share, _ in self._shares) / samples
+            actual = sum(batch * share.get(name, 0.0) for batch, share, _ in self._shares) / samples
             allowed = max(_LEAST_SHARE, _SHARE_SCORE * math.sqrt(planned * (1 - planned) / samples))
-            text = f"{found:.1%} of the last {len(self._shares)} steps came from {name}, planned are {planned:.1%}"
-            if abs(found - planned) > allowed + record.batch / samples:  # a plan may change within a batch
+            text = f"{actual:.1%} of the last {len(self._shares)} steps came from {name}, planned are {planned:.1%}"
+            if abs(actual - planned) > allowed + record.batch / samples:  # a plan may change within a batch
                 self._wrong(Severity.WARN, f"data-share/{name}", text)
             elif len(self._shares) == _SHARE_STEPS:
                 self.resolve(f"data-share/{name}", text)

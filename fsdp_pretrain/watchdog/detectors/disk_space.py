@@ -1,6 +1,6 @@
-"""Disk space for the next checkpoint, the record, and temporary files.
+"""Watches disk space for the next checkpoint, the record, and temporary files.
 
-The trainer refuses a save that does not fit, which is late: the trend is visible for days.
+The trainer refuses a save that does not fit; these detectors warn earlier, since the trend is visible for days.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .periodic import PeriodicProbe
 _DAY, _SHORT = 86400.0, 6 * 3600.0
 _LEAST_SAMPLES, _IN_A_ROW = 6, 3
 _REACH = 100.0
-"""A trend is extrapolated to this many times its observed duration: a minute says nothing about tomorrow."""
+"""Limit of extrapolation, in observed durations of the trend: a minute proves nothing about tomorrow."""
 _REMEDY = "free space, or keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_every)"
 
 
@@ -32,8 +32,8 @@ class CheckpointSpaceDetector(StoreDetector):
     """Alarm `disk/checkpoints`, and the forecast `disk-forecast/checkpoints`.
 
     Attributes:
-        fit: how many checkpoints fit; None if not known.
-        seconds_to_full: according to the forecast; None unless the file system is filling up.
+        fit: number of further checkpoints that fit; None if unknown.
+        seconds_to_full: forecast of a full file system; None unless it is filling up.
     """
 
     def __init__(self, alarms: AlarmSink, segment: int, store: Path) -> None:
@@ -41,44 +41,44 @@ class CheckpointSpaceDetector(StoreDetector):
         self._store = store
         self._need: SpaceNeeded | None = None
         self._samples: deque[tuple[float, int]] = deque(maxlen=2000)  # (time, bytes free) after every checkpoint
-        self._sampled: int | None = None  # step of the last one
-        self._soon_full = 0  # forecasts in a row of a full disk within a day
+        self._sampled: int | None = None  # step of the last sample
+        self._soon_full = 0  # consecutive forecasts of a full disk within a day
         self.fit: int | None = None
         self.seconds_to_full: float | None = None
 
     def figures(self) -> dict[str, Any]:
-        """What is left for checkpoints."""
+        """Number of checkpoints that fit, and the forecast."""
         return {"next_checkpoint_fits": self.fit, "disk_full_in": self.seconds_to_full}
 
-    def judge(self, found: StoreState, now: float) -> None:
-        """Judge a look."""
-        for entry in filter(self.is_mine, found.entries):
+    def judge(self, state: StoreState, now: float) -> None:
+        """Judge the space for the next checkpoint, and forecast."""
+        for entry in filter(self.is_mine, state.entries):
             if entry["kind"] == "start" and entry.get("parameters"):
                 self._need = self._need or first_need(entry["parameters"], entry.get("world") or 1)
-        if found.newest is not None:
-            files = found.newest.files
+        if state.newest is not None:
+            files = state.newest.files
             self._need = need_after(sum(entry.bytes for entry in files), len(files))
         if self._need is not None and self._need.bytes:
-            self._judge_fit(self._need, found)
-        if found.verified is not None and found.verified.step != self._sampled and not found.writing:
-            self._sampled = found.verified.step
-            self._forecast(found.room, now)
+            self._judge_fit(self._need, state)
+        if state.verified is not None and state.verified.step != self._sampled and not state.writing:
+            self._sampled = state.verified.step
+            self._forecast(state.room, now)
 
-    def _judge_fit(self, need: SpaceNeeded, found: StoreState) -> None:
-        made = fit(need, found.room, writing=sum(found.writing.values()), old=found.prunable)
-        self.fit = made.count
-        if made.severity is not None:
-            fails = made.severity is Severity.CRIT
+    def _judge_fit(self, need: SpaceNeeded, state: StoreState) -> None:
+        forecast = fit(need, state.room, writing=sum(state.writing.values()), old=state.prunable)
+        self.fit = forecast.count
+        if forecast.severity is not None:
+            fails = forecast.severity is Severity.CRIT
             self.open(
                 "disk/checkpoints",
-                made.severity,
-                made.text,
+                forecast.severity,
+                forecast.text,
                 f"saves will fail there{', and training goes on unprotected' if fails else ' soon'}",
                 _REMEDY,
-                facts={"path": str(self._store), "free": found.room.free, "fit": made.count},
+                facts={"path": str(self._store), "free": state.room.free, "fit": forecast.count},
             )
-        elif made.count > FEW:
-            self.resolve("disk/checkpoints", f"{made.count} checkpoints fit in {self._store}")
+        elif forecast.count > FEW:
+            self.resolve("disk/checkpoints", f"{forecast.count} checkpoints fit in {self._store}")
 
     def _forecast(self, room: Room, now: float) -> None:
         """Forecast when the disk is full, from one sample per checkpoint, so that saving and pruning do not count."""
@@ -110,8 +110,8 @@ class DiskSpaceDetector(Detector):
     """Alarms `disk/NAME`: a share of the bytes and of the inodes should stay free for the record and temporary files.
 
     Args:
-        places: name -> directory, which need not exist yet. Only the first on each file system is judged.
-        store: of checkpoints, if another detector judges its file system.
+        places: directories by name; they need not exist yet. Only the first on each file system is judged.
+        store: directory of checkpoints, if another detector judges its file system.
     """
 
     def __init__(self, alarms: AlarmSink, places: dict[str, Path], store: Path | None = None) -> None:
@@ -123,7 +123,7 @@ class DiskSpaceDetector(Detector):
     def tick(self, now: float) -> None:
         """Start due probes, and judge the answers of earlier ones."""
         for name, probe in self._probes.items():
-            if (room := probe.found(now)) is not None:
+            if (room := probe.result(now)) is not None:
                 self._devices[name] = room.device
                 first = next(place for place in self._places if self._devices.get(place) == room.device)
                 if name == first != "checkpoints":

@@ -1,7 +1,7 @@
-"""Watches evaluations, which run beside training, in workers anywhere: those that nobody runs or finishes, and what
-they found: verdicts of probes, scores that are no numbers.
+"""Watches evaluations, which run beside training in workers anywhere: late or failed ones, and their results, which are
+verdicts of probes and scores.
 
-Each answer of a probe is judged as a whole: nothing is remembered that a restart would lose.
+Every look is judged as a whole, so a restart loses nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .base import Detector
 from .periodic import PeriodicProbe
 
 _RESULTS = 24
-"""Last results that are read each time, of thousands."""
+"""Number of newest results to read each time, of possibly thousands."""
 
 
 class _Verdict(state_files.StateFile):
@@ -37,7 +37,7 @@ class _Verdict(state_files.StateFile):
 
 
 class _Results(state_files.StateFile):
-    """What is judged of `results.json`; see `fsdp_pretrain.eval.results.Results`."""
+    """The judged part of `results.json`; see `fsdp_pretrain.eval.results.Results`."""
 
     step: int
     scores: dict[str, dict[str, float | None]]
@@ -61,7 +61,7 @@ class _GivenUp:
 
 @dataclass(frozen=True)
 class _Evaluations:
-    """The last results, oldest first; the late ones, newer than all results; all that were given up."""
+    """The last results, oldest first; late jobs for newer checkpoints than all results; all jobs that were given up."""
 
     results: list[_Results]
     late: list[_Late]
@@ -72,21 +72,21 @@ def _look(run: RunDir) -> _Evaluations:
     config = load_recorded(run.config)
     folders = sorted((path for path in run.evals.glob("step-*") if step_of(path.name) is not None), reverse=True)
     paths = itertools.islice((path for folder in folders for path in sorted(folder.glob("*/results.json"))), _RESULTS)
-    results = [each for path in paths if (each := state_files.view(path, _Results)) is not None]
+    results = [result for path in paths if (result := state_files.view(path, _Results)) is not None]
     late, given_up = list[_Late](), list[_GivenUp]()
     for job in without_results(run, config):
         if job.given_up:
             given_up.append(_GivenUp(job.checkpoint.step, job.failures[-1].reason))
-        elif job.checkpoint.step > max((each.step for each in results), default=-1):
+        elif job.checkpoint.step > max((result.step for result in results), default=-1):
             held = lock.read(job.folder / "claim.json")
             claimed = held is not None and lock.is_alive(held) is not False
             allowed = config.eval.overdue.value
             if held is not None and claimed:
-                allowed += held.deadline or 0.0  # then its worker has ended it
+                allowed += held.deadline or 0.0  # by then its worker has ended it
             seconds = time.time() - (seconds_of(job.committed) or time.time())
             if seconds > allowed:
                 late.append(_Late(job.checkpoint.step, seconds, claimed))
-    return _Evaluations(sorted(results, key=lambda each: each.step), late, given_up)
+    return _Evaluations(sorted(results, key=lambda result: result.step), late, given_up)
 
 
 class EvaluationDetector(Detector):
@@ -99,24 +99,24 @@ class EvaluationDetector(Detector):
 
     def tick(self, now: float) -> None:
         """Start a look when it is due, and judge the answer of an earlier one."""
-        if (found := self._probe.found(now)) is not None:
-            self._judge_late(found.late)
-            self._judge_given_up(found.given_up)
-            self._judge_verdicts(found.results)
-            self._judge_scores(found.results)
+        if (evaluations := self._probe.result(now)) is not None:
+            self._judge_late(evaluations.late)
+            self._judge_given_up(evaluations.given_up)
+            self._judge_verdicts(evaluations.results)
+            self._judge_scores(evaluations.results)
 
     def _judge_late(self, late: Sequence[_Late]) -> None:
         if not late:
             self.resolve("evaluation-overdue", "no checkpoint waits any more, or a worker has it")
             return
-        longest = max(each.seconds for each in late)
+        longest = max(job.seconds for job in late)
         self.open(
             "evaluation-overdue",
             Severity.WARN,
             f"no scores of step {_steps(late)}: {_who(late)} for {human_time(longest)}",
             "training is not affected; a mistake in the data or the model would not be seen in the scores",
             f"see evals/log and the journal (eval-failed, eval-refused), then run: fsdp-eval watch {self._run} --once",
-            facts={"steps": [each.step for each in late], "seconds": longest},
+            facts={"steps": [job.step for job in late], "seconds": longest},
         )
 
     def _judge_given_up(self, given_up: Sequence[_GivenUp]) -> None:
@@ -130,15 +130,15 @@ class EvaluationDetector(Detector):
             "training is not affected; a mistake in the data or the model would not be seen in the scores. The oldest "
             "checkpoint.keep_last of them are not deleted",
             f"see evals/log; mend the cause, then: fsdp-eval retry {self._run}",
-            facts={"steps": [each.step for each in given_up]},
+            facts={"steps": [job.step for job in given_up]},
         )
 
     def _judge_verdicts(self, results: Sequence[_Results]) -> None:
-        """By the newest verdict of each probe that decides."""
+        """Judge the newest decisive verdict of every probe."""
         newest: dict[str, tuple[int, _Verdict]] = {}
-        for found in results:
-            newest |= {each.probe: (found.step, each) for each in found.verdicts if each.ok is not None}
-        bad = {f"evaluation-verdict/{probe}": each for probe, each in newest.items() if not each[1].ok}
+        for result in results:
+            newest |= {verdict.probe: (result.step, verdict) for verdict in result.verdicts if verdict.ok is not None}
+        bad = {f"evaluation-verdict/{probe}": item for probe, item in newest.items() if not item[1].ok}
         for key, (step, verdict) in bad.items():
             self.open(
                 key,
@@ -152,9 +152,9 @@ class EvaluationDetector(Detector):
         self.resolve_others("evaluation-verdict", bad, "a later evaluation does not find it")
 
     def _judge_scores(self, results: Sequence[_Results]) -> None:
-        """By the newest scores: each must be a finite number."""
+        """Check that the newest scores are finite numbers."""
         newest = results[-1:]
-        rows = [(each.step, task, row) for each in newest for task, row in each.scores.items()]
+        rows = [(result.step, task, row) for result in newest for task, row in result.scores.items()]
         bad = [(step, task, metric) for step, task, row in rows for metric, value in row.items() if value is None]
         for step, task, metric in bad:
             self.open(
@@ -171,8 +171,8 @@ class EvaluationDetector(Detector):
 
 
 def _who(late: Sequence[_Late]) -> str:
-    return "no worker has taken it" if not any(each.claimed for each in late) else "a worker holds it without a result"
+    return "no worker has taken it" if not any(job.claimed for job in late) else "a worker holds it without a result"
 
 
-def _steps(found: Sequence[_Late | _GivenUp]) -> str:
-    return ", ".join(str(each.step) for each in found[:5]) + (" and more" if len(found) > 5 else "")
+def _steps(jobs: Sequence[_Late | _GivenUp]) -> str:
+    return ", ".join(str(job.step) for job in jobs[:5]) + (" and more" if len(jobs) > 5 else "")

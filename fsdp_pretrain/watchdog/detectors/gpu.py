@@ -1,4 +1,4 @@
-"""GPUs: a broken one ends the start on this host, an odd one is a warning."""
+"""Watches GPUs: a broken one moves the run to other hosts, an odd one causes a warning."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from .nvml import DeviceState
 from .periodic import PeriodicProbe
 
 _CHECK_SECONDS, _DEADLINE_SECONDS = 15.0, 10.0
-"""Between two checks of the GPUs, and how long one may take; two longer ones in a row are a warning."""
+"""Seconds between two checks of the GPUs, and how long one may take; two longer ones in a row cause a warning."""
 _FATAL_XIDS = frozenset({48, 63, 64, 74, 79, 94, 95, 119, 120})
-"""Uncorrectable memory, remapping, NVLink, fallen off the bus, contained errors, GSP errors."""
+"""Driver errors: uncorrectable memory, remapping, NVLink, fallen off the bus, contained errors, GSP errors."""
 _REMAP_XID = 63
 """A row was remapped: fatal only if the remapping failed."""
 _BRAKES = {0x8: "hardware slowdown", 0x20: "thermal limit", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
 _WINDOW, _OFTEN = 20, 15
-"""Samples, five minutes, and in how many of them an oddity must occur to be a warning."""
+"""Number of samples (five minutes), and in how many of them an oddity must occur to cause a warning."""
 _WEDGED = 2
 
 
 class GpuDetector(Detector):
     """Alarms `gpu/HOST` (fatal: `facts["avoid_hosts"]`), `gpu-odd/HOST`, `gpu-blind/HOST`.
 
-    expected: GPUs that ranks use here; 0 if unknown: as many as were seen first.
-    look: from `nvml.find_reader`.
+    Args:
+        expected: number of GPUs that ranks use here; 0: as many as were seen first.
+        look: reads the state of the GPUs, see `nvml.find_reader`.
     """
 
     def __init__(self, alarms: AlarmSink, *, host: str, expected: int, look: Callable[[], list[DeviceState]]) -> None:
@@ -89,49 +90,49 @@ class GpuDetector(Detector):
             for reason in seen | {reason for index, reason in self._odd if index == device.index}:
                 self._odd.setdefault((device.index, reason), deque(maxlen=_WINDOW)).append(reason in seen)
         self._odd = {key: history for key, history in self._odd.items() if any(history)}
-        found: dict[str, list[int]] = defaultdict(list)
+        frequent: dict[str, list[int]] = defaultdict(list)
         for (index, reason), history in sorted(self._odd.items()):
             if sum(history) >= _OFTEN:
-                found[reason].append(index)
-        if not found:
+                frequent[reason].append(index)
+        if not frequent:
             self.resolve(f"gpu-odd/{self._host}", f"the GPUs of {self._host} are normal")
             return
-        texts = [f"{reason} (GPU {', '.join(map(str, where))})" for reason, where in sorted(found.items())]
+        texts = [f"{reason} (GPU {', '.join(map(str, indices))})" for reason, indices in sorted(frequent.items())]
         self.open(
             f"gpu-odd/{self._host}",
             Severity.WARN,
             f"{self._host}: {'; '.join(texts)}",
             "all ranks wait for the slowest",
             "see cooling, power and cables of the host",
-            facts={"devices": dict(found)},
+            facts={"devices": dict(frequent)},
         )
 
     def _oddities(self, device: DeviceState) -> list[str]:
-        """What should not persist in the state of a GPU."""
-        found = [text for bit, text in _BRAKES.items() if (device.throttle or 0) & bit]
+        """Conditions of a GPU that should not persist."""
+        oddities = [text for bit, text in _BRAKES.items() if (device.throttle or 0) & bit]
         if device.remap_pending:
-            found.append("memory rows are waiting to be remapped")
+            oddities.append("memory rows are waiting to be remapped")
         first = self._first.get(device.index, device).nvlink
         if device.nvlink is not None and first is not None:
             links, errors = device.nvlink
             if links < first[0]:
-                found.append("an NVLink is down")
+                oddities.append("an NVLink is down")
             if errors > self._errors.get(device.index, errors):
-                found.append("NVLink errors")
+                oddities.append("NVLink errors")
             self._errors[device.index] = errors
-        return found
+        return oddities
 
 
 def _broken(device: DeviceState) -> list[str]:
-    """Why a GPU must not be used any more."""
+    """Reasons not to use a GPU any more; empty if it works."""
     if device.lost is not None:
         return [f"lost ({device.lost})"]
     fatal = _FATAL_XIDS if device.remap_failed else _FATAL_XIDS - {_REMAP_XID}
-    found = [f"XID {xid}" for xid in device.xids or () if xid in fatal]
+    reasons = [f"XID {xid}" for xid in device.xids or () if xid in fatal]
     if device.recovery:
-        found.append("the driver requests a reset")
+        reasons.append("the driver requests a reset")
     if device.ecc:
-        found.append(f"{device.ecc} uncorrectable memory errors")
+        reasons.append(f"{device.ecc} uncorrectable memory errors")
     if device.remap_failed:
-        found.append("a memory row could not be remapped")
-    return found
+        reasons.append("a memory row could not be remapped")
+    return reasons

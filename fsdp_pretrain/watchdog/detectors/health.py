@@ -19,9 +19,9 @@ class HealthDetector(Detector):
         first = self.last is None
         super().step(record)
         if first:
-            going_on = {finding.key for finding in record.health}
+            still_open = {finding.key for finding in record.health}
             for family in _FAMILIES:
-                self.resolve_others(family, going_on, "ended with a restart of the run")
+                self.resolve_others(family, still_open, "ended with a restart of the run")
         for finding in record.health:
             if finding.resolved:
                 self.resolve(finding.key, finding.summary)

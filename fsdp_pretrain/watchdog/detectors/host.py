@@ -1,4 +1,4 @@
-"""The memory of a host: whether it lasts, whether it was too little. /proc and /sys do not hang."""
+"""Watches the memory of a host: a forecast of its end, and OOM kills. Reads only /proc and /sys, which do not hang."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .base import Detector
 
 _EVERY = 60.0
 _HOUR, _LEAST, _LATEST = 60, 30, 5
-"""Samples of memory, one a minute: kept; needed for a forecast; whose median is the present value."""
+"""Numbers of memory samples, one a minute: kept, needed for a forecast, and used for the present value (median)."""
 _SOON, _VERY_SOON = 7200.0, 1800.0
 _DECLINE = 0.02
 """Share of the memory by which it must have decreased for a forecast."""
@@ -62,7 +62,7 @@ def _counters(path: Path) -> dict[str, int]:
 
 
 class HostDetector(Detector):
-    """Alarms `memory/HOST` and `oom-kill/HOST`; `sample` looks at the host."""
+    """Alarms `memory/HOST` and `oom-kill/HOST`; `sample` reads the memory of the host."""
 
     def __init__(self, alarms: AlarmSink, *, host: str, sample: Callable[[], HostMemory] = sample_host) -> None:
         super().__init__(alarms)
@@ -72,7 +72,7 @@ class HostDetector(Detector):
         self._kills: int | None = None
 
     def tick(self, now: float) -> None:
-        """Once a minute, look."""
+        """Once a minute, read and judge the memory."""
         if now < self._due:
             return
         self._due = now + _EVERY
@@ -80,10 +80,8 @@ class HostDetector(Detector):
         self._judge_memory(state, now)
         kills = state.oom_kills - (state.oom_kills if self._kills is None else self._kills)
         self._kills = state.oom_kills
-        key, summary = (
-            f"oom-kill/{self._host}",
-            f"{self._host}: {kills} processes killed for lack of memory in a minute",
-        )
+        key = f"oom-kill/{self._host}"
+        summary = f"{self._host}: {kills} processes killed for lack of memory in a minute"
         if kills:
             effect = "if it was a rank or a data worker, the run ends"
             self.open(key, Severity.WARN, summary, effect, "see the kernel's log", facts={"host": self._host})

@@ -1,4 +1,4 @@
-"""Whether checkpoints and record reach the mirror, by the report of the uploader."""
+"""Watches whether checkpoints and record reach the mirror, according to the uploader's report."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import Detector
 from .periodic import PeriodicProbe
 
 _LONG = 3600.0
-"""Seconds after which a problem that may pass by itself is serious."""
+"""Seconds after which a problem that may pass by itself is critical."""
 
 
 class MirrorDetector(Detector):
@@ -23,11 +23,12 @@ class MirrorDetector(Detector):
     def __init__(self, alarms: AlarmSink, run: RunDir, segment: int) -> None:
         super().__init__(alarms)
         self._probe = PeriodicProbe(partial(mirror_status.read, run, segment))
-        self._log, self._since = mirror_status.folder(run) / "log", float("inf")
+        self._log = mirror_status.folder(run) / "log"
+        self._since = float("inf")
 
     def tick(self, now: float) -> None:
         """Start a due probe, and judge the answer of an earlier one."""
-        if (report := self._probe.found(now)) is None:  # the uploader may not have started yet
+        if (report := self._probe.result(now)) is None:  # the uploader may not have started yet
             return
         holds = f"its newest whole checkpoint: {'none' if report.newest is None else f'step {report.newest}'}"
         if not report.problem:

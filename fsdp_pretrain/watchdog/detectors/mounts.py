@@ -1,4 +1,4 @@
-"""Whether mounts answer, corpora are intact, and training waits for data."""
+"""Watches whether mounts answer, corpora are intact, and training waits for data."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WAIT_LEAST, _WAIT_TIMES, _WAIT_STEPS, _WAITS = 5.0, 10.0, 50, 3
 
 
 def read(paths: Sequence[Path]) -> None:
-    """Read 4 KiB at a random place of a random file, from storage rather than from the page cache."""
+    """Read 4 KiB at a random place of a random file, from storage instead of the page cache."""
     with random.choice(paths).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -37,7 +37,7 @@ def read(paths: Sequence[Path]) -> None:
 
 
 def _write(directory: Path) -> None:
-    """Write a small file into a directory, if it exists, sync it, remove it."""
+    """Write, sync and remove a small file in a directory, if that exists."""
     if not directory.is_dir():
         return
     probe = directory / f".probe-{os.uname().nodename}"
@@ -52,11 +52,11 @@ def _write(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class _Audit:
-    """Whether every shard of a corpus exists with its size.
+    """The result of checking that every shard of a corpus exists with its size.
 
     Attributes:
-        wrong: bad files and what is wrong.
-        shards: a sample of the good ones.
+        wrong: one line per bad file, with the problem.
+        shards: a sample of the good files.
         device: `st_dev` of their file system.
     """
 
@@ -90,14 +90,14 @@ class MountDetector(Detector):
 
     Args:
         probed: directories in which a small file is written.
-        corpora: directory of each source. One file is read per file system.
+        corpora: directories of the sources, by name. One file at a time is read per file system.
     """
 
     def __init__(self, alarms: AlarmSink, probed: list[Path], corpora: dict[str, Path]) -> None:
         super().__init__(alarms)
         self._writes = {str(path): PeriodicProbe(partial(_write, path)) for path in probed}
         self._reads: dict[str, PeriodicProbe[None]] = {}
-        self._failures = Counter[str]()  # in a row, by path
+        self._failures = Counter[str]()  # consecutive failures by path
         self._audits = {
             name: PeriodicProbe(partial(_audit, path), AUDIT_SECONDS, AUDIT_DEADLINE) for name, path in corpora.items()
         }
@@ -113,8 +113,8 @@ class MountDetector(Detector):
                 self._judge_mount(path, answer)
 
     def _judge_corpus(self, name: str, answer: ProbeAnswer[_Audit]) -> None:
-        path, found = self._corpora[name], answer.value
-        wrong = [str(answer.error)] if found is None else found.wrong
+        path, audit = self._corpora[name], answer.value
+        wrong = [str(answer.error)] if audit is None else audit.wrong
         if wrong:
             self.open(
                 f"data-shard/{name}",
@@ -126,14 +126,14 @@ class MountDetector(Detector):
             )
         else:
             self.resolve(f"data-shard/{name}", f"{path} is intact")
-        if found is not None:
-            self._intact[name] = found
+        if audit is not None:
+            self._intact[name] = audit
             self._read_from_each_file_system()
 
     def _read_from_each_file_system(self) -> None:
-        """Probe one file at a time per file system: forty sources are mostly on one."""
-        for device in {found.device for found in self._intact.values()}:
-            names = [name for name, found in self._intact.items() if found.device == device]
+        """Read one file at a time per file system, since many sources often share one."""
+        for device in {audit.device for audit in self._intact.values()}:
+            names = [name for name, audit in self._intact.items() if audit.device == device]
             paths = [path for name in names for path in self._intact[name].shards]
             key = str(self._corpora[names[0]])
             if paths and key not in self._writes:
@@ -147,7 +147,7 @@ class MountDetector(Detector):
             self.resolve(f"mount/{path}", f"{path} answers")
             return
         if answer.errno == errno.ENOENT and path in self._reads:
-            for audit in self._audits.values():  # a shard is gone: find out of which corpus
+            for audit in self._audits.values():  # a shard is missing: find out of which corpus
                 audit.due = 0.0
             return
         self._failures[path] += 1

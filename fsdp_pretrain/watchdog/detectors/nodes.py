@@ -1,4 +1,4 @@
-"""The other nodes of a job: what they report, and whether they do."""
+"""Watches the other nodes of a job: enters the alarms that they report, and notices their silence."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from .base import Detector
 
 
 class NodeDetector(Detector):
-    """Alarms `node/HOST`, and those that the other nodes report."""
+    """Alarms `node/HOST`, and the alarms that the other nodes report."""
 
     def __init__(self, alarms: AlarmSink, nodes: PeerNodes) -> None:
         super().__init__(alarms)
         self._nodes, self._reported = nodes, set[str]()
 
     def tick(self, now: float) -> None:
-        """Judge the reports, which are read elsewhere."""
-        found = set[str]()
+        """Judge the reports, which `PeerNodes` reads."""
+        reported = set[str]()
         for other in self._nodes.others:
             for key, finding in other.report.findings.items():
                 finding.enter(self.alarms, key)
-                found.add(key)
+                reported.add(key)
             if other.silent:
                 effect = "its node or agent failed, or it cannot reach the run directory"
                 open_silence(self.alarms, other.report.host, other.silence, effect, step=self.at)
             elif not other.report.ended:
                 self.alarms.resolve(f"node/{other.report.host}", f"{other.report.host} sends heartbeats again")
-        for key in self._reported - found:
+        for key in self._reported - reported:
             self.alarms.resolve(key)
-        self._reported = found
+        self._reported = reported
 
 
 def open_silence(alarms: AlarmSink, host: str, seconds: float, effect: str, step: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The state of GPUs, by NVIDIA's library, or from a JSON file, for other vendors' tools and for tests."""
+"""Reads the state of GPUs through NVIDIA's library, or from a JSON file for other vendors' tools and for tests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fsdp_pretrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class DeviceState:
-    """The state of a GPU. None: not known, or not supported.
+    """The state of a GPU. None: unknown or not supported.
 
     Attributes:
-        index: on its host.
-        name: of the model.
-        lost: why it cannot be reached any more.
+        index: number on its host.
+        name: product name.
+        lost: why it cannot be reached any more; None if it can.
         xids: numbers of the driver's error reports (XIDs) since the last query.
-        recovery: the driver's recommendation; 0 none, 1 and more a reset or worse.
+        recovery: the driver's recommended action; 0: none, 1 and more: a reset or worse.
         ecc: uncorrectable memory errors since the last reset.
-        remap_failed, remap_pending: remapping of bad memory rows failed, or is pending.
-        throttle: reasons for a lower clock, as NVML's bits.
-        nvlink: active links, and errors since the driver was loaded.
+        remap_failed, remap_pending: whether remapping of bad memory rows failed, or is pending.
+        throttle: reasons for a lower clock, as bits of NVML.
+        nvlink: number of active links, and of errors since the driver was loaded.
     """
 
     index: int
@@ -62,14 +62,14 @@ class Nvml:
         return [self._device(index, xids.get(index, [])) for index in range(self._nvml.nvmlDeviceGetCount())]
 
     def _take_xids(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        xids: dict[int, list[int]] = {}
         if self._events is not None:
             with contextlib.suppress(self._nvml.NVMLError):  # a time-out: no more events
                 while True:
                     event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
                     index = self._nvml.nvmlDeviceGetIndex(event.device)
-                    found.setdefault(index, []).append(int(event.eventData))
-        return found
+                    xids.setdefault(index, []).append(int(event.eventData))
+        return xids
 
     def _device(self, index: int, xids: list[int]) -> DeviceState:
         nvml = self._nvml
@@ -108,7 +108,7 @@ class Nvml:
         return int(values[0].value.uiVal)
 
     def _links(self, ask: Callable[..., Any]) -> list[int] | None:
-        """Active links, and the sum of their replay and recovery errors."""
+        """The number of active links, and the sum of their replay and recovery errors."""
         nvml = self._nvml
         states = {link: ask("NvLinkState", link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)}
         active = [link for link, state in states.items() if state == nvml.NVML_FEATURE_ENABLED]
@@ -123,13 +123,13 @@ def _read_file(path: Path) -> list[DeviceState]:
 
 
 def find_reader(name: str) -> Callable[[], list[DeviceState]] | None:
-    """What reads the state of the GPUs of this host, which may hang, and may raise anything; None: nothing does.
+    """A function that reads the state of this host's GPUs, which may hang or raise anything; None: there is none.
 
     Args:
         name: `nvml`, `file:PATH`, `none`, or `auto`: `nvml` if there is a driver.
 
     Raises:
-        ConfigError: `nvml` was configured, or there is a driver, and the package is missing.
+        ConfigError: the package is missing, although `nvml` was configured or there is a driver.
     """
     if name == "auto":
         name = "nvml" if Path("/proc/driver/nvidia/version").exists() else "none"

@@ -1,7 +1,7 @@
-"""Looks that may hang, each in a thread of its own.
+"""Periodic probes that may hang, each run in a thread of its own.
 
-A file system that is gone blocks whoever touches it, and a driver whoever asks it. So the watchdog does neither in its
-passes: a thread looks, and one that is late is left behind. Starting a look and taking its answer never blocks.
+A lost file system blocks every access, and a broken driver every query. So the watchdog's passes do neither: a thread
+runs the probe, and a late thread is abandoned. Starting a probe and taking its answer never blocks.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from fsdp_pretrain.checkpoint import upcoming
 
 T = TypeVar("T")
 DEADLINE_SECONDS = 15.0
-"""How long a look may take; if a mount misses it twice in a row, an alarm is raised."""
+"""How long a probe may take; if a mount misses it twice in a row, an alarm is raised."""
 AUDIT_SECONDS, AUDIT_DEADLINE = 3600.0, 3600.0
-"""Between two audits: every shard of every corpus exists with the right size, one file of the newest verified
-checkpoint still has the bytes that were written; and how long one may take."""
+"""Seconds between two audits (every shard of every corpus exists with the right size; one file of the newest verified
+checkpoint still has the bytes that were written), and how long one may take."""
 THREADS = "look"
 """Name of the threads."""
 
 
 @dataclass(frozen=True)
 class ProbeAnswer(Generic[T]):
-    """The outcome of a look.
+    """The outcome of a probe.
 
     Attributes:
-        value: what it found; None if it failed or was late.
-        error: why it failed; None if it did not.
-        errno: of the error, if there is one.
-        late: consecutive looks that were late; 0 if this one was not.
+        value: its result; None if it failed or was late.
+        error: why it failed; None if it succeeded.
+        errno: number of the error, if it has one.
+        late: number of consecutive late probes; 0 if this one was in time.
     """
 
     value: T | None = None
@@ -42,12 +42,12 @@ class ProbeAnswer(Generic[T]):
 
 
 class PeriodicProbe(Generic[T]):
-    """One look, repeated.
+    """A function `look`, called regularly in a thread.
 
     Attributes:
-        look: called in a thread; may be replaced between two looks.
-        every: seconds from one to the next; it must answer within `deadline`. 0: those of most looks.
-        due: when to look next, of `time.monotonic()`; at once at first.
+        look: the function; may be replaced between two calls.
+        every: seconds from one call to the next, which must return within `deadline`. 0: the default for either.
+        due: when to call it next, in seconds of `time.monotonic()`; at first, at once.
     """
 
     def __init__(self, look: Callable[[], T], every: float = 0.0, deadline: float = 0.0) -> None:
@@ -55,10 +55,11 @@ class PeriodicProbe(Generic[T]):
         self.every, self._deadline = every or upcoming.CHECK_SECONDS, deadline or DEADLINE_SECONDS
         self._answers: SimpleQueue[ProbeAnswer[T]] = SimpleQueue()
         self._asked: float | None = None
-        self.due, self._late = 0.0, 0
+        self.due = 0.0
+        self._late = 0
 
     def tick(self, now: float) -> ProbeAnswer[T] | None:
-        """Start a look when due; returns the outcome of one once known. Also one that was left behind may answer."""
+        """Start a call when due. Returns the outcome of a call once known, also of one that was abandoned as late."""
         try:
             answer = self._answers.get_nowait()
         except Empty:
@@ -74,11 +75,11 @@ class PeriodicProbe(Generic[T]):
         if now - self._asked < self._deadline:
             return None
         self._asked, self._late = None, self._late + 1
-        self.due = max(self.due, now + self.every * (self._late - 1))  # rarer: each may leave another thread behind
+        self.due = max(self.due, now + self.every * (self._late - 1))  # rarer, as each may abandon another thread
         return ProbeAnswer(error=f"no answer within {self._deadline:g} s", late=self._late)
 
-    def found(self, now: float) -> T | None:
-        """The same for who needs no reason: what a look has found, once known. `MountDetector` reports what fails."""
+    def result(self, now: float) -> T | None:
+        """Like `tick`, but return only the result of a call that succeeded: `MountDetector` reports failures."""
         answer = self.tick(now)
         return None if answer is None else answer.value
 

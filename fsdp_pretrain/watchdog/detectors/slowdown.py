@@ -26,22 +26,22 @@ from .base import Detector
 from .cusum import PaceChange, PaceCusum
 
 _SETTLE = 20
-"""First steps of a start that are not judged."""
+"""Number of first steps of a start that are not judged."""
 _WORSE, _WORSE_SECONDS = 0.10, 1800.0
-"""A slowdown of this share that lasts for so long is critical."""
+"""A slowdown by this share for so many seconds is critical."""
 _RESTART = 0.03
 """A slowdown of this share against the best earlier start on as many ranks is reported after a restart."""
 _STRAGGLER = 0.02
-"""Share by which the own time of a straggler is above the median of all ranks."""
+"""Share by which the own time of a straggler exceeds the median of all ranks; own time excludes waiting for ranks."""
 _AFTER = 3
-"""Steps after a disturbed one that are not judged either."""
+"""Number of steps after a disturbed one that are not judged either."""
 _AMONG, _OVER_TIME, _KNOWN, _KEPT = 6, 3, 7, 16
 """Deviations above the others, among ranks and from window to window, that make a straggler; independent changes
 needed to estimate the latter, and windows kept for it."""
 _FIRST, _BEST = 64, 512
 """Steps after a restart that are compared, and steps whose median counts as the best of a start."""
 _RECENT = 16
-"""Steps whose parts are compared with those of the first."""
+"""Number of last steps whose parts are compared with those of the first steps."""
 
 
 Windows = dict[int, tuple[str, int, float]]
@@ -61,22 +61,24 @@ class SlowdownDetector(Detector):
 
     Args:
         path: `pace.json`, the best medians of earlier starts.
-        hosts: of this start.
+        hosts: the hosts of this start.
     """
 
     def __init__(self, alarms: AlarmSink, path: Path, hosts: Sequence[str]) -> None:
         super().__init__(alarms)
         self._path, self._hosts = path, sorted(set(hosts))
         self._pace = PaceCusum()
-        self._steps = self._wait = 0
+        self._steps = 0
+        self._wait = 0
         self._clean = deque[float](maxlen=_BEST)
-        self._first, self._recent = list[StepSeconds](), deque[StepSeconds](maxlen=_RECENT)
+        self._first = list[StepSeconds]()
+        self._recent = deque[StepSeconds](maxlen=_RECENT)
         self._shape = ""
         self._best = state_files.view(path, dict[str, BestPace]) or {}
         self._slow_since: float | None = None
 
     def figures(self) -> dict[str, Any]:
-        """Present step time over the baseline; None while that is being learned."""
+        """Present step time relative to the baseline; None while that is being learned."""
         return {"step_drift": self._pace.ratio}
 
     def step(self, record: StepRecord) -> None:
@@ -177,11 +179,11 @@ class StragglerDetector(Detector):
 
     All ranks wait for the slowest, so wall time says nothing; own time does. A straggler exceeds the median of all by
     more than the noise among ranks and between windows, in three of the last four windows. With few ranks only the
-    latter noise is available; it is taken from changes, so that a rank that stays slow does not hide itself. One that
-    was reported stays a straggler until it is no more than `_STRAGGLER` above the median: noise that comes later
-    does not make it as fast as the others.
+    latter noise is available; it is estimated from changes, so that a rank that stays slow does not hide itself. A
+    reported straggler stays one until it is at most `_STRAGGLER` above the median, even if the noise grows.
 
-    windows: returns the last window of every rank.
+    Args:
+        windows: returns the last window of every rank.
     """
 
     def __init__(self, alarms: AlarmSink, windows: Callable[[], Windows]) -> None:
@@ -212,12 +214,12 @@ class StragglerDetector(Detector):
 
     def _slow(self, bound: float) -> set[int] | None:
         """The ranks above the bound, and above the noise between windows, in three of the last four windows, and those
-        reported before that are still slower; None while that noise is not known."""
+        reported before that are still slower; None while the noise is unknown."""
         changes = {rank: [b - a for a, b in pairwise(known)] for rank, known in self._ratios.items()}
-        pooled = [change for each in changes.values() for change in each]
+        pooled = [change for own in changes.values() for change in own]
         if len(pooled) * (len(changes) - 1) < _KNOWN * len(changes):  # the ratios of n ranks have n - 1 degrees
             return None
-        noise = {rank: max(spread(pooled)[1], spread(each)[1] if each else 0.0) for rank, each in changes.items()}
+        noise = {rank: max(spread(pooled)[1], spread(own)[1] if own else 0.0) for rank, own in changes.items()}
         bounds = {
             rank: _STRAGGLER if rank in self._reported else max(bound, _OVER_TIME * noise[rank] / math.sqrt(2))
             for rank in self._ratios
@@ -225,16 +227,16 @@ class StragglerDetector(Detector):
         return {rank for rank, known in self._ratios.items() if sum(ratio > bounds[rank] for ratio in known[-4:]) >= 3}
 
     def _report(self, slow: set[int], hosts: dict[int, str], ratios: dict[int, float]) -> None:
-        found: dict[str, tuple[str, float]] = {}
+        stragglers: dict[str, tuple[str, float]] = {}
         for host in {hosts[rank] for rank in slow}:
             here = [rank for rank, name in hosts.items() if name == host]
             guilty = sorted(slow.intersection(here))
             if len(here) > 1 and 2 * len(guilty) >= len(here) and len(set(hosts.values())) > 1:
                 worst = max(ratios[rank] for rank in guilty)
-                found[f"straggler/{host}"] = (f"{len(guilty)} of {len(here)} ranks of {host} need", worst)
+                stragglers[f"straggler/{host}"] = (f"{len(guilty)} of {len(here)} ranks of {host} need", worst)
             else:
-                found |= {f"straggler/rank-{r}": (f"rank {r} ({host}) needs", ratios[r]) for r in guilty}
-        for key, (who, ratio) in found.items():
+                stragglers |= {f"straggler/rank-{r}": (f"rank {r} ({host}) needs", ratios[r]) for r in guilty}
+        for key, (who, ratio) in stragglers.items():
             self.open(
                 key,
                 Severity.CRIT if ratio >= 0.10 else Severity.WARN,
@@ -243,4 +245,4 @@ class StragglerDetector(Detector):
                 "check clocks, temperature and other processes there; take the host out at the next stop",
                 facts={"ratio": ratio, "window": self._window},
             )
-        self.resolve_others("straggler", found, "as fast as the others again")
+        self.resolve_others("straggler", stragglers, "as fast as the others again")

@@ -19,7 +19,7 @@ from .page import Beat
 LONGEST = 1800.0
 """Seconds to which slow steps extend the hard deadline."""
 UNKNOWN_SOFT, UNKNOWN_HARD = 1800.0, 3600.0
-"""Seconds for saves, loads and first steps (which compile) as long as their usual duration is not known."""
+"""Deadlines in seconds of saves, loads and first steps (which compile), until their usual duration is known."""
 CONNECT = 900.0
 """Seconds until all ranks have connected."""
 _SAVES = 4
@@ -28,16 +28,16 @@ _HISTORY = 512
 _FEW = 3
 LONG_PHASES = (Phase.LOAD, Phase.SAVE)
 _NO_STEP = (*LONG_PHASES, Phase.PAUSED)
-"""A paused rank beats often, so that the deadlines of steps hold for it; but the time is not that of a step."""
+"""Phases whose time does not count as step time. A paused rank beats often, so the deadlines of steps apply to it."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds without progress of any rank.
+    """Deadlines in seconds without progress of any rank.
 
     Attributes:
-        soft: collect evidence, open the alarm.
-        hard: end the run, so that it can be restarted.
+        soft: when to collect evidence and open the alarm.
+        hard: when to end the run, so that it can be restarted.
     """
 
     soft: float
@@ -45,7 +45,7 @@ class Deadlines:
 
 
 class PhaseHistory:
-    """How long steps, saves and loads took; `section` has the minimum deadlines."""
+    """Durations of steps, saves and loads, and the deadlines from them; `section` has the minimum deadlines."""
 
     def __init__(self, section: HangSection) -> None:
         self._section = section
@@ -55,13 +55,12 @@ class PhaseHistory:
         self._under_way: dict[Phase, int] = {}
 
     def assume(self, step_seconds: float) -> None:
-        """Use the step time from the record until a step was observed."""
+        """Use a step time from the record until a step was observed."""
         if not self._steps:
             self._steps.append(step_seconds)
 
     def observe(self, beat: Beat, phases: set[Phase]) -> None:
-        """Learn from the page of the first rank. A step with a save, a load or a pause in it, of any rank, does not
-        count."""
+        """Learn durations from the page of the first rank, without steps in which any rank saved, loaded or paused."""
         last, other = self._last, self._under_way or phases.intersection(_NO_STEP)
         if last is None or beat.step > last.step:
             if last is not None and last.step > 0 and not other:
@@ -76,9 +75,9 @@ class PhaseHistory:
                     self._long[phase].append(seconds)
 
     def deadlines(self, phases: set[Phase]) -> Deadlines:
-        """The deadlines for ranks in these phases: the latest of each."""
-        found = [self._deadlines(phase) for phase in phases]
-        return Deadlines(max(each.soft for each in found), max(each.hard for each in found))
+        """The deadlines for ranks in these phases: the latest of all phases."""
+        due = [self._deadlines(phase) for phase in phases]
+        return Deadlines(max(deadline.soft for deadline in due), max(deadline.hard for deadline in due))
 
     def _deadlines(self, phase: Phase) -> Deadlines:
         section = self._section

@@ -31,9 +31,9 @@ class HangDiagnosis:
     """The verdict on a hang.
 
     Attributes:
-        kind: one of `_REASONS`, silent, unknown, desync, network; the first of several.
+        kind: one of `_REASONS`, silent, unknown, desync, network; the first if there are several.
         text: one sentence, with all causes.
-        guilty: positions of the ranks held responsible; empty if nothing sets any apart.
+        guilty: positions of the ranks held responsible; empty if no rank stands out.
         silent: hosts that give no sign of life.
         unknown: hosts that have not yet reported the positions of all their ranks.
     """
@@ -46,12 +46,12 @@ class HangDiagnosis:
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        return tuple(each.rank for each in self.guilty)
+        return tuple(snapshot.rank for snapshot in self.guilty)
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """The hosts of the suspects, and the silent ones."""
-        return _unique([*(each.host for each in self.guilty), *self.silent])
+        return _unique([*(snapshot.host for snapshot in self.guilty), *self.silent])
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -60,14 +60,15 @@ class HangDiagnosis:
 
 
 def diagnose(snapshots: list[RankSnapshot], quiet: Mapping[str, float], unreported: Collection[str]) -> HangDiagnosis:
-    """Diagnose ranks none of which makes progress. All causes that hold are named.
+    """Diagnose ranks of which none makes progress, naming all causes that apply.
 
     Args:
         snapshots: the known positions.
-        quiet: hosts that reported none and are silent, with the seconds of silence.
-        unreported: hosts that reported none but are alive.
+        quiet: hosts without reported positions that are silent, with the seconds of silence.
+        unreported: hosts without reported positions that are alive.
     """
-    unknown = _unique([*unreported, *(each.host for each in snapshots if not each.place and _kind(each) is None)])
+    unplaced = [snapshot for snapshot in snapshots if not snapshot.place and _kind(snapshot) is None]
+    unknown = _unique([*unreported, *(snapshot.host for snapshot in unplaced)])
     kinds: dict[str, list[RankSnapshot]] = {}
     for snapshot in snapshots:
         if (kind := _kind(snapshot)) is not None:
@@ -88,7 +89,7 @@ def diagnose(snapshots: list[RankSnapshot], quiet: Mapping[str, float], unreport
 
 
 def _diagnose_victims(snapshots: list[RankSnapshot]) -> HangDiagnosis:
-    """All ranks wait in collectives: a minority in another one is the suspect."""
+    """Diagnose ranks that all wait in collectives: a minority in another collective is the suspect."""
     groups = Counter(snapshot.group for snapshot in snapshots if snapshot.group)
     if len(groups) > 1:
         (most, size), *_ = groups.most_common()
@@ -105,7 +106,7 @@ def _diagnose_victims(snapshots: list[RankSnapshot]) -> HangDiagnosis:
 
 
 def _kind(snapshot: RankSnapshot) -> str | None:
-    """What is wrong with one rank; None for a victim, or without an answer and a telling process state."""
+    """The problem of one rank, a key of `_REASONS`; None for a victim, or if its position is unknown."""
     if snapshot.state in "XZ":
         return "dead"
     if snapshot.state == "T":
@@ -121,14 +122,14 @@ def _kind(snapshot: RankSnapshot) -> str | None:
     return "stuck" if snapshot.place else None
 
 
-def _sentence(kind: str, found: list[RankSnapshot]) -> str:
-    place = (found[0].reading if kind == "data" else "") or found[0].place or "an unknown place"
-    return f"{_names(found)} {_REASONS[kind].format(place=place)}"
+def _sentence(kind: str, guilty: list[RankSnapshot]) -> str:
+    place = (guilty[0].reading if kind == "data" else "") or guilty[0].place or "an unknown place"
+    return f"{_names(guilty)} {_REASONS[kind].format(place=place)}"
 
 
-def _names(found: Sequence[RankSnapshot]) -> str:
-    names = ", ".join(f"rank {snapshot.rank} ({snapshot.host}, pid {snapshot.pid})" for snapshot in found[:4])
-    return names + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+def _names(snapshots: Sequence[RankSnapshot]) -> str:
+    names = ", ".join(f"rank {snapshot.rank} ({snapshot.host}, pid {snapshot.pid})" for snapshot in snapshots[:4])
+    return names + (f" and {len(snapshots) - 4} more" if len(snapshots) > 4 else "")
 
 
 def _unique(hosts: list[str]) -> tuple[str, ...]:

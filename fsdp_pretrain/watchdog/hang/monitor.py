@@ -1,4 +1,4 @@
-"""Handles a run without progress: find the cause, open the alarm, and finally end it for a restart.
+"""Handles a run without progress: finds the cause, opens the alarm, and finally ends it for a restart.
 
 Progress is any beat of any rank. At the soft deadline all stacks are dumped and the suspect is named; a while later
 they are dumped again; at the hard deadline the ranks are ended if the suspects have not moved. A hung step is never
@@ -29,7 +29,7 @@ from .rank_monitor import RankMonitor, RankSnapshot
 
 _BETWEEN_DUMPS = 30.0
 _DUMP_SECONDS = 3.0
-"""For ranks to dump their stacks before they are ended; they need milliseconds."""
+"""Time for ranks to dump their stacks before they are ended; they need milliseconds."""
 
 
 @dataclass
@@ -38,8 +38,8 @@ class _Stall:
 
     Attributes:
         dumped, dumps: when stacks were last requested, and how often.
-        read: when the first of them could be read; None before.
-        verdict: the last one in the alarm; None before it was opened.
+        read: when the first stacks could be read; None before.
+        verdict: the last verdict in the alarm; None before it was opened.
         seen: the first stack of each rank.
         patience: extension of the hard deadline.
     """
@@ -61,7 +61,7 @@ class HangMonitor:
         end: records the reason and facts, and ends the ranks of this node.
 
     Attributes:
-        alarms: of the run; None on nodes that do not lead.
+        alarms: the alarms of the run; None on nodes that do not lead.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class HangMonitor:
         *,
         end: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        self._act, self._soft, self._ranks, self._nodes = section.act, section.hang.soft.value, ranks, nodes
+        self._act, self._soft = section.act, section.hang.soft.value
+        self._ranks, self._nodes = ranks, nodes
         self._stacks, self._end = stacks, end
         self.alarms: Alarms | None = None
         self.history = PhaseHistory(section.hang)
@@ -104,7 +105,7 @@ class HangMonitor:
             return
         self._progress = progress
         if self._stall is not None and Phase.END in phases:
-            return  # a rank that lost its peers, which were just ended: the hang is not over
+            return  # a rank fails because its peers were ended: the hang is not over
         if (beat := self._ranks.all[0].beat) is not None:
             self.history.observe(beat, phases)
         if self._stall is not None:
@@ -115,14 +116,14 @@ class HangMonitor:
     # ------------------------------------------------------------------ no progress
 
     def _check_stall(self, phases: set[Phase], seconds: float) -> None:
-        if self._is_one_stopped():  # no phase takes longer because of that
+        if self._is_one_stopped():  # a stopped process is no long phase: use the deadlines of steps
             phases = phases - {*LONG_PHASES} or {Phase.COMPUTE}
         due, stall = self.history.deadlines(phases), self._stall
         if stall is None:
-            # An agent that has just started has seen no step and knows no step time: the leader does.
+            # A newly started agent has observed no step time; then rely on the leader, which has.
             if seconds >= due.soft or (self._nodes.leader_stalls and seconds >= self._soft):
                 for rank in self._ranks.all:
-                    rank.stack = None  # from an earlier stall
+                    rank.stack = None  # it is from an earlier stall
                 self._dump()
                 self._stall = _Stall(began=time.monotonic() - seconds, dumped=seconds)
             return
@@ -207,14 +208,14 @@ class HangMonitor:
             waiting -= set(self._read())
 
     def _read(self) -> list[int]:
-        """Read the dumps written since they were requested; returns the ranks that have one."""
-        found = []
+        """Read the dumps written since they were requested. Returns the ranks that have one."""
+        dumped = []
         for rank in self._ranks.all:
             if (stack := rank.dumps.latest()) is not None:
                 rank.stack = stack
                 self._keep(rank.number, rank.dumps.text)
-                found.append(rank.number)
-        return found
+                dumped.append(rank.number)
+        return dumped
 
     def _keep(self, rank: int, text: str) -> None:
         path = self._stacks / f"{self._ranks.segment:04d}-rank-{rank:05d}.txt"

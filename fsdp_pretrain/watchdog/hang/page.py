@@ -25,18 +25,18 @@ _SIZE, _AT_NOTE = 4096, 1024
 
 
 class Beat(NamedTuple):
-    """The content of a page at one instant, laid out in this order after a magic number and the sequence number.
+    """The contents of a page at one instant, laid out in this order after a magic number and the sequence number.
 
     Attributes:
-        pid, started: the process, and its start in clock ticks since boot, since pids are reused.
-        rank, segment: whose page this is; the segment is 0 until it is known.
+        pid, started: the process id, and its start in clock ticks since boot, because pids are reused.
+        rank, segment: owner of the page; the segment is 0 until it is known.
         alive_at: when the rank's background thread last ran: stale while the interpreter is wedged.
         step: the current step.
         phase: the current phase.
         beats: number of beats.
         phase_at, step_at: when phase and step started, `time.monotonic_ns()`.
         window: number of measured windows of steps.
-        own: own seconds (not waiting for other ranks) of a typical step of the last window; NaN if not known.
+        own: seconds of a typical step of the last window, without waiting for other ranks; NaN if unknown.
     """
 
     pid: int
@@ -64,7 +64,7 @@ _PF_EXITING = 0x4
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None if there is none."""
+    """When a process started, in clock ticks since boot; None if there is no such process."""
     return int(stat[19]) if (stat := process_stat(pid)) else None
 
 
@@ -74,13 +74,13 @@ def process_state(pid: int) -> str:
 
 
 def is_exiting(pid: int) -> bool:
-    """Whether the main thread of a process is exiting, or there is no such process: the kernel kills children with
-    `PR_SET_PDEATHSIG` a moment before it reports the end of the process."""
+    """Whether the main thread of a process is exiting, or there is no such process. The kernel kills children with
+    `PR_SET_PDEATHSIG` a moment before it reports the end of the parent."""
     return not (stat := process_stat(pid)) or bool(int(stat[6]) & _PF_EXITING)
 
 
 class Page:
-    """A rank's own page; an existing one is replaced."""
+    """A page for its rank to write; an existing file is replaced."""
 
     def __init__(self, path: Path, *, rank: int, segment: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,8 +89,8 @@ class Page:
             file.truncate(_SIZE)
             self._memory = mmap.mmap(file.fileno(), _SIZE)
         self._q, self._beats, self._note = memoryview(self._memory).cast("q"), 0, b""
-        own, now = os.getpid(), monotonic_ns()
-        values = {"pid": own, "started": start_ticks(own) or 0, "rank": rank, "segment": segment}
+        pid, now = os.getpid(), monotonic_ns()
+        values = {"pid": pid, "started": start_ticks(pid) or 0, "rank": rank, "segment": segment}
         for name, value in {**values, "phase": Phase.START, "phase_at": now, "step_at": now, "alive_at": now}.items():
             self._q[_PLACE[name]] = value
         _WINDOW.pack_into(self._memory, _AT_WINDOW, 0, math.nan)
@@ -112,8 +112,8 @@ class Page:
         self._q[1] = 2 * self._beats
 
     def alive(self, note: bytes = b"") -> None:
-        """Beat of the background thread, with an optional note of up to 3 kB. Needs no sequence number: the time is one
-        store, and a note that is being changed is no evidence of a hang."""
+        """Beat of the background thread, with an optional note of up to 3 kB. It needs no sequence number: the time is
+        one store, and readers tolerate a note that is being changed."""
         if note != self._note and len(note) < _SIZE - _AT_NOTE:
             self._memory[_AT_NOTE : _AT_NOTE + len(note) + 1] = note + b"\0"
             self._note = note
@@ -131,7 +131,7 @@ class Page:
 
 
 class Reader:
-    """Reads a page repeatedly. Raises OSError if there is none, or it is being created."""
+    """Reads a page repeatedly. Raises OSError if there is no page, or it is being created."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -141,8 +141,8 @@ class Reader:
                 raise OSError(f"{path}: {error}") from None
 
     def read(self) -> Beat | None:
-        """The current beat; None if it is no page."""
-        for _ in range(100):  # if the writer was killed in the middle, take it as it is
+        """The current beat; None if the file is not a page."""
+        for _ in range(100):  # if the writer was killed during a write, take what is there
             magic, before, *values = _WHOLE.unpack_from(self._memory)
             after = _SEQUENCE.unpack_from(self._memory, 8)[0]
             if before == after and before % 2 == 0:

@@ -1,7 +1,7 @@
-"""What the agents of a job's nodes report to that of node 0, which leads, through one file each in the run directory.
+"""Reports of the agents of a job's nodes to the agent of node 0, which leads: one file per node in the run directory.
 
-The run directory is all that nodes share. A file that stops changing means that its agent, its node or its mount is
-gone. Silence is measured on the reader's own clock, so clocks need not agree.
+The run directory is all that nodes share. A file that stops changing means that its agent, its node or its mount has
+failed. Silence is measured on the reader's own clock, so clocks need not agree.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 from .rank_monitor import RankSnapshot
 
 BEAT_SECONDS = 5.0
-"""Between two reports of a node."""
+"""Seconds between two reports of a node."""
 SILENT_SECONDS = 60.0
-"""Without a report, until an agent counts as gone, and an alarm is raised."""
+"""Seconds without a report after which an agent counts as failed and an alarm is raised."""
 _QUIET = 3
 """Beats without a report after which a node is no longer waited for."""
 
@@ -44,13 +44,13 @@ class NodeFinding(BaseModel):
     facts: dict[str, Any] = {}
 
     def enter(self, alarms: AlarmSink, key: str) -> None:
-        """Open it among the alarms of the run."""
+        """Open it in `alarms`."""
         more = self.model_dump(exclude_unset=True, exclude={"severity", "summary"})
         alarms.open(key, self.severity, self.summary, **more)
 
 
 class NodeFindings(AlarmSink):
-    """Takes the findings of a node that does not lead: its open alarms, reported with the next beat."""
+    """Collects the open alarms of a node that does not lead; they are reported with the next beat."""
 
     def __init__(self) -> None:
         self.by_key: dict[str, NodeFinding] = {}
@@ -71,12 +71,12 @@ class NodeReport(BaseModel):
     """`RUN/watchdog/nodes/N.json`: what the agent of a node reports with every beat.
 
     Attributes:
-        time, attempt, host, pid: of the agent; the attempt is shared by all nodes of a start.
-        segment: number of the start; 0 until it is known.
-        stalled: positions of its ranks if they make no progress; else empty.
+        time, attempt, host, pid: identify the agent and the report; all nodes of a start share the attempt.
+        segment: segment of the start; 0 until it is known.
+        stalled: positions of the node's ranks if they make no progress; else empty.
         findings: open alarms by key, if it does not lead.
-        windows: by rank, the number of the last window of steps and the rank's own seconds of a typical step.
-        ended: its ranks have ended; this is the last report.
+        windows: see `RankMonitor.windows`.
+        ended: whether its ranks have ended, which makes this the last report.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -93,7 +93,7 @@ class NodeReport(BaseModel):
 
 
 class PeerNode:
-    """Another node, as its reports show it; `report` is the last one, empty before the first."""
+    """Another node, known by its reports; `report` is the last one, empty before the first."""
 
     def __init__(self, number: int, directory: Path) -> None:
         self.number = number
@@ -111,7 +111,7 @@ class PeerNode:
         )
 
     def read(self, attempt: str) -> None:
-        """Read its file; ignore a report of another attempt."""
+        """Read the node's report, ignoring one of another attempt."""
         report, before = state_files.view(self._path, NodeReport), self.report
         if report is None or report.attempt != attempt:
             return
@@ -121,21 +121,21 @@ class PeerNode:
 
     @property
     def silence(self) -> float:
-        """Seconds since its agent's last sign of life, or since this agent started if there was none."""
+        """Seconds since the last sign of life of the node's agent, or since this agent started if there was none."""
         return time.monotonic() - self._heard
 
     @property
     def silent(self) -> bool:
-        """Whether its agent counts as gone."""
+        """Whether the node's agent counts as failed."""
         return self.silence > SILENT_SECONDS and not self.report.ended
 
     @property
     def quiet(self) -> bool:
-        """Whether it has not ended, but is silent for some beats: it is no longer waited for."""
+        """Whether the node has not ended but missed some beats, so that nobody waits for it any longer."""
         return self.silence > _QUIET * BEAT_SECONDS and not self.report.ended
 
     def snapshots(self, since: float = -math.inf) -> list[RankSnapshot]:
-        """Positions of its stalled ranks; empty unless reported since then (`time.monotonic()`)."""
+        """Positions of the node's stalled ranks, if reported after `since` (`time.monotonic()`); else empty."""
         return self.report.stalled if self._heard >= since else []
 
 
@@ -143,29 +143,30 @@ class PeerNodes:
     """All nodes of a job as seen by the agent of node `node` of `count`."""
 
     def __init__(self, directory: Path, node: int, count: int, attempt: str) -> None:
-        self._directory, self.node, self.attempt = directory / "nodes", node, attempt
+        self._directory = directory / "nodes"
+        self.node, self.attempt = node, attempt
         self._written = self._read = -math.inf
-        self._news: Any = None
+        self._reported: Any = None
         self.others = [PeerNode(number, self._directory) for number in range(count) if number != node]
         self.leader = self.others[0] if node else None
         """The first node; None if this is it."""
 
     def write(self, report: NodeReport) -> None:
         """Write this node's report when a beat is due or something changed."""
-        news = (report.segment, bool(report.stalled), set(report.findings), report.ended)
-        if not self.others or (news == self._news and time.monotonic() - self._written < BEAT_SECONDS):
+        content = (report.segment, bool(report.stalled), set(report.findings), report.ended)
+        if not self.others or (content == self._reported and time.monotonic() - self._written < BEAT_SECONDS):
             return
-        self._written, self._news = time.monotonic(), news
+        self._written, self._reported = time.monotonic(), content
         with contextlib.suppress(OSError):
             text = json.dumps(report.model_dump(mode="json", exclude_unset=True))
             replace_file(self._directory / f"{self.node}.json", text)
 
     def read(self, *, all_: bool, at_once: bool = False) -> bool:
-        """Read other nodes' reports, once per beat; returns whether a beat was due.
+        """Read other nodes' reports, once per beat. Returns whether a beat was due.
 
         Args:
-            all_: of all; else only that of the leader, which keeps the load low with many nodes.
-            at_once: even if they were read a moment ago.
+            all_: whether to read all reports; else only the leader's, which keeps the load low with many nodes.
+            at_once: whether to read even if a beat is not due.
         """
         if not at_once and time.monotonic() - self._read < BEAT_SECONDS:
             return False
@@ -176,7 +177,7 @@ class PeerNodes:
 
     @property
     def windows(self) -> dict[int, tuple[str, int, float]]:
-        """By rank of the other nodes, its host, its last window of steps, and its own seconds of a typical step."""
+        """By rank of the other nodes: its host, then as in `RankMonitor.windows`."""
         return {
             rank: (other.report.host, *window) for other in self.others for rank, window in other.report.windows.items()
         }
@@ -189,21 +190,21 @@ class PeerNodes:
         return self.leader is not None and not self.leader.silent and bool(self.leader.snapshots())
 
     def snapshots(self, since: float = -math.inf) -> list[RankSnapshot]:
-        """Positions of the other nodes' stalled ranks, as reported since then."""
+        """Positions of the other nodes' stalled ranks, as reported after `since`."""
         return [snapshot for other in self.others for snapshot in other.snapshots(since)]
 
     def unreported(self, since: float) -> list[str]:
-        """Hosts that are alive but have reported neither positions since then nor their end."""
+        """Hosts that are alive but have reported neither positions after `since` nor their end."""
         heard = [other for other in self.others if not other.quiet and not other.report.ended]
         return [other.report.host for other in heard if not other.snapshots(since)]
 
     @property
     def patience(self) -> float:
-        """Seconds after which every other node is known to be alive or silent."""
+        """Seconds after which it is known of every other node whether it is alive or silent."""
         return (_QUIET + 1) * BEAT_SECONDS
 
     def quiet(self) -> dict[str, float]:
-        """Hosts that have not ended but are silent for some beats, with the seconds of silence."""
+        """Hosts that have not ended but missed some beats, with their seconds of silence."""
         return {other.report.host: other.silence for other in self.others if other.quiet}
 
     @property

@@ -1,7 +1,7 @@
 """A rank's side of the watchdog: its page, its stack dumps, and on one rank per node the agent process.
 
-Nothing here can make a rank wait or fail: a rank without a working watchdog trains on. The agent is started before the
-rendezvous, so that a hang there is seen too, and restarted if it was killed.
+Nothing here can make a rank wait or fail: a rank without a working watchdog continues. The agent is started before the
+rendezvous, so that a hang there is noticed too, and restarted if it was killed.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fsdp_pretrain.run import run_id
 from .page import Page, is_alive, read
 
 _ROOT = f"{Path(__file__).parents[3]}/".encode("ascii", "backslashreplace").decode()
-"""Beginning of this project's files in stack dumps."""
+"""Path prefix of this project's files in stack dumps."""
 _INTERVAL = 1.0
 _OF_ALL_NODES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
 _RESTARTS = 10
-"""An agent that ends more often is broken: training continues without it."""
+"""Maximum restarts of an agent; then training continues without it."""
 
 
 class PageHeartbeat(Heartbeat):
     """The heartbeat of a watched rank, written into its page.
 
     Args:
-        reading: the file that each thread reads just now, by thread identity, what has lasted longest first.
+        reading: the files that are being read, by identity of the reading thread, the longest read first.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class AgentProcess:
         self.ensure_running()
 
     def pass_run_id(self) -> None:
-        """Leave the id of the run directory beside the pages once known: the agent writes nothing there before."""
+        """Write the id of the run directory beside the pages once known; the agent writes nothing there before."""
         known = run_id.bound_to(self._run)
         if known is not None:
             with contextlib.suppress(StorageError):
                 run_id.assign(self._pages, known)
 
     def ensure_running(self) -> None:
-        """Start it if it is not running. It writes to our output until it has a log."""
+        """Start the agent if it is not running. It writes to this process's output until it has a log."""
         if self._starts > _RESTARTS or (self.process is not None and self.process.poll() is None):
             return
         again = ["--again", str(self._starts)] if self._starts else []
@@ -130,7 +130,7 @@ class AgentProcess:
             self.process.stdin.close()
 
     def reconfigure(self, config: Config) -> None:
-        """Start it anew if its configuration is another. It holds nothing yet: no segment is known."""
+        """Restart the agent if its configuration changed. It has no state to lose, since no segment is known yet."""
         if config.to_toml() == self._config:
             return
         self._config, self._starts = config.to_toml(), 0
@@ -158,12 +158,12 @@ def root() -> Path:
 
 
 def sweep(base: Path, spare: Path) -> None:
-    """Remove folders that killed agents left behind, if all their ranks are gone."""
-    for found in base.iterdir() if base.is_dir() else ():
+    """Remove folders of killed agents whose ranks have all ended, except `spare`."""
+    for pages in base.iterdir() if base.is_dir() else ():
         try:
-            beats = [read(path) for path in found.glob("*.page")]
-            old = time.time() - found.stat().st_mtime > 60
+            beats = [read(path) for path in pages.glob("*.page")]
+            old = time.time() - pages.stat().st_mtime > 60
         except OSError:  # another agent is removing it
             continue
-        if found != spare and old and not any(beat is not None and is_alive(beat) for beat in beats):
-            shutil.rmtree(found, ignore_errors=True)
+        if pages != spare and old and not any(beat is not None and is_alive(beat) for beat in beats):
+            shutil.rmtree(pages, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The ranks of one node as its agent sees them: pages, processes, stacks."""
+"""Observes the ranks of one node for its agent: pages, processes, stacks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RankSnapshot:
     """The position of a rank that makes no progress; sent between nodes.
 
     Attributes:
-        step, phase, beats: of its page.
+        step, phase, beats: as on its page.
         still: seconds since its last beat.
-        state: of the process, a letter of `ps`.
-        wedged: its interpreter runs no other thread either.
+        state: state of the process, a letter of `ps`.
+        wedged: whether its interpreter runs no other thread either.
         collective: name of the collective it waits in, if any.
         place: innermost frame, as text.
         group: equal for ranks that wait for the same thing.
@@ -64,7 +64,7 @@ class Rank:
         self.stack: Stack | None = None
 
     def read_page(self) -> None:
-        """Read its page; the first time, open a pidfd of its process."""
+        """Read the rank's page; the first time, open a pidfd of its process."""
         if self._reader is None:
             try:
                 self._reader = Reader(self._path)
@@ -84,14 +84,14 @@ class Rank:
             self.close_pidfd()
 
     def close_pidfd(self) -> None:
-        """Its process has ended: close the pidfd."""
+        """Close the pidfd, because the process has ended."""
         self.gone = True
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
 
     def signal(self, number: int) -> None:
-        """Signal its process, never another one that reuses its pid."""
+        """Signal the rank's process, never another one that reuses its pid."""
         if self.descriptor is not None:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self.descriptor, number)
@@ -103,11 +103,11 @@ class Rank:
 
     @property
     def state(self) -> str:
-        """Of its process, a letter of `ps`; X if it has ended, or never wrote its page."""
+        """State of the process, a letter of `ps`; X if it has ended, or never wrote its page."""
         return "X" if self.gone or self.beat is None else process_state(self.beat.pid)
 
     def snapshot(self) -> RankSnapshot | None:
-        """Its position, with the latest stack; None if it never wrote its page."""
+        """The rank's position, with the latest stack; None if it never wrote its page."""
         beat, stack = self.beat, self.stack
         if beat is None:
             return None
@@ -150,7 +150,7 @@ class RankMonitor:
             rank.read_page()
 
     def wait(self, seconds: float) -> list[Rank]:
-        """Sleep until the time is over or a rank or the launcher ends; returns the ranks that ended."""
+        """Sleep until the time is over or a rank or the launcher ends. Returns the ranks that ended."""
         poll, watched = select.poll(), {rank.descriptor: rank for rank in self.alive}
         for descriptor in (*watched, self._launcher_descriptor):
             if descriptor is not None:
@@ -175,7 +175,7 @@ class RankMonitor:
 
     @property
     def windows(self) -> dict[int, tuple[int, float]]:
-        """By rank, the number of the last window of steps and the rank's own seconds of a typical step."""
+        """By rank: number of its last window of steps, and seconds of a typical step without waiting for ranks."""
         return {beat.rank: (beat.window, beat.own) for beat in self.beats}
 
     def pids(self) -> list[int]:
@@ -187,7 +187,7 @@ class RankMonitor:
 
     @property
     def segment(self) -> int:
-        """Number of the start they belong to; 0 until it is known."""
+        """Segment of the ranks' start; 0 until it is known."""
         return max((beat.segment for beat in self.beats), default=0)
 
     @property
@@ -208,8 +208,8 @@ class RankMonitor:
         return [snapshot for rank in self.all if (snapshot := rank.snapshot()) is not None]
 
     def kill(self) -> None:
-        """End all at once. SIGKILL ends even stopped and wedged processes; SIGSTOP first, so that no rank sees another
-        end and records a wrong reason."""
+        """End all ranks at once. SIGKILL ends even stopped and wedged processes; SIGSTOP comes first, so that no rank
+        sees another end and records a wrong reason."""
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for rank in self.alive:
                 rank.signal(number)

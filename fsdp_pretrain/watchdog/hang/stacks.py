@@ -1,4 +1,4 @@
-"""Stack dumps, made by a signal handler at C level, and what they say about who waits for whom."""
+"""Reads stack dumps, which a signal handler writes at C level, to find out which rank waits for which."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Stack:
-    """The main thread of a rank, innermost frame first.
+    """The stack of a rank's main thread, innermost frame first.
 
     Attributes:
         root: the directory that the rank imported this project from, with a slash at its end.
@@ -38,7 +38,7 @@ class Stack:
 
     @property
     def collective(self) -> str | None:
-        """Name of the collective it is in, if any."""
+        """Name of the collective that it is in, if any."""
         names = [frame.name for frame in self.signature if "/torch/distributed/" in frame.file]
         return names[-1] if names else None
 
@@ -49,7 +49,7 @@ class Stack:
 
     @property
     def place(self) -> str:
-        """The innermost frame, and the innermost one of this project if that is another, as text."""
+        """The innermost frame, and (if different) the innermost frame of this project, as text."""
         if not self.frames:
             return "unknown"
         inner, own = self.frames[0], self._own
@@ -68,7 +68,7 @@ class Stack:
 
 
 class Dumps:
-    """The dumps of one rank, as they are appended to its file."""
+    """The stack dumps of one rank, which are appended to its file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
@@ -84,7 +84,7 @@ class Dumps:
             self._offset = 0
 
     def latest(self) -> Stack | None:
-        """The main thread in a dump made since `skip`; None if there is nothing new. The dump is in `text`."""
+        """The main thread's stack in a dump made since `skip`; None if nothing is new. The dump is then in `text`."""
         try:
             with self._path.open(encoding="utf-8", errors="replace") as file:
                 if not self._main:
@@ -107,11 +107,11 @@ def _inside(frame: Frame, root: str) -> str:
 
 def _threads(text: str) -> dict[int, list[Frame]]:
     """Frames of each thread of the last dump in a text."""
-    found: dict[int, list[Frame]] = {}
+    threads: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
     for line in text.splitlines():
         if thread := _THREAD.match(line):
-            frames = found[int(thread[1], 16)] = []
+            frames = threads[int(thread[1], 16)] = []
         elif frame := _FRAME.match(line):
             frames.append(Frame(frame[1], int(frame[2]), frame[3]))
-    return found
+    return threads

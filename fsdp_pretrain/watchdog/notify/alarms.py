@@ -31,12 +31,12 @@ class Alarm:
 
     Attributes:
         key: `detector` or `detector/scope`, e.g. `hang` or `straggler/rank-3`: the same incident has the same key.
-        severity: the highest since it was opened.
+        severity: the highest severity since it was opened.
         state: open; acknowledged: a person knows; resolved.
-        summary: what, in one line with the numbers.
-        effect, remedy: what it means, what to do.
+        summary: what happened, in one line with the numbers.
+        effect, remedy: the consequence, and what to do.
         opened, changed: times, ISO 8601.
-        step: of the run when it last changed.
+        step: step of the run when it last changed.
         count: how often it was opened.
         action: what the watchdog did, if anything.
         facts: further values.
@@ -65,14 +65,14 @@ class Alarm:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Alarm:
         """The inverse of `to_json`. Raises ValueError, KeyError."""
-        found = _schema().validate_python({**content, "severity": Severity[content["severity"]]})
-        if seconds_of(found.opened) is None:
-            raise ValueError(f"it was opened at {found.opened!r}")
-        return found
+        alarm = _schema().validate_python({**content, "severity": Severity[content["severity"]]})
+        if seconds_of(alarm.opened) is None:
+            raise ValueError(f"it was opened at {alarm.opened!r}")
+        return alarm
 
 
 class AlarmSink(Protocol):
-    """What takes the findings of detectors: the alarms of the run, or, on other nodes than node 0, a report to it."""
+    """Receives the findings of detectors: the alarms of the run on node 0, or a report to node 0 on other nodes."""
 
     def open_keys(self) -> list[str]:
         """The keys of the open alarms."""
@@ -88,9 +88,9 @@ class Alarms(AlarmSink):
     """All alarms of a run. Only the watchdog of node 0 writes them.
 
     Args:
-        path: `alarms.jsonl`; read if it exists. What a full disk does not take is written once there is space.
-        on_change: called with the alarm at every transition. Called before the write, since the file may be on a mount
-            that hangs, which must be reported too.
+        path: `alarms.jsonl`; read if it exists. While the disk is full, lines wait in memory.
+        on_change: called with the alarm at every transition, before the write, because the file may be on a mount that
+            hangs, which must be reported too.
     """
 
     def __init__(self, path: Path, on_change: Callable[[Alarm], None]) -> None:
@@ -104,8 +104,8 @@ class Alarms(AlarmSink):
         return [alarm.key for alarm in self]
 
     def open(self, key: str, severity: Severity, summary: str, *, revised: bool = False, **more: Any) -> None:
-        """Open or update an incident. A change is reported if it is new, its severity rises, or it is `revised`: more
-        is known than was reported. `more` are further fields of `Alarm`."""
+        """Open or update an incident. It is reported if it is new, its severity rises, or it is `revised`, that is,
+        more is known than was reported. `more` are further fields of `Alarm`."""
         before, time = self._known.get(key), now()
         if before is None or before.state == "resolved":
             count = 1 if before is None else before.count + 1
@@ -128,7 +128,7 @@ class Alarms(AlarmSink):
             self._enter(replace(before, state="resolved", summary=summary, changed=now(), step=step))
 
     def acknowledge(self, key: str, by: str = "") -> bool:
-        """A person (`by`) takes it: no more reminders. Returns whether there is such an open alarm."""
+        """Acknowledge an alarm for a person (`by`), which ends its reminders. Returns whether it was open."""
         before = self._known.get(key)
         if before is None or before.state == "resolved":
             return False
@@ -137,7 +137,7 @@ class Alarms(AlarmSink):
         return True
 
     def serve(self, run: RunDir) -> None:
-        """Carry out what people asked for since the last time."""
+        """Carry out people's requests since the last call."""
         for request in requests.take(_inbox(run)):
             if request.verb == "ack":
                 self.acknowledge(request.key, request.by)
@@ -148,12 +148,12 @@ class Alarms(AlarmSink):
         self._file.write(json.dumps(alarm.to_json()))
 
     def close(self) -> bool:
-        """Write what is pending, if possible, and close the file. Returns whether all is written."""
+        """Write pending lines, if possible, and close the file. Returns whether everything is written."""
         return self._file.close()
 
 
 def alarms_file(run: RunDir) -> Path:
-    """Every transition of the alarms of a run."""
+    """The file with every transition of the alarms of a run."""
     return run.path / "watchdog/alarms.jsonl"
 
 

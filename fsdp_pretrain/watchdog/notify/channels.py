@@ -26,14 +26,14 @@ from fsdp_pretrain.severity import Severity
 from .message import Message
 
 _ANSWER_SECONDS = 30.0
-"""To connect, and for every answer. Long: retrying a request that got through delivers it twice."""
+"""Time limit of connecting and of every response; long, because retrying a delivered request delivers it twice."""
 _COMMAND_SECONDS = 10.0
 _PAGERDUTY = {
     "us": "https://events.pagerduty.com/v2/enqueue",
     "eu": "https://events.eu.pagerduty.com/v2/enqueue",
 }
 _REFUSED = frozenset({400, 413, 415, 422})
-"""Status codes that blame the message, not the connection."""
+"""HTTP status codes that reject the message itself."""
 
 
 class DeliveryError(Exception):
@@ -64,7 +64,7 @@ def make_channels(section: NotifySection, environment: Mapping[str, str] = os.en
     Raises:
         ConfigError: lists every secret that is missing, and a missing program.
     """
-    found: list[Channel] = []
+    channels: list[Channel] = []
     problems: list[str] = []
     for name, value in section:
         if not value or name == "metrics":
@@ -74,7 +74,7 @@ def make_channels(section: NotifySection, environment: Mapping[str, str] = os.en
                 ping_url(environment)
             else:
                 least = Severity.CRIT if name == "pagerduty" else Severity.WARN
-                found.append(Channel(name, _MAKERS[name](value, environment), least))
+                channels.append(Channel(name, _MAKERS[name](value, environment), least))
         except ValueError as error:
             problems.append(f"watchdog.notify.{name}: {error}")
     if problems:
@@ -82,7 +82,7 @@ def make_channels(section: NotifySection, environment: Mapping[str, str] = os.en
             "\n".join(["nobody could be notified of alarms:", *(f"  - {problem}" for problem in problems)]),
             remedy="correct it, or remove the channel from the configuration",
         )
-    return found
+    return channels
 
 
 def ping_url(environment: Mapping[str, str]) -> str:
@@ -97,7 +97,7 @@ def _slack(_: bool, environment: Mapping[str, str]) -> Send:
     url = _url("SLACK_WEBHOOK_URL", environment)
 
     def send(message: Message) -> None:
-        """With a bold title."""
+        """POST the message with a bold title."""
         text = "\n".join([f"*{message.title}*", *message.lines])
         _post(url, {"text": text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")})
 
@@ -110,11 +110,11 @@ def _webhook(_: bool, environment: Mapping[str, str]) -> Send:
 
 
 def _pagerduty(region: str, environment: Mapping[str, str]) -> Send:
-    """Events API v2: run and key of the alarm identify the incident."""
+    """PagerDuty's Events API v2, where run and key of the alarm identify the incident."""
     url, routing_key = _PAGERDUTY[region], _secret("PAGERDUTY_ROUTING_KEY", environment)
 
     def send(message: Message) -> None:
-        """Trigger or resolve."""
+        """Trigger or resolve the incident."""
         sender, alarm = message.sender, message.alarm
         event: dict[str, object] = {"routing_key": routing_key, "dedup_key": f"{sender.run}/{alarm.key}"}
         if message.kind == "resolved":
@@ -135,7 +135,7 @@ def _pagerduty(region: str, environment: Mapping[str, str]) -> Send:
 
 
 def _command(argv: list[str], _: Mapping[str, str]) -> Send:
-    """JSON on standard input, the main facts in the environment."""
+    """A program that gets JSON on standard input and the main facts in its environment."""
     program, names = argv[0], "key severity state kind run step host summary title id".split()
     if shutil.which(program) is None:
         raise ValueError(f"there is no program {program}")
@@ -214,7 +214,7 @@ def _post(url: str, content: object, headers: Mapping[str, str] | None = None) -
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, in words that cannot contain a part of a URL."""
+    """The cause of a failed request, in words that cannot contain a part of a URL."""
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, BaseException):
         return _reason(error.reason)
     if isinstance(error, TimeoutError):

@@ -1,8 +1,8 @@
-"""What the people on a channel have been told, and what they must be told next.
+"""Decides which message a channel sends next, and remembers which were delivered.
 
-The state of every alarm and what was last told of it are compared; the difference is the next message. So a message
-that did not get through is not stored: it is made again, until it gets through or is out of date. What has been told
-is in `RUN/watchdog/told/CHANNEL.json`, the alarms are in `alarms.jsonl`: another watchdog continues from both.
+The next message is the difference between the state of every alarm and its last delivered message. So an undelivered
+message is not stored: it is made again until it is delivered or out of date. Delivered messages are remembered in
+`RUN/watchdog/told/CHANNEL.json`, alarms in `alarms.jsonl`; a restarted watchdog continues from both.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from .alarms import Alarm
 from .message import Kind
 
 PER_HOUR = 10
-"""Messages within an hour; what is over it goes into a digest. The end of an alarm that had its own message is told in
-any case: else PagerDuty would keep its incident open."""
+"""Maximum messages per hour; further news goes into a digest. The end of an alarm that had its own message is always
+sent, or PagerDuty would keep its incident open."""
 _REMIND_SECONDS = 86_400.0
 _DIGEST_SECONDS, _CRITICAL_DIGEST_SECONDS = 3600.0, 60.0
-"""Between two digests, and between two if a critical alarm waits."""
+"""Seconds between two digests, usually and while a critical alarm waits."""
 _DISK_SECONDS = 5.0
-"""The run directory may hang, which may be the very thing to tell."""
+"""Time limit of disk access: the run directory may hang, which may be the very alarm to send."""
 
 
 @dataclass
 class Told:
-    """What people know of an alarm, and since when, in seconds since 1970.
+    """The last delivered message about an alarm.
 
     Attributes:
-        over: they know that it is resolved.
-        own: it has its own message, not only a line in a digest.
+        opened: when the alarm was opened.
+        severity: its severity in the message.
+        over: whether the message reported that it is resolved.
+        at: when it was delivered, in seconds since 1970.
+        own: whether the alarm had a message of its own, not only a line in a digest.
     """
 
     opened: str
@@ -51,10 +54,10 @@ class Told:
 
 @dataclass
 class ChannelMemory:
-    """What a channel remembers across restarts of the watchdog; times are seconds since 1970.
+    """State of a channel across restarts of the watchdog; times are seconds since 1970.
 
     Attributes:
-        told: by key of the alarm.
+        told: the last delivered messages by key of the alarm.
         sent: when the messages of the last hour were sent, except those that end an alarm.
         digest_at: when the last digest was sent.
     """
@@ -66,7 +69,7 @@ class ChannelMemory:
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be told next: one alarm, or, of kind `digest`, several. `free`: it does not count for the limit."""
+    """The next message: about one alarm, or a `digest` of several. `free`: it does not count towards the limit."""
 
     kind: Kind
     alarms: list[Alarm]
@@ -74,13 +77,13 @@ class Due:
 
 
 class Dispatcher:
-    """Decides for one channel.
+    """Decides which messages one channel sends.
 
     Args:
         least: severity below which nothing is sent.
-        file: where the memory is kept.
+        file: file of the `ChannelMemory`.
         alarms: the present state of every alarm of the run, by key; kept up to date by its owner.
-        but: key of an alarm that is never told here: the channel's own failure.
+        but: key of an alarm that is never sent here: the channel's own failure.
     """
 
     def __init__(self, least: Severity, file: Path, alarms: Mapping[str, Alarm], but: str = "") -> None:
@@ -90,51 +93,51 @@ class Dispatcher:
         with contextlib.suppress(OSError):
             memory = self._disk.call(lambda: state_files.view(file, ChannelMemory), _DISK_SECONDS)
         self._memory = memory or ChannelMemory()
-        if memory is None:  # a new channel: what is over is not told
+        if memory is None:  # a new channel: do not report alarms that are resolved
             self._mark([alarm for alarm in self._known() if alarm.state == "resolved"], 0.0, own=False)
 
     def _known(self) -> list[Alarm]:
         return [alarm for alarm in list(self._alarms.values()) if alarm.key != self._but]
 
     def due(self, time: float, *, closing: bool = False) -> Due | None:
-        """What is to be told now; None: nothing.
+        """The message to send now; None: none is due.
 
         Args:
             time: seconds since 1970.
-            closing: the watchdog ends: a digest does not wait.
+            closing: whether the watchdog ends, so that a digest does not wait.
         """
-        lacking = [(kind, alarm) for alarm in self._known() if (kind := self._lacking(alarm, time)) is not None]
-        for kind, alarm in lacking:
+        pending = [(kind, alarm) for alarm in self._known() if (kind := self._next_kind(alarm, time)) is not None]
+        for kind, alarm in pending:
             if kind == "resolved" and self._has_own_message(alarm):
                 return Due(kind, [alarm], free=True)
-        if not lacking:
+        if not pending:
             return None
-        worst = max(alarm.severity for _, alarm in lacking)
+        worst = max(alarm.severity for _, alarm in pending)
         self._memory.sent = [at for at in self._memory.sent if _since(at, time) < 3600]
         if len(self._memory.sent) < PER_HOUR:
-            kind, alarm = next(each for each in lacking if each[1].severity == worst)
+            kind, alarm = next(news for news in pending if news[1].severity == worst)
             return Due(kind, [alarm])
         pause = _CRITICAL_DIGEST_SECONDS if worst is Severity.CRIT else _DIGEST_SECONDS
         if _since(self._memory.digest_at, time) < pause and not closing:
             return None
-        return Due("digest", [alarm for _, alarm in lacking])
+        return Due("digest", [alarm for _, alarm in pending])
 
     def was_told(self, due: Due, time: float) -> None:
-        """It was delivered."""
+        """Remember that the message `due` was delivered at `time`."""
         if due.kind == "digest":
             self._memory.digest_at = time
         elif not due.free:
             self._memory.sent.append(time)
         self._mark(due.alarms, time, own=due.kind != "digest")
 
-    def _lacking(self, alarm: Alarm, time: float) -> Kind | None:
-        """The message that would bring people up to date about an alarm; None if they are."""
+    def _next_kind(self, alarm: Alarm, time: float) -> Kind | None:
+        """The kind of the next message about an alarm; None if the delivered ones are up to date."""
         if alarm.severity < self._least:
             return None
         told = self._memory.told.get(alarm.key)
         if told is not None and told.opened != alarm.opened:
             told = None
-        if alarm.state == "resolved":  # also one that was over before it could be told
+        if alarm.state == "resolved":  # also if it was resolved before it could be sent
             return None if told is not None and told.over else "resolved"
         if told is None:
             return None if alarm.state == "acknowledged" else "open"
@@ -147,7 +150,7 @@ class Dispatcher:
         return told is not None and told.opened == alarm.opened and told.own
 
     def _mark(self, alarms: list[Alarm], time: float, *, own: bool) -> None:
-        """Record and save that people know the present state of these alarms."""
+        """Remember and save that the present state of these alarms was delivered."""
         for alarm in alarms:
             self._memory.told[alarm.key] = Told(
                 opened=alarm.opened,

@@ -21,7 +21,7 @@ _DIGEST_LINES = 50
 
 @dataclass(frozen=True)
 class MessageSender:
-    """The sender: name of the run, its directory for proposed commands, number of the start, host of the watchdog."""
+    """The sender: name of the run, its directory for proposed commands, segment, host of the watchdog."""
 
     run: str
     path: str
@@ -34,7 +34,7 @@ class Message:
     """A message about an alarm, or about several in a digest.
 
     Attributes:
-        id: the same whenever the same message is made again.
+        id: identifies the message, also when it is made again.
     """
 
     id: str
@@ -45,7 +45,7 @@ class Message:
     lines: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """What a webhook and a command get."""
+        """The JSON for webhooks and commands."""
         sender, alarm = self.sender, self.alarm
         about = {"schema": 1, "id": self.id, "kind": self.kind, "time": now()}
         about |= {"run": sender.run, "segment": sender.segment, "host": sender.host, "detector": alarm.detector}
@@ -54,7 +54,7 @@ class Message:
 
 
 def make_message(kind: Kind, alarms: list[Alarm], sender: MessageSender) -> Message:
-    """A message about an alarm, or a digest of several."""
+    """Make a message about an alarm, or a digest of several."""
     (alarm, *_), head = alarms, "digest"
     if kind == "digest":
         alarm, lines = _digest(alarms), _digest_lines(alarms, sender)
@@ -63,9 +63,9 @@ def make_message(kind: Kind, alarms: list[Alarm], sender: MessageSender) -> Mess
         head = alarm.severity.name + _HEADS[kind]
         subject, lines = f"{alarm.key}: {alarm.summary}", _lines(kind, alarm, sender)
     place = f" · step {alarm.step:,}" if alarm.step is not None else ""
-    made = [sender.path, alarm.key, kind, alarm.opened, alarm.changed, alarm.state, *([now()] * (kind == "reminder"))]
+    key = [sender.path, alarm.key, kind, alarm.opened, alarm.changed, alarm.state, *([now()] * (kind == "reminder"))]
     return Message(
-        id=hashlib.sha256(" ".join(made).encode()).hexdigest()[:32],
+        id=hashlib.sha256(" ".join(key).encode()).hexdigest()[:32],
         kind=kind,
         alarm=alarm,
         sender=sender,

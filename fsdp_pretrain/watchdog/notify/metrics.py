@@ -1,6 +1,6 @@
-"""What the watchdog exports of a run: for Prometheus, by HTTP or in a file for node_exporter, and in a JSON file.
+"""Exports metrics of a run: for Prometheus, by HTTP or in a file for node_exporter, and in a JSON file.
 
-Unknown values are left out: an alert rule sees a missing series, never a made-up zero.
+Unknown values are left out, so that an alert rule sees a missing series instead of a made-up zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric as Family
 
 Snapshot = dict[str, Any]
-"""A run at one instant, by the keys of `METRICS`; a value that is not known is None or missing, and not exported."""
+"""Values of a run at one instant, by the keys of `METRICS`; unknown values are None or missing, and not exported."""
 
 
 class Metric(NamedTuple):
@@ -57,7 +57,7 @@ METRICS = {
 
 
 def snapshot_file(run: RunDir) -> Path:
-    """The last snapshot of a run, with its time: for `fsdp-pretrain status`, on any machine."""
+    """The file of a run's last snapshot, with its time: for `fsdp-pretrain status`, on any machine."""
     return run.path / "watchdog/snapshot.json"
 
 
@@ -70,14 +70,14 @@ def write_snapshot(run: RunDir, snapshot: Snapshot) -> None:
 
 class Exporter:
     """Exports snapshots, as a collector of prometheus_client: its Gauge and Counter would keep series that are no
-    longer known. A port in use does no harm, see `problem`.
+    longer known. If the port is in use, nothing is exported, see `problem`.
 
     Args:
         address: `HOST:PORT`, or the path of a file `*.prom`; None: nothing is exported.
 
     Attributes:
-        port: of the HTTP server; None if there is none.
-        problem: why it does not export, empty if it does.
+        port: port of the HTTP server; None if there is none.
+        problem: why it does not export; empty if it does.
     """
 
     def __init__(self, address: str | None) -> None:
@@ -114,7 +114,7 @@ class Exporter:
                 self.problem = f"cannot write {error.filename}: {error.strerror}"
 
     def collect(self) -> Iterator[Family]:
-        """What is known, in prometheus_client's classes."""
+        """The known values, as metrics of prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         if self._shown is None:

@@ -1,7 +1,7 @@
 """Delivers alarms to people: every channel has a thread that decides and sends.
 
-The watchdog hands over without waiting, and a channel that hangs delays no other. A kill just after a delivery causes a
-duplicate, with the same `id`.
+The watchdog never waits for a delivery, and a channel that hangs delays no other. If the watchdog is killed just after
+a delivery, the message is sent again, with the same `id`.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ class _ChannelThread(threading.Thread):
         alarms: the present state of every alarm of the run, by key.
 
     Attributes:
-        key: of the alarm for its failure.
+        key: key of the alarm for its failure.
         problem: why it fails; empty before the first message, None when it works.
-        tries: failures since it last worked.
-        wake: set when an alarm has changed, or it is `closing`: it ends once all is sent, or cannot be.
+        tries: number of failures since it last worked.
+        wake: set when an alarm has changed, or to close.
+        closing: whether the thread should end once everything is sent, or cannot be.
     """
 
     def __init__(self, channel: Channel, run: RunDir, alarms: Mapping[str, Alarm], sender: MessageSender) -> None:
@@ -142,7 +143,7 @@ class Ping:
         self._pinged = -float("inf")
 
     def on_pass(self, observed: bool, now: float) -> None:
-        """A pass ended. `observed`: it saw ranks; a blind watchdog must not look healthy."""
+        """Ping after a pass if it saw ranks (`observed`): a blind watchdog must not look healthy."""
         if observed and now - self._pinged >= _PING_SECONDS:
             self._pinged = now
             threading.Thread(target=self._fetch, name="ping", daemon=True).start()
