@@ -99,7 +99,9 @@ GROUPS = tuple(dict.fromkeys(info.group for info in _INFO.values() if info.group
 def tone(kind: str, code: int | None = None) -> Tone:
     """Whether a journal entry of a kind is good or bad news; `code` is the exit code of a stop."""
     if kind == "stop":
-        return "good" if code == 0 else "warning" if code in (75, 76) else "bad"
+        if code == 0:
+            return "good"
+        return "warning" if code in (75, 76) else "bad"
     return KINDS.get(kind, KindInfo()).tone
 
 

@@ -57,9 +57,9 @@ class Overrides(Section):
         values = {text.partition("=")[0].strip(): text for text in (*self.set, *changes)}
         return self.model_copy(update={"set": tuple(values.values()), "skip": _merge((*self.skip, *skip))})
 
-    def without(self, gone: Sequence[TimelineEntry]) -> Overrides:
+    def without(self, dropped: Sequence[TimelineEntry]) -> Overrides:
         """These overrides without some timeline entries."""
-        return self.model_copy(update={"timeline": tuple(entry for entry in self.timeline if entry not in gone)})
+        return self.model_copy(update={"timeline": tuple(entry for entry in self.timeline if entry not in dropped)})
 
     def to_toml(self) -> str:
         """The contents of `overrides.toml`."""
@@ -95,9 +95,9 @@ def read(run: RunDir) -> Overrides:
 
 
 def apply(
-    path: str | Path, arguments: Sequence[str], overrides: Overrides, gone: Sequence[TimelineEntry] = ()
+    path: str | Path, arguments: Sequence[str], overrides: Overrides, dropped: Sequence[TimelineEntry] = ()
 ) -> Config:
-    """The configuration of a file, `key=value` arguments and a run's overrides, without the timeline entries `gone`.
+    """The configuration of a file, `key=value` arguments and a run's overrides, without the entries `dropped`.
 
     Raises:
         ConfigError: the configuration is invalid, or the arguments contradict the overrides.
@@ -119,7 +119,7 @@ def apply(
         skip = f"data.skip={json.dumps([str(span) for span in spans])}"
         config = load(path, [*arguments, *overrides.set, skip])
     # The run's own config.toml has them already.
-    timeline = [entry for entry in config.timeline if entry not in overrides.timeline and entry not in gone]
+    timeline = [entry for entry in config.timeline if entry not in overrides.timeline and entry not in dropped]
     timeline += overrides.timeline
     return config if timeline == config.timeline else with_timeline(config, timeline, Path(path))
 

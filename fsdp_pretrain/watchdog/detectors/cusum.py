@@ -26,6 +26,7 @@ _SKIPPED = 2
 """Number of first blocks that the baseline leaves out."""
 _BACK, _BACK_BLOCKS = 0.01, 4
 _FASTER, _FASTER_BLOCKS = 0.02, 30
+"""The pace is normal again after so many blocks less than this above the baseline; faster after so many below it."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ _TOLERATED = 0.01
 _SHARE_STEPS, _SHARE_SCORE, _LEAST_SHARE = 100, 6.0, 0.02
 """Warn if over so many steps a source's share differs from the plan by so many deviations, and by at least this."""
 _REMEMBERED = 100_000
+"""Number of data digests kept to notice repeated batches."""
 _FAR, _FAR_STEPS, _FAR_LEAST = 5.0, 3, 2
+"""Deviations from which a batch is far; of so many steps, so many must be far for a warning."""
 _EFFECTS = {
     "data-specials": "the model learns doubled separators",
     "data-separators": "the model does not learn where documents end",

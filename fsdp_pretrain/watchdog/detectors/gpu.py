@@ -21,7 +21,8 @@ _REMAP_XID = 63
 _BRAKES = {0x8: "hardware slowdown", 0x20: "thermal limit", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
 _WINDOW, _OFTEN = 20, 15
 """Number of samples (five minutes), and in how many of them an oddity must occur to cause a warning."""
-_WEDGED = 2
+_ALARM_AFTER = 2
+"""Consecutive failed or late checks that open the alarm `gpu-blind`."""
 
 
 class GpuDetector(Detector):
@@ -54,7 +55,7 @@ class GpuDetector(Detector):
 
     def _miss(self, why: str | None) -> None:
         self._missed += 1
-        if self._missed >= _WEDGED:
+        if self._missed >= _ALARM_AFTER:
             self.open(
                 f"gpu-blind/{self._host}",
                 Severity.WARN,

@@ -22,9 +22,13 @@ from .periodic import AUDIT_DEADLINE, AUDIT_SECONDS, PeriodicProbe, ProbeAnswer
 
 _PROBE_BYTES = 64 * 1024
 _SAMPLE = 64
-_TWICE = 2
+"""Number of files of a corpus among which reads choose."""
+_ALARM_AFTER = 2
+"""Consecutive failures of a mount that open the alarm."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WAIT_LEAST, _WAIT_TIMES, _WAIT_STEPS, _WAITS = 5.0, 10.0, 50, 3
+"""A wait for data is long from so many seconds and so many times the usual wait; of so many steps, so many waited
+long to open the alarm."""
 
 
 def read(paths: Sequence[Path]) -> None:
@@ -151,7 +155,7 @@ class MountDetector(Detector):
                 audit.due = 0.0
             return
         self._failures[path] += 1
-        if self._failures[path] >= _TWICE:
+        if self._failures[path] >= _ALARM_AFTER:
             self.open(
                 f"mount/{path}",
                 Severity.CRIT,

@@ -23,9 +23,11 @@ UNKNOWN_SOFT, UNKNOWN_HARD = 1800.0, 3600.0
 CONNECT = 900.0
 """Seconds until all ranks have connected."""
 _SAVES = 4
-"""Saves and loads, once known, may take so many times as long as steps."""
+"""Factor of the minimum deadlines of saves and loads over those of steps."""
 _HISTORY = 512
+"""Number of durations kept per phase."""
 _FEW = 3
+"""Durations of saves or loads from which their usual duration is known."""
 LONG_PHASES = (Phase.LOAD, Phase.SAVE)
 _NO_STEP = (*LONG_PHASES, Phase.PAUSED)
 """Phases whose time does not count as step time. A paused rank beats often, so the deadlines of steps apply to it."""

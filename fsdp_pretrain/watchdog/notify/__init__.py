@@ -1,1 +1,1 @@
-"""From an alarm to a person: what is sent, messages, channels; and metrics."""
+"""Delivery of alarms to people (which messages, their text, the channels), and export of metrics."""
