@@ -47,7 +47,7 @@ def read(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) ->
 def _entries(run: RunDir) -> list[dict[str, Any]]:
     """The journal. A fork's begins with a copy of its parent's, whose entries of later steps are left out."""
     entries = journal.read(run)
-    forks = [newest_fork for newest_fork, entry in enumerate(entries) if entry["kind"] == "fork"]
+    forks = [at for at, entry in enumerate(entries) if entry["kind"] == "fork"]
     newest_fork = forks[-1] if forks else 0
     until = entries[newest_fork].get("step") if forks else None
     return [entry for at, entry in enumerate(entries) if at >= newest_fork or (entry.get("step") or 0) <= (until or 0)]

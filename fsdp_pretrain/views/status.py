@@ -133,7 +133,7 @@ class StatusReport(BaseModel):
 
 
 def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
-    """Inspect a run directory; `brief`: leave out goodput and progress since the last look, and do not note this one."""
+    """Inspect a run directory; `brief`: leave out goodput and progress since the last look; do not note this one."""
     report = StatusReport()
     try:
         status = state_files.read(run.status, Status)
@@ -228,7 +228,7 @@ def _check_checkpoints(report: StatusReport, run: RunDir) -> None:
 
 
 def _check_next_checkpoint(report: StatusReport, run: RunDir, newest: CheckpointManifest | None) -> None:
-    """Add whether the next checkpoint fits or is late, by the rules of the watchdog; `newest`: the last verified one."""
+    """Add whether the next checkpoint fits or is late, by the watchdog's rules; `newest`: the last verified one."""
     try:
         config = load_recorded(run.config)
     except UserError as error:

@@ -91,9 +91,7 @@ def render(record: RunRecord, library: str, made: float) -> str:
         report=record.report,
         levels=_LEVELS,
         about=_about(record),
-        facts=[
-            (name, *text.partition(", ")[::2]) for name, text in rows
-        ],  # what is before the first comma is shown large
+        facts=[(name, *text.partition(", ")[::2]) for name, text in rows],  # up to the first comma: in large letters
         made=made,
         account=account,
         meaning=MEANING,

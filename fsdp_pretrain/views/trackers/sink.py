@@ -53,8 +53,8 @@ class Sink(ABC):
 
 class AimSink(Sink):
     """Aim: a run for the kept line, with the true times of run and points. A value tracked again replaces
-    that at its step, so an existing run is continued. Points cannot be removed, so after a rollback another run is begun
-    and the former ones are archived."""
+    that at its step, so an existing run is continued. Points cannot be removed, so after a rollback another run is
+    begun and the former ones are archived."""
 
     def __init__(self, place: Path, facts: RunFacts) -> None:
         aim: Any = importlib.import_module("aim")
