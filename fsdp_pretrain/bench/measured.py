@@ -50,7 +50,7 @@ class MeasuredSteps:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> MeasuredSteps:
-        """From the JSON values of a result."""
+        """Make it from the JSON values of a result."""
         return cls(**{**values, "speed": Speed(**values["speed"])})
 
     def __str__(self) -> str:

@@ -51,7 +51,7 @@ def sweep(
 
     Args:
         command: arguments of the benchmark.
-        overrides: those of them that set keys.
+        overrides: the arguments in `command` that set keys.
         ranks: ranks on this node; None: as many as it has GPUs, or one.
         limit: seconds after which a way is ended.
 

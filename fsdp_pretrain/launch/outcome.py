@@ -31,7 +31,7 @@ class StartOutcome:
 
     Attributes:
         code: the exit code it decided on; None if it died without deciding.
-        reason: its own reason for ending.
+        reason: the reason for ending that it gave.
         asked: whether it was asked to stop.
         avoid: hosts not to use again.
         segment: number of its segment; None if it ended before creating one.
@@ -96,7 +96,7 @@ def read_outcome(
         run: the run directory.
         before: number of the newest segment when it started.
         note: where its ranks leave an exit code decided before there was a segment.
-        code: of torchrun.
+        code: exit code of torchrun.
         host: name of this host if the job has others.
         joined: whether there were ranks.
     """

@@ -145,7 +145,7 @@ def ignore_requests() -> None:
 
 
 def leave_note(code: int, reason: str) -> bool:
-    """From a rank: leave the launcher of this node an exit code that no segment holds. False without a launcher."""
+    """Called by a rank: leave the launcher of this node an exit code that no segment holds. False without a launcher."""
     path = os.environ.get(NOTE)
     if path is None:
         return False
@@ -155,7 +155,7 @@ def leave_note(code: int, reason: str) -> bool:
 
 
 def seen_note() -> Path | None:
-    """From a rank: the file in which starts under one launcher (or one torchrun) note what they have seen.
+    """For a rank: the file in which starts under one launcher (or one torchrun) note what they have seen.
 
     None if this process was not started by either.
     """

@@ -1,4 +1,4 @@
-"""The schedule as a table, and what the timeline changes, for people and as JSON."""
+"""The schedule as a table, and the entries of the timeline, as text and as JSON."""
 
 from __future__ import annotations
 

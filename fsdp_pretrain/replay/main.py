@@ -72,7 +72,7 @@ def replay(request: ReplayRequest) -> int:
 
 
 def _replay_config(config: Config, request: ReplayRequest, begun: Environment) -> Config:
-    """The configuration with the requested precision and the recorded mesh, or the usual mesh if that does not fit here."""
+    """The configuration with the requested precision and the recorded mesh, or the usual one if that does not fit."""
     shards = begun.world.shards if begun.world else 1
     fits = begun.world is not None and mesh.RankInfo.from_environment().world % shards == 0
     train = {"precision": request.precision or config.train.precision}

@@ -180,7 +180,7 @@ class Drawing:
         """The trace of the scores of a metric, with whiskers."""
         spreads = [score.spread or 0.0 for score in scores]
         bars = {"type": "data", "array": spreads, "color": "--c0", "thickness": 1, "width": 2}
-        texts = [", ".join(filter(None, (_interval(score), "left behind" * left))) for score in scores]
+        texts = [", ".join(filter(None, (_interval(score), "left behind" if left else ""))) for score in scores]
         hover_texts = [
             _hover_text(f"{score.value:.5g}", score.at, text) for score, text in zip(scores, texts, strict=True)
         ]
