@@ -145,7 +145,7 @@ def ignore_requests() -> None:
 
 
 def leave_note(code: int, reason: str) -> bool:
-    """Called by a rank: leave the launcher of this node an exit code that no segment holds. False without a launcher."""
+    """Called by a rank: leave the launcher of this node an exit code that no segment has. False without a launcher."""
     path = os.environ.get(NOTE)
     if path is None:
         return False
