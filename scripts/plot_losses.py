@@ -17,14 +17,15 @@ STEPS_PER_POINT = 10
 
 
 def points(run: Path) -> list[tuple[int, float]]:
-    """(step, loss) of every ten steps of the kept line."""
-    records, found = list(read_metrics(RunDir(run))), []
+    """Points (step, loss), one for ten steps of the kept line."""
+    records = list(read_metrics(RunDir(run)))
+    curve: list[tuple[int, float]] = []
     for start in range(0, len(records), STEPS_PER_POINT):
         part = [record for record in records[start : start + STEPS_PER_POINT] if record["loss"]["sum"] is not None]
         total, count = (sum(record["loss"][key] for record in part) for key in ("sum", "count"))
         if count:
-            found.append((part[-1]["step"], total / count))
-    return found
+            curve.append((part[-1]["step"], total / count))
+    return curve
 
 
 def draw(curves: dict[str, list[tuple[int, float]]]) -> str:
@@ -59,7 +60,7 @@ def draw(curves: dict[str, list[tuple[int, float]]]) -> str:
 
 
 if __name__ == "__main__":
-    given = [argument.partition("=") for argument in sys.argv[1:]]
-    if not given or not all(run for *_, run in given):
+    arguments = [argument.partition("=") for argument in sys.argv[1:]]
+    if not arguments or not all(run for *_, run in arguments):
         sys.exit(__doc__)
-    print(draw({name: points(Path(run)) for name, _, run in given}))
+    print(draw({name: points(Path(run)) for name, _, run in arguments}))

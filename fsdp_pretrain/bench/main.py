@@ -20,7 +20,7 @@ from . import measured, peers, saves, steps, sweep
 
 
 def main() -> int:
-    """Command line."""
+    """Run the benchmark that the command line selects. Returns the exit code."""
     args = _parser().parse_intermixed_args()
     torchrun.die_with_launcher()
     config = load(args.config, args.overrides)
@@ -29,8 +29,8 @@ def main() -> int:
         raise ConfigError("--sweep and --peers start processes of their own", remedy="start it without torchrun")
     if args.sweep:
         tried = sweep.sweep(config, command, args.overrides, ranks=args.ranks, limit=args.limit)
-        _deliver(args, [asdict(each) for each in tried], "\n".join(sweep.render(tried)))
-        return 0 if any(each.times for each in tried) else 1
+        _deliver(args, [asdict(way) for way in tried], "\n".join(sweep.render(tried)))
+        return 0 if any(way.times for way in tried) else 1
     if args.peers:
         compared = peers.compare(config, command, rounds=args.rounds, limit=args.limit)
         _deliver(args, asdict(compared), "\n".join(peers.render(compared)))
@@ -42,8 +42,8 @@ def main() -> int:
     with mesh.connect(config.parallel) as world:
         values: Any
         if args.saves:
-            found = saves.measure(config, world, args.saves, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
-            values, text = [asdict(each) for each in found], saves.render(found)
+            rounds = saves.measure(config, world, args.saves, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
+            values, text = [asdict(result) for result in rounds], saves.render(rounds)
         else:
             counts = {"steps": args.steps, "warmup": args.warmup, "accumulation": args.accumulation}
             times = steps.measure(config, world, **counts)
@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def _deliver(args: argparse.Namespace, values: Any, text: str) -> None:
-    """Print the result, and write its JSON values to the file that was asked for."""
+    """Print the result, and write its JSON values to the file of `--result`, if given."""
     if args.result is not None:
         args.result.write_text(json.dumps(values), encoding="utf-8")
     print(json.dumps(values, indent=1) if args.json else text, flush=True)
@@ -75,13 +75,13 @@ def _parser() -> Parser:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=positive, default=20, help="steps to time, in each round (default: 20)")
     parser.add_argument("--warmup", type=positive, default=5, help="steps before (default: 5)")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
         "--sweep", action="store_true", help="try micro-batches, recomputation and resharding: what fits, and how fast"
     )
-    what.add_argument("--saves", type=Path, metavar="DIR", help="time checkpoints in this directory instead")
-    what.add_argument("--peers", action="store_true", help="compare with other implementations of the model instead")
-    what.add_argument(
+    mode.add_argument("--saves", type=Path, metavar="DIR", help="time checkpoints in this directory instead")
+    mode.add_argument("--peers", action="store_true", help="compare with other implementations of the model instead")
+    mode.add_argument(
         "--side", choices=(peers.OURS, *peers.NETWORKS), default=peers.OURS, help=argparse.SUPPRESS
     )  # of --peers
     parser.add_argument(

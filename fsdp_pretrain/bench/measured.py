@@ -1,4 +1,4 @@
-"""What benchmarks measure, also in processes of their own: none inherits memory, caches or a failure from another."""
+"""Measures in processes of their own, none of which inherits memory, caches or a failure from another."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class MeasuredSteps:
     """Steps of one implementation on one mesh.
 
     Attributes:
-        side: which implementation, `ours` or one of `peers.NETWORKS`.
-        dtype: of matrix products.
-        speed: from the wall-clock time of all timed steps, until the device has finished them.
+        side: the implementation, `ours` or one of `peers.NETWORKS`.
+        dtype: dtype of the matrix products.
+        speed: speed by the wall-clock time of all timed steps, until the device has finished them.
         memory: bytes on the fullest rank: peak allocated on the GPU, or resident in a CPU process.
-        loss: of the last step, in nats per target.
+        loss: loss of the last step, in nats per target.
         parts: median seconds of what the trainer records of a step, by part; None for other implementations.
     """
 
@@ -50,7 +50,7 @@ class MeasuredSteps:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> MeasuredSteps:
-        """From the JSON values of a result."""
+        """Make it from the JSON values of a result."""
         return cls(**{**values, "speed": Speed(**values["speed"])})
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Spread:
 
 def measure(command: Sequence[str], *, limit: float, ranks: int = 1) -> MeasuredSteps | str:
     """The result of `python -m fsdp_pretrain.bench COMMAND` on some ranks of this node, or why there is none."""
-    # Not passed on otherwise: torchrun sets it for ranks.
+    # It is passed on here only, since torchrun sets it for ranks.
     threads = {name: value for name, value in os.environ.items() if name == "OMP_NUM_THREADS"}
     module = ["fsdp_pretrain.bench"]
     if ranks > 1:
@@ -100,7 +100,7 @@ def measure(command: Sequence[str], *, limit: float, ranks: int = 1) -> Measured
 def reason(errors: str) -> str:
     """The line of an error output that says why a process failed; torchrun's report of it comes last."""
     lines = [line.strip() for line in errors.splitlines()]
-    raised = r"(\[rank\d+\]: ?)?(?!torch\.distributed\.elastic)[\w.]+(Error|Exception|Unsupported)\b"
-    told = [line for line in lines if line.startswith("error:") or re.match(raised, line)]
+    exception = r"(\[rank\d+\]: ?)?(?!torch\.distributed\.elastic)[\w.]+(Error|Exception|Unsupported)\b"
+    messages = [line for line in lines if line.startswith("error:") or re.match(exception, line)]
     killed = [line for line in lines if "Signal " in line]
-    return (told or killed or ["it ended without a message"])[-1][:200]
+    return (messages or killed or ["it ended without a message"])[-1][:200]

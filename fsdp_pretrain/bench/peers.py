@@ -43,11 +43,11 @@ OURS = "ours"
 
 @dataclass
 class Comparison:
-    """All rounds.
+    """The results of all rounds.
 
     Attributes:
-        rounds: results by side.
-        failed: reasons, by side; such a side is not started again.
+        rounds: results of each round by side.
+        failed: reasons by side; a side that failed is not started again.
     """
 
     rounds: list[dict[str, MeasuredSteps]] = field(default_factory=list)
@@ -56,61 +56,69 @@ class Comparison:
     def ratio(self, side: str) -> Spread | None:
         """A side's step time divided by ours in the same round; None without a common round."""
         both = [
-            each[side].speed.seconds_per_step / each[OURS].speed.seconds_per_step
-            for each in self.rounds
-            if {side, OURS} <= each.keys()
+            times[side].speed.seconds_per_step / times[OURS].speed.seconds_per_step
+            for times in self.rounds
+            if {side, OURS} <= times.keys()
         ]
         return Spread.of(both) if both else None
 
 
 def compare(config: Config, command: Sequence[str], *, rounds: int, limit: float) -> Comparison:
-    """Measure all sides in alternating rounds. An interrupt ends it with what is measured by then.
+    """Measure all sides in alternating rounds. An interrupt ends the comparison early, with the results so far.
 
     Args:
         config: what to train.
-        command: arguments of the benchmark that give it.
+        command: arguments of the benchmark that describe `config`.
         limit: seconds after which a side's process is ended.
 
     Raises:
         ConfigError: not every side can train this.
     """
     _check(config)
-    result, left = Comparison(), [OURS, *NETWORKS]
+    result, remaining = Comparison(), [OURS, *NETWORKS]
     with contextlib.suppress(KeyboardInterrupt):
         for number in range(rounds):
-            result.rounds.append(found := {})
-            for side in left if number % 2 == 0 else left[::-1]:
+            by_side: dict[str, MeasuredSteps] = {}
+            result.rounds.append(by_side)
+            for side in remaining if number % 2 == 0 else remaining[::-1]:
                 times = measured.measure([*command, "--side", side], limit=limit)
                 if isinstance(times, str):
                     result.failed[side] = times
                 else:
-                    found[side] = times
+                    by_side[side] = times
                 print(f"round {number + 1} of {rounds}, {side}: {times}", file=sys.stderr, flush=True)
-            left = [side for side in left if side in found]
+            remaining = [side for side in remaining if side in by_side]
     return result
 
 
 def _check(config: Config) -> None:
     """Raise ConfigError if other implementations would not compute the same."""
     model, train = config.model, config.train
-    odd = [] if model.family == "llama" else [f"model.family = {model.family}"]
+    checks = [(f"model.family = {model.family}", model.family != "llama")]
     if isinstance(model, LlamaModel):
-        odd += ["model.head_size"] * (model.query_width != model.hidden) + ["model.tied_head"] * model.tied_head
-        odd += ["model.rope_scaling"] * (model.rope_scaling is not None)
-    odd += ["data.attention = document"] * (config.data.attention == "document")
-    odd += ["train.z_loss"] * (train.z_loss > 0) + ["train.precision = fp16"] * (train.precision == "fp16")
-    odd += ["parallel.recompute"] * (config.parallel.recompute != 0)
-    if odd:
+        checks += [
+            ("model.head_size", model.query_width != model.hidden),
+            ("model.tied_head", model.tied_head),
+            ("model.rope_scaling", model.rope_scaling is not None),
+        ]
+    checks += [
+        ("data.attention = document", config.data.attention == "document"),
+        ("train.z_loss", train.z_loss > 0),
+        ("train.precision = fp16", train.precision == "fp16"),
+        ("parallel.recompute", config.parallel.recompute != 0),
+    ]
+    unsupported = [key for key, differs in checks if differs]
+    if unsupported:
         raise ConfigError(
-            f"--peers cannot compare this configuration: {', '.join(odd)}",
+            f"--peers cannot compare this configuration: {', '.join(unsupported)}",
             effect="other implementations would compute something else, or more",
             remedy="take it out, or override it on the command line",
         )
 
 
 def render(result: Comparison) -> Iterator[str]:
-    """The results for people, in lines."""
-    shared = next((times for each in result.rounds for times in each.values()), None)
+    """The results as lines of text."""
+    shared = next((times for by_side in result.rounds for times in by_side.values()), None)
     if shared is None:
         yield "no side could be measured"
     else:
@@ -119,11 +127,11 @@ def render(result: Comparison) -> Iterator[str]:
             f"{shared.torch}; {len(result.rounds)} rounds of {shared.steps} steps, median [least to most]"
         )
     for side in (OURS, *NETWORKS):
-        if found := [each[side] for each in result.rounds if side in each]:
+        if results := [by_side[side] for by_side in result.rounds if side in by_side]:
             ratio = "" if side == OURS or result.ratio(side) is None else f", {result.ratio(side)} of ours"
-            seconds = Spread.of([each.speed.seconds_per_step for each in found])
-            yield f"  {side:<13} step {seconds}s{ratio}; loss {found[-1].loss:.3f}"
-            yield f"  {'':<13} the last: {found[-1]}"
+            seconds = Spread.of([times.speed.seconds_per_step for times in results])
+            yield f"  {side:<13} step {seconds}s{ratio}; loss {results[-1].loss:.3f}"
+            yield f"  {'':<13} the last: {results[-1]}"
     yield from (f"  {side:<13} failed: {reason}" for side, reason in result.failed.items())
 
 
@@ -135,7 +143,7 @@ class Network:
     """A model of any library.
 
     Attributes:
-        module: has the parameters, fp32.
+        module: holds the parameters, fp32.
         blocks: its decoder blocks, each compiled on its own if the configuration says so.
         logits: int64 [B, S] -> [B, S, V], in the dtype of the parameters.
     """
@@ -178,7 +186,7 @@ def _build_plain(config: Config, world: World) -> Network:
 
 
 def _build_transformers(config: Config, world: World) -> Network:
-    """With its own initial values, on the default device."""
+    """LlamaForCausalLM with its own initial values, on the default device."""
     del world
     try:
         import transformers
@@ -186,13 +194,13 @@ def _build_transformers(config: Config, world: World) -> Network:
         raise ConfigError(f"transformers cannot be imported: {error}") from None
     assert isinstance(config.model, LlamaModel)
     values = hf_layout.to_hf(config.model, sequence_length=config.data.sequence_length, eod=0, dtype="float32")
-    theirs = transformers.LlamaConfig.from_dict(values | {"use_cache": False})
-    module = transformers.AutoModelForCausalLM.from_config(theirs, attn_implementation="sdpa")
+    hf_config = transformers.LlamaConfig.from_dict(values | {"use_cache": False})
+    module = transformers.AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa")
     return Network(module, list(module.model.layers), lambda tokens: module(input_ids=tokens, use_cache=False).logits)
 
 
 NETWORKS: dict[str, Callable[[Config, World], Network]] = {"plain": _build_plain, "transformers": _build_transformers}
-"""Builds the model of a side, on the default device, which is that of the world. Raises ConfigError."""
+"""Builders of the model of a side, on the default device, which is that of the world. They raise ConfigError."""
 
 
 class PlainLoop:
@@ -202,10 +210,10 @@ class PlainLoop:
     added up, clipped and applied in fp32. With fp32 there is no copy.
 
     Args:
-        network: on `device`.
-        config: its optimiser, clipping and whether blocks are compiled; schedules are left out.
-        batches: of which only the tokens are used.
-        dtype: of the matrix products.
+        network: the model, on `device`.
+        config: gives the optimiser, clipping and whether blocks are compiled; schedules are left out.
+        batches: batches of steps, of which only the tokens are used.
+        dtype: dtype of the matrix products.
     """
 
     def __init__(
@@ -238,7 +246,7 @@ class PlainLoop:
             loss.backward()
             self._loss += loss.detach()
             if self._copies:
-                self._take_gradients(first=number == 0)
+                self._accumulate_gradients(first=number == 0)
         if self._limit:
             nn.utils.clip_grad_norm_(self._masters, self._limit)
         self._optimizer.step()
@@ -253,7 +261,7 @@ class PlainLoop:
         return float(self._loss)
 
     @torch.no_grad()
-    def _take_gradients(self, *, first: bool) -> None:
+    def _accumulate_gradients(self, *, first: bool) -> None:
         """Add the gradients of a micro-batch to those of the step, in fp32."""
         sums = [master.grad for master in self._masters if master.grad is not None]
         gradients = [weight.grad for weight in self._weights if weight.grad is not None]
@@ -266,11 +274,11 @@ class PlainLoop:
 
 
 def _adamw(parameters: list[Tensor], config: Config) -> torch.optim.AdamW:
-    """Fused, with the run's settings at a constant rate; vectors (norms) do not decay."""
+    """Fused AdamW with the run's settings at a constant rate; vectors (norms) do not decay."""
     section = config.optimizer
     groups = [
-        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": section.weight_decay},
-        {"params": [each for each in parameters if each.ndim <= 1], "weight_decay": 0.0},
+        {"params": [weight for weight in parameters if weight.ndim > 1], "weight_decay": section.weight_decay},
+        {"params": [weight for weight in parameters if weight.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
 

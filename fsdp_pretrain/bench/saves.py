@@ -1,4 +1,4 @@
-"""What a checkpoint costs: `python -m fsdp_pretrain.bench CONFIG --saves DIR`.
+"""Measures what a checkpoint costs: `python -m fsdp_pretrain.bench CONFIG --saves DIR`.
 
 Each round writes a plain file of the same size from one process, a blocking save, and a background save during
 training. They alternate, so that a busy machine or disk affects all three alike; compare the ratios, which are computed
@@ -37,10 +37,10 @@ class SaveRound:
 
     Attributes:
         size: bytes of the checkpoint.
-        plain: to write a plain file of that size and sync it.
-        save: of a verified save.
-        stall: that training waits for a background save.
-        excess: by which the steps until its end were slower than usual, the wait included.
+        plain: seconds to write a plain file of that size and sync it.
+        save: seconds of a verified save.
+        stall: seconds that training waits for a background save.
+        excess: seconds by which the steps until its end took longer than usual, including the wait.
     """
 
     size: int
@@ -54,22 +54,22 @@ def measure(config: Config, world: World, directory: Path, *, rounds: int, steps
     """Time saves of a trainer's state. Returns the same results on every rank. Collective.
 
     Args:
-        directory: on the storage to measure; what is written there is removed.
-        rounds: to measure, after one that is not counted.
+        directory: a directory on the storage to measure; files written there are removed.
+        rounds: number of rounds to measure, after one that is not counted.
         steps: undisturbed training steps before each background save.
-        warmup: steps before all, at least one, so that there is optimiser state.
+        warmup: steps before everything else, at least one, so that there is optimiser state.
     """
     trainer = step_bench.build(config, world)
     step_bench.run_steps(trainer, max(1, warmup))
     place = directory / "bench-saves"
     stager, writers = Stager(world.device), world.with_host_group(world.new_group())
-    found = []
+    results = []
     for number in range(rounds + 1):
-        found.append(_round(trainer, world, writers, stager, place, number, steps))
+        results.append(_round(trainer, world, writers, stager, place, number, steps))
         if world.is_main:
             shutil.rmtree(place, ignore_errors=True)
         world.barrier()
-    return found[1:]
+    return results[1:]
 
 
 def _round(
@@ -78,8 +78,8 @@ def _round(
     state, facts = state_dict(trainer.model, trainer.optimizer), make_facts(trainer.config, world, trainer.state)
 
     def save(where: World, step: int, tensors: dict[str, Any]) -> dcp.SaveResult:
-        now = facts.model_copy(update={"step": 2 * number + step})
-        return dcp.save(where, Store(place), now, state=tensors, train_state="{}\n", config="")
+        numbered = facts.model_copy(update={"step": 2 * number + step})
+        return dcp.save(where, Store(place), numbered, state=tensors, train_state="{}\n", config="")
 
     saved = save(world, 1, state)
     plain = world.decide(lambda: _write_plainly(place / "plain", saved.bytes))
@@ -88,12 +88,12 @@ def _round(
     copy = stager.copy(state_dict(trainer.model, trainer.optimizer))
     pending = in_background(lambda: save(writers, 2, copy))
     stall = time.perf_counter() - start
-    beside = 0
+    steps_meanwhile = 0
     while not all(world.gather(pending.done())):
         step_bench.run_steps(trainer, 1)
-        beside += 1
+        steps_meanwhile += 1
     pending.result()
-    excess = time.perf_counter() - start - beside * usual
+    excess = time.perf_counter() - start - steps_meanwhile * usual
     slowest = [max(world.gather(seconds)) for seconds in (stall, excess)]
     return SaveRound(saved.bytes, plain, saved.seconds, *slowest)
 
@@ -110,10 +110,10 @@ def _write_plainly(path: Path, size: int) -> float:
 
 
 def render(rounds: list[SaveRound]) -> str:
-    """The results for people."""
+    """The results as text."""
 
     def spread(part: str, of: str = "") -> Spread:
-        return Spread.of([getattr(each, part) / (getattr(each, of) if of else 1) for each in rounds])
+        return Spread.of([getattr(result, part) / (getattr(result, of) if of else 1) for result in rounds])
 
     return "\n".join(
         [

@@ -71,11 +71,11 @@ class RandomSteps:
         micro.labels = micro.tokens[:, 1:].where(learned, IGNORE)
         micro.lengths = torch.full((self._micro, objective.slots), slot, dtype=torch.int32)
         micro.prefix = micro.lengths // 2
-        line = (torch.arange(self._length) % slot).expand(self._micro, -1).contiguous()
-        micro.positions = torch.stack((line, line), 1) if self._two else line
+        offsets = (torch.arange(self._length) % slot).expand(self._micro, -1).contiguous()
+        micro.positions = torch.stack((offsets, offsets), 1) if self._two else offsets
 
     def blank(self, before: Position) -> StepBatch:
-        """Needed only after a failed read, and nothing is read here."""
+        """Never called: the trainer needs it only after a failed read, and nothing is read here."""
         raise AssertionError("a benchmark reads nothing that could fail")
 
 
@@ -90,7 +90,7 @@ def build(
     """A trainer on random tokens.
 
     Args:
-        heartbeat: None: there is no watchdog.
+        heartbeat: heartbeat of the ranks; None if there is no watchdog.
         heldout: this rank's share of the samples whose loss is measured.
         batch: samples of a step; default: the full batch of the configuration.
 
@@ -120,9 +120,9 @@ def build(
 
 
 def initialise(model: Decoder, config: Config, world: World) -> None:
-    """Initial values; one GPU draws them itself, since a host takes many seconds for the trainer's own.
+    """Set the initial values. One GPU draws them itself, since a host takes many seconds to draw the trainer's own.
 
-    Those do not depend on the mesh, which replicas need, and the trainer's promise.
+    The trainer's own do not depend on the mesh, as its promise and replicas require.
     """
     if world.device.type != "cuda" or world.size > 1:
         fsdp.initialise_all(model, config.run.seed)
@@ -152,7 +152,7 @@ def measure(config: Config, world: World, *, steps: int, warmup: int, accumulati
 
 
 def run_steps(trainer: Trainer, steps: int) -> tuple[float, list[StepRecord]]:
-    """Seconds of some steps, until the device has finished them, and their records."""
+    """Run some steps. Returns their seconds, until the device has finished them, and their records."""
     start, records = time.perf_counter(), list[StepRecord]()
     for _ in range(steps):
         trainer.step()
@@ -172,7 +172,7 @@ def step_times(
     side: str = "ours",
     parts: dict[str, float] | None = None,
 ) -> MeasuredSteps:
-    """The result for a step that took this rank some seconds. Collective."""
+    """The result for steps that took this rank `seconds` each. Collective."""
     parameters, device = count_parameters(config.model), world.device
     seconds, name = max(world.gather(seconds)), hardware.device_name(device)
     return MeasuredSteps(
@@ -193,7 +193,7 @@ def step_times(
 
 
 def render(times: MeasuredSteps) -> str:
-    """The result for people."""
+    """The result as text."""
     parts = ", ".join(f"{part} {1000 * value:.1f}" for part, value in (times.parts or {}).items())
     return "\n".join(
         [

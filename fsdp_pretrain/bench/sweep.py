@@ -1,9 +1,9 @@
-"""Which way to train is fastest on this node: `python -m fsdp_pretrain.bench CONFIG --sweep`.
+"""Finds the fastest way to train on this node: `python -m fsdp_pretrain.bench CONFIG --sweep`.
 
-What changes no sample is tried: `train.micro_batch`, in powers of two until it does not fit; `parallel.recompute`; and,
-if parameters are sharded, `parallel.reshard_after_forward`. A key that the command line sets stays as it is. Every way
-is a job of its own, so one that does not fit ends no other. Steps have at most four micro-batches: more would make the
-update weigh less, and take time.
+Only keys that change no sample are tried: `train.micro_batch`, in powers of two until it does not fit;
+`parallel.recompute`; and, if parameters are sharded, `parallel.reshard_after_forward`. A key that the command line sets
+stays as it is. Every way is a job of its own, so one that does not fit does not end the others. Steps have at most four
+micro-batches: with more, the update would weigh less, and the sweep would take longer.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class TriedWay:
     """One way to train.
 
     Attributes:
-        overrides: what it sets, as on the command line.
-        times: None if it failed.
-        problem: why.
+        overrides: the keys it sets, as on the command line.
+        times: the measurement; None if it failed.
+        problem: why it failed.
     """
 
     overrides: list[str]
@@ -47,13 +47,13 @@ class TriedWay:
 def sweep(
     config: Config, command: Sequence[str], overrides: Sequence[str], *, ranks: int | None, limit: float
 ) -> list[TriedWay]:
-    """Try all ways, and say on standard error how each went; an interrupt ends it with what is measured by then.
+    """Try all ways, and print each result to standard error; an interrupt ends the sweep with the results so far.
 
     Args:
         command: arguments of the benchmark.
-        overrides: those of them that set keys.
-        ranks: of this node; None: as many as it has GPUs, or one.
-        limit: seconds of a way.
+        overrides: the arguments in `command` that set keys.
+        ranks: ranks on this node; None: as many as it has GPUs, or one.
+        limit: seconds after which a way is ended.
 
     Returns:
         The fastest first, then those that failed.
@@ -79,8 +79,8 @@ def sweep(
                     f"{key}={value}" for key, value in ({_MICRO: size} | dict(zip(ways, values, strict=True))).items()
                 ]
                 accumulation = str(min(_ACCUMULATION, max(1, batch // ranks // int(size))))
-                found = measured.measure([*command, *keys, "--accumulation", accumulation], limit=limit, ranks=ranks)
-                way = TriedWay(keys, None, found) if isinstance(found, str) else TriedWay(keys, found)
+                result = measured.measure([*command, *keys, "--accumulation", accumulation], limit=limit, ranks=ranks)
+                way = TriedWay(keys, None, result) if isinstance(result, str) else TriedWay(keys, result)
                 tried.append(way)
                 print(way, file=sys.stderr, flush=True)
                 if way.times is None:
@@ -89,7 +89,7 @@ def sweep(
 
 
 def render(tried: Sequence[TriedWay]) -> Iterator[str]:
-    """The ways for people, in lines."""
+    """The ways as lines of text."""
     best = tried[0].times if tried else None
     if best is None:
         yield "nothing fits: shard over more ranks (parallel.shard), or look at the reasons below"

@@ -26,9 +26,9 @@ def alarms(args: argparse.Namespace) -> int:
     from fsdp_pretrain.severity import Severity
     from fsdp_pretrain.watchdog.notify.alarms import alarms_file, read_alarms
 
-    known = read_alarms(alarms_file(args.run))
-    open_ones = [alarm for alarm in known if alarm.state != "resolved"]
-    shown = sorted(known if args.all else open_ones, key=lambda alarm: (alarm.state == "resolved", -alarm.severity))
+    recorded = read_alarms(alarms_file(args.run))
+    open_ones = [alarm for alarm in recorded if alarm.state != "resolved"]
+    shown = sorted(recorded if args.all else open_ones, key=lambda alarm: (alarm.state == "resolved", -alarm.severity))
     for alarm in shown:
         print(json.dumps(alarm.to_json()) if args.json else _render(alarm))
     if not shown and not args.json:

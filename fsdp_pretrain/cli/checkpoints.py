@@ -41,10 +41,10 @@ def _verify(args: argparse.Namespace) -> int:
 
     from fsdp_pretrain.checkpoint.listing import read_back
 
-    found = _store(args.run)
-    chosen = [item for item in found.scan() if args.step in (None, item.step)]
+    store = _store(args.run)
+    chosen = [item for item in store.scan() if args.step in (None, item.step)]
     if args.step is not None and not chosen:
-        found.find(args.step)
+        store.find(args.step)
     bar = tqdm(chosen, desc="reading back", delay=2, disable=None)
     return _print([read_back(item) for item in bar], as_json=args.json)
 

@@ -1,4 +1,4 @@
-"""`fsdp-pretrain control`: what any teammate can do to a live run."""
+"""`fsdp-pretrain control`: requests to the running job, which any teammate can send."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def running_job(run: RunDir) -> StatusReport:
 
 
 def send_request(run: RunDir, action: str, report: StatusReport, **content: Any) -> Path:
-    """Send a request to the running job; the file, see `run.requests.send`. Raises StorageError."""
+    """Send a request to the running job (`run.requests.send`). Returns its file. Raises StorageError."""
     from fsdp_pretrain.run.requests import send
 
     try:
@@ -96,13 +96,13 @@ def _set(args: argparse.Namespace, report: StatusReport) -> int:
     if not args.yes:
         _confirm()
     answer = _ask(args, report, reason=args.reason, changes=changes, at=args.at, seen=len(config.timeline))
-    _show(args, answer=answer, preview=[asdict(each) for each in rows])
+    _show(args, answer=answer, preview=[asdict(row) for row in rows])
     return 0
 
 
 def _table(rows: list[ShownValue]) -> list[str]:
     lines = [("step", "key", "as it is", "then")]
-    lines += [(f"{each.step:_}", each.key, each.before, each.after) for each in rows]
+    lines += [(f"{row.step:_}", row.key, row.before, row.after) for row in rows]
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
     return [
         f"  {line[0]:>{widths[0]}}  {line[1]:{widths[1]}}  {line[2]:{widths[2]}}  {line[3]}".rstrip() for line in lines
@@ -110,7 +110,7 @@ def _table(rows: list[ShownValue]) -> list[str]:
 
 
 def _confirm() -> None:
-    """Raise ConfigError unless a person agrees."""
+    """Raise ConfigError unless the user agrees."""
     if not sys.stdin.isatty():
         raise ConfigError(
             "not confirmed: this is no terminal", effect="nothing was changed", remedy="add --yes after the preview"
@@ -123,15 +123,15 @@ def _confirm() -> None:
         raise ConfigError("not confirmed", effect="nothing was changed")
 
 
-def _show(args: argparse.Namespace, **found: Any) -> None:
-    print(json.dumps(found, indent=1) if args.json else found["answer"]["text"])
+def _show(args: argparse.Namespace, **result: Any) -> None:
+    print(json.dumps(result, indent=1) if args.json else result["answer"]["text"])
 
 
 def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict[str, Any]:
-    """Send the request and wait for its answer. Raises UserError: it was refused, or not answered in time."""
+    """Send the request and wait for its answer. Raises UserError if it is refused, or not answered in time."""
     from fsdp_pretrain.views.status import inspect
 
-    def runs() -> bool:
+    def is_running() -> bool:
         now = inspect(args.run, brief=True)
         return now.running and now.status.segment == report.status.segment
 
@@ -139,13 +139,13 @@ def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict
     offset = args.run.journal.stat().st_size if args.run.journal.exists() else 0
     request = send_request(args.run, args.action, report, **content)
     try:
-        answer = _wait(args.run, request, offset, runs, patience)
+        answer = _wait(args.run, request, offset, is_running, patience)
     except KeyboardInterrupt:
-        print(_take_back(args.run, request))
+        print(_withdraw(args.run, request))
         raise
     if answer is None:
-        why = f"did not answer within {human_time(patience)}" if runs() else "has ended"
-        unanswered = UserError(f"the job {why}", effect=_take_back(args.run, request))
+        why = f"did not answer within {human_time(patience)}" if is_running() else "has ended"
+        unanswered = UserError(f"the job {why}", effect=_withdraw(args.run, request))
         unanswered.exit = Exit.RESUME
         raise unanswered
     if "refused" in answer:
@@ -153,27 +153,29 @@ def _ask(args: argparse.Namespace, report: StatusReport, **content: Any) -> dict
     return answer
 
 
-def _wait(run: RunDir, request: Path, offset: int, runs: Callable[[], bool], seconds: float) -> dict[str, Any] | None:
-    """The journal entry, behind `offset`, that answers a request; None if none came in time or before the job ended."""
+def _wait(
+    run: RunDir, request: Path, offset: int, is_running: Callable[[], bool], seconds: float
+) -> dict[str, Any] | None:
+    """The journal entry after `offset` that answers a request; None if none came in time or before the job ended."""
     from fsdp_pretrain.run import journal
 
     begun = looked = time.monotonic()
     alive = True
     while True:
-        for entry, behind in journal.entries(run.journal, offset):
-            offset = behind
+        for entry, next_offset in journal.entries(run.journal, offset):
+            offset = next_offset
             if entry.get("request") == request.stem:
                 return entry
         now = time.monotonic()
-        if not alive or now - begun > seconds:  # looked once more since the job ended
+        if not alive or now - begun > seconds:  # the journal was read once more after the job ended
             return None
         if now - looked > _LOOK_SECONDS:
-            looked, alive = now, runs()
+            looked, alive = now, is_running()
         time.sleep(_POLL_SECONDS)
 
 
-def _take_back(run: RunDir, request: Path) -> str:
-    """Take back a request without an answer, if the job has not taken it. Returns what became of it."""
+def _withdraw(run: RunDir, request: Path) -> str:
+    """Withdraw a request that has no answer, unless the job has taken it. Returns what happened, as text."""
     try:
         request.unlink()
     except FileNotFoundError:

@@ -22,11 +22,11 @@ def _ranks(text: str) -> str:
 def torchrun_options(usage: str, **defaults: Any) -> Argument:
     """The torchrun options that a verb fills in or reads; all others are in `passed_on`, for torchrun.
 
-    `usage` is the command line behind the verb; `defaults` are other values of what is not given.
+    `usage`: the command line after the verb; `defaults`: default values of other options.
     """
 
     def add(parser: argparse.ArgumentParser) -> None:
-        """Add them, after the options of the verb."""
+        """Add these options after those of the verb."""
         options = parser.add_argument_group("torchrun options (any other is passed on as it is)")
         options.add_argument("--nnodes", default="1", help="number of nodes, or MIN:MAX (default: 1)")
         options.add_argument(
@@ -84,8 +84,8 @@ def launch(args: argparse.Namespace) -> int:
     from fsdp_pretrain.run.overrides import load_run
 
     options, job = _split(args.passed_on)
-    asked = parse_trainer(job)  # report a mistake here, once, and not on every rank
-    config, _ = load_run(asked.config, asked.overrides)
+    parsed = parse_trainer(job)  # report a mistake here, once, and not on every rank
+    config, _ = load_run(parsed.config, parsed.overrides)
     if args.print_run:
         print(config.run.dir)
         return 0

@@ -1,4 +1,4 @@
-"""`fsdp-pretrain rollback` and `fork`: going on from an earlier checkpoint, in this run or in a new one."""
+"""`fsdp-pretrain rollback` and `fork`: continue from an earlier checkpoint, in this run or in a new one."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def rollback(args: argparse.Namespace) -> int:
 def fork(args: argparse.Namespace) -> int:
     """A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed."""
     from fsdp_pretrain.lineage import continuation
-    from fsdp_pretrain.lineage.fork import fork as go_on
+    from fsdp_pretrain.lineage.fork import fork as fork_run
 
-    report = go_on(args.run, args.at, args.target, changes=args.set, skip_steps=args.skip_steps, reason=args.reason)
+    report = fork_run(args.run, args.at, args.target, changes=args.set, skip_steps=args.skip_steps, reason=args.reason)
     lines = [f"{args.target} goes on from step {args.at:_} of {args.run.path}", *continuation.render(report)]
     lines.append(row("start", f"torchrun ... -m fsdp_pretrain.train {report.config}"))
     print(report.model_dump_json(indent=1, exclude_unset=True) if args.json else "\n".join(lines))

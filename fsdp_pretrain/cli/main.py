@@ -1,5 +1,5 @@
-"""`fsdp-pretrain VERB`: the operator's commands for a run. Read-only verbs need no torch, except `plan`, unless it only
-predicts.
+"""`fsdp-pretrain VERB`: the operator's commands for a run. Read-only verbs need no torch, except `plan` without
+`--at`.
 
 A handler imports what it runs, see `fsdp_pretrain.console`.
 """

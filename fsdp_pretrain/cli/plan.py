@@ -1,4 +1,4 @@
-"""`fsdp-pretrain plan`: what a configuration means in exact numbers; and `config-reference`."""
+"""`fsdp-pretrain plan`, which computes what a configuration means in numbers, and `config-reference`."""
 
 from __future__ import annotations
 

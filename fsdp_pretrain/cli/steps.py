@@ -1,4 +1,4 @@
-"""`fsdp-pretrain where`, `replay` and `profile`: look into chosen steps of a run."""
+"""`fsdp-pretrain where`, `replay` and `profile`: examine chosen steps of a run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def where(args: argparse.Namespace) -> int:
     from fsdp_pretrain.lineage import provenance
 
     step = provenance.trained_step(args.run, args.step, args.segment)
-    found = provenance.describe_step(step, rank=args.rank, text=args.text, ids=args.ids)
-    print(json.dumps(found.model_dump(exclude_unset=True)) if args.json else provenance.render(found))
+    shown = provenance.describe_step(step, rank=args.rank, text=args.text, ids=args.ids)
+    print(json.dumps(shown.model_dump(exclude_unset=True)) if args.json else provenance.render(shown))
     return 0
 
 
@@ -68,9 +68,9 @@ def replay(args: argparse.Namespace) -> int:
         precision=args.precision,
     )
     window = open_window(request)  # refused here, once, and not on every rank
-    begun = environment.view(args.run, window.records[0].segment)
+    recorded = environment.view(args.run, window.records[0].segment)
     if args.nproc_per_node is None:
-        args.nproc_per_node = str(max(begun.hosts.values(), default=begun.world.size if begun.world else 1))
+        args.nproc_per_node = str(max(recorded.hosts.values(), default=recorded.world.size if recorded.world else 1))
     if (args.nnodes, args.nproc_per_node) == ("1", "1"):
         if args.passed_on:
             raise ConfigError(
@@ -112,8 +112,8 @@ def profile(args: argparse.Namespace) -> int:
     report = running_job(args.run)
     if args.at and args.at <= (report.status.step or 0):
         raise ConfigError(f"--at {args.at}: the job is at step {report.status.step} already")
-    begun = environment.view(args.run, int(args.run.segments[-1].name)).world
-    ranks = begun.size if begun is not None else 1
+    world = environment.view(args.run, int(args.run.segments[-1].name)).world
+    ranks = world.size if world is not None else 1
     if args.steps > MOST_STEPS or len(args.ranks) > MOST_RANKS or args.ranks[-1] >= ranks:
         raise ConfigError(
             f"--steps {args.steps} --ranks {','.join(map(str, args.ranks))}: at most {MOST_STEPS} steps, {MOST_RANKS} "

@@ -1,5 +1,5 @@
-"""Verbs that show a run, as its record has it: `status`, `watch`, `journal`, `goodput`, `report`, the trackers; and
-`note`, which adds to it."""
+"""Verbs that show the record of a run: `status`, `watch`, `journal`, `goodput`, `report`, the trackers; and `note`,
+which adds to its journal."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fsdp_pretrain.units import human_bytes
 
 _EXAMPLE = "runs/quickstart/run"
 _LINES = 40
-"""Of a page that is printed; more where there is more to say."""
+"""Height for which the page is laid out where it is printed once; it may be longer."""
 
 
 def _bar(what: str, unit: str, lines: Any = None) -> Any:
-    """A progress bar, which only long work shows."""
+    """A progress bar, which appears after two seconds."""
     from tqdm import tqdm
 
     return tqdm(lines, desc=what, unit=f" {unit}", delay=2, leave=False, disable=None)
@@ -53,8 +53,8 @@ def watch(args: argparse.Namespace) -> int:
     single = run.begun
     runs = [run] if single else list(fleet.find_runs(args.path))
     if not runs:
-        found = "neither it nor a directory in it holds a run" if args.path.is_dir() else "there is no such directory"
-        raise ConfigError(f"{args.path} is not a run directory: {found}")
+        problem = "neither it nor a directory in it holds a run" if args.path.is_dir() else "there is no such directory"
+        raise ConfigError(f"{args.path} is not a run directory: {problem}")
     if not args.once and app.is_live():
         app.show(args.path, fleet_of_runs=not single)
         return 0
@@ -107,10 +107,10 @@ def goodput(args: argparse.Namespace) -> int:
     from fsdp_pretrain.run.goodput import goodput as account
     from fsdp_pretrain.run.goodput import render
 
-    found = account(args.run, partial(_bar, "reading", "steps"))
-    if found is None:
+    result = account(args.run, partial(_bar, "reading", "steps"))
+    if result is None:
         raise ConfigError(f"there is nothing to count: {args.run.path} was never started")
-    print(json.dumps(found.model_dump(), indent=1) if args.json else render(found))
+    print(json.dumps(result.model_dump(), indent=1) if args.json else render(result))
     return 0
 
 

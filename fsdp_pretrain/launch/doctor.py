@@ -30,12 +30,12 @@ from . import torchrun
 
 _REPEATS = 20
 _TIMEOUT = timedelta(seconds=120)
-"""Of a collective."""
+"""Timeout of a collective."""
 
 
 @dataclass
 class RankFacts:
-    """A rank: GPUs and memory of its host as text, and the shortest time of its matrix product."""
+    """Facts about a rank: GPUs and memory of its host as text, and the shortest time of its matrix product."""
 
     rank: int
     node: int
@@ -50,8 +50,8 @@ class NodeSum:
 
     Attributes:
         seconds: the best time of the slowest rank.
-        right: all results were.
-        rate: bytes per second on the bus of a rank.
+        right: whether all results were correct.
+        rate: bus bandwidth of a rank in bytes per second.
     """
 
     nodes: list[int]
@@ -61,7 +61,7 @@ class NodeSum:
 
 
 def main() -> int:
-    """Check, print on rank 0, exit 0 or 1."""
+    """Check, print the result on rank 0, and return 0 or 1."""
     parser = Parser(prog="python -m fsdp_pretrain.launch.doctor", description=__doc__)
     parser.add_argument("--slow", type=float, default=1.15, help="matrix products, of their median (default: 1.15)")
     parser.add_argument("--slow-sum", type=float, default=1.5, help="all-reduces, of theirs (default: 1.5)")
@@ -81,15 +81,19 @@ def _check(args: argparse.Namespace) -> int:
     sums = _sums(info, device, ranks)
     problems = [*_bad_ranks(ranks, args.slow), *_bad_nodes(ranks, sums, args.slow_sum)]
     if info.rank == 0:
-        found = {"ranks": [asdict(one) for one in ranks], "sums": [asdict(one) for one in sums], "problems": problems}
-        print(json.dumps(found, indent=1) if args.json else "\n".join(_table(ranks, sums, problems)), flush=True)
+        result = {
+            "ranks": [asdict(rank) for rank in ranks],
+            "sums": [asdict(pair) for pair in sums],
+            "problems": problems,
+        }
+        print(json.dumps(result, indent=1) if args.json else "\n".join(_table(ranks, sums, problems)), flush=True)
     dist.destroy_process_group()
     # If a rank exited with 1, torchrun would print a long failure report below the table.
     return 0 if not problems or torchrun.leave_note(1, problems[0]) else 1
 
 
 def _products(info: RankInfo, device: torch.device) -> list[RankFacts]:
-    """What every rank is, with the time of a matrix product."""
+    """Hardware and matrix product time of every rank."""
     size, kind, hardware = 256, torch.float32, "cpu"
     if device.type == "cuda":
         memory = human_bytes(torch.cuda.get_device_properties(device).total_memory)
@@ -102,41 +106,42 @@ def _products(info: RankInfo, device: torch.device) -> list[RankFacts]:
 
 
 def _sums(info: RankInfo, device: torch.device, ranks: Sequence[RankFacts]) -> list[NodeSum]:
-    """All-reduces in rounds of node pairs."""
-    values, found = torch.empty((256 if device.type == "cuda" else 1) * 2**18, device=device), []
+    """Time all-reduces in rounds of node pairs."""
+    values = torch.empty((256 if device.type == "cuda" else 1) * 2**18, device=device)
+    sums = []
     for pairs in pair_rounds(sorted({rank.node for rank in ranks})):
         members = {pair: [rank.rank for rank in ranks if rank.node in pair] for pair in pairs}
-        groups = {pair: dist.new_group(those) for pair, those in members.items()}
-        mine = next((pair for pair, those in members.items() if info.rank in those), None)
+        groups = {pair: dist.new_group(pair_ranks) for pair, pair_ranks in members.items()}
+        mine = next((pair for pair, pair_ranks in members.items() if info.rank in pair_ranks), None)
         by_rank = _gather(None if mine is None else _sum(groups[mine], values))
-        for pair, those in members.items():
-            seconds = max(by_rank[rank][0] for rank in those)
-            rate = 2 * (len(those) - 1) / len(those) * values.nbytes / seconds
-            found.append(NodeSum(list(pair), seconds, all(by_rank[rank][1] for rank in those), rate))
-    return found
+        for pair, pair_ranks in members.items():
+            seconds = max(by_rank[rank][0] for rank in pair_ranks)
+            rate = 2 * (len(pair_ranks) - 1) / len(pair_ranks) * values.nbytes / seconds
+            sums.append(NodeSum(list(pair), seconds, all(by_rank[rank][1] for rank in pair_ranks), rate))
+    return sums
 
 
 def _sum(group: Any, values: torch.Tensor) -> tuple[float, bool]:
-    """Seconds of an all-reduce, and whether one of known integers that differ per element is exact."""
-    size, place = dist.get_world_size(group), dist.get_rank(group) + 1
-    places = torch.arange(len(values), device=values.device) % 1024
-    values.copy_(places * place)
+    """Seconds of an all-reduce, and whether the sum of known integers, which differ by element, is exact."""
+    size, factor = dist.get_world_size(group), dist.get_rank(group) + 1
+    pattern = torch.arange(len(values), device=values.device) % 1024
+    values.copy_(pattern * factor)
     dist.all_reduce(values, group=group)
-    right = bool((values == places * (size * (size + 1) // 2)).all())
+    right = bool((values == pattern * (size * (size + 1) // 2)).all())
     values.zero_()
     return _best(lambda: dist.all_reduce(values, group=group), values.device), right
 
 
 def _best(act: Callable[[], object], device: torch.device) -> float:
     """The shortest of several runs of `act`: other load on the machine only adds time."""
-    taken = []
+    seconds = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
         act()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return min(taken)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def _gather(value: Any) -> list[Any]:
@@ -146,7 +151,7 @@ def _gather(value: Any) -> list[Any]:
 
 
 def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """Rounds of node pairs with a new partner in each: about log2(nodes), at least 3 if there are enough nodes.
+    """Rounds of node pairs with a new partner in each: about log2(nodes) rounds, at least 3 if there are enough nodes.
 
     The circle method (round-robin tournament): one node stays, the others rotate; of an odd number, one sits out. A
     single node is a group of its own.
@@ -165,38 +170,38 @@ def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, ...]]]:
 
 def _bad_ranks(ranks: Sequence[RankFacts], slow: float) -> Iterator[str]:
     """Ranks with other hardware than most, or slow products."""
-    common, usual = mode(one.hardware for one in ranks), median_low(one.matmul_seconds for one in ranks)
-    for one in ranks:
-        if one.hardware != common:
-            yield f"{one.host} rank {one.rank} has {one.hardware}, most have {common}"
-        if one.matmul_seconds > slow * usual:
-            share = one.matmul_seconds / usual - 1
-            yield f"{one.host} rank {one.rank} multiplies matrices {share:.0%} slower than the median"
+    common, usual = mode(rank.hardware for rank in ranks), median_low(rank.matmul_seconds for rank in ranks)
+    for rank in ranks:
+        if rank.hardware != common:
+            yield f"{rank.host} rank {rank.rank} has {rank.hardware}, most have {common}"
+        if rank.matmul_seconds > slow * usual:
+            share = rank.matmul_seconds / usual - 1
+            yield f"{rank.host} rank {rank.rank} multiplies matrices {share:.0%} slower than the median"
 
 
 def _bad_nodes(ranks: Sequence[RankFacts], sums: Sequence[NodeSum], slow: float) -> Iterator[str]:
     """Nodes that are bad with all their partners, and pairs that are bad only together."""
-    names = {one.node: f"{one.host} (node {one.node})" for one in reversed(ranks)}
-    of = {node: [one for one in sums if node in one.nodes] for node in sorted(names)}
+    names = {rank.node: f"{rank.host} (node {rank.node})" for rank in reversed(ranks)}
+    sums_of = {node: [pair for pair in sums if node in pair.nodes] for node in sorted(names)}
     # A bad node spoils all its sums, which may be most of them: take each node's best.
-    usual = median_low(min(one.seconds for one in mine) for mine in of.values() if mine)
+    usual = median_low(min(pair.seconds for pair in mine) for mine in sums_of.values() if mine)
     for what, bad in (
-        ("sums wrongly", [one for one in sums if not one.right]),
-        ("is slow", [one for one in sums if one.seconds > slow * usual]),
+        ("sums wrongly", [pair for pair in sums if not pair.right]),
+        ("is slow", [pair for pair in sums if pair.seconds > slow * usual]),
     ):
-        guilty = {node for node, mine in of.items() if len(mine) > 1 and all(one in bad for one in mine)}
+        guilty = {node for node, mine in sums_of.items() if len(mine) > 1 and all(pair in bad for pair in mine)}
         yield from (f"{names[node]} {what} with every other node it was paired with" for node in sorted(guilty))
-        for one in bad:
-            if not guilty & set(one.nodes):
-                who = " and ".join(names[node] for node in one.nodes)
-                yield f"the pair {who} {what}" if len(one.nodes) > 1 else f"{who} {what}"
+        for pair in bad:
+            if not guilty & set(pair.nodes):
+                who = " and ".join(names[node] for node in pair.nodes)
+                yield f"the pair {who} {what}" if len(pair.nodes) > 1 else f"{who} {what}"
 
 
 def _table(ranks: Sequence[RankFacts], sums: Sequence[NodeSum], problems: Sequence[str]) -> Iterator[str]:
     yield f"{'host':24} {'node':>4} {'rank':>4} {'matmul':>9}  hardware"
-    for one in ranks:
-        yield f"{one.host:24} {one.node:>4} {one.rank:>4} {1000 * one.matmul_seconds:>7.2f}ms  {one.hardware}"
-    rates = [one.rate / 1e9 for one in sums]
+    for rank in ranks:
+        yield f"{rank.host:24} {rank.node:>4} {rank.rank:>4} {1000 * rank.matmul_seconds:>7.2f}ms  {rank.hardware}"
+    rates = [pair.rate / 1e9 for pair in sums]
     yield f"all-reduce over nodes: {len(sums)} groups, {min(rates):.3g} to {max(rates):.3g} GB/s"
     yield from [f"BAD {problem}" for problem in problems] or ["nothing is wrong"]
 

@@ -2,8 +2,8 @@
 
 Two things differ. It leaves requests to stop to the launcher, which asks the ranks: Slurm and others signal every
 process of a job, and torchrun would kill the ranks while they save. And it prints torchrun's report of failed ranks
-only if it tells something: not if the first of them ended with a code of its own (`errors.Exit`), since that rank has
-said why, and as one line during a stop, where ranks and nodes lose each other.
+only where it helps: not if the first failed rank ended with a code of `errors.Exit`, since that rank has printed the
+reason, and as one line during a stop, when ranks and nodes lose each other.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _EXPLAINED = {int(code) for code in Exit} - {int(Exit.UNEXPECTED)}
 def main() -> int:
     """Run torchrun. Returns 1 for a failure that was explained; raises torchrun's errors otherwise."""
     die_with_parent(int(os.environ[LAUNCHER]))
-    asked: list[int] = []
+    stop_signals: list[int] = []
     for number in STOP_SIGNALS:  # a handler, because the ranks would inherit SIG_IGN
-        signal.signal(number, lambda got, _: asked.append(got))
+        signal.signal(number, lambda received, _: stop_signals.append(received))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `Torchrun` blocked them
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -36,11 +36,11 @@ def main() -> int:
         rank, first = error.get_first_failure()
         if first.exitcode in _EXPLAINED:
             return int(Exit.UNEXPECTED)
-        if not asked:
+        if not stop_signals:
             raise
         print(f"torchrun: rank {rank} ended with {first.exitcode} during the stop", file=sys.stderr, flush=True)
     except Exception as error:
-        if not asked:
+        if not stop_signals:
             raise
         print(f"torchrun: during the stop: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     else:

@@ -40,7 +40,7 @@ class Launcher:
     """The starts of one run on one node.
 
     Args:
-        args: options of the command.
+        args: parsed options of `fsdp-pretrain launch`.
         options: further options of torchrun.
         job: configuration file and arguments of the trainer, which make up `config`.
         notes: a directory for notes left by the ranks.
@@ -50,28 +50,28 @@ class Launcher:
         self, args: argparse.Namespace, options: list[str], job: list[str], config: Config, notes: Path
     ) -> None:
         self._args, self._config, self._settings = args, config, config.launch
-        self._run, self._notes, self._host = RunDir(config.run.dir), notes, socket.gethostname()
-        self._seen = notes / "seen.json"
-        self._nodes = torchrun.most_nodes(args.nnodes)
-        self._first = torchrun.is_first(args)
+        self._run, self._host = RunDir(config.run.dir), socket.gethostname()
+        self._notes, self._seen_note = notes, notes / "seen.json"
+        self._most_nodes = torchrun.most_nodes(args.nnodes)
+        self._is_first_node = torchrun.is_first(args)
         join = self._settings.join_timeout.value
         self._command = torchrun.command(args, options, "fsdp_pretrain.train", job, join=join)
         # How long torchrun waits for the other ranks after one exits; torch 2.11 always waits 30 s.
         ending = str(max(1, int(self._settings.stop_timeout.value)))
         self._environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": ending, **os.environ}
         self._deadline = limit.deadline(args.time_limit, time.monotonic(), time.time())
-        self._signals: list[int] = []
+        self._pending_signals: list[int] = []
         self._grace = limit.grace(self._run)
-        self._asked = ""
+        self._stop_reason = ""
         self._history: list[StartOutcome] = []
 
     def run(self) -> int:
         """Start until there is a reason to end; the exit code. Raises UserError from the checks around a start."""
         for number in torchrun.STOP_SIGNALS:
             signal.signal(number, self._on_signal)
-        known = run_id.read(self._run.path)
-        if known is not None:  # no start may find another run directory in its place
-            LauncherMemory(self._seen).remember(run_id=known)
+        identifier = run_id.read(self._run.path)
+        if identifier is not None:  # no start may use another run directory in its place
+            LauncherMemory(self._seen_note).remember(run_id=identifier)
         while True:
             self._check_place()
             if not self._args.no_preflight:
@@ -84,53 +84,55 @@ class Launcher:
                 return self._end(decision)
             self._report_restart(decision)
             self._wait_for(lambda: False, decision.pause, _POLL)
-            if self._signals:
-                name = signal.Signals(self._signals[0]).name
+            if self._pending_signals:
+                name = signal.Signals(self._pending_signals[0]).name
                 reason = f"asked to stop before it was started again: {name}"
                 return self._end(RestartDecision(int(Exit.RESUME), reason))
 
     def _check_place(self) -> None:
         """Raise RunGoneError if the run directory is not the one that earlier starts have seen."""
-        memory = LauncherMemory(self._seen)
+        memory = LauncherMemory(self._seen_note)
         if memory.seen is not None:
             run_id.bind(self._run.path, memory.seen.run_id)
         memory.check(self._run.path, lambda: outcome.newest_segment(self._run))
 
     def _start_once(self) -> RestartDecision:
         """Run one start to its end, and decide what follows."""
-        found, verified = outcome.newest_segment(self._run), outcome.verified_step(self._run)
+        newest = outcome.newest_segment(self._run)
+        verified_before = outcome.verified_step(self._run)
 
-        def before() -> int:
-            seen = LauncherMemory(self._seen).seen
-            return max(found, seen.restored if seen is not None else 0)
+        def newest_before() -> int:
+            seen = LauncherMemory(self._seen_note).seen
+            return max(newest, seen.restored if seen is not None else 0)
 
         note = self._notes / f"{len(self._history)}.json"
-        child = Torchrun(self._command, torchrun.environment(self._environment, note, self._seen))
-        host, begun = self._host if self._nodes > 1 else None, time.monotonic()
-        watch = TorchrunWatch(self._run, self._settings, child, before, host=host)
+        child = Torchrun(self._command, torchrun.environment(self._environment, note, self._seen_note))
+        host = self._host if self._most_nodes > 1 else None
+        begun = time.monotonic()
+        watch = TorchrunWatch(self._run, self._settings, child, newest_before, host=host)
         code = watch.run(self._take_signal, self._on_read)
 
         def read() -> StartOutcome:
-            joined = child.had_ranks or self._nodes == 1
-            return outcome.read_outcome(self._run, before(), note, code, host=host, joined=joined)
+            joined = child.had_ranks or self._most_nodes == 1
+            return outcome.read_outcome(self._run, newest_before(), note, code, host=host, joined=joined)
 
         ended = read()
         if ended.code != Exit.COMPLETE:
             self._check_place()
-        if self._nodes > 1 and ended.segment is not None:
+        if self._most_nodes > 1 and ended.segment is not None:
             self._wait_for_others(ended.segment)
             ended = read()
         now = time.monotonic()
-        after = outcome.verified_step(self._run)
-        ended = replace(ended, at=now, seconds=now - begun, verified=after, verified_before=verified)
+        verified = outcome.verified_step(self._run)
+        ended = replace(ended, at=now, seconds=now - begun, verified=verified, verified_before=verified_before)
         self._history.append(ended)
-        if ended.code == Exit.RESUME_AVOIDING_HOSTS and self._first:
+        if ended.code == Exit.RESUME_AVOIDING_HOSTS and self._is_first_node:
             _try_to_write(lambda: outcome.avoid(self._run, ended.avoid))
         elastic = ":" in self._args.nnodes
-        return decide(self._history, self._settings, asked=bool(self._asked), host=self._host, elastic=elastic)
+        return decide(self._history, self._settings, asked=bool(self._stop_reason), host=self._host, elastic=elastic)
 
     def _wait_for_others(self, segment: int) -> None:
-        """Wait until every node's part of a segment has ended or timed out; leftovers would join the next start."""
+        """Wait until every node's part of a segment has ended or timed out: ranks left would join the next start."""
         _try_to_write(lambda: outcome.mark_ended(self._run, segment))
         hosts = outcome.hosts_of(self._run, segment)
         patience = 2 * END_SECONDS
@@ -139,7 +141,7 @@ class Launcher:
     def _wait_for(self, condition: Callable[[], bool], seconds: float, poll: float) -> None:
         """Wait until a condition holds, the time is over, or a signal comes."""
         until = time.monotonic() + seconds
-        while not condition() and time.monotonic() < until and not self._signals:
+        while not condition() and time.monotonic() < until and not self._pending_signals:
             time.sleep(poll)
 
     # ------------------------------------------------------------------ the journal
@@ -162,17 +164,18 @@ class Launcher:
         )
 
     def _on_read(self) -> None:
-        """Called from a thread every second of a start."""
+        """Called by a thread about every second of a start."""
         if self._deadline is not None:
             self._grace = limit.grace(self._run)
 
     def _end(self, decision: RestartDecision) -> int:
+        """Report why the launcher ends. Returns its exit code."""
         assert decision.code is not None
         torchrun.ignore_requests()
         last = self._history[-1] if self._history else StartOutcome(None, "")
         _say(f"exit {decision.code}: {decision.reason}")
         if decision.overruled:
-            if self._first:
+            if self._is_first_node:
                 _try_to_write(lambda: outcome.overrule(self._run, last.segment, decision.reason))
             self._journal(
                 "stop", f"exit {decision.code}: {decision.reason}", code=decision.code, suspects=list(last.ahead)
@@ -184,7 +187,7 @@ class Launcher:
 
     def _journal(self, kind: Kind, text: str, **data: object) -> None:
         """Write an entry, on the first node only."""
-        if self._first:
+        if self._is_first_node:
             journal = Journal(self._run)
             journal.write(kind, text, **data)
             journal.close()
@@ -193,27 +196,27 @@ class Launcher:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._signals.append(number)
+        self._pending_signals.append(number)
 
     def _take_signal(self) -> tuple[int, bool] | None:
         """A pending signal for the ranks, or SIGTERM when the time limit is near: its number, and whether to end at
         once."""
-        if self._signals:
-            number, again = self._signals.pop(0), bool(self._asked)
-            self._asked = self._asked or signal.Signals(number).name
+        if self._pending_signals:
+            number, again = self._pending_signals.pop(0), bool(self._stop_reason)
+            self._stop_reason = self._stop_reason or signal.Signals(number).name
             at_once = again and number == signal.SIGINT
-            _say(f"{self._asked}: " + ("ending at once" if at_once else "asking the ranks to save and stop"))
+            _say(f"{self._stop_reason}: " + ("ending at once" if at_once else "asking the ranks to save and stop"))
             return number, at_once
         left = (self._deadline or math.inf) - time.monotonic()
-        if self._asked or left > self._grace:
+        if self._stop_reason or left > self._grace:
             return None
-        self._asked = f"time limit in {human_time(max(0.0, left))}"
-        _say(f"{self._asked}: asking the ranks to save and stop")
+        self._stop_reason = f"time limit in {human_time(max(0.0, left))}"
+        _say(f"{self._stop_reason}: asking the ranks to save and stop")
         return int(signal.SIGTERM), False
 
 
 def _try_to_write(act: Callable[[], object]) -> None:
-    """Write to the run directory; if that fails, the launcher still ends in the same way."""
+    """Write to the run directory; a failure is only printed, so that the launcher ends in the same way."""
     try:
         act()
     except OSError as error:

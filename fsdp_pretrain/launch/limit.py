@@ -10,20 +10,20 @@ from fsdp_pretrain.run.files import RunDir, tail_offset
 from fsdp_pretrain.run.metrics import last_records
 from fsdp_pretrain.run.step_record import LAG
 
-_SAVES, _MARGIN = 5, 1.5
+_SAVES, _MARGIN = 5, 1.5  # newest saves that count; factor on the estimate
 LEAST = 120.0
-"""Seconds, for a run without a record."""
+"""Least seconds of grace, which a run without a record gets."""
 _STEPS_TO_AGREE = 2 + LAG
 """The step in which the request arrives, the one that sums it over the ranks, and those until the sum is read."""
 
 
 def grace(run: RunDir) -> float:
-    """Seconds before the limit at which the ranks are to be asked to stop: by the record, with a margin.
+    """Seconds before the limit at which the ranks are to be asked to stop: estimated from the record, with a margin.
 
     A save may be in flight when the request arrives; it is awaited before the final save.
     """
-    found = ([record.seconds.iteration for record in last_records(segment)] for segment in reversed(run.segments))
-    steps = next(filter(None, found), None)
+    by_segment = ([record.seconds.iteration for record in last_records(segment)] for segment in reversed(run.segments))
+    steps = next(filter(None, by_segment), None)
     recent = [entry for entry, _ in journal.entries(run.journal, tail_offset(run.journal, 1 << 20))]
     saves = [entry["seconds"] for entry in journal.of_kind(recent, "checkpoint")][-_SAVES:]
     if not steps or not saves:

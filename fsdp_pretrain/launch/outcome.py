@@ -31,13 +31,13 @@ class StartOutcome:
 
     Attributes:
         code: the exit code it decided on; None if it died without deciding.
-        reason: its own reason for ending.
-        asked: it was asked to stop.
+        reason: the reason for ending that it gave.
+        asked: whether it was asked to stop.
         avoid: hosts not to use again.
         segment: number of its segment; None if it ended before creating one.
-        step: last recorded step, or the one it resumed from; None if it never got there.
+        step: last recorded step, or the one it resumed from; None if neither is known.
         ahead: the following steps, one of which was being trained: see `provenance.batches_after`.
-        verified, verified_before: newest step with a verified checkpoint, or 0; the same when it began.
+        verified, verified_before: newest step with a verified checkpoint, or 0, at its end and at its beginning.
         joined: whether the rendezvous succeeded, so that there were ranks.
         at, seconds: when it ended (`time.monotonic`), and how long it took.
     """
@@ -81,10 +81,10 @@ def segment_of(run: RunDir, before: int, host: str | None) -> int:
 def verified_step(run: RunDir) -> int:
     """The newest step that has a verified checkpoint, or 0."""
     try:
-        found = Store(run.checkpoints).scan()
+        checkpoints = Store(run.checkpoints).scan()
     except UserError:
         return 0
-    return max((item.step for item in found if item.problem is None and item.verified), default=0)
+    return max((item.step for item in checkpoints if item.problem is None and item.verified), default=0)
 
 
 def read_outcome(
@@ -96,15 +96,15 @@ def read_outcome(
         run: the run directory.
         before: number of the newest segment when it started.
         note: where its ranks leave an exit code decided before there was a segment.
-        code: of torchrun.
-        host: name of this host if there are others.
+        code: exit code of torchrun.
+        host: name of this host if the job has others.
         joined: whether there were ranks.
     """
     number = segment_of(run, before, host)
     if number <= before:
-        left = state_files.view(note, ExitIntent)
-        if left is not None:
-            return StartOutcome(left.code, left.reason)
+        noted = state_files.view(note, ExitIntent)
+        if noted is not None:
+            return StartOutcome(noted.code, noted.reason)
         if code == 0:
             return StartOutcome(0, "complete")
         if code == WRONG_OPTIONS:
@@ -153,7 +153,7 @@ def ended_hosts(run: RunDir, number: int) -> set[str]:
 
 
 def gone_hosts(run: RunDir, number: int) -> set[str]:
-    """`ended_hosts`, and the hosts that the watchdog found to be lost."""
+    """`ended_hosts`, and the hosts that the watchdog reported as lost."""
     intent = exit_intent.read(run.segment(number))
     return ended_hosts(run, number) | set(intent.lost if intent is not None else ())
 
@@ -165,10 +165,10 @@ def hosts_of(run: RunDir, number: int) -> set[str]:
 
 def avoid(run: RunDir, hosts: Collection[str]) -> None:
     """Add hosts to `RUN/avoid_hosts`, one per line. Raises OSError, ConfigError."""
-    known = avoided(run)
-    new = [host for host in hosts if host not in known]
+    present = avoided(run)
+    new = [host for host in hosts if host not in present]
     if new:
-        replace_file(run.avoid_hosts, "".join(f"{host}\n" for host in [*known, *new]))
+        replace_file(run.avoid_hosts, "".join(f"{host}\n" for host in [*present, *new]))
 
 
 def avoided(run: RunDir) -> list[str]:
@@ -194,8 +194,8 @@ def overrule(run: RunDir, segment: int | None, reason: str) -> None:
     """Record that the launcher gave up, overruling what the last start recorded. Raises OSError."""
     code = int(Exit.NEEDS_PERSON)
     if segment is not None:
-        was = exit_intent.read(run.segment(segment))
+        before = exit_intent.read(run.segment(segment))
         facts = {"code": code, "reason": reason, "time": now(), "host": socket.gethostname()}
-        state_files.write(run.segment(segment) / EXIT_INTENT, {**facts, "was": was and was.model_dump()})
+        state_files.write(run.segment(segment) / EXIT_INTENT, {**facts, "was": before and before.model_dump()})
     if run.status.exists():
         status.update(run, **status.ended(code, reason))

@@ -21,8 +21,8 @@ RESTARTS, _WINDOW_SECONDS = 5, 1800.0
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """What to do now: end with `code`, or if None restart after `pause` seconds. `overruled`: the launcher decided to
-    end, not the run."""
+    """What to do now: end with `code`, or if None restart after `pause` seconds. `overruled`: the decision to
+    end is the launcher's, not the run's."""
 
     code: int | None
     reason: str
@@ -64,7 +64,7 @@ def decide(
 
 
 def _retry_rendezvous(history: Sequence[StartOutcome], config: LaunchSection) -> RestartDecision:
-    """The rendezvous failed, which is no fault of the run. All nodes retry as long as the one that waits longest."""
+    """Retry a failed rendezvous until `join_timeout` is over; it does not count as a failed start of the run."""
     first, last = list(takewhile(lambda ended: not ended.joined, reversed(history)))[-1], history[-1]
     waited, reason = last.at - first.at + first.seconds, last.reason
     if waited >= config.join_timeout.value:
@@ -74,11 +74,11 @@ def _retry_rendezvous(history: Sequence[StartOutcome], config: LaunchSection) ->
 
 
 def same_place(history: Sequence[StartOutcome]) -> str:
-    """A message if the last two starts died at the same step; else empty."""
+    """A message if the last two starts died at the same step, else an empty text."""
     last = history[-1]
     before = history[-2].step if len(history) > 1 else None
-    if before is None or last.step is None or abs(last.step - before) > LAG:  # of the last records: they come late
+    if before is None or last.step is None or abs(last.step - before) > LAG:  # records lag behind by up to LAG steps
         return ""
-    batches = ", ".join(f"step {each['step']} samples {each['first']}:{each['cursor']}" for each in last.ahead)
+    batches = ", ".join(f"step {batch['step']} samples {batch['first']}:{batch['cursor']}" for batch in last.ahead)
     look = f"look at these batches: fsdp-pretrain where RUN --step {last.ahead[0]['step']}" if last.ahead else ""
     return f"; like the start before, it died after step {last.step} ({batches}): {look}"

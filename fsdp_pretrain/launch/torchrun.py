@@ -28,8 +28,8 @@ from fsdp_pretrain.run.lock import this_process
 from fsdp_pretrain.watchdog.hang.rank_client import root
 
 LAUNCHER, NOTE, SEEN = "FSDP_PRETRAIN_LAUNCHER", "FSDP_PRETRAIN_EXIT_NOTE", "FSDP_PRETRAIN_SEEN"
-"""Environment of ranks: process id of the launcher; file for an exit code decided before there is a segment; file for
-what its starts have seen of the run, see `run.run_id.LauncherMemory`."""
+"""Environment variables of ranks: process id of the launcher; file for an exit code decided before there is a segment;
+file for what its starts have seen of the run, see `run.run_id.LauncherMemory`."""
 
 WRONG_OPTIONS = 2
 """Exit code of a torchrun that does not know one of its options."""
@@ -54,26 +54,26 @@ def command(
             remedy="name the first node, the same on every node: --rdzv-endpoint HOST:29400",
         )
     if args.rdzv_endpoint is None:
-        meeting = ["--standalone"]
+        rendezvous = ["--standalone"]
     else:
         endpoint = args.rdzv_endpoint if ":" in args.rdzv_endpoint else f"{args.rdzv_endpoint}:29400"
-        usual = f"is_host={str(is_first(args)).lower()},join_timeout={max(1, int(join))},{_RENDEZVOUS_LIMITS}"
-        conf = ",".join(f"{key}={value}" for key, value in {**_settings(usual), **_settings(args.rdzv_conf)}.items())
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
-        meeting += ["--rdzv-id", args.rdzv_id, "--rdzv-conf", conf]
+        defaults = f"is_host={str(is_first(args)).lower()},join_timeout={max(1, int(join))},{_RENDEZVOUS_LIMITS}"
+        conf = ",".join(f"{key}={value}" for key, value in {**_settings(defaults), **_settings(args.rdzv_conf)}.items())
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+        rendezvous += ["--rdzv-id", args.rdzv_id, "--rdzv-conf", conf]
     return [
         *(sys.executable, "-m", "fsdp_pretrain.launch.elastic_agent", "--signals-to-handle", "SIGHUP,SIGQUIT"),
-        *("--nnodes", args.nnodes, "--nproc-per-node", args.nproc_per_node, "--max-restarts", "0", *meeting, *rest),
+        *("--nnodes", args.nnodes, "--nproc-per-node", args.nproc_per_node, "--max-restarts", "0", *rendezvous, *rest),
         *("-m", module, *arguments),
     ]
 
 
 def most_nodes(nnodes: str) -> int:
     """The larger number of `--nnodes N` or `MIN:MAX`. Raises ConfigError."""
-    found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", nnodes)
-    if found is None or int(found[2] or found[1]) < int(found[1]):
+    match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", nnodes)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
         raise ConfigError(f"--nnodes {nnodes} is neither a number of nodes nor MIN:MAX")
-    return int(found[2] or found[1])
+    return int(match[2] or match[1])
 
 
 def _settings(conf: str) -> dict[str, str]:
@@ -85,22 +85,22 @@ def _settings(conf: str) -> dict[str, str]:
 
 
 def is_first(args: argparse.Namespace) -> bool:
-    """Whether this node hosts the rendezvous: what `is_host` of --rdzv-conf says, else whether its name is of this
-    machine. Raises ConfigError if that does not resolve.
+    """Whether this node hosts the rendezvous: `is_host` of --rdzv-conf if set, else whether the endpoint's host
+    is this machine. Raises ConfigError if its name does not resolve.
 
     torchrun compares the name with this machine's host name, which fails on every node for an address or an alias.
     """
     if args.rdzv_endpoint is None:
         return True
-    if (said := _settings(args.rdzv_conf).get("is_host")) is not None:
-        return said.lower() in ("1", "true", "t", "yes", "y")
+    if (is_host := _settings(args.rdzv_conf).get("is_host")) is not None:
+        return is_host.lower() in ("1", "true", "t", "yes", "y")
     host = args.rdzv_endpoint.partition(":")[0]
-    here = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    own_addresses = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     try:
-        there = {info[4][0] for info in socket.getaddrinfo(host, None)}
+        host_addresses = {info[4][0] for info in socket.getaddrinfo(host, None)}
     except OSError as error:
         raise ConfigError(f"--rdzv-endpoint {host} does not resolve on this node: {error}") from None
-    return bool(here & there)
+    return bool(own_addresses & host_addresses)
 
 
 def environment(base: Mapping[str, str], note: Path | None = None, seen: Path | None = None) -> dict[str, str]:
@@ -139,13 +139,13 @@ def end_as_agreed(outcome: Exit) -> int:
 
 
 def ignore_requests() -> None:
-    """Ignore requests to stop, also while the interpreter ends, when handlers are gone already."""
+    """Ignore requests to stop, also while the interpreter shuts down and Python's handlers no longer run."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def leave_note(code: int, reason: str) -> bool:
-    """From a rank: leave the launcher of this node an exit code that no segment holds. False without a launcher."""
+    """Called by a rank: leave the launcher of this node an exit code that no segment has. False without a launcher."""
     path = os.environ.get(NOTE)
     if path is None:
         return False
@@ -155,7 +155,7 @@ def leave_note(code: int, reason: str) -> bool:
 
 
 def seen_note() -> Path | None:
-    """From a rank: the file in which starts under one launcher (or one torchrun) note what they have seen.
+    """For a rank: the file in which starts under one launcher (or one torchrun) note what they have seen.
 
     None if this process was not started by either.
     """
@@ -164,10 +164,10 @@ def seen_note() -> Path | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     agent, namespace = os.getppid(), re.sub(r"\D", "", str(this_process()["namespace"]))
-    for left in root().glob(f"torchrun-{namespace}-*.json"):  # left by agents that have ended
-        pid, started = (int(part) for part in left.stem.split("-")[2:])
+    for note in root().glob(f"torchrun-{namespace}-*.json"):  # left by agents that have ended
+        pid, started = (int(part) for part in note.stem.split("-")[2:])
         if round(process_start(pid) or 0) != started:
-            left.unlink(missing_ok=True)
+            note.unlink(missing_ok=True)
     return root() / f"torchrun-{namespace}-{agent}-{process_start(agent) or 0:.0f}.json"
 
 
@@ -179,31 +179,32 @@ class Torchrun(subprocess.Popen[bytes]):
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._ranks: dict[int, psutil.Process] = {}
-        self._most = 0
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child's, until it has its handlers
+        self._most_alive = 0
+        # The child inherits the mask, and unblocks these signals once it has its handlers.
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             super().__init__(command, env=environment, start_new_session=True)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
     def ranks(self) -> list[psutil.Process]:
-        """Its living ranks."""
+        """The ranks that are alive."""
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.pid).children():
                 self._ranks.setdefault(child.pid, child)
         living = [rank for rank in self._ranks.values() if _is_alive(rank)]
-        self._most = max(self._most, len(living))
+        self._most_alive = max(self._most_alive, len(living))
         return living
 
     @property
     def had_ranks(self) -> bool:
         """Whether there ever were ranks: torchrun starts them after the rendezvous."""
-        return self._most > 0
+        return self._most_alive > 0
 
     @property
     def has_lost_ranks(self) -> bool:
-        """Whether there are fewer ranks than there were."""
-        return len(self.ranks()) < self._most
+        """Whether fewer ranks are alive than once were."""
+        return len(self.ranks()) < self._most_alive
 
     def ask_to_stop(self, number: int) -> bool:
         """Signal the ranks, and torchrun, which takes note (see `elastic_agent`); returns whether there were ranks."""
@@ -229,7 +230,7 @@ class Torchrun(subprocess.Popen[bytes]):
 
 
 def run_once(command: Sequence[str]) -> int:
-    """Run a torchrun command to its end, whatever that is; the exit code that the ranks agreed on."""
+    """Run a torchrun command to its end, however it ends. Returns the exit code that the ranks agreed on."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
         note = Path(notes) / "exit.json"
@@ -239,10 +240,12 @@ def run_once(command: Sequence[str]) -> int:
         finally:
             if child.poll() is None:
                 child.kill()
-        found = state_files.view(note, ExitIntent)
-    if found is not None:
-        return found.code
-    return int(Exit.REFUSED if code == WRONG_OPTIONS else Exit.UNEXPECTED if code else Exit.COMPLETE)
+        noted = state_files.view(note, ExitIntent)
+    if noted is not None:
+        return noted.code
+    if code == WRONG_OPTIONS:
+        return int(Exit.REFUSED)
+    return int(Exit.UNEXPECTED if code else Exit.COMPLETE)
 
 
 def _is_alive(process: psutil.Process) -> bool:

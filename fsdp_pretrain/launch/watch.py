@@ -16,7 +16,7 @@ from .torchrun import Torchrun
 
 _POLL, _READ_EVERY = 0.1, 1.0  # seconds
 END_SECONDS = 60.0
-"""For processes to end after SIGTERM before they are killed; also how long a node continues after another has ended."""
+"""Seconds for processes to end after SIGTERM before they are killed, and for a node to continue after another ended."""
 
 
 class TorchrunWatch:
@@ -25,14 +25,15 @@ class TorchrunWatch:
     A separate thread reads the run directory: its file system may hang, and requests must not.
 
     Args:
-        before: returns the number of the newest segment before this start, also of those that it restored.
+        before: returns the number of the newest segment before this start, or of the newest that it restored.
         host: name of this host; None if it is the only one.
     """
 
     def __init__(
         self, run: RunDir, settings: LaunchSection, child: Torchrun, before: Callable[[], int], host: str | None
     ) -> None:
-        self._run, self._settings, self._child, self._before, self._host = run, settings, child, before, host
+        self._run, self._settings, self._host = run, settings, host
+        self._child, self._before = child, before
         self._others_ended = self._ends_well = False
         self._kill_at: float | None = None
         self._since: dict[str, float] = {}
@@ -79,9 +80,9 @@ class TorchrunWatch:
         else:  # no ranks yet, so nothing to save
             self._kill_at = now
 
-    def _note(self, what: str, true: bool) -> None:
+    def _note(self, what: str, holds: bool) -> None:
         """Remember since when a condition holds after which torchrun should end soon."""
-        if true:
+        if holds:
             self._since.setdefault(what, time.monotonic())
         else:
             self._since.pop(what, None)

@@ -1,6 +1,6 @@
-"""Continuing from a checkpoint with other settings: resolved and checked before anything is changed.
+"""Prepares to continue from a checkpoint with other settings: resolves and checks them before anything is changed.
 
-Rollback and fork both start here. Whatever a resume would refuse is refused now, while the run is unchanged.
+Rollback and fork both start here. What a resume would refuse is refused now, while the run is unchanged.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Branch:
     """A checkpoint of a run and the configuration to continue with."""
 
     checkpoint: Checkpoint  # its bytes have just been verified
-    segment: int | None  # that wrote it; None for an imported checkpoint
+    segment: int | None  # number of the segment that wrote the checkpoint; None if it was imported
     state: TrainState
-    before: Config  # of the run as it is
-    after: Config  # to continue with
+    before: Config  # configuration of the run as it is
+    after: Config  # configuration to continue with
     overrides: Overrides  # the part of `after` that must outlive restarts
     skip: SampleRange | None  # further samples to skip
 
     def report(self) -> BranchReport:
-        """What changes."""
+        """The branch as a report: its checkpoint and what changes."""
         return BranchReport(
             step=self.state.step,
             segment=self.segment,
@@ -54,7 +54,7 @@ class Branch:
 def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> Branch:
     """Check everything about continuing from a checkpoint.
 
-    `place` are further `section.key=value` that belong to a directory, not to the run, and so do not persist.
+    `place`: further `section.key=value` that hold for one run directory only, and so do not persist.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -73,12 +73,12 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     content = checkpoint.train_state()
     state = TrainState.of(content)
     skip = _samples(run, state, *request.skip_steps) if request.skip_steps else request.skip_samples
-    standing = overrides.read(run)
-    before = overrides.apply(run.config, (), standing)
-    lasting = [_absolute(text, load(run.config, [text])) for text in request.changes]
-    gone = _left_behind(run, standing, state)
-    added = standing.add(lasting, [skip] if skip else []).without(gone)
-    after = overrides.apply(run.config, place, added, gone)
+    current = overrides.read(run)
+    before = overrides.apply(run.config, (), current)
+    resolved = [_absolute(text, load(run.config, [text])) for text in request.changes]
+    dropped = _left_behind(run, current, state)
+    persistent = current.add(resolved, [skip] if skip else []).without(dropped)
+    after = overrides.apply(run.config, place, persistent, dropped)
     if after.schedule.total <= state.consumed < before.schedule.total:
         raise ConfigError(
             f"train.duration would be {after.train.duration}, which ends the run at step {after.schedule.steps}",
@@ -88,15 +88,15 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     changed = forbidden(content.identity, identity(after, packer), state.cursor)
     refuse(str(checkpoint.path), changed, [], state.cursor)
     check_supply(after, packer, cursor=state.cursor, consumed=state.consumed)
-    return Branch(checkpoint, checkpoint.manifest().segment, state, before, after, added, skip)
+    return Branch(checkpoint, checkpoint.manifest().segment, state, before, after, persistent, skip)
 
 
-def _left_behind(run: RunDir, standing: Overrides, state: TrainState) -> list[TimelineEntry]:
-    """What `control set` changed in steps after the checkpoint: it goes with them. What is ahead of the run stays."""
+def _left_behind(run: RunDir, current: Overrides, state: TrainState) -> list[TimelineEntry]:
+    """Entries of `control set` in steps after the checkpoint, to be dropped; those ahead of the run are kept."""
     segments = reversed([run.segment(node.segment) for node in lineage.nodes(run)])
-    newest = next((found[-1] for path in segments if (found := last_records(path, 1 << 16))), None)
+    newest = next((records[-1] for path in segments if (records := last_records(path, 1 << 16))), None)
     reached = state.consumed if newest is None else newest.consumed + IN_FLIGHT * newest.batch
-    return [entry for entry in standing.timeline if state.consumed <= entry.at.value < reached]
+    return [entry for entry in current.timeline if state.consumed <= entry.at.value < reached]
 
 
 def refuse_run_dir(changes: Sequence[str], cause: str, remedy: str) -> None:
@@ -107,8 +107,10 @@ def refuse_run_dir(changes: Sequence[str], cause: str, remedy: str) -> None:
 
 def _changes(old: Config, new: Config) -> list[str]:
     """How two configurations differ, as `key: old -> new`; timeline entries one by one."""
-    was, is_ = (config.model_dump(mode="json", exclude={"timeline"}) for config in (old, new))
-    return differences(was, is_) + [change.text for change in changes(old, new) if change.key == "timeline"]
+    old_values, new_values = (config.model_dump(mode="json", exclude={"timeline"}) for config in (old, new))
+    return differences(old_values, new_values) + [
+        change.text for change in changes(old, new) if change.key == "timeline"
+    ]
 
 
 def _key(text: str) -> str:
@@ -118,9 +120,11 @@ def _key(text: str) -> str:
 def _absolute(text: str, config: Config) -> str:
     """An override with its resolved value, so that it means the same in any directory."""
     key = _key(text)
-    found = overrides.value(config.model_dump(mode="json"), key)
-    plain = isinstance(found, str | int | float) or (isinstance(found, list) and all(isinstance(x, str) for x in found))
-    return f"{key}={json.dumps(found)}" if plain else text
+    value = overrides.value(config.model_dump(mode="json"), key)
+    plain = isinstance(value, str | int | float) or (
+        isinstance(value, list) and all(isinstance(item, str) for item in value)
+    )
+    return f"{key}={json.dumps(value)}" if plain else text
 
 
 def _samples(run: RunDir, state: TrainState, first: int, last: int) -> SampleRange:
@@ -136,10 +140,10 @@ def _samples(run: RunDir, state: TrainState, first: int, last: int) -> SampleRan
 
 
 def _cursor(run: RunDir, step: int) -> int:
-    """Samples read after a step of the kept line. Raises ConfigError."""
-    for found in find_step(run, step):
-        if found.left_by is None:
-            return found.record.cursor
+    """The cursor after a step of the kept line: how many samples were read. Raises ConfigError."""
+    for trained in find_step(run, step):
+        if trained.left_by is None:
+            return trained.record.cursor
     raise ConfigError(
         f"the record has no step {step} on the kept line, so which samples to skip is not known",
         remedy=f"`fsdp-pretrain where {run.path} --step {step}` shows what there is; sample ranges can be written into "
@@ -148,7 +152,7 @@ def _cursor(run: RunDir, step: int) -> int:
 
 
 def render(report: BranchReport) -> list[str]:
-    """A report as lines."""
+    """The report as lines of text."""
     lines = [f"  from        step {report.step:_}, {report.consumed:_} samples trained, {report.cursor:_} read"]
     lines += [f"  skip        samples {report.skip.removesuffix(' samples')}"] if report.skip else []
     return lines + [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report.changes or ["none"])]

@@ -40,10 +40,10 @@ def fork(
     """Create a run directory that continues from a checkpoint of `parent`, which may keep training.
 
     Args:
-        target: directory of the new run; must not exist, or be empty.
+        target: directory of the new run; must be empty or not exist.
         changes: `section.key=value` for the new run; `run.name` defaults to the name of `target`.
         skip_steps: first and last step of the parent whose samples the new run skips.
-        reason: for the journal.
+        reason: text for the journal.
 
     Raises:
         BusyError: a rollback of the parent is in progress, or another fork to `target`.
@@ -55,8 +55,8 @@ def fork(
         raise ConfigError(f"{target} exists already", remedy="choose another directory for the new run")
     _refuse_during_rollback(parent)
     refuse_run_dir(changes, "run.dir is where the fork is made", "leave it out of --set")
-    named = [f"run.name={json.dumps(target.name)}", *changes]
-    request = BranchRequest(step=step, changes=named, skip_steps=skip_steps)
+    named_changes = [f"run.name={json.dumps(target.name)}", *changes]
+    request = BranchRequest(step=step, changes=named_changes, skip_steps=skip_steps)
     branch = prepare(parent, request, place=[f"run.dir={json.dumps(str(target))}"])
     report = branch.report()
     building = RunDir(target.with_name(f"{target.name}.forking"))
@@ -64,8 +64,8 @@ def fork(
         with hold(building, "fork"):
             _clear(building)
             run_id.assign(building.checkpoints, run_id.assign(building.path))
-            linked = _copy(parent, branch, building)
-            _open(parent, branch, building, sentence(report, reason))
+            linked = _copy_run(parent, branch, building)
+            _begin_run(parent, branch, building, sentence(report, reason))
         sync(building.path)
         building.path.rename(target)
         sync(target.parent)
@@ -87,13 +87,13 @@ def _refuse_during_rollback(parent: RunDir) -> None:
 
 
 def _clear(building: RunDir) -> None:
-    """Remove what a killed fork left. Raises OSError."""
+    """Remove the files that a killed fork left. Raises OSError."""
     for path in building.path.iterdir():
         if path != building.lock:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
+def _copy_run(parent: RunDir, branch: Branch, new: RunDir) -> bool:
     """Copy checkpoint and record. Returns whether the checkpoint was linked. Raises OSError, CheckpointError."""
     source = branch.checkpoint.path
     target = new.checkpoints / source.name
@@ -115,10 +115,10 @@ def _copy(parent: RunDir, branch: Branch, new: RunDir) -> bool:
     for results in parent.evals.glob("step-*/*/results.json"):
         step = step_of(results.parts[-3])
         if step is not None and step <= branch.state.step:
-            place = new.evals / results.relative_to(parent.evals)
-            place.parent.mkdir(parents=True)
+            destination = new.evals / results.relative_to(parent.evals)
+            destination.parent.mkdir(parents=True)
             for file in (results, *results.parent.glob("samples_*.jsonl")):
-                shutil.copyfile(file, place.parent / file.name)
+                shutil.copyfile(file, destination.parent / file.name)
     return linked
 
 
@@ -155,8 +155,8 @@ def _step_and_line(line: bytes) -> tuple[int, str] | None:
     return None if record is None else (record.step, line.decode().rstrip("\n"))
 
 
-def _open(parent: RunDir, branch: Branch, new: RunDir, said: str) -> None:
-    """Write the new run's own segment, configuration, status and first journal entry. Raises OSError."""
+def _begin_run(parent: RunDir, branch: Branch, new: RunDir, summary: str) -> None:
+    """Write the configuration, first segment, status and journal entry of the new run. Raises OSError."""
     number = int(parent.segments[-1].name) + 1  # keeps segment numbers in the journal unique
     step, origin = branch.state.step, str(parent.path.resolve())
     replace_file(new.config, branch.after.to_toml())
@@ -164,7 +164,7 @@ def _open(parent: RunDir, branch: Branch, new: RunDir, said: str) -> None:
     replace_file(new.segment(number) / "config.toml", branch.after.to_toml())
     counters = {"consumed": branch.state.consumed, "cursor": branch.state.cursor}
     lineage.record(new.segment(number), parent=branch.segment, step=step, kind="fork", run=origin, **counters)
-    text = f"from step {step:_} of {origin}" + (f"; {said}" if said else "")
-    place = {"run": branch.after.run.name, "segment": number, "host": socket.gethostname(), "heartbeat": now()}
-    status.update(new, **place, **status_at(branch, f"forked {text}"))
+    text = f"from step {step:_} of {origin}" + (f"; {summary}" if summary else "")
+    start = {"run": branch.after.run.name, "segment": number, "host": socket.gethostname(), "heartbeat": now()}
+    status.update(new, **start, **status_at(branch, f"forked {text}"))
     journal.add(new, "fork", text, segment=number, step=step, parent=origin, checkpoint=directory_name(step))

@@ -31,7 +31,7 @@ from fsdp_pretrain.run.step_record import IN_FLIGHT, StepRecord
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """An unrecorded step that was being trained when its start ended: its samples, and the cursor after it."""
+    """An unrecorded step that was being trained when its segment ended: its samples, and the cursor after it."""
 
     segment: int
     batch: int
@@ -43,8 +43,8 @@ class TrainedStep:
     """A recorded step and what is needed to recompute its batch.
 
     Attributes:
-        replaced_by: the later start that rolled back before this step and continued from there; None if it is kept.
-        config, packer, world: of the start that trained it.
+        replaced_by: number of the later segment that rolled back before this step; None if the step is kept.
+        config, packer, world: configuration, packer and number of ranks of the segment that trained it.
     """
 
     number: int
@@ -101,7 +101,7 @@ class ShownSample(BaseModel):
 
 
 class ShownStep(BaseModel):
-    """A step and its samples, as shown by `fsdp-pretrain where --json`; what was not asked for is not set.
+    """A step and its samples, as shown by `fsdp-pretrain where --json`; `text` and `ids` are set only on request.
 
     `sequence_length` is that of the longest sample.
     """
@@ -121,23 +121,23 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
     """Find a step in the record and prove that its batch can be recomputed.
 
     Args:
-        segment: the start to take it from; None is the one whose step was kept.
+        segment: number of the segment to take the step from; None: the one whose step was kept.
 
     Raises:
-        ConfigError: the step is not in the record, or was replaced by a later start. The few steps that may have been
-            in flight after the last record are found too.
+        ConfigError: the step is not in the record, nor among the few in flight after the last one, or was replaced by
+            a later segment.
         DataError: the corpora cannot be read, or give a different batch than the recorded one.
-        DamagedFileError: the record of the start cannot be read.
+        DamagedFileError: the record of the segment cannot be read.
     """
     record, replaced_by = _choose(run, step, segment)
     config = load_recorded(run.segment(record.segment) / "config.toml")  # the digest proves that it means the same
     packer = open_packer(config)
-    begun = environment.read(run, record.segment)
-    world = begun.world.size if begun is not None and begun.world is not None else 1
-    found = TrainedStep(step, record, replaced_by, config, packer, world)
+    recorded = environment.read(run, record.segment)
+    world = recorded.world.size if recorded is not None and recorded.world is not None else 1
+    trained = TrainedStep(step, record, replaced_by, config, packer, world)
     if isinstance(record, StepInFlight):
-        return found
-    digest = f"{sum(packed.digest for packed in found.samples()) % 2**64:016x}"
+        return trained
+    digest = f"{sum(packed.digest for packed in trained.samples()) % 2**64:016x}"
     if digest != record.data_digest:
         changed = _changes(run, config, packer)
         raise DataError(
@@ -148,28 +148,29 @@ def trained_step(run: RunDir, step: int, segment: int | None = None) -> TrainedS
             else "the corpora, or config.toml of the segment, were changed since; "
             "`fsdp-data validate` compares every file of a corpus with its checksum",
         )
-    return found
+    return trained
 
 
 def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | StepInFlight, int | None]:
-    found = find_step(run, step)
+    """The record of a step, and the segment that replaced it. Raises ConfigError."""
+    candidates = find_step(run, step)
     if segment is not None:
-        for record, replaced_by in found:
+        for record, replaced_by in candidates:
             if record.segment == segment:
                 return record, replaced_by
         newest = last_records(run.segment(segment))
         if newest and (ahead := _ahead(run, newest[-1], step)):
             return ahead, None
-        others = ", ".join(str(record.segment) for record, _ in found)
+        others = ", ".join(str(record.segment) for record, _ in candidates)
         raise ConfigError(f"segment {segment} has no record of step {step}; segments that have: {others or 'none'}")
-    if kept := next((record for record, left_by in found if left_by is None), None):
+    if kept := next((record for record, left_by in candidates if left_by is None), None):
         return kept, None
-    if found:
-        old, (record, replaced_by) = [record.segment for record, _ in found], found[-1]
+    if candidates:
+        segments, (record, replaced_by) = [record.segment for record, _ in candidates], candidates[-1]
         raise ConfigError(
             f"step {step} is not part of the run as it stands: segment {record.segment} trained it, but segment "
             f"{replaced_by} went back to an earlier checkpoint and has not trained it again",
-            remedy=f"look at the replaced step with --segment {old[-1]}",
+            remedy=f"look at the replaced step with --segment {segments[-1]}",
         )
     first = next(read_metrics(run), None)
     if first is None:
@@ -182,15 +183,16 @@ def _choose(run: RunDir, step: int, segment: int | None) -> tuple[StepRecord | S
 
 def batches_after(config: Config, at: Position, count: int) -> list[dict[str, int]]:
     """The `count` batches after a position: `first` is the cursor before each, the rest is its `Position`."""
-    skips, found = open_skips(config), list[dict[str, int]]()
-    while len(found) < count and at.consumed < config.schedule.total:
+    skips = open_skips(config)
+    batches = list[dict[str, int]]()
+    while len(batches) < count and at.consumed < config.schedule.total:
         first, at = at.cursor, at.advance(config.schedule.batch, skips)
-        found.append({**vars(at), "first": first})
-    return found
+        batches.append({**vars(at), "first": first})
+    return batches
 
 
 def _ahead(run: RunDir, last: StepRecord, step: int) -> StepInFlight | None:
-    """A step that was in flight after the last record; None if it was not."""
+    """The step if it was in flight after the last record, else None."""
     if not 0 < step - last.step <= IN_FLIGHT:
         return None
     config = load_recorded(run.segment(last.segment) / "config.toml")
@@ -202,11 +204,11 @@ def _ahead(run: RunDir, last: StepRecord, step: int) -> StepInFlight | None:
 
 def _changes(run: RunDir, config: Config, packer: Packer) -> list[str]:
     """What differs between the data now and as recorded in the newest checkpoint."""
-    whole = [checkpoint for checkpoint in Store(run.checkpoints).scan() if checkpoint.problem is None]
-    if not whole:
+    valid = [checkpoint for checkpoint in Store(run.checkpoints).scan() if checkpoint.problem is None]
+    if not valid:
         return []
     current = identity(config, packer)
-    return differences(whole[-1].train_state().identity.model_dump(), current.model_dump())
+    return differences(valid[-1].train_state().identity.model_dump(), current.model_dump())
 
 
 def describe_sample(
@@ -239,7 +241,7 @@ def describe_step(step: TrainedStep, *, rank: int | None = None, text: bool = Fa
     """A step and its samples.
 
     Args:
-        rank: only the samples of this rank.
+        rank: show only the samples of this rank.
         text, ids: add the text of every piece, the token ids of every sample.
 
     Raises:
@@ -266,7 +268,7 @@ def describe_step(step: TrainedStep, *, rank: int | None = None, text: bool = Fa
 
 
 def render(shown: ShownStep) -> str:
-    """A step for people."""
+    """The step as text."""
     replaced = f", replaced by segment {shown.replaced_by}" if shown.replaced_by else ""
     digest = shown.data_digest
     proof = f"computed again, the batch has the recorded digest {digest}"

@@ -1,8 +1,9 @@
 """Going back to a checkpoint, atomically: `fsdp-pretrain rollback`.
 
-Everything is decided first and written to one file, `RUN/rollback.json`; then carried out in repeatable steps; then the
-file is removed. Killed before the file exists, nothing has changed; killed later, the same command or the next start
-finishes the work. Nothing is deleted: abandoned checkpoints are moved to `abandoned/`.
+A rollback is decided completely and written to one file, `RUN/rollback.json`. Then it is carried out in repeatable
+steps, and the file is removed. If the command is killed before the file exists, nothing has changed; if it is killed
+later, the same command or the next start finishes the rollback. Nothing is deleted: abandoned checkpoints are moved to
+`abandoned/`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def rollback(
     Args:
         changes: `section.key=value` that persist from now on.
         skip_steps: first and last recorded step, after `step`, whose samples are skipped.
-        reason: for the journal.
+        reason: text for the journal.
         dry_run: check and report only.
 
     Raises:
@@ -58,7 +59,7 @@ def rollback(
 
 
 def go_back(run: RunDir, request: BranchRequest, reason: str, *, dry_run: bool = False) -> BranchReport:
-    """`rollback` by the holder of the run's lock."""
+    """`rollback` for a caller that holds the lock of the run."""
     finish(run)
     head = max(lineage.nodes(run), key=lambda node: node.segment, default=None)
     if head is not None and head.report is not None and head.request == request:
@@ -94,19 +95,19 @@ def abandon_all(run: RunDir) -> list[str]:
 
 
 def _later(folder: Path, step: int) -> list[str]:
-    """Names in a folder that belong to steps after `step`."""
+    """Names of the entries of a folder whose step is after `step`."""
     if not folder.is_dir():
         return []
     steps = {path.name: step_of(path.name) for path in folder.iterdir()}
-    return sorted(name for name, found in steps.items() if found is not None and found > step)
+    return sorted(name for name, number in steps.items() if number is not None and number > step)
 
 
 def _decide(run: RunDir, branch: Branch, report: BranchReport, request: BranchRequest, reason: str) -> DecidedRollback:
-    """Everything that `finish` needs."""
+    """Decide everything that `finish` carries out."""
     step, segments = branch.state.step, run.segments
-    said = sentence(report, reason)
+    summary = sentence(report, reason)
     lost = left_behind(run, step, branch.after.schedule.tokens(branch.state.consumed))
-    text = f"back to step {step:_}" + (f"; {said}" if said else "")
+    text = f"back to step {step:_}" + (f"; {summary}" if summary else "")
     text += f"; {lost.steps:_} steps ({human_count(lost.tokens)} tokens) are left behind" if lost.steps else ""
     moved = ", ".join(name.removeprefix("step-").lstrip("0") for name in report.abandoned)
     return DecidedRollback(
@@ -135,13 +136,13 @@ def _decide(run: RunDir, branch: Branch, report: BranchReport, request: BranchRe
 
 def status_at(branch: Branch, text: str) -> dict[str, Any]:
     """The entries of `status.json` that a run has at a checkpoint."""
-    at, tokens = branch.state, branch.after.schedule.tokens(branch.state.consumed)
+    state, tokens = branch.state, branch.after.schedule.tokens(branch.state.consumed)
     return {
-        **vars(at),
+        **vars(state),
         "tokens": tokens,
         "total_steps": branch.after.schedule.steps,
         "loss": None,
-        "checkpoint": {"step": at.step, "consumed": at.consumed, "tokens": tokens, "verified": True},
+        "checkpoint": {"step": state.step, "consumed": state.consumed, "tokens": tokens, "verified": True},
         **status.ended(Exit.RESUME, text),
         "before": None,
         "overrides": str(branch.overrides),
@@ -149,7 +150,7 @@ def status_at(branch: Branch, text: str) -> dict[str, Any]:
 
 
 def finish(run: RunDir) -> bool:
-    """Carry out the decided rollback, if any; steps already done are repeated safely. The caller holds the lock.
+    """Carry out the decided rollback, if any; repeating a part that is done is harmless. The caller holds the lock.
 
     Returns whether there was one. Raises DamagedFileError if the decision cannot be read, StorageError if a file cannot
     be written or moved; the decision then stays in place.
@@ -163,8 +164,8 @@ def finish(run: RunDir) -> bool:
         replace_file(run.config, decided.config)
         segment = run.segment(decided.segment)
         replace_file(segment / "config.toml", decided.config)
-        place = decided.lineage.model_dump(mode="json", exclude={"segment"}, exclude_unset=True)
-        lineage.record(segment, **place)
+        values = decided.lineage.model_dump(mode="json", exclude={"segment"}, exclude_unset=True)
+        lineage.record(segment, **values)
         status.update(run, **{**decided.status, "segment": decided.segment})
         _add_entry(run, decided)
         sync(run.path)
@@ -179,7 +180,7 @@ def finish(run: RunDir) -> bool:
 
 
 def _move_aside(paths: list[Path], mark: str) -> None:
-    """Move what has not been moved yet into `abandoned/` beside it, durably. Raises OSError."""
+    """Move the paths that still exist into `abandoned/` beside them, durably. Raises OSError."""
     for path in paths:
         if path.exists():
             aside = path.with_name("abandoned")

@@ -1,1 +1,1 @@
-"""Checkpoints and record of a run, carried out to object storage and back."""
+"""Copies checkpoints and record of a run to object storage, and restores them from there."""

@@ -1,10 +1,11 @@
 """The mirror of a run, `MIRROR/<run.name>/`, and what is in it.
 
     checkpoints/step-N/...   the files of a checkpoint; `manifest.json` is written last and deleted first
-    record/TIME-ID-SUM...    the record of the run, packed; its name says of which run it is, and its checksum
+    record/TIME-ID-SUM...    the record of the run, packed; its name has the run id and the archive's checksum
 
-A checkpoint with a manifest whose sizes are right exists in the mirror, no other does. Whatever is read has a checksum,
-and is read again if it is wrong: the answer may be, and not the object. Whatever is written is read back.
+A checkpoint counts as present in the mirror if it has a manifest and its files have the right sizes. Every object has
+a checksum. If what is read does not match it, the object is read again, since the answer may be wrong and not the
+object. Every object is read back after it was written.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from fsdp_pretrain.run.state_files import StateFile
 T = TypeVar("T")
 _CHUNK = 16 << 20
 _READS = 10
-"""Of an object whose bytes are wrong; the same wrong bytes twice are those that are stored."""
+"""Attempts to read an object whose bytes are wrong. Wrong bytes that come twice are taken as those stored."""
 _RECORD = re.compile(r"record/((\d{14})-([0-9a-f]{32})-([0-9a-f]{32})\.tar\.zst)")
 
 
@@ -53,11 +54,11 @@ class MirrorError(UserError):
 
 @dataclass(frozen=True)
 class MirroredRecord:
-    """A copy of the record, as the name of the object says it.
+    """A copy of the record, described by the name of its object.
 
     Attributes:
-        made: when, in milliseconds since 1970.
-        run_id: of the run directory.
+        made: time of the copy, in milliseconds since 1970.
+        run_id: id of the run directory.
         entry: name, size and checksum of the object.
     """
 
@@ -74,8 +75,8 @@ class MirroredCheckpoint:
     """A checkpoint's directory in the mirror.
 
     Attributes:
-        raw: its manifest as it was written; None: there is none yet.
-        objects: names in the directory, with their sizes.
+        raw: bytes of its manifest; None if that is not written yet.
+        objects: sizes of the files in the directory, by name.
     """
 
     step: int
@@ -84,11 +85,11 @@ class MirroredCheckpoint:
 
     @property
     def name(self) -> str:
-        """Of the directory, relative to the mirror."""
+        """Name of the directory, relative to the mirror."""
         return f"checkpoints/{directory_name(self.step)}"
 
     def manifest(self) -> CheckpointManifest:
-        """Raises CheckpointError."""
+        """The parsed manifest. Raises CheckpointError if it is missing or damaged."""
         try:
             if self.raw is None:
                 raise ValueError("is missing")
@@ -98,7 +99,7 @@ class MirroredCheckpoint:
 
     @cached_property
     def problem(self) -> str | None:
-        """Why it must not be used, by its manifest, names and sizes; None if it looks whole."""
+        """Why it must not be used, judged by manifest, names and sizes; None if it looks whole."""
         if self.raw is None:
             return "it is incomplete: its manifest has not been written"
         try:
@@ -109,8 +110,8 @@ class MirroredCheckpoint:
             return f"{MANIFEST} is that of step {manifest.step}"
         return next(filter(None, (size_problem(entry, self.objects.get(entry.name)) for entry in manifest.files)), None)
 
-    def is_left(self, nodes: list[LineageNode]) -> bool:
-        """Whether a rollback or a fresh start has left it behind. Raises CheckpointError."""
+    def is_abandoned(self, nodes: list[LineageNode]) -> bool:
+        """Whether a rollback or a fresh start has abandoned it. Raises CheckpointError."""
         segment = self.manifest().segment
         return segment is not None and lineage.abandoned_by(nodes, segment, self.step) is not None
 
@@ -129,7 +130,7 @@ class MirrorState:
 
     @property
     def whole(self) -> list[MirroredCheckpoint]:
-        """Those that look whole."""
+        """The checkpoints that look whole."""
         return [item for item in self.checkpoints if item.problem is None]
 
     def __str__(self) -> str:
@@ -139,7 +140,7 @@ class MirrorState:
 
 
 class RunMirror:
-    """The mirror of the run of a configuration, which has one. Its methods raise RemoteError."""
+    """The mirror of a run whose configuration sets `checkpoint.mirror`. Its methods raise RemoteError."""
 
     def __init__(self, config: Config, *, patience: float = PATIENCE) -> None:
         assert config.checkpoint.mirror is not None
@@ -147,11 +148,11 @@ class RunMirror:
         self.remote = Remote(self.url, patience=patience)
 
     def look(self) -> MirrorState:
-        """What is there, by names, sizes and manifests."""
-        found = self.remote.list()
+        """The contents of the mirror, as names, sizes and manifests show them."""
+        sizes = self.remote.list()
         folders: defaultdict[int, dict[str, int]] = defaultdict(dict)
         records = []
-        for name, size in sorted(found.items()):
+        for name, size in sorted(sizes.items()):
             folder, _, file = name.removeprefix("checkpoints/").partition("/")
             if match := _RECORD.fullmatch(name):
                 entry = FileEntry(name=match[1], bytes=size, xxh3=match[4])
@@ -159,23 +160,25 @@ class RunMirror:
             elif (step := step_of(folder)) is not None and file:
                 folders[step][file] = size
         manifests = {step: self._manifest(step) for step, objects in folders.items() if MANIFEST in objects}
-        every = [MirroredCheckpoint(step, manifests.get(step), objects) for step, objects in sorted(folders.items())]
-        return MirrorState(records[::-1], every)
+        checkpoints = [
+            MirroredCheckpoint(step, manifests.get(step), objects) for step, objects in sorted(folders.items())
+        ]
+        return MirrorState(records[::-1], checkpoints)
 
     def _manifest(self, step: int) -> bytes | None:
-        """As it is stored, perhaps damaged; None if it is absent."""
+        """The stored bytes of a manifest, perhaps damaged; None if there is none."""
 
-        def act() -> tuple[bytes, bool]:
+        def read() -> tuple[bytes, bool]:
             content = self.remote.read(f"checkpoints/{directory_name(step)}/{MANIFEST}")
             with contextlib.suppress(ValueError):
                 state_files.parse(content, StateFile)
                 return content, True
             return content, False
 
-        return _read_until_right(act)
+        return _read_until_right(read)
 
     def remove(self, item: MirroredCheckpoint) -> None:
-        """Delete a checkpoint, its manifest first: what is left never looks whole."""
+        """Delete a checkpoint, its manifest first, so that an incomplete deletion never looks whole."""
         names = (MANIFEST, *sorted(item.objects.keys() - {MANIFEST}))
         self.remote.delete(f"{item.name}/{name}" for name in names)
         self.remote.remove_folder(item.name)
@@ -183,16 +186,16 @@ class RunMirror:
     def fetch(
         self, name: str, entry: FileEntry, path: Path | None = None, shown: Callable[[int], object] = lambda size: None
     ) -> str:
-        """Read an object that should have the bytes of an entry, in parts, and make them durable in `path`, if given.
+        """Read an object in parts, compare it with its entry, and write it durably to `path`, if given.
 
         Args:
-            shown: is called with bytes, for each part.
+            shown: called with the number of bytes of each part.
 
         Returns:
-            What is wrong with the object; empty: nothing.
+            What is wrong with the object; empty if nothing is.
         """
 
-        def act() -> tuple[str, bool]:
+        def read() -> tuple[str, bool]:
             digest = xxhash.xxh3_128()
             with Path(path or os.devnull).open("wb") as file:
                 for start in range(0, entry.bytes, _CHUNK):
@@ -205,10 +208,10 @@ class RunMirror:
                     os.fsync(file.fileno())
             return digest.hexdigest(), digest.hexdigest() == entry.xxh3
 
-        found = _read_until_right(act)
-        return (
-            f"{entry.name} is missing" if found is None else difference(entry, entry.model_copy(update={"xxh3": found}))
-        )
+        stored = _read_until_right(read)
+        if stored is None:
+            return f"{entry.name} is missing"
+        return difference(entry, entry.model_copy(update={"xxh3": stored}))
 
     def put(self, name: str, source: Path | bytes, entry: FileEntry | None = None) -> None:
         """Write an object and read it back.
@@ -217,7 +220,7 @@ class RunMirror:
             source: a file with its entry, or the contents.
 
         Raises:
-            CheckpointError: the file is not that of the entry.
+            CheckpointError: the file differs from its entry.
         """
         if isinstance(source, bytes):
             entry = FileEntry(name=name.rpartition("/")[2], bytes=len(source), xxh3=xxhash.xxh3_128_hexdigest(source))
@@ -231,12 +234,12 @@ class RunMirror:
             raise RemoteError(str(self.url / name), Problem.FAILED, f"after it was written, {wrong}")
 
 
-def _read_until_right(act: Callable[[], tuple[T, bool]]) -> T | None:
-    """The first answer that is right, or the first that comes twice; None if there is no such object."""
+def _read_until_right(read: Callable[[], tuple[T, bool]]) -> T | None:
+    """Call `read` until an answer is right or comes twice, and return it; None if there is no such object."""
     answers = list[T]()
     for _ in range(_READS):
         try:
-            answer, right = act()
+            answer, right = read()
         except RemoteError as error:
             if error.problem is Problem.MISSING:
                 return None

@@ -1,7 +1,7 @@
-"""The record of a run to the mirror and back.
+"""Copies the record of a run to the mirror and back.
 
-Each copy is one archive, so that it is one state of the record, and the one before it stays: a copy that is damaged in
-the mirror costs what was recorded since. Logs, traces, views and evaluated samples are not copied.
+Each copy is one archive, so that it holds one state of the record. The copy before it is kept: if the newest is damaged
+in the mirror, only what was recorded since then is lost. Logs, traces, views and evaluated samples are not copied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COPIED = (
     *("tokenizer", "watchdog/alarms.jsonl", "watchdog/pace.json", "watchdog/unigrams.json"),
 )
 _PASSING = re.compile(r"^\.|(lease|claim)\.json$|^log$|\.log$|^samples_.*\.jsonl$")
-"""Names of files that only matter to processes that live, and of large ones."""
+"""Names of files that matter only to running processes, and of large files; these are not copied."""
 Versions = Mapping[str, tuple[int, int]]
 """(size, time of the last change) of files, by name."""
 
@@ -42,31 +42,33 @@ def _record_files(run: RunDir) -> Iterator[tuple[str, Path]]:
 def push_record(
     run: RunDir, mirror: RunMirror, own_id: str, before: list[MirroredRecord], copied: Versions
 ) -> Versions:
-    """Copy what there is, if something has changed; then keep that and the copy before it. Only one process at a time.
+    """Copy the record if it has changed, and keep only the two newest copies. Only one process at a time may do this.
 
     Args:
-        before: what the mirror holds, newest first.
-        copied: what this process has copied last.
+        before: the copies in the mirror, newest first.
+        copied: the file versions that this process copied last.
 
     Returns:
-        What is copied now.
+        The file versions that are copied now.
 
     Raises:
         RemoteError, RunGoneError, DamagedFileError, OSError.
     """
-    lineage.nodes(run)  # with a damaged one no start goes on
-    found = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in _record_files(run)}
-    if found == copied:
+    lineage.nodes(run)  # raises for a damaged lineage, which no start would accept
+    versions = {name: (path.stat().st_size, path.stat().st_mtime_ns) for name, path in _record_files(run)}
+    if versions == copied:
         return copied
     packed = mirror_status.folder(run) / _ARCHIVE
     _pack(run, packed)
     run_id.check()
     entry = describe_file(packed)
-    made = max([time.time_ns() // 10**6, *(record.made + 1 for record in before)])  # whatever the clock says
+    made = max(
+        [time.time_ns() // 10**6, *(record.made + 1 for record in before)]
+    )  # newer than all, whatever the clock shows
     mirror.put(f"record/{made:014d}-{own_id}-{entry.xxh3}.tar.zst", packed, entry)
     packed.unlink()
     mirror.remote.delete(f"record/{record.entry.name}" for record in before[1:])
-    return found
+    return versions
 
 
 def _pack(run: RunDir, target: Path) -> None:
@@ -82,17 +84,17 @@ def _pack(run: RunDir, target: Path) -> None:
                 content = path.open("rb")
             except FileNotFoundError:
                 continue
-            with content:  # of a file that grows, as much as it has now
+            with content:  # a growing file is copied up to its present size
                 archive.addfile(archive.gettarinfo(arcname=name, fileobj=content), content)
 
 
 def restore_record(
     mirror: RunMirror, state: MirrorState, into: Path, work: Path, shown: Callable[[int], object]
 ) -> MirroredRecord | None:
-    """Unpack the newest whole copy of the record into `into`, by way of `work`; files are as old as they were.
+    """Unpack the newest whole copy of the record into `into`, with its modification times; `work` is for the archive.
 
     Returns:
-        Which copy it is; None if none is whole.
+        The copy that was unpacked; None if none is whole.
 
     Raises:
         RemoteError, OSError.

@@ -1,8 +1,8 @@
-"""What a start does about the mirror: compares the run directory with it, and restores an empty one.
+"""Compares the run directory with its mirror at a start, and restores an empty one.
 
-The record comes first, then the newest valid checkpoint, the run id last. Only a checkpoint is needed. What is lost of
-the record is told; without its lineage the start that wrote the checkpoint counts as the first one. Until it has its
-id, the directory is nobody's run, and `RUN/restoring/` marks it: an attempt that was cut off is begun again.
+The record is restored first, then the newest valid checkpoint, the run id last. Only a checkpoint is required: losses
+of the record are reported, and without its lineage the segment that wrote the checkpoint counts as the first one.
+Until the run id is written, `RUN/restoring/` marks the directory, and an interrupted restoration is begun again.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from .layout import MirroredCheckpoint, MirrorError, MirrorState, RunMirror
 from .record_copy import restore_record
 
 AT_ONCE = 4
-"""Files that are copied at the same time."""
+"""Number of files that are copied at the same time."""
 RESTORING = "restoring"
-"""Directory in a run directory, until the run id is there: it is being restored."""
+"""Directory in a run directory that is being restored, until the run id is written."""
 _NO_HURRY = 15.0
-"""Seconds for which a start waits for a mirror that it can do without."""
+"""Seconds for which a start waits for a mirror that it does not need."""
 Restoration = tuple[RunMirror, MirrorState]
-"""From where `--from-mirror` has to restore."""
+"""The mirror that `--from-mirror` restores from, and its contents."""
 
 
 def restore(task: Restoration, run: RunDir, stop: threading.Event | None = None) -> None:
-    """Restore an empty run directory, with a progress bar, and say what was restored.
+    """Restore an empty run directory, with a progress bar, and report what was restored.
 
     Raises:
         Interrupted: `stop` was set.
         MirrorError: no checkpoint is valid.
-        RemoteError: the mirror does not answer any more.
-        BusyError: another process works in the run directory.
-        StorageError: it cannot be written.
+        RemoteError: the mirror has stopped answering.
+        BusyError: another process holds the run directory.
+        StorageError: the run directory cannot be written.
     """
     run_id.unbind(run.path)
     try:
@@ -61,68 +61,72 @@ def restore(task: Restoration, run: RunDir, stop: threading.Event | None = None)
 
 
 def _restore(mirror: RunMirror, state: MirrorState, run: RunDir, stop: threading.Event) -> None:
-    work, known = run.path / RESTORING, state.records[0].run_id if state.records else ""
+    work = run.path / RESTORING
+    identifier = state.records[0].run_id if state.records else ""
     work.mkdir(exist_ok=True)
     sync(run.path)
     with _progress(sum(record.entry.bytes for record in state.records[:1]), "record", stop) as shown:
         copy = restore_record(mirror, state, run.path, work, shown)
-    made, passed_over = _restore_checkpoint(mirror, state, run, lineage.nodes(run), stop)
-    text = f"{'no checkpoint' if made is None else made.path.name} from {mirror.url}"
+    checkpoint, rejected = _restore_checkpoint(mirror, state, run, lineage.nodes(run), stop)
+    text = f"{'no checkpoint' if checkpoint is None else checkpoint.path.name} from {mirror.url}"
     if copy is None:
         text += "; the record is lost: journal, metrics, evaluations, and changes of overrides.toml"
     else:
         text += f", with the record of {copy}"
         text += f", as the one of {state.records[0]} is damaged" if copy != state.records[0] else ""
-    if _complete_lineage(run, None if made is None else made.manifest().segment, state):
+    if _complete_lineage(run, None if checkpoint is None else checkpoint.manifest().segment, state):
         text += "; whether a rollback had left this checkpoint is not known, nor which steps lead to it"
-    text += "".join(f"; passed over {problem}" for problem in passed_over)
+    text += "".join(f"; passed over {problem}" for problem in rejected)
     os.sync()  # the record; checkpoints are durable
     print(f"mirror: restored {text}", flush=True)
-    journal.add(run, "mirror-restored", text, step=None if made is None else made.step, passed_over=passed_over)
-    run_id.assign(run.path, known)
+    journal.add(
+        run, "mirror-restored", text, step=None if checkpoint is None else checkpoint.step, passed_over=rejected
+    )
+    run_id.assign(run.path, identifier)
     shutil.rmtree(work, ignore_errors=True)
 
 
 def _complete_lineage(record: RunDir, segment: int | None, state: MirrorState) -> bool:
-    """Make the start that wrote a checkpoint the first one, if its place in the lineage is lost; and let no new start
-    have the number of one that wrote any checkpoint. Returns whether it was lost."""
+    """Record the segment that wrote the checkpoint as the first one if its place in the lineage is lost, and reserve
+    the numbers of all segments that wrote checkpoints. Returns whether the place was lost."""
     if last := max((item.manifest().segment or 0 for item in state.whole), default=0):
         record.segment(last).mkdir(parents=True, exist_ok=True)
     if segment is None or any(node.segment == segment for node in lineage.nodes(record)):
         return False
     record.segment(segment).mkdir(parents=True, exist_ok=True)
-    why = "made by a restoration: its lineage was lost"
-    lineage.record(record.segment(segment), parent=None, step=0, kind="start", reason=why)
+    reason = "made by a restoration: its lineage was lost"
+    lineage.record(record.segment(segment), parent=None, step=0, kind="start", reason=reason)
     return True
 
 
 def _restore_checkpoint(
     mirror: RunMirror, state: MirrorState, run: RunDir, nodes: list[lineage.LineageNode], stop: threading.Event
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint, in the run directory; and what was passed over.
+    """Restore the newest valid checkpoint. Returns it, and why others were rejected.
 
-    Those of later starts are first: what a start has saved, no rollback before it has left, also if that is not known.
+    Checkpoints of later segments are tried first: no rollback before can have abandoned them, known or not.
     """
-    passed_over, made, store = list[str](), None, Store(run.checkpoints)
+    rejected = list[str]()
+    checkpoint = None
+    store = Store(run.checkpoints)
     store.sweep()
     for item in sorted(state.whole, key=lambda item: (item.manifest().segment or 0, item.step), reverse=True):
-        if not item.is_left(nodes):
+        if not item.is_abandoned(nodes):
             try:
-                made = _fetch(mirror, item, store, stop)
+                checkpoint = _fetch(mirror, item, store, stop)
                 break
             except CheckpointError as error:
-                passed_over.append(f"step {item.step}: {error.cause}")
+                rejected.append(f"step {item.step}: {error.cause}")
     for item in state.checkpoints:
-        if item.problem is not None and (made is None or item.step > made.step):
-            passed_over.insert(0, f"step {item.step}: {item.problem}")
-    if made is None and any(item.raw is not None for item in state.checkpoints):
+        if item.problem is not None and (checkpoint is None or item.step > checkpoint.step):
+            rejected.insert(0, f"step {item.step}: {item.problem}")
+    if checkpoint is None and any(item.raw is not None for item in state.checkpoints):
         raise MirrorError(
-            f"{mirror.url} holds {len(passed_over)} checkpoints, none of them valid:\n    "
-            + "\n    ".join(passed_over),
+            f"{mirror.url} holds {len(rejected)} checkpoints, none of them valid:\n    " + "\n    ".join(rejected),
             effect="nothing was restored: training would begin at step 0",
             remedy="restore the objects, if the bucket keeps versions",
         )
-    return made, passed_over
+    return checkpoint, rejected
 
 
 def _fetch(mirror: RunMirror, item: MirroredCheckpoint, store: Store, stop: threading.Event) -> Checkpoint:
@@ -131,16 +135,16 @@ def _fetch(mirror: RunMirror, item: MirroredCheckpoint, store: Store, stop: thre
     Raises:
         CheckpointError: a file is missing or damaged in the mirror; nothing was committed.
         RemoteError: the mirror does not answer.
-        StorageError, OSError: of the store.
+        StorageError, OSError: the store cannot be written.
     """
     manifest, attempt = item.manifest(), store.begin(item.step)
     with _progress(sum(entry.bytes for entry in manifest.files), directory_name(item.step), stop) as shown:
 
-        def one(entry: FileEntry) -> str:
+        def fetch(entry: FileEntry) -> str:
             return mirror.fetch(f"{item.name}/{entry.name}", entry, attempt / entry.name, shown)
 
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            wrong = [problem for problem in pool.map(one, manifest.files) if problem]
+            wrong = [problem for problem in pool.map(fetch, manifest.files) if problem]
     if wrong:
         store.discard(attempt)
         raise CheckpointError(wrong[0])
@@ -149,12 +153,12 @@ def _fetch(mirror: RunMirror, item: MirroredCheckpoint, store: Store, stop: thre
 
 @contextlib.contextmanager
 def _progress(size: int, what: str, stop: threading.Event) -> Iterator[Callable[[int], None]]:
-    """What a copy calls with bytes."""
+    """Show a progress bar; yields a function to call with the number of bytes of each part copied."""
     bar: tqdm[None] = tqdm(total=size, desc=f"mirror: {what}", unit="B", unit_scale=True, delay=2, disable=None)
     with bar:
 
         def shown(size: int) -> None:
-            if stop.is_set():  # or the threads of the copy would keep this process until it is complete
+            if stop.is_set():  # else the threads of the copy would keep this process alive
                 raise Interrupted("asked to stop during a restoration")
             bar.update(size)
 
@@ -162,24 +166,24 @@ def _progress(size: int, what: str, stop: threading.Event) -> Iterator[Callable[
 
 
 def compare_with_mirror(config: Config, *, restore: bool, fresh: bool) -> Restoration | None:
-    """Compare the run directory with its mirror, if there is one; says what it finds. Changes nothing.
+    """Compare the run directory with its mirror, if there is one, and print what the mirror holds. Changes nothing.
 
     Args:
         restore: an empty run directory may be restored (`--from-mirror`).
         fresh: the start may begin again at step 0 (`--allow-fresh`).
 
     Returns:
-        What is to be restored; None: nothing.
+        The restoration to carry out; None if there is none.
 
     Raises:
         MirrorError: the mirror is another run's, holds what the run directory lacks, or holds nothing to restore.
-        RemoteError: it does not answer, and the run directory has no run.
+        RemoteError: the mirror does not answer, and the run directory has no run.
     """
     run = RunDir(config.run.dir)
-    cut_off = run_id.read(run.path) is None and (run.path / RESTORING).is_dir()
-    empty = cut_off or (run_id.read(run.path) is None and not run.begun)
+    interrupted = run_id.read(run.path) is None and (run.path / RESTORING).is_dir()
+    empty = interrupted or (run_id.read(run.path) is None and not run.begun)
     if config.checkpoint.mirror is None:
-        if restore or cut_off:
+        if restore or interrupted:
             raise _nothing_to_restore(run, "checkpoint.mirror is not set")
         return None
     try:
@@ -205,7 +209,7 @@ def compare_with_mirror(config: Config, *, restore: bool, fresh: bool) -> Restor
     if restore:
         return mirror, state
     raise MirrorError(
-        f"{run.path} {'was being restored and is not complete' if cut_off else 'is empty'}, and its mirror "
+        f"{run.path} {'was being restored and is not complete' if interrupted else 'is empty'}, and its mirror "
         f"{mirror.url} holds {state}",
         effect="nothing was done: training would begin at step 0, and replace what the mirror holds",
         remedy="if the run directory should hold the run, check that its file system is mounted; otherwise the same "
@@ -225,7 +229,7 @@ def refuse_another(run: RunDir, state: MirrorState, url: Url) -> None:
 
 
 def _refuse_later(run: RunDir, state: MirrorState, url: Url) -> None:
-    """Raise MirrorError if the mirror has a later checkpoint of the kept line, or one of a start that is not here."""
+    """Raise MirrorError if the mirror has a later checkpoint of the kept line, or one of a segment that is not here."""
     local, nodes = Store(run.checkpoints).newest(), lineage.nodes(run)
     parts, last = lineage.line(nodes), max((node.segment for node in nodes), default=0)
     step = -1 if local is None else local.step

@@ -1,10 +1,9 @@
-"""The process that copies checkpoints and record to the mirror, beside training: a storage that hangs never touches a
-rank.
+"""Copies checkpoints and record to the mirror in a process of its own, so that storage that hangs cannot block a rank.
 
     python -m fsdp_pretrain.mirror.uploader RUN ID SEGMENT
 
-There is one, on the first node. Each pass looks at the mirror, applies retention and copies one checkpoint, the newest
-first. What fails is reported (`run.mirror_status`) and tried again.
+A job has one, on the first node. Each pass lists the mirror, applies retention and copies one checkpoint, the newest
+first. Failures are reported (`run.mirror_status`) and retried.
 """
 
 from __future__ import annotations
@@ -33,86 +32,87 @@ from .record_copy import Versions, push_record
 from .restore import refuse_another
 
 AT_ONCE = 8
-"""Files that are copied at the same time."""
+"""Number of files that are copied at the same time."""
 _PATIENCE = 20.0
-"""Seconds for which a call to the storage is repeated before that is a problem."""
+"""Seconds for which a failing call to the storage is repeated before it counts as a problem."""
 _PAUSES = (2.0, 5.0, 15.0, 30.0, 60.0, 120.0)
 """Seconds before a failed pass is repeated; the last one for all later failures."""
 _LOOK_SECONDS, _RECORD_SECONDS = 5.0, 300.0
-"""Between looks for new checkpoints, and between copies of the record if there are none."""
+"""Seconds between looks for new checkpoints, and between copies of the record if there are none."""
 
 
 class Uploader:
     """Copies checkpoints and record, and keeps the retention policy in the mirror.
 
     Args:
-        own_id: of the run directory.
-        segment: of this start.
+        own_id: id of the run directory.
+        segment: number of this start.
     """
 
     def __init__(self, config: Config, run: RunDir, own_id: str, segment: int, mirror: RunMirror) -> None:
         self._config, self._run, self._mirror = config, run, mirror
         self._journal, self._id = Journal(run, segment), own_id
-        self._copied: Versions = {}
+        self._record_versions: Versions = {}
         self._report = MirrorReport(segment=segment)
-        self._told: MirrorReport | None = None
-        self._settled: list[Checkpoint] = []
-        self._due = 0.0
+        self._reported: MirrorReport | None = None
+        self._mirrored: list[Checkpoint] = []
+        self._record_due = 0.0
         self._sent: set[tuple[bytes, str]] = set()
         self._given_up: set[bytes] = set()
 
     def work(self, *, finish: bool) -> float | None:
-        """A pass. Returns the seconds until the next one; None: all is copied, and the run `finish`es.
+        """Make a pass. Returns the seconds until the next one; None if `finish` is set and all is copied.
 
         Raises UserError, OSError.
         """
         run_id.check()
         local = [item for item in Store(self._run.checkpoints).scan() if not item.problem and item.verified]
-        if local == self._settled and time.monotonic() < self._due and not finish:
+        if local == self._mirrored and time.monotonic() < self._record_due and not finish:
             return _LOOK_SECONDS
         state = self._mirror.look()
         refuse_another(self._run, state, self._mirror.url)
         waiting, nodes = self._waiting(local, state), lineage.nodes(self._run)
-        on_line = [item for item in state.whole if not item.is_left(nodes)]
+        on_line = [item for item in state.whole if not item.is_abandoned(nodes)]
         self._retain(state, on_line, {item.step for item in waiting})
-        newest, copying = on_line[-1].step if on_line else None, waiting[0].step if waiting else None
-        self.tell(newest=newest, copying=copying)
+        newest = on_line[-1].step if on_line else None
+        copying = waiting[0].step if waiting else None
+        self.report(newest=newest, copying=copying)
         if waiting:
             try:
                 self._upload(waiting[0], state)
             except (UserError, OSError):
-                if (waiting[0].path / MANIFEST).exists():  # else retention has deleted it
+                if (waiting[0].path / MANIFEST).exists():  # otherwise retention has deleted it
                     raise
             return 0.0
         begun = time.monotonic()
-        self._copied = push_record(self._run, self._mirror, self._id, state.records, self._copied)
-        took = time.monotonic() - begun  # the longer, the longer the run
-        self._due = begun + max(_RECORD_SECONDS, 10 * took)
-        self._settled = local
+        self._record_versions = push_record(self._run, self._mirror, self._id, state.records, self._record_versions)
+        took = time.monotonic() - begun  # grows with the length of the run
+        self._record_due = begun + max(_RECORD_SECONDS, 10 * took)
+        self._mirrored = local
         return None if finish else _LOOK_SECONDS
 
-    def tell(self, **values: object) -> None:
-        """Change the report."""
+    def report(self, **values: object) -> None:
+        """Change the report, and write it if it is new."""
         self._report = self._report.model_copy(update=values)
-        if self._report != self._told:
-            with contextlib.suppress(OSError):  # of a full disk, or one that is gone
+        if self._report != self._reported:
+            with contextlib.suppress(OSError):  # the disk may be full or gone
                 state_files.write(mirror_status.report_file(self._run), self._report.model_dump())
-                self._told = self._report
+                self._reported = self._report
 
     def failed(self, error: UserError | OSError) -> None:
         """Report why a pass has failed."""
         cause = error.cause if isinstance(error, UserError) else str(error)
-        self.tell(problem=cause, needs_person=not getattr(error, "is_temporary", isinstance(error, OSError)))
+        self.report(problem=cause, needs_person=not getattr(error, "is_temporary", isinstance(error, OSError)))
 
     # ------------------------------------------------------------------ checkpoints
 
     def _waiting(self, local: list[Checkpoint], state: MirrorState) -> list[Checkpoint]:
-        """Local checkpoints that the mirror should have and has not, newest first: also one of the same step as one
-        that a rollback left."""
-        there = {item.raw for item in state.whole}
+        """Local checkpoints that the mirror lacks, newest first. They are compared by manifest, since the mirror may
+        hold an abandoned checkpoint of the same step."""
+        mirrored = {item.raw for item in state.whole}
         recent = {item.step for item in local[-self._config.checkpoint.keep_last :]}
         wanted = [item for item in local if item.step in recent or self._is_permanent(item)]
-        return [item for item in reversed(wanted) if _raw(item) not in there | self._given_up]
+        return [item for item in reversed(wanted) if _raw(item) not in mirrored | self._given_up]
 
     def _is_permanent(self, item: Checkpoint | MirroredCheckpoint) -> bool:
         return is_permanent(self._config, item.manifest(), self._config.checkpoint.kept_intervals)
@@ -120,12 +120,12 @@ class Uploader:
     def _upload(self, item: Checkpoint, state: MirrorState) -> None:
         """Copy the files of a checkpoint, then the record that leads to it, then its manifest."""
         raw, name, begun = (item.path / MANIFEST).read_bytes(), f"checkpoints/{item.path.name}", time.monotonic()
-        there = next((found.objects for found in state.checkpoints if found.step == item.step), {})
-        if MANIFEST in there:  # it must not vouch for other files
+        present = next((other.objects for other in state.checkpoints if other.step == item.step), {})
+        if MANIFEST in present:  # a manifest of other files
             self._mirror.remote.delete([f"{name}/{MANIFEST}"])
 
         def send(entry: FileEntry) -> None:
-            if (raw, entry.name) not in self._sent or there.get(entry.name) != entry.bytes:
+            if (raw, entry.name) not in self._sent or present.get(entry.name) != entry.bytes:
                 self._mirror.put(f"{name}/{entry.name}", item.path / entry.name, entry)
                 self._sent.add((raw, entry.name))
 
@@ -137,7 +137,7 @@ class Uploader:
             self._given_up.add(raw)
             self._journal.write("mirror-missed", f"{self._mirror.url} will not get it: {error.cause}", step=item.step)
             return
-        self._copied = push_record(self._run, self._mirror, self._id, state.records, self._copied)
+        self._record_versions = push_record(self._run, self._mirror, self._id, state.records, self._record_versions)
         self._mirror.put(f"{name}/{MANIFEST}", raw)
         self._sent.clear()
         size, seconds = sum(entry.bytes for entry in files), time.monotonic() - begun
@@ -147,41 +147,43 @@ class Uploader:
     # ------------------------------------------------------------------ retention
 
     def _retain(self, state: MirrorState, on_line: list[MirroredCheckpoint], waiting: set[int]) -> None:
-        """Delete from the mirror what the policy does not keep, as `Store.retain`, and what is left of unfinished
-        copies. Damaged ones that may be permanent stay, for a person to see."""
+        """Delete from the mirror what the policy does not keep, as `Store.retain` does, and unfinished copies. Damaged
+        checkpoints that may be permanent are kept for inspection."""
         recent = {item.step for item in on_line[-self._config.checkpoint.keep_last :]}
         if len(recent) < self._config.checkpoint.keep_last:
             return
         for item in state.checkpoints:
-            spared = item.step >= min(recent) or item.step in waiting
-            if not spared and not ((item.problem is not None or item in on_line) and self._may_be_permanent(item)):
+            kept = item.step >= min(recent) or item.step in waiting
+            if not kept and not ((item.problem is not None or item in on_line) and self._may_be_permanent(item)):
                 self._mirror.remove(item)
 
     def _may_be_permanent(self, item: MirroredCheckpoint) -> bool:
         try:
             return item.raw is not None and self._is_permanent(item)
-        except CheckpointError:  # its manifest does not say
+        except CheckpointError:  # its manifest is damaged
             return True
 
 
 def _raw(item: Checkpoint) -> bytes:
-    """Its manifest; empty if it was deleted just now."""
+    """The bytes of its manifest; empty if it has just been deleted."""
     with contextlib.suppress(OSError):
         return (item.path / MANIFEST).read_bytes()
     return b""
 
 
 def main(path: str, own_id: str, number: str) -> int:
-    """Copy until the rank says that it ends, and everything is copied."""
-    finish, run, segment, failures = threading.Event(), RunDir(Path(path)), int(number), 0
-    end_with_input(finish.set)  # without the rank, the job goes on elsewhere or later, with an uploader of its own
+    """Copy until the rank writes a line to standard input, and everything is copied."""
+    run, segment = RunDir(Path(path)), int(number)
+    finish = threading.Event()
+    failures = 0
+    end_with_input(finish.set)  # if the rank dies, so does this process; the next start has its own uploader
     run_id.bind(run.path, own_id)
     config = load_recorded(run.segment(segment) / "config.toml")
     worker = Uploader(config, run, own_id, segment, RunMirror(config, patience=_PATIENCE))
     while True:
         try:
             pause, failures = worker.work(finish=finish.is_set()), 0
-            worker.tell(problem="", needs_person=False)
+            worker.report(problem="", needs_person=False)
         except RunGoneError:
             return 0
         except (UserError, OSError) as error:

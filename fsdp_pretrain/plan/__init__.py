@@ -1,1 +1,1 @@
-"""What a run will need, before it starts: steps, memory, disk, FLOPs."""
+"""Computes what a run will need before it starts: steps, memory, disk, FLOPs."""

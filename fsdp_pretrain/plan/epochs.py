@@ -20,8 +20,8 @@ class SourceEpochs:
     """What a run reads of a source.
 
     Attributes:
-        tokens: of the corpus, without separators.
-        epochs: how often all of it is read.
+        tokens: tokens of the corpus, without separators.
+        epochs: how often the run reads all of it.
     """
 
     tokens: int
@@ -29,7 +29,7 @@ class SourceEpochs:
 
 
 def open_corpora(config: Config) -> Packer | None:
-    """The packer of a run; None if its corpora are not on this machine, or the storage of those by URL does not answer.
+    """The packer of a run; None if its corpora are not on this machine, or the storage of a URL does not answer.
 
     Raises:
         DataError: a corpus is damaged, or the mixture ends before the run.
@@ -47,13 +47,13 @@ def open_corpora(config: Config) -> Packer | None:
 
 
 def read_epochs(config: Config, packer: Packer) -> dict[str, SourceEpochs]:
-    """Of every source, by name."""
+    """The epochs of every source, by name."""
     read = packer.epochs_read(open_skips(config).after(0, config.schedule.total))
     return {name: SourceEpochs(packer.corpora[name].manifest.tokens, epochs) for name, epochs in read.items()}
 
 
 def warnings(sources: dict[str, SourceEpochs]) -> Iterator[str]:
-    """Of sources that are read too often."""
+    """Warn of sources that are read too often."""
     for name, source in sources.items():
         if source.epochs > MOST:
             yield (

@@ -49,6 +49,7 @@ class MemoryEstimate:
         reduce: unsharded gradients and reduce-scatter buffers.
         activations: tensors saved for backward, and working memory of blocks.
         logits: working memory of the loss.
+        inputs: the micro-batch.
     """
 
     parameters: int
@@ -127,7 +128,7 @@ def _micro_batch(config: Config) -> MicroBatch:
 
     glm = objective.kind == "glm"
     slots = objective.slots if objective.kind == "glm" else 1
-    two = config.model.two_dimensions
+    two_dimensions = config.model.two_dimensions
     masked = glm or config.data.uses_lengths
     return MicroBatch(
         tokens=integers(size, length + 1),
@@ -135,17 +136,17 @@ def _micro_batch(config: Config) -> MicroBatch:
         lengths=integers(size, slots, dtype=torch.int32) if masked else None,
         sources=integers(size),
         prefix=integers(size, slots, dtype=torch.int32) if glm else None,
-        positions=(integers(size, 2, length) if two else integers(size, length)) if glm else None,
+        positions=(integers(size, 2, length) if two_dimensions else integers(size, length)) if glm else None,
     )
 
 
 class _Sharding:
-    """Memory of FSDP2 besides the shards: gathered parameters and unsharded gradients.
+    """Memory of FSDP2 in addition to the shards: gathered parameters and unsharded gradients.
 
-    What is not resharded stays gathered until its gradients are reduced, or, if a step has several micro-batches and
-    for the root, until the end. Of the units that are resharded, one exists besides one all-gather buffer, its own or
-    its neighbour's. When the gradients of a unit are complete, they are copied into one fp32 buffer, which stays until
-    the next unit's.
+    Units that are not resharded stay gathered until their gradients are reduced, or until the end if a step has several
+    micro-batches; the root always stays until the end. Of the resharded units one is gathered at a time, plus one
+    all-gather buffer, its own or its neighbour's. When the gradients of a unit are complete, they are copied into one
+    fp32 buffer, which stays until the next unit's.
     """
 
     def __init__(self, meter: _Meter, shards: int, *, accumulates: bool) -> None:
@@ -153,8 +154,8 @@ class _Sharding:
         self._reducing = 0
 
     def begin(self, model: nn.Module, units: list[ShardedUnit]) -> None:
-        """Add gathered parameters, and hook the gradients."""
-        parts = [[p for module in unit.modules for p in module.parameters()] for unit in units]
+        """Count the gathered parameters, and hook the gradients."""
+        parts = [[weight for module in unit.modules for weight in module.parameters()] for unit in units]
         inside = {id(parameter) for part in parts for parameter in part}
         root = [parameter for parameter in model.parameters() if id(parameter) not in inside]
         sizes = [self._gathered(part) for part in parts]
@@ -207,7 +208,7 @@ class _Meter(TorchDispatchMode):
     """Counts the bytes of live storages, except those of `known` tensors.
 
     Attributes:
-        category: of tensors allocated now.
+        category: the category of tensors that are allocated now.
         live: current bytes by category.
         highest: `live` at its highest sum.
     """
@@ -218,7 +219,7 @@ class _Meter(TorchDispatchMode):
         parts = ("gradients", "gathered", "reduce", "activations", "logits", "inputs")
         self.live: Counter[str] = Counter(dict.fromkeys(parts, 0))
         self.highest: dict[str, int] = dict(self.live)
-        self._known = {id(t.untyped_storage()) for t in known}
+        self._known = {id(tensor.untyped_storage()) for tensor in known}
         self._counted: dict[int, tuple[str, int, Any]] = {}
 
     def hold(self, category: str, size: int) -> None:
@@ -259,7 +260,7 @@ class _Meter(TorchDispatchMode):
 
 
 class _FusedKernels(TorchFunctionMode):
-    """Takes stand-ins for operations that have fused kernels on `device`."""
+    """Replaces operations that have fused kernels on `device` by stand-ins."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -272,7 +273,7 @@ class _FusedKernels(TorchFunctionMode):
 
 
 class _WithKernels(nn.Module):
-    """A block that takes the stand-ins also when it is recomputed: PyTorch turns function modes off for backward."""
+    """A block that uses the stand-ins in recomputation too, for which PyTorch turns function modes off."""
 
     def __init__(self, block: nn.Module, kernels: _FusedKernels) -> None:
         super().__init__()
@@ -291,7 +292,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx: Any, keeps: bool, kept: int, scratch: int, keeps_output: bool, *inputs: Tensor) -> Tensor:
         out = torch.empty_like(inputs[0])
         more = torch.empty(kept, dtype=torch.uint8, device=_META)
-        ctx.save_for_backward(*inputs * keeps, more, *([out] if keeps_output else []))
+        ctx.save_for_backward(*(inputs if keeps else ()), more, *([out] if keeps_output else []))
         ctx.inputs, ctx.scratch = [(tensor.shape, tensor.dtype) for tensor in inputs], scratch
         return out
 
@@ -310,7 +311,7 @@ def _rms_norm(x: Tensor, normalized_shape: Any, weight: Tensor, eps: float | Non
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Saves one byte per element."""
+    """Fused dropout saves one byte per element."""
     out: Tensor = _Fused.apply(False, x.numel(), 0, False, x) if training and p else x
     return out
 

@@ -1,4 +1,4 @@
-"""Preflight: what a configuration means in exact numbers, on the meta device, without a GPU."""
+"""Computes what a configuration means in numbers, on the meta device, without a GPU."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from . import warnings as advice
 
 @dataclass(frozen=True)
 class Layout:
-    """A run on `size` ranks; bytes are of the rank that needs most.
+    """A run on `size` ranks; bytes are those of the rank that needs most.
 
     Attributes:
-        state_bytes: parameters, gradients and optimiser.
-        memory: at the peak of a step.
-        available: memory of a device, if known.
+        state_bytes: bytes of parameters, gradients and optimiser.
+        memory: memory at the peak of a step.
+        available: bytes of memory of a device, if known.
     """
 
     size: int
@@ -47,13 +47,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What measuring the held-out loss costs.
+    """The cost of measuring the held-out loss.
 
     Attributes:
-        samples: in a measurement; fewer if a corpus has fewer.
-        sources: that they come from.
+        samples: samples of a measurement; fewer if a corpus has fewer.
+        sources: number of sources that they come from.
         every: interval between measurements.
-        share: of the time of training, at the full batch: a forward pass takes a third of a step.
+        share: share of the training time at the full batch, where a forward pass takes a third of a step.
     """
 
     samples: int
@@ -67,14 +67,14 @@ class Plan:
     """The result of `plan`.
 
     Attributes:
-        flops: of the model, for the whole run.
+        flops: model FLOPs of the whole run.
         sequence_lengths: samples of the run by their length.
-        sources: how often each is read; None if the corpora are not here.
-        storage: what sources by URL need, or None.
-        heldout: of the held-out loss, or None.
+        sources: how often each source is read; None if the corpora are not on this machine.
+        storage: the cache that sources by URL need; None if there are none.
+        heldout: the cost of the held-out loss; None if it is off.
         schedule: rows of `Schedule.preview`.
-        timeline: what changes in the course of the run.
-        world: on a given number of ranks, or None.
+        timeline: the entries of the timeline.
+        world: the layout on a given number of ranks, or None.
     """
 
     run: str
@@ -151,7 +151,7 @@ def plan(
         world: number of ranks to plan for; None: memory is not estimated.
         gpus_per_node: ranks per node, for `parallel.shard = "node"`.
         device: the driver's name of the device, or `cpu`; None: an unknown GPU.
-        available: bytes of memory of a device; default: that known for `device`.
+        available: bytes of memory of a device; None: those known for `device`.
 
     Raises:
         ConfigError: the configuration contradicts itself, the world size or the corpora.
@@ -212,7 +212,7 @@ def _feasible_sizes(config: Config, world: int | None) -> list[int]:
 
 
 def _heldout(config: Config) -> HeldOut | None:
-    """What the held-out loss costs; None if it is off."""
+    """The cost of the held-out loss; None if it is off."""
     if not config.eval.loss_on:
         return None
     every, batch = config.heldout_every, config.schedule.batch.full
@@ -222,7 +222,7 @@ def _heldout(config: Config) -> HeldOut | None:
 
 
 def _check_float8(config: Config, model: models.Decoder, device: str | None) -> None:
-    """Raise ConfigError if float8 is asked for, and the device, as far as it is known, or sizes do not allow it."""
+    """Raise ConfigError if float8 is configured, and the device (if known) or the sizes do not support it."""
     if config.train.precision != "bf16+fp8":
         return
     kind = find(device or "")
@@ -239,7 +239,7 @@ def _memory_warning(layout: Layout, device: str | None) -> Iterator[str]:
 
 
 def _space_warning(config: Config, first: SpaceNeeded) -> Iterator[str]:
-    """Whether the next checkpoint fits, if the run's storage is accessible here."""
+    """Warn if the next checkpoint does not fit, where the run's storage is accessible."""
     run = RunDir(config.run.dir)
     try:
         fit = upcoming.next_fit(run, config, first) if run.path.parent.is_dir() else None
@@ -266,10 +266,10 @@ def _layout(config: Config, world: int, gpus_per_node: int, device: str | None, 
 def measured(
     config: Config, *, devices: int, device: str | None, seconds: float | None = None, mfu: float | None = None
 ) -> Speed:
-    """Throughput and days for what was measured: the seconds of a step at the full batch, or a share of the peak.
+    """Throughput and days of the run, from a measured time of a step at the full batch or a measured MFU.
 
     Raises:
-        ConfigError: the size is not the declared one, or an MFU is of a device whose peak is not known.
+        ConfigError: the size is not the declared one, or `mfu` is given for a device whose peak is not known.
     """
     parameters = count_parameters(config.model)
     check_declared(config.model, parameters)
@@ -287,7 +287,7 @@ def measured(
 
 
 def render(plan: Plan) -> str:
-    """The plan for people."""
+    """The plan as text."""
     lines = [
         f"{plan.run}: {plan.family}, {plan.parameters:_} parameters ({human_count(plan.parameters)})",
         f"  run         {plan.steps:_} steps, {plan.samples:_} samples, {plan.tokens:_} tokens "
@@ -339,7 +339,7 @@ def _render_layout(layout: Layout) -> list[str]:
 
 
 def render_measured(speed: Speed) -> str:
-    """`measured` for people."""
+    """The result of `measured` as text."""
 
     def share(value: float | None) -> str:
         return f"{value:.1%}" if value is not None else "unknown (no peak on file)"

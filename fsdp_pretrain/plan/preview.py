@@ -1,4 +1,4 @@
-"""The schedule as a table, and what the timeline changes, for people and as JSON."""
+"""The schedule as a table, and the entries of the timeline, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fsdp_pretrain.run.step_count import StepCount
 from fsdp_pretrain.units import Progress, human_count
 
 _COLUMNS = {"step": "10_", "consumed": "14_", "cursor": "14_", "tokens": "8", "batch": "6_", "lr": "10.3e"}
-"""Columns of every table with their formats; those of what is steered follow."""
+"""Columns of every table with their formats; the steered values follow them."""
 
 
 @dataclass(frozen=True)
 class TimelineRow:
-    """A timeline entry, after which step it counts."""
+    """A timeline entry, and the step after which it takes effect."""
 
     step: int
     samples: int
@@ -68,8 +68,8 @@ def _row_at(config: Config, count: StepCount, text: str) -> dict[str, Any]:
         )
     step = count.step_at(samples)
     consumed = count.consumed_at(step)
-    found = schedule.row(step, consumed, consumed - count.consumed_at(step - 1))
-    return {**found, **data_at(config, consumed), "sequence_length": schedule.lengths.length_at(consumed - 1)}
+    values = schedule.row(step, consumed, consumed - count.consumed_at(step - 1))
+    return {**values, **data_at(config, consumed), "sequence_length": schedule.lengths.length_at(consumed - 1)}
 
 
 def render_rows(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

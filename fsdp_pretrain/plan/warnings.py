@@ -30,7 +30,7 @@ def warnings(config: Config) -> list[str]:
 
 
 def in_vain(config: Config) -> Iterator[str]:
-    """Sentences about what is set and does nothing, or not what it says. Every start shows them."""
+    """Sentences about keys that are set but have no effect. Every start shows them."""
     for key, why in _without_effect(config):
         section, _, name = key.rpartition(".")
         holder: Any = config
@@ -42,7 +42,7 @@ def in_vain(config: Config) -> Iterator[str]:
 
 
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
-    """Keys that the rest of the configuration gives nothing to do, and why."""
+    """Keys without effect in the rest of the configuration, and why."""
     optimizer, model = config.optimizer, config.model
     curve = f"with optimizer.curve = {optimizer.curve}"
     if optimizer.curve == "constant":

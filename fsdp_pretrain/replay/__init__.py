@@ -1,1 +1,1 @@
-"""The same samples again from a checkpoint, beside the run: was a step's number the data, the state or the numerics?"""
+"""Trains recorded steps again from a checkpoint, to tell whether data, settings or numerics explain a result."""

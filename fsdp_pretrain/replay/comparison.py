@@ -1,4 +1,4 @@
-"""Replayed steps beside their records: equal to the bit, or what differs first."""
+"""Compares replayed steps with their records: equal to the bit, or what differs first."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ StepComparison = tuple[StepRecord, StepRecord, Difference | None]
 def difference(
     replayed: StepRecord, recorded: StepRecord, unsteered: StepValues, *, same_settings: bool = True
 ) -> Difference | None:
-    """The first of: other tokens; another learning rate, batch or ramp; another result of the same.
+    """What differs first: the tokens; the learning rate, batch or ramps; or the results of the same step.
 
     Args:
-        unsteered: what records leave out, since nothing had changed it.
-        same_settings: as far as their configurations say.
+        unsteered: the values that records leave out while nothing has changed them.
+        same_settings: whether their configurations have the same settings.
     """
     if replayed.data_digest != recorded.data_digest:
         return "data"
@@ -37,16 +37,16 @@ def difference(
 
 
 def _settings(record: StepRecord, unsteered: StepValues) -> dict[str, Any]:
-    """Everything that the schedules said for a recorded step."""
+    """All values of the schedules in a recorded step."""
     return {**asdict(unsteered), "lr": record.lr, "batch": record.batch, **record.ramps.model_dump()}
 
 
-def table(steps: list[StepComparison], circumstances: list[str], asked: int) -> Iterator[str]:
+def table(steps: list[StepComparison], circumstances: list[str], requested: int) -> Iterator[str]:
     """The lines of the report.
 
     Args:
-        circumstances: what was not as in the recorded steps, so that equal bits cannot be expected.
-        asked: number of steps that were asked for; the record may have ended before.
+        circumstances: differences from the recorded steps because of which equal bits cannot be expected.
+        requested: number of requested steps; the record may end before.
     """
     yield f"  {'step':>8} {'loss':>12} {'recorded':>12} {'norm':>10} {'recorded':>10} {'lr':>10}"
     for replayed, recorded, differs in steps:
@@ -54,8 +54,8 @@ def table(steps: list[StepComparison], circumstances: list[str], asked: int) -> 
         norms = " ".join(f"{_text(record.grad_norm):>10}" for record in (replayed, recorded))
         yield f"  {replayed.step:>8} {losses} {norms} {replayed.lr:>10.4g}  {differs or 'equal'}"
     yield from (f"  not as recorded: {text}" for text in circumstances)
-    if len(steps) < asked:
-        yield f"  the record ends after {len(steps)} of the {asked} steps that were asked for"
+    if len(steps) < requested:
+        yield f"  the record ends after {len(steps)} of the {requested} steps that were asked for"
     first = next(
         (f"{differs} differs first, in step {replayed.step}" for replayed, _, differs in steps if differs), None
     )

@@ -35,12 +35,12 @@ from .comparison import StepComparison, difference, table
 from .window import ReplayRequest, ReplayWindow, open_window
 
 DIFFERS = 1
-"""Exit code where a step is not equal to the bit; 0: all are."""
+"""Exit code if a step is not equal to the bit; it is 0 if all are."""
 _COMPARED = {"world", "device", "torch", "cuda", "nccl", "driver", "fsdp_pretrain", "git"}
 
 
 def rank_main(arguments: str) -> int:
-    """One rank under torchrun; `arguments` is a request as JSON. The exit code, which the launcher also gets."""
+    """One rank under torchrun; `arguments`: a request as JSON. Returns the exit code, which the launcher also gets."""
     torchrun.die_with_launcher()
     try:
         code = replay(ReplayRequest.model_validate_json(arguments))
@@ -61,18 +61,18 @@ def replay(request: ReplayRequest) -> int:
         UserError: see `open_window`; the corpora or the checkpoint cannot be read.
     """
     window, path = open_window(request), Path(request.run)
-    window = replace(window, config=_asked(window.config, request, window.begun))
+    window = replace(window, config=_replay_config(window.config, request, window.begun))
     run_id.bind(path, None)
     run_id.bind(path.resolve(), None)
     with mesh.connect(window.config.parallel) as world:
-        window = world.decide(lambda: window)  # of a live run, the others may see a shorter record
+        window = world.decide(lambda: window)  # other ranks may read a shorter record of a live run
         records = _train(window, world)
         differs = world.decide(lambda: _report(request, window, records, world))
     return DIFFERS if differs else int(Exit.COMPLETE)
 
 
-def _asked(config: Config, request: ReplayRequest, begun: Environment) -> Config:
-    """The precision that was asked for, and the recorded mesh; or the usual one where it does not fit these ranks."""
+def _replay_config(config: Config, request: ReplayRequest, begun: Environment) -> Config:
+    """The configuration with the requested precision and the recorded mesh, or the usual one if that does not fit."""
     shards = begun.world.shards if begun.world else 1
     fits = begun.world is not None and mesh.RankInfo.from_environment().world % shards == 0
     train = {"precision": request.precision or config.train.precision}
@@ -123,14 +123,14 @@ def _train(window: ReplayWindow, world: World) -> list[StepRecord]:
 def _report(request: ReplayRequest, window: ReplayWindow, records: list[StepRecord], world: World) -> bool:
     """Print the comparison. Returns whether a step differs."""
     unsteered = window.config.schedule.values_at(0)
-    here = Environment.model_validate(environment.describe(world, []))
-    was, is_ = (side.model_dump(include=_COMPARED) for side in (window.begun, here))
-    found = [*window.circumstances, *differences(was, is_)]
+    environment_here = Environment.model_validate(environment.describe(world, []))
+    before, now = (side.model_dump(include=_COMPARED) for side in (window.begun, environment_here))
+    circumstances = [*window.circumstances, *differences(before, now)]
     if world.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
-        found.append("some kernels of a GPU add in another order each time")
+        circumstances.append("some kernels of a GPU add in another order each time")
     steps = list[StepComparison]()
     for replayed, recorded in zip(records, window.records, strict=True):
         same = recorded.segment not in window.others
         steps.append((replayed, recorded, difference(replayed, recorded, unsteered, same_settings=same)))
-    print("\n".join(table(steps, found, request.steps)), flush=True)
+    print("\n".join(table(steps, circumstances, request.steps)), flush=True)
     return any(differs for _, _, differs in steps)

@@ -1,4 +1,4 @@
-"""What is replayed: steps of the record, the checkpoint before them, and the settings they were trained with.
+"""Opens what is replayed: steps of the record, the checkpoint before them, and the settings they were trained with.
 
 Everything is read from the run directory, which may belong to a live run, and nothing is written there.
 """
@@ -33,8 +33,8 @@ class ReplayRequest(StateFile):
         run: run directory.
         start: step of the checkpoint.
         steps: number of steps.
-        segment: the start that trained them; None: those that were kept.
-        precision: None: as trained.
+        segment: number of the segment that trained the steps; None: the kept steps.
+        precision: precision to use; None: that of the run.
     """
 
     run: str
@@ -50,13 +50,13 @@ class ReplayWindow:
 
     Attributes:
         checkpoint: the state before them; None: the initial values.
-        state: its counters.
-        reset: the optimiser was reset there.
+        state: counters of the checkpoint.
+        reset: whether the optimiser was reset there.
         config: the settings of these steps.
-        begun: on what their start ran.
+        begun: the environment of the segment that trained them.
         circumstances: what changed within the window.
         others: segments whose steps had other settings.
-        records: of these steps, in order.
+        records: the records of these steps, in order.
     """
 
     checkpoint: Checkpoint | None
@@ -106,10 +106,10 @@ def _recorded(run: RunDir, first: int, count: int, head: int | None) -> list[Ste
         raise ConfigError(f"{run.path} has no segment {head} that trained steps")
     records = [record for record in last_metrics(run, first + count - 1, count, head) if record.step >= first]
     if not records or records[0].step != first:
-        others = ", ".join(str(found.record.segment) for found in find_step(run, first))
+        others = ", ".join(str(trained.record.segment) for trained in find_step(run, first))
         raise ConfigError(
             f"step {first} is not in the record of {run.path}"
-            + (f" as it stands; segments that have it: {others}" * bool(others)),
+            + (f" as it stands; segments that have it: {others}" if others else ""),
             remedy="look at such a segment with --segment"
             if others
             else f"`fsdp-pretrain status {run.path}` shows the last step",
@@ -118,16 +118,16 @@ def _recorded(run: RunDir, first: int, count: int, head: int | None) -> list[Ste
 
 
 def _settings(run: RunDir, records: list[StepRecord]) -> tuple[Config, list[str], list[int]]:
-    """The settings of the newest start that has the same values as the earlier ones, in their steps; what is not as
-    there in the steps of the others; and which of them have other settings."""
+    """The settings of the newest segment that has the same values as all earlier ones in their steps; how the steps of
+    other segments differ from that; and which segments have other settings."""
     parts = [(number, [*steps]) for number, steps in groupby(records, key=lambda record: record.segment)]
     configs = [load_recorded(run.segment(number) / "config.toml") for number, _ in parts]
 
-    def goes_on(newest: int) -> bool:
-        """Whether no start before has other values."""
+    def agrees(newest: int) -> bool:
+        """Whether all earlier segments had the same values in their steps."""
         return all(same_values(configs[at], configs[newest], parts[at][1]) for at in range(newest))
 
-    config, changed = configs[max(filter(goes_on, range(len(parts))))], list[str]()
+    config, changed = configs[max(filter(agrees, range(len(parts))))], list[str]()
     others = list[int]()
     for at, (number, steps) in enumerate(parts):
         settings, first = value_differences(configs[at], config, steps), steps[0].step
@@ -139,18 +139,18 @@ def _settings(run: RunDir, records: list[StepRecord]) -> tuple[Config, list[str]
 
 
 def _checkpoint(run: RunDir, step: int, head: int | None) -> Checkpoint | None:
-    """The checkpoint of a step on the line of a segment (None: the kept line), also one that was moved aside."""
-    found, line = Store(run.checkpoints), lineage.line(lineage.nodes(run), head)
-    every = [*found.abandoned(), *found.scan()]
-    problems = [f"{item.path.name}: {item.problem}" for item in every if item.step == step and item.problem]
-    for item in reversed([item for item in every if item.step == step and item.problem is None]):
+    """The checkpoint of a step on the line of a segment (None: the kept line), including those moved aside."""
+    store, line = Store(run.checkpoints), lineage.line(lineage.nodes(run), head)
+    checkpoints = [*store.abandoned(), *store.scan()]
+    problems = [f"{item.path.name}: {item.problem}" for item in checkpoints if item.step == step and item.problem]
+    for item in reversed([item for item in checkpoints if item.step == step and item.problem is None]):
         segment = item.manifest().segment
         if segment is None or lineage.holds(line, segment, step):
             return item
         problems.append(f"{item.path.name} is of segment {segment}")
     if step == 0 and not problems:
         return None
-    steps = sorted({item.step for item in every if item.problem is None})
+    steps = sorted({item.step for item in checkpoints if item.problem is None})
     raise CheckpointError(
         f"{run.path} has no checkpoint of step {step} on this line" + (f" ({'; '.join(problems)})" if problems else ""),
         remedy=f"there are those of steps {', '.join(map(str, steps)) or 'none'}; 0 is the initial values",

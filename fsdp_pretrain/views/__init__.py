@@ -1,1 +1,1 @@
-"""What people look at: status, the live view, the report and trackers. They only read the record."""
+"""Views of a run: status, live view, report and trackers. They only read the record."""

@@ -1,4 +1,4 @@
-"""The whole record of a run, read once: what `report` and `watch` show."""
+"""Reads the whole record of a run once, for `report` and `watch`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class RunRecord:
     """The record of a run.
 
     Attributes:
-        account: where its time went; None if it was never started.
-        entries: the journal; of the parent of a fork only what was before it.
+        account: how its time was spent; None if it was never started.
+        entries: the journal; in a fork, of its parent only the entries up to the fork.
     """
 
     run: RunDir
@@ -45,9 +45,9 @@ def read(run: RunDir, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) ->
 
 
 def _entries(run: RunDir) -> list[dict[str, Any]]:
-    """The journal. That of a fork begins with a copy of the parent's, of which what came later is left out."""
+    """The journal. A fork's begins with a copy of its parent's, whose entries of later steps are left out."""
     entries = journal.read(run)
-    forks = [place for place, entry in enumerate(entries) if entry["kind"] == "fork"]
-    place = forks[-1] if forks else 0
-    until = entries[place].get("step") if forks else None
-    return [e for number, e in enumerate(entries) if number >= place or (e.get("step") or 0) <= (until or 0)]
+    forks = [at for at, entry in enumerate(entries) if entry["kind"] == "fork"]
+    newest_fork = forks[-1] if forks else 0
+    until = entries[newest_fork].get("step") if forks else None
+    return [entry for at, entry in enumerate(entries) if at >= newest_fork or (entry.get("step") or 0) <= (until or 0)]

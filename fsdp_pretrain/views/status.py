@@ -51,7 +51,7 @@ class _LastLook(StateFile):
 
 
 class _WatchdogSnapshot(StateFile):
-    """What is shown of the watchdog's snapshot, and its age."""
+    """The values of the watchdog's snapshot that are shown, and its age."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="allow")
 
@@ -79,18 +79,18 @@ class SinceLastLook(BaseModel):
 
 
 class StatusReport(BaseModel):
-    """What `status` found; what it could not find out is not set.
+    """What `status` shows; values that are not known are not set.
 
     Attributes:
         status: what the job last reported.
         state: starting, running, saving, paused, complete, incomplete (it was complete, and its last checkpoint is
             missing), stopped, failed, or unknown.
         running: whether a job seems to be alive.
-        untrained: how the newest start ended, if that was before its first step: the run is as it was before it.
+        untrained: how the newest start ended if it trained no step; the run is then as it was before it.
         problems: (level, text).
-        verified_checkpoint: the newest; None without one.
-        goodput: in one line.
-        evaluations: what is to be said of those that failed and are tried again.
+        verified_checkpoint: the newest one; None if there is none.
+        goodput: one line about it.
+        evaluations: texts on evaluations that failed and are retried.
     """
 
     status: Status = Status()
@@ -115,12 +115,12 @@ class StatusReport(BaseModel):
 
     @property
     def headline(self) -> str:
-        """The state in words: that of the record, or `not running` where it says running and no process is."""
+        """The state of the record, or `not running` where that is a running one and there is no process."""
         alive = self.state in ("starting", "running", "saving", "paused")
         return "not running" if alive and not self.running else self.state
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`: what the job reported, and what was found."""
+        """The values for `--json`: what the job reported, and what was checked here."""
         return {
             **self.status.entries(),
             **self.model_dump(exclude_unset=True, exclude={"status"}),
@@ -133,39 +133,43 @@ class StatusReport(BaseModel):
 
 
 def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
-    """Inspect a run directory; if `brief`, without goodput and progress since the last look, which is not noted."""
+    """Inspect a run directory; `brief`: leave out goodput and progress since the last look; do not note this one."""
     report = StatusReport()
     try:
-        found = state_files.read(run.status, Status)
-        if found is None:
+        status = state_files.read(run.status, Status)
+        if status is None:
             text = f"{run.status} is missing: no job was started here, or it failed early"
             report.problems.append((ALERT, text))
         else:
-            report.status, report.state = found, found.state
-            _check_start(report, run, found)
+            report.status, report.state = status, status.state
+            _check_start(report, run, status)
     except UserError as error:
         report.running = is_held(run)
         report.problems.append((WARN, f"{error.cause}; a job that runs writes it again"))
     if run.rollback.exists():
         report.problems.append((WARN, "a rollback is under way; if it was killed, repeat it or start training"))
-    checks = (_check_checkpoints, _add_alarms, _check_evaluations, _check_watchdog, _check_files)
-    for each in checks + (_add_progress, _add_goodput) * (not brief):
-        each(report, run)
+    checks = [_check_checkpoints, _add_alarms, _check_evaluations, _check_watchdog, _check_files]
+    if not brief:
+        checks += [_add_progress, _add_goodput]
+    for check in checks:
+        check(report, run)
     return report
 
 
 def _check_start(report: StatusReport, run: RunDir, status: Status) -> None:
-    """Whether the newest start runs, or how it ended."""
+    """Add whether the newest start runs, or how it ended."""
     silent = age(status.heartbeat)
     report.heartbeat_age_seconds = round(silent, 1)
     allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0))
     if (ending := _ending(run, status, silent, allowed)) is not None:
-        stands, told = status.of_run, [ending]
-        report.state = stands.state
-        if stands is not status:
+        last_trained, endings = status.of_run, [ending]
+        report.state = last_trained.state
+        if last_trained is not status:
             report.untrained = f"{status.segment} trained nothing: {ending[1]}"
-            told = [_told(stands), (ending[0], f"start {report.untrained}")] if not status.was_complete else []
-        report.problems += [each for each in told if each[0] > OK]
+            endings = [_reported_end(last_trained), (ending[0], f"start {report.untrained}")]
+            if status.was_complete:
+                endings = []
+        report.problems += [problem for problem in endings if problem[0] > OK]
         return
     report.running = True
     if (held := status.paused) is not None:
@@ -176,10 +180,10 @@ def _check_start(report: StatusReport, run: RunDir, status: Status) -> None:
 
 
 def _ending(run: RunDir, status: Status, silent: float, allowed: float) -> tuple[int, str] | None:
-    """How the newest start ended, with a level; None if it seems to run. `silent`, `allowed`: seconds without a sign of
-    life, and those that may be."""
+    """How the newest start ended, with a level; None if it seems to run. `silent`: seconds since the last heartbeat,
+    of which `allowed` are normal."""
     if status.state in ENDED:
-        return _told(status)
+        return _reported_end(status)
     here = status.host == socket.gethostname() and not psutil.pid_exists(status.pid or -1)
     if here or holder_died(run):
         return ALERT, f"its process {status.pid} exited without reporting a reason"
@@ -188,8 +192,8 @@ def _ending(run: RunDir, status: Status, silent: float, allowed: float) -> tuple
     return None
 
 
-def _told(status: Status) -> tuple[int, str]:
-    """How a start said that it ended, with a level."""
+def _reported_end(status: Status) -> tuple[int, str]:
+    """The end that a start reported, with a level."""
     code, reason = (status.exit_intent.code, status.exit_intent.reason) if status.exit_intent else (None, None)
     if status.state == "failed":
         return ALERT, f"ended with exit {code}: {reason}"
@@ -198,33 +202,33 @@ def _told(status: Status) -> tuple[int, str]:
 
 def _check_checkpoints(report: StatusReport, run: RunDir) -> None:
     try:
-        lost = None if run.rollback.exists() else missing(run)
+        missing_checkpoint = None if run.rollback.exists() else missing(run)
         checkpoints = Store(run.checkpoints).scan()
     except UserError as error:
         report.problems.append((ALERT, error.cause))
         return
-    if lost is not None:
+    if missing_checkpoint is not None:
         report.state = "incomplete" if report.state == "complete" else report.state
-        report.problems.append((ALERT, f"{lost.text}: is a mount missing, or were checkpoints deleted?"))
-    good = [checkpoint for checkpoint in checkpoints if checkpoint.problem is None and checkpoint.verified]
+        report.problems.append((ALERT, f"{missing_checkpoint.text}: is a mount missing, or were checkpoints deleted?"))
+    verified = [checkpoint for checkpoint in checkpoints if checkpoint.problem is None and checkpoint.verified]
     for checkpoint in checkpoints:
         if checkpoint.problem is not None:
             report.problems.append((WARN, f"{checkpoint.path.name} is damaged: {checkpoint.problem}"))
-    report.verified_checkpoint, newest = None, good[-1].manifest() if good else None
+    report.verified_checkpoint, newest = None, verified[-1].manifest() if verified else None
     if newest is not None:
         report.verified_checkpoint = Verified(
             step=newest.step,
             age_seconds=round(age(newest.committed), 1),
             steps_behind=(report.status.step or 0) - newest.step,
             bytes=sum(entry.bytes for entry in newest.files),
-            path=str(good[-1].path),
+            path=str(verified[-1].path),
         )
     if newest is not None or run.config.exists():  # else training has not started
         _check_next_checkpoint(report, run, newest)
 
 
 def _check_next_checkpoint(report: StatusReport, run: RunDir, newest: CheckpointManifest | None) -> None:
-    """Whether the next checkpoint fits, and whether it is late, by the rules of the watchdog; `newest`: verified."""
+    """Add whether the next checkpoint fits or is late, by the watchdog's rules; `newest`: the last verified one."""
     try:
         config = load_recorded(run.config)
     except UserError as error:
@@ -249,7 +253,7 @@ def _check_next_checkpoint(report: StatusReport, run: RunDir, newest: Checkpoint
 def _unsaved_training(
     run: RunDir, config: Config, status: Status, newest: CheckpointManifest | None
 ) -> UnsavedTraining:
-    """What the run has trained since its newest verified checkpoint, or since its start without one."""
+    """What the run has trained since its newest verified checkpoint, or without one, since its start."""
     step, consumed, tokens = (newest.step, newest.consumed, newest.tokens) if newest is not None else (0, 0, 0)
     saves = journal.of_kind(journal.read(run), "checkpoint")
     return UnsavedTraining(
@@ -264,33 +268,33 @@ def _unsaved_training(
 
 
 def _add_alarms(report: StatusReport, run: RunDir) -> None:
-    """The open alarms of the watchdog."""
+    """Add the open alarms of the watchdog."""
     report.alarms = [alarm for alarm in read_alarms(alarms_file(run)) if alarm.state != "resolved"]
     for alarm in report.alarms:
         if alarm.severity is not Severity.INFO:
-            known = alarm.state == "acknowledged"
-            level = ALERT if alarm.severity is Severity.CRIT and not known else WARN
-            since = f"since {human_time(age(alarm.opened))}{', acknowledged' if known else ''}"
+            acknowledged = alarm.state == "acknowledged"
+            level = ALERT if alarm.severity is Severity.CRIT and not acknowledged else WARN
+            since = f"since {human_time(age(alarm.opened))}{', acknowledged' if acknowledged else ''}"
             report.problems.append((level, f"{alarm.key}: {alarm.summary} ({since})"))
 
 
 def _check_evaluations(report: StatusReport, run: RunDir) -> None:
-    """Evaluations that failed, and whether they were given up."""
+    """Add evaluations that failed: as problems if they were given up."""
     try:
         failed = failed_evaluations(run, load_recorded(run.config)) if run.config.exists() else []
     except UserError:
         return  # reported elsewhere
     report.problems += [(WARN, text) for text, given_up in failed if given_up]
-    if pausing := [text for text, given_up in failed if not given_up]:
-        report.evaluations = pausing
+    if retried := [text for text, given_up in failed if not given_up]:
+        report.evaluations = retried
 
 
 def _check_watchdog(report: StatusReport, run: RunDir) -> None:
-    """Whether a watchdog is running, and its last snapshot."""
-    seen = state_files.view(snapshot_file(run), _WatchdogSnapshot)
-    silent = age(seen.time) if seen is not None else math.inf
-    if seen is not None:
-        report.watchdog = seen.model_copy(update={"age_seconds": round(silent, 1)})
+    """Add the last snapshot of the watchdog, and whether it makes its passes."""
+    snapshot = state_files.view(snapshot_file(run), _WatchdogSnapshot)
+    silent = age(snapshot.time) if snapshot is not None else math.inf
+    if snapshot is not None:
+        report.watchdog = snapshot.model_copy(update={"age_seconds": round(silent, 1)})
     if not report.running or age(report.status.started) < _SILENT_AT_LEAST:
         return
     try:
@@ -298,14 +302,14 @@ def _check_watchdog(report: StatusReport, run: RunDir) -> None:
     except UserError:
         return  # reported elsewhere
     if wanted and silent > _SILENT_AT_LEAST:
-        ago = f"has made no pass for {human_time(silent)}" if seen is not None else "has made no pass yet"
+        ago = f"has made no pass for {human_time(silent)}" if snapshot is not None else "has made no pass yet"
         report.problems.append(
             (WARN, f"the watchdog {ago}: see {run.path / 'watchdog/agent.log'}, and the output of the job")
         )
 
 
 def _add_progress(report: StatusReport, run: RunDir) -> None:
-    """Steps since the status was last shown."""
+    """Add the steps since the status was last shown."""
     last, step = state_files.view(run.path / _LAST_LOOK, _LastLook), report.status.step or 0
     if last is not None:
         report.since_last_look = SinceLastLook(steps=step - last.step, seconds=round(age(last.time), 1))
@@ -314,21 +318,21 @@ def _add_progress(report: StatusReport, run: RunDir) -> None:
 
 
 def _add_goodput(report: StatusReport, run: RunDir) -> None:
-    """Goodput, unless reading it takes too long."""
+    """Add goodput, unless reading the record takes too long."""
     if (size := recorded_bytes(run)) > _LARGEST_RECORD:
         report.goodput = f"`fsdp-pretrain goodput` reads the {human_bytes(size)} of the record"
         return
     try:
-        found = goodput.goodput(run)
+        account = goodput.goodput(run)
     except UserError as error:  # damaged lineage
         report.problems.append((ALERT, error.cause))
         return
-    if found is not None:
-        report.goodput = goodput.headline(found)
+    if account is not None:
+        report.goodput = goodput.headline(account)
 
 
 def _check_files(report: StatusReport, run: RunDir) -> None:
-    """Damaged small files, which their readers ignore or refuse."""
+    """Add damaged small files, which their readers ignore or refuse."""
     for path, schema in _small_files(run):
         try:
             state_files.read(path, schema)
@@ -344,24 +348,24 @@ def _small_files(run: RunDir) -> Iterator[tuple[Path, type[StateFile]]]:
         yield segment / ENVIRONMENT, Environment
 
 
-def _watchdog_line(seen: _WatchdogSnapshot) -> str:
-    parts = [f"last pass {human_time(seen.age_seconds)} ago"]
-    if seen.step_drift is not None:
-        parts.append(f"steps {seen.step_drift - 1:+.1%} of the baseline")
-    if seen.disk_full_in is not None:
-        parts.append(f"disk full in {human_time(seen.disk_full_in)}")
+def _watchdog_line(snapshot: _WatchdogSnapshot) -> str:
+    parts = [f"last pass {human_time(snapshot.age_seconds)} ago"]
+    if snapshot.step_drift is not None:
+        parts.append(f"steps {snapshot.step_drift - 1:+.1%} of the baseline")
+    if snapshot.disk_full_in is not None:
+        parts.append(f"disk full in {human_time(snapshot.disk_full_in)}")
     return ", ".join(parts)
 
 
 def render(report: StatusReport) -> str:
-    """The report on one screen."""
+    """The report as text for one screen."""
     names = {WARN: "WARN", ALERT: "ALERT"}
     rows = [*facts(report), *((names[level], text) for level, text in sorted(report.problems, reverse=True))]
-    return "\n".join([f"{report.status.run}: {report.headline.upper()}", *(row(*each) for each in rows)])
+    return "\n".join([f"{report.status.run}: {report.headline.upper()}", *(row(*cells) for cells in rows)])
 
 
 def facts(report: StatusReport) -> Iterator[tuple[str, str]]:
-    """What was found, except problems: a name and a text each."""
+    """All facts of a report except its problems, as (name, text)."""
     status = report.status
     if status.step is not None and status.total_steps is not None:
         loss = f", loss {status.loss:.4f}" if status.loss is not None else ""

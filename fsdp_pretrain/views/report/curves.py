@@ -18,7 +18,7 @@ from fsdp_pretrain.run.step_columns import Column
 _VALUES = 160_000
 """Points of all curves of a page, summed over their columns."""
 _LEFT = 0.25
-"""Largest share of a run's points that is spent on what was left behind."""
+"""Largest share of a run's points that is spent on steps left behind by rollbacks."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Curve:
     """A line in buckets: float64 [points] by column, with a row of NaN where the line was interrupted.
 
     Attributes:
-        clocks: at the last step of each bucket.
+        clocks: values of `CLOCKS` at the last step of each bucket.
         mean: NaN where no step of a bucket has a value.
-        low, high: extremes, of the columns in which a bucket differs from its mean.
+        low, high: extremes, for columns in which those of a bucket differ.
     """
 
     clocks: dict[str, Column]
@@ -38,14 +38,14 @@ class Curve:
 
 
 def reduce_all(lines: Lines, names: list[str]) -> tuple[Curve, Curve]:
-    """The kept line and what was left behind, with these columns."""
+    """Curves of the kept line and of the steps left behind, with these columns."""
     points = _VALUES // (sum(name in lines.kept.columns for name in names) or 1)
     rest = min(int(points * _LEFT), len(lines.left))
     return reduce(lines.kept, names, points - rest), reduce(lines.left, names, rest)
 
 
 def reduce(line: Line, names: Iterable[str], points: int) -> Curve:
-    """A line in about `points` buckets, none of which spans a break, with these columns besides those of `CLOCKS`."""
+    """A line in about `points` buckets, none of which spans a break, with these columns and those of `CLOCKS`."""
     usual = np.linspace(0, len(line), min(points, len(line)), endpoint=False).astype(np.int64)
     starts = np.unique(np.concatenate([usual, np.array(line.breaks, dtype=np.int64)]))
     breaks = np.searchsorted(starts, line.breaks)

@@ -1,4 +1,4 @@
-"""The evaluations of a run as its journal has them, with 1.96 standard errors."""
+"""Reads the evaluations of a run from its journal, with 1.96 standard errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ScorePoint:
 
     Attributes:
         spread: 1.96 standard errors; None if they are not known.
-        left: the checkpoint was left behind by a rollback.
+        left: whether the checkpoint was left behind by a rollback.
     """
 
     at: Position
@@ -29,7 +29,7 @@ class ScorePoint:
 
 def read_scores(entries: list[dict[str, Any]], lines: Lines) -> dict[tuple[str, str], list[ScorePoint]]:
     """The scores in a journal by (task, metric), in the order of their steps."""
-    found: dict[tuple[str, str], list[ScorePoint]] = {}
+    by_metric: dict[tuple[str, str], list[ScorePoint]] = {}
     kept = {id(entry) for entry in lineage.drop_abandoned(entries)}
     for entry in sorted(journal.of_kind(entries, "eval"), key=lambda entry: int(entry["step"])):
         scores = {
@@ -41,5 +41,5 @@ def read_scores(entries: list[dict[str, Any]], lines: Lines) -> dict[tuple[str, 
         at = lines.locate(entry["step"], seconds_of(facts["committed"] or entry["time"]))
         for task, metric, value, stderr in Results(tokens=0, scores=scores, seconds=0.0, **facts).metrics():
             spread = None if stderr is None else Z95 * stderr
-            found.setdefault((task, metric), []).append(ScorePoint(at, value, spread, id(entry) not in kept))
-    return found
+            by_metric.setdefault((task, metric), []).append(ScorePoint(at, value, spread, id(entry) not in kept))
+    return by_metric

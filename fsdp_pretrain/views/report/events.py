@@ -1,4 +1,4 @@
-"""What happened to a run, for marks on its curves and a table: entries of the journal, and ends that nobody recorded.
+"""Events of a run, for marks on its curves and a table: entries of the journal, and ends that nothing recorded.
 
 The entries of an alarm or health incident are one event, from its opening to its end.
 """
@@ -26,10 +26,10 @@ class Event:
     """One event.
 
     Attributes:
-        at: where it was, or began.
+        at: position of the event, or of its beginning.
         group: one of `journal.GROUPS`, or other.
-        kind: of its entry in the journal, or `interruption`.
-        open: it is an incident that has not ended.
+        kind: kind of its entry in the journal, or `interruption`.
+        open: whether it is an incident that has not ended.
     """
 
     at: Position
@@ -54,16 +54,16 @@ def read_events(
 ) -> tuple[list[Event], int]:
     """The events of a run, oldest first, and how many were left out because there are too many."""
     begun = {node.segment: node.step for node in nodes}
-    failures = [each for each in interruptions if each.kind == "failure"]  # rollbacks have an entry of their own
-    found = [*_incidents(entries, lines), *(_interruption(each, lines) for each in failures)]
+    failures = [stop for stop in interruptions if stop.kind == "failure"]  # rollbacks have an entry of their own
+    events = [*_incidents(entries, lines), *(_interruption(stop, lines) for stop in failures)]
     for entry in entries:
         if entry["kind"] not in ("alarm", "health"):
             event = _event(entry, begun, lines)
-            if entry["kind"] == "stop" and entry.get("segment") in {each.segment for each in failures}:
-                event = replace(event, mark=Mark.TABLE)  # the interruption says the same
-            found.append(event)
-    chosen = sorted(found, key=lambda event: (event.mark, event.severity, event.at["written"]))[-_MOST:]
-    return sorted(chosen, key=lambda event: event.at["written"]), len(found) - len(chosen)
+            if entry["kind"] == "stop" and entry.get("segment") in {stop.segment for stop in failures}:
+                event = replace(event, mark=Mark.TABLE)  # it repeats the interruption
+            events.append(event)
+    chosen = sorted(events, key=lambda event: (event.mark, event.severity, event.at["written"]))[-_MOST:]
+    return sorted(chosen, key=lambda event: event.at["written"]), len(events) - len(chosen)
 
 
 def _event(entry: dict[str, Any], begun: dict[int, int], lines: Lines) -> Event:
@@ -86,24 +86,24 @@ def _incidents(entries: Iterable[dict[str, Any]], lines: Lines) -> Iterator[Even
             continue
         key, at = str(entry.get("key", "?")), lines.locate(entry.get("step"), seconds_of(entry["time"]))
         severity = Severity.__members__.get(str(entry.get("severity")), Severity.INFO)
-        said = str(entry.get("summary") or entry["text"].partition(": ")[2] or entry["text"])[:_LONGEST]
-        known = running.get(key)
+        summary = str(entry.get("summary") or entry["text"].partition(": ")[2] or entry["text"])[:_LONGEST]
+        incident = running.get(key)
         if entry.get("resolved") or entry.get("state") == "resolved":
-            if known is not None:
-                over = f"; over after {human_time(max(0.0, at['written'] - known.at['written']))}"
-                yield replace(running.pop(key), open=False, text=known.text + over)
-        elif entry.get("state") == "acknowledged" and known is not None:
-            running[key] = replace(known, text=f"{known.text}; acknowledged")
+            if incident is not None:
+                over = f"; over after {human_time(max(0.0, at['written'] - incident.at['written']))}"
+                yield replace(running.pop(key), open=False, text=incident.text + over)
+        elif entry.get("state") == "acknowledged" and incident is not None:
+            running[key] = replace(incident, text=f"{incident.text}; acknowledged")
         else:
-            known = known or Event(at, "alarms", entry["kind"], "", severity, open=True)
-            worst = max(severity, known.severity)
+            incident = incident or Event(at, "alarms", entry["kind"], "", severity, open=True)
+            worst = max(severity, incident.severity)
             mark = Mark.LINE if worst is Severity.CRIT else Mark.STRIP
-            running[key] = replace(known, text=f"{key}: {said}", severity=worst, mark=mark)
+            running[key] = replace(incident, text=f"{key}: {summary}", severity=worst, mark=mark)
     yield from running.values()
 
 
-def _interruption(each: Interruption, lines: Lines) -> Event:
-    """An end that was not planned."""
-    over = f"{human_time(each.recovery_seconds)} to resume" if each.over else "training has not resumed"
-    text = f"{each.cause}; {over}"[:_LONGEST]
-    return Event(lines.locate(each.step, each.time), "ends", "interruption", text, Severity.CRIT, Mark.LINE)
+def _interruption(stop: Interruption, lines: Lines) -> Event:
+    """The event of an end that was not planned."""
+    over = f"{human_time(stop.recovery_seconds)} to resume" if stop.over else "training has not resumed"
+    text = f"{stop.cause}; {over}"[:_LONGEST]
+    return Event(lines.locate(stop.step, stop.time), "ends", "interruption", text, Severity.CRIT, Mark.LINE)

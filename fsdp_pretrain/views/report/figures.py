@@ -32,7 +32,7 @@ _UNITS: dict[str, dict[str, Any]] = {
     "GiB": {"hoverformat": ".4~g", "ticksuffix": " GiB", "exponentformat": "none"},
     "share": {"tickformat": ".3~p", "hoverformat": ".3~p"},
 }
-"""Of a y axis."""
+"""Settings of a y axis, by the unit of its values."""
 _SEVERITIES = (("--info", "circle"), ("--warn", "triangle-up"), ("--crit", "diamond"))
 _TEXT = "%{text}<extra></extra>"
 _Trace = dict[str, Any]
@@ -43,11 +43,11 @@ class Figure:
     """One figure.
 
     Attributes:
-        traces: of plotly.js. `place` is the index of its positions, of which `rows`, if given, are the trace's; `low`
-            and `high` are the extremes around its values.
-        axis: its y axis.
-        unified: the values of all its lines at the cursor are shown, and the events are marked in it.
-        scores: it is of an evaluation.
+        traces: traces of plotly.js. `place` is the index of a trace's positions in `Drawing.places`, `rows` selects
+            some of them; `low` and `high` are the extremes around its values.
+        axis: settings of its y axis.
+        unified: whether it shows the values of all its lines at the cursor, and marks the events.
+        scores: whether it shows an evaluation.
     """
 
     title: str
@@ -63,9 +63,9 @@ class Drawing:
     """All figures of a page.
 
     Attributes:
-        places: positions on every clock, [points] by clock; first those of the kept line and of what was left.
+        places: positions on every clock, [points] by clock; first those of the kept line and of the steps left behind.
         marks: traces that are in every panel: lines at events.
-        events: the place of the events.
+        events: index of the positions of the events in `places`.
     """
 
     def __init__(self, record: RunRecord, events: list[Event]) -> None:
@@ -78,7 +78,7 @@ class Drawing:
         kept, left = reduce_all(record.lines, columns)
         for curve in (kept, left):
             self._place(curve.clocks, whole=True)
-        self.events = self._locate([each.at for each in events])
+        self.events = self._locate([event.at for event in events])
         self._draw_events(events)
         for panel in panels:
             if not panel.brief or self._changes(panel):
@@ -86,14 +86,14 @@ class Drawing:
         self._draw_scores(read_scores(record.entries, record.lines))
 
     def _place(self, clocks: dict[str, Column], whole: bool = False) -> int:
-        """Add positions, of the `whole` run or only of some events; their index."""
+        """Add positions, of the `whole` run or only of some events. Returns their index."""
         self.places.append(
             {"whole": whole, **{clock: np.round(column, 3).tolist() for clock, column in clocks.items()}}
         )
         return len(self.places) - 1
 
     def _locate(self, positions: list[Position]) -> int:
-        return self._place({clock: np.array([each[clock] for each in positions]) for clock in CLOCKS})
+        return self._place({clock: np.array([position[clock] for position in positions]) for clock in CLOCKS})
 
     # ------------------------------------------------------------------ curves
 
@@ -114,34 +114,34 @@ class Drawing:
             self.figures.append(figure)
 
     def _curve(self, panel: Panel, trace: Trace, color: str, kept: Curve) -> _Trace:
-        """A column of the kept line."""
+        """The trace of a column of the kept line."""
         column, dash = trace.column, "dash" if trace.dots else "solid"
-        found: _Trace = {"name": _text(trace.label), "y": _scaled(kept.mean[column], panel)}
-        found["line"] = {"color": color, "width": 1.5, "dash": dash}
+        drawn: _Trace = {"name": _text(trace.label), "y": _scaled(kept.mean[column], panel)}
+        drawn["line"] = {"color": color, "width": 1.5, "dash": dash}
         if trace.dots:
-            return found | {"mode": "lines+markers", "connectgaps": True, "marker": {"size": 4}}
+            return drawn | {"mode": "lines+markers", "connectgaps": True, "marker": {"size": 4}}
         if column in kept.low:
             axis = _UNITS[panel.unit]
             low, high = (f"%{{customdata[{at}]:{axis['hoverformat']}}}{axis.get('ticksuffix', '')}" for at in (0, 1))
-            found["hovertemplate"] = f"%{{y}} ({low} to {high})"
-            found |= {"low": _scaled(kept.low[column], panel), "high": _scaled(kept.high[column], panel)}
-        return found
+            drawn["hovertemplate"] = f"%{{y}} ({low} to {high})"
+            drawn |= {"low": _scaled(kept.low[column], panel), "high": _scaled(kept.high[column], panel)}
+        return drawn
 
     def _changes(self, panel: Panel) -> bool:
         """Whether a value of a panel ever changes."""
-        known = [self._columns[trace.column] for trace in panel.traces if trace.column in self._columns]
-        return any(len(np.unique(values[np.isfinite(values)])) > 1 for values in known)
+        columns = [self._columns[trace.column] for trace in panel.traces if trace.column in self._columns]
+        return any(len(np.unique(values[np.isfinite(values)])) > 1 for values in columns)
 
     # ------------------------------------------------------------------ events
 
     def _draw_events(self, events: list[Event]) -> None:
         """The rows above the curves, and lines through all panels."""
-        every = [event for event in events if event.mark]
-        rows = [group for group in GROUPS if any(event.group == group for event in every)]
-        counts = ", ".join(f"{row} {sum(event.group == row for event in every):,}" for row in rows)
+        marked = [event for event in events if event.mark]
+        rows = [group for group in GROUPS if any(event.group == group for event in marked)]
+        counts = ", ".join(f"{row} {sum(event.group == row for event in marked):,}" for row in rows)
         axis = {"type": "category", "categoryarray": rows[::-1], "dtick": 1, "range": [-0.5, len(rows) - 0.5]}
         figure = Figure("Events", counts, len(rows) * 22 + 36, axis | {"showgrid": False, "ticklabelstandoff": 6})
-        faint = min(0.8, max(0.3, 12 / (len(every) or 1)))  # where there are many lines
+        faint = min(0.8, max(0.3, 12 / (len(marked) or 1)))  # fainter the more lines there are
         starts = [at for at, event in enumerate(events) if event.mark is Mark.STRIP and event.group == "starts"]
         self._mark(events, starts, {"color": "--faint", "width": 1})
         for severity, (color, symbol) in enumerate(_SEVERITIES):
@@ -149,7 +149,7 @@ class Drawing:
             strip = [at for at in mine if events[at].mark]
             points = {"place": self.events, "rows": strip, "y": [events[at].group for at in strip], "mode": "markers"}
             points |= {"marker": {"color": color, "symbol": symbol, "size": 10}, "cliponaxis": False}
-            texts = [_told(events[at].kind, events[at].at, events[at].text) for at in strip]
+            texts = [_hover_text(events[at].kind, events[at].at, events[at].text) for at in strip]
             figure.traces.append(points | {"text": texts, "hovertemplate": _TEXT})
             lines = [at for at in mine if events[at].mark is Mark.LINE]
             self._mark(events, lines, {"color": color, "width": 1, "dash": "4px,3px"}, faint)
@@ -159,17 +159,17 @@ class Drawing:
     def _mark(self, every: list[Event], rows: list[int], line: dict[str, Any], opacity: float = 1.0) -> None:
         """Lines through all panels, at these events."""
         events = [every[at] for at in rows]
-        told = [f"{event.kind}, {_place(event.at)}: {event.text}" for event in events]
-        found: _Trace = {"place": self.events, "rows": [x for at in rows for x in (at, at, None)], "mode": "lines"}
-        found |= {"y": [0, 1, None] * len(rows), "yaxis": "y2", "line": line, "opacity": opacity}
-        found |= {"told": [x for text in told for x in (text, text, "")], "hovertemplate": f"<b>{_TEXT}</b>"}
-        self.marks.append(found | {"text": [x for event in events for x in (_text(event.kind),) * 3]})
+        texts = [f"{event.kind}, {_place(event.at)}: {event.text}" for event in events]
+        marks: _Trace = {"place": self.events, "rows": [x for at in rows for x in (at, at, None)], "mode": "lines"}
+        marks |= {"y": [0, 1, None] * len(rows), "yaxis": "y2", "line": line, "opacity": opacity}
+        marks |= {"told": [x for text in texts for x in (text, text, "")], "hovertemplate": f"<b>{_TEXT}</b>"}
+        self.marks.append(marks | {"text": [x for event in events for x in (_text(event.kind),) * 3]})
 
     # ------------------------------------------------------------------ evaluations
 
-    def _draw_scores(self, found: dict[tuple[str, str], list[ScorePoint]]) -> None:
-        for task, metric in sorted(found, key=lambda name: (name[0].endswith("_probe"), name)):
-            scores = found[task, metric]
+    def _draw_scores(self, by_metric: dict[tuple[str, str], list[ScorePoint]]) -> None:
+        for task, metric in sorted(by_metric, key=lambda name: (name[0].endswith("_probe"), name)):
+            scores = by_metric[task, metric]
             kept, left = [score for score in scores if not score.left], [score for score in scores if score.left]
             about = ", ".join(filter(None, (f"{kept[-1].value:.5g}", _interval(kept[-1])))) if kept else ""
             figure = Figure(f"{task} {metric}", about, 160, _UNITS[""], scores=True)
@@ -177,11 +177,13 @@ class Drawing:
             self.figures.append(figure)
 
     def _scores(self, scores: list[ScorePoint], left: bool) -> _Trace:
-        """The scores of a metric, with whiskers."""
+        """The trace of the scores of a metric, with whiskers."""
         spreads = [score.spread or 0.0 for score in scores]
         bars = {"type": "data", "array": spreads, "color": "--c0", "thickness": 1, "width": 2}
-        texts = [", ".join(filter(None, (_interval(score), "left behind" * left))) for score in scores]
-        told = [_told(f"{score.value:.5g}", score.at, text) for score, text in zip(scores, texts, strict=True)]
+        texts = [", ".join(filter(None, (_interval(score), "left behind" if left else ""))) for score in scores]
+        hover_texts = [
+            _hover_text(f"{score.value:.5g}", score.at, text) for score, text in zip(scores, texts, strict=True)
+        ]
         return {
             "place": self._locate([score.at for score in scores]),
             "y": [score.value for score in scores],
@@ -189,7 +191,7 @@ class Drawing:
             "line": {"color": "--c0", "width": 1.3},
             "marker": {"color": "--c0", "symbol": "circle-open" if left else "circle", "size": 6},
             "error_y": bars,
-            "text": told,
+            "text": hover_texts,
             "hovertemplate": _TEXT,
             "cliponaxis": False,
         }
@@ -209,8 +211,8 @@ def _place(at: Position) -> str:
     return step + (stamp(at["written"])[:19].replace("T", " ") if math.isfinite(at["written"]) else "")
 
 
-def _told(head: str, at: Position, text: str) -> str:
-    """A text to hover over."""
+def _hover_text(head: str, at: Position, text: str) -> str:
+    """The text that is shown when the cursor is over a point."""
     return "<br>".join([f"<b>{_text(head)}</b> {_place(at)}", *map(_text, textwrap.wrap(text, 80))])
 
 

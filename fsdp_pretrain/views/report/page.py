@@ -71,7 +71,7 @@ def _library() -> str:
 
 
 def render(record: RunRecord, library: str, made: float) -> str:
-    """The page, made at a time in seconds since 1970, with the source of plotly.js. Raises ConfigError."""
+    """The page as HTML. `library`: source of plotly.js; `made`: time in seconds since 1970. Raises ConfigError."""
     if (account := record.account) is None:
         raise ConfigError(
             f"there is nothing to show: {record.run.path} was never started",
@@ -91,7 +91,7 @@ def render(record: RunRecord, library: str, made: float) -> str:
         report=record.report,
         levels=_LEVELS,
         about=_about(record),
-        facts=[(name, *text.partition(", ")[::2]) for name, text in rows],  # large: what is before the first comma
+        facts=[(name, *text.partition(", ")[::2]) for name, text in rows],  # up to the first comma: in large letters
         made=made,
         account=account,
         meaning=MEANING,
@@ -110,7 +110,7 @@ def render(record: RunRecord, library: str, made: float) -> str:
 
 
 def _about(record: RunRecord) -> str:
-    """What is trained on what, as the newest start that trained said."""
+    """The journal text of the newest start that trained: the model, and the hardware it is trained on."""
     segments = {start.segment for start in record.history.starts if start.steps.count}
     starts = [entry for entry in record.entries if entry["kind"] == "start"]
     trained = [entry for entry in starts if entry.get("segment") in segments] or starts
@@ -140,9 +140,9 @@ def _packed(text: str) -> str:
 def _plain(value: Any) -> Any:
     """JSON values: arrays with six significant digits, None for NaN."""
     if isinstance(value, np.ndarray):
-        return [float(f"{each:.6g}") if math.isfinite(each) else None for each in value.tolist()]
+        return [float(f"{number:.6g}") if math.isfinite(number) else None for number in value.tolist()]
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

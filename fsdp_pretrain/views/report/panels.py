@@ -21,9 +21,9 @@ class Panel:
     """A panel with one y axis.
 
     Attributes:
-        scale: of its axis; `zero`: linear from 0 on.
+        scale: scale of its axis; `zero`: linear from 0 on.
         unit: how its values are shown: "" (numbers), count, s, GiB, share.
-        brief: only worth a panel if a value changes; else it is mentioned in a line.
+        brief: left out unless a value changes.
     """
 
     name: str
@@ -37,10 +37,10 @@ class Panel:
 
 def lay_out(columns: Iterable[str]) -> list[Panel]:
     """The panels for runs with these columns: named as in `StepColumns`, those by source as `loss/NAME`."""
-    known = list(dict.fromkeys(columns))
+    present = list(dict.fromkeys(columns))
 
     def of(kind: str, dots: bool = False, prefix: str = "") -> list[Trace]:
-        names = [name for name in known if name.startswith(f"{kind}/")]
+        names = [name for name in present if name.startswith(f"{kind}/")]
         return [Trace(name, prefix + name.partition("/")[2], dots) for name in names]
 
     losses, several = [Trace("loss", "training"), *of("heldout", True, "held-out ")], len(of("loss")) > 1

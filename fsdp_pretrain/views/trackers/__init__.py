@@ -1,1 +1,1 @@
-"""Views of the record in Aim, TensorBoard and Weights & Biases, which cannot affect training."""
+"""Shows the record in Aim, TensorBoard and Weights & Biases, which cannot affect training."""

@@ -1,9 +1,9 @@
 """Followers: `python -m fsdp_pretrain.views.trackers.follow RUN NAME [--once]` writes the view of a run in one tracker.
 
-Training starts one for each tracker that the configuration asks for, and an evaluation that ends later one with
-`--once`. A follower writes the view from the beginning and then what is added, until its standard input closes, that is
-when training ends. Whatever happens to it is one entry in the journal and leaves training as it is. The functions for
-training import no tracker and never raise.
+Training starts a follower for each tracker in the configuration, and an evaluation that ends after training one with
+`--once`. A follower writes the view from the beginning and then adds new values, until its standard input closes, when
+training ends. A failure of it is one entry in the journal and does not affect training. The functions for training
+import no tracker and never raise.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .sink import SINKS, check_installed, is_installed, place, wanted
 Followers = dict[str, "subprocess.Popen[bytes]"]
 """The followers of a run, by the name of the tracker."""
 STUCK_SECONDS = 120.0
-"""Without a sign of life of a tracker, it hangs."""
+"""Seconds without progress after which a tracker is taken to hang."""
 _CHUNK, _POLL_SECONDS, _FINISH_SECONDS, _WAIT_SECONDS = 200, 2.0, 20.0, 60.0
 
 
@@ -39,7 +39,7 @@ _CHUNK, _POLL_SECONDS, _FINISH_SECONDS, _WAIT_SECONDS = 200, 2.0, 20.0, 60.0
 
 
 def start_followers(run: RunDir, *flags: str) -> Followers:
-    """Start the followers of a run. What cannot be started is an entry in the journal."""
+    """Start the followers of a run. One that cannot be started is an entry in the journal."""
     followers = Followers()
     for name in filter(is_installed, wanted(run)):
         try:
@@ -52,7 +52,7 @@ def start_followers(run: RunDir, *flags: str) -> Followers:
 
 
 def finish_followers(run: RunDir, followers: Followers) -> None:
-    """Let the followers catch up and end; leave those running that take too long. Records that one was killed."""
+    """Let the followers catch up and end; leave those running that take too long. Records those that were killed."""
     for follower in followers.values():
         with contextlib.suppress(OSError):
             if follower.stdin is not None:
@@ -76,7 +76,7 @@ def _folder(run: RunDir) -> Path:
 
 
 def _report(run: RunDir, name: str, reason: str) -> None:
-    """Add an entry to the journal: a view that is not written any more."""
+    """Add an entry to the journal: a view is no longer written."""
     with contextlib.suppress(UserError, OSError):
         text = f"the view in {name} stopped, training goes on: {reason}; rebuild it with `fsdp-pretrain {name}`"
         journal.add(run, "tracker-stopped", text, tracker=name)
@@ -86,10 +86,11 @@ def _report(run: RunDir, name: str, reason: str) -> None:
 
 
 def write_view(run: RunDir, name: str, progress: Callable[[int], object], last: Callable[[], bool]) -> tuple[Path, int]:
-    """Write a view, then what is added, until nothing was after the `last` round; the caller holds it.
+    """Write a view, then what is added to the record, until `last` returned True and nothing new came. The caller holds
+    the lease of the view.
 
-    `progress` is called with the number of steps and evaluations so far, `last` after each round. Returns what to open,
-    and that number. Raises any error of the tracker.
+    `progress` is called with the number of steps and evaluations so far, `last` before each round. Returns the path to
+    open, and that number. Raises any error of the tracker.
     """
     view = SINKS[name](place(run, name), read_facts(run))
     identity, stream, count = view.watched.stat().st_ino, RecordStream(run), 0
@@ -140,10 +141,10 @@ def rebuild(run: RunDir, name: str, progress: Callable[[int], object]) -> tuple[
 
 
 def _hold(run: RunDir, name: str) -> Lease | None:
-    """Become the one writer of a view; None if another process is."""
+    """Take the lease of the writer of a view; None if another process holds it."""
     path = _folder(run) / f"{name}.lease.json"
     make_directory(path.parent)
-    while (free := drop_if_dead(path)) is None:  # not known yet, of a process on another host
+    while (free := drop_if_dead(path)) is None:  # not known yet whether a process on another host lives
         time.sleep(1.0)
     return Lease.take(path, purpose=f"the writer of the view in {name}") if free else None
 
@@ -168,8 +169,8 @@ class _Heart:
 def main(arguments: list[str]) -> None:
     """Run a follower."""
     run, name, once = RunDir(Path(arguments[0])), arguments[1], "--once" in arguments[2:]
-    if (known := run_id.read(run.path)) is not None:
-        run_id.bind(run.path, known)
+    if (identifier := run_id.read(run.path)) is not None:
+        run_id.bind(run.path, identifier)
     heart, begun = _Heart(run, name), time.monotonic()
 
     def last() -> bool:
@@ -177,7 +178,9 @@ def main(arguments: list[str]) -> None:
         return once or bool(select.select([sys.stdin], [], [], _POLL_SECONDS)[0])
 
     try:
-        while (held := _hold(run, name)) is None:  # by the follower of the start before, or one that has the rest too
+        while (
+            held := _hold(run, name)
+        ) is None:  # by the follower of an earlier start, or one that also writes the new points
             if last() and time.monotonic() - begun > _WAIT_SECONDS:
                 return
             time.sleep(_POLL_SECONDS)

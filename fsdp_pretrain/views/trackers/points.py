@@ -1,6 +1,6 @@
 """The stream that trackers show: the kept line of a run's record as values.
 
-Names are chosen so that their alphabetical order, in which trackers list them, is that of interest: `loss/...`,
+Names are chosen so that their alphabetical order, in which trackers list them, is also that of interest: `loss/...`,
 `optimizer/...`, `score/...` (evaluations), `speed/...`, `stderr/...` (of the scores), `training/...`.
 """
 
@@ -28,7 +28,7 @@ _VALUES = {
     "training/consumed": "consumed",
     "training/tokens": "tokens",
 }
-"""Name -> attribute of a `StepRecord`."""
+"""Attributes of a `StepRecord`, by the name of their curve."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RecordStream:
         self._entries: list[dict[str, Any]] = []
 
     def read(self) -> Iterator[PointValues]:
-        """What was added since the last call: steps, then evaluations."""
+        """The points added since the last call: steps, then evaluations."""
         for part in self._line:
             path = self._run.segment(part.segment) / METRICS
             for record, behind in records(path, self._offsets.get(path, 0)):

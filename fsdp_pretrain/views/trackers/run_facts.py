@@ -1,4 +1,4 @@
-"""What a tracker says about a run as a whole: name, tags, state, and when it really began and ended."""
+"""What a tracker shows of a run as a whole: name, tags, state, and when it really began and ended."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class RunFacts:
 
     Attributes:
         name: `run.name`.
-        state: running, complete, stopped, failed, or killed: it ended without saying why.
+        state: running, complete, stopped, failed, or killed (it ended without reporting a reason).
         tags: model family, `record.tags`, and the state, which is the last one.
         config: the resolved configuration.
         started, ended: seconds since 1970; `ended` is None while it runs.
-        views: ids of its views, 64 hexadecimal digits: one until each rollback, and last that of the line now.
+        views: ids of its views, 64 hexadecimal digits each: one for each line that a rollback ended, and last that of
+            the present line.
     """
 
     name: str
@@ -45,7 +46,7 @@ def read_facts(run: RunDir) -> RunFacts:
     config = read_config(run)
     nodes = lineage.nodes(run)
     identity = run_id.read(run.path) or str(run.path.resolve())
-    left = sum(node.kind in lineage.ABANDONING for node in nodes)
+    rollbacks = sum(node.kind in lineage.ABANDONING for node in nodes)
     state, ended = _end(run)
     return RunFacts(
         name=str(config["run"]["name"]),
@@ -54,12 +55,12 @@ def read_facts(run: RunDir) -> RunFacts:
         config=config,
         started=_start(run),
         ended=ended,
-        views=[hashlib.sha256(f"{identity} {number}".encode()).hexdigest() for number in range(left + 1)],
+        views=[hashlib.sha256(f"{identity} {number}".encode()).hexdigest() for number in range(rollbacks + 1)],
     )
 
 
 def _start(run: RunDir) -> float:
-    """The time of the first entry of the journal; what is before a fork is the parent's."""
+    """The time of the first entry of the journal; in a fork, of the fork, since earlier ones are the parent's."""
     started = 0.0
     for entry in journal.read(run):
         if not started or entry["kind"] == "fork":
@@ -68,13 +69,13 @@ def _start(run: RunDir) -> float:
 
 
 def _end(run: RunDir) -> tuple[str, float | None]:
-    """The state, and when it ended."""
-    known = status.read(run)
-    if known.state not in status.ENDED and lock.is_held(run):
+    """The state, and when the run ended."""
+    newest = status.read(run)
+    if newest.state not in status.ENDED and lock.is_held(run):
         return "running", None
-    left = known.of_run
-    last = seconds_of(left.heartbeat) or run.config.stat().st_mtime
-    if left.state not in status.ENDED:
-        return "killed", last
-    intent = exit_intent.read(run.segment(left.segment or 0))  # the process may live on for a while
-    return left.state, seconds_of(intent and intent.time) or last
+    last_trained = newest.of_run
+    last_heartbeat = seconds_of(last_trained.heartbeat) or run.config.stat().st_mtime
+    if last_trained.state not in status.ENDED:
+        return "killed", last_heartbeat
+    intent = exit_intent.read(run.segment(last_trained.segment or 0))  # its time: the process may live on for a while
+    return last_trained.state, seconds_of(intent and intent.time) or last_heartbeat

@@ -1,5 +1,4 @@
-"""The trackers that there are, and what each does with the points of a run. A tracker is imported when its view is
-begun."""
+"""The supported trackers, and how each stores the points of a run. A tracker is imported when its view is begun."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ class Sink(ABC):
 
     Attributes:
         watched: a file or directory that exists as long as the view does.
-        opened: what a person opens to see it.
+        opened: the path to open in the tracker.
     """
 
     watched: Path
@@ -41,7 +40,7 @@ class Sink(ABC):
 
     @abstractmethod
     def __init__(self, place: Path, facts: RunFacts) -> None:
-        """Begin the view in a directory, in place of the one that is there."""
+        """Begin the view in a directory, replacing one that exists."""
 
     @abstractmethod
     def write(self, points: Sequence[PointValues]) -> None:
@@ -53,8 +52,8 @@ class Sink(ABC):
 
 
 class AimSink(Sink):
-    """Aim: a run for the kept line, with the true times of run and points. What is tracked again replaces the value at
-    that step, so a run that is there is continued; after a rollback, of which no point can be removed, another one is
+    """Aim: a run for the kept line, with the true times of run and points. A value tracked again replaces
+    that at its step, so an existing run is continued. Points cannot be removed, so after a rollback another run is
     begun and the former ones are archived."""
 
     def __init__(self, place: Path, facts: RunFacts) -> None:
@@ -64,20 +63,20 @@ class AimSink(Sink):
         self._repo = aim.Repo.from_path(str(place), init=not self.watched.is_dir())
         *former, self._id = (view[:24] for view in facts.views)
         if not self._chunk(self._id).is_dir():
-            # Enter a run that began when the run did, which `aim.Run` cannot do; Aim's database holds UTC.
+            # Create the Aim run with the run's true beginning, which `aim.Run` cannot; Aim's database holds UTC.
             begun = datetime.fromtimestamp(facts.started, UTC).replace(tzinfo=None)
             self._repo.request_props(self._id, read_only=False, created_at=begun)
-            self._chunk(self._id).mkdir(parents=True)  # for Aim to believe that it exists
-        for known in former:
-            if self._chunk(known).is_dir():
-                self._repo.request_props(known, read_only=False).archived = True
+            self._chunk(self._id).mkdir(parents=True)  # so that Aim takes it for an existing run
+        for identifier in former:
+            if self._chunk(identifier).is_dir():
+                self._repo.request_props(identifier, read_only=False).archived = True
         options = {"system_tracking_interval": None, "log_system_params": False, "capture_terminal_logs": False}
         self._run = aim.Run(run_hash=self._id, repo=self._repo, **options)
         self._run["config"] = facts.config
         self._describe(facts)
 
-    def _chunk(self, known: str) -> Path:
-        return self.watched / "meta/chunks" / known
+    def _chunk(self, identifier: str) -> Path:
+        return self.watched / "meta/chunks" / identifier
 
     def _describe(self, facts: RunFacts) -> None:
         self._run.name = self._run.experiment = facts.name
@@ -94,7 +93,7 @@ class AimSink(Sink):
                 track(value, point.time, name, point.step)
 
     def close(self, facts: RunFacts) -> None:
-        """Also index it: without an index, Aim's queries find nothing."""
+        """Finish the view, and index it: without an index, Aim's queries find nothing."""
         self._describe(facts)
         tree = self._run.meta_run_tree
         self._run.close()
@@ -106,8 +105,8 @@ class AimSink(Sink):
 
 
 class TensorboardSink(Sink):
-    """TensorBoard: the directory `kept`, by TensorBoard's own record writer; neither torch nor TensorFlow. Points in
-    event files cannot be replaced, so it is always written anew."""
+    """TensorBoard: the directory `kept`, written by TensorBoard's own record writer, without torch or TensorFlow.
+    Points in event files cannot be replaced, so it is always written anew."""
 
     def __init__(self, place: Path, facts: RunFacts) -> None:
         writer: Any = importlib.import_module("tensorboard.summary.writer.record_writer")
@@ -140,18 +139,18 @@ class TensorboardSink(Sink):
 
 
 class WandbSink(Sink):
-    """Weights & Biases: an offline run, `RUN/wandb/offline-run-TIME-ID`; `wandb sync` is the user's to run. W&B cannot
-    add to one: the whole line is written again, as the same run, and the former directory is removed. After a rollback
-    it is another run."""
+    """Weights & Biases: an offline run, `RUN/wandb/offline-run-TIME-ID`; uploading it with `wandb sync` is up to the
+    user. W&B cannot add to an offline run: the whole line is written again, as the same run, and the former directory
+    is removed. After a rollback it is another run."""
 
     def __init__(self, place: Path, facts: RunFacts) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = importlib.import_module("wandb")
-        known = facts.views[-1][:12]
-        for former in place.glob(f"offline-run-*-{known}"):
+        identifier = facts.views[-1][:12]
+        for former in place.glob(f"offline-run-*-{identifier}"):
             shutil.rmtree(former)
         place.mkdir(parents=True, exist_ok=True)
-        names = {"id": known, "name": facts.name, "tags": _tags(facts)}
+        names = {"id": identifier, "name": facts.name, "tags": _tags(facts)}
         settings = wandb.Settings(**_QUIET)
         self._run = wandb.init(mode="offline", dir=str(place.parent), config=facts.config, settings=settings, **names)
         self.watched = self.opened = Path(self._run.settings.sync_dir)
@@ -176,7 +175,7 @@ def _tags(facts: RunFacts) -> tuple[str, ...]:
 
 
 SINKS: dict[str, type[Sink]] = {"aim": AimSink, "tensorboard": TensorboardSink, "wandb": WandbSink}
-"""By name: of the package, the configuration key `record.NAME` and the verb."""
+"""Trackers by name, which is that of the package, the configuration key `record.NAME` and the verb."""
 
 
 def place(run: RunDir, name: str) -> Path:
@@ -187,7 +186,7 @@ def place(run: RunDir, name: str) -> Path:
 
 
 def wanted(run: RunDir) -> list[str]:
-    """Names of the trackers that a run's configuration asks for; none if it cannot be read."""
+    """Names of the trackers that a run's configuration enables; none if it cannot be read."""
     try:
         record = read_config(run).get("record", {})
     except (OSError, ValueError):

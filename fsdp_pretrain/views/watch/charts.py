@@ -31,16 +31,16 @@ def draw(values: Values, width: int, height: int, *, logarithmic: bool = False) 
     """
     if not np.isfinite(values).any():
         return None
-    known = np.where(np.isfinite(values), values, np.nan)
+    finite = np.where(np.isfinite(values), values, np.nan)
     starts = np.arange(width) * len(values) // width
-    low, high = np.fmin.reduceat(known, starts), np.fmax.reduceat(known, starts)
+    low, high = np.fmin.reduceat(finite, starts), np.fmax.reduceat(finite, starts)
     bottom, top = float(np.nanmin(low)), float(np.nanmax(high))
     logarithmic = logarithmic and bottom > 0 and top / bottom > _LOG_FROM
     scale = np.log if logarithmic else np.asarray
     first, last = float(scale(bottom)), float(scale(top))
 
     def eighths(side: Values) -> NDArray[np.int64]:
-        """How high to draw, at least one eighth of a character; 0 where nothing is known."""
+        """Height of each column in eighths of a character, at least one; 0 where there is no value."""
         share = (scale(side) - first) / (last - first) if last > first else np.full(width, 0.5)
         whole = 1 + np.rint(np.nan_to_num(share) * (8 * height - 1)).astype(np.int64)
         return np.where(np.isnan(side), 0, whole)

@@ -23,11 +23,11 @@ _ORDER = ("running", "saving", "paused", "starting", "incomplete", "stopped", "u
 
 
 FleetRow = tuple[Path, StatusReport]
-"""A run in the list, and what `status` finds."""
+"""A run directory in the list, and its status."""
 
 
 def find_runs(directory: Path) -> Iterator[RunDir]:
-    """The runs in a directory and below; inside a run is not searched, nor where a link leads."""
+    """The runs in a directory and below; neither run directories nor links are searched further."""
     for folder, below, files in os.walk(directory):
         if "segments" in below or "status.json" in files:
             yield RunDir(Path(folder))
@@ -37,7 +37,7 @@ def find_runs(directory: Path) -> Iterator[RunDir]:
 
 
 def read_rows(runs: Iterable[RunDir]) -> list[FleetRow]:
-    """Worst first; of the same level, those that train before those that are complete."""
+    """The status of runs, worst first; of the same level, running ones before complete ones."""
 
     def badness(row: FleetRow) -> tuple[int, int, str]:
         state = row[1].headline
@@ -55,7 +55,7 @@ def _look(run: RunDir) -> StatusReport:
 
 
 def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
-    """The list."""
+    """The list of runs as a table."""
     title = Text(f"  {len(rows)} run{'s' * (len(rows) != 1)}")
     for level, name in ((ALERT, "alert"), (WARN, "warning"), (OK, "ok")):
         if count := sum(report.level == level for _, report in rows):
@@ -72,7 +72,7 @@ def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
         keys = [alarm.key for alarm in report.alarms]
         alarms = f"{len(keys)} alarm{'s' * (len(keys) != 1)}: {', '.join(keys)}" if keys else ""
         status, saved, ink = report.status, report.verified_checkpoint, INK[report.level]
-        _, worst = max(report.problems, key=lambda each: each[0], default=(OK, ""))
+        _, worst = max(report.problems, key=lambda problem: problem[0], default=(OK, ""))
         pace, step, total = status.iteration_seconds, status.step, status.total_steps
         table.add_row(
             Text(_below(directory, path), overflow="ellipsis"),

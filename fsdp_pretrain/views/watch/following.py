@@ -1,4 +1,4 @@
-"""What the live view shows of a run. Reading all of it is costly, so it is read again only now and then."""
+"""Follows a run for the live view. Reading all of its record is costly, so that is done only now and then."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class RunView:
     """A run at one moment.
 
     Attributes:
-        record: None if it was not read yet.
-        report: that of the record, with the newest status.
-        checkpoints: the newest, newest first.
-        problem: why the record cannot be read now; the rest is then from before.
+        record: the whole record; None if it was not read yet.
+        report: the report of the record, with the newest status.
+        checkpoints: the last ones, newest first.
+        problem: why the record cannot be read now; the other values are then those read before.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class RunView:
 
 
 def signs(run: RunDir, status: Status | None) -> object:
-    """What changes when something happened to a run, apart from its steps. Cheap."""
+    """A value that changes when something happens to a run other than a step. It is cheap to read."""
     state = status and (status.state, status.pid, status.segment)
     return state, _size(run.journal), _size(alarms_file(run)), run.path.is_dir()
 
@@ -65,7 +65,7 @@ def _size(path: Path) -> int:
 class RunFollower:
     """Follows a run. `poll` is called about once a second by one thread.
 
-    What is costly is read again when its `signs` change, and otherwise when it is older than two seconds and than fifty
+    The whole record is read again when `signs` change, and otherwise once it is older than two seconds and than fifty
     times what reading took.
     """
 
@@ -77,12 +77,12 @@ class RunFollower:
     def poll(self) -> RunView:
         """The run now: its status, and the rest as it was when it was last read."""
         if not self.run.begun:
-            there = "holds no run any more" if self.run.path.is_dir() else "is gone"
-            return replace(self._view, problem=f"{self.run.path} {there}; waiting for it")
+            state = "holds no run any more" if self.run.path.is_dir() else "is gone"
+            return replace(self._view, problem=f"{self.run.path} {state}; waiting for it")
         try:
             status, begun = state_files.view(self.run.status, Status), time.monotonic()
-            if (seen := signs(self.run, status)) != self._signs or begun >= self._next:
-                self._view, self._signs = read_view(self.run), seen
+            if (new_signs := signs(self.run, status)) != self._signs or begun >= self._next:
+                self._view, self._signs = read_view(self.run), new_signs
                 self._next = begun + max(_LEAST_SECONDS, _SHARE * (time.monotonic() - begun))
             if status is not None:
                 report = self._view.report.model_copy(update={"status": status})
@@ -95,5 +95,5 @@ class RunFollower:
 def read_view(run: RunDir) -> RunView:
     """Read all that is shown of a run. Raises UserError, OSError."""
     record = read(run)
-    saved = [listed(found) for found in reversed(Store(run.checkpoints).scan()[-SHOWN:])]
+    saved = [listed(checkpoint) for checkpoint in reversed(Store(run.checkpoints).scan()[-SHOWN:])]
     return RunView(run.path, record, record.report, saved)

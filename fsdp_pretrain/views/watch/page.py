@@ -1,4 +1,4 @@
-"""The page of one run, for a width."""
+"""The page of one run in the live view."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHECKPOINT = {
     "damaged": ("✗", "damaged", "bold red"),
 }  # fmt: skip
 _RECENT, _AXIS, _LINES, _ENTRIES = 200, 8, 24, 100
-"""Steps of a mean, characters of an axis, lines of a small screen, and entries of the journal."""
+"""Steps in a mean, characters of an axis, lines of a small screen, and entries of the journal."""
 _CURVES = (
     ("loss", "loss", "cyan"),
     ("grad_norm", "gradient norm", "magenta"),
@@ -60,18 +60,18 @@ def short(value: float, digits: int = 4) -> str:
 
 
 def render(view: RunView, width: int, height: int) -> Group:
-    """The page. `height` is that of the screen: a half of what is more than 24 lines is for the curve of the loss, the
-    other for checkpoints and evaluations."""
+    """The page for a screen of `width` x `height` characters. Half of the lines beyond 24 go to the curve of the loss,
+    half to checkpoints and evaluations."""
     half, spare = width // 2, max(0, height - _LINES)
     loss, *others = _CURVES
-    small = [_chart(view, *each, half - 2, 2) for each in others]
+    small = [_chart(view, *curve, half - 2, 2) for curve in others]
     body: list[RenderableType] = [
         _chart(view, *loss, width, 3 + spare // 2),
         _grid([half, half], [small]),
         _facts(view, 1 + spare // 4),
     ]
     head = [_title(view), _progress(view), _numbers(view), *_troubles(view)]
-    return Group(*head, *body, _alarms(view), _chronicle(view))
+    return Group(*head, *body, _alarms(view), _journal(view))
 
 
 def _grid(widths: Iterable[int | None], rows: Iterable[Iterable[RenderableType]]) -> Table:
@@ -85,7 +85,7 @@ def _grid(widths: Iterable[int | None], rows: Iterable[Iterable[RenderableType]]
 
 
 def _line(*parts: str | Text | tuple[str, str]) -> Text:
-    """Text on one line, cut where the screen ends."""
+    """Text on one line, cut at the edge of the screen."""
     return Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
 
 
@@ -109,9 +109,9 @@ def _title(view: RunView) -> Table:
     name = status.run if status.run != "?" else str(view.path)
     words = "no answer" if view.problem else view.report.headline
     facts = f" start {status.segment}  on {status.host}" if status.host else ""
-    said = _line((one_line(name), "bold"), " ", (f" {words.upper()} ", LEVEL[level]), (facts, "dim"))
+    heading = _line((one_line(name), "bold"), " ", (f" {words.upper()} ", LEVEL[level]), (facts, "dim"))
     clock = _line((f"{datetime.now(UTC):%d %b %H:%M:%S} UTC", "dim"))
-    return _grid([None, clock.cell_len + 1], [[said, clock]])
+    return _grid([None, clock.cell_len + 1], [[heading, clock]])
 
 
 def _progress(view: RunView) -> RenderableType:
@@ -161,8 +161,10 @@ def _numbers(view: RunView) -> Text:
 def _troubles(view: RunView) -> Iterator[Text]:
     """What is wrong, except for alarms, worst first."""
     keys = tuple(f"{alarm.key}: " for alarm in view.report.alarms)
-    problems = sorted((each for each in view.report.problems if not each[1].startswith(keys)), reverse=True)
-    for level, text in [(ALERT, view.problem)] * bool(view.problem) + problems:
+    problems = sorted((problem for problem in view.report.problems if not problem[1].startswith(keys)), reverse=True)
+    if view.problem:
+        problems = [(ALERT, view.problem), *problems]
+    for level, text in problems:
         name = "ALERT" if level == ALERT else "WARN "
         yield _line((name, LEVEL[level]), " ", (one_line(text), INK[level]))
 
@@ -171,11 +173,11 @@ def _troubles(view: RunView) -> Iterator[Text]:
 
 
 def _chart(view: RunView, column: str, name: str, ink: str, width: int, rows: int) -> Group:
-    """A titled curve of the kept line, of so many `rows`, and under it the steps."""
+    """A titled curve of the kept line, `rows` lines high, with its steps below."""
     head, line = _line((name, f"bold {ink}")), view.line
     if line is None or not len(line):
-        said = "reading the record" if line is None else "no step yet"
-        return Group(head.append(f": {said}", "dim"))
+        reason = "reading the record" if line is None else "no step yet"
+        return Group(head.append(f": {reason}", "dim"))
     values, room = line.columns[column], width - _AXIS
     head.append(f" {_tick(float(values[-1]), 4)}")
     drawn = draw(values, room, rows, logarithmic=column in _LOGARITHMIC)
@@ -205,7 +207,7 @@ def _tick(value: float, digits: int = 3) -> str:
 def _facts(view: RunView, most: int) -> Table:
     """Parts of a step, held-out losses, the newest `most` checkpoints and evaluations, goodput."""
     rows = [("step", _step_parts(view)), ("held-out", _heldout(view.line))]
-    saved = [_checkpoint(found) for found in view.checkpoints[:most]] or [_line(("no checkpoint yet", "dim"))]
+    saved = [_checkpoint(row) for row in view.checkpoints[:most]] or [_line(("no checkpoint yet", "dim"))]
     if view.status.state == "saving":
         saved.insert(0, _line(("saving now", "yellow")))
     entries = [] if view.record is None else journal.of_kind(view.record.entries, "eval")
@@ -220,14 +222,14 @@ def _shares(amounts: dict[str, float]) -> Text:
     """Parts of a whole, the largest first."""
     total = sum(amounts.values())
     text = _line()
-    for name, amount in sorted(amounts.items(), key=lambda each: -each[1]):
+    for name, amount in sorted(amounts.items(), key=lambda part: -part[1]):
         if amount >= 0.0005 * total > 0:
             text.append(f"  {name} ", "dim").append(f"{amount / total:.1%}")
     return text
 
 
 def _step_parts(view: RunView) -> Text:
-    """Where the time of a step goes, over the last steps."""
+    """Shares of the parts of a step in its time, over the last steps."""
     seconds = _recent(view, "iteration")
     if not len(seconds):
         return _line(("-", "dim"))
@@ -239,10 +241,10 @@ def _heldout(line: Line | None) -> Text:
     """The held-out loss by source: last value, change."""
     text, step = _line(), math.nan
     for name, column in {} if line is None else line.columns.items():
-        known = np.flatnonzero(np.isfinite(column) & name.startswith("heldout/"))
-        if line is None or not len(known):
+        measured = np.flatnonzero(np.isfinite(column) & name.startswith("heldout/"))
+        if line is None or not len(measured):
             continue
-        values, step = column[known], float(line.columns["step"][known[-1]])
+        values, step = column[measured], float(line.columns["step"][measured[-1]])
         text.append(f"{one_line(name.partition('/')[2])} ", "dim").append(short(float(values[-1]), 5), "bold")
         if len(values) > 1:
             text.append(f" {values[-1] - values[-2]:+.4f}", "dim")
@@ -250,10 +252,10 @@ def _heldout(line: Line | None) -> Text:
     return text.append(f"at step {step:_.0f}", "dim") if text else _line(("not measured yet", "dim"))
 
 
-def _checkpoint(found: Row) -> Text:
-    mark, word, ink = _CHECKPOINT[found.state]
-    ago = f" {human_time(age(found.committed))} ago" if found.committed and not found.problem else ""
-    return _line((mark, ink), f" {found.step:_} ", (word, ink), (ago, "dim"))
+def _checkpoint(row: Row) -> Text:
+    mark, word, ink = _CHECKPOINT[row.state]
+    ago = f" {human_time(age(row.committed))} ago" if row.committed and not row.problem else ""
+    return _line((mark, ink), f" {row.step:_} ", (word, ink), (ago, "dim"))
 
 
 def _evaluation(entry: dict[str, Any]) -> Text:
@@ -287,15 +289,15 @@ def _alarms(view: RunView) -> Table:
     rows: list[list[RenderableType]] = []
     newest = sorted(view.report.alarms, key=lambda alarm: alarm.opened, reverse=True)
     for alarm in sorted(newest, key=lambda alarm: (alarm.state != "open", -alarm.severity)):
-        known = alarm.state == "acknowledged"
-        name = Text(f"{alarm.severity.name} {alarm.key}", "dim" if known else _SEVERITY[alarm.severity])
-        facts = Text(f" ({human_time(age(alarm.opened))}{', acknowledged' if known else ''}) ", "dim")
+        acknowledged = alarm.state == "acknowledged"
+        name = Text(f"{alarm.severity.name} {alarm.key}", "dim" if acknowledged else _SEVERITY[alarm.severity])
+        facts = Text(f" ({human_time(age(alarm.opened))}{', acknowledged' if acknowledged else ''}) ", "dim")
         head = Text("" if rows else f"alarms {len(newest)}", "bold")
         rows.append([head, name + facts + one_line(alarm.summary)])
     return _grid([11, None], rows or [[Text("alarms", "bold"), Text("none is open", "green")]])
 
 
-def _chronicle(view: RunView) -> Group:
+def _journal(view: RunView) -> Group:
     """The last journal entries, the newest first."""
     today, lines = f"{datetime.now(UTC):%Y-%m-%d}", []
     entries = [] if view.record is None else view.record.entries[-_ENTRIES:]
