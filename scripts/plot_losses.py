@@ -21,10 +21,11 @@ def points(run: Path) -> list[tuple[int, float]]:
     records = list(read_metrics(RunDir(run)))
     curve: list[tuple[int, float]] = []
     for start in range(0, len(records), STEPS_PER_POINT):
-        part = [record for record in records[start : start + STEPS_PER_POINT] if record["loss"]["sum"] is not None]
-        total, count = (sum(record["loss"][key] for record in part) for key in ("sum", "count"))
-        if count:
-            curve.append((part[-1]["step"], total / count))
+        part = records[start : start + STEPS_PER_POINT]
+        losses = [(record.loss.sum, record.loss.count) for record in part if record.loss.sum is not None]
+        if losses:
+            total, count = map(sum, zip(*losses, strict=True))
+            curve.append((part[-1].step, total / count))
     return curve
 
 

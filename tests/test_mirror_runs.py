@@ -144,14 +144,14 @@ def dies_once_restored(folder: Path) -> Path:
     (folder / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    from fsdp_pretrain.job import start\n"
-        "    real = start.open_directory\n"
+        "    from fsdp_pretrain.job import joining\n"
+        "    real = joining.open_directory\n"
         "    def fail(*arguments):\n"
         f"        if not os.path.exists('{folder}/died'):\n"
         f"            os.mkdir('{folder}/died')\n"
         "            os._exit(1)\n"
         "        return real(*arguments)\n"
-        "    start.open_directory = fail\n"
+        "    joining.open_directory = fail\n"
     )
     return folder
 

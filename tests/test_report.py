@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from browser import Tab, browser, needs_chromium
 from long_run import LongRun, write_long_run
+from released import unpack
 from sight import tree
 
 from fsdp_pretrain.run.files import RunDir
@@ -312,3 +314,17 @@ def test_texts_of_the_record_stay_texts(tab: Tab, hostile: Path) -> None:
     wait(tab, "document.getElementById('where').textContent.includes('onerror')")
     assert count(tab, "img") == 0 and tab.value("document.title").startswith("b ")
     assert tab.problems == [] and tab.requests == []
+
+
+@pytest.mark.quick
+def test_curves_of_runs_are_drawn(tmp_path: Path, helpers: Any) -> None:
+    """`scripts/plot_losses.py`, which drew the picture of docs/families.md."""
+    run = unpack(tmp_path)
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/plot_losses.py", f"one={run}", f"another={run}"],
+        env=helpers.environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (
+        ElementTree.fromstring(done.stdout).findall("{*}path[@stroke-width='1.8']") and ">another</text>" in done.stdout
+    )
