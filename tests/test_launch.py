@@ -218,7 +218,8 @@ def test_no_process_outlives_its_parent(launch: Launch, lab: Any, helpers: Any, 
 @pytest.mark.promise("no-loops")
 def test_a_loop_of_crashes_ends_and_names_the_batch(launch: Launch, lab: Any, helpers: Any, run_command: Any) -> None:
     """Three deaths at the same step: 93, with the samples; `where` shows the step without a record."""
-    config = lab.config(train=LONG, checkpoint={"every": "10 steps"}, launch=HASTE)
+    saved = {"every": "10 steps", "background": False}  # before the first death, however slow the machine is
+    config = lab.config(train=LONG, checkpoint=saved, launch=HASTE)
     job = launch(config, PYTHONPATH=helpers.python_path(dies_at(lab.path / "fault", cursor=13 * 8)))
     printed = job.ends(93)
     assert segments(job) == 4  # the first made a checkpoint, the three others none
