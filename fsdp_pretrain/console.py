@@ -80,7 +80,7 @@ class Verb:
     example: str
     arguments: tuple[Argument, ...]
 
-    def add_to(self, verbs: Any, prefix: str) -> argparse.ArgumentParser:
+    def add_to(self, verbs: Any, prefix: str) -> None:
         """Add it to the subparsers of a command; `prefix` is that command, for the example."""
         summary = " ".join((self.handler.__doc__ or "").split())
         parser: argparse.ArgumentParser = verbs.add_parser(
@@ -93,7 +93,6 @@ class Verb:
         parser.set_defaults(handler=self.handler)
         for add in self.arguments:
             add(parser)
-        return parser
 
 
 def verb(name: str, example: str, *arguments: Argument) -> Callable[[Handler], Verb]:
@@ -109,12 +108,10 @@ class CommandLine:
         self._parser.add_argument("--version", action=_Version)
         self._verbs = self._parser.add_subparsers(metavar="VERB", required=True)
 
-    def add(self, *verbs: Verb) -> argparse.ArgumentParser:
-        """Add verbs. Returns the parser of the last.
-
-        If that parser has a default for `passed_on`, `run` sets it to the unknown arguments, in order.
-        """
-        return [new.add_to(self._verbs, self._parser.prog) for new in verbs][-1]
+    def add(self, *verbs: Verb) -> None:
+        """Add verbs. Where one has a default for `passed_on`, `run` sets it to the unknown arguments, in order."""
+        for verb in verbs:
+            verb.add_to(self._verbs, self._parser.prog)
 
     def run(self, arguments: Sequence[str] | None = None) -> int:
         """Parse and run. Returns the exit code. Raises SystemExit after `--help` and on invalid arguments."""

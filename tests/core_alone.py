@@ -22,7 +22,7 @@ from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.train.build import build_data, build_loss_scaler, build_model_and_optimizer
 from fsdp_pretrain.train.checkpointing import Checkpointing
 from fsdp_pretrain.train.loop import Loop
-from fsdp_pretrain.train.observer import Observer
+from fsdp_pretrain.train.observer import Observer, Verdict
 from fsdp_pretrain.train.trainer import Trainer
 
 SERVICES = ("job", "health", "launch", "watchdog", "mirror", "lineage", "eval", "views", "data.fetch", "plan", "hf")
@@ -34,7 +34,7 @@ class Losses(Observer):
     def __init__(self) -> None:
         self.sums = list[tuple[float, float | None]]()
 
-    def judge(self, record: StepRecord) -> None:
+    def recorded(self, record: StepRecord, verdict: Verdict) -> None:
         self.sums.append((record.loss.sum, record.grad_norm))
 
 
