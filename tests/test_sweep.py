@@ -99,6 +99,19 @@ def test_ways_are_measured_and_failures_named(lab: Any, run_command: Run, tmp_pa
     assert done.returncode == 1 and "flex cannot be used" in done.stdout and "nothing fits" in done.stdout
 
 
+def test_one_rank_of_many_is_timed(lab: Any, run_command: Run, tmp_path: Path) -> None:
+    """It holds its own shards alone, and computes its own samples."""
+    path, result = lab.config(train={"micro_batch": 1}), tmp_path / "result.json"
+    options = ["--fake-ranks", 16, "--accumulation", 2, "--steps", 2, "--warmup", 1]
+    done = run_command("fsdp_pretrain.bench", path, *options, "--result", result)
+    assert done.returncode == 0 and "2 x 8 (one real rank, no wire)" in done.stdout, done.stderr
+    times = json.loads(result.read_text())
+    assert times["fake"] and (times["replicas"], times["shards"], times["speed"]["batch"]) == (2, 8, 32)
+    assert 0 < times["loss"] < 20
+    done = run_command("fsdp_pretrain.bench", path, *options, "--saves", tmp_path)
+    assert done.returncode == 78 and "--fake-ranks times steps on one device" in done.stderr
+
+
 @pytest.mark.quick
 def test_what_cannot_be_swept_is_refused(lab: Any, run_command: Run) -> None:
     done = run_command("fsdp_pretrain.bench", lab.config(), "--sweep", "--ranks", 3)

@@ -16,7 +16,7 @@ from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.processes import exit_now
 
-from . import measured, peers, saves, steps, sweep
+from . import fake_ranks, measured, peers, saves, steps, sweep
 
 
 def main() -> int:
@@ -39,7 +39,10 @@ def main() -> int:
         times = peers.measure_side(args.side, config, steps=args.steps, warmup=args.warmup)
         _deliver(args, asdict(times), steps.render(times))
         exit_now(0)
-    with mesh.connect(config.parallel) as world:
+    if args.fake_ranks and (args.saves or "RANK" in os.environ):
+        raise ConfigError("--fake-ranks times steps on one device", remedy="start it without torchrun and --saves")
+    ranks = args.fake_ranks
+    with fake_ranks.connect(config.parallel, ranks) if ranks else mesh.connect(config.parallel) as world:
         values: Any
         if args.saves:
             rounds = saves.measure(config, world, args.saves, rounds=args.rounds, steps=args.steps, warmup=args.warmup)
@@ -88,6 +91,12 @@ def _parser() -> Parser:
         "--accumulation",
         type=positive,
         help="micro-batches in a step, of the steps alone (default: those of train.global_batch)",
+    )
+    parser.add_argument(
+        "--fake-ranks",
+        type=positive,
+        metavar="N",
+        help="time one rank of N (on nodes of 8), of which only this one exists: all but the wire is real",
     )
     parser.add_argument("--ranks", type=positive, help="of --sweep: on this node (default: its GPUs, or 1)")
     parser.add_argument("--rounds", type=positive, default=5, help="of --peers and --saves (default: 5)")

@@ -32,6 +32,7 @@ class MeasuredSteps:
         memory: bytes on the fullest rank: peak allocated on the GPU, or resident in a CPU process.
         loss: loss of the last step, in nats per target.
         parts: median seconds of what the trainer records of a step, by part; None for other implementations.
+        fake: whether only one rank of the mesh existed, so that nothing went over a wire.
     """
 
     run: str
@@ -47,6 +48,7 @@ class MeasuredSteps:
     memory: int
     loss: float
     parts: dict[str, float] | None
+    fake: bool = False
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> MeasuredSteps:

@@ -32,6 +32,7 @@ from fsdp_pretrain.train.observer import Observer
 from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.units import human_bytes, human_count
 
+from .fake_ranks import FakeWorld
 from .measured import MeasuredSteps
 
 
@@ -120,11 +121,11 @@ def build(
 
 
 def initialise(model: Decoder, config: Config, world: World) -> None:
-    """Set the initial values. One GPU draws them itself, since a host takes many seconds to draw the trainer's own.
+    """Set the initial values. A GPU draws them itself, since a host takes many seconds to draw the trainer's own.
 
-    The trainer's own do not depend on the mesh, as its promise and replicas require.
+    Unlike those they depend on the mesh; all shards are alike, and so are replicas.
     """
-    if world.device.type != "cuda" or world.size > 1:
+    if world.device.type != "cuda":
         fsdp.initialise_all(model, config.run.seed)
         return
     torch.manual_seed(config.run.seed)
@@ -189,6 +190,7 @@ def step_times(
         memory=max(world.gather(hardware.memory_in_use(device))),
         loss=loss,
         parts=parts,
+        fake=isinstance(world, FakeWorld),
     )
 
 
@@ -198,7 +200,8 @@ def render(times: MeasuredSteps) -> str:
     return "\n".join(
         [
             f"{times.run}, {times.side}: {human_count(times.parameters)} parameters, {times.dtype}, "
-            f"{'compiled' if times.compiled else 'eager'}, {times.replicas} x {times.shards}, torch {times.torch}, "
+            f"{'compiled' if times.compiled else 'eager'}, {times.replicas} x {times.shards}"
+            f"{' (one real rank, no wire)' if times.fake else ''}, torch {times.torch}, "
             f"{times.steps} steps",
             render_measured(times.speed),
             f"  memory      {human_bytes(times.memory)} on the fullest rank",
