@@ -43,9 +43,9 @@ def doze(fault: dict[str, Any]) -> None:
 def wait(fault: dict[str, Any]) -> None:
     """Make every step take `seconds`, from `from` to `until` if given, as if a device were busy: hides the
     machine's noise in shorter steps."""
-    from fsdp_pretrain.parallel.optimizer import AdamW
+    from fsdp_pretrain.parallel.optimizer import Optimizer
 
-    update = AdamW.step
+    update = Optimizer.step
 
     def slow(*args: Any, **kwargs: Any) -> None:
         update(*args, **kwargs)
@@ -53,7 +53,7 @@ def wait(fault: dict[str, Any]) -> None:
             time.sleep(max(0.0, _ENDED[0] + fault["seconds"] - time.monotonic()))
             _ENDED[0] = time.monotonic()
 
-    AdamW.step = slow  # type: ignore[method-assign]
+    Optimizer.step = slow  # type: ignore[method-assign]
 
 
 def await_file(fault: dict[str, Any]) -> None:

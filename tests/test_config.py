@@ -137,7 +137,8 @@ ZEROS = (0, 0.0, "0 steps", "0 samples", "0 s", "0B")
 MEANINGFUL_ZEROS = """
 run.seed data.seed eval.num_fewshot model.dropout parallel.recompute
 train.batch_ramp.start train.grad_clip train.z_loss
-optimizer.betas optimizer.min_lr optimizer.lr_scale optimizer.warmup optimizer.weight_decay optimizer.embedding_shrink
+optimizer.betas optimizer.momentum optimizer.groups.lr_scale optimizer.groups.weight_decay
+optimizer.min_lr optimizer.lr_scale optimizer.warmup optimizer.weight_decay optimizer.embedding_shrink
 data.prefetch data.reshuffle data.sources.start data.sources.weight.at data.max_quarantined data.sources.weight data.sources.weight.value
 data.objective.mask_share
 record.statistics_every

@@ -18,7 +18,7 @@ from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.sections import LossScaleSection
 from fsdp_pretrain.data.packing.opening import open_packer
 from fsdp_pretrain.parallel.fsdp import materialise
-from fsdp_pretrain.parallel.optimizer import LossScaler
+from fsdp_pretrain.parallel.loss_scaler import LossScaler
 
 pytestmark = pytest.mark.slow  # the default suite has no room for it
 

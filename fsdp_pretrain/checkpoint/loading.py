@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_pretrain.errors import CheckpointError, shortened
 from fsdp_pretrain.parallel.mesh import World, local_part, local_rows
-from fsdp_pretrain.parallel.optimizer import AdamW
+from fsdp_pretrain.parallel.optimizer import Optimizer
 
 from .delivery import Delivery, parse_chunk, place, read_archive, root_cause
 from .digest import StateDigest
@@ -29,8 +29,8 @@ class DamagedError(CheckpointError):
     """Files of a checkpoint are damaged; raised on all ranks. Model and optimiser may be partly overwritten."""
 
 
-def state_dict(model: nn.Module, optimizer: AdamW | None) -> dict[str, Any]:
-    """A checkpoint's tensors by name, `model.NAME` and `optim.NAME.{step,exp_avg,exp_avg_sq}`; live, not copies."""
+def state_dict(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """A checkpoint's tensors by name, `model.NAME` and `optim.NAME.STATE` (of `UpdateRule`); live, not copies."""
     state: dict[str, Any] = {"model": model.state_dict()}
     return state if optimizer is None else {**state, "optim": optimizer.state_by_name()}
 
@@ -64,14 +64,17 @@ def verify(world: World, checkpoint: Checkpoint) -> list[str]:
     return wrong or world.decide(lambda: wrong_tensors(checkpoint.path))
 
 
-def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: AdamW) -> CheckpointManifest:
+def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | None) -> CheckpointManifest:
     """Load a checkpoint of any mesh into a model and optimiser. All ranks call it together.
 
     The optimiser's hyperparameters are not stored; the configuration's apply. If the checkpoint has no optimiser state
     (it was imported), the optimiser is unchanged.
 
+    Args:
+        optimizer: None to leave its state in the checkpoint out.
+
     Returns:
-        The manifest; its digest matches the loaded state.
+        The manifest; its digest matches the loaded state, if that is all of the checkpoint.
 
     Raises:
         DamagedError: a file's bytes are not those that were written, or cannot be read.
@@ -83,6 +86,8 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Adam
     stored = world.decide(lambda: _stored(checkpoint, manifest))
     world.decide(lambda: _compare(checkpoint, stored, state))
     _read_tensors(world, checkpoint, manifest, stored, tensors)
+    if manifest.optimizer and optimizer is None:
+        return manifest
     # Of all replicas: what one of them read was sent to the others, which can fail.
     digests = set(StateDigest(world, tensors, world.replicas).totals())
     if digests != {manifest.state_digest}:
@@ -230,7 +235,12 @@ def _compare(checkpoint: Checkpoint, stored: dict[str, StoredTensor], state: dic
                 f"{name} is {saved[0]} {saved[1]} in the checkpoint, {tuple(tensor.shape)} {tensor.dtype} in the model"
             )
     if problems:
+        remedy = "the [model] section must be the one the checkpoint was trained with"
+        if all(problem.startswith("optim.") for problem in problems):
+            remedy = (
+                "restore optimizer.kind and optimizer.groups, or begin with a new optimiser: "
+                f"--reset-optimizer {checkpoint.step}"
+            )
         raise CheckpointError(
-            f"{checkpoint.path} does not fit this model:\n    " + shortened(problems),
-            remedy="the [model] section must be the one the checkpoint was trained with",
+            f"{checkpoint.path} does not fit this model and optimiser:\n    " + shortened(problems), remedy=remedy
         )

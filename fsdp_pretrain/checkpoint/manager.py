@@ -15,7 +15,7 @@ from fsdp_pretrain import __version__
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.parallel.optimizer import AdamW
+from fsdp_pretrain.parallel.optimizer import Optimizer
 from fsdp_pretrain.run.files import RunDir
 
 from . import dcp
@@ -33,7 +33,7 @@ class TrainingObjects:
     world: World
     run: RunDir
     model: nn.Module
-    optimizer: AdamW
+    optimizer: Optimizer
     config: Config
     identity: RunIdentity
 

@@ -138,10 +138,8 @@ class Resume:
             if wrong := verify(world, checkpoint):  # its configuration may be damaged, too
                 raise DamagedError(wrong[0]).on_all_ranks() from None
             raise
-        loaded = load(world, checkpoint, self._model, self._optimizer)
         reset = self._judge_reset(content.step)
-        if reset:  # it was loaded only to compare the digest of the whole state
-            self._optimizer.state.clear()
+        loaded = load(world, checkpoint, self._model, None if reset else self._optimizer)
         if not checkpoint.verified:
             world.decide(checkpoint.mark_verified)
         state, whole = TrainState.of(content), loaded.optimizer and not reset
@@ -149,7 +147,7 @@ class Resume:
             f"from {checkpoint.path.name}, {state.consumed:_} samples consumed",
             *self._restored(state, whole, reset),
             self._mesh(content.world),
-            f"state digest {loaded.state_digest} as saved",
+            *([] if reset else [f"state digest {loaded.state_digest} as saved"]),
         ]
         tokens = self._config.schedule.tokens(state.consumed)
         lost = world.decide(lambda: left_behind(self._run, state.step, tokens))

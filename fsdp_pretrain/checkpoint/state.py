@@ -26,7 +26,7 @@ class TrainState(Position):
     """The counters of a checkpoint. There is no RNG state: random numbers are functions of (seed, step, rank).
 
     Attributes:
-        loss_scale: `parallel.optimizer.LossScaler.state()` of an fp16 run, else None.
+        loss_scale: `parallel.loss_scaler.LossScaler.state()` of an fp16 run, else None.
     """
 
     loss_scale: list[float] | None = None

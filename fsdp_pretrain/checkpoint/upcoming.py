@@ -21,7 +21,7 @@ from .disk_space import Room, SpaceNeeded, attempts, prunable
 from .store import Store
 
 BYTES_PER_PARAMETER = 12
-"""fp32 parameters and both moments of AdamW, in memory and in a checkpoint."""
+"""fp32 parameters and both moments of AdamW in a checkpoint; Muon needs less."""
 FEW = 3
 """If fewer checkpoints than this fit, that is a warning."""
 RESERVE = 0.01

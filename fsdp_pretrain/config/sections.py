@@ -95,9 +95,27 @@ class TrainSection(Section):
     """Loss scaling, only used with fp16."""
 
 
-class OptimizerSection(Section):
-    """AdamW and the learning-rate curve."""
+OptimizerKind = Literal["adamw", "muon"]
 
+
+class OptimizerGroup(Section):
+    """Parameters that are updated in their own way; the first group that matches a parameter counts."""
+
+    match: Annotated[str, Field(min_length=1)]
+    """Pattern of parameter names, such as `blocks.*.attention.*`, or `embedding.weight`."""
+    kind: OptimizerKind | None = None
+    """Instead of the one that `optimizer.kind` gives them."""
+    lr_scale: NotNegative = 1.0
+    """Factor of their learning rate."""
+    weight_decay: NotNegative | None = None
+    """Instead of theirs."""
+
+
+class OptimizerSection(Section):
+    """The optimiser and the learning-rate curve."""
+
+    kind: OptimizerKind = "adamw"
+    """`muon`: for the matrices of the blocks; the rest is always AdamW's."""
     lr: AboveZero
     """Peak learning rate."""
     min_lr: NotNegative = 0.0
@@ -117,6 +135,13 @@ class OptimizerSection(Section):
     """For `wsd`: length of the decay, which ends at `decay`."""
     decay_shape: Literal["1-sqrt", "linear"] = "1-sqrt"
     """For `wsd`: share of the way to `min_lr` after a share x of the decay: the root of x, or x."""
+    groups: list[OptimizerGroup] = []
+    """Parameters with a rate, weight decay or kind of their own: `[[optimizer.groups]]` tables."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's momentum."""
+    update_scale: Literal["rms", "spectral"] = "rms"
+    """Size of Muon's updates. `rms`: 0.2 per element, as AdamW's usually are, so that rates and decay of AdamW carry
+    over (arXiv 2502.16982). `spectral`: spectral norm 1, or the root of rows / columns if that is more."""
     betas: Betas = (0.9, 0.95)
     """AdamW betas."""
     eps: AboveZero = 1e-8

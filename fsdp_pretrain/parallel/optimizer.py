@@ -1,42 +1,93 @@
-"""AdamW with a no-decay group, gradient clipping, loss scaling, skipped steps, optimiser state by name."""
+"""The optimiser: a rule for every parameter, their states by name, skipped steps; gradient norm and clipping."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
-from fsdp_pretrain.config.sections import SMALLEST_SCALE, LossScaleSection, OptimizerSection
+from fsdp_pretrain.config.sections import OptimizerSection
+from fsdp_pretrain.errors import ConfigError
 
-from .mesh import local_part
+from .mesh import World, local_part
+from .muon import Muon
+from .update_rules import AdamW, ParameterPart, UpdateRule
 
-_HYSTERESIS = 2
-"""Overflows within a window before the loss scale is halved."""
-
-
-def parameter_groups(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Names of the parameters with weight decay; and of those without: biases, and the weights of norms."""
-    names = [name for name, _ in model.named_parameters()]
-    undecayed = [name for name in names if re.search(r"bias$|norm.*\.weight$", name)]
-    return [name for name in names if name not in set(undecayed)], undecayed
+RULES: Mapping[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon}
+"""The rules by the names of `optimizer.kind`."""
 
 
-class AdamW:
-    """Fused AdamW (arXiv 1711.05101) over this rank's parts of a model's parameters, in two groups.
+@dataclass(frozen=True)
+class Treatment:
+    """How a parameter is updated: `kind` of its rule, factor of the learning rate, weight decay if not the run's."""
+
+    kind: str
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+
+def treatments(shapes: Mapping[str, tuple[int, ...]], section: OptimizerSection) -> dict[str, Treatment]:
+    """The treatment of every parameter, given all shapes by name.
+
+    The first of `optimizer.groups` that matches a parameter sets what it names. Otherwise biases and the weights of
+    norms do not decay, and of Muon's kind are only the matrices of blocks, the rest of AdamW's.
+
+    Raises:
+        ConfigError: a group matches no parameter, or a rule does not take a parameter.
+    """
+    found, problems, matched = dict[str, Treatment](), [], set[str]()
+    for name, shape in shapes.items():
+        kind = section.kind if name.startswith("blocks.") and RULES[section.kind].takes(shape) else "adamw"
+        decay = 0.0 if re.search(r"bias$|norm.*\.weight$", name) else None
+        found[name] = Treatment(kind, weight_decay=decay)
+        group = next((group for group in section.groups if fnmatchcase(name, group.match)), None)
+        if group is None:
+            continue
+        matched.add(group.match)
+        decay = decay if group.weight_decay is None else group.weight_decay
+        found[name] = Treatment(group.kind or kind, group.lr_scale, decay)
+        if not RULES[found[name].kind].takes(shape):
+            problems.append(f"{group.match!r}: {found[name].kind} takes no parameter of shape {shape}, as of {name}")
+    for group in section.groups:
+        if group.match not in matched:
+            problems.append(f"{group.match!r}: matches no parameter that no earlier group matches")
+    if problems:
+        raise ConfigError(
+            "optimizer.groups do not fit the model:\n    " + "\n    ".join(dict.fromkeys(problems)),
+            remedy=f"the model has parameters such as {', '.join(list(shapes)[:3])}",
+        )
+    return found
+
+
+def state_tensors(model: nn.Module, section: OptimizerSection) -> dict[str, int]:
+    """Number of fp32 states in a parameter's own shape, by its name. Raises ConfigError, as `treatments`."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: len(RULES[each.kind].tensors) for name, each in treatments(shapes, section).items()}
+
+
+class Optimizer:
+    """Updates this rank's parts of a model's parameters, each by its rule.
 
     `torch.optim.AdamW` would take three times as long on the host, since the parameters are DTensors. State is kept by
     name, not index, so that groups may change.
 
+    Args:
+        world: the ranks that share the model; None: this process has all of it.
+
     Attributes:
-        state: by parameter name, {"step", "exp_avg", "exp_avg_sq"}; the moments are sharded like the parameter.
+        state: by parameter name, the states that its rule names, sharded as the rule says.
     """
 
-    def __init__(self, model: nn.Module, config: OptimizerSection) -> None:
-        self._config, self._parameters = config, dict(model.named_parameters())
-        decayed, undecayed = parameter_groups(model)
-        self._groups = ((decayed, True), (undecayed, False))
+    def __init__(self, model: nn.Module, section: OptimizerSection, world: World | None = None) -> None:
+        self._section, self._parameters = section, dict(model.named_parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._treatments = treatments(shapes, section)
+        kinds = dict.fromkeys(treatment.kind for treatment in self._treatments.values())
+        self._rules = {kind: RULES[kind](section, world) for kind in kinds}
         self.state: dict[str, dict[str, Tensor]] = {}
 
     @torch.no_grad()
@@ -52,35 +103,31 @@ class AdamW:
         """Take or skip one step without synchronising with the device. Clears the gradients.
 
         Args:
-            weight_decay, betas: values for this step; None: as configured. The second group has no weight decay.
+            weight_decay, betas: values for this step; None: as configured.
             divisor: the gradients are divided by this, fp32 0-dim; None is 1.
-            skip: fp32 0-dim, the same on every rank: 1 to leave parameters, moments and step counts unchanged, else 0;
-                None is 0.
+            skip: fp32 0-dim, the same on every rank: 1 to leave parameters and states unchanged, else 0; None is 0.
         """
-        decay = self._config.weight_decay if weight_decay is None else weight_decay
-        betas = self._config.betas if betas is None else betas
-        for names, decays in self._groups:
-            used = [name for name in names if self._parameters[name].grad is not None]
-            parameters, states = [self._parameters[name] for name in used], [self._state_of(name) for name in used]
-            adamw(
-                [local_part(parameter).detach() for parameter in parameters],
-                [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
-                [local_part(state["exp_avg"]) for state in states],
-                [local_part(state["exp_avg_sq"]) for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,  # also works on CPU, several times faster than the default
-                grad_scale=divisor,
-                found_inf=skip,
-                amsgrad=False,
-                beta1=betas[0],
-                beta2=betas[1],
-                lr=lr,
-                weight_decay=decay if decays else 0.0,
-                eps=self._config.eps,
-                maximize=False,
-            )
+        decay = self._section.weight_decay if weight_decay is None else weight_decay
+        betas = self._section.betas if betas is None else betas
+        for kind, rule in self._rules.items():
+            rule.update(self._parts(kind, lr, decay), betas=betas, divisor=divisor, skip=skip)
         self.zero_grad()
+
+    def _parts(self, kind: str, lr: float, weight_decay: float) -> list[ParameterPart]:
+        """The parameters of a kind that have gradients."""
+        return [
+            ParameterPart(
+                name=name,
+                shape=tuple(parameter.shape),
+                values=local_part(parameter).detach(),
+                gradient=local_part(parameter.grad),
+                state={key: local_part(tensor) for key, tensor in self._state_of(name).items()},
+                lr=lr * treatment.lr_scale,
+                weight_decay=weight_decay if treatment.weight_decay is None else treatment.weight_decay,
+            )
+            for name, treatment in self._treatments.items()
+            if treatment.kind == kind and (parameter := self._parameters[name]).grad is not None
+        ]
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():
@@ -93,46 +140,12 @@ class AdamW:
     def _state_of(self, name: str) -> dict[str, Tensor]:
         state, parameter = self.state.setdefault(name, {}), self._parameters[name]
         if not state:
+            rule = self._rules[self._treatments[name].kind]
             # The fused kernel wants the step count on the parameter's device.
-            state["step"] = torch.zeros((), dtype=torch.float32, device=local_part(parameter).device)
-            state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+            device = local_part(parameter).device
+            state.update({key: torch.zeros((), dtype=torch.float32, device=device) for key in rule.scalars})
+            state.update({key: torch.zeros_like(parameter, requires_grad=False) for key in rule.tensors})
         return state
-
-
-class LossScaler:
-    """Dynamic loss scaling for fp16 with Megatron-DeepSpeed's rule, in device tensors, so no step synchronises.
-
-    A step overflows if loss or gradients of any rank are not finite; all ranks then skip it. An overflow uses up
-    hysteresis; once one is left, it halves the scale. Good steps in between do not restore hysteresis; after `window`
-    good steps in a row the scale doubles and hysteresis is full again.
-
-    `state`: the `state()` of another scaler to continue from.
-    """
-
-    def __init__(self, section: LossScaleSection, device: torch.device, state: list[float] | None = None) -> None:
-        self._window = section.window
-        start = [section.first, _HYSTERESIS, 0.0]
-        self._state = torch.tensor(state or start, dtype=torch.float32, device=device)
-
-    @property
-    def scale(self) -> Tensor:
-        """Factor of the next step's loss, fp32, 0-dim."""
-        return self._state[0]
-
-    def state(self) -> list[float]:
-        """[scale, hysteresis left, good steps in a row]; synchronises with the device."""
-        values: list[float] = self._state.tolist()
-        return values
-
-    def advance(self, overflow: Tensor) -> None:
-        """Update the scale after a step. `overflow`: 0-dim, equal on all ranks, 1 if the step was skipped, else 0."""
-        scale, left, good = self._state.unbind()
-        halved = torch.where(left > 1, scale, (scale / 2).clamp(min=SMALLEST_SCALE))
-        after_overflow = torch.stack((halved, (left - 1).clamp(min=1), torch.zeros_like(good)))
-        doubled = torch.stack((scale * 2, torch.full_like(left, _HYSTERESIS), torch.zeros_like(good)))
-        after_good = torch.where(good + 1 >= self._window, doubled, torch.stack((scale, left, good + 1)))
-        self._state = torch.where(overflow > 0, after_overflow, after_good)
 
 
 def local_norm(model: nn.Module) -> Tensor:
@@ -150,7 +163,7 @@ def clip(norm: Tensor, limit: float, scale: Tensor | None) -> tuple[Tensor, Tens
         scale: factor by which the gradients are too large (for fp16), fp32 0-dim; None is 1.
 
     Returns:
-        The norm unscaled and unclipped, fp32 0-dim; and the divisor for `AdamW.step`.
+        The norm unscaled and unclipped, fp32 0-dim; and the divisor for `Optimizer.step`.
     """
     norm = norm.float() if scale is None else norm.float() / scale
     if not limit:

@@ -32,9 +32,10 @@ from fsdp_pretrain.data.packing.loader import MicroBatch
 from fsdp_pretrain.models import forward as packed
 from fsdp_pretrain.models.masks import choose_backend
 from fsdp_pretrain.parallel.fsdp import ShardedUnit, compute_dtype, units
+from fsdp_pretrain.parallel.optimizer import state_tensors
 
 _MASTER_BYTES = 4
-"""Bytes per fp32 element of parameters, gradients, both moments of AdamW and reduce-scatter buffers."""
+"""Bytes per fp32 element of parameters, gradients, states of the optimiser and reduce-scatter buffers."""
 
 _META = torch.device("meta")
 
@@ -75,9 +76,10 @@ def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.de
         device: `cuda` or `cpu`: determines the dtype of `train.precision = "auto"` and the kernels.
     """
     model = models.build(config.model)
-    shard = sum(_padded(parameter, shards) // shards for parameter in model.parameters()) * _MASTER_BYTES
+    sizes = {name: _padded(p, shards) // shards * _MASTER_BYTES for name, p in model.named_parameters()}
+    states = sum(sizes[name] * number for name, number in state_tensors(model, config.optimizer).items())
     step = _trace(model.to(compute_dtype(config, device)), config, shards, accumulates, device)
-    return MemoryEstimate(parameters=shard, optimizer=2 * shard, **step)
+    return MemoryEstimate(parameters=sum(sizes.values()), optimizer=states, **step)
 
 
 def _padded(parameter: Tensor, shards: int) -> int:

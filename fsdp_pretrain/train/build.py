@@ -16,14 +16,15 @@ from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.data.packing.unigrams import Unigrams
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp
+from fsdp_pretrain.parallel.loss_scaler import LossScaler
 from fsdp_pretrain.parallel.mesh import World
-from fsdp_pretrain.parallel.optimizer import AdamW, LossScaler
+from fsdp_pretrain.parallel.optimizer import Optimizer
 
 
-def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, AdamW]:
+def build_model_and_optimizer(config: Config, world: World) -> tuple[Decoder, Optimizer]:
     """The sharded model, whose parameters have no values yet, and its optimiser."""
     model = fsdp.parallelize(models.build(config.model), config, world)
-    return model, AdamW(model, config.optimizer)
+    return model, Optimizer(model, config.optimizer, world)
 
 
 def build_loss_scaler(config: Config, world: World, state: list[float] | None = None) -> LossScaler | None:

@@ -13,7 +13,7 @@ from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.mesh import World, local_part
-from fsdp_pretrain.parallel.optimizer import AdamW
+from fsdp_pretrain.parallel.optimizer import Optimizer
 from fsdp_pretrain.run.step_record import ParameterGroup, number
 
 from .observer import Observer
@@ -38,7 +38,7 @@ def group_of(name: str, layers: int) -> str:
 class GroupStatistics(Observer):
     """Measures the groups of parameters of a sharded model and its optimiser."""
 
-    def __init__(self, model: Decoder, optimizer: AdamW, config: Config, world: World) -> None:
+    def __init__(self, model: Decoder, optimizer: Optimizer, config: Config, world: World) -> None:
         self._optimizer, self._config, self._world = optimizer, config, world
         self._parameters = dict(model.named_parameters())
         groups = [group_of(name, config.model.layers) for name in self._parameters]
@@ -73,7 +73,9 @@ class GroupStatistics(Observer):
             return None
         states = self._optimizer.state_by_name()
         weights = torch.stack([_square(parameter) for parameter in self._parameters.values()]).double()
-        largest = torch.stack([_largest(states[name]["exp_avg_sq"]) for name in self._parameters]).double()
+        moments = [states[name].get("exp_avg_sq") for name in self._parameters]
+        unknown = torch.full((), torch.nan, device=self._world.device)
+        largest = torch.stack([unknown if moment is None else _largest(moment) for moment in moments]).double()
         local = torch.stack((gradients, self._by_group(weights).sum(-1), self._by_group(largest).amax(-1)))
         shards = self._world.gather_shards(local)
         return torch.cat((shards[:, :2].sum(0), shards[:, 2:].amax(0)))

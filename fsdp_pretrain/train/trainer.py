@@ -22,6 +22,7 @@ from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel import fsdp, replica_check
 from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.parallel.loss_scaler import LossScaler
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.step_record import StepRecord
@@ -58,8 +59,8 @@ class Trainer:
         world: World,
         *,
         model: Decoder,
-        optimizer: optim.AdamW,
-        scaler: optim.LossScaler | None,
+        optimizer: optim.Optimizer,
+        scaler: LossScaler | None,
         data: DataStream,
         state: TrainState,
         recorder: Recorder,

@@ -18,6 +18,7 @@ from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
 from fsdp_pretrain.parallel import fsdp
 from fsdp_pretrain.parallel import optimizer as optim
+from fsdp_pretrain.parallel.loss_scaler import LossScaler
 from fsdp_pretrain.parallel.mesh import World
 
 from .step_metrics import StepCounts, StepSums
@@ -52,8 +53,8 @@ class Update:
         config: Config,
         world: World,
         model: Decoder,
-        optimizer: optim.AdamW,
-        scaler: optim.LossScaler | None,
+        optimizer: optim.Optimizer,
+        scaler: LossScaler | None,
         before_micro_batch: Callable[[int], None] = lambda width: None,
     ) -> None:
         self._config, self._world, self._before_micro_batch = config, world, before_micro_batch
