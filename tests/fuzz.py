@@ -138,7 +138,7 @@ def run_command(folder: Path, command: str) -> int:
     module, *arguments = shlex.split(command.format(folder=folder))
     os.chdir(folder)
     sys.argv = [module, *arguments]
-    program = importlib.import_module(module)
+    program = importlib.import_module("fsdp_pretrain.job.main" if module == "fsdp_pretrain.train" else module)
     if hasattr(program, "__path__"):  # a package
         program = importlib.import_module(f"{module}.main")
     return int(program.main())
