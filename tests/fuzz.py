@@ -188,7 +188,7 @@ def main() -> int:
     for name, kind in kinds.items():
         (folder / "inputs" / name).mkdir(parents=True)
         kind.make(folder / "inputs" / name)
-    imports = (*IMPORTS["data"], *IMPORTS["fsdp_pretrain"])
+    imports = (*IMPORTS["data"], *IMPORTS["rest"])
     for module in (
         *imports,
         "fsdp_pretrain.eval.cli",

@@ -119,7 +119,7 @@ IMPORTS = {
         ),
         *("fsdp_pretrain.data.validate.validate", "numpy.ma", "sentencepiece", "tokenizers"),
     ],
-    "fsdp_pretrain": [
+    "rest": [
         *("fsdp_pretrain.bench.main", "fsdp_pretrain.hf.layout", "fsdp_pretrain.checkpoint.listing"),
         *("fsdp_pretrain.cli.main", "fsdp_pretrain.config.reference", "fsdp_pretrain.launch.launcher"),
         *("fsdp_pretrain.lineage.fork", "fsdp_pretrain.job.main", "fsdp_pretrain.views.status"),
@@ -177,7 +177,7 @@ class Process:
 class Zygotes:
     """Starts `python -m MODULE` by forking a process that has already imported it; see `zygote.py`.
 
-    One zygote per package, started when it is first needed.
+    One zygote for data, one for evaluation and one for all else, each started when it is first needed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -193,7 +193,7 @@ class Zygotes:
         cwd: Path = Path("/"),
     ) -> Process:
         """Run a module; with `log`, both outputs are appended there."""
-        zygote = self._zygote(module.partition(".")[0])
+        zygote = self._zygote(next((name for name in IMPORTS if module.startswith(f"fsdp_pretrain.{name}.")), "rest"))
         self._started += 1
         files = self._folder / str(self._started)
         request = {
