@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from fsdp_pretrain import models
+from fsdp_pretrain.checkpoint.code_identity import check_model_code
 from fsdp_pretrain.checkpoint.loading import DamagedError, RowReader, check_files, load_rows, load_weights
 from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
@@ -98,7 +99,9 @@ def _configuration(checkpoint: Checkpoint) -> Config:
     """The configuration that a checkpoint was trained with. Raises CheckpointError, ConfigError."""
     with _whole(checkpoint):
         check_files(checkpoint, CONFIG)
-    return load_recorded(checkpoint.path / CONFIG)
+    config = load_recorded(checkpoint.path / CONFIG, own=False)
+    check_model_code(checkpoint.train_state().identity, config, checkpoint.path)
+    return config
 
 
 @contextmanager

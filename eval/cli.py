@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import JSON, CommandLine, argument, positive, verb
+from fsdp_pretrain.console import CODE, JSON, CommandLine, argument, positive, verb
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, UserError
 from fsdp_pretrain.run import run_id
 from fsdp_pretrain.run.arguments import RUN, SEGMENT, check_begun, import_extra
@@ -71,6 +71,7 @@ def main() -> int:
         "--out", type=Path, metavar="FILE", help="write results here, and the samples beside (default: only print)"
     ),
     argument("overrides", nargs="*", metavar="key=value", help="replace keys of [eval], such as eval.num_fewshot=5"),
+    CODE,
     JSON,
 )
 def _run(args: argparse.Namespace) -> int:
@@ -241,6 +242,7 @@ def _retry(args: argparse.Namespace) -> int:
     SEGMENT,
     _DEVICE,
     argument("--top", type=positive, default=10, help="samples to show (default: 10)"),
+    CODE,
     JSON,
 )
 def _samples(args: argparse.Namespace) -> int:

@@ -66,6 +66,13 @@ def argument(*names: str, **options: Any) -> Argument:
 
 
 JSON = argument("--json", action="store_true", help="print JSON")
+CODE = argument(
+    "--code",
+    action="append",
+    default=[],
+    metavar="PACKAGE",
+    help="trust this package with parts of a model or optimiser: a checkpoint only names it",
+)
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,10 @@ class CommandLine:
             parsed.overrides += unknown  # overrides after options: argparse accepts them only before
         elif unknown:
             self._parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        if trusted := getattr(parsed, "code", None):
+            from . import extensions
+
+            extensions.trust(trusted)
         code: int = parsed.handler(parsed)
         return code
 

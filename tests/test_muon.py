@@ -99,7 +99,7 @@ def test_no_product_is_computed_twice(replicas: int, shards: int) -> None:
     """Llama 2 7B: every matrix has one owner; no rank could have less to do, given whole matrices."""
     shapes = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008)]
     matrices = tuple(Matrix(f"{layer}.{at}", *shape) for layer in range(32) for at, shape in enumerate(shapes))
-    rounds, ranks = assign(matrices, replicas * shards), replicas * shards
+    rounds, ranks = assign(matrices, replicas, shards), replicas * shards
     owned = [matrix for owners in rounds for matrix in owners if matrix is not None]
     assert sorted(owned, key=lambda m: m.name) == sorted(matrices, key=lambda m: m.name)
     work = [sum(flops_of((m.rows, m.columns)) for m in owners if m) for owners in zip(*rounds, strict=True)]
@@ -121,7 +121,7 @@ def traffic(config: Any, replicas: int, shards: int) -> Counter[tuple[str, int, 
     def rows(matrix: Matrix | None) -> int:
         return 0 if matrix is None else min(math.ceil(matrix.rows / shards), matrix.rows) * matrix.columns * 4
 
-    for owners in assign(matrices, replicas * shards):
+    for owners in assign(matrices, replicas, shards):
         groups = [owners[first : first + shards] for first in range(0, replicas * shards, shards)]
         there, whole = sum(map(rows, groups[0])), 0 if owners[0] is None else owners[0].rows * owners[0].columns * 4
         if shards > 1:

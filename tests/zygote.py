@@ -74,6 +74,8 @@ def become(request: dict) -> None:
     runpy.run_path(str(Path(__file__).parent / "constants/sitecustomize.py"))
     if "EXECUTE_FIRST" in os.environ:  # set by a test, such as a trap
         runpy.run_path(os.environ["EXECUTE_FIRST"])
+    given = request["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in given if path and path not in sys.path]
     be(request["module"], request["arguments"])
 
 

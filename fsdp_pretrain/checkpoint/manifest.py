@@ -42,6 +42,20 @@ class TokenizerIdentity(StateFile):
     eod: int
 
 
+class PartIdentity(StateFile):
+    """A part of the code of a run, see `code_identity`.
+
+    Attributes:
+        part: its name, as in the configuration.
+        source: version and hash of its package's source.
+        witness: what a tiny instance computes from fixed input.
+    """
+
+    part: str
+    source: str
+    witness: list[float]
+
+
 class RunIdentity(StateFile):
     """The facts of a run that no resume may change, see `state.identity`; each start compares its own with them."""
 
@@ -51,6 +65,7 @@ class RunIdentity(StateFile):
     corpora: dict[str, str]
     reshuffle: list[int]
     tokenizer: TokenizerIdentity
+    code: dict[str, PartIdentity] = Field(default_factory=dict)
 
 
 class SavedState(Counters):

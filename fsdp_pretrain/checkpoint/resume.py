@@ -11,6 +11,7 @@ import torch
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import (
     DECLARED,
+    ConfigChange,
     changes,
     differences,
     load_recorded,
@@ -28,6 +29,7 @@ from fsdp_pretrain.run.metrics import left_behind
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.units import human_count
 
+from .code_identity import new_sources, other_code
 from .loading import DamagedError, load, verify
 from .manager import TrainingObjects
 from .manifest import SavedState
@@ -181,19 +183,22 @@ class Resume:
         Raises ConfigError. Declarations are checked against the newest segment's configuration: declaring once is
         enough even if a start ends before its first checkpoint, and a rollback's or fork's changes are already in it.
         """
-        of_checkpoint = newest = load_recorded(checkpoint.path / CONFIG)
+        of_checkpoint = newest = load_recorded(checkpoint.path / CONFIG, own=False)
         head = max(lineage.nodes(self._run), key=lambda node: node.segment, default=None)
         if head is not None and (path := self._run.segment(head.segment) / "config.toml").exists():
             newest = load_recorded(path)
         here = changes(newest, self._config)
         if undeclared(here, (), content.consumed) and self._same_ahead(newest, content):
             here = [change for change in here if change.kind != DECLARED or change.key == "train.duration"]
+        if text := other_code(content.identity.code, self._identity.code, "optimizer"):
+            here = [*here, ConfigChange("optimizer.kind", text, DECLARED)]
         missing = []
         if content.consumed:  # else nothing was learned yet
             missing = undeclared(here, self._options.changes, content.consumed)
         wrong = forbidden(content.identity, self._identity, content.cursor)
         refuse(str(checkpoint.path), wrong, missing, content.cursor)
         changed = [change.text for change in changes(of_checkpoint, self._config)]
+        changed += new_sources(content.identity.code, self._identity.code)
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
         return changed, [change.text for change in undeclared(here, (), content.consumed)]
 

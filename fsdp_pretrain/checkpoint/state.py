@@ -18,6 +18,7 @@ from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.environment import WorldShape
 from fsdp_pretrain.run.files import now
 
+from .code_identity import code_identity, other_code
 from .manifest import RunIdentity, SavedState, TokenizerIdentity
 
 
@@ -63,6 +64,7 @@ def identity(config: Config, packer: Packer) -> RunIdentity:
         corpora={name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
         reshuffle=windows_at(data, data.reshuffle),
         tokenizer=TokenizerIdentity(fingerprint=packer.tokenizer.fingerprint, eod=packer.tokenizer.eod),
+        code=code_identity(config),
     )
 
 
@@ -74,7 +76,8 @@ def forbidden(stored: RunIdentity, current: RunIdentity, cursor: int) -> list[st
     """
     kept = {"model", "data", "tokenizer"}
     was, is_ = (side.model_dump(include=kept, exclude={"data": {"stages"}}) for side in (stored, current))
-    return differences(was, is_) + _changed_past(stored, current, cursor)
+    code = other_code(stored.code, current.code, "model")
+    return [*differences(was, is_), *([code] if code else []), *_changed_past(stored, current, cursor)]
 
 
 def _changed_past(stored: RunIdentity, current: RunIdentity, cursor: int) -> list[str]:

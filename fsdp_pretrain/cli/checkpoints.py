@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import JSON, argument, byte_count, verb
+from fsdp_pretrain.console import CODE, JSON, argument, byte_count, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.arguments import check_begun, import_extra
 from fsdp_pretrain.run.files import RunDir
@@ -72,6 +72,7 @@ def _print(rows: list[Row], *, as_json: bool) -> int:
     argument("out", type=Path, metavar="OUT", help="folder to make; must not exist"),
     argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16"),
     argument("--shard-size", type=byte_count, default=byte_count("5GB"), help="largest file of weights (default: 5GB)"),
+    CODE,
     JSON,
 )
 def _export(args: argparse.Namespace) -> int:

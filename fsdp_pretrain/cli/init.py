@@ -1,10 +1,11 @@
 """`fsdp-pretrain init`: copies the starting set, `fsdp_pretrain/starter`, which holds links to directories of the
-repository; a wheel has the files themselves."""
+repository; a wheel has the files themselves. Or an example of an extension, under another name."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+from keyword import iskeyword
 from pathlib import Path
 
 from fsdp_pretrain.console import argument, verb
@@ -30,13 +31,32 @@ Your own: change configs/runs/llama-7b-hsdp.toml, then:
 """
 
 
-@verb("init", "my-project", argument("directory", type=Path, metavar="DIR", help="may exist; made if it does not"))
+_EXTENSION = "parallel_block"
+"""The example that becomes an extension."""
+_NEXT_EXTENSION = """\
+{count} files in {directory}: the package {name}, a family whose blocks compute both branches at once, and its test.
+
+Try it:
+  pytest {directory}/test_{name}.py
+In a configuration: code.packages = ["{name}"], model.family = "{name}:llama", and PYTHONPATH={directory} in the
+environment of all ranks (or install the package). docs/extend.md leads on.
+"""
+
+
+@verb(
+    "init",
+    "my-project",
+    argument("directory", type=Path, metavar="DIR", help="may exist; made if it does not"),
+    argument("--extension", metavar="NAME", help="write a package with parts of your own instead, see docs/extend.md"),
+)
 def init(args: argparse.Namespace) -> int:
     """Copy a starting set into a directory: configurations of models and runs, alert rules, Slurm scripts, a JobSet.
     Files that were copied before and changed are never overwritten."""
     from fsdp_pretrain.files import create_file
 
     directory: Path = args.directory
+    if args.extension is not None:
+        return _write_extension(directory, args.extension)
     if not starting_set():
         raise ConfigError(f"{STARTER} is empty: the installation is incomplete", remedy="install the project again")
     files = {directory / path.relative_to(STARTER): path for path in starting_set()}
@@ -56,9 +76,27 @@ def init(args: argparse.Namespace) -> int:
     return 0
 
 
+def _write_extension(directory: Path, name: str) -> int:
+    """Write a package called `name`, and its test. Raises ConfigError if the name is none, or a file exists."""
+    from fsdp_pretrain.files import create_file
+
+    if not name.isidentifier() or iskeyword(name):
+        raise ConfigError(f"--extension {name}: not a name of a Python package", remedy="letters, digits and _")
+    template = STARTER / "extension"
+    sources = sorted(template.rglob("*.py"))
+    files = {directory / str(path.relative_to(template)).replace(_EXTENSION, name): path for path in sources}
+    if existing := [str(target) for target in files if target.exists()]:
+        raise ConfigError(f"these files exist:\n{shortened(existing)}", effect="nothing was written")
+    for target, source in files.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        create_file(target, source.read_text(encoding="utf-8").replace(_EXTENSION, name).encode())
+    print(_NEXT_EXTENSION.format(count=len(files), directory=shlex.quote(str(directory)), name=name), end="")
+    return 0
+
+
 def starting_set() -> list[Path]:
     """All files of the starting set, in `STARTER`."""
-    folders = sorted(path for path in STARTER.glob("*/*") if path.is_dir())
+    folders = sorted(path for kind in ("configs", "scripts") for path in STARTER.glob(f"{kind}/*") if path.is_dir())
     return sorted(path for folder in folders for path in folder.rglob("*") if path.is_file())
 
 

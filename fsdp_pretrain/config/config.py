@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tomli_w
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, SerializeAsAny, TypeAdapter, ValidationError
 
+from fsdp_pretrain import extensions
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import Progress
 
+from . import parts
 from .base import Section
 from .data_section import DataSection, GLMObjective
 from .model import AnyModel, GLMModel, GPTModel, LlamaModel, Model
@@ -26,7 +28,9 @@ from .operations import HealthSection, LaunchSection, WatchdogSection
 from .schedule import Schedule
 from .sections import (
     CheckpointSection,
+    CodeSection,
     EvalSection,
+    ObserverSection,
     OptimizerSection,
     ParallelSection,
     RecordSection,
@@ -47,11 +51,14 @@ S = TypeVar("S", bound=Section)
 class Config(Section):
     """A whole run."""
 
+    code: CodeSection = CodeSection()
     run: RunSection
-    model: Model
+    model: SerializeAsAny[Model]
     data: DataSection
     train: TrainSection
-    optimizer: OptimizerSection
+    optimizer: SerializeAsAny[OptimizerSection]
+    observers: list[SerializeAsAny[ObserverSection]] = []
+    """Observers of your own."""
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection
     eval: EvalSection = EvalSection()
@@ -209,6 +216,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     raw = read_toml(path, origin)
     if problems := [problem for text in overrides if (problem := override(raw, text, origin))]:
         raise _invalid(problems, path)
+    extensions.trust(parts.packages(raw))
     return _resolve(raw, path, origin)
 
 
@@ -249,13 +257,18 @@ def replace_in(section: S, name: str, values: Mapping[str, Any], overrides: Sequ
     return changed
 
 
-def load_known(path: Path) -> tuple[Config, dict[str, Any]]:
+def load_known(path: Path, *, own: bool) -> tuple[Config, dict[str, Any]]:
     """Load a resolved configuration that another version of this program may have written.
+
+    `own`: whether the packages that it names are trusted; else they must be already.
 
     Returns the configuration without the keys that this version does not know, and their values by dotted key. Raises
     ConfigError, which lists every other problem.
     """
     raw = read_toml(path, {})
+    if own:
+        extensions.trust(parts.packages(raw))
+    extensions.refuse_untrusted(parts.packages(raw), path)
     unknown: dict[str, Any] = {}
     for error in _check(raw)[1]:
         if error["type"] == "extra_forbidden":
@@ -272,7 +285,7 @@ def _resolve(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> Config:
     problems = [describe(error, path, origin, schema_keys()) for error in errors]
     if problems := [*problems, *cross_checks(sections)]:
         raise _invalid(problems, path)
-    return Config(**sections)
+    return Config.model_construct(**sections)  # not checked again: unions know only our own sections
 
 
 def _check(raw: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -281,12 +294,16 @@ def _check(raw: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Each is checked on its own, so that the valid ones can still be checked against each other.
     """
     sections: dict[str, Any] = {}
+    extensions.load(parts.packages(raw))
     unknown = [key for key in raw if key not in Config.model_fields]
     errors: list[dict[str, Any]] = [{"type": "extra_forbidden", "loc": (key,), "input": raw[key]} for key in unknown]
+    errors += parts.unknown(raw)
     for key, field in Config.model_fields.items():
+        if any(error["loc"][0] == key for error in errors):
+            continue
         if key in raw:
             try:
-                sections[key] = _checker(key).validate_python(raw[key])
+                sections[key] = (parts.checker(key, raw[key]) or _checker(key)).validate_python(raw[key])
             except ValidationError as error:
                 items = error.errors(include_url=False)
                 errors += [{**item, "loc": _path((key, *item["loc"]))} for item in items]
@@ -299,7 +316,7 @@ def _check(raw: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 @cache
 def _checker(key: str) -> TypeAdapter[Any]:
-    """Checks one section."""
+    """Checks one section of our own."""
     field = Config.model_fields[key]
     annotation: Any = Annotated[field.annotation, field]
     return TypeAdapter(annotation)
@@ -311,11 +328,11 @@ def _path(location: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x for i, x in enumerate(location) if location[:i] != tagged.get(i) or x not in _TAGS)
 
 
-def schema_keys() -> dict[str, tuple[type[Section], str]]:
+def schema_keys() -> dict[str, tuple[type[BaseModel], str]]:
     """Every valid dotted key (list entries without index) -> (its section class, field name)."""
-    keys: dict[str, tuple[type[Section], str]] = {}
+    keys: dict[str, tuple[type[BaseModel], str]] = {}
 
-    def walk(section: type[Section], prefix: str) -> None:
+    def walk(section: type[BaseModel], prefix: str) -> None:
         for name, field in section.model_fields.items():
             key = prefix + (field.alias or name)
             keys.setdefault(key, (section, name))
@@ -323,6 +340,8 @@ def schema_keys() -> dict[str, tuple[type[Section], str]]:
                 walk(inner, f"{key}.")
 
     walk(Config, "")
+    for prefix, section in parts.sections():
+        walk(section, prefix)
     return keys
 
 

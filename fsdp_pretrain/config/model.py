@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -34,6 +34,13 @@ class _Decoder(Section):
         if not getattr(self, "head_size", None) and self.hidden % self.heads:
             raise ValueError(f"hidden = {self.hidden} is not a multiple of heads = {self.heads}")
         return self
+
+    def tiny(self) -> Self:
+        """The same computation in the smallest size: `checkpoint.code_identity` compares code by it."""
+        sizes = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "vocab_multiple": 1, "dropout": 0.0, "ffn": 48}
+        optional = {"kv_heads": 2, "head_size": 8, "positions": 32}
+        sizes |= {key: size for key, size in optional.items() if isinstance(getattr(self, key, None), int)}
+        return self.model_copy(update={key: size for key, size in sizes.items() if key in type(self).model_fields})
 
     @property
     def rows(self) -> int:

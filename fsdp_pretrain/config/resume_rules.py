@@ -24,6 +24,8 @@ from .toml_file import nearest
 FREE, DECLARED, FORBIDDEN = "free", "declared", "forbidden"
 
 CLASSES: dict[str, str] = {
+    "code": FREE,  # what of it is used is compared
+    "observers": FREE,
     "run.name": FREE,
     "run.dir": FREE,
     "run.seed": DECLARED,  # of dropout
@@ -168,12 +170,14 @@ def _short(value: Any) -> str:
 # ------------------------------------------------------------------------ what a start recorded
 
 
-def load_recorded(path: Path) -> Config:
+def load_recorded(path: Path, *, own: bool = True) -> Config:
     """Load a configuration that a start recorded, without free keys that this version no longer has.
+
+    `own`: whether the packages that it names are trusted, as those of a run are. A checkpoint may come from others.
 
     Raises ConfigError, also for other unknown keys, since they may matter.
     """
-    config, unknown = load_known(path)
+    config, unknown = load_known(path, own=own)
     wrong = [f"{key}: {_short(value)}" for key, value in unknown.items() if _class_of_unknown(key) != FREE]
     if wrong:
         raise ConfigError(

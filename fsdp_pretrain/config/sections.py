@@ -98,13 +98,27 @@ class TrainSection(Section):
 OptimizerKind = Literal["adamw", "muon"]
 
 
+class CodeSection(Section):
+    """Packages with parts of your own, see docs/extend.md."""
+
+    packages: list[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]] = []
+    """Names of packages, imported before all else is read. Their parts are named `PACKAGE:PART`."""
+
+
+class ObserverSection(Section):
+    """Base of the settings of an observer of your own: `[[observers]]` tables."""
+
+    use: str
+    """The observer, as `PACKAGE:PART`."""
+
+
 class OptimizerGroup(Section):
     """Parameters that are updated in their own way; the first group that matches a parameter counts."""
 
     match: Annotated[str, Field(min_length=1)]
     """Pattern of parameter names, such as `blocks.*.attention.*`, or `embedding.weight`."""
-    kind: OptimizerKind | None = None
-    """Instead of the one that `optimizer.kind` gives them."""
+    kind: str | None = None
+    """`adamw`, `muon`, or the run's own, instead of the one that `optimizer.kind` gives them."""
     lr_scale: NotNegative = 1.0
     """Factor of their learning rate."""
     weight_decay: NotNegative | None = None
@@ -115,7 +129,7 @@ class OptimizerSection(Section):
     """The optimiser and the learning-rate curve."""
 
     kind: OptimizerKind = "adamw"
-    """`muon`: for the matrices of the blocks; the rest is always AdamW's."""
+    """The optimiser. `muon`: for the matrices of the blocks; the rest is always AdamW's."""
     lr: AboveZero
     """Peak learning rate."""
     min_lr: NotNegative = 0.0

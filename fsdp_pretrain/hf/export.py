@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fsdp_pretrain import __version__, models
+from fsdp_pretrain.checkpoint.code_identity import check_model_code
 from fsdp_pretrain.checkpoint.loading import Weights
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, verify_files
 from fsdp_pretrain.checkpoint.tokenizer import QWEN2_WARNING, export_tokenizer, find_tokenizer
@@ -64,7 +65,8 @@ def export_checkpoint(run: RunDir, step: int, out: Path, *, dtype: str, shard_by
     if out.exists():
         raise ConfigError(f"{out} exists", remedy="name a folder that does not; nothing is overwritten")
     checkpoint = Store(run.checkpoints).find(step)
-    config = load_recorded(checkpoint.path / CONFIG)
+    config = load_recorded(checkpoint.path / CONFIG, own=False)
+    check_model_code(checkpoint.train_state().identity, config, checkpoint.path)
     tokenizer = find_tokenizer(checkpoint, config)
     type_name = str(DTYPES[dtype]).removeprefix("torch.")
     length = config.data.sequence_length

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from fsdp_pretrain import extensions
 from fsdp_pretrain.config.model import AnyModel, GPTModel, LlamaModel, Model
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.run.state_files import StateFile
@@ -65,7 +66,7 @@ def _both(theirs: str, *ours: str, transposed: bool = False) -> tuple[HFTensor, 
 
 
 # `{}` is the number of the block. A model has a tensor if it has the first of our parameters in it.
-_LLAMA = (
+LLAMA = (
     HFTensor("model.embed_tokens.weight", ("embedding.weight",)),
     HFTensor("model.layers.{}.input_layernorm.weight", ("blocks.{}.attention_norm.weight",)),
     *_both("model.layers.{}.self_attn.q_proj", "blocks.{}.attention.query"),
@@ -99,6 +100,36 @@ _GPT2 = (
     *_both("transformer.ln_f", "norm"),
     HFTensor("lm_head.weight", ("head.weight",)),
 )
+
+
+@dataclass(frozen=True)
+class HFLayout:
+    """The layout of an extension's family.
+
+    Attributes:
+        config: keys of `config.json` from the model's section: `architectures`, `model_type` and the shape; the size of
+            the vocabulary, token ids and dtype are added.
+        tensors: as `LLAMA`, in the order of the model.
+    """
+
+    config: Callable[[Any], dict[str, Any]]
+    tensors: tuple[HFTensor, ...] = LLAMA
+
+
+def _own_layout(family: str) -> HFLayout | None:
+    """The layout of an extension's family; None for our own. Raises ConfigError if it has none."""
+    if (part := extensions.parts("families").get(family)) is None:
+        return None
+    if part.layout is None:
+        raise ConfigError(
+            f"model.family = {family} has no layout of a Hugging Face folder",
+            effect="nothing was exported",
+            remedy="give its `Part` a `layout`, see docs/extend.md, or evaluate the checkpoint itself",
+        )
+    layout: HFLayout = extensions.import_object(part.layout)
+    return layout
+
+
 _BASE = re.compile(r"^(model|transformer)\.")
 _COMPUTED = re.compile(r"(\.attn\.(masked_)?bias|\.rotary_emb\.inv_freq)$")
 """Buffers that old versions of transformers stored: masks and frequencies, not weights."""
@@ -109,7 +140,8 @@ def weights(model: AnyModel, names: Collection[str]) -> list[HFTensor]:
 
     Raises ConfigError if the layout lacks a parameter.
     """
-    table = _LLAMA if isinstance(model, LlamaModel) else _GPT2
+    own = _own_layout(model.family)
+    table = own.tensors if own else LLAMA if isinstance(model, LlamaModel) else _GPT2
     outside = [weight for weight in table if "{}" not in weight.theirs]
     inside = [weight for weight in table if "{}" in weight.theirs]
     blocks = [
@@ -215,6 +247,8 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
     """
     common: dict[str, Any] = {"vocab_size": model.rows, "bos_token_id": eod, "eos_token_id": eod, "pad_token_id": None}
     common |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}  # `torch_dtype` is what 4.x reads
+    if own := _own_layout(model.family):
+        return {**own.config(model), **common}
     if isinstance(model, LlamaModel) and model.family in _LLAMA_CLASSES:
         hf_class, values = _LLAMA_CLASSES[model.family], model.model_dump()
         values |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_dim, "init_std": model.std}

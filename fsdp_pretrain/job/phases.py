@@ -37,6 +37,7 @@ from fsdp_pretrain.train.group_statistics import GroupStatistics
 from fsdp_pretrain.train.heldout_loss import HeldOutLoss, build_heldout_loss
 from fsdp_pretrain.train.loop import Loop
 from fsdp_pretrain.train.observer import Observer
+from fsdp_pretrain.train.own_observers import ObserverContext, OwnObservers
 from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.views.trackers.follow import Followers, finish_followers, start_followers
 from fsdp_pretrain.views.trackers.sink import SINKS, check_installed
@@ -203,6 +204,7 @@ def build_loop(
     built = run.fetching.begin(state) if run.fetching is not None else lambda _: None
     profiler = StepProfiler(run)
     control = LiveControl(run, guard, profiler)
+    context = ObserverContext(config, world, restored.model, training.optimizer, recorder.run)
     services: list[Observer] = [
         GroupStatistics(restored.model, training.optimizer, config, world),
         *([restored.heldout] if restored.heldout is not None else []),
@@ -211,6 +213,7 @@ def build_loop(
         *([uploader] if uploader is not None else []),
         profiler,
         control,
+        *([OwnObservers(context)] if config.observers else []),
     ]
     saves = Checkpointing(config, world, manager, recorder, state.step, services)
     trainer = Trainer(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from fsdp_pretrain import extensions
 from fsdp_pretrain.config.model import AnyModel, GLMModel, GPTModel, LlamaModel
 
 from .decoder import Decoder
@@ -19,6 +20,11 @@ _KINDS: dict[type[AnyModel], Callable[..., Decoder]] = {LlamaModel: Llama, GPTMo
 
 
 def build(config: AnyModel) -> Decoder:
-    """The model on the meta device: shapes and names, no memory. `parallel.fsdp.materialise` initialises it."""
+    """The model on the meta device: shapes and names, no memory. `parallel.fsdp.materialise` initialises it.
+
+    Raises:
+        ConfigError: the code of an extension's family cannot be imported.
+    """
+    family = _KINDS.get(type(config)) or extensions.part("families", config.family).load()
     with torch.device("meta"):
-        return _KINDS[type(config)](config)
+        return family(config)  # type: ignore[no-any-return]

@@ -102,17 +102,20 @@ def output(
 class Decoder(nn.Module, ABC):
     """Base of the families.
 
-    A family supplies its blocks (`block` creates one from its index), the final norm, the embedding (`embed_tokens`),
-    further inputs of its blocks (`context`) and its initialisation (`initial`). The output matrix is `head`, or the
-    embedding table if tied: access it only inside `forward`, where FSDP has gathered it. The order of modules
-    determines the order of parameters, and so of sums over them.
+    A family supplies its blocks (`block`), the final norm (`final_norm`), the embedding (`embed_tokens`), further
+    inputs of its blocks (`context`) and its initialisation (`initial`). The first two use only `config`. The output
+    matrix is `head`, or the embedding table if tied: access it only inside `forward`, where FSDP has gathered it. The
+    order of modules determines the order of parameters, and so of sums over them.
     """
 
-    def __init__(self, config: AnyModel, block: Callable[[int], nn.Module], norm: nn.Module) -> None:
+    config: Any
+
+    def __init__(self, config: AnyModel) -> None:
         super().__init__()
+        self.config = config
         self.embedding = Embedding(config.rows, config.hidden)
-        self.blocks = nn.ModuleList(block(layer) for layer in range(config.layers))
-        self.norm = norm
+        self.blocks = nn.ModuleList(self.block(layer) for layer in range(config.layers))
+        self.norm = self.final_norm()
         self.head = None if config.tied_head else Head(config)
         self._recompute_every = 0
         self._uses_dropout = config.uses_dropout
@@ -120,6 +123,14 @@ class Decoder(nn.Module, ABC):
         self.backend: Backend = "sdpa"
         self._loss_kernels: ChunkKernels | None = None
         self._scales_scores = not isinstance(config, LlamaModel) and config.scores != "fused"
+
+    @abstractmethod
+    def block(self, index: int) -> nn.Module:
+        """A new block: hidden states [B, S, H] and what `context` gives -> hidden states."""
+
+    @abstractmethod
+    def final_norm(self) -> nn.Module:
+        """The norm between the last block and the output matrix."""
 
     def set_recompute(self, recompute: Recompute) -> None:
         """Set which activations the backward pass computes again, see `parallel.recompute`."""

@@ -49,10 +49,13 @@ class GLMBlock(nn.Module):
 class GLM(Decoder):
     """See the module docstring. Parameter count: L*(4h^2 + 3hf + 9h + 2f) + V*h*(1 or 2) + 2h."""
 
-    def __init__(self, config: GLMModel) -> None:
-        norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
-        super().__init__(config, lambda layer: GLMBlock(config, layer), norm)
-        self.config = config
+    config: GLMModel
+
+    def block(self, index: int) -> nn.Module:
+        return GLMBlock(self.config, index)
+
+    def final_norm(self) -> nn.Module:
+        return nn.LayerNorm(self.config.hidden, eps=self.config.norm_eps)
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         return F.dropout(super().embed_tokens(tokens, positions), self.config.dropout, self.training)

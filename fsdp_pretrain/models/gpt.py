@@ -39,13 +39,19 @@ class GPT(Decoder):
     Parameter count with f = 4h: L*(12h^2 + 13h) + V*h*(1 or 2) + S*h + 2h; ALiBi drops S*h, embedding_norm adds 2h.
     """
 
+    config: GPTModel
+
     def __init__(self, config: GPTModel) -> None:
-        norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
-        super().__init__(config, lambda layer: GPTBlock(config, layer), norm)
-        self.config = config
+        super().__init__(config)
         self.embedding_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps) if config.embedding_norm else None
         alibi = config.positions == "alibi"
         self.positions = None if alibi else nn.Embedding(int(config.positions), config.hidden)
+
+    def block(self, index: int) -> nn.Module:
+        return GPTBlock(self.config, index)
+
+    def final_norm(self) -> nn.Module:
+        return nn.LayerNorm(self.config.hidden, eps=self.config.norm_eps)
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Token embedding, optionally normalised, plus the position embedding unless ALiBi."""

@@ -46,9 +46,13 @@ class Llama(Decoder):
     Qwen2 adds L*(q + 2k), Qwen3 L*2d.
     """
 
-    def __init__(self, config: LlamaModel) -> None:
-        super().__init__(config, lambda _: LlamaBlock(config), nn.RMSNorm(config.hidden, eps=config.norm_eps))
-        self.config = config
+    config: LlamaModel
+
+    def block(self, index: int) -> nn.Module:
+        return LlamaBlock(self.config)
+
+    def final_norm(self) -> nn.Module:
+        return nn.RMSNorm(self.config.hidden, eps=self.config.norm_eps)
 
     def context(self, positions: Tensor) -> tuple[object, ...]:
         config = self.config

@@ -61,14 +61,17 @@ Round = tuple[Matrix | None, ...]
 
 
 @cache
-def assign(matrices: tuple[Matrix, ...], ranks: int) -> tuple[Round, ...]:
-    """The rounds of a step: the largest remaining matrix goes to the rank with the least work so far."""
-    loads = [(0, rank) for rank in range(ranks)]
-    owned: list[list[Matrix]] = [[] for _ in range(ranks)]
+def assign(matrices: tuple[Matrix, ...], replicas: int, shards: int) -> tuple[Round, ...]:
+    """The rounds of a step: the largest remaining matrix goes to the rank with the least work so far.
+
+    Of several such ranks, to one in another replica than the last: then replicas have alike rows to pass on.
+    """
+    loads = [(0, shard, replica) for shard in range(shards) for replica in range(replicas)]
+    owned: list[list[Matrix]] = [[] for _ in range(replicas * shards)]
     for matrix in sorted(matrices, key=lambda each: -flops_of((each.rows, each.columns))):
-        load, rank = heapq.heappop(loads)
-        owned[rank].append(matrix)
-        heapq.heappush(loads, (load + flops_of((matrix.rows, matrix.columns)), rank))
+        load, shard, replica = heapq.heappop(loads)
+        owned[replica * shards + shard].append(matrix)
+        heapq.heappush(loads, (load + flops_of((matrix.rows, matrix.columns)), shard, replica))
     return tuple(zip_longest(*owned))
 
 
@@ -113,7 +116,7 @@ class Muon(UpdateRule):
             ahead = momentum.lerp(_finite(part.gradient, divisor, skip), 1 - self._momentum)
             momentum.copy_(unless(skip, momentum, ahead))
         matrices = tuple(Matrix(part.name, *part.shape) for part in parts)
-        rounds = assign(matrices, self._lanes.ranks)
+        rounds = assign(matrices, self._lanes.replicas, self._lanes.shards)
         flights: dict[int, _Flight] = {}
         for now in range(len(rounds) + 3):  # what is sent for one round overlaps with the products of the one before
             if now < len(rounds):

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
+from fsdp_pretrain import extensions
 from fsdp_pretrain.config.sections import OptimizerSection
 from fsdp_pretrain.errors import ConfigError
 
@@ -18,7 +19,18 @@ from .muon import Muon
 from .update_rules import AdamW, ParameterPart, UpdateRule
 
 RULES: Mapping[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon}
-"""The rules by the names of `optimizer.kind`."""
+"""Our own rules, by the names of `optimizer.kind`."""
+
+
+def rule_of(kind: str) -> type[UpdateRule]:
+    """The rule of a kind, perhaps an extension's. Raises ConfigError: there is none, or it cannot be imported."""
+    if kind in RULES:
+        return RULES[kind]
+    if (part := extensions.parts("optimizers").get(kind)) is None:
+        known = ", ".join([*RULES, *extensions.parts("optimizers")])
+        raise ConfigError(f"there is no optimiser {kind!r}", remedy=f"there are {known}")
+    rule: type[UpdateRule] = part.load()
+    return rule
 
 
 @dataclass(frozen=True)
@@ -34,14 +46,16 @@ def treatments(shapes: Mapping[str, tuple[int, ...]], section: OptimizerSection)
     """The treatment of every parameter, given all shapes by name.
 
     The first of `optimizer.groups` that matches a parameter sets what it names. Otherwise biases and the weights of
-    norms do not decay, and of Muon's kind are only the matrices of blocks, the rest of AdamW's.
+    norms do not decay. Of a kind that takes matrices only are those of blocks; the rest are AdamW's.
 
     Raises:
         ConfigError: a group matches no parameter, or a rule does not take a parameter.
     """
     found, problems, matched = dict[str, Treatment](), [], set[str]()
     for name, shape in shapes.items():
-        kind = section.kind if name.startswith("blocks.") and RULES[section.kind].takes(shape) else "adamw"
+        rule = rule_of(section.kind)
+        fits = rule.takes(shape) and (name.startswith("blocks.") or rule.takes(()))
+        kind = section.kind if fits else "adamw"
         decay = 0.0 if re.search(r"bias$|norm.*\.weight$", name) else None
         found[name] = Treatment(kind, weight_decay=decay)
         group = next((group for group in section.groups if fnmatchcase(name, group.match)), None)
@@ -50,7 +64,7 @@ def treatments(shapes: Mapping[str, tuple[int, ...]], section: OptimizerSection)
         matched.add(group.match)
         decay = decay if group.weight_decay is None else group.weight_decay
         found[name] = Treatment(group.kind or kind, group.lr_scale, decay)
-        if not RULES[found[name].kind].takes(shape):
+        if not rule_of(found[name].kind).takes(shape):
             problems.append(f"{group.match!r}: {found[name].kind} takes no parameter of shape {shape}, as of {name}")
     for group in section.groups:
         if group.match not in matched:
@@ -66,7 +80,7 @@ def treatments(shapes: Mapping[str, tuple[int, ...]], section: OptimizerSection)
 def state_tensors(model: nn.Module, section: OptimizerSection) -> dict[str, int]:
     """Number of fp32 states in a parameter's own shape, by its name. Raises ConfigError, as `treatments`."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return {name: len(RULES[each.kind].tensors) for name, each in treatments(shapes, section).items()}
+    return {name: len(rule_of(each.kind).tensors) for name, each in treatments(shapes, section).items()}
 
 
 class Optimizer:
@@ -87,7 +101,7 @@ class Optimizer:
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         self._treatments = treatments(shapes, section)
         kinds = dict.fromkeys(treatment.kind for treatment in self._treatments.values())
-        self._rules = {kind: RULES[kind](section, world) for kind in kinds}
+        self._rules = {kind: rule_of(kind)(section, world) for kind in kinds}
         self.state: dict[str, dict[str, Tensor]] = {}
 
     @torch.no_grad()

@@ -53,7 +53,7 @@ class UpdateRule(ABC):
 
     @classmethod
     def takes(cls, shape: tuple[int, ...]) -> bool:
-        """Whether parameters of this shape can follow the rule."""
+        """Whether parameters of this shape can follow the rule. One that does not take () is for matrices only."""
         del shape
         return True
 

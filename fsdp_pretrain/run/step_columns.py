@@ -49,7 +49,8 @@ class StepColumns(dict[str, Column]):
     """Columns of a segment's metrics by name, one row per record, float64, NaN where a record has no finite value.
 
     In addition to `_COLUMNS`: `loss/NAME`, `heldout/NAME`, `share/NAME` (mean losses and planned share of a source),
-    `gradient/NAME`, `second_moment/NAME` (gradient norm and largest second moment of a group of parameters).
+    `gradient/NAME`, `second_moment/NAME` (gradient norm and largest second moment of a group of parameters),
+    `observed/NAME` (measures of extensions' observers).
     """
 
     @property
@@ -117,6 +118,7 @@ def _row(record: StepRecord) -> dict[str, float]:
     for name, group in (record.groups or {}).items():
         row[f"gradient/{name}"] = group.grad_norm
         row[f"second_moment/{name}"] = group.second_moment_max
+    row |= {f"observed/{name}": value for name, value in record.observed.items()}
     return {name: math.nan if value is None else value for name, value in row.items()}
 
 

@@ -81,6 +81,20 @@ class AgreedActions:
         self.saved = max(self.saved, counts.saved)
 
 
+@dataclass(frozen=True)
+class Sum:
+    """What this rank's rows add to a sum over all rows: a 0-dim tensor on the device."""
+
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Max:
+    """The maximum over this rank's rows: a 0-dim tensor on the device."""
+
+    value: Tensor
+
+
 class Observer:
     """Base class of what takes part in training; its methods do nothing.
 
@@ -104,6 +118,14 @@ class Observer:
 
     def before_update(self, state: TrainState, scale: Tensor | None) -> None:
         """Called when the gradients of the step that leads to `state` are complete. `scale`: see `Gradients.scale`."""
+
+    def measures(self) -> Mapping[str, Sum | Max]:
+        """Of an observer of an extension: measures of this step, by name, after its update; the same on every rank.
+
+        They are gathered with those of others, and are in the field `observed` of the step's record, as
+        `PACKAGE:PART/NAME`.
+        """
+        return {}
 
     def after_update(self) -> Tensor | None:
         """Called when the optimiser took or skipped the step. Returns a device tensor for `fields`, or None."""

@@ -65,5 +65,6 @@ def lay_out(columns: Iterable[str]) -> list[Panel]:
         Panel("seconds", "Step time by part", [Trace(*part) for part in parts.items()], "log", "s"),
         Panel("tokens", "Throughput", [Trace("tokens_per_second", "tokens/s")], "zero", "count", "of all ranks"),
         Panel("mfu", "MFU", [Trace("mfu", "MFU")], "zero", "share", "model FLOPs utilisation"),
+        Panel("observed", "Your observers", of("observed", True), "zero", about="PACKAGE:PART/NAME"),
         Panel("memory", "Memory", [Trace("memory", "in use")], "zero", "GiB", "on the device of rank 0"),
     ]

@@ -77,6 +77,7 @@ def step_values(record: StepRecord) -> PointValues:
     values |= {f"speed/seconds/{part}": seconds for part, seconds in record.seconds}
     for name, group in (record.groups or {}).items():
         values |= {f"optimizer/group_{statistic}/{name}": value for statistic, value in group}
+    values |= {f"observed/{name}": value for name, value in record.observed.items()}
     return PointValues(record.step, seconds_of(record.time) or 0.0, _finite(values))
 
 

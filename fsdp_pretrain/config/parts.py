@@ -1,0 +1,56 @@
+"""Which sections of a configuration belong to parts of extensions, and how these are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from fsdp_pretrain import extensions
+
+from .sections import CodeSection
+
+_PLACES: dict[extensions.Kind, str] = {"families": "model", "optimizers": "optimizer", "observers": "observers"}
+"""The top-level key where parts are named."""
+
+
+def packages(raw: dict[str, Any]) -> list[str]:
+    """`code.packages` of the values of a file; none if the section is not valid."""
+    try:
+        return CodeSection.model_validate(raw.get("code", {})).packages
+    except ValidationError:
+        return []
+
+
+def unknown(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """An error in pydantic's form for each part that is named, and that no package of `[code]` has."""
+    for kind, key in _PLACES.items():
+        tables, known = raw.get(key), extensions.parts(kind)
+        for index, table in enumerate(tables if isinstance(tables, list) else [tables]):
+            name = table.get(extensions.CHOOSES[kind]) if isinstance(table, dict) else None
+            if isinstance(name, str) and (":" in name or kind == "observers") and name not in known:
+                place = (key, *([index] if isinstance(tables, list) else []), extensions.CHOOSES[kind])
+                listed = f"they have {', '.join(known)}" if known else "they have none"
+                message = f"no {kind} of code.packages; {listed}"
+                yield {"type": "value_error", "loc": place, "msg": message, "input": name}
+
+
+def checker(key: str, value: Any) -> TypeAdapter[Any] | None:
+    """Checks the value of a top-level key by the settings of the parts that it names; None if it names none."""
+    kind = next((kind for kind, place in _PLACES.items() if place == key), None)
+    if kind == "observers" and (known := [part.settings for part in extensions.parts(kind).values()]):
+        entry: Any = Annotated[reduce(or_, known), Field(discriminator="use")] if known[1:] else known[0]
+        return TypeAdapter(list[entry])
+    name = value.get(extensions.CHOOSES[kind]) if kind and isinstance(value, dict) else None
+    part = extensions.parts(kind).get(str(name)) if kind else None
+    return None if part is None else TypeAdapter(part.settings)
+
+
+def sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    """The sections of all known parts, by the prefix of their keys."""
+    for kind, key in _PLACES.items():
+        for part in extensions.parts(kind).values():
+            yield f"{key}.", part.settings

@@ -1,0 +1,129 @@
+"""Observers of extensions (`[[observers]]`), as one observer: what they measure is gathered together, and errors name
+them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_pretrain import extensions
+from fsdp_pretrain.checkpoint.dcp import SaveResult
+from fsdp_pretrain.checkpoint.state import TrainState
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import ConfigError, Exit, UserError
+from fsdp_pretrain.models import Decoder
+from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.optimizer import Optimizer
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.step_record import StepRecord, number
+
+from .observer import AgreedActions, Max, Observer, Sum, Verdict
+
+
+@dataclass(frozen=True)
+class ObserverContext:
+    """What an observer of an extension may look at. It must change nothing that is learned."""
+
+    config: Config
+    world: World
+    model: Decoder
+    optimizer: Optimizer
+    run: RunDir
+
+
+class OwnObservers(Observer):
+    """Calls the observers in the order of the configuration."""
+
+    def __init__(self, context: ObserverContext) -> None:
+        self._world = context.world
+        self._observers: list[tuple[str, Observer]] = []
+        for settings in context.config.observers:
+            with _blamed_on(settings.use):
+                made = extensions.part("observers", settings.use).load()(settings, context)
+            self._observers.append((settings.use, made))
+        self._names = deque[list[str]]()
+
+    def after_update(self) -> Tensor | None:
+        """Values of all measures of this step, fp64 [measures]. One gather over the shards, none without measures."""
+        measures: dict[str, Sum | Max] = {}
+        for name, observer in self._observers:
+            with _blamed_on(name):
+                measures |= {f"{name}/{key}": value for key, value in observer.measures().items()}
+        if not measures:
+            return None
+        self._names.append(list(measures))
+        local = torch.stack([measure.value.detach().double() for measure in measures.values()])
+        shards = self._world.gather_shards(local)
+        largest = torch.tensor([isinstance(measure, Max) for measure in measures.values()], device=local.device)
+        return torch.where(largest, shards.amax(0), shards.sum(0))
+
+    def fields(self, measured: Tensor) -> Mapping[str, Any]:
+        """The field `observed` of a step's record."""
+        return {"observed": dict(zip(self._names.popleft(), map(number, measured.tolist()), strict=True))}
+
+    def start(self) -> None:
+        self._each(lambda observer: observer.start())
+
+    def before_step(self, step: int) -> None:
+        self._each(lambda observer: observer.before_step(step))
+
+    def before_update(self, state: TrainState, scale: Tensor | None) -> None:
+        self._each(lambda observer: observer.before_update(state, scale))
+
+    def judge(self, record: StepRecord) -> Verdict | None:
+        """The findings of all, and the first other wish."""
+        verdict = Verdict()
+        for name, observer in self._observers:
+            with _blamed_on(name):
+                judged = observer.judge(record) or Verdict()
+            verdict.findings += judged.findings
+            verdict.rollback, verdict.error = verdict.rollback or judged.rollback, verdict.error or judged.error
+        return verdict
+
+    def recorded(self, record: StepRecord, verdict: Verdict) -> None:
+        self._each(lambda observer: observer.recorded(record, verdict))
+
+    def between_steps(self, agreed: AgreedActions) -> Exit | None:
+        """The first reason to end."""
+        reasons = list[Exit | None]()
+        self._each(lambda observer: reasons.append(observer.between_steps(agreed)))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def saved(self, result: SaveResult) -> None:
+        self._each(lambda observer: observer.saved(result))
+
+    def reconfigured(self, config: Config) -> None:
+        self._each(lambda observer: observer.reconfigured(config))
+
+    def end(self, step: int) -> None:
+        self._each(lambda observer: observer.end(step))
+
+    def close(self) -> None:
+        self._each(lambda observer: observer.close())
+
+    def _each(self, call: Callable[[Observer], Any]) -> None:
+        for name, observer in self._observers:
+            with _blamed_on(name):
+                call(observer)
+
+
+@contextmanager
+def _blamed_on(name: str) -> Iterator[None]:
+    """Make any error of an observer a ConfigError that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the observer {name} raised {type(error).__name__}: {error}",
+            effect="the run ends: what it would have measured or decided is missing",
+            remedy="mend it, or leave it out of [[observers]]; the traceback is in the log of the rank",
+        ) from error

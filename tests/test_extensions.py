@@ -1,0 +1,319 @@
+"""Parts of users' packages: trained, resumed, evaluated, exported and planned by name; never by other code unnoticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import pytest
+from processes import CLI, Run
+
+from fsdp_pretrain import extensions
+from fsdp_pretrain.checkpoint.code_identity import code_identity, other_code
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples/extensions"
+EVAL = "fsdp_pretrain.eval.cli"
+MODEL = {"family": "parallel_block:llama", "gain": 0.7}
+PATCH = """
+from fsdp_pretrain.models import llama
+def forward(self, x, mask, rotary):
+    return x + self.attention(self.attention_norm(x), mask, rotary) + self.mlp(self.mlp_norm(x))
+llama.LlamaBlock.forward = forward
+"""
+"""As a user without an extension might do it."""
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: Any) -> Path:
+    """A directory with copies of both examples."""
+    folder: Path = tmp_path_factory.mktemp("packages")
+    for name in ("parallel_block", "lion_lab"):
+        shutil.copytree(EXAMPLES / name / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def found_in(folder: Path) -> dict[str, str]:
+    """Variables of a process that can import the packages of a folder."""
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/constants"), str(folder)])}
+
+
+@pytest.fixture(scope="module")
+def trained(module_lab: Any, packages: Path) -> tuple[Path, Path]:
+    """(configuration, run) of a parallel block, trained for 12 of 16 steps by 2 x 2 ranks."""
+    config = module_lab.config(
+        "parallel",
+        code={"packages": ["parallel_block"]},
+        model=MODEL,
+        train={"duration": "12 steps", "micro_batch": 1},
+        optimizer={"decay": "16 steps"},
+        parallel={"shard": 2},
+        checkpoint={"every": "4 steps"},
+        eval={"every": "12 steps", "launch": False, "tasks": ["heldout_bpb"], "heldout": str(module_lab.heldout)},
+    )
+    module_lab.train(config, ranks=4, variables=found_in(packages))
+    return config, module_lab.path / "parallel"
+
+
+@pytest.fixture
+def copy(trained: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    config, run = tmp_path / "run.toml", tmp_path / "parallel"
+    shutil.copytree(trained[1], run)
+    for path in (run / "config.toml", run / "segments/0001/config.toml"):
+        path.write_text(path.read_text().replace(str(trained[1]), str(run)))
+    config.write_text(trained[0].read_text().replace(str(trained[1]), str(run)))
+    return config, run
+
+
+def changed(packages: Path, folder: Path, old: str, new: str) -> Path:
+    """A copy of the packages in which the model's file has other text."""
+    shutil.copytree(packages, folder)
+    path = folder / "parallel_block/model.py"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    return folder
+
+
+@pytest.fixture
+def evaluate(run_command: Run, packages: Path) -> Callable[..., CompletedProcess[str]]:
+    def run(path: Path, *options: str, where: Path = packages) -> CompletedProcess[str]:
+        checkpoint = path / "checkpoints/step-00000012"
+        options = ("--limit", "4", "--json", *options)
+        return run_command(EVAL, "run", checkpoint, *options, timeout=200, **found_in(where))
+
+    return run
+
+
+# ------------------------------------------------------------------------ a family
+
+
+@pytest.mark.promise("own-parts")
+def test_a_family_of_ones_own_is_resumed_evaluated_and_planned(
+    copy: tuple[Path, Path], lab: Any, helpers: Any, run_command: Run, packages: Path, evaluate: Any
+) -> None:
+    config, run = copy
+    done = run_command(CLI, "plan", config, "--world-size", 2, "--json", **found_in(packages))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["parameters"] == helpers.journal(run, "start")[0]["parameters"]
+    scored = evaluate(run, "--code", "parallel_block")
+    assert scored.returncode == 0, scored.stderr
+    watched = run_command(EVAL, "watch", run, "--once", timeout=200, **found_in(packages))  # a run of one's own
+    assert watched.returncode == 0, watched.stderr
+    (kept,) = run.glob("evals/*/results.json")
+    tasks = [json.loads(text)["results"]["heldout_bpb"] for text in (scored.stdout, kept.read_text())]
+    assert all(task for task in tasks)
+    lab.train(config, "train.duration=16 steps", ranks=2, variables=found_in(packages))
+    assert helpers.metrics(run)[-1]["step"] == 16
+    assert "changed" not in helpers.journal(run, "resume")[0] or not any(
+        "code of" in text for text in helpers.journal(run, "resume")[0]["changed"]
+    )
+
+
+def test_a_checkpoint_of_others_only_names_code(copy: tuple[Path, Path], evaluate: Any, tmp_path: Path) -> None:
+    done = evaluate(copy[1])
+    assert done.returncode == 78 and "needs the code of parallel_block" in done.stderr
+    assert "--code parallel_block" in done.stderr
+    absent = tmp_path / "absent"
+    absent.mkdir()
+    done = evaluate(copy[1], "--code", "parallel_block", where=absent)
+    assert done.returncode == 78 and "cannot import parallel_block:extension" in done.stderr
+
+
+@pytest.mark.promise("own-parts")
+def test_code_that_computes_something_else_is_refused_by_all(
+    copy: tuple[Path, Path], evaluate: Any, lab: Any, run_command: Run, packages: Path, tmp_path: Path
+) -> None:
+    config, run = copy
+    other = changed(packages, tmp_path / "other", "x + self.gain * added", "x + 0.99 * self.gain * added")
+    refused = [evaluate(run, "--code", "parallel_block", where=other)]
+    out = tmp_path / "hf"
+    export = (CLI, "checkpoints", run, "export", 12, out, "--code", "parallel_block")
+    refused.append(run_command(*export, **found_in(other)))
+    for done in refused:
+        assert done.returncode == 78 and "computes something else than the code that trained" in done.stderr
+    output = lab.train(config, "train.duration=16 steps", ranks=2, variables=found_in(other), expect=78)
+    assert "computes something else than the code that trained" in output
+    assert run_command(*export, **found_in(packages)).returncode == 0
+    assert json.loads((out / "config.json").read_text())["gain"] == 0.7
+
+
+def test_code_that_computes_the_same_is_noted(
+    copy: tuple[Path, Path], lab: Any, helpers: Any, packages: Path, tmp_path: Path
+) -> None:
+    config, run = copy
+    other = changed(packages, tmp_path / "other", "x + self.gain * added", "added * self.gain + x")
+    lab.train(config, "train.duration=16 steps", ranks=2, variables=found_in(other))
+    (entry,) = helpers.journal(run, "resume")
+    assert any(text.startswith("code of model: ") and "computes the same" in text for text in entry["changed"])
+
+
+@pytest.mark.promise("own-parts")
+def test_a_patched_class_is_seen(lab: Any, tmp_path: Path, run_command: Run) -> None:
+    """The score of the class that was not patched would be wrong."""
+    patch = tmp_path / "patch.py"
+    patch.write_text(PATCH)
+    config = lab.config(train={"duration": "4 steps"}, eval={"heldout": str(lab.heldout), "tasks": ["heldout_bpb"]})
+    lab.train(config, variables={"EXECUTE_FIRST": str(patch)})
+    command = (EVAL, "run", lab.path / "run/checkpoints/step-00000004", "--limit", "4")
+    done = run_command(*command, timeout=200)
+    assert done.returncode == 78 and "the code of llama" in done.stderr
+    done = run_command(*command, timeout=200, EXECUTE_FIRST=str(patch))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"family": "qwen3", "head_size": 16, "rope_scaling": {"kind": "llama3", "factor": 8.0}},
+        {"family": "gpt", "kv_heads": None, "ffn": 96, "positions": 64, "dropout": 0.1},
+        {"family": "gpt", "kv_heads": None, "ffn": 96, "positions": "alibi", "embedding_norm": True},
+        {"family": "glm", "kv_heads": None, "ffn": None, "hidden": 48, "scores": "layer_scaled"},
+    ],
+    ids=lambda model: model["family"],
+)
+def test_a_witness_is_stable_and_knows_the_settings(lab: Any, model: dict[str, Any], run_command: Run) -> None:
+    """Other kernels of the processor and more threads give the same code; another computation does not."""
+    config = load(lab.config(model=model))
+    here = code_identity(config)
+    script = lab.path / "witness.py"
+    script.write_text(
+        "import sys, json\nfrom fsdp_pretrain.config.config import load\n"
+        "from fsdp_pretrain.checkpoint.code_identity import code_identity\n"
+        "print(json.dumps({k: v.model_dump() for k, v in code_identity(load(sys.argv[1])).items()}))\n"
+    )
+    for variables in (
+        {"OMP_NUM_THREADS": "2"},
+        {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
+    ):
+        import subprocess
+        import sys
+
+        from processes import clean_environment
+
+        done = subprocess.run(
+            [sys.executable, str(script), str(lab.path / "run.toml")],
+            capture_output=True, text=True, env=clean_environment(**variables), check=True,
+        )  # fmt: skip
+        there = {key: type(here[key])(**value) for key, value in json.loads(done.stdout).items()}
+        assert other_code(here, there, "model") is None and other_code(here, there, "optimizer") is None
+    damaged = here["model"].model_copy(update={"witness": [value * 1.001 for value in here["model"].witness]})
+    assert other_code(here, {"model": damaged}, "model") is not None
+
+
+# ------------------------------------------------------------------------ an optimiser and an observer
+
+
+def lion(lab: Any, name: str = "lion", **sections: Any) -> Path:
+    config: Path = lab.config(
+        name,
+        code={"packages": ["lion_lab"]},
+        train={"duration": "12 steps", "micro_batch": 1},
+        optimizer={"kind": "lion_lab:lion", "lr": 1e-3, "min_lr": 1e-4, "betas": [0.9, 0.99]},
+        checkpoint={"every": "6 steps"},
+        **sections,
+    )
+    with config.open("a") as file:
+        file.write('\n[[observers]]\nuse = "lion_lab:histogram"\nevery = 3\n')
+    return config
+
+
+@pytest.mark.promise("own-parts")
+def test_an_optimiser_and_an_observer_of_ones_own(lab: Any, helpers: Any, packages: Path) -> None:
+    variables, runs = found_in(packages), {}
+    for name, ranks in (("one", 1), ("four", 4), ("parts", 4)):
+        config = lion(lab, name, parallel={"shard": 2 if ranks > 1 else 1})
+        if name == "parts":
+            lab.train(config, "train.duration=6 steps", "optimizer.decay=12 steps", ranks=ranks, variables=variables)
+        lab.train(config, ranks=ranks, variables=variables)
+        runs[name] = lab.path / name
+    curves = {name: helpers.losses(run) for name, run in runs.items()}
+    assert curves["parts"] == curves["four"] and curves["one"][-1][1] < curves["one"][0][1]
+    for name, run in runs.items():
+        found = [json.loads(line) for line in (run / "histograms.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in found] == [3, 6, 9, 12], name
+        parameters = helpers.journal(run, "start")[0]["parameters"]
+        for record, line in zip(helpers.metrics(run)[2::3], found, strict=True):
+            assert record["observed"] == {key: value for key, value in line.items() if key != "step"}
+            # All elements but exact zeros, such as those of tokens that no sample has: each counted once on any mesh.
+            assert 0.3 * parameters < sum(record["observed"].values()) <= parameters
+    first, other = (helpers.metrics(runs[name])[2]["observed"] for name in ("one", "four"))
+    assert sum(abs(first[key] - other[key]) for key in first) < 0.01 * sum(first.values())
+
+
+def test_an_observer_that_raises_ends_the_run_and_is_named(lab: Any, packages: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    shutil.copytree(packages, folder)
+    path = folder / "lion_lab/parts.py"
+    path.write_text(path.read_text().replace("        return self._counts", "        return self._nothing"))
+    output = lab.train(lion(lab), variables=found_in(folder), expect=78)
+    assert "the observer lion_lab:histogram raised AttributeError" in output
+
+
+# ------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    ("changes", "messages"),
+    [
+        ({"code": {"packages": ["nowhere"]}}, ["cannot import nowhere:extension", "No module named 'nowhere'"]),
+        ({"code": {"packages": ["json"]}}, ["cannot import json:extension"]),
+        ({"code": {"packages": ["a-b"]}}, ["code.packages.0"]),
+        (
+            {"model": {"family": "parallel_block:lama"}, "optimizer": {"kind": "x:y"}},
+            ["model.family = 'parallel_block:lama'", "no families of code.packages; they have parallel_block:llama",
+             "optimizer.kind = 'x:y'", "they have none"],
+        ),
+        ({"model": {**MODEL, "gian": 2.0}}, ["model.gian", "unknown key; did you mean 'model.gain'"]),
+        ({"model": {**MODEL, "gain": -1.0}}, ["model.gain = -1.0", "greater than 0"]),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_mistakes(lab: Any, run_command: Run, packages: Path, changes: dict[str, Any], messages: list[str]) -> None:
+    config = lab.config(**{"code": {"packages": ["parallel_block"]}, **changes})
+    done = run_command(CLI, "plan", config, **found_in(packages))
+    assert done.returncode == 78 and "Traceback" not in done.stderr
+    for message in messages:
+        assert message in done.stderr
+
+
+@pytest.mark.quick
+def test_sections_must_have_the_names_of_their_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wrong_lab.py").write_text(
+        "from fsdp_pretrain.config.model import LlamaModel\nfrom fsdp_pretrain.extensions import Extension, Part\n"
+        "extension = Extension(families={'own': Part(LlamaModel, code='wrong_lab:None')})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r'families .own.: LlamaModel must have the key family: Literal\["wrong_lab:own"\]'
+    ):
+        extensions.load(["wrong_lab"])
+
+
+@pytest.mark.quick
+def test_reading_a_configuration_imports_no_code_of_parts(packages: Path, lab: Any) -> None:
+    """A package is imported without torch, so that commands which need none stay quick."""
+    import subprocess
+    import sys
+
+    from processes import clean_environment
+
+    config = lab.config(code={"packages": ["parallel_block"]}, model=MODEL)
+    program = (
+        "import sys\nfrom fsdp_pretrain.config.config import load\n"
+        f"print(load({str(config)!r}).model.gain, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=clean_environment(**found_in(packages))
+    )
+    assert done.stdout.split() == ["0.7", "False"], done.stderr
+
+
+_ = Store
