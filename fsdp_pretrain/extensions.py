@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -66,7 +67,8 @@ _loaded: dict[str, Extension] = {}
 
 def trust(packages: Iterable[str]) -> None:
     """Allow this process and its children to import packages that a configuration names."""
-    os.environ[VARIABLE] = ",".join(dict.fromkeys([*trusted(), *packages]))
+    if names := [*trusted(), *packages]:
+        os.environ[VARIABLE] = ",".join(dict.fromkeys(names))
 
 
 def trusted() -> list[str]:
@@ -130,10 +132,11 @@ def _check(package: str, extension: Any) -> None:
 def refuse_untrusted(packages: Iterable[str], where: Path) -> None:
     """Raise ConfigError if a configuration from others names packages that nobody trusted here."""
     if missing := [name for name in packages if name not in trusted()]:
+        options = " ".join(f"--code {name}" for name in missing)
         raise ConfigError(
             f"{where} needs the code of {', '.join(missing)}",
             effect="it was not imported: a checkpoint of others only names code",
-            remedy="if you trust the package, and have it installed: " + " ".join(f"--code {name}" for name in missing),
+            remedy=f"if you trust it: {options}, or in a run's own configuration code.packages = {json.dumps(missing)}",
         )
 
 

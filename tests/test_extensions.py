@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from processes import CLI, Run
+from processes import CLI, Run, clean_environment
 
 from fsdp_pretrain import extensions
 from fsdp_pretrain.checkpoint.code_identity import code_identity, other_code
-from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError
 
@@ -112,9 +113,8 @@ def test_a_family_of_ones_own_is_resumed_evaluated_and_planned(
     assert all(task for task in tasks)
     lab.train(config, "train.duration=16 steps", ranks=2, variables=found_in(packages))
     assert helpers.metrics(run)[-1]["step"] == 16
-    assert "changed" not in helpers.journal(run, "resume")[0] or not any(
-        "code of" in text for text in helpers.journal(run, "resume")[0]["changed"]
-    )
+    (entry,) = helpers.journal(run, "resume")
+    assert not any("code of" in text for text in entry["changed"])
 
 
 def test_a_checkpoint_of_others_only_names_code(copy: tuple[Path, Path], evaluate: Any, tmp_path: Path) -> None:
@@ -193,11 +193,6 @@ def test_a_witness_is_stable_and_knows_the_settings(lab: Any, model: dict[str, A
         {"OMP_NUM_THREADS": "2"},
         {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     ):
-        import subprocess
-        import sys
-
-        from processes import clean_environment
-
         done = subprocess.run(
             [sys.executable, str(script), str(lab.path / "run.toml")],
             capture_output=True, text=True, env=clean_environment(**variables), check=True,
@@ -206,6 +201,23 @@ def test_a_witness_is_stable_and_knows_the_settings(lab: Any, model: dict[str, A
         assert other_code(here, there, "model") is None and other_code(here, there, "optimizer") is None
     damaged = here["model"].model_copy(update={"witness": [value * 1.001 for value in here["model"].witness]})
     assert other_code(here, {"model": damaged}, "model") is not None
+
+
+def test_a_family_may_have_another_loss(lab: Any, helpers: Any, packages: Path, tmp_path: Path) -> None:
+    """Half the loss: every recorded sum is half of what it was at first."""
+    method = """
+    def position_losses(self, x, weight, labels):
+        losses, normalisers = super().position_losses(x, weight, labels)
+        return 0.5 * losses, normalisers
+
+    def block("""
+    folder = changed(packages, tmp_path / "loss", "\n    def block(", method)
+    sums = []
+    for name, where in (("plain", packages), ("half", folder)):
+        config = lab.config(name, code={"packages": ["parallel_block"]}, model=MODEL, train={"duration": "2 steps"})
+        lab.train(config, variables=found_in(where))
+        sums.append(helpers.metrics(lab.path / name)[0]["loss"]["sum"])
+    assert sums[1] == pytest.approx(sums[0] / 2, rel=1e-6)
 
 
 # ------------------------------------------------------------------------ an optimiser and an observer
@@ -300,11 +312,6 @@ def test_sections_must_have_the_names_of_their_parts(tmp_path: Path, monkeypatch
 @pytest.mark.quick
 def test_reading_a_configuration_imports_no_code_of_parts(packages: Path, lab: Any) -> None:
     """A package is imported without torch, so that commands which need none stay quick."""
-    import subprocess
-    import sys
-
-    from processes import clean_environment
-
     config = lab.config(code={"packages": ["parallel_block"]}, model=MODEL)
     program = (
         "import sys\nfrom fsdp_pretrain.config.config import load\n"
@@ -314,6 +321,3 @@ def test_reading_a_configuration_imports_no_code_of_parts(packages: Path, lab: A
         [sys.executable, "-c", program], capture_output=True, text=True, env=clean_environment(**found_in(packages))
     )
     assert done.stdout.split() == ["0.7", "False"], done.stderr
-
-
-_ = Store

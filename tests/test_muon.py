@@ -23,6 +23,7 @@ from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.parallel import fsdp
 from fsdp_pretrain.parallel.muon import Matrix, assign, flops_of, orthogonalize
 from fsdp_pretrain.parallel.optimizer import Optimizer, treatments
+from fsdp_pretrain.plan import memory
 
 SMALL = {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "ffn": 40, "vocab": 67}
 
@@ -139,6 +140,19 @@ def test_a_step_sends_every_row_once(lab: Any, replicas: int, shards: int) -> No
     with_muon = Counter(collectives(replicas, shards, path, ["optimizer.kind=muon"]))
     assert with_muon - with_adamw == traffic(load(path, ["optimizer.kind=muon"]), replicas, shards)
     assert not with_adamw - with_muon
+
+
+@pytest.mark.quick
+def test_plan_counts_the_states(lab: Any) -> None:
+    """Of two shards: 4 bytes per element of a matrix of the blocks, 8 of all else."""
+    config = load(lab.config(model=SMALL), ["optimizer.kind=muon", "train.precision=fp32"])
+    parts = memory.estimate(config, shards=2, accumulates=False, device=torch.device("cpu"))
+    shapes = {name: tuple(p.shape) for name, p in models.build(config.model).named_parameters()}
+    kinds = treatments(shapes, config.optimizer)
+    bytes_of = {"muon": 4, "adamw": 8}
+    rows = {name: math.ceil(shape[0] / 2) * math.prod(shape[1:]) for name, shape in shapes.items()}
+    assert parts.optimizer == sum(rows[name] * bytes_of[kinds[name].kind] for name in shapes)
+    assert {kinds[name].kind for name in shapes} == {"muon", "adamw"}
 
 
 # ------------------------------------------------------------------------ groups

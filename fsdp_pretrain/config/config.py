@@ -294,10 +294,9 @@ def _check(raw: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Each is checked on its own, so that the valid ones can still be checked against each other.
     """
     sections: dict[str, Any] = {}
-    extensions.load(parts.packages(raw))
     unknown = [key for key in raw if key not in Config.model_fields]
     errors: list[dict[str, Any]] = [{"type": "extra_forbidden", "loc": (key,), "input": raw[key]} for key in unknown]
-    errors += parts.unknown(raw)
+    errors += parts.load(raw)
     for key, field in Config.model_fields.items():
         if any(error["loc"][0] == key for error in errors):
             continue

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from fsdp_pretrain import extensions
+from fsdp_pretrain.errors import ConfigError
 
 from .sections import CodeSection
 
@@ -25,8 +26,17 @@ def packages(raw: dict[str, Any]) -> list[str]:
         return []
 
 
-def unknown(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """An error in pydantic's form for each part that is named, and that no package of `[code]` has."""
+def load(raw: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Make the parts of `code.packages` known.
+
+    Yields errors in pydantic's form: of a package that cannot be imported, or else of parts that no package has.
+    """
+    for package in packages(raw):
+        try:
+            extensions.load([package])
+        except ConfigError as error:
+            yield {"type": "value_error", "loc": ("code", "packages"), "msg": error.cause, "input": package}
+            return
     for kind, key in _PLACES.items():
         tables, known = raw.get(key), extensions.parts(kind)
         for index, table in enumerate(tables if isinstance(tables, list) else [tables]):

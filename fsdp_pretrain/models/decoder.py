@@ -22,6 +22,8 @@ from .masks import Backend, Mask, Slots, Visible, block_mask, dense_mask
 
 Reader = Callable[[Tensor, Tensor], Tensor]
 """(normalised hidden states [B, S, H], output matrix [V, H]) -> whatever the caller computes from both."""
+PositionLosses = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""As `Decoder.position_losses`."""
 
 
 class Embedding(nn.Embedding):
@@ -72,19 +74,19 @@ class Head(nn.Linear):
         self,
         x: Tensor,
         labels: Tensor | None = None,
-        kernels: ChunkKernels | None = None,
+        losses: PositionLosses = token_losses,
         *,
         with_normalisers: bool = False,
         read: Reader | None = None,
     ) -> Tensor:
-        return output(x, self.weight, labels, kernels, with_normalisers=with_normalisers, read=read)
+        return output(x, self.weight, labels, losses, with_normalisers=with_normalisers, read=read)
 
 
 def output(
     x: Tensor,
     weight: Tensor,
     labels: Tensor | None,
-    kernels: ChunkKernels | None,
+    losses: PositionLosses,
     *,
     with_normalisers: bool,
     read: Reader | None,
@@ -94,9 +96,9 @@ def output(
         return read(x, weight)
     if labels is None:
         return nn.functional.linear(x, weight)
-    losses, normalisers = token_losses(x, weight, labels, kernels)
+    values, normalisers = losses(x, weight, labels)
     # FSDP hooks the output; a view, or one of two outputs of a Function, would be fragile there.
-    return torch.stack((losses, normalisers)) if with_normalisers else losses.clone()
+    return torch.stack((values, normalisers)) if with_normalisers else values.clone()
 
 
 class Decoder(nn.Module, ABC):
@@ -227,11 +229,24 @@ class Decoder(nn.Module, ABC):
             else:
                 x = block(x, *context)
         x = self.norm(x)
-        kernels = self._loss_kernels
+        options: dict[str, Any] = {"with_normalisers": with_normalisers, "read": read}
         if self.head is None:
-            return output(x, self.embedding.as_head(), labels, kernels, with_normalisers=with_normalisers, read=read)
-        out: Tensor = self.head(x, labels, kernels, with_normalisers=with_normalisers, read=read)
+            return output(x, self.embedding.as_head(), labels, self.position_losses, **options)
+        out: Tensor = self.head(x, labels, self.position_losses, **options)
         return out
+
+    def position_losses(self, x: Tensor, weight: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of every position, and the log-normalisers for the z-loss: a family may have another loss.
+
+        Args:
+            x: normalised hidden states [B, S, H].
+            weight: output matrix [V, H], which exists only during the call.
+            labels: int64 [B, S], `loss.IGNORE` where there is no target.
+
+        Returns:
+            fp32 [B, S], fp32 [B, S], both zero where ignored.
+        """
+        return token_losses(x, weight, labels, self._loss_kernels)
 
     def count_parameters(self) -> int:
         """Number of parameters; tied ones count once. Works on the meta device."""
