@@ -134,6 +134,48 @@ def test_a_verdict_is_as_good_as_what_is_known(
     assert verdict.silent == tuple(quiet) and set(unreported) <= set(verdict.unknown)
 
 
+_TORCH = "/venv/lib/python3.12/site-packages/torch/"
+_STEP = (
+    Frame("/here/fsdp_pretrain/train/trainer.py", 140, "read"),
+    Frame("/here/fsdp_pretrain/train/loop.py", 90, "run"),
+)
+WAITS = (
+    Frame(_TORCH + "cuda/streams.py", 231, "synchronize"),
+    Frame("/here/fsdp_pretrain/train/ledger.py", 70, "settle"),
+    *_STEP,
+)
+LOOPS = (Frame("/here/fsdp_pretrain/data/packing/packer.py", 40, "_fill"), *_STEP)
+GATHERS = (Frame(_TORCH + "distributed/distributed_c10d.py", 3200, "all_gather_object"), *_STEP)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("ranks", [2, 16])
+@pytest.mark.parametrize(
+    ("others", "kind", "said"),
+    [
+        ({}, "network", "all ranks wait in a collective on the device"),
+        ({1: LOOPS}, "stuck", "rank 1 (n0, pid 101) is stuck in packer.py:40 _fill"),
+        ({1: LOOPS, 9: LOOPS}, "stuck", "rank 9 (n1, pid 109)"),
+        ({1: GATHERS}, "desync", "out of step"),
+    ],
+    ids=["dead network", "one", "two", "another collective"],
+)
+def test_ranks_that_wait_for_their_gpus_are_victims(
+    ranks: int, others: dict[int, tuple[Frame, ...]], kind: str, said: str
+) -> None:
+    """The stacks of NCCL: the host waits for an event of the step two before, wherever the device is."""
+    others = {rank: frames for rank, frames in others.items() if rank < ranks}
+    snapshots = []
+    for rank in range(ranks):
+        stack = Stack(others.get(rank, WAITS), "/here/")
+        known = {"collective": stack.collective, "place": stack.place, "group": stack.group}
+        snapshots.append(snapshot(rank, f"n{rank // 8}", **known))
+    verdict = diagnose(snapshots, {}, [])
+    assert verdict.kind == kind and (said in verdict.text or (len(others) == 1 and 9 not in others))
+    expected = tuple(others) if kind == "stuck" or (kind == "desync" and ranks > 2) else ()
+    assert verdict.suspects == expected
+
+
 @pytest.mark.quick
 def test_files_of_others_are_not_taken_for_ours() -> None:
     """A library below a folder `data`: ranks in it are told apart only by where this project called it."""

@@ -15,6 +15,7 @@ from typing import Any
 from fsdp_pretrain.units import human_time
 
 from .rank_monitor import RankSnapshot
+from .stacks import DEVICE
 
 _REASONS = {
     "dead": "has ended",
@@ -102,7 +103,8 @@ def _diagnose_victims(snapshots: list[RankSnapshot]) -> HangDiagnosis:
         names = " and ".join(sorted({group[0] or "?" for group in groups}))
         return HangDiagnosis("desync", f"the ranks wait in different operations, {names}: they are out of step")
     where = next((snapshot.collective for snapshot in snapshots if snapshot.collective), "a collective operation")
-    return HangDiagnosis("network", f"all ranks wait in {where}: the connection between them is blocked")
+    cause = " or a device hangs" if where == DEVICE else ""
+    return HangDiagnosis("network", f"all ranks wait in {where}: the connection between them is blocked{cause}")
 
 
 def _kind(snapshot: RankSnapshot) -> str | None:

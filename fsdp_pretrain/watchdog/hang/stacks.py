@@ -10,6 +10,9 @@ from typing import NamedTuple
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _OURS = re.compile(r"(?:fsdp_pretrain|data|eval)/")
+_DEVICE_WAIT = re.compile(r"/torch/cuda/(?:streams|__init__)\.py$")
+DEVICE = "a collective on the device"
+"""What a rank that waits for its GPU waits for: NCCL's collectives block the device, not the host."""
 _NEAR = 6
 """Number of innermost frames that are compared."""
 
@@ -38,9 +41,10 @@ class Stack:
 
     @property
     def collective(self) -> str | None:
-        """Name of the collective that it is in, if any."""
+        """Name of the collective that it waits in, if any; `DEVICE` if it waits for the GPU."""
         names = [frame.name for frame in self.signature if "/torch/distributed/" in frame.file]
-        return names[-1] if names else None
+        waits = any(_DEVICE_WAIT.search(frame.file) and frame.name == "synchronize" for frame in self.signature)
+        return names[-1] if names else DEVICE if waits else None
 
     @property
     def _own(self) -> Frame | None:
