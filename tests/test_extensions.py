@@ -269,6 +269,27 @@ def test_an_observer_that_raises_ends_the_run_and_is_named(lab: Any, packages: P
     assert "the observer lion_lab:histogram raised AttributeError" in output
 
 
+# ------------------------------------------------------------------------ a package to start from
+
+
+def test_init_writes_a_package_with_a_test(run_command: Run, tmp_path: Path, lab: Any) -> None:
+    """Its test passes, it trains, and no file of its name is overwritten."""
+    folder = tmp_path / "mylab"
+    done = run_command(CLI, "init", folder, "--extension", "mylab")
+    assert done.returncode == 0 and "mylab:llama" in done.stdout, done.stderr
+    assert sorted(path.name for path in folder.rglob("*.py")) == ["__init__.py", "model.py", "test_mylab.py"]
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
+        capture_output=True, text=True, env=clean_environment(**found_in(folder)), cwd=tmp_path,
+    )  # fmt: skip
+    assert tested.returncode == 0, tested.stdout
+    config = lab.config(code={"packages": ["mylab"]}, model={"family": "mylab:llama"}, train={"duration": "2 steps"})
+    lab.train(config, variables=found_in(folder))
+    for arguments, message in ((["mylab"], "these files exist"), (["my-lab"], "not a name of a Python package")):
+        done = run_command(CLI, "init", folder, "--extension", *arguments)
+        assert done.returncode == 78 and message in done.stderr
+
+
 # ------------------------------------------------------------------------ mistakes
 
 
