@@ -16,7 +16,7 @@ from .checkpoint_store import StoreDetector, StoreState
 
 _LEAST_HISTORY = 5
 _SLOW_TIMES = 3.0
-_MIN_SLOW_SECONDS = 1.0
+_MIN_SLOW_SECONDS = 3.0
 """Seconds: shorter saves are never reported as slow."""
 _STILL_FIRST = 5
 """Factor by which a writer may stall longer before any save was timed."""
