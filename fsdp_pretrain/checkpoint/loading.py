@@ -29,10 +29,21 @@ class DamagedError(CheckpointError):
     """Files of a checkpoint are damaged; raised on all ranks. Model and optimiser may be partly overwritten."""
 
 
-def state_dict(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """A checkpoint's tensors by name, `model.NAME` and `optim.NAME.STATE` (of `UpdateRule`); live, not copies."""
+ObserverTensors = Mapping[str, Mapping[str, torch.Tensor]]
+"""Tensors of extensions' observers that checkpoints keep, by the name of the observer, `PACKAGE:PART`."""
+_OBSERVER = "observer."
+
+
+def state_dict(
+    model: nn.Module, optimizer: Optimizer | None, observers: ObserverTensors | None = None
+) -> dict[str, Any]:
+    """A checkpoint's tensors by name; live, not copies.
+
+    They are `model.NAME`, `optim.NAME.STATE` (of `UpdateRule`) and `observer.PACKAGE:PART.NAME`.
+    """
     state: dict[str, Any] = {"model": model.state_dict()}
-    return state if optimizer is None else {**state, "optim": optimizer.state_by_name()}
+    state |= {} if optimizer is None else {"optim": optimizer.state_by_name()}
+    return state | {_OBSERVER + name: dict(tensors) for name, tensors in (observers or {}).items() if tensors}
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -64,7 +75,19 @@ def verify(world: World, checkpoint: Checkpoint) -> list[str]:
     return wrong or world.decide(lambda: wrong_tensors(checkpoint.path))
 
 
-def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | None) -> CheckpointManifest:
+def kept_observers(checkpoint: Checkpoint) -> set[str]:
+    """The observers with tensors in a checkpoint. Raises CheckpointError."""
+    names = [name.removeprefix(_OBSERVER) for name in read_tensors(checkpoint.path) if name.startswith(_OBSERVER)]
+    return {name.partition(".")[0] for name in names}
+
+
+def load(
+    world: World,
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    observers: ObserverTensors | None = None,
+) -> CheckpointManifest:
     """Load a checkpoint of any mesh into a model and optimiser. All ranks call it together.
 
     The optimiser's hyperparameters are not stored; the configuration's apply. If the checkpoint has no optimiser state
@@ -72,6 +95,7 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
 
     Args:
         optimizer: None to leave its state in the checkpoint out.
+        observers: of `kept_observers`, those whose tensors to load.
 
     Returns:
         The manifest; its digest matches the loaded state, if that is all of the checkpoint.
@@ -81,12 +105,12 @@ def load(world: World, checkpoint: Checkpoint, model: nn.Module, optimizer: Opti
         CheckpointError: tensors are missing, unexpected, or of another shape or dtype, or differ from what was saved.
     """
     manifest = world.decide(checkpoint.manifest)
-    state = state_dict(model, optimizer if manifest.optimizer else None)
+    state = state_dict(model, optimizer if manifest.optimizer else None, observers)
     tensors = flatten(state)
     stored = world.decide(lambda: _stored(checkpoint, manifest))
     world.decide(lambda: _compare(checkpoint, stored, state))
     _read_tensors(world, checkpoint, manifest, stored, tensors)
-    if manifest.optimizer and optimizer is None:
+    if tensors.keys() != stored.keys():
         return manifest
     # Of all replicas: what one of them read was sent to the others, which can fail.
     digests = set(StateDigest(world, tensors, world.replicas).totals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fsdp_pretrain.run.files import RunDir
 
 from . import dcp
 from .async_save import Stager, in_background
-from .loading import state_dict
+from .loading import ObserverTensors, state_dict
 from .manifest import Facts, RunIdentity, is_permanent
 from .state import TrainState
 from .store import Checkpoint, Store
@@ -28,7 +28,10 @@ from .store import Checkpoint, Store
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """Everything of a run that its checkpoints are made from; `model` and `optimizer` are sharded."""
+    """Everything of a run that its checkpoints are made from; `model` and `optimizer` are sharded.
+
+    `observers`: live tensors of extensions' observers.
+    """
 
     world: World
     run: RunDir
@@ -36,6 +39,7 @@ class TrainingObjects:
     optimizer: Optimizer
     config: Config
     identity: RunIdentity
+    observers: ObserverTensors = field(default_factory=dict)
 
 
 class CheckpointManager:
@@ -109,7 +113,7 @@ class CheckpointManager:
         return make_facts(self._config, self._world, state, final=final, **marks)
 
     def _tensors(self) -> dict[str, Any]:
-        return state_dict(self._training.model, self._training.optimizer)
+        return state_dict(self._training.model, self._training.optimizer, self._training.observers)
 
     def _save(
         self, world: World, state: TrainState, tensors: dict[str, Any], facts: Facts, config: Config

@@ -30,7 +30,7 @@ from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.units import human_count
 
 from .code_identity import new_sources, other_code
-from .loading import DamagedError, load, verify
+from .loading import DamagedError, kept_observers, load, verify
 from .manager import TrainingObjects
 from .manifest import SavedState
 from .state import TrainState, forbidden
@@ -65,12 +65,14 @@ class Resumed:
         parent: number of the segment that wrote the checkpoint; None for an import or without a checkpoint.
         checkpoint: step of the loaded checkpoint; None: none was loaded.
         whole: whether the optimiser was restored too, so that the following steps repeat exactly.
+        observers: extensions' observers whose tensors were restored.
     """
 
     state: TrainState
     parent: int | None = None
     checkpoint: int | None = None
     whole: bool = True
+    observers: frozenset[str] = frozenset()
 
 
 class Resume:
@@ -79,7 +81,7 @@ class Resume:
     def __init__(self, training: TrainingObjects, recorder: Recorder, options: ResumeOptions) -> None:
         self._world, self._run = training.world, training.run
         self._model, self._optimizer = training.model, training.optimizer
-        self._config, self._identity = training.config, training.identity
+        self._config, self._identity, self._observers = training.config, training.identity, training.observers
         self._recorder, self._options = recorder, options
 
     def run(self) -> Resumed:
@@ -141,7 +143,9 @@ class Resume:
                 raise DamagedError(wrong[0]).on_all_ranks() from None
             raise
         reset = self._judge_reset(content.step)
-        loaded = load(world, checkpoint, self._model, None if reset else self._optimizer)
+        kept = world.decide(lambda: kept_observers(checkpoint))
+        observers = {name: tensors for name, tensors in self._observers.items() if name in kept}
+        loaded = load(world, checkpoint, self._model, None if reset else self._optimizer, observers)
         if not checkpoint.verified:
             world.decide(checkpoint.mark_verified)
         state, whole = TrainState.of(content), loaded.optimizer and not reset
@@ -149,7 +153,13 @@ class Resume:
             f"from {checkpoint.path.name}, {state.consumed:_} samples consumed",
             *self._restored(state, whole, reset),
             self._mesh(content.world),
-            *([] if reset else [f"state digest {loaded.state_digest} as saved"]),
+            *([] if reset or kept - observers.keys() else [f"state digest {loaded.state_digest} as saved"]),
+            *(
+                f"the observer {name} starts fresh"
+                for name, tensors in self._observers.items()
+                if tensors and name not in kept
+            ),
+            *(f"tensors of the observer {name} are left out" for name in sorted(kept - observers.keys())),
         ]
         tokens = self._config.schedule.tokens(state.consumed)
         lost = world.decide(lambda: left_behind(self._run, state.step, tokens))
@@ -173,7 +183,7 @@ class Resume:
         )
         at = {"step": state.step, "consumed": state.consumed, "tokens": tokens}
         self._recorder.status(checkpoint={**at, "verified": True})
-        return Resumed(state, loaded.segment, state.step, whole)
+        return Resumed(state, loaded.segment, state.step, whole, frozenset(observers))
 
     # ------------------------------------------------------------------ checks
 

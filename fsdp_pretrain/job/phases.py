@@ -95,6 +95,7 @@ class RestoredRun:
         resumed: where the run is, and the checkpoint it came from.
         health: has judged the steps before.
         heldout: measures the held-out loss; None: it is not measured.
+        own: the observers of extensions.
     """
 
     model: Decoder
@@ -102,6 +103,7 @@ class RestoredRun:
     resumed: Resumed
     health: Health
     heldout: HeldOutLoss | None
+    own: OwnObservers
 
 
 def restore(run: RunContext, corpora: OpenCorpora, options: ResumeOptions, memory: LauncherMemory) -> RestoredRun:
@@ -112,9 +114,12 @@ def restore(run: RunContext, corpora: OpenCorpora, options: ResumeOptions, memor
     """
     config, world, recorder, packer = run.config, run.world, run.recorder, corpora.packer
     model, optimizer = build_model_and_optimizer(config, world)
-    training = TrainingObjects(world, recorder.run, model, optimizer, config, identity(config, packer))
+    own = OwnObservers(ObserverContext(config, world, model, optimizer, recorder.run))
+    facts = identity(config, packer)
+    training = TrainingObjects(world, recorder.run, model, optimizer, config, facts, own.tensors_of_each())
     joining.record_start(recorder, training, model.count_parameters())
     resumed = Resume(training, recorder, options).run()
+    own.mark_restored(resumed.observers)
     if resumed.checkpoint is None:
         fsdp.initialise_all(model, config.run.seed)
     if world.is_main:
@@ -126,7 +131,7 @@ def restore(run: RunContext, corpora: OpenCorpora, options: ResumeOptions, memor
     heldout = None
     if (samples := corpora.heldout) is not None:
         heldout = world.together(lambda: build_heldout_loss(config, samples, world, model, run.heartbeat))
-    return RestoredRun(model, training, resumed, health, heldout)
+    return RestoredRun(model, training, resumed, health, heldout, own)
 
 
 def _recall_health(training: TrainingObjects, segment: int, resumed: Resumed) -> Health:
@@ -204,7 +209,6 @@ def build_loop(
     built = run.fetching.begin(state) if run.fetching is not None else lambda _: None
     profiler = StepProfiler(run)
     control = LiveControl(run, guard, profiler)
-    context = ObserverContext(config, world, restored.model, training.optimizer, recorder.run)
     services: list[Observer] = [
         GroupStatistics(restored.model, training.optimizer, config, world),
         *([restored.heldout] if restored.heldout is not None else []),
@@ -213,7 +217,7 @@ def build_loop(
         *([uploader] if uploader is not None else []),
         profiler,
         control,
-        *([OwnObservers(context)] if config.observers else []),
+        restored.own,
     ]
     saves = Checkpointing(config, world, manager, recorder, state.step, services)
     trainer = Trainer(

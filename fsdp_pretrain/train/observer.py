@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from fsdp_pretrain.checkpoint.dcp import SaveResult
     from fsdp_pretrain.checkpoint.state import TrainState
+    from fsdp_pretrain.data.packing.loader import StepBatch
 
     from .step_metrics import StepCounts
 
@@ -98,12 +99,27 @@ class Max:
 class Observer:
     """Base class of what takes part in training; its methods do nothing.
 
+    Attributes:
+        restored: whether the tensors of an extension's observer were loaded from a checkpoint, known at `start`.
+
     Only `start` and `between_steps` may communicate or wait for the device, and then on all ranks together. An error
     that a method raises ends the run.
     """
 
+    restored = False
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Of an observer of an extension: its live tensors that checkpoints keep, such as an average of the weights.
+
+        Always the same ones: DTensors sharded as the model's parameters, or plain tensors that are alike on every rank.
+        """
+        return {}
+
     def start(self) -> None:
-        """Called before the first step."""
+        """Called before the first step, when model and optimiser have their values."""
+
+    def batch_read(self, batch: StepBatch) -> None:
+        """Called with this rank's share of each batch, in host memory, before it is trained."""
 
     def before_step(self, step: int) -> None:
         """Called before the step of this number is issued."""

@@ -5,7 +5,7 @@ them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from fsdp_pretrain import extensions
 from fsdp_pretrain.checkpoint.dcp import SaveResult
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.packing.loader import StepBatch
 from fsdp_pretrain.errors import ConfigError, Exit, UserError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.mesh import World
@@ -48,7 +49,23 @@ class OwnObservers(Observer):
             with _blamed_on(settings.use):
                 made = extensions.part("observers", settings.use).load()(settings, context)
             self._observers.append((settings.use, made))
+        names = [name for name, _ in self._observers]
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ConfigError(f"[[observers]] has {twice[0]} twice", remedy="once is enough: its settings may be lists")
         self._names = deque[list[str]]()
+
+    def tensors_of_each(self) -> dict[str, Mapping[str, Tensor]]:
+        """The tensors that checkpoints keep, by the name of the observer."""
+        kept = dict[str, Mapping[str, Tensor]]()
+        for name, observer in self._observers:
+            with _blamed_on(name):
+                kept[name] = observer.tensors()
+        return kept
+
+    def mark_restored(self, names: Collection[str]) -> None:
+        """Tell the observers whose tensors were loaded."""
+        for name, observer in self._observers:
+            observer.restored = name in names
 
     def after_update(self) -> Tensor | None:
         """Values of all measures of this step, fp64 [measures]. One gather over the shards, none without measures."""
@@ -70,6 +87,9 @@ class OwnObservers(Observer):
 
     def start(self) -> None:
         self._each(lambda observer: observer.start())
+
+    def batch_read(self, batch: StepBatch) -> None:
+        self._each(lambda observer: observer.batch_read(batch))
 
     def before_step(self, step: int) -> None:
         self._each(lambda observer: observer.before_step(step))

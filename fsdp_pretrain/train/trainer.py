@@ -97,6 +97,8 @@ class Trainer:
             observer.before_step(self.state.step + 1)
         with self.clock.reading(self.state.step + 1):
             batch = self._batches.read(self.state)
+        for observer in self.observers:
+            observer.batch_read(batch)
         state = TrainState.at(batch.position)
         values = self.config.schedule.values_at(state.consumed)
         counts = self._sum_counts(batch)
