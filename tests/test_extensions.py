@@ -260,6 +260,78 @@ def test_an_optimiser_and_an_observer_of_ones_own(lab: Any, helpers: Any, packag
     assert sum(abs(first[key] - other[key]) for key in first) < 0.01 * sum(first.values())
 
 
+EMA = """
+import torch
+from typing import Annotated, Literal
+from pydantic import Field
+from fsdp_pretrain.config.sections import ObserverSection
+from fsdp_pretrain.extensions import Extension, Part
+from fsdp_pretrain.parallel.mesh import local_part
+from fsdp_pretrain.train.observer import Max, Observer, Sum
+
+
+class EmaSection(ObserverSection):
+    use: Literal["ema_lab:ema"]
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.9
+
+
+class Ema(Observer):
+    def __init__(self, settings, context):
+        self.decay, self.parameters = settings.decay, dict(context.model.named_parameters())
+        self.average = {name: torch.zeros_like(p, requires_grad=False) for name, p in self.parameters.items()}
+        self.seen = 0
+
+    def tensors(self):
+        return self.average
+
+    @torch.no_grad()
+    def start(self):
+        for name, parameter in self.parameters.items() if not self.restored else ():
+            self.average[name].copy_(parameter)
+
+    def batch_read(self, batch):
+        self.seen += batch.targets
+
+    @torch.no_grad()
+    def measures(self):
+        for name, parameter in self.parameters.items():
+            self.average[name].lerp_(parameter, 1 - self.decay)
+        local = [local_part(tensor) for tensor in self.average.values() if local_part(tensor).numel()]
+        largest = torch.stack([tensor.abs().max() for tensor in local]).max()
+        return {"square": Sum(sum(tensor.square().sum() for tensor in local)), "largest": Max(largest)}
+
+
+extension = Extension(observers={"ema": Part(EmaSection, code="ema_lab:Ema")})
+"""
+
+
+def test_tensors_of_an_observer_are_in_the_checkpoints(lab: Any, helpers: Any, tmp_path: Path) -> None:
+    """An average of the weights: resumed to the bit; left out and begun anew where the configuration says so."""
+    (tmp_path / "ema_lab.py").write_text(EMA)
+    variables, configs = found_in(tmp_path), {}
+    for name in ("whole", "parts"):
+        options = {"train": {"duration": "12 steps", "micro_batch": 1}, "checkpoint": {"every": "6 steps"}}
+        config = lab.config(name, code={"packages": ["ema_lab"]}, parallel={"shard": 2}, **options)
+        with config.open("a") as file:
+            file.write('\n[[observers]]\nuse = "ema_lab:ema"\n')
+        configs[name] = config
+    lab.train(configs["whole"], ranks=4, variables=variables)
+    lab.train(configs["parts"], "train.duration=6 steps", "optimizer.decay=12 steps", ranks=4, variables=variables)
+    lab.train(configs["parts"], ranks=4, variables=variables)
+    whole, parts = (helpers.metrics(lab.path / name) for name in ("whole", "parts"))
+    assert [record["observed"] for record in whole] == [record["observed"] for record in parts]
+    assert whole[0]["observed"].keys() == {"ema_lab:ema/square", "ema_lab:ema/largest"}
+    assert "state digest" in helpers.journal(lab.path / "parts", "resume")[0]["text"]
+    without = configs["parts"].read_text().replace('\n[[observers]]\nuse = "ema_lab:ema"\n', "")
+    (plain := tmp_path / "plain.toml").write_text(without)
+    decay = "optimizer.decay=12 steps"
+    lab.train(plain, "train.duration=15 steps", decay, ranks=2, variables=variables)
+    lab.train(configs["parts"], "train.duration=18 steps", decay, ranks=2, variables=variables)
+    _, left_out, fresh = helpers.journal(lab.path / "parts", "resume")
+    assert "tensors of the observer ema_lab:ema are left out" in left_out["text"]
+    assert "the observer ema_lab:ema starts fresh" in fresh["text"]
+
+
 def test_an_observer_that_raises_ends_the_run_and_is_named(lab: Any, packages: Path, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(packages, folder)
