@@ -132,11 +132,14 @@ def world() -> Iterator[Any]:
 
 
 @pytest.mark.promise("no-waiting")
-def test_a_step_never_waits_for_the_device(config: Path, world: Any) -> None:
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_step_never_waits_for_the_device(config: Path, world: Any, kind: str) -> None:
     from fsdp_pretrain.bench import steps
     from fsdp_pretrain.config.config import load
 
-    trainer = steps.build(load(config, ["train.micro_batch=4", "data.attention=document", *MEASURED]), world)
+    trainer = steps.build(
+        load(config, ["train.micro_batch=4", "data.attention=document", f"optimizer.kind={kind}", *MEASURED]), world
+    )
     for _ in range(3):
         trainer.step()
     torch.cuda.synchronize()
