@@ -14,6 +14,7 @@ from records import commit, step_record
 from watch import Checkpoints, Watch, record, write_journal
 
 from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.detectors import checkpoint_store
 from fsdp_pretrain.watchdog.detectors.checkpoint_age import TrainedCounts
 
@@ -51,6 +52,23 @@ def test_age_of_the_newest_verified_checkpoint(watch: Watch, tmp_path: Path) -> 
     commit(store, 1060)
     train(range(1061, 1130))
     assert watch.transitions()[-1] == ("checkpoint-age", "CRIT", "resolved")
+
+
+def test_a_cause_that_has_paged_is_not_paged_again(watch: Watch, tmp_path: Path) -> None:
+    """A full disk: while a failed save is known, a late checkpoint is a warning, until the run must stop."""
+    run = tmp_path / "run"
+    checkpoints = Checkpoints(watch, run, every="100 steps").age
+    write_journal(run, {"kind": "start", "world": 64, "parameters": 1000})
+    watch.alarms.open("checkpoint-failed", Severity.CRIT, "step 100 could not be saved")
+    levels = []
+    for start in range(0, 500, 70):
+        for step in range(start + 1, start + 71):
+            checkpoints.step(record(step))
+        watch.advance(70)
+        late = [alarm.severity.name for alarm in watch.changes if alarm.key == "checkpoint-age"]
+        asked = sorted(json.loads(path.read_text())["verb"] for path in (run / "control").glob("*"))
+        levels.append((late, asked))
+    assert levels[4] == (["WARN"], ["save"]) and levels[-1] == (["WARN", "CRIT"], ["save", "stop"])
 
 
 @pytest.mark.parametrize(("every", "late"), [("4_000 tokens", True), ("6_000 tokens", False)])

@@ -155,7 +155,7 @@ class CheckpointAgeDetector(StoreDetector):
         }
         self.open(
             "checkpoint-age",
-            Severity.CRIT if verb else Severity.WARN,
+            Severity.CRIT if verb == "stop" or (verb and not causes) else Severity.WARN,  # a cause has paged already
             f"{unsaved}" + (f" (see {', '.join(sorted(causes))})" if causes else ""),
             f"{risk.step} steps, {human_count(risk.tokens)} tokens and "
             f"{self.age * self._world / 3600:.3g} GPU-hours would be lost now",
