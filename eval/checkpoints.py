@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from fsdp_pretrain import models
-from fsdp_pretrain.checkpoint.code_identity import check_model_code
 from fsdp_pretrain.checkpoint.loading import DamagedError, RowReader, check_files, load_rows, load_weights
 from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
+from fsdp_pretrain.checkpoint.witness import check_model_code
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import AnyObjective
 from fsdp_pretrain.config.resume_rules import load_recorded

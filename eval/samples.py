@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.data.packing.loader import micro_batch
-from fsdp_pretrain.data.packing.opening import open_infilling
+from fsdp_pretrain.data.packing.opening import open_objective
 from fsdp_pretrain.errors import CheckpointError
 from fsdp_pretrain.lineage.provenance import ShownSample, TrainedStep, describe_sample, trained_step
 from fsdp_pretrain.models import forward
@@ -106,13 +106,13 @@ def _measure(step: TrainedStep, checkpoint: Checkpoint, device: str) -> list[tup
     model.eval()
     data, place = step.config.data, next(model.parameters()).device
     rows: list[tuple[float, int]] = []
-    infilling = open_infilling(step.config, step.packer)
+    objective = open_objective(step.config, step.packer)
     for packed in step.samples():
         micro = micro_batch(
             packed,
             with_lengths=data.uses_lengths,
             across_documents=data.loss_across_documents,
-            infilling=infilling,
+            objective=objective,
         )
         measured = forward.losses(model, micro, data, place)
         targets = int((measured.labels != IGNORE).sum())

@@ -26,8 +26,8 @@ from .errors import ConfigError
 
 VARIABLE = "FSDP_PRETRAIN_CODE"
 """Environment variable with the trusted packages, which child processes inherit."""
-Kind = Literal["families", "optimizers", "observers"]
-CHOOSES: dict[Kind, str] = {"families": "family", "optimizers": "kind", "observers": "use"}
+Kind = Literal["families", "objectives", "optimizers", "observers"]
+CHOOSES: dict[Kind, str] = {"families": "family", "objectives": "kind", "optimizers": "kind", "observers": "use"}
 """The key of a part's section that holds its name."""
 
 
@@ -37,10 +37,10 @@ class Part:
 
     Attributes:
         settings: its section in the configuration: of a family, a subclass of `LlamaModel`, `GPTModel` or `GLMModel`,
-            with `family: Literal["PACKAGE:PART"]`; of an optimiser, a subclass of `OptimizerSection` with `kind`; of an
-            observer, a subclass of `ObserverSection` with `use`.
-        code: where its class is, as `"module:name"`: a `Decoder` of these settings; an `UpdateRule`; an `Observer` that
-            is made from (settings, `ObserverContext`).
+            with `family: Literal["PACKAGE:PART"]`; of an objective, one of `CausalObjective` with `kind`; of an
+            optimiser, one of `OptimizerSection` with `kind`; of an observer, one of `ObserverSection` with `use`.
+        code: where its class is, as `"module:name"`: a `Decoder` of these settings; an `OwnObjective`; an `UpdateRule`;
+            an `Observer` that is made from (settings, `ObserverContext`).
         layout: of a family, where its `HFLayout` is, or None if it cannot be exported.
     """
 
@@ -58,6 +58,7 @@ class Extension:
     """The parts of a package, by their names."""
 
     families: Mapping[str, Part] = field(default_factory=dict)
+    objectives: Mapping[str, Part] = field(default_factory=dict)
     optimizers: Mapping[str, Part] = field(default_factory=dict)
     observers: Mapping[str, Part] = field(default_factory=dict)
 
@@ -105,9 +106,12 @@ def import_object(place: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever a user's module raises
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
         raise ConfigError(
             f"cannot import {place}: {type(error).__name__}: {error}",
-            remedy=f"install the package, or set PYTHONPATH; `python -c 'import {module}'` shows the whole error",
+            remedy="install the package, or set PYTHONPATH"
+            if missing
+            else f"mend the module: `python -c 'import {module}'` shows the whole error",
         ) from error
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fsdp_pretrain.checkpoint.manager import CheckpointManager, TrainingObjects
 from fsdp_pretrain.checkpoint.state import TrainState, identity
+from fsdp_pretrain.checkpoint.witness import code_identity
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.data.packing.opening import open_packer
 from fsdp_pretrain.errors import Exit
@@ -46,7 +47,7 @@ def main(path: Path) -> None:
         model, optimizer = build_model_and_optimizer(config, world)
         fsdp.initialise_all(model, config.run.seed)
         run, state, recorder = RunDir(config.run.dir), TrainState(), SilentRecorder()
-        subject = TrainingObjects(world, run, model, optimizer, config, identity(config, packer))
+        subject = TrainingObjects(world, run, model, optimizer, config, identity(config, packer, code_identity(config)))
         saves = Checkpointing(config, world, CheckpointManager(subject, segment=1), recorder, state.step)
         trainer = Trainer(
             config,

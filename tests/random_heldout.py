@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.data.packing.loader import MicroBatch
+from fsdp_pretrain.data.packing.batch import MicroBatch
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.train.batch_reader import DataStream
 

@@ -16,7 +16,8 @@ import pytest
 from processes import CLI, Run, clean_environment
 
 from fsdp_pretrain import extensions
-from fsdp_pretrain.checkpoint.code_identity import code_identity, other_code
+from fsdp_pretrain.checkpoint.code_identity import other_code
+from fsdp_pretrain.checkpoint.witness import code_identity
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError
 
@@ -111,6 +112,10 @@ def test_a_family_of_ones_own_is_resumed_evaluated_and_planned(
     (entry,) = helpers.journal(run, "eval")
     bits = entry["scores"]["heldout_bpb"]["bits_per_byte"]
     assert json.loads(scored.stdout)["scores"]["heldout_bpb"]["bits_per_byte"] == pytest.approx(bits, rel=0.2)
+    for command in (("fsdp_pretrain.bench", config, "parallel.shard=1", "--steps", 1, "--warmup", 1),
+                    (CLI, "replay", run, "--from", 8, "--steps", 2), (CLI, "status", run)):  # fmt: skip
+        done = run_command(*command, timeout=200, **found_in(packages))
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
     lab.train(config, "train.duration=16 steps", ranks=2, variables=found_in(packages))
     assert helpers.metrics(run)[-1]["step"] == 16
     (entry,) = helpers.journal(run, "resume")
@@ -186,7 +191,7 @@ def test_a_witness_is_stable_and_knows_the_settings(lab: Any, model: dict[str, A
     script = lab.path / "witness.py"
     script.write_text(
         "import sys, json\nfrom fsdp_pretrain.config.config import load\n"
-        "from fsdp_pretrain.checkpoint.code_identity import code_identity\n"
+        "from fsdp_pretrain.checkpoint.witness import code_identity\n"
         "print(json.dumps({k: v.model_dump() for k, v in code_identity(load(sys.argv[1])).items()}))\n"
     )
     for variables in (
@@ -201,6 +206,25 @@ def test_a_witness_is_stable_and_knows_the_settings(lab: Any, model: dict[str, A
         assert other_code(here, there, "model") is None and other_code(here, there, "optimizer") is None
     damaged = here["model"].model_copy(update={"witness": [value * 1.001 for value in here["model"].witness]})
     assert other_code(here, {"model": damaged}, "model") is not None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("self.gain = config.gain", "self.gain = config.gain; self.gate = nn.Parameter(torch.ones(4))",
+         "Parallel.initial has no rule for the parameter blocks.0.gate"),
+        ("x + self.gain * added", "nn.functional.dropout(x, 0.1) + self.gain * added", "override `uses_dropout`"),
+    ],
+)  # fmt: skip
+def test_what_a_family_forgot_is_named_before_training(
+    lab: Any, packages: Path, tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    folder = changed(packages, tmp_path / "other", old, new)
+    path = folder / "parallel_block/model.py"
+    path.write_text(path.read_text().replace("from torch import", "import torch\nfrom torch import"))
+    config = lab.config(code={"packages": ["parallel_block"]}, model=MODEL)
+    output = lab.train(config, variables=found_in(folder), expect=78)
+    assert message in output and "Traceback" not in output
 
 
 def test_a_family_may_have_another_loss(lab: Any, helpers: Any, packages: Path, tmp_path: Path) -> None:
@@ -218,6 +242,65 @@ def test_a_family_may_have_another_loss(lab: Any, helpers: Any, packages: Path, 
         lab.train(config, variables=found_in(where))
         sums.append(helpers.metrics(lab.path / name)[0]["loss"]["sum"])
     assert sums[1] == pytest.approx(sums[0] / 2, rel=1e-6)
+
+
+# ------------------------------------------------------------------------ an objective
+
+HALF = """
+from dataclasses import replace
+from typing import Annotated, Literal
+from pydantic import Field
+from fsdp_pretrain.config.data_section import CausalObjective
+from fsdp_pretrain.data.packing.own_objective import OwnObjective
+from fsdp_pretrain.extensions import Extension, Part
+
+
+class Section(CausalObjective):
+    kind: Literal["half_lab:half"]
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+
+
+class Half(OwnObjective):
+    def __init__(self, settings, context):
+        self.share = settings.share
+
+    def change(self, batch, packed):
+        labels = batch.tokens[:, 1:].clone() if batch.labels is None else batch.labels
+        labels[:, : int(self.share * labels.shape[1])] = -100
+        return replace(batch, labels=labels)
+
+
+extension = Extension(objectives={"half": Part(Section, code="half_lab:Half")})
+"""
+"""Learns only what is behind the first half of a sample."""
+
+
+def test_an_objective_of_ones_own(lab: Any, helpers: Any, tmp_path: Path) -> None:
+    """The same samples, and half the targets, on any mesh; what it learns may not change on a resume."""
+    package = tmp_path / "half_lab.py"
+    package.write_text(HALF)
+    variables, records = found_in(tmp_path), {}
+    for name, ranks, objective in (
+        ("causal", 1, None),
+        ("one", 1, {"kind": "half_lab:half"}),
+        ("two", 2, {"kind": "half_lab:half"}),
+    ):
+        data = {"objective": objective} if objective else {}
+        config = lab.config(name, code={"packages": ["half_lab"]}, data=data, train={"duration": "6 steps"})
+        lab.train(config, ranks=ranks, variables=variables)
+        records[name] = helpers.metrics(lab.path / name)
+    for causal, one, two in zip(*records.values(), strict=True):
+        assert causal["data_digest"] == one["data_digest"] == two["data_digest"]
+        assert causal["loss"]["count"] == 2 * one["loss"]["count"] == 2 * two["loss"]["count"]
+        assert one["loss"]["sum"] == pytest.approx(two["loss"]["sum"], rel=1e-5)
+    longer = ("train.duration=8 steps", "optimizer.decay=6 steps")
+    output = lab.train(config, *longer, "data.objective.share=0.25", ranks=2, variables=variables, expect=78)
+    assert "data.objective.share: 0.5 -> 0.25" in output
+    output = lab.train(config, *longer, "data.objective.shore=0.25", ranks=2, variables=variables, expect=78)
+    assert "data.objective.shore" in output and "unknown key" in output
+    package.write_text(HALF.replace("int(self.share", "int(0.9 * self.share"))
+    output = lab.train(config, *longer, ranks=2, variables=variables, expect=78)
+    assert "objective: the code of half_lab:half" in output and "computes something else" in output
 
 
 # ------------------------------------------------------------------------ an optimiser and an observer
@@ -332,6 +415,18 @@ def test_tensors_of_an_observer_are_in_the_checkpoints(lab: Any, helpers: Any, t
     assert "the observer ema_lab:ema starts fresh" in fresh["text"]
 
 
+def test_an_observer_may_ask_for_a_stop(lab: Any, helpers: Any, packages: Path, tmp_path: Path) -> None:
+    """The run saves and ends with 75, a few steps after the request, on all ranks."""
+    folder = tmp_path / "asking"
+    shutil.copytree(packages, folder)
+    path = folder / "lion_lab/parts.py"
+    asks = '    def requests(self):\n        return {"stop": int(len(self._counts) > 0)}\n\n    def measures('
+    path.write_text(path.read_text().replace("    def measures(", asks))
+    lab.train(lion(lab, parallel={"shard": 2}), ranks=2, variables=found_in(folder), expect=75)
+    last = helpers.metrics(lab.path / "lion")[-1]["step"]
+    assert 3 < last < 9 and (lab.path / f"lion/checkpoints/step-{last:08}").exists()
+
+
 def test_an_observer_that_raises_ends_the_run_and_is_named(lab: Any, packages: Path, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(packages, folder)
@@ -373,8 +468,8 @@ def test_init_writes_a_package_with_a_test(run_command: Run, tmp_path: Path, lab
         ({"code": {"packages": ["a-b"]}}, ["code.packages.0"]),
         (
             {"model": {"family": "parallel_block:lama"}, "optimizer": {"kind": "x:y"}},
-            ["model.family = 'parallel_block:lama'", "no families of code.packages; they have parallel_block:llama",
-             "optimizer.kind = 'x:y'", "they have none"],
+            ["model.family = 'parallel_block:lama'", "parallel_block has no such part; the packages have parallel_block:llama",
+             "optimizer.kind = 'x:y'", "add code.packages = [\"x\"]"],
         ),
         ({"model": {**MODEL, "gian": 2.0}}, ["model.gian", "unknown key; did you mean 'model.gain'"]),
         ({"model": {**MODEL, "gain": -1.0}}, ["model.gain = -1.0", "greater than 0"]),

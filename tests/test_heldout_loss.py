@@ -15,8 +15,8 @@ from records import step_record
 
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import Config, load
-from fsdp_pretrain.data.packing.objectives import IGNORE
-from fsdp_pretrain.data.packing.opening import open_infilling
+from fsdp_pretrain.data.packing.objectives import IGNORE, Infilling
+from fsdp_pretrain.data.packing.opening import open_objective
 from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.eval.checkpoints import read_checkpoint
@@ -118,9 +118,9 @@ def documents(model: Decoder, config: Config, packer: Packer, number: int) -> to
 
 
 def infilled(model: Decoder, config: Config, packer: Packer, number: int) -> torch.Tensor:
-    infilling = open_infilling(config, packer, seed=0)
-    assert infilling is not None
-    made = infilling.apply(packer.pack(number, 1))
+    objective = open_objective(config, packer, seed=0)
+    assert isinstance(objective, Infilling)
+    made = objective.apply(packer.pack(number, 1))
     slots = Slots(torch.from_numpy(made.lengths), torch.from_numpy(made.prefix))
     logits = model(torch.from_numpy(made.inputs), None, slots, torch.from_numpy(made.positions))[0]
     labels = torch.from_numpy(made.labels[0])

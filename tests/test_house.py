@@ -29,7 +29,7 @@ TORCH_FREE = [
     *(f".watchdog.{name}" for name in "detectors hang notify".split()),
 ]
 """Packages that need no torch, but for two modules."""
-NEED_TORCH = {"fsdp_pretrain.data.packing.loader", "fsdp_pretrain.launch.doctor"}
+NEED_TORCH = {"fsdp_pretrain.data.packing.batch", "fsdp_pretrain.data.packing.loader", "fsdp_pretrain.launch.doctor"}
 TORCH_FREE_TOO = {"fsdp_pretrain.eval.compare", "fsdp_pretrain.eval.jobs", "fsdp_pretrain.checkpoint.store"}
 HANDLERS = [
     *("fsdp_pretrain.data.cli", "fsdp_pretrain.cli.main"),
@@ -140,7 +140,8 @@ def users() -> dict[str, set[str]]:
 def test_only_the_loader_uses_torch_in_data_and_torchdata_anywhere() -> None:
     assert users()["torchdata"] == {"fsdp_pretrain.data.packing.loader"}
     assert {name for name in users()["torch"] if name.startswith("fsdp_pretrain.data.")} == {
-        "fsdp_pretrain.data.packing.loader"
+        "fsdp_pretrain.data.packing.batch",
+        "fsdp_pretrain.data.packing.loader",
     }
 
 

@@ -34,7 +34,7 @@ from fsdp_pretrain.data.packing.objectives import (
     continue_text,
     fill_blanks,
 )
-from fsdp_pretrain.data.packing.opening import open_infilling, open_packer
+from fsdp_pretrain.data.packing.opening import open_objective, open_packer
 from fsdp_pretrain.data.packing.packer import Packed, Packer
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
@@ -207,14 +207,14 @@ def joined(batches: list[StepBatch]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("two", [False, True])
 def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, two: bool) -> None:
     maker = infilling(packer, 64, two_dimensions=two)
-    expected = steps(packer, 0, 1, 4, infilling=maker)
+    expected = steps(packer, 0, 1, 4, objective=maker)
     for world in (2, 4):
-        ranks = [steps(packer, rank, world, 4, infilling=maker) for rank in range(world)]
+        ranks = [steps(packer, rank, world, 4, objective=maker) for rank in range(world)]
         for step in range(4):
             same = zip(joined([own[step] for own in ranks]), joined([expected[step]]), strict=True)
             assert all(torch.equal(a, b) for a, b in same)
             assert sum(own[step].targets for own in ranks) == expected[step].targets
-    resumed = steps(packer, 0, 1, 2, infilling=maker, start=Position(2, 24, 24, 12))
+    resumed = steps(packer, 0, 1, 2, objective=maker, start=Position(2, 24, 24, 12))
     assert all(torch.equal(a, b) for a, b in zip(joined(resumed), joined(expected[2:]), strict=True))
     tokens, labels, lengths, prefix, places, _ = joined(expected)
     assert tokens.shape == (48, 65) and labels.shape == (48, 64) and (tokens[:, 64] == 0).all()
@@ -225,7 +225,7 @@ def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, two: bool) -
 
 def test_an_empty_share_has_the_shapes_of_a_full_one(packer: Packer) -> None:
     loader = Loader(
-        packer, BatchSchedule(12), rank=0, world=1, micro_batch=3, prefetch=0, infilling=infilling(packer, 64)
+        packer, BatchSchedule(12), rank=0, world=1, micro_batch=3, prefetch=0, objective=objective(packer, 64)
     )
     blank, full = loader.blank(Position()), loader.build(Position())
     assert [t.shape for t in joined([blank])] == [t.shape for t in joined([full])]
@@ -395,7 +395,7 @@ def test_the_objective_is_identity(glm: Path) -> None:
     config = load(glm)
     packer = open_packer(config)
     assert packer.length == 56
-    assert open_infilling(config, packer) is not None
+    assert open_objective(config, packer) is not None
     before = identity(config, packer).model_dump()
     assert before["data"]["objective"]["version"] == 1
     changed = load(glm, ["data.objective.mask_share=0.5"])

@@ -27,7 +27,7 @@ def test_age_of_the_newest_verified_checkpoint(watch: Watch, tmp_path: Path) -> 
     run = tmp_path / "run"
     store = Store(run / "checkpoints")
     checkpoints = Checkpoints(watch, run, every="100 steps").age
-    write_journal(run, {"kind": "start", "world": 64, "parameters": 1000})
+    write_journal(run, {"kind": "start", "world": 64, "checkpoint_bytes": 12 * 1000})
 
     def train(steps: range) -> None:
         for step in steps:
@@ -58,7 +58,7 @@ def test_a_cause_that_has_paged_is_not_paged_again(watch: Watch, tmp_path: Path)
     """A full disk: while a failed save is known, a late checkpoint is a warning, until the run must stop."""
     run = tmp_path / "run"
     checkpoints = Checkpoints(watch, run, every="100 steps").age
-    write_journal(run, {"kind": "start", "world": 64, "parameters": 1000})
+    write_journal(run, {"kind": "start", "world": 64, "checkpoint_bytes": 12 * 1000})
     watch.alarms.open("checkpoint-failed", Severity.CRIT, "step 100 could not be saved")
     levels = []
     for start in range(0, 500, 70):

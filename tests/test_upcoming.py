@@ -71,7 +71,7 @@ def test_whether_it_fits(
     disk = small_disk(f"8m,nr_inodes={state.inodes or 1000}")
     config, run = begin(lab.config())
     run.checkpoints.symlink_to(disk)  # further writes go elsewhere
-    write_journal(run.path, {"kind": "start", "parameters": 100_000, "world": 1})
+    write_journal(run.path, {"kind": "start", "checkpoint_bytes": 12 * 100_000, "world": 1})
     store = Store(run.checkpoints)
     for step in range(1, state.checkpoints + 1):
         commit(store, step, {"data": bytes(1_000_000)})

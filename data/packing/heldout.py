@@ -17,7 +17,8 @@ from fsdp_pretrain.errors import ConfigError, ReadTimeoutError, UserError
 
 from .mixture import MixtureWeight
 from .objectives import Infilling
-from .opening import cache_use, open_infilling, slots_of
+from .opening import cache_use, open_objective, slots_of
+from .own_objective import OwnObjective
 from .packer import Packer
 
 _SEED, _LANES = 0, 256
@@ -29,14 +30,14 @@ class HeldOutSamples:
 
     Attributes:
         packer: packs the held-out corpora.
-        infilling: makes blanks in the samples; None under the causal objective.
+        objective: makes the samples; None under the causal objective.
         indices: indices of the samples in `packer`, source after source.
         counts: number of samples of each source.
         fingerprints: fingerprint of each source's corpus.
     """
 
     packer: Packer
-    infilling: Infilling | None
+    objective: Infilling | OwnObjective | None
     indices: list[int]
     counts: dict[str, int]
     fingerprints: dict[str, str]
@@ -79,7 +80,7 @@ def open_heldout(config: Config, training: Packer) -> HeldOutSamples | None:
     counts = {name: min(share, samples) for name, samples in whole.items()}
     indices = [at * share + number for at, count in enumerate(counts.values()) for number in range(count)]
     fingerprints = {name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()}
-    return HeldOutSamples(packer, open_infilling(config, packer, seed=_SEED), indices, counts, fingerprints)
+    return HeldOutSamples(packer, open_objective(config, packer, seed=_SEED), indices, counts, fingerprints)
 
 
 def _problems(source: HeldOutSource, config: Config, training: Packer) -> list[str]:

@@ -19,35 +19,12 @@ from fsdp_pretrain.config.skips import Skips
 from fsdp_pretrain.data.corpus.reading import ReadTimes
 from fsdp_pretrain.errors import ConfigError, UserError
 
+from .batch import MicroBatch
 from .objectives import IGNORE, Infilled, Infilling
+from .own_objective import OwnObjective
 from .packer import Packed, Packer, Piece
 from .position import Position
 from .unigrams import Unigrams
-
-
-@dataclass(slots=True)
-class MicroBatch:
-    """One forward pass of one rank."""
-
-    tokens: Tensor
-    """int64 [b, S + 1]; the inputs are `tokens[:, :-1]`. Under blank infilling the last column is padding."""
-    labels: Tensor | None
-    """int64 [b, S]; None: `tokens[:, 1:]`, all of which are learned."""
-    lengths: Tensor | None
-    """int32 [b, D], lengths of documents, or of slots under blank infilling, zero-padded; None if not needed."""
-    sources: Tensor
-    """int64 [b], source of each sample."""
-    prefix: Tensor | None = None
-    """int32 [b, D], length of each slot's prefix, which all tokens of the slot see; None if causal."""
-    positions: Tensor | None = None
-    """int64 [b, S], or [b, 2, S] if positions have two dimensions; None: 0 to S - 1."""
-
-    @property
-    def targets(self) -> int:
-        """Number of tokens to predict."""
-        if self.labels is None:
-            return self.tokens.shape[0] * (self.tokens.shape[1] - 1)
-        return int((self.labels != IGNORE).sum())
 
 
 @dataclass(slots=True)
@@ -122,7 +99,7 @@ class Loader(Iterator[StepBatch]):
         prefetch: steps prepared ahead; 0: prepare them in the caller's thread.
         with_lengths: whether to include document lengths.
         across_documents: whether to learn the first token of a document from the separator before it.
-        infilling: makes blanks in the samples; None: predict every next token.
+        objective: makes the samples that are trained; None: predict every next token.
         pin: whether to put tensors in pinned memory, for asynchronous copies to a GPU.
         unigrams: compares the tokens of every step with earlier ones.
         built: called with the position after each batch, as soon as the batch is built.
@@ -141,7 +118,7 @@ class Loader(Iterator[StepBatch]):
         prefetch: int = 4,
         with_lengths: bool = False,
         across_documents: bool = True,
-        infilling: Infilling | None = None,
+        objective: Infilling | OwnObjective | None = None,
         pin: bool = False,
         unigrams: Unigrams | None = None,
         built: Callable[[Position], None] = lambda _: None,
@@ -149,7 +126,7 @@ class Loader(Iterator[StepBatch]):
         self._packer, self._batches, self._skips = packer, batches, skips or Skips()
         self._rank, self._world = rank, world
         self._micro_batch, self._pin = micro_batch, pin
-        self._with_lengths, self._across_documents, self._infilling = with_lengths, across_documents, infilling
+        self._with_lengths, self._across_documents, self._objective = with_lengths, across_documents, objective
         self._unigrams = unigrams
         self.start, self.built = start or Position(), built
         steps = _Steps(self)
@@ -177,7 +154,7 @@ class Loader(Iterator[StepBatch]):
                 packed,
                 with_lengths=self._with_lengths,
                 across_documents=self._across_documents,
-                infilling=self._infilling,
+                objective=self._objective,
             )
             step.micro.append(pinned(micro) if self._pin else micro)
             step.targets += micro.targets
@@ -205,8 +182,8 @@ class Loader(Iterator[StepBatch]):
             count = min(self._micro_batch, len(indices) - start)
             length = self._packer.length_of(indices[start : start + count])
             sources = torch.zeros(count, dtype=torch.int64)
-            if self._infilling is not None:
-                micro = _infilled(self._infilling.empty(count), sources)
+            if isinstance(self._objective, Infilling):
+                micro = _infilled(self._objective.empty(count), sources)
             else:
                 lengths = torch.full((count, 1), length, dtype=torch.int32) if self._with_lengths else None
                 tokens = torch.zeros(count, length + 1, dtype=torch.int64)
@@ -216,11 +193,11 @@ class Loader(Iterator[StepBatch]):
 
 
 def micro_batch(
-    packed: Packed, *, with_lengths: bool, across_documents: bool, infilling: Infilling | None = None
+    packed: Packed, *, with_lengths: bool, across_documents: bool, objective: Infilling | OwnObjective | None = None
 ) -> MicroBatch:
     """Turn packed samples into tensors; see `Loader` for the arguments."""
-    if infilling is not None:
-        return _infilled(infilling.apply(packed), torch.from_numpy(packed.sources))
+    if isinstance(objective, Infilling):
+        return _infilled(objective.apply(packed), torch.from_numpy(packed.sources))
     tokens = torch.from_numpy(packed.tokens)
     labels = None
     if packed.ignore or packed.lasts is not None or not across_documents:
@@ -235,7 +212,8 @@ def micro_batch(
         ends.view(-1)[torch.from_numpy(packed.separators)] = True
         labels[ends[:, :-1]] = IGNORE
     lengths = torch.from_numpy(packed.lengths) if with_lengths else None
-    return MicroBatch(tokens, labels, lengths, torch.from_numpy(packed.sources))
+    batch = MicroBatch(tokens, labels, lengths, torch.from_numpy(packed.sources))
+    return batch if objective is None else objective.change(batch, packed)
 
 
 def _infilled(samples: Infilled, sources: Tensor) -> MicroBatch:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_pretrain import extensions
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import DataSection, GLMObjective, Place, SourceSection
 from fsdp_pretrain.config.skips import Skips
@@ -14,6 +15,7 @@ from fsdp_pretrain.errors import ConfigError, DataError
 
 from .mixture import Mixture, MixtureWeight
 from .objectives import Infilling, Specials
+from .own_objective import ObjectiveContext, OwnObjective
 from .packer import Packer
 from .pieces import Pieces
 
@@ -44,7 +46,7 @@ def open_packer(config: Config, fetcher: Path | None = None) -> Packer:
             effect="ids above the embedding table would crash a GPU kernel in the middle of a run",
             remedy=f"set model.vocab to at least {packer.tokenizer.vocab_size}",
         )
-    open_infilling(config, packer)
+    open_objective(config, packer)
     return packer
 
 
@@ -68,9 +70,14 @@ def slots_of(data: DataSection) -> tuple[int, int] | None:
     return objective.slots, data.sequence_length // objective.slots
 
 
-def open_infilling(config: Config, packer: Packer, *, seed: int | None = None) -> Infilling | None:
-    """The blank infilling of a run, with `data.seed` by default; None if causal. Raises ConfigError."""
+def open_objective(config: Config, packer: Packer, *, seed: int | None = None) -> Infilling | OwnObjective | None:
+    """What makes the samples of a run, with `data.seed` by default; None if they are causal. Raises ConfigError."""
     objective = config.data.objective
+    if (part := extensions.parts("objectives").get(objective.kind)) is not None:
+        known = {"vocab": packer.tokenizer.vocab_size, "model_vocab": config.model.vocab, "eod": packer.eod}
+        names, drawn = packer.mixture.names, config.data.seed if seed is None else seed
+        own: OwnObjective = part.load()(objective, ObjectiveContext(**known, seed=drawn, names=names))
+        return own
     if not isinstance(objective, GLMObjective):
         return None
     return Infilling(

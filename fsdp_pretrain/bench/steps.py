@@ -14,7 +14,8 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import GLMObjective
 from fsdp_pretrain.config.schedule import BatchSchedule
 from fsdp_pretrain.config.skips import Skips
-from fsdp_pretrain.data.packing.loader import MicroBatch, StepBatch, check_batches
+from fsdp_pretrain.data.packing.batch import MicroBatch
+from fsdp_pretrain.data.packing.loader import StepBatch, check_batches
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.heartbeat import Heartbeat
 from fsdp_pretrain.models import Decoder, flops

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import zip_longest
 
@@ -18,8 +19,8 @@ from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.environment import WorldShape
 from fsdp_pretrain.run.files import now
 
-from .code_identity import code_identity, other_code
-from .manifest import RunIdentity, SavedState, TokenizerIdentity
+from .code_identity import other_code
+from .manifest import PartIdentity, RunIdentity, SavedState, TokenizerIdentity
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,11 @@ class TrainState(Position):
         return cls(**{field.name: getattr(saved, field.name) for field in fields(cls)})
 
 
-def identity(config: Config, packer: Packer) -> RunIdentity:
-    """The identity of a run: model, data order and objective, which no resume may change."""
+def identity(config: Config, packer: Packer, code: Mapping[str, PartIdentity] | None = None) -> RunIdentity:
+    """The identity of a run: model, data order and objective, which no resume may change.
+
+    `code`: from `witness.code_identity`, where the code is used.
+    """
     data, mixture = config.data, packer.mixture
     objective = data.objective.model_dump(mode="json")
     if data.objective.kind != "causal":
@@ -64,7 +68,7 @@ def identity(config: Config, packer: Packer) -> RunIdentity:
         corpora={name: corpus.manifest.fingerprint for name, corpus in packer.corpora.items()},
         reshuffle=windows_at(data, data.reshuffle),
         tokenizer=TokenizerIdentity(fingerprint=packer.tokenizer.fingerprint, eod=packer.tokenizer.eod),
-        code=code_identity(config),
+        code=dict(code or {}),
     )
 
 
@@ -76,8 +80,8 @@ def forbidden(stored: RunIdentity, current: RunIdentity, cursor: int) -> list[st
     """
     kept = {"model", "data", "tokenizer"}
     was, is_ = (side.model_dump(include=kept, exclude={"data": {"stages"}}) for side in (stored, current))
-    code = other_code(stored.code, current.code, "model")
-    return [*differences(was, is_), *([code] if code else []), *_changed_past(stored, current, cursor)]
+    code = [other_code(stored.code, current.code, key) for key in ("model", "objective")]
+    return [*differences(was, is_), *filter(None, code), *_changed_past(stored, current, cursor)]
 
 
 def _changed_past(stored: RunIdentity, current: RunIdentity, cursor: int) -> list[str]:

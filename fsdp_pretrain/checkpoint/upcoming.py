@@ -20,8 +20,6 @@ from fsdp_pretrain.units import Progress, human_time
 from .disk_space import Room, SpaceNeeded, attempts, prunable
 from .store import Store
 
-BYTES_PER_PARAMETER = 12
-"""fp32 parameters and both moments of AdamW in a checkpoint; Muon needs less."""
 FEW = 3
 """If fewer checkpoints than this fit, that is a warning."""
 RESERVE = 0.01
@@ -43,9 +41,9 @@ def need_after(size: int, files: int) -> SpaceNeeded:
     return SpaceNeeded(size, files + _FILES_BESIDE)
 
 
-def first_need(parameters: int, world: int) -> SpaceNeeded:
-    """Space that the first checkpoint of a model needs, on `world` ranks."""
-    return SpaceNeeded(BYTES_PER_PARAMETER * parameters, world + 1)
+def first_need(size: int, world: int) -> SpaceNeeded:
+    """Space that the first checkpoint of a run needs, given the bytes of its tensors, on `world` ranks."""
+    return SpaceNeeded(size, world + 1)
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,8 @@ def next_fit(run: RunDir, config: Config, need: SpaceNeeded | None = None) -> Fi
         files = newest.files()
         need = need_after(sum(entry.bytes for entry in files), len(files))
     else:
-        starts = [entry for entry in journal.read(run) if entry["kind"] == "start" and entry.get("parameters")]
-        need = first_need(starts[-1]["parameters"], starts[-1].get("world") or 1) if starts else need
+        starts = [entry for entry in journal.read(run) if entry["kind"] == "start" and entry.get("checkpoint_bytes")]
+        need = first_need(starts[-1]["checkpoint_bytes"], starts[-1].get("world") or 1) if starts else need
     if need is None or not need.bytes:
         return None
     writing = sum(attempts(run.checkpoints).values())

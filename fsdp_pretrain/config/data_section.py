@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializeAsAny,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
+from fsdp_pretrain import extensions
 from fsdp_pretrain.units import Bytes, Progress, SampleRange, Seconds
 
 from .base import AboveZero, FilePath, NotNegative, PathOrUrl, Positive, Section, Seed, Share, unique_names
@@ -91,7 +99,16 @@ class GLMObjective(Section):
 
 
 AnyObjective = CausalObjective | GLMObjective
-Objective = Annotated[AnyObjective, Field(discriminator="kind")]
+
+
+def _of_an_extension(value: Any, check: ValidatorFunctionWrapHandler) -> AnyObjective:
+    name = value.get("kind") if isinstance(value, dict) else None
+    part = extensions.parts("objectives").get(str(name))
+    checked: AnyObjective = check(value) if part is None else part.settings.model_validate(value)  # type: ignore[assignment]
+    return checked
+
+
+Objective = Annotated[AnyObjective, Field(discriminator="kind"), WrapValidator(_of_an_extension)]
 
 
 class SequenceStage(Section):
@@ -124,7 +141,7 @@ class DataSection(Section):
     """Where positions begin: with the `sample`, or with each `document` in it."""
     loss_across_documents: bool = True
     """Learn to predict the first token of a document from the separator before it."""
-    objective: Objective = CausalObjective()
+    objective: SerializeAsAny[Objective] = CausalObjective()
     """Training objective: a `[data.objective]` table."""
     skip: list[SampleRange] = []
     """Samples that are not trained: `["1200:1332 samples"]`. All other samples stay in place."""

@@ -243,6 +243,8 @@ def refuse(where: str, forbidden: Sequence[str], declared: Sequence[ConfigChange
         parts.append(f"{where} was trained with another model or other data:\n    " + "\n    ".join(forbidden))
         if any(text.startswith("data.sources") for text in forbidden):
             remedies.append(f'the mixture may change from a place that is still ahead: start = "{cursor} samples"')
+        if any("computes something else" in text for text in forbidden):
+            remedies.append("install the version of the package that trained it")
         remedies.append(
             "restore these settings or corpora, or train a new run from the weights alone: "
             f"fsdp-pretrain checkpoints NEW_RUN import {where} --config CONFIG run.dir=NEW_RUN"

@@ -19,10 +19,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fsdp_pretrain import __version__, models
-from fsdp_pretrain.checkpoint.code_identity import check_model_code
 from fsdp_pretrain.checkpoint.loading import Weights
 from fsdp_pretrain.checkpoint.store import CONFIG, Checkpoint, Store, verify_files
 from fsdp_pretrain.checkpoint.tokenizer import QWEN2_WARNING, export_tokenizer, find_tokenizer
+from fsdp_pretrain.checkpoint.witness import check_model_code
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.errors import CheckpointError, ConfigError, StorageError
 from fsdp_pretrain.files import sync

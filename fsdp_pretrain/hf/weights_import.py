@@ -16,6 +16,7 @@ from fsdp_pretrain.checkpoint.manager import make_facts
 from fsdp_pretrain.checkpoint.state import TrainState, identity
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import compare_with_folder
+from fsdp_pretrain.checkpoint.witness import code_identity
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel, LlamaModel
 from fsdp_pretrain.config.resume_rules import differences
@@ -107,6 +108,7 @@ def _begin(run: RunDir, config: Config, packer: Packer, source: Folder, where: P
     run_id.assign(run.checkpoints, identifier)
     state, world = TrainState(), SingleProcess()
     facts = make_facts(config, world, state, imported=str(where.resolve()))
+    known = identity(config, packer, code_identity(config))
     total = sum(tensor.numel() * tensor.element_size() for tensor in source.parameters.values())
     with tqdm(total=total, desc="importing", unit="B", unit_scale=True, delay=2, disable=None) as bar:
 
@@ -125,7 +127,7 @@ def _begin(run: RunDir, config: Config, packer: Packer, source: Folder, where: P
             facts,
             state={"model": source.parameters},
             fetch=fetch,
-            train_state=state.to_json(identity=identity(config, packer), tokens=0, world=world.shape),
+            train_state=state.to_json(identity=known, tokens=0, world=world.shape),
             config=config.to_toml(),
         )
     text = f"weights of {where.resolve()}; {comparison}"

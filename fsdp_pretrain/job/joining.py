@@ -25,6 +25,7 @@ from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageErro
 from fsdp_pretrain.launch.outcome import newest_segment
 from fsdp_pretrain.lineage.rollback import abandon_all
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.parallel.optimizer import checkpoint_bytes
 from fsdp_pretrain.plan.warnings import in_vain
 from fsdp_pretrain.run import environment as environments
 from fsdp_pretrain.run import exit_intent, lineage, overrides, run_id, state_files, status
@@ -228,6 +229,7 @@ def record_overrides(recorder: Recorder, lasting: Overrides) -> None:
 def record_start(recorder: Recorder, training: TrainingObjects, parameters: int) -> None:
     """Record the model, its number of parameters, and the devices it is trained on."""
     world, config, device = training.world, training.config, hardware.device_name(training.world.device)
+    own = (tensor.numel() * tensor.element_size() for kept in training.observers.values() for tensor in kept.values())
     for warning in in_vain(config):
         recorder.say(f"warning: {warning}")
     recorder.event(
@@ -236,6 +238,7 @@ def record_start(recorder: Recorder, training: TrainingObjects, parameters: int)
         f"on {world.size} x {device} ({world.replicas} replicas x {world.shards} shards), "
         f"{config.schedule.steps:_} steps of {config.train.global_batch}",
         parameters=parameters,
+        checkpoint_bytes=checkpoint_bytes(training.model, config.optimizer) + sum(own),
         world=world.size,
         replicas=world.replicas,
         shards=world.shards,

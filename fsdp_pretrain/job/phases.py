@@ -15,6 +15,7 @@ import torch
 from fsdp_pretrain.checkpoint.manager import CheckpointManager, TrainingObjects
 from fsdp_pretrain.checkpoint.resume import Resume, Resumed, ResumeOptions
 from fsdp_pretrain.checkpoint.state import identity
+from fsdp_pretrain.checkpoint.witness import code_identity
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing.heldout import HeldOutSamples, open_heldout
 from fsdp_pretrain.data.packing.loader import StepBatch, check_batches
@@ -115,7 +116,7 @@ def restore(run: RunContext, corpora: OpenCorpora, options: ResumeOptions, memor
     config, world, recorder, packer = run.config, run.world, run.recorder, corpora.packer
     model, optimizer = build_model_and_optimizer(config, world)
     own = OwnObservers(ObserverContext(config, world, model, optimizer, recorder.run))
-    facts = identity(config, packer)
+    facts = identity(config, packer, code_identity(config))
     training = TrainingObjects(world, recorder.run, model, optimizer, config, facts, own.tensors_of_each())
     joining.record_start(recorder, training, model.count_parameters())
     resumed = Resume(training, recorder, options).run()

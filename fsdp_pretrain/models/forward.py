@@ -15,7 +15,7 @@ from .masks import Slots
 
 
 class PackedBatch(Protocol):
-    """The inputs of one forward pass; see `fsdp_pretrain.data.packing.loader.MicroBatch`."""
+    """The inputs of one forward pass; see `fsdp_pretrain.data.packing.batch.MicroBatch`."""
 
     tokens: Tensor
     labels: Tensor | None

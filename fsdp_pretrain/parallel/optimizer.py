@@ -77,6 +77,12 @@ def treatments(shapes: Mapping[str, tuple[int, ...]], section: OptimizerSection)
     return found
 
 
+def checkpoint_bytes(model: nn.Module, section: OptimizerSection) -> int:
+    """Bytes of the tensors of a checkpoint: parameters and their states, in fp32. Raises ConfigError."""
+    states = state_tensors(model, section)
+    return sum(4 * parameter.numel() * (1 + states[name]) for name, parameter in model.named_parameters())
+
+
 def state_tensors(model: nn.Module, section: OptimizerSection) -> dict[str, int]:
     """Number of fp32 states in a parameter's own shape, by its name. Raises ConfigError, as `treatments`."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

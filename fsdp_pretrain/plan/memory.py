@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.data.packing.loader import MicroBatch
+from fsdp_pretrain.data.packing.batch import MicroBatch
 from fsdp_pretrain.models import forward as packed
 from fsdp_pretrain.models.masks import choose_backend
 from fsdp_pretrain.parallel.fsdp import ShardedUnit, compute_dtype, units

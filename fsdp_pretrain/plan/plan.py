@@ -19,7 +19,7 @@ from fsdp_pretrain.hardware import device_memory, find, names, peak_flops
 from fsdp_pretrain.models.flops import Speed, flops_per_token, hardware_flops_per_token, run_flops, speed
 from fsdp_pretrain.parallel import float8
 from fsdp_pretrain.parallel.mesh import shard_size
-from fsdp_pretrain.parallel.optimizer import state_tensors
+from fsdp_pretrain.parallel.optimizer import checkpoint_bytes
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
 
@@ -161,9 +161,8 @@ def plan(
     model = models.build(config.model)
     check_declared(config.model, parameters := model.count_parameters())
     _check_float8(config, model, device)
-    state_tensors(model, config.optimizer)  # refuses groups that do not fit the model
     schedule, sizes = config.schedule, _feasible_sizes(config, world)
-    checkpoint = upcoming.first_need(parameters, world or 1)
+    checkpoint = upcoming.first_need(checkpoint_bytes(model, config.optimizer), world or 1)
     length, kept = config.data.sequence_length, config.checkpoint.keep_last + 1
     ramp, space = advice.ramp_warning(config, max(sizes, default=0)), _space_warning(config, checkpoint)
     warnings = [*advice.warnings(config), *ramp, *space]

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from fsdp_pretrain.checkpoint import loading
 from fsdp_pretrain.checkpoint.state import forbidden, identity
+from fsdp_pretrain.checkpoint.witness import code_identity
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.resume_rules import differences, refuse
 from fsdp_pretrain.data.packing.loader import check_batches
@@ -95,7 +96,7 @@ def _train(window: ReplayWindow, world: World) -> list[StepRecord]:
         fsdp.initialise_all(model, config.run.seed)
     else:
         checkpoint, saved = window.checkpoint, window.checkpoint.train_state().identity
-        wrong = forbidden(saved, identity(config, packer), window.state.cursor)
+        wrong = forbidden(saved, identity(config, packer, code_identity(config)), window.state.cursor)
         refuse(str(checkpoint.path), wrong, [], window.state.cursor)
         loading.load(world, checkpoint, model, optimizer)
         if window.reset:

@@ -10,7 +10,7 @@ import torch
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing.loader import Loader
-from fsdp_pretrain.data.packing.opening import open_infilling, open_skips
+from fsdp_pretrain.data.packing.opening import open_objective, open_skips
 from fsdp_pretrain.data.packing.packer import Packer
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.data.packing.unigrams import Unigrams
@@ -61,7 +61,7 @@ def build_data(
         prefetch=config.data.prefetch,
         with_lengths=config.data.uses_lengths,
         across_documents=config.data.loss_across_documents,
-        infilling=open_infilling(config, packer),
+        objective=open_objective(config, packer),
         pin=world.device.type == "cuda",
         unigrams=None if unigrams is None else Unigrams(unigrams),
         built=built,

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.data.packing.batch import MicroBatch
 from fsdp_pretrain.data.packing.heldout import HeldOutSamples
-from fsdp_pretrain.data.packing.loader import MicroBatch, micro_batch, pinned
+from fsdp_pretrain.data.packing.loader import micro_batch, pinned
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.models import Decoder, forward
 from fsdp_pretrain.models.loss import IGNORE
@@ -105,7 +106,7 @@ def _pack(config: Config, samples: HeldOutSamples, indices: Sequence[int], *, co
         samples.packer.pack_samples(indices),
         with_lengths=config.data.uses_lengths,
         across_documents=config.data.loss_across_documents,
-        infilling=samples.infilling,
+        objective=samples.objective,
     )
     if counted < len(indices):
         micro.labels = micro.tokens[:, 1:].clone() if micro.labels is None else micro.labels

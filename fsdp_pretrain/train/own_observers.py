@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +84,12 @@ class OwnObservers(Observer):
     def fields(self, measured: Tensor) -> Mapping[str, Any]:
         """The field `observed` of a step's record."""
         return {"observed": dict(zip(self._names.popleft(), map(number, measured.tolist()), strict=True))}
+
+    def requests(self) -> Mapping[str, int]:
+        """The sum of the requests of all."""
+        asked = Counter[str]()
+        self._each(lambda observer: asked.update(observer.requests()))
+        return asked
 
     def start(self) -> None:
         self._each(lambda observer: observer.start())

@@ -53,8 +53,8 @@ class CheckpointSpaceDetector(StoreDetector):
     def judge(self, state: StoreState, now: float) -> None:
         """Judge the space for the next checkpoint, and forecast."""
         for entry in filter(self.is_mine, state.entries):
-            if entry["kind"] == "start" and entry.get("parameters"):
-                self._need = self._need or first_need(entry["parameters"], entry.get("world") or 1)
+            if entry["kind"] == "start" and entry.get("checkpoint_bytes"):
+                self._need = self._need or first_need(entry["checkpoint_bytes"], entry.get("world") or 1)
         if state.newest is not None:
             files = state.newest.files
             self._need = need_after(sum(entry.bytes for entry in files), len(files))
