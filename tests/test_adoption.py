@@ -102,7 +102,7 @@ def test_the_repository_links_to_nothing_outside() -> None:
         pytest.skip("this is not a checkout")
     links = {line.split("\t")[1] for line in listed.stdout.splitlines() if line.startswith("120000")}
     packages = {"fsdp_pretrain/data", "fsdp_pretrain/eval"}
-    assert links == packages | {f"fsdp_pretrain/starter/{folder}" for folder in STARTING_SET}
+    assert links == packages | {f"fsdp_pretrain/starter/{folder}" for folder in ("extension", *STARTING_SET)}
 
 
 # ---------------------------------------------------------------- installed

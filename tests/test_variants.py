@@ -17,10 +17,11 @@ from pydantic import TypeAdapter, ValidationError
 from fsdp_pretrain import models
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.model import LlamaModel, Model
+from fsdp_pretrain.config.sections import OptimizerSection
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.hf.layout import read_model, to_hf
 from fsdp_pretrain.parallel.fsdp import materialise
-from fsdp_pretrain.parallel.optimizer import parameter_groups
+from fsdp_pretrain.parallel.optimizer import treatments
 
 pytestmark = pytest.mark.quick
 MODELS = Path(__file__).resolve().parent.parent / "configs/models"
@@ -107,8 +108,9 @@ def test_what_a_family_adds_starts_neutral_and_does_not_decay(family: Any, added
     assert all(torch.equal(here[name], there[name]) for name in there)
     new = {name: value for name, value in here.items() if name not in there}
     assert all((value == (0.0 if name.endswith("bias") else 1.0)).all() for name, value in new.items())
-    decaying, spared = parameter_groups(model)
-    assert new.keys() <= set(spared) and all(here[name].ndim == 2 for name in decaying)
+    shapes = {name: tuple(value.shape) for name, value in here.items()}
+    spared = {name for name, each in treatments(shapes, OptimizerSection(lr=1.0)).items() if each.weight_decay == 0.0}
+    assert new.keys() <= spared and all(here[name].ndim == 2 for name in here.keys() - spared)
 
 
 # ------------------------------------------------------------------------ refused

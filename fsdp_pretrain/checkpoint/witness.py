@@ -85,10 +85,10 @@ def _witness_of_model(model: AnyModel) -> list[float]:
 
 def _compute(model: AnyModel, seed: int) -> list[float]:
     """The numbers, with random numbers of this seed."""
-    tiny = materialise(models.build(model.tiny()), 0, torch.device("cpu")).train()
-    tokens = (torch.arange(50).reshape(2, 25) * 7 + 3) % model.tiny().vocab
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        tiny = materialise(models.build(model.tiny()), 0, torch.device("cpu")).train()
+        tokens = (torch.arange(50).reshape(2, 25) * 7 + 3) % model.tiny().vocab
         loss = tiny(tokens[:, :-1], tokens[:, 1:]).mean()
         loss.backward()
     norms = [0.0 if parameter.grad is None else parameter.grad.norm().item() for parameter in tiny.parameters()]
@@ -109,10 +109,11 @@ class _Matrices(nn.Module):
 
 def _witness_of_optimizer(section: OptimizerSection) -> list[float]:
     """Norms of fixed parameters after some steps with fixed gradients; without groups, since they are settings."""
-    matrices, generator = _Matrices(), torch.Generator().manual_seed(1)
-    optimizer = Optimizer(matrices, section.model_copy(update={"groups": []}))
-    for _ in range(_STEPS):
-        for parameter in matrices.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step(lr=0.1, weight_decay=0.1, betas=(0.9, 0.95))
-    return [float(parameter.detach().norm()) for parameter in matrices.parameters()]
+    with torch.inference_mode(False):
+        matrices, generator = _Matrices(), torch.Generator().manual_seed(1)
+        optimizer = Optimizer(matrices, section.model_copy(update={"groups": []}))
+        for _ in range(_STEPS):
+            for parameter in matrices.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step(lr=0.1, weight_decay=0.1, betas=(0.9, 0.95))
+        return [float(parameter.detach().norm()) for parameter in matrices.parameters()]
