@@ -415,6 +415,20 @@ def test_tensors_of_an_observer_are_in_the_checkpoints(lab: Any, helpers: Any, t
     assert "the observer ema_lab:ema starts fresh" in fresh["text"]
 
 
+def test_an_optimiser_that_computes_something_else_must_be_declared(
+    lab: Any, helpers: Any, packages: Path, tmp_path: Path
+) -> None:
+    folder, config = tmp_path / "other", lion(lab)
+    shutil.copytree(packages, folder)
+    lab.train(config, "train.duration=6 steps", "optimizer.decay=12 steps", variables=found_in(packages))
+    path = folder / "lion_lab/parts.py"
+    path.write_text(path.read_text().replace("1 - betas[0]).sign()", "1 - betas[0]).sign() * 1.01"))
+    output = lab.train(config, variables=found_in(folder), expect=78)
+    assert "optimizer: the code of lion_lab:lion" in output and "--allow optimizer.kind" in output
+    lab.train(config, variables=found_in(folder), flags=("--allow", "optimizer.kind"))
+    assert "declared: optimizer: the code" in helpers.journal(lab.path / "lion", "resume")[-1]["text"]
+
+
 def test_an_observer_may_ask_for_a_stop(lab: Any, helpers: Any, packages: Path, tmp_path: Path) -> None:
     """The run saves and ends with 75, a few steps after the request, on all ranks."""
     folder = tmp_path / "asking"

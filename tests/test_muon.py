@@ -243,6 +243,10 @@ def test_a_run_resumes_to_the_bit_and_on_another_mesh(lab: Any, helpers: Any) ->
     assert curves["whole"][-1][1] < curves["whole"][0][1]
     groups = helpers.metrics(lab.path / "whole")[-1]["groups"]
     assert groups["embedding"]["second_moment_max"] and groups["mlp/0"]["second_moment_max"] is None
+    flags = ("--allow", "optimizer.momentum")
+    lab.train(
+        elsewhere, "train.duration=9 steps", "optimizer.decay=8 steps", "optimizer.momentum=0.9", flags=flags, ranks=2
+    )
     other = ("train.duration=9 steps", "optimizer.kind=adamw")
     output = lab.train(parts, *other, ranks=2, flags=("--allow", "optimizer"), expect=78)
     assert "does not fit this model and optimiser" in output and "--reset-optimizer 8" in output

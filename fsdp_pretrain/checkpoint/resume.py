@@ -18,7 +18,7 @@ from fsdp_pretrain.config.resume_rules import (
     refuse,
     undeclared,
 )
-from fsdp_pretrain.config.step_settings import same_values
+from fsdp_pretrain.config.step_settings import SCHEDULED, same_values
 from fsdp_pretrain.data.packing.opening import open_skips
 from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, StorageError
@@ -200,14 +200,17 @@ class Resume:
         here = changes(newest, self._config)
         if undeclared(here, (), content.consumed) and self._same_ahead(newest, content):
             here = [change for change in here if change.kind != DECLARED or change.key == "train.duration"]
-        if text := other_code(content.identity.code, self._identity.code, "optimizer"):
+        since = changes(of_checkpoint, self._config)
+        settings = {change.key for change in since if change.key.startswith("optimizer.")} - SCHEDULED
+        text = other_code(content.identity.code, self._identity.code, "optimizer")
+        if text and not settings:  # other settings compute other numbers, and are declared themselves
             here = [*here, ConfigChange("optimizer.kind", text, DECLARED)]
         missing = []
         if content.consumed:  # else nothing was learned yet
             missing = undeclared(here, self._options.changes, content.consumed)
         wrong = forbidden(content.identity, self._identity, content.cursor)
         refuse(str(checkpoint.path), wrong, missing, content.cursor)
-        changed = [change.text for change in changes(of_checkpoint, self._config)]
+        changed = [change.text for change in since]
         changed += new_sources(content.identity.code, self._identity.code)
         changed += differences(content.world.model_dump(), self._world.shape.model_dump(), "world")
         return changed, [change.text for change in undeclared(here, (), content.consumed)]
