@@ -19,8 +19,8 @@ from torch import Tensor
 from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.data.packing.objectives import IGNORE
-from fsdp_pretrain.data.packing.opening import open_infilling, open_packer
+from fsdp_pretrain.data.packing.objectives import IGNORE, Infilling
+from fsdp_pretrain.data.packing.opening import open_objective, open_packer
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.eval.checkpoints import read_checkpoint
 from fsdp_pretrain.eval.samples import sample_losses
@@ -127,8 +127,8 @@ def test_a_recorded_step_is_its_slots_one_by_one(trained: Callable[[str], Path],
     found = sample_losses(RunDir(run), 6)
     settings = load(run / "segments/0001/config.toml")
     packer = open_packer(settings)
-    infilling = open_infilling(settings, packer)
-    assert infilling is not None
+    infilling = open_objective(settings, packer)
+    assert isinstance(infilling, Infilling)
     losses: dict[int, Tensor] = {}  # of each target, by sample
     kinds: set[str] = set()
     ids = infilling._ids

@@ -225,7 +225,7 @@ def test_samples_do_not_depend_on_ranks_or_restarts(packer: Packer, two: bool) -
 
 def test_an_empty_share_has_the_shapes_of_a_full_one(packer: Packer) -> None:
     loader = Loader(
-        packer, BatchSchedule(12), rank=0, world=1, micro_batch=3, prefetch=0, objective=objective(packer, 64)
+        packer, BatchSchedule(12), rank=0, world=1, micro_batch=3, prefetch=0, objective=infilling(packer, 64)
     )
     blank, full = loader.blank(Position()), loader.build(Position())
     assert [t.shape for t in joined([blank])] == [t.shape for t in joined([full])]
