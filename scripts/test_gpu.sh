@@ -78,6 +78,14 @@ if [ -n "$list" ]; then
     exit 0
 fi
 
+lacks=$("$python" -c "from importlib.util import find_spec
+names = 'numpy prometheus_client psutil pyarrow pydantic rich sentencepiece tokenizers tomli_w tqdm xxhash zstandard torch'
+print(*(name for name in [*names.split(), 'torchdata', 'safetensors', 'pytest'] if find_spec(name) is None))")
+if [ -n "$lacks" ]; then
+    echo "error: $python lacks $lacks" >&2
+    echo "  remedy: install the extra train and pytest, or name a folder with them in PYTHONPATH" >&2
+    exit 78
+fi
 mkdir -p "$out"
 summary=$out/summary.md
 echo "results: $out" >&2

@@ -19,7 +19,7 @@ PRETENDS = """#!{python}
 import os, signal, subprocess, sys, time
 text = " ".join(sys.argv)
 if sys.argv[1] == "-c":
-    print("cpu torch 2.13.0")
+    print("{lacks}" if "find_spec" in text else "cpu torch 2.13.0")
 elif "pytest" in sys.argv:
     print("====== 21 passed in 93.1s ======")
 elif "--peers" in text:
@@ -55,7 +55,7 @@ def lives(pid: int) -> bool:
 @pytest.mark.timeout(120)
 def test_no_part_ends_another_and_what_does_not_fit_is_not_started(tmp_path: Path, helpers: Any) -> None:
     pretends = tmp_path / "python"
-    pretends.write_text(PRETENDS.format(python=sys.executable))
+    pretends.write_text(PRETENDS.format(python=sys.executable, lacks=""))
     pretends.chmod(0o755)
     begun = time.monotonic()
     done = run(helpers, "--dry", "--minutes", "0.2", tmp_path / "out", python=pretends)
@@ -75,6 +75,15 @@ def test_no_part_ends_another_and_what_does_not_fit_is_not_started(tmp_path: Pat
     assert "21 passed" in done.stdout and "    the last word" in done.stdout and "    what it has" in done.stdout
     child = int((tmp_path / "out/saves.txt").read_text().split()[0])
     until(lambda: not lives(child), what="the end of what the part had started")
+
+
+@pytest.mark.quick
+def test_missing_packages_are_named_at_once(tmp_path: Path, helpers: Any) -> None:
+    pretends = tmp_path / "python"
+    pretends.write_text(PRETENDS.format(python=sys.executable, lacks="pydantic zstandard"))
+    pretends.chmod(0o755)
+    done = run(helpers, tmp_path / "out", python=pretends)
+    assert done.returncode == 78 and "lacks pydantic zstandard" in done.stderr and not (tmp_path / "out").exists()
 
 
 @pytest.mark.quick
