@@ -104,8 +104,8 @@ class Optimizer:
 
     def __init__(self, model: nn.Module, section: OptimizerSection, world: World | None = None) -> None:
         self._section, self._parameters = section, dict(model.named_parameters())
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-        self._treatments = treatments(shapes, section)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        self._treatments = treatments(self._shapes, section)
         kinds = dict.fromkeys(treatment.kind for treatment in self._treatments.values())
         self._rules = {kind: rule_of(kind)(section, world) for kind in kinds}
         self.state: dict[str, dict[str, Tensor]] = {}
@@ -135,19 +135,17 @@ class Optimizer:
 
     def _parts(self, kind: str, lr: float, weight_decay: float) -> list[ParameterPart]:
         """The parameters of a kind that have gradients."""
-        return [
-            ParameterPart(
-                name=name,
-                shape=tuple(parameter.shape),
-                values=local_part(parameter).detach(),
-                gradient=local_part(parameter.grad),
-                state={key: local_part(tensor) for key, tensor in self._state_of(name).items()},
-                lr=lr * treatment.lr_scale,
-                weight_decay=weight_decay if treatment.weight_decay is None else treatment.weight_decay,
-            )
-            for name, treatment in self._treatments.items()
-            if treatment.kind == kind and (parameter := self._parameters[name]).grad is not None
-        ]
+        parts = []
+        for name, treatment in self._treatments.items():
+            parameter = self._parameters[name]
+            if treatment.kind != kind or parameter.grad is None:
+                continue
+            state = {key: local_part(tensor) for key, tensor in self._state_of(name).items()}
+            decay = weight_decay if treatment.weight_decay is None else treatment.weight_decay
+            values, gradient = local_part(parameter).detach(), local_part(parameter.grad)
+            scaled = lr * treatment.lr_scale
+            parts.append(ParameterPart(name, self._shapes[name], values, gradient, state, scaled, decay))
+        return parts
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():

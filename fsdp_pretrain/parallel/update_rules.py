@@ -16,7 +16,7 @@ from fsdp_pretrain.config.sections import OptimizerSection
 from .mesh import World
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made for every parameter in every step
 class ParameterPart:
     """This rank's rows of a parameter in a step, all fp32.
 
