@@ -447,7 +447,7 @@ def test_an_observer_that_raises_ends_the_run_and_is_named(lab: Any, packages: P
     path = folder / "lion_lab/parts.py"
     path.write_text(path.read_text().replace("        return self._counts", "        return self._nothing"))
     output = lab.train(lion(lab), variables=found_in(folder), expect=78)
-    assert "the observer lion_lab:histogram raised AttributeError" in output
+    assert "the observer lion_lab:histogram raised AttributeError" in output and "parts.py:" in output
 
 
 # ------------------------------------------------------------------------ a package to start from

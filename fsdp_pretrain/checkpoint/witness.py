@@ -72,7 +72,10 @@ def check_model_code(stored: RunIdentity, config: Config, where: object) -> None
 
 @lru_cache
 def _witness_of_model(model: AnyModel) -> list[float]:
-    """The loss of fixed tokens, and the norm of each parameter's gradient. Raises ConfigError, see `_compute`."""
+    """The loss of fixed tokens, and the norm of each parameter's gradient.
+
+    Raises ConfigError if random numbers are drawn although `uses_dropout` is false.
+    """
     witness = _compute(model, seed=0)
     if not model.uses_dropout and not same_numbers(witness, _compute(model, seed=1)):
         raise ConfigError(

@@ -149,9 +149,8 @@ class _Lanes:
         self.replicas, self.shards = (1, 1) if world is None else (world.replicas, world.shards)
         self.ranks = self.replicas * self.shards
         self.replica, self.shard = (0, 0) if world is None else divmod(world.rank, self.shards)
-        many = world is not None and self.ranks > 1
-        self._shards = world.mesh.get_group(SHARD) if many and world is not None else None
-        self._replicas = world.mesh.get_group(REPLICATE) if many and world is not None else None
+        self._shards = None if world is None else world.mesh.get_group(SHARD)
+        self._replicas = None if world is None else world.mesh.get_group(REPLICATE)
 
     def exchange(self, sent: Tensor, sizes: list[int], received: list[int]) -> tuple[Tensor, dist.Work | None]:
         """Send each shard of this replica its part of `sent`; sizes in elements."""

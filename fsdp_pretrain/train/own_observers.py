@@ -1,9 +1,10 @@
 """Observers of extensions (`[[observers]]`), as one observer: what they measure is gathered together, and errors name
-them.
+them. Of the callbacks of `Observer`, they have all but `beside`, `after_update`, `after_step` and `fields`.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -148,8 +149,10 @@ def _blamed_on(name: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno}, {frame.name}"
         raise ConfigError(
-            f"the observer {name} raised {type(error).__name__}: {error}",
+            f"the observer {name} raised {type(error).__name__}: {error} ({place})",
             effect="the run ends: what it would have measured or decided is missing",
-            remedy="mend it, or leave it out of [[observers]]; the traceback is in the log of the rank",
+            remedy="mend it, or leave it out of [[observers]]",
         ) from error
