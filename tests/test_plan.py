@@ -202,6 +202,15 @@ def test_a_warm_up_that_the_ramp_makes_long() -> None:
     assert "216_320 samples (443M tokens) takes 8_641 steps because of the batch ramp" in warning
 
 
+@pytest.mark.parametrize(
+    ("scores", "micro_batch", "warned"), [("layer_scaled", 4, 1), ("layer_scaled", 2, 0), ("fused", 4, 0)]
+)
+def test_a_warning_of_large_scores_that_no_fused_kernel_computes(scores: str, micro_batch: int, warned: int) -> None:
+    path = str(ROOT / "configs/runs/tr1-13b.toml")
+    config = load(path, [f"model.scores={scores}", f"train.micro_batch={micro_batch}"])
+    assert sum("in fp32, 2.00 GiB for a micro-batch" in text for text in advice.warnings(config)) == warned
+
+
 @pytest.mark.shows("B14")
 @pytest.mark.parametrize(
     ("overrides", "expected"),

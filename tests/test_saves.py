@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import shutil
 from typing import Any
 
@@ -90,6 +91,10 @@ def test_every_copy_of_the_state_is_made_into_the_same_memory() -> None:
             for tensor in tensors:
                 assert tensor.device.type == "cpu" and (tensor == number).all()
                 assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            # One piece of memory that begins with a page, so that it can be pinned at once.
+            first, *others = sorted(tensors, key=torch.Tensor.data_ptr)
+            assert first.data_ptr() % mmap.PAGESIZE == 0
+            assert others[-1].data_ptr() - first.data_ptr() < sum(tensor.nbytes + 64 for tensor in tensors)
             addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
         assert len(addresses) == 1 and len(set(*addresses)) == 3
 

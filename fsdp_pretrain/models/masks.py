@@ -173,8 +173,8 @@ def _flex_obstacles(model: AnyModel, device: torch.device) -> list[str]:
     obstacles = []
     if device.type != "cuda":
         obstacles.append(f"flex_attention has no backward pass on {device.type}")
-    if model.head_dim < 16 or model.head_dim & (model.head_dim - 1):
-        obstacles.append(f"its kernels need a head size that is a power of two from 16 on, not {model.head_dim}")
+    if model.head_dim < 16:
+        obstacles.append(f"its kernels need a head size of at least 16, not {model.head_dim}")
     if not isinstance(model, LlamaModel):
         if model.dropout:
             obstacles.append("it has no dropout of attention probabilities")

@@ -23,10 +23,13 @@ _WIDEST = 300
 _LARGEST_FUSED_HEAD = 256
 """Largest head size of flash attention."""
 
+_LARGE_SCORES = 2**30
+"""Bytes of a layer's unfused scores above which there is a warning."""
+
 
 def warnings(config: Config) -> list[str]:
     """Sentences about what is legal but probably unintended."""
-    return [*_shape_warnings(config.model), *_schedule_warnings(config), *in_vain(config)]
+    return [*_shape_warnings(config.model), *_score_warning(config), *_schedule_warnings(config), *in_vain(config)]
 
 
 def in_vain(config: Config) -> Iterator[str]:
@@ -89,6 +92,17 @@ def _shape_warnings(model: AnyModel) -> Iterator[str]:
         yield (
             f"init_std = {std:g} is {std / largest:.1f} times sqrt(2/(5h)) = {largest:.4f}; at that a 104B model "
             "diverged until it was lowered to the rule"
+        )
+
+
+def _score_warning(config: Config) -> Iterator[str]:
+    """Warn if the scores of a layer take much memory, since no fused kernel computes them."""
+    model, length = config.model, config.data.sequence_length
+    size = 4 * config.train.micro_batch * model.heads * length**2
+    if not isinstance(model, LlamaModel) and model.scores != "fused" and size > _LARGE_SCORES:
+        yield (
+            f"model.scores = {model.scores} computes the scores of a layer in fp32, {human_bytes(size)} for a "
+            "micro-batch, and several tensors of that size: bf16 does not need it"
         )
 
 
