@@ -56,6 +56,7 @@ part suite 240 -m pytest -m gpu tests/gpu "${tests[@]}"
 bench peers-7b 190 llama-7b-layers --peers --rounds 2 --limit 90
 bench 7b-rank 70 llama-7b-layers "${whole[@]}"
 bench 7b-rank-float8 70 llama-7b-layers "${whole[@]}" train.precision=bf16+fp8
+bench 7b-trace 60 llama-7b-layers --trace "$out/7b.json.gz"
 bench 7b-document 60 llama-7b-layers $documents
 bench saves 110 saves --saves "$out/scratch" --rounds 1
 bench 7b-eager 45 llama-7b-layers $eager

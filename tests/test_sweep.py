@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,10 @@ def test_ways_are_measured_and_failures_named(lab: Any, run_command: Run, tmp_pa
 def test_one_rank_of_many_is_timed(lab: Any, run_command: Run, tmp_path: Path) -> None:
     """It holds its own shards alone, and computes its own samples."""
     path, result = lab.config(train={"micro_batch": 1}), tmp_path / "result.json"
-    options = ["--fake-ranks", 16, "--accumulation", 2, "--steps", 2, "--warmup", 1]
-    done = run_command("fsdp_pretrain.bench", path, *options, "--result", result)
+    options, trace = ["--fake-ranks", 16, "--accumulation", 2, "--steps", 2, "--warmup", 1], tmp_path / "trace.json.gz"
+    done = run_command("fsdp_pretrain.bench", path, *options, "--result", result, "--trace", trace)
     assert done.returncode == 0 and "2 x 8 (one real rank, no wire)" in done.stdout, done.stderr
+    assert "aten::mm" in done.stdout and "aten::mm" in gzip.decompress(trace.read_bytes()).decode()
     times = json.loads(result.read_text())
     assert times["fake"] and (times["replicas"], times["shards"], times["speed"]["batch"]) == (2, 8, 32)
     assert 0 < times["loss"] < 20

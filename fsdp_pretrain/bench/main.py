@@ -49,7 +49,7 @@ def main() -> int:
             values, text = [asdict(result) for result in rounds], saves.render(rounds)
         else:
             counts = {"steps": args.steps, "warmup": args.warmup, "accumulation": args.accumulation}
-            times = steps.measure(config, world, **counts)
+            times = steps.measure(config, world, **counts, trace=args.trace)
             values, text = asdict(times), steps.render(times)
         if world.is_main:
             _deliver(args, values, text)
@@ -97,6 +97,13 @@ def _parser() -> Parser:
         type=positive,
         metavar="N",
         help="time one rank of N (on nodes of 8), of which only this one exists: all but the wire is real",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="then trace two more steps, of the steps alone, into this file (such as steps.json.gz) and print their "
+        "longest kernels",
     )
     parser.add_argument("--ranks", type=positive, help="of --sweep: on this node (default: its GPUs, or 1)")
     parser.add_argument("--rounds", type=positive, default=5, help="of --peers and --saves (default: 5)")

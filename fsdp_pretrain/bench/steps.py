@@ -5,8 +5,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from fsdp_pretrain import hardware
 from fsdp_pretrain.checkpoint.state import TrainState
@@ -35,6 +37,9 @@ from fsdp_pretrain.units import human_bytes, human_count
 
 from .fake_ranks import FakeWorld
 from .measured import MeasuredSteps
+
+_LONGEST = 10
+"""Kernels in the table of a trace."""
 
 
 class RandomSteps:
@@ -139,8 +144,19 @@ def initialise(model: Decoder, config: Config, world: World) -> None:
                 local.normal_(std=initial.std)
 
 
-def measure(config: Config, world: World, *, steps: int, warmup: int, accumulation: int | None = None) -> MeasuredSteps:
-    """Time `steps` steps after `warmup`, with `accumulation` micro-batches or those of the full batch. Collective."""
+def measure(
+    config: Config,
+    world: World,
+    *,
+    steps: int,
+    warmup: int,
+    accumulation: int | None = None,
+    trace: Path | None = None,
+) -> MeasuredSteps:
+    """Time `steps` steps after `warmup`, with `accumulation` micro-batches or those of the full batch. Collective.
+
+    `trace`: then trace two more steps of this rank into this file, and print their longest kernels.
+    """
     batch = accumulation * config.train.micro_batch * world.size if accumulation else config.schedule.batch.full
     trainer = build(config, world, batch=batch)
     run_steps(trainer, warmup)
@@ -150,6 +166,8 @@ def measure(config: Config, world: World, *, steps: int, warmup: int, accumulati
         part: statistics.median(getattr(record.seconds, part) for record in timed) for part in StepSeconds.model_fields
     }
     loss = float(timed[-1].loss.mean)
+    if trace is not None:
+        print(trace_steps(trainer, trace, on_gpu=world.device.type == "cuda"), flush=True)
     return step_times(config, world, batch=batch, steps=steps, seconds=seconds, loss=loss, parts=parts)
 
 
@@ -161,6 +179,17 @@ def run_steps(trainer: Trainer, steps: int) -> tuple[float, list[StepRecord]]:
         records += [record for _, record in trainer.read(keep=LAG)]
     records += [record for _, record in trainer.read(keep=0)]
     return time.perf_counter() - start, records
+
+
+def trace_steps(trainer: Trainer, path: Path, *, on_gpu: bool) -> str:
+    """Trace two steps into a file for https://ui.perfetto.dev. Returns a table of the longest kernels."""
+    kinds = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    with profile(activities=kinds) as trace:
+        run_steps(trainer, 2)
+    trace.export_chrome_trace(str(path))
+    by = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    table: str = trace.key_averages().table(sort_by=by, row_limit=_LONGEST, max_name_column_width=70)
+    return table
 
 
 def step_times(
