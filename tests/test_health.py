@@ -20,11 +20,13 @@ from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import NumericError
 from fsdp_pretrain.health.auto_rollback import roll_back
 from fsdp_pretrain.health.monitor import ExpectedSteps, Health
+from fsdp_pretrain.health.rules import SourceLossRule
 from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.parallel.replica_check import checksums, compare
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.recorder import NotesOnlyRecorder
-from fsdp_pretrain.run.step_record import StepRecord
+from fsdp_pretrain.run.step_record import HealthFinding, LossSum, StepRecord
+from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.train.observer import RollbackRequest, Verdict
 
 pytestmark = pytest.mark.quick
@@ -182,6 +184,52 @@ def test_a_slow_divergence_is_told_with_the_step_before_it(config: Config, seed:
     (step, summary), *_ = told
     before = int(summary.partition("around step ")[2].partition(" ")[0])
     assert 4_700 < step < 5_200 and step - 600 < before <= 4_700, told
+
+
+SHARES = {"web": 0.7, "code": 0.25, "prompts": 0.05}
+"""Sources and their shares of the targets: the loss of a small one is noisier."""
+
+
+def by_source(seed: int, steps: int) -> dict[str, np.ndarray]:
+    """Losses of the sources, which fall at different speeds."""
+    step = np.arange(steps)
+    return {
+        name: 2 + (1 + number) * np.exp(-step / (600 + 900 * number))
+        + noise(seed * 10 + number, steps, 8) / math.sqrt(share) * math.sqrt(0.7)
+        for number, (name, share) in enumerate(SHARES.items())
+    }  # fmt: skip
+
+
+def judge_sources(config: Config, losses: dict[str, np.ndarray]) -> list[tuple[int, HealthFinding]]:
+    rule, found = SourceLossRule(config.health), list[tuple[int, HealthFinding]]()
+    for step, values in enumerate(zip(*(part.tolist() for part in losses.values()), strict=True), 1):
+        row = {name: LossSum(sum=value * 100, count=100) for name, value in zip(losses, values, strict=True)}
+        found += [(step, finding) for finding in rule.step(step, row)]
+    return found
+
+
+@pytest.mark.shows("A19")
+@pytest.mark.parametrize(("name", "rise"), [("web", 0.2), ("code", 0.3), ("prompts", 0.6)])
+def test_a_source_that_turns_bad_is_named(config: Config, name: str, rise: float) -> None:
+    losses = by_source(1, 6_000)
+    losses[name][4_000:] += rise
+    (step, found), *more = judge_sources(config, losses)
+    assert 4_000 < step <= 4_160 and found.key == f"loss/source/{name}" and found.severity is Severity.WARN
+    assert f"the loss of {name} is" in found.summary and f"--step {step}`" in found.summary
+    assert all(finding.resolved for _, finding in more)  # its best of 512 steps is that of the new level by then
+
+
+def test_sources_that_rise_together_are_left_to_the_other_rules(config: Config) -> None:
+    """A higher learning rate, for example."""
+    losses = by_source(2, 6_000)
+    for values in losses.values():
+        values[4_000:] += 0.5
+    assert not judge_sources(config, losses)
+
+
+@pytest.mark.parametrize("steps", [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_healthy_sources_are_left_alone(config: Config, steps: int) -> None:
+    assert not judge_sources(config, by_source(3, steps))
 
 
 def test_norms_that_go_on_standing_out_are_a_warning(config: Config) -> None:

@@ -23,6 +23,8 @@ QUIET = 100
 """An incident is over after this many steps without another deviation."""
 LEVEL = 0.02
 """(T) Rise of the level of the loss, in nats, that is a warning, if it is also five times its noise."""
+SOURCE = 0.05
+"""(T) The same of one source's loss, while that of the others rises less than half as much."""
 NORM = 6.0
 """(T) A gradient norm whose logarithm is this many spreads above the median is reported."""
 HALVINGS = 4

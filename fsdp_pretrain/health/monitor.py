@@ -24,7 +24,7 @@ from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.train.observer import RollbackRequest, Verdict
 
 from . import limits
-from .rules import GradientNormRule, HealthIncident, LossLevelRule, LossScaleRule, LossSpikeRule
+from .rules import GradientNormRule, HealthIncident, LossLevelRule, LossScaleRule, LossSpikeRule, SourceLossRule
 
 HISTORY = 640
 """Number of records before a start that its first verdicts need."""
@@ -65,6 +65,7 @@ class Health:
         self._spike = LossSpikeRule(config.health)
         self._level = LossLevelRule(config.health)
         self._norm = GradientNormRule(config.health)
+        self._sources = SourceLossRule(config.health)
         self._scale = LossScaleRule()
         self._nonfinite = HealthIncident("loss/nonfinite")
         self._zero_gradient = HealthIncident("learning/gradient")
@@ -88,8 +89,9 @@ class Health:
             incident.severity = None
         self._skipped.clear()
         self._digest = None
-        rules = (self._spike, self._level, self._norm, self._scale)
-        self._carried = [finding for rule in rules for finding in rule.incident.carried()]
+        rules = [rule.incident for rule in (self._spike, self._level, self._norm, self._scale)]
+        incidents = [*rules, *self._sources.incidents.values()]
+        self._carried = [finding for incident in incidents for finding in incident.carried()]
         self._expected = expected
 
     def reconfigure(self, config: Config) -> None:
@@ -132,6 +134,7 @@ class Health:
         loss, norm = record.loss.mean, record.grad_norm
         verdict.findings += self._level.step(record.step, loss)
         verdict.findings += self._norm.step(record.step, norm) if norm else []
+        verdict.findings += self._sources.step(record.step, record.sources)
         spike = self._spike.step(record.step, loss, self._level, self._norm)
         verdict.findings += spike
         lasts = any(finding.severity is Severity.CRIT and not finding.resolved for finding in spike)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fsdp_pretrain import statistics
 from fsdp_pretrain.config.operations import HealthSection
 from fsdp_pretrain.config.sections import SMALLEST_SCALE
-from fsdp_pretrain.run.step_record import HealthFinding
+from fsdp_pretrain.run.step_record import HealthFinding, LossSum
 from fsdp_pretrain.severity import Severity
 
 from . import limits
@@ -27,7 +27,7 @@ _BLOCK = 16  # steps of a block, whose median loss is one value
 _BLOCKS = 32  # blocks kept
 _JOINED = 4  # blocks whose median is the level
 _CHANGES = 128  # block-to-block changes kept for the noise of the level
-_LEVEL_NOISE = 5.0
+_LEVEL_NOISE, _SOURCE_NOISE = 5.0, 8.0
 _OF_MEDIAN = 1.25
 """Standard error of a median relative to that of a mean, for normal values."""
 _NORM_FLOOR = 0.05
@@ -93,40 +93,98 @@ class RecentValues:
         return statistics.score(value, self._values, self._floor) if len(self._values) >= self._enough else None
 
 
+class LossLevel:
+    """The level of a loss: the median of the medians of some blocks.
+
+    Attributes:
+        value: the level; NaN with too few blocks.
+        rise: how far it is above its best; 0 with too few blocks.
+        best: the step around which it was best.
+        noise: standard deviation of the level, from differences of neighbouring blocks; 0 with too few.
+    """
+
+    def __init__(self) -> None:
+        self.value, self.rise, self.best, self.noise = math.nan, 0.0, 0, 0.0
+        self._block: list[float] = []
+        self._medians: deque[tuple[int, float]] = deque(maxlen=_BLOCKS)  # with the last step of the block before
+        self._changes: deque[float] = deque(maxlen=_CHANGES)
+        self._begun = 0  # step before the block
+
+    def add(self, step: int, loss: float) -> bool:
+        """Add the loss of a step; returns whether that gives a new level."""
+        if not self._block:
+            self._begun = step - 1
+        self._block.append(loss)
+        if len(self._block) < _BLOCK:
+            return False
+        self._medians.append((self._begun, median(self._block)))
+        self._block.clear()
+        medians = [value for _, value in self._medians]
+        if len(medians) > 1:
+            self._changes.append(medians[-1] - medians[-2])
+        if len(medians) < 2 * _JOINED:
+            return False
+        self.noise = _OF_MEDIAN * statistics.spread(self._changes)[1] / math.sqrt(2 * _JOINED)
+        levels = [median(medians[at : at + _JOINED]) for at in range(len(medians) - _JOINED + 1)]
+        self.value, lowest = levels[-1], min(levels)
+        self.rise, self.best = self.value - lowest, self._medians[levels.index(lowest)][0]
+        return True
+
+
 class LossLevelRule:
     """`loss/level`: shifts of the loss that are too small to be spikes."""
 
     def __init__(self, config: HealthSection) -> None:
         self.limits = config
-        self.noise = 0.0  # standard deviation of the level, from differences of neighbouring blocks; 0 while unknown
-        self._block: list[float] = []
-        self._medians: deque[float] = deque(maxlen=_BLOCKS)
-        self._changes: deque[float] = deque(maxlen=_CHANGES)
+        self._level = LossLevel()
         self.incident = HealthIncident("loss/level")
+
+    @property
+    def noise(self) -> float:
+        """See `LossLevel`."""
+        return self._level.noise
 
     def step(self, step: int, loss: float) -> list[HealthFinding]:
         """Add the loss of a step."""
-        self._block.append(loss)
-        if len(self._block) < _BLOCK:
+        level = self._level
+        if not level.add(step, loss):
             return []
-        self._medians.append(median(self._block))
-        self._block.clear()
-        medians = list(self._medians)
-        if len(medians) > 1:
-            self._changes.append(medians[-1] - medians[-2])
-        if len(medians) < 2 * _JOINED:
+        limit = self.limits.tolerance * max(limits.LEVEL, _LEVEL_NOISE * level.noise)
+        text = f"the level of the loss is {level.value:.4f}, {level.rise:.3f} above its best"
+        if level.rise > limit:
+            text = f"{text}, around step {level.best} (limit {limit:.3f})"
+            return self.incident.seen(Severity.WARN, step, text)
+        return self.incident.settle(step, text) if level.rise < limit / 2 else []
+
+
+class SourceLossRule:
+    """`loss/source/NAME`: the level of one source's loss rises, and that of the others does not."""
+
+    def __init__(self, config: HealthSection) -> None:
+        self.limits = config
+        self._levels: dict[str, LossLevel] = {}
+        self.incidents: dict[str, HealthIncident] = {}
+
+    def step(self, step: int, sources: Mapping[str, LossSum]) -> list[HealthFinding]:
+        """Add the losses of a step, by source; one without targets does not count."""
+        new = [
+            name
+            for name, loss in sources.items()
+            if math.isfinite(loss.mean) and self._levels.setdefault(name, LossLevel()).add(step, loss.mean)
+        ]
+        if len(self._levels) < 2:
             return []
-        block = statistics.spread(self._changes)[1] / math.sqrt(2)
-        self.noise = _OF_MEDIAN * block / math.sqrt(_JOINED)
-        levels = [median(medians[at : at + _JOINED]) for at in range(len(medians) - _JOINED + 1)]
-        rise, limit = levels[-1] - min(levels), self.limits.tolerance * max(limits.LEVEL, _LEVEL_NOISE * self.noise)
-        if rise > limit:
-            best = step - _BLOCK * (len(levels) - 1 - levels.index(min(levels)) + _JOINED)
-            text = f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best, around step {best}"
-            return self.incident.seen(Severity.WARN, step, f"{text} (limit {limit:.3f})")
-        if rise < limit / 2:
-            return self.incident.settle(step, f"the level of the loss is {levels[-1]:.4f}, {rise:.3f} above its best")
-        return []
+        return [finding for name in new for finding in self._judge(step, name, self._levels[name])]
+
+    def _judge(self, step: int, name: str, level: LossLevel) -> list[HealthFinding]:
+        incident = self.incidents.setdefault(name, HealthIncident(f"loss/source/{name}"))
+        others = median(other.rise for other in self._levels.values() if other is not level)
+        limit = self.limits.tolerance * max(limits.SOURCE, _SOURCE_NOISE * level.noise)
+        text = f"the loss of {name} is {level.value:.3f}, {level.rise:.3f} above its best"
+        if level.rise > limit and others < level.rise / 2:
+            text += f" around step {level.best}, and the other sources' is not (limit {limit:.3f}); `fsdp-eval samples "
+            return incident.seen(Severity.WARN, step, f"{text}RUN --step {step}` shows its documents")
+        return incident.settle(step, text) if level.rise < limit / 2 else []
 
 
 class GradientNormRule:
