@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import math
 import os
 import platform
 import re
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 
 from . import __version__
 from .errors import Exit, StorageError, UserError
-from .units import Bytes, Seconds
+from .units import Bytes, Progress, Seconds
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -215,6 +216,14 @@ def byte_count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
 
 
+def progress(text: str) -> Progress:
+    """Argument type of an amount of training such as `20B tokens`. Raises ArgumentTypeError."""
+    try:
+        return Progress.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is {error}") from None
+
+
 def seconds(text: str) -> float:
     """Argument type of a time such as `30min`. Raises ArgumentTypeError."""
     try:
@@ -228,6 +237,17 @@ def positive(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text.strip()) or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
+
+
+def not_negative(text: str) -> float:
+    """Argument type of a finite number of 0 or more. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return value
 
 
 def step_number(text: str) -> int:

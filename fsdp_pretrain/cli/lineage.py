@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fsdp_pretrain.console import JSON, argument, positive, row, verb
+from fsdp_pretrain.console import JSON, argument, not_negative, positive, progress, row, verb
+from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.arguments import RUN
 
 
@@ -24,13 +25,16 @@ _BRANCH = (
 )
 
 
+DRY_RUN = argument("--dry-run", action="store_true", help="check everything and show it, change nothing")
+
+
 @verb(
     "rollback",
     "runs/quickstart/run --to 200 --skip-steps 241:260 --set optimizer.lr=5e-4",
     RUN,
     argument("--to", type=positive, required=True, metavar="STEP", help="step of a checkpoint"),
     *_BRANCH,
-    argument("--dry-run", action="store_true", help="check everything and show it, change nothing"),
+    DRY_RUN,
 )
 def rollback(args: argparse.Namespace) -> int:
     """Go back to a checkpoint: later ones are moved aside, samples skipped and settings changed for good. Killed at
@@ -59,15 +63,45 @@ def rollback(args: argparse.Namespace) -> int:
     RUN,
     argument("--at", type=positive, required=True, metavar="STEP", help="step of a checkpoint"),
     argument("target", type=Path, metavar="NEW_RUN", help="directory of the new run"),
+    argument(
+        "--anneal",
+        type=progress,
+        metavar="LENGTH",
+        help='let the learning rate decay from where it is over this length, such as "50B tokens", which ends the run',
+    ),
+    argument("--to", type=not_negative, default=0.1, help="of --anneal: share of the rate at the end (default: 0.1)"),
+    argument(
+        "--mix",
+        type=Path,
+        metavar="FILE",
+        help="of --anneal: TOML file with [[sources]] (name, path, weight) to go on with",
+    ),
     *_BRANCH,
+    DRY_RUN,
 )
 def fork(args: argparse.Namespace) -> int:
     """A new run that goes on from a checkpoint of RUN, with its own directory; RUN is not changed."""
     from fsdp_pretrain.lineage import continuation
+    from fsdp_pretrain.lineage.annealing import Annealing
     from fsdp_pretrain.lineage.fork import fork as fork_run
 
-    report = fork_run(args.run, args.at, args.target, changes=args.set, skip_steps=args.skip_steps, reason=args.reason)
-    lines = [f"{args.target} goes on from step {args.at:_} of {args.run.path}", *continuation.render(report)]
-    lines.append(row("start", f"torchrun ... -m fsdp_pretrain.train {report.config}"))
+    if args.mix is not None and args.anneal is None:
+        raise ConfigError("--mix belongs to --anneal", remedy="say for how long: --anneal LENGTH")
+    report = fork_run(
+        args.run,
+        args.at,
+        args.target,
+        changes=args.set,
+        skip_steps=args.skip_steps,
+        reason=args.reason,
+        anneal=None if args.anneal is None else Annealing(args.anneal, args.to, args.mix),
+        dry_run=args.dry_run,
+    )
+    lines = [
+        f"{args.target} {'would go' if args.dry_run else 'goes'} on from step {args.at:_} of {args.run.path}",
+        *continuation.render(report),
+    ]
+    if not args.dry_run:
+        lines.append(row("start", f"torchrun ... -m fsdp_pretrain.train {report.config}"))
     print(report.model_dump_json(indent=1, exclude_unset=True) if args.json else "\n".join(lines))
     return 0

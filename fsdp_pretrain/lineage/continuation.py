@@ -75,7 +75,8 @@ def prepare(run: RunDir, request: BranchRequest, place: Sequence[str] = ()) -> B
     skip = _samples(run, state, *request.skip_steps) if request.skip_steps else request.skip_samples
     current = overrides.read(run)
     before = overrides.apply(run.config, (), current)
-    resolved = [_absolute(text, load(run.config, [text])) for text in request.changes]
+    asked = load(run.config, request.changes)  # together: one alone may contradict the rest
+    resolved = [_absolute(text, asked) for text in request.changes]
     dropped = _left_behind(run, current, state)
     persistent = current.add(resolved, [skip] if skip else []).without(dropped)
     after = overrides.apply(run.config, place, persistent, dropped)
@@ -155,6 +156,8 @@ def render(report: BranchReport) -> list[str]:
     """The report as lines of text."""
     lines = [f"  from        step {report.step:_}, {report.consumed:_} samples trained, {report.cursor:_} read"]
     lines += [f"  skip        samples {report.skip.removesuffix(' samples')}"] if report.skip else []
+    if report.rates:
+        lines.append("  rate        {:.3e} at first, {:.3e} half-way, {:.3e} at the end".format(*report.rates))
     return lines + [f"  {'change' if not at else '':11} {text}" for at, text in enumerate(report.changes or ["none"])]
 
 

@@ -24,6 +24,8 @@ from fsdp_pretrain.run.lock import hold
 from fsdp_pretrain.run.metrics import METRICS
 from fsdp_pretrain.run.step_record import parse
 
+from . import annealing
+from .annealing import Annealing
 from .continuation import Branch, prepare, refuse_run_dir, sentence
 from .rollback import status_at
 
@@ -36,6 +38,8 @@ def fork(
     changes: Sequence[str] = (),
     skip_steps: tuple[int, int] | None = None,
     reason: str = "",
+    anneal: Annealing | None = None,
+    dry_run: bool = False,
 ) -> BranchReport:
     """Create a run directory that continues from a checkpoint of `parent`, which may keep training.
 
@@ -44,6 +48,8 @@ def fork(
         changes: `section.key=value` for the new run; `run.name` defaults to the name of `target`.
         skip_steps: first and last step of the parent whose samples the new run skips.
         reason: text for the journal.
+        anneal: let the learning rate decay from there, see `annealing`.
+        dry_run: only check everything.
 
     Raises:
         BusyError: a rollback of the parent is in progress, or another fork to `target`.
@@ -55,10 +61,15 @@ def fork(
         raise ConfigError(f"{target} exists already", remedy="choose another directory for the new run")
     _refuse_during_rollback(parent)
     refuse_run_dir(changes, "run.dir is where the fork is made", "leave it out of --set")
-    named_changes = [f"run.name={json.dumps(target.name)}", *changes]
+    annealed = [] if anneal is None else annealing.changes(parent, step, anneal)
+    named_changes = [f"run.name={json.dumps(target.name)}", *annealed, *changes]
     request = BranchRequest(step=step, changes=named_changes, skip_steps=skip_steps)
     branch = prepare(parent, request, place=[f"run.dir={json.dumps(str(target))}"])
     report = branch.report()
+    if anneal is not None:
+        report = report.model_copy(update={"rates": annealing.rates(branch, anneal)})
+    if dry_run:
+        return report.model_copy(update={"done": "dry run"})
     building = RunDir(target.with_name(f"{target.name}.forking"))
     try:
         with hold(building, "fork"):

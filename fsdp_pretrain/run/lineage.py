@@ -47,6 +47,7 @@ class BranchReport(StateFile):
     changes: list[str]
     abandoned: list[str] = Field(default_factory=list)  # checkpoints moved aside
     config: str = ""  # the configuration to start a fork with
+    rates: list[float] = Field(default_factory=list)  # of a fork that anneals: at its beginning, half-way, at its end
     linked: bool = False  # the fork's checkpoint shares its bytes with the parent's
     done: Literal["now", "already", "dry run"] = "now"
 

@@ -1,0 +1,150 @@
+"""The settings of a fork that anneals: the learning rate decays from where it is, perhaps on another mixture.
+
+They are ordinary settings, so the new run is steered, resumed and reported like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from fsdp_pretrain.checkpoint.manifest import SavedState
+from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.config.base import Section
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.data_section import SourceSection
+from fsdp_pretrain.data.packing.mixture import MixtureWeight
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.run import overrides
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.units import Progress
+
+from .continuation import Branch
+
+_CLOSE = 1e-9
+"""Relative difference of rates that counts as none."""
+
+
+class _Mix(Section):
+    """A file for `--mix`."""
+
+    sources: list[SourceSection] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Annealing:
+    """What is asked for.
+
+    Attributes:
+        length: of the decay; then the run ends.
+        to: share of the present learning rate at its end.
+        mix: TOML file with `[[sources]]` as in `[data]`, each with a constant weight: the mixture from there on.
+    """
+
+    length: Progress
+    to: float
+    mix: Path | None = None
+
+
+def changes(run: RunDir, step: int, asked: Annealing) -> list[str]:
+    """The settings, as `section.key=value`, of a fork that anneals from a checkpoint.
+
+    Raises:
+        UserError: there is no such checkpoint; the rate is steered otherwise behind it; the file is no mixture.
+    """
+    saved = Store(run.checkpoints).find(step).train_state()
+    config = overrides.apply(run.config, (), overrides.read(run))
+    schedule, at = config.schedule, saved.consumed
+    values = schedule.values_at(at)
+    if not values.lr:
+        raise ConfigError(f"the learning rate of step {step} is 0: there is nothing to decay from")
+    ahead = schedule.batch.steps_between(at, schedule.behind(at, asked.length))
+    end = schedule.batch.ahead(at, ahead)
+    peak = values.lr / values.lr_scale
+    decay = {
+        "optimizer.curve": "wsd",
+        "optimizer.lr": peak,
+        "optimizer.min_lr": peak * asked.to,
+        "optimizer.decay": f"{end} samples",
+        "optimizer.decay_length": f"{end - at} samples",
+        "train.duration": f"{end} samples",
+    }
+    settings = [f"{key}={json.dumps(value)}" for key, value in decay.items()]
+    if asked.mix is not None:
+        settings.append(f"data.sources={_toml(_sources(config, saved, asked.mix))}")
+    return settings
+
+
+def rates(branch: Branch, asked: Annealing) -> list[float]:
+    """The learning rates of the fork at its beginning, half-way, and at its end.
+
+    Raises ConfigError unless the first is the run's own there, and the last its share.
+    """
+    at, schedule = branch.state.consumed, branch.after.schedule
+    was, is_ = branch.before.schedule.lr_at(at), schedule.values_at(at, behind=True).lr
+    end = schedule.lr_at(schedule.total)
+    if abs(is_ - was) > _CLOSE * was or abs(end - asked.to * was) > _CLOSE * was:
+        raise ConfigError(
+            f"the rate would go from {was:.6g} to {is_:.6g} at the fork and end at {end:.6g}: the timeline steers it",
+            effect="nothing was made",
+            remedy="fork without --anneal and set the decay yourself, or end the changes of the timeline before it",
+        )
+    return [is_, schedule.lr_at((at + schedule.total) // 2), end]
+
+
+def _sources(config: Config, saved: SavedState, path: Path) -> list[dict[str, Any]]:
+    """`data.sources` in which the mixture of the file begins at the checkpoint's place in the data."""
+    try:
+        mix = _Mix.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError) as error:
+        raise ConfigError(
+            f"{path} is not a mixture: {error}", remedy="write [[sources]] with name, path, weight"
+        ) from None
+    place, news = saved.cursor, {source.name: source for source in mix.sources}
+    here = f"{place} samples"
+    sources = []
+    for old in config.data.sources:
+        new = news.pop(old.name, None)
+        shown = old.model_dump(mode="json", exclude_none=True)
+        plan = MixtureWeight.from_json(saved.identity.mixture[old.name])
+        if any(first >= place for first, _ in plan.points[1:]) or (plan.stop is not None and plan.stop <= place):
+            raise ConfigError(
+                f"the weight of {old.name} changes, or has ended, around sample {place:_}",
+                remedy="fork without --mix, and set data.sources yourself",
+            )
+        if new is None:
+            sources.append({**shown, "stop": here})
+            continue
+        if str(new.path) != str(old.path):
+            raise ConfigError(f"{old.name} is {new.path} in {path}, and {old.path} in the run", remedy="rename it")
+        points = [{"at": f"{first} samples", "value": value} for first, value in plan.points if first <= place]
+        jump = [{"at": here, "value": plan.points[-1][1]}, {"at": here, "value": _constant(new, path)}]
+        sources.append({**shown, "weight": [*points, *jump], **_limits(new)})
+    begun = [
+        {**source.model_dump(mode="json", exclude_none=True), "weight": _constant(source, path), "start": here}
+        for source in news.values()
+    ]
+    return sources + begun
+
+
+def _limits(source: SourceSection) -> Mapping[str, Any]:
+    return {} if source.max_epochs is None else {"max_epochs": source.max_epochs}
+
+
+def _constant(source: SourceSection, path: Path) -> float:
+    if isinstance(source.weight, list):
+        raise ConfigError(f"{path}: the weight of {source.name} must be a number")
+    return source.weight
+
+
+def _toml(value: Any) -> str:
+    """A value as inline TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)

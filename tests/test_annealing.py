@@ -1,0 +1,90 @@
+"""`fork --anneal`: one command for a decay from where a run is, perhaps on another mixture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from processes import Run
+
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.metrics import read_metrics
+
+CLI = "fsdp_pretrain.cli"
+
+
+@pytest.fixture(scope="module")
+def sources(module_lab: Any) -> list[dict[str, Any]]:
+    return [
+        {"name": "text", "path": str(module_lab.corpus), "weight": 3.0},
+        {"name": "old", "path": str(module_lab.corpus), "weight": 1.0},
+    ]
+
+
+@pytest.fixture(scope="module")
+def parent(module_lab: Any, sources: list[dict[str, Any]]) -> Path:
+    """Thirty steps of a cosine decay, saved at 10, 20 and 30."""
+    config = module_lab.config(
+        "parent", train={"duration": "30 steps"}, data={"sources": sources}, optimizer={"lr": 8e-3, "min_lr": 0.0}
+    )
+    module_lab.train(config, ranks=2)
+    run: Path = module_lab.path / "parent"
+    return run
+
+
+def contents(run: Path) -> dict[str, str]:
+    files = sorted(path for path in run.rglob("*") if path.is_file())
+    return {str(path): xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in files}
+
+
+@pytest.mark.promise("anneal")
+def test_a_branch_decays_from_where_the_run_is_on_another_mixture(
+    parent: Path, sources: list[dict[str, Any]], lab: Any, run_command: Run, helpers: Any
+) -> None:
+    new, mix, before = lab.path / "new", lab.path / "mix.toml", contents(parent)
+    mix.write_text(
+        f'[[sources]]\nname = "text"\npath = "{sources[0]["path"]}"\nweight = 1\n'
+        f'[[sources]]\nname = "best"\npath = "{sources[0]["path"]}"\nweight = 3\n'
+    )
+    command = (CLI, "fork", parent, "--at", 20, new, "--anneal", "12 steps", "--to", "0.25", "--mix", mix)
+    planned = run_command(*command, "--dry-run", "--json")
+    assert planned.returncode == 0 and not new.exists(), planned.stderr
+    done = run_command(*command)
+    assert done.returncode == 0 and "half-way" in done.stdout, done.stderr
+    lab.train(new / "config.toml", ranks=2)
+    trained = list(read_metrics(RunDir(new)))
+    rates = {record.step: record.lr for record in trained}
+    first, half, last = json.loads(planned.stdout)["rates"]
+    assert first == pytest.approx(rates[20]) and half == pytest.approx(rates[26]) and last == pytest.approx(rates[32])
+    assert max(rates) == 32 and last == pytest.approx(rates[20] / 4)
+    assert rates[20] > rates[21] > rates[31] > rates[32]
+    shares = {record.step: record.ramps["shares"] for record in trained}
+    assert shares[20] == {"text": 0.75, "old": 0.25} or shares[20] == {"text": 0.75, "old": 0.25, "best": 0.0}
+    assert shares[32] == {"text": 0.25, "old": 0.0, "best": 0.75}
+    assert contents(parent) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "mix", "reason"),
+    [
+        (["--anneal", "12"], None, "not a quantity with a unit"),
+        (["--mix", "mix.toml"], "", "--mix belongs to --anneal"),
+        (["--anneal", "9 steps"], "sources = 3", "is not a mixture"),
+        (["--anneal", "9 steps"], '[[sources]]\nname = "text"\npath = "elsewhere"', "rename it"),
+        (["--anneal", "9 steps", "--set", "optimizer.lr=1e-5"], None, "the rate would go from"),
+        (["--anneal", "9 steps", "--to", "-1"], None, "is not a number of 0 or more"),
+        (["--anneal", "9 steps", "--to", "2"], None, "optimizer.min_lr"),
+    ],
+)
+def test_what_cannot_be_annealed_is_refused(
+    parent: Path, lab: Any, run_command: Run, options: list[str], mix: str | None, reason: str
+) -> None:
+    if mix is not None:
+        (lab.path / "mix.toml").write_text(mix)
+        options = [*(text for text in options if text not in ("--mix", "mix.toml")), "--mix", lab.path / "mix.toml"]
+    done = run_command(CLI, "fork", parent, "--at", 20, lab.path / "new", *options)
+    assert done.returncode == 78 and reason in done.stderr, done.stderr
+    assert not (lab.path / "new").exists()
