@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import CODE, JSON, CommandLine, argument, positive, verb
-from fsdp_pretrain.errors import CheckpointError, ConfigError, Exit, UserError
+from fsdp_pretrain.errors import ConfigError, Exit, UserError
 from fsdp_pretrain.run import run_id
-from fsdp_pretrain.run.arguments import RUN, SEGMENT, check_begun, import_extra
+from fsdp_pretrain.run.arguments import RUN, SEGMENT, import_extra
 from fsdp_pretrain.run.files import RunDir, make_directory, now, replace_file
 
 if TYPE_CHECKING:
-    from fsdp_pretrain.checkpoint.store import Checkpoint
     from fsdp_pretrain.config.config import Config
     from fsdp_pretrain.config.sections import EvalSection
 
@@ -98,20 +97,14 @@ def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
     from fsdp_pretrain.config.config import replace_in
     from fsdp_pretrain.config.sections import EvalSection
 
-    from .checkpoints import open_checkpoint
-    from .exported import is_exported, open_exported
+    from .exported import open_model
     from .separators import NAME
     from .tasks import BUNDLED
 
     if args.out:
         make_directory(args.out.parent)
-    if is_exported(args.path):
-        if args.step is not None:
-            raise ConfigError(f"{args.path} is one exported checkpoint: --step {args.step} chooses one of a run")
-        evaluated, before = open_exported(args.path), EvalSection()
-    else:
-        evaluated = open_checkpoint(_find_checkpoint(args.path, args.step))
-        before = evaluated.trained.eval if evaluated.trained is not None else EvalSection()
+    evaluated = open_model(args.path, args.step)
+    before = evaluated.trained.eval if evaluated.trained is not None else EvalSection()
     given = {key: getattr(args, key) for key in ("tasks", "heldout", "device")}
     settings = {"include": args.include, **{key: value for key, value in given.items() if value is not None}}
     limit = [] if args.limit is None else [f"eval.limit={args.limit}"]
@@ -126,29 +119,6 @@ def _choose(args: argparse.Namespace) -> tuple[EvaluatedModel, EvalSection]:
             remedy=f"if you trust them, add: {folders}",
         )
     return evaluated, section
-
-
-def _find_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """The checkpoint in a `step-N` directory; or in a run directory the one of a step, or the newest.
-
-    Raises:
-        ConfigError: the path is neither.
-        CheckpointError: there is no such checkpoint.
-    """
-    from fsdp_pretrain.checkpoint.store import Store, step_of
-
-    named = step_of(path.name)
-    if named is not None:
-        if step is not None:
-            raise ConfigError(f"{path} is one checkpoint already: --step {step} chooses one of a run directory")
-        return Store(path.parent).find(named)
-    run = RunDir(path)
-    check_begun(run)
-    store = Store(run.checkpoints)
-    newest = store.newest() if step is None else store.find(step)
-    if newest is None:
-        raise CheckpointError(f"{store.directory} holds no complete checkpoint")
-    return newest
 
 
 @verb(
@@ -316,6 +286,8 @@ def table(results: Results) -> str:
         lines.append(f"  {task:24} {metric:16} {value:.4f}{spread}  ({shown})")
     words = {True: "ok", False: "ALARM", None: "undecided"}
     lines += [f"  {verdict.probe:24} {words[verdict.ok]}: {verdict.text}" for verdict in results.verdicts]
+    for prompt, text in results.texts.items():
+        lines += ["  | " + line for line in f"{prompt}{text}".splitlines()]
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from . import sample_files
 from .checkpoints import EvaluatedModel
 from .ranks import follow, lead, together
 from .results import RefusedError, Results
+from .sampling import prompt_of
 from .separators import NAME, Probed, Subject, separator_probe
 from .tasks import BUNDLED, load_tasks, read_heldout, scores
 from .uncertainty import as_array, influence, standard_error
@@ -63,6 +64,7 @@ def evaluate(
         if tasks:
             with redirect_stdout(sys.stderr):  # lm-eval reports a bootstrap there
                 output = evaluator.evaluate(adapter, tasks, limit=section.limit, bootstrap_iters=200, log_samples=True)
+        written = adapter.scorer.answers([prompt_of(evaluated, text) for text in section.prompts], quiet=True)
         probed = {NAME: _probe(adapter, evaluated, section)} if NAME in section.tasks else {}
     table = scores(output["results"])
     errors = _standard_errors(table, output["samples"])
@@ -75,6 +77,7 @@ def evaluate(
         | {name: probe.scores for name, probe in probed.items()},
         documents={name: counts["effective"] for name, counts in output["n-samples"].items()}
         | {name: probe.documents for name, probe in probed.items()},
+        texts=dict(zip(section.prompts, written, strict=True)),
         verdicts=[probe.verdict for probe in probed.values()],
         higher_is_better=_directions(output["higher_is_better"]),
         num_fewshot=output["n-shot"],

@@ -12,14 +12,13 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from fsdp_pretrain.config.data_section import AnyObjective, GLMObjective
-from fsdp_pretrain.data.packing.objectives import Specials
+from fsdp_pretrain.config.data_section import AnyObjective
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.mesh import World
 
 from .results import RefusedError
-from .scorer import Prompt, Query, Scorer
+from .scorer import Marks, Prompt, Query, Scorer
 
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "seed")
 """Options that have no effect on greedy decoding."""
@@ -53,14 +52,9 @@ class CheckpointLM(TemplateLM):
     ) -> None:
         super().__init__()
         self.tokenizer = tokenizer
-        self._marks: list[int] = []
-        ends, two_dimensions = {tokenizer.eod}, model.two_dimensions
-        if isinstance(objective, GLMObjective):
-            ids = Specials.behind(tokenizer.vocab_size)
-            self._marks = [ids.gmask, ids.sop]
-            ends.add(ids.eop)
-        self._length = length - len(self._marks)
-        self.scorer = Scorer(model, tokenizer, batch=batch, ends=ends, two_dimensions=two_dimensions, world=world)
+        self._marks = Marks.of(objective, tokenizer)
+        self._length = length - len(self._marks.before)
+        self.scorer = Scorer(model, tokenizer, batch=batch, ends=self._marks.ends, world=world)
 
     @property
     def eot_token_id(self) -> int:
@@ -142,12 +136,8 @@ class CheckpointLM(TemplateLM):
 
     def _query(self, window: list[int], count: int) -> Query:
         context, targets = window[:-count], window[-count:]
-        inputs, prefix = self._inputs(context)
+        inputs, prefix = self._marks.inputs(context)
         return Query([*inputs, *targets[:-1]], targets, prefix)
-
-    def _inputs(self, context: list[int]) -> tuple[list[int], int]:
-        """The inputs before a continuation, and how many of them all tokens attend to (the prefix of GLM)."""
-        return [*context, *self._marks], len(context) + 1 if self._marks else 0
 
     # ------------------------------------------------------------------ answers
 
@@ -164,7 +154,7 @@ class CheckpointLM(TemplateLM):
                 stops, most = answer_limits(request.args[1], self._length)
             except ValueError as error:
                 raise RefusedError(f"a task asks for {error}") from None
-            inputs, prefix = self._inputs((tokens or [self.eot_token_id])[most - self._length :])
+            inputs, prefix = self._marks.inputs((tokens or [self.eot_token_id])[most - self._length :])
             prompts.append(Prompt(inputs, most, stops, prefix))
         return self.scorer.answers(prompts, quiet=disable_tqdm)
 

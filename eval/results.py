@@ -50,6 +50,7 @@ class Results(StateFile):
         gen_kwargs: by task that generates: options of generating answers.
         samples: by task: name of the file beside this one with a line per document, see `sample_files`.
         higher_is_better: by task and metric, where known.
+        texts: continuations of `eval.prompts`, by prompt.
         verdicts: verdicts of the probes among the tasks.
         versions, lm_eval: versions of the tasks, and of lm-eval.
         seconds, time: duration, and time of completion.
@@ -65,6 +66,7 @@ class Results(StateFile):
     scores: dict[str, dict[str, Score]]
     documents: dict[str, int] = Field(default_factory=dict)
     higher_is_better: dict[str, dict[str, bool]] = Field(default_factory=dict)
+    texts: dict[str, str] = Field(default_factory=dict)
     verdicts: list[Verdict] = Field(default_factory=list)
     num_fewshot: dict[str, int] = Field(default_factory=dict)
     gen_kwargs: dict[str, dict[str, Any]] = Field(default_factory=dict)

@@ -23,7 +23,8 @@ from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
-    f"docs/{name}.md" for name in "data training storage launch evaluation plan trackers huggingface report".split()
+    f"docs/{name}.md"
+    for name in "data training storage launch evaluation plan trackers huggingface report models".split()
 ]
 
 
@@ -73,6 +74,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
         ("docs/trackers.md", "runs/demo/run/tensorboard/kept"),
         ("docs/huggingface.md", "runs/demo/hf/config.json"),
         ("docs/report.md", "runs/demo/run/report.html"),
+        ("docs/models.md", "runs/demo/annealed/overrides.toml"),
     ],
 )
 @pytest.mark.promise("documented")

@@ -56,7 +56,7 @@ def model(name: str) -> Decoder:
 @pytest.fixture
 def scorer(name: str, model: Decoder, shared_corpus: Path) -> Scorer:
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
-    return Scorer(model, tokenizer, batch=3, two_dimensions=name == "glm-2d")
+    return Scorer(model, tokenizer, batch=3)
 
 
 @torch.no_grad()

@@ -156,7 +156,7 @@ def make_facts(config: Config, world: World, state: TrainState, *, final: bool =
     """The manifest's facts for a checkpoint of `state`.
 
     Args:
-        marks: `segment`, `imported` and `suspect` of `Facts`; None values are left out.
+        marks: `segment`, `imported`, `suspect` and `merged` of `Facts`; None values are left out.
     """
     return Facts(
         **vars(state),

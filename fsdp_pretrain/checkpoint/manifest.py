@@ -75,6 +75,14 @@ class SavedState(Counters):
     identity: RunIdentity
 
 
+class MergedParent(StateFile):
+    """One of the checkpoints whose mean a merge is: its step, its weight in the mean, the digest of its tensors."""
+
+    step: Count
+    weight: float
+    state_digest: str
+
+
 class Facts(Counters):
     """The part of a manifest that is known before the checkpoint is written.
 
@@ -85,6 +93,7 @@ class Facts(Counters):
         torch, fsdp_pretrain: versions that wrote it.
         imported: source folder or checkpoint, if the weights were imported.
         suspect: why not to roll back to it, if it was saved during an incident.
+        merged: the checkpoints whose mean it is, oldest first; None: it was trained.
     """
 
     run: str
@@ -94,6 +103,7 @@ class Facts(Counters):
     fsdp_pretrain: str
     imported: str | None = None
     suspect: str | None = None
+    merged: list[MergedParent] | None = None
 
 
 class CheckpointManifest(Facts):

@@ -1,4 +1,4 @@
-"""`fsdp-pretrain checkpoints RUN ...`: list, verify, export and import checkpoints."""
+"""`fsdp-pretrain checkpoints RUN ...`: list, verify, merge, export and import checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_pretrain.console import CODE, JSON, argument, byte_count, verb
+from fsdp_pretrain.console import CODE, JSON, argument, byte_count, progress, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.arguments import check_begun, import_extra
 from fsdp_pretrain.run.files import RunDir
@@ -90,6 +90,41 @@ def _export(args: argparse.Namespace) -> int:
 
 
 @verb(
+    "merge",
+    "--last '150 steps' --out tail",
+    argument("--last", type=progress, help='only those less than this before the newest, such as "20B tokens"'),
+    argument("--every", type=progress, help='of these only those that complete this interval, such as "1B tokens"'),
+    argument(
+        "--weights",
+        choices=("uniform", "decay"),
+        default="uniform",
+        help="uniform: the mean, as if the learning rate had fallen linearly to zero; decay: older ones count more, as "
+        "if it had fallen as 1 - sqrt(x) (default: uniform)",
+    ),
+    argument("--out", required=True, metavar="NAME", help="name of the merge, which must be new: RUN/merged/NAME"),
+    CODE,
+    JSON,
+)
+def _merge(args: argparse.Namespace) -> int:
+    """Write the mean of the weights of several checkpoints as a checkpoint without optimiser state.
+
+    RUN/merged/NAME can be listed, verified, exported and evaluated like a run.
+    """
+    check_begun(args.run)
+    merging = import_extra("fsdp_pretrain.checkpoint.merging", _CONVERTED)
+    done = merging.merge(args.run, args.out, last=args.last, every=args.every, kind=args.weights)
+    checkpoint, parents = done.saved.checkpoint, done.parents
+    if args.json:
+        facts = {"path": str(checkpoint.path), "bytes": done.saved.bytes}
+        print(json.dumps({**facts, "parents": [parent.model_dump() for parent in parents]}, indent=1))
+    else:
+        steps = ", ".join(f"{parent.step:_} ({parent.weight:.3f})" for parent in parents)
+        print(f"{checkpoint.path}: {human_bytes(done.saved.bytes)}, the mean of {len(parents)} checkpoints")
+        print(f"steps and weights: {steps}")
+    return 0
+
+
+@verb(
     "import",
     "runs/quickstart/hf \\\n    --config configs/runs/quickstart.toml run.name=warm run.dir=runs/quickstart/warm",
     argument("source", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors"),
@@ -141,7 +176,7 @@ def _import(args: argparse.Namespace) -> int:
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    for action in (_list, _verify, _export):
+    for action in (_list, _verify, _merge, _export):
         action.add_to(actions, "fsdp-pretrain checkpoints runs/quickstart/run")
     _import.add_to(actions, "fsdp-pretrain checkpoints runs/quickstart/warm")
 
@@ -153,5 +188,5 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     _add_actions,
 )
 def checkpoints(args: argparse.Namespace) -> int:
-    """The checkpoints of a run: list, verify, export to Hugging Face, import from it. Each has its --help."""
+    """The checkpoints of a run: list, verify, merge, export to Hugging Face, import from it. Each has its --help."""
     raise AssertionError("an action is required")

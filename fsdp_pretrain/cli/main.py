@@ -15,6 +15,7 @@ from .init import init
 from .launch import doctor, launch
 from .lineage import fork, rollback
 from .plan import config_reference, plan
+from .sample import sample
 from .steps import profile, replay, where
 from .views import aim, goodput, journal, note, report, status, tensorboard, wandb, watch
 
@@ -22,6 +23,7 @@ from .views import aim, goodput, journal, note, report, status, tensorboard, wan
 def main() -> int:
     """Entry point of the console script."""
     command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
-    command.add(init, plan, status, watch, checkpoints, alarms, ack, notify, rollback, fork, control, where, journal)
-    command.add(goodput, report, note, profile, replay, aim, tensorboard, wandb, launch, doctor, config_reference)
+    command.add(init, plan, status, watch, checkpoints, alarms, ack, notify, rollback, fork, control, where, sample)
+    command.add(journal, goodput, report, note, profile, replay, aim, tensorboard, wandb, launch, doctor)
+    command.add(config_reference)
     return command.run()

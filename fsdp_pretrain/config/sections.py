@@ -278,6 +278,8 @@ class EvalSection(Section):
     """Solved examples before each question, except where tasks set 0. Absent: as the tasks say."""
     gen_kwargs: dict[str, Any] = {}
     """Options of generating answers, such as `{max_gen_toks = 64}`, which replace those of the tasks."""
+    prompts: list[str] = []
+    """Texts that the model continues at each evaluation, for the report."""
     log_samples: bool = False
     """Keep documents, prompts and responses beside the results, not only hashes and metrics."""
     batch: Positive = 16

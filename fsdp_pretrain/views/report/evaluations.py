@@ -1,4 +1,4 @@
-"""Reads the evaluations of a run from its journal, with 1.96 standard errors."""
+"""Reads the evaluations of a run: scores from its journal, with 1.96 standard errors, and texts from the results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from fsdp_pretrain.eval.results import Results
 from fsdp_pretrain.eval.uncertainty import Z95
-from fsdp_pretrain.run import journal, lineage
-from fsdp_pretrain.run.files import seconds_of
+from fsdp_pretrain.run import journal, lineage, state_files
+from fsdp_pretrain.run.files import RunDir, seconds_of
 from fsdp_pretrain.run.lines import Lines, Position
 
 
@@ -25,6 +25,15 @@ class ScorePoint:
     value: float
     spread: float | None
     left: bool
+
+
+def newest_texts(run: RunDir) -> Results | None:
+    """The newest results with continuations of `eval.prompts`, or None."""
+    for path in sorted(run.evals.glob("step-*/*/results.json"), reverse=True):
+        results = state_files.view(path, Results)
+        if results is not None and results.texts:
+            return results
+    return None
 
 
 def read_scores(entries: list[dict[str, Any]], lines: Lines) -> dict[tuple[str, str], list[ScorePoint]]:

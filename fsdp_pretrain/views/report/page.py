@@ -30,6 +30,7 @@ from fsdp_pretrain.units import human_count, human_time
 from fsdp_pretrain.views.gather import RunRecord, read
 from fsdp_pretrain.views.status import facts
 
+from .evaluations import newest_texts
 from .events import read_events
 from .figures import Drawing
 
@@ -96,6 +97,7 @@ def render(record: RunRecord, library: str, made: float) -> str:
         account=account,
         meaning=MEANING,
         figures=drawing.figures,
+        written=newest_texts(record.run),
         events=[*enumerate(events)][::-1],
         left_out=left_out,
         place=drawing.events,

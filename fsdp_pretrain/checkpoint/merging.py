@@ -1,0 +1,198 @@
+"""The weighted mean of the weights of several checkpoints of a run, written as a checkpoint of its own.
+
+It is in `RUN/merged/NAME`, which looks like a run directory with one checkpoint and its tokenizer: what takes the
+checkpoints of a run takes it too (`checkpoints list`, `verify` and `export`, `fsdp-eval run`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from tqdm import tqdm
+
+from fsdp_pretrain import models
+from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.resume_rules import differences, load_recorded
+from fsdp_pretrain.errors import CheckpointError, ConfigError
+from fsdp_pretrain.parallel.mesh import SingleProcess
+from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.units import Progress
+
+from . import dcp
+from .loading import Weights
+from .manager import make_facts
+from .manifest import CheckpointManifest, MergedParent
+from .state import TrainState
+from .store import CONFIG, Checkpoint, Store, verify_files
+from .witness import check_model_code
+
+Kind = Literal["uniform", "decay"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merge, and its parents, oldest first."""
+
+    saved: dcp.SaveResult
+    parents: list[MergedParent]
+
+
+def coefficients(kind: Kind, count: int) -> list[float]:
+    """The weights of `count` checkpoints, oldest first; their sum is 1.
+
+    Between two checkpoints lie updates of the parameters, and an update is in all checkpoints after it: the mean scales
+    it by their weights' sum. `uniform` so imitates a learning rate that falls linearly to zero, and `decay` one that
+    falls as 1 - sqrt(x) (arXiv 2507.17634).
+    """
+    if kind == "uniform":
+        return [1 / count] * count
+    return [math.sqrt((index + 1) / count) - math.sqrt(index / count) for index in range(count)]
+
+
+def merge(run: RunDir, name: str, *, last: Progress | None, every: Progress | None, kind: Kind) -> Merged:
+    """Write the mean of a run's checkpoints; tensor by tensor, summed in fp64. The run may be training.
+
+    Args:
+        name: of the folder in `RUN/merged`.
+        last: of the newest checkpoint, those less than this before it; None: all.
+        every: of these only those that complete this interval; None: all.
+
+    Raises:
+        ConfigError: the name is not one, or in use; fewer than two checkpoints are left.
+        CheckpointError: a checkpoint is damaged, or its model or tokenizer is not that of the newest.
+        StorageError: the merge cannot be written.
+    """
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} cannot be the name of a folder", remedy="use letters, digits, dots and dashes")
+    target = RunDir(run.path / "merged" / name)
+    store = Store(target.checkpoints)
+    if store.scan():
+        raise ConfigError(f"{target.path} exists", remedy="choose another --out; nothing is overwritten")
+    chosen = _choose(run, last, every)
+    newest = chosen[-1]
+    config = load_recorded(newest.path / CONFIG, own=False)
+    _refuse_others(chosen, config)
+    _refuse_damaged(chosen)
+    weights = coefficients(kind, len(chosen))
+    parents = [
+        MergedParent(step=checkpoint.step, weight=weight, state_digest=checkpoint.manifest().state_digest)
+        for checkpoint, weight in zip(chosen, weights, strict=True)
+    ]
+    store.sweep()
+    if run.tokenizer.is_dir():
+        shutil.copytree(run.tokenizer, target.tokenizer, dirs_exist_ok=True)
+    return Merged(_write(store, chosen, weights, parents, config), parents)
+
+
+def _write(
+    store: Store, chosen: list[Checkpoint], weights: list[float], parents: list[MergedParent], config: Config
+) -> dcp.SaveResult:
+    model, newest = models.build(config.model), chosen[-1]
+    sources = [Weights(checkpoint, model) for checkpoint in chosen]
+    state, world = model.state_dict(), SingleProcess()
+    saved_state = newest.train_state()
+    reached = TrainState.of(saved_state)
+    size = sum(tensor.nbytes for tensor in state.values())
+    with tqdm(total=size, desc="merging", unit="B", unit_scale=True, delay=2, disable=None) as bar:
+
+        def fetch(key: str) -> torch.Tensor:
+            tensor = state[name := key.removeprefix("model.")]
+            mean = torch.zeros(tensor.shape, dtype=torch.float64)
+            for weight, source in zip(weights, sources, strict=True):
+                mean.add_(source[name], alpha=weight)
+            bar.update(tensor.nbytes)
+            return mean.to(tensor.dtype)
+
+        return dcp.save(
+            world,
+            store,
+            make_facts(config, world, reached, merged=parents),
+            state={"model": state},
+            fetch=fetch,
+            train_state=reached.to_json(identity=saved_state.identity, tokens=saved_state.tokens, world=world.shape),
+            config=config.to_toml(),
+        )
+
+
+def _choose(run: RunDir, last: Progress | None, every: Progress | None) -> list[Checkpoint]:
+    """The checkpoints to merge, oldest first."""
+    found = Store(run.checkpoints).scan()
+    if not found:
+        raise CheckpointError(f"{run.checkpoints} has no checkpoint")
+    newest = found[-1]
+    _refuse_problem(newest)
+    config = load_recorded(newest.path / CONFIG, own=False)
+    chosen = list(_in_range(found, newest.manifest(), last, every, config))
+    if len(chosen) < 2:
+        steps = ", ".join(f"{checkpoint.step:_}" for checkpoint in found)
+        raise ConfigError(
+            f"{len(chosen)} checkpoint{'s' * (len(chosen) != 1)} to merge; {run.path} has those of the steps {steps}",
+            remedy="choose a longer --last or another --every; checkpoint.keep_every keeps more of them",
+        )
+    return chosen
+
+
+def _in_range(
+    found: list[Checkpoint], newest: CheckpointManifest, last: Progress | None, every: Progress | None, config: Config
+) -> Iterator[Checkpoint]:
+    """The checkpoints that `last` and `every` choose, see `merge`."""
+    for checkpoint in found:
+        if last is not None and last.unit == "step" and checkpoint.step <= newest.step - last.value:
+            continue
+        _refuse_problem(checkpoint)
+        manifest = checkpoint.manifest()
+        before, after = manifest.consumed - manifest.batch, manifest.consumed
+        reached = {"sample": (after, newest.consumed), "token": (manifest.tokens, newest.tokens)}
+        if last is not None and last.unit != "step" and reached[last.unit][0] <= reached[last.unit][1] - last.value:
+            continue
+        if every is None or config.schedule.due(every, step=manifest.step, before=before, after=after):
+            yield checkpoint
+
+
+def _refuse_problem(checkpoint: Checkpoint) -> None:
+    if checkpoint.problem is not None:
+        raise _damaged(checkpoint, checkpoint.problem)
+
+
+def _damaged(checkpoint: Checkpoint, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.path} is damaged: {problem}",
+        effect="nothing was merged",
+        remedy="choose others by --last and --every",
+    )
+
+
+def _refuse_damaged(chosen: list[Checkpoint]) -> None:
+    """Read all files, and compare them with their checksums."""
+    bar = tqdm(chosen, desc="verifying", unit="checkpoints", delay=2, disable=None)
+    for checkpoint in bar:
+        if wrong := verify_files(checkpoint.path, checkpoint.files()):
+            raise _damaged(checkpoint, wrong[0])
+
+
+def _refuse_others(chosen: list[Checkpoint], config: Config) -> None:
+    """Refuse checkpoints of another model, other code or another tokenizer than the newest, or of an incident."""
+    kept, newest = {"model", "tokenizer"}, chosen[-1].train_state().identity
+    for checkpoint in chosen:
+        identity = checkpoint.train_state().identity
+        check_model_code(identity, config, checkpoint.path)
+        if changed := differences(identity.model_dump(include=kept), newest.model_dump(include=kept)):
+            raise CheckpointError(
+                f"{checkpoint.path} is not of the model of {chosen[-1].path}: {'; '.join(changed)}",
+                effect="a mean of both would be no model",
+                remedy="choose others by --last and --every",
+            )
+        if suspect := checkpoint.manifest().suspect:
+            raise CheckpointError(
+                f"{checkpoint.path} was saved during an incident: {suspect}",
+                effect="its weights would spoil the mean",
+                remedy="choose others by --last and --every",
+            )

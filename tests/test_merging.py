@@ -1,0 +1,185 @@
+"""Merged checkpoints, and the texts that a model writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from processes import Run, Start
+
+from fsdp_pretrain import models
+from fsdp_pretrain.checkpoint.loading import Weights
+from fsdp_pretrain.checkpoint.merging import coefficients
+from fsdp_pretrain.checkpoint.store import Checkpoint, Store
+from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.run import state_files
+
+
+@pytest.fixture(scope="module")
+def trained(module_lab: Any) -> Path:
+    """Forty steps on a mesh of 2 x 2, saved at 10, 20, 30 and 40."""
+    config = module_lab.config(
+        "trained",
+        train={"duration": "40 steps"},
+        checkpoint={"every": "10 steps", "keep_last": 4},
+        parallel={"shard": 2},
+        eval={"heldout": str(module_lab.heldout), "prompts": ["the run ", "文"]},
+    )
+    module_lab.train(config, ranks=4)
+    run: Path = module_lab.path / "trained"
+    return run
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def merged(run: Path, name: str) -> Checkpoint:
+    (checkpoint,) = Store(run / "merged" / name / "checkpoints").scan()
+    assert checkpoint.problem is None and checkpoint.verified
+    return checkpoint
+
+
+def weights(checkpoint: Checkpoint, config: Config) -> dict[str, torch.Tensor]:
+    stored = Weights(checkpoint, models.build(config.model))
+    return {name: stored[name] for name in stored.shapes}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("count", [2, 3, 20])
+def test_an_update_counts_as_under_a_learning_rate_that_decays(count: int) -> None:
+    """Update i of n - 1 is in the checkpoints after it."""
+    for kind, share in (("uniform", lambda x: 1 - x), ("decay", lambda x: 1 - math.sqrt(x))):
+        values = coefficients(kind, count)  # type: ignore[arg-type]
+        assert sum(values) == pytest.approx(1) and len(values) == count
+        for update in range(1, count):
+            assert sum(values[update:]) == pytest.approx(share(update / count))
+
+
+@pytest.mark.promise("merge-exact")
+@pytest.mark.parametrize(
+    ("options", "steps", "shares"),
+    [
+        ([], [10, 20, 30, 40], [0.25] * 4),
+        (["--last", "30 steps"], [20, 30, 40], [1 / 3] * 3),
+        (["--last", "161 samples", "--every", "20 steps", "--weights", "decay"], [20, 40], [0.5**0.5, 1 - 0.5**0.5]),
+        (["--last", f"{20 * 8 * 32 + 1} tokens"], [20, 30, 40], [1 / 3] * 3),
+    ],
+)
+def test_a_merge_is_the_mean_in_fp64(
+    run: Path, run_command: Run, options: list[str], steps: list[int], shares: list[float]
+) -> None:
+    done = run_command("fsdp_pretrain.cli", "checkpoints", run, "merge", *options, "--out", "mean", "--json")
+    assert done.returncode == 0, done.stderr
+    checkpoint, config = merged(run, "mean"), load(str(run / "config.toml"))
+    parents = [Store(run / "checkpoints").find(step) for step in steps]
+    assert json.loads(done.stdout)["parents"] == [
+        {"step": step, "weight": pytest.approx(share), "state_digest": parent.manifest().state_digest}
+        for step, share, parent in zip(steps, shares, parents, strict=True)
+    ]
+    sources, result = [weights(parent, config) for parent in parents], weights(checkpoint, config)
+    for name, tensor in result.items():
+        parts = [share * source[name].numpy().astype(np.float64) for share, source in zip(shares, sources, strict=True)]
+        mean = np.sum(parts, axis=0)
+        assert tensor.dtype == torch.float32
+        assert (np.abs(tensor.numpy() - mean) <= np.spacing(np.abs(mean).astype(np.float32))).all(), name
+    assert checkpoint.step == 40 and not checkpoint.manifest().optimizer
+
+
+@pytest.mark.promise("merge-exact")
+def test_a_merge_is_verified_exported_evaluated_and_sampled_like_a_run(
+    run: Path, run_command: Run, tmp_path: Path
+) -> None:
+    def call(module: str, *arguments: Any) -> str:
+        done = run_command(module, *arguments, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    call("fsdp_pretrain.cli", "checkpoints", run, "merge", "--last", "20 steps", "--out", "tail")
+    tail = run / "merged" / "tail"
+    shutil.rmtree(run / "checkpoints")  # it needs none of its parents
+    assert "verified" in call("fsdp_pretrain.cli", "checkpoints", tail, "verify")
+    call("fsdp_pretrain.cli", "checkpoints", tail, "export", 40, tmp_path / "hf", "--dtype", "fp32")
+    scores = [
+        json.loads(call("fsdp_pretrain.eval.cli", "run", path, "--tasks", "heldout_bpb", "--json", *options))["scores"]
+        for path, options in ((tail, []), (tmp_path / "hf", ["--heldout", load(str(run / "config.toml")).eval.heldout]))
+    ]
+    assert scores[0]["heldout_bpb"]["bits_per_byte"] == pytest.approx(scores[1]["heldout_bpb"]["bits_per_byte"])
+    texts = {
+        call("fsdp_pretrain.cli", "sample", path, "the run", "--tokens", 12, "--seed", seed)
+        for path in (tail, tmp_path / "hf")
+        for seed in (1, 1, 2)
+    }
+    assert len(texts) == 2 and all(text.startswith("the run") and text.endswith("\n") for text in texts)
+    greedy = call("fsdp_pretrain.cli", "sample", tail, "the run", "--tokens", 12, "--temperature", 0)
+    assert greedy not in texts
+    refused = run_command("fsdp_pretrain.cli", "sample", tail, "the run", "--tokens", 32)
+    assert refused.returncode == 78 and "32 tokens do not fit" in refused.stderr
+
+
+def test_a_merge_that_is_killed_leaves_nothing_half(run: Path, start_command: Start, run_command: Run) -> None:
+    rng, command = random.Random(3), ("checkpoints", run, "merge", "--out", "mean")
+    store = Store(run / "merged" / "mean" / "checkpoints")
+    for _ in range(6):
+        process = start_command("fsdp_pretrain.cli", *command)
+        until = time.monotonic() + rng.uniform(0.0, 4.0)
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        if found := store.scan():
+            assert found[0].problem is None
+            break
+    else:
+        assert run_command("fsdp_pretrain.cli", *command).returncode == 0
+    merged(run, "mean")
+    again = run_command("fsdp_pretrain.cli", *command)
+    assert again.returncode == 78 and "nothing is overwritten" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "code", "reason"),
+    [
+        ("", ["--last", "10 steps"], 78, "1 checkpoint to merge"),
+        ("", ["--every", "7 steps"], 78, "0 checkpoints to merge"),
+        ("", ["--out", "../up"], 78, "cannot be the name of a folder"),
+        ("", ["--last", "10"], 78, "not a quantity with a unit"),
+        ("flip", [], 93, "is damaged: __"),
+        ("truncate", [], 93, "is damaged: __"),
+        ("suspect", [], 93, "was saved during an incident: a spike"),
+        ("other", [], 93, "is not of the model of"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(
+    run: Path, lab: Any, run_command: Run, change: str, options: list[str], code: int, reason: str
+) -> None:
+    victim = run / "checkpoints" / "step-00000020"
+    part = next(victim.glob("__*.distcp"))
+    if change == "flip":
+        content = bytearray(part.read_bytes())
+        content[len(content) // 2] ^= 1
+        part.write_bytes(content)
+    elif change == "truncate":
+        part.write_bytes(part.read_bytes()[:-1])
+    elif change == "suspect":
+        manifest = Store(run / "checkpoints").find(20).manifest()
+        state_files.write(victim / "manifest.json", manifest.model_copy(update={"suspect": "a spike"}))
+    elif change == "other":
+        other = lab.config("other", model={"ffn": 96}, train={"duration": "20 steps"})
+        lab.train(other)
+        shutil.rmtree(victim)
+        shutil.move(lab.path / "other" / "checkpoints" / victim.name, victim)
+    out = [] if "--out" in options else ["--out", "mean"]
+    done = run_command("fsdp_pretrain.cli", "checkpoints", run, "merge", *options, *out)
+    assert done.returncode == code and reason in done.stderr, (done.returncode, done.stderr)
+    assert not Store(run / "merged" / "mean" / "checkpoints").scan()
