@@ -206,12 +206,13 @@ def main() -> int:
 
 def _evaluate(path: Path, section: EvalSection, place: Path) -> Results:
     """Evaluate a checkpoint in this process. Raises UserError."""
-    from .checkpoints import open_checkpoint
+    from .checkpoints import open_checkpoint, open_merge
     from .evaluation import evaluate  # both import torch
 
-    return evaluate(
-        open_checkpoint(Store(path.parent).find(step_of(path.name) or 0)), section, out=place / "results.json"
-    )
+    checkpoint = Store(path.parent).find(step_of(path.name) or 0)
+    results = evaluate(open_checkpoint(checkpoint), section, out=place / "results.json")
+    merged = None if section.merge is None else open_merge(checkpoint, section.merge)
+    return results if merged is None else results.beside(evaluate(merged, section))
 
 
 def guarded(work: Callable[[], Results], place: Path, deadline: float) -> AttemptFailure | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fsdp_pretrain import models
+from fsdp_pretrain.checkpoint import merging
 from fsdp_pretrain.checkpoint.loading import DamagedError, RowReader, check_files, load_rows, load_weights
 from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
@@ -17,11 +18,13 @@ from fsdp_pretrain.checkpoint.witness import check_model_code
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.data_section import AnyObjective
 from fsdp_pretrain.config.resume_rules import load_recorded
+from fsdp_pretrain.config.sections import MergeSection
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
-from fsdp_pretrain.errors import CheckpointError
+from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.fsdp import compute_dtype, shard_for_inference
 from fsdp_pretrain.parallel.mesh import SingleProcess, World
+from fsdp_pretrain.run.files import RunDir
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,26 @@ def open_checkpoint(checkpoint: Checkpoint) -> EvaluatedModel:
         checkpoint=checkpoint,
         trained=trained,
     )
+
+
+def open_merge(checkpoint: Checkpoint, merge: MergeSection) -> EvaluatedModel | None:
+    """The mean of a run's last checkpoints up to one of them; None while there are fewer than two.
+
+    Raises:
+        CheckpointError: one is damaged, or of another model.
+    """
+    run = RunDir(checkpoint.path.parent.parent)
+    try:
+        chosen = merging.choose(run, merge.last, merge.every, until=checkpoint.step)
+    except ConfigError:
+        return None
+    mean, alone = merging.Mean(chosen, merge.weights), open_checkpoint(checkpoint)
+
+    def read(device: str, world: World | None) -> Decoder:
+        place = usable_device(device) if world is None else world.device
+        return read_weights(mean, models.build(mean.config.model), compute_dtype(mean.config, place), place, world)
+
+    return replace(alone, read=read)
 
 
 def read_checkpoint(checkpoint: Checkpoint, device: str, world: World | None = None) -> tuple[Decoder, Config]:

@@ -77,6 +77,14 @@ class Results(StateFile):
     seconds: float
     time: str
 
+    def beside(self, merge: Results) -> Results:
+        """These results with those of a merge of checkpoints, whose tasks are named `TASK@merge`."""
+        update: dict[str, Any] = {"seconds": self.seconds + merge.seconds}
+        for name in ("scores", "documents", "higher_is_better", "num_fewshot"):
+            theirs = {f"{task}@merge": value for task, value in getattr(merge, name).items()}
+            update[name] = {**getattr(self, name), **theirs}
+        return self.model_copy(update=update)
+
     def to_json(self) -> str:
         """The text of the file."""
         return json.dumps(self.model_dump(exclude_unset=True), indent=1, default=str)

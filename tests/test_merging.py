@@ -127,6 +127,39 @@ def test_a_merge_is_verified_exported_evaluated_and_sampled_like_a_run(
     assert refused.returncode == 78 and "32 tokens do not fit" in refused.stderr
 
 
+@pytest.mark.promise("merge-exact")
+def test_the_schedule_evaluates_the_merge_beside_the_checkpoint(lab: Any, run_command: Run) -> None:
+    config = lab.config(
+        train={"duration": "20 steps"},
+        checkpoint={"every": "5 steps", "keep_last": 4},
+        eval={
+            "every": "10 steps",
+            "heldout": str(lab.heldout),
+            "tasks": ["heldout_bpb"],
+            "launch": False,
+            "merge": {"last": "10 steps"},
+            "prompts": ["the run "],
+            "limit": 4,
+        },
+    )
+    lab.train(config, ranks=2)
+    run = lab.path / "run"
+    shutil.rmtree(run / "checkpoints" / "step-00000005")  # so that step 10 has none to be merged with
+    done = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", timeout=120)
+    assert done.returncode == 0, done.stderr
+    early, late = (
+        json.loads(next((run / "evals" / f"step-{step:08d}").glob("*/results.json")).read_text()) for step in (10, 20)
+    )
+    assert [*early["scores"]] == ["heldout_bpb"] and [*late["scores"]] == ["heldout_bpb", "heldout_bpb@merge"]
+    assert early["texts"]["the run "] and early["texts"] != late["texts"]
+    merge = ("fsdp_pretrain.cli", "checkpoints", run, "merge", "--last", "10 steps", "--out", "by-hand")
+    assert run_command(*merge).returncode == 0
+    hand = run_command("fsdp_pretrain.eval.cli", "run", run / "merged" / "by-hand", "--json", timeout=120)
+    assert json.loads(hand.stdout)["scores"]["heldout_bpb"] == late["scores"]["heldout_bpb@merge"]
+    shown = run_command("fsdp_pretrain.eval.cli", "report", run).stdout
+    assert "heldout_bpb@merge" in shown and "| the run " in shown
+
+
 def test_a_merge_that_is_killed_leaves_nothing_half(run: Path, start_command: Start, run_command: Run) -> None:
     rng, command = random.Random(3), ("checkpoints", run, "merge", "--out", "mean")
     store = Store(run / "merged" / "mean" / "checkpoints")

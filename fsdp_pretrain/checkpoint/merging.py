@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -27,7 +27,7 @@ from fsdp_pretrain.units import Progress
 from . import dcp
 from .loading import Weights
 from .manager import make_facts
-from .manifest import CheckpointManifest, MergedParent
+from .manifest import CheckpointManifest, MergedParent, SavedState
 from .state import TrainState
 from .store import CONFIG, Checkpoint, Store, verify_files
 from .witness import check_model_code
@@ -57,17 +57,50 @@ def coefficients(kind: Kind, count: int) -> list[float]:
     return [math.sqrt((index + 1) / count) - math.sqrt(index / count) for index in range(count)]
 
 
+class Mean:
+    """The weighted mean of the weights of some checkpoints; a `RowReader`.
+
+    Args:
+        chosen: see `choose`.
+
+    Attributes:
+        config: of the newest.
+        parents: the checkpoints with their weights, oldest first.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged, or its model or tokenizer is not that of the newest. Reads all files.
+    """
+
+    def __init__(self, chosen: Sequence[Checkpoint], kind: Kind) -> None:
+        self.config = load_recorded(chosen[-1].path / CONFIG, own=False)
+        _refuse_others(chosen, self.config)
+        _refuse_damaged(chosen)
+        self.parents = [
+            MergedParent(step=checkpoint.step, weight=weight, state_digest=checkpoint.manifest().state_digest)
+            for checkpoint, weight in zip(chosen, coefficients(kind, len(chosen)), strict=True)
+        ]
+        model = models.build(self.config.model)
+        self._sources = [Weights(checkpoint, model) for checkpoint in chosen]
+
+    def read_rows(self, name: str, rows: range, out: torch.Tensor) -> None:
+        """The mean of rows of a parameter, formed in fp64. Raises CheckpointError."""
+        mean, part = torch.zeros(out.shape, dtype=torch.float64), torch.empty(out.shape, dtype=torch.float32)
+        for parent, source in zip(self.parents, self._sources, strict=True):
+            source.read_rows(name, rows, part)
+            mean.add_(part, alpha=parent.weight)
+        out.copy_(mean)
+
+
 def merge(run: RunDir, name: str, *, last: Progress | None, every: Progress | None, kind: Kind) -> Merged:
-    """Write the mean of a run's checkpoints; tensor by tensor, summed in fp64. The run may be training.
+    """Write the mean of a run's checkpoints, tensor by tensor. The run may be training.
 
     Args:
         name: of the folder in `RUN/merged`.
-        last: of the newest checkpoint, those less than this before it; None: all.
-        every: of these only those that complete this interval; None: all.
+        last, every: see `choose`.
 
     Raises:
         ConfigError: the name is not one, or in use; fewer than two checkpoints are left.
-        CheckpointError: a checkpoint is damaged, or its model or tokenizer is not that of the newest.
+        CheckpointError: see `Mean`.
         StorageError: the merge cannot be written.
     """
     if not _NAME.fullmatch(name):
@@ -76,55 +109,51 @@ def merge(run: RunDir, name: str, *, last: Progress | None, every: Progress | No
     store = Store(target.checkpoints)
     if store.scan():
         raise ConfigError(f"{target.path} exists", remedy="choose another --out; nothing is overwritten")
-    chosen = _choose(run, last, every)
-    newest = chosen[-1]
-    config = load_recorded(newest.path / CONFIG, own=False)
-    _refuse_others(chosen, config)
-    _refuse_damaged(chosen)
-    weights = coefficients(kind, len(chosen))
-    parents = [
-        MergedParent(step=checkpoint.step, weight=weight, state_digest=checkpoint.manifest().state_digest)
-        for checkpoint, weight in zip(chosen, weights, strict=True)
-    ]
+    chosen = choose(run, last, every)
+    mean = Mean(chosen, kind)
     store.sweep()
     if run.tokenizer.is_dir():
         shutil.copytree(run.tokenizer, target.tokenizer, dirs_exist_ok=True)
-    return Merged(_write(store, chosen, weights, parents, config), parents)
+    return Merged(_write(store, mean, chosen[-1].train_state()), mean.parents)
 
 
-def _write(
-    store: Store, chosen: list[Checkpoint], weights: list[float], parents: list[MergedParent], config: Config
-) -> dcp.SaveResult:
-    model, newest = models.build(config.model), chosen[-1]
-    sources = [Weights(checkpoint, model) for checkpoint in chosen]
-    state, world = model.state_dict(), SingleProcess()
-    saved_state = newest.train_state()
-    reached = TrainState.of(saved_state)
+def _write(store: Store, mean: Mean, newest: SavedState) -> dcp.SaveResult:
+    state, world = models.build(mean.config.model).state_dict(), SingleProcess()
+    reached = TrainState.of(newest)
     size = sum(tensor.nbytes for tensor in state.values())
     with tqdm(total=size, desc="merging", unit="B", unit_scale=True, delay=2, disable=None) as bar:
 
         def fetch(key: str) -> torch.Tensor:
-            tensor = state[name := key.removeprefix("model.")]
-            mean = torch.zeros(tensor.shape, dtype=torch.float64)
-            for weight, source in zip(weights, sources, strict=True):
-                mean.add_(source[name], alpha=weight)
+            name = key.removeprefix("model.")
+            tensor = torch.empty_like(state[name], device="cpu")
+            mean.read_rows(name, range(len(tensor)), tensor)
             bar.update(tensor.nbytes)
-            return mean.to(tensor.dtype)
+            return tensor
 
         return dcp.save(
             world,
             store,
-            make_facts(config, world, reached, merged=parents),
+            make_facts(mean.config, world, reached, merged=mean.parents),
             state={"model": state},
             fetch=fetch,
-            train_state=reached.to_json(identity=saved_state.identity, tokens=saved_state.tokens, world=world.shape),
-            config=config.to_toml(),
+            train_state=reached.to_json(identity=newest.identity, tokens=newest.tokens, world=world.shape),
+            config=mean.config.to_toml(),
         )
 
 
-def _choose(run: RunDir, last: Progress | None, every: Progress | None) -> list[Checkpoint]:
-    """The checkpoints to merge, oldest first."""
-    found = Store(run.checkpoints).scan()
+def choose(run: RunDir, last: Progress | None, every: Progress | None, until: float = math.inf) -> list[Checkpoint]:
+    """The checkpoints of a run to merge, oldest first; at least two.
+
+    Args:
+        last: those less than this before the newest; None: all.
+        every: of these only those that complete this interval; None: all.
+        until: the step of the newest one.
+
+    Raises:
+        ConfigError: fewer than two are left.
+        CheckpointError: one of them looks damaged, or there is none.
+    """
+    found = [checkpoint for checkpoint in Store(run.checkpoints).scan() if checkpoint.step <= until]
     if not found:
         raise CheckpointError(f"{run.checkpoints} has no checkpoint")
     newest = found[-1]
@@ -170,7 +199,7 @@ def _damaged(checkpoint: Checkpoint, problem: str) -> CheckpointError:
     )
 
 
-def _refuse_damaged(chosen: list[Checkpoint]) -> None:
+def _refuse_damaged(chosen: Sequence[Checkpoint]) -> None:
     """Read all files, and compare them with their checksums."""
     bar = tqdm(chosen, desc="verifying", unit="checkpoints", delay=2, disable=None)
     for checkpoint in bar:
@@ -178,7 +207,7 @@ def _refuse_damaged(chosen: list[Checkpoint]) -> None:
             raise _damaged(checkpoint, wrong[0])
 
 
-def _refuse_others(chosen: list[Checkpoint], config: Config) -> None:
+def _refuse_others(chosen: Sequence[Checkpoint], config: Config) -> None:
     """Refuse checkpoints of another model, other code or another tokenizer than the newest, or of an incident."""
     kept, newest = {"model", "tokenizer"}, chosen[-1].train_state().identity
     for checkpoint in chosen:

@@ -148,6 +148,8 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
     files = [task for task in evaluation.tasks if "/" in task or task.endswith(".yaml")] if evaluation else []
     if files:
         yield f"eval.tasks has {', '.join(files)}: name the task, and put the folder of its file into eval.include"
+    if evaluation and evaluation.merge is not None and evaluation.command is not None:
+        yield "eval.merge has no effect with eval.command, which evaluates the checkpoint alone: leave one out"
     if evaluation and evaluation.every is not None and not evaluation.tasks:
         yield "eval.tasks names no task, but eval.every schedules evaluations"
 

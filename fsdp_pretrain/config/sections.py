@@ -259,6 +259,17 @@ class HeldOutSource(Section):
     """Path or URL of a corpus with the tokenizer of the training data."""
 
 
+class MergeSection(Section):
+    """Which checkpoints to merge, see models.md."""
+
+    last: Length
+    """Those less than this before the newest."""
+    every: Length | None = None
+    """Of these only those that complete this interval."""
+    weights: Literal["uniform", "decay"] = "uniform"
+    """How they count: as under a learning rate that falls linearly, or as 1 - sqrt(x)."""
+
+
 class EvalSection(Section):
     """Scheduled evaluation of checkpoints by lm-eval, in separate processes, and the held-out loss during training."""
 
@@ -278,6 +289,9 @@ class EvalSection(Section):
     """Solved examples before each question, except where tasks set 0. Absent: as the tasks say."""
     gen_kwargs: dict[str, Any] = {}
     """Options of generating answers, such as `{max_gen_toks = 64}`, which replace those of the tasks."""
+    merge: MergeSection | None = None
+    """Also evaluate the mean of the last checkpoints: `merge = { last = "20B tokens", every = "1B tokens" }`. Its
+    scores are those of `TASK@merge`; there are none while fewer than two are there."""
     prompts: list[str] = []
     """Texts that the model continues at each evaluation, for the report."""
     log_samples: bool = False
