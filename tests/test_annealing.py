@@ -61,7 +61,7 @@ def test_a_branch_decays_from_where_the_run_is_on_another_mixture(
     assert first == pytest.approx(rates[20]) and half == pytest.approx(rates[26]) and last == pytest.approx(rates[32])
     assert max(rates) == 32 and last == pytest.approx(rates[20] / 4)
     assert rates[20] > rates[21] > rates[31] > rates[32]
-    shares = {record.step: record.ramps["shares"] for record in trained}
+    shares = {record.step: record.ramps.shares for record in trained}
     assert shares[20] == {"text": 0.75, "old": 0.25} or shares[20] == {"text": 0.75, "old": 0.25, "best": 0.0}
     assert shares[32] == {"text": 0.25, "old": 0.0, "best": 0.75}
     assert contents(parent) == before
@@ -74,7 +74,7 @@ def test_a_branch_decays_from_where_the_run_is_on_another_mixture(
         (["--mix", "mix.toml"], "", "--mix belongs to --anneal"),
         (["--anneal", "9 steps"], "sources = 3", "is not a mixture"),
         (["--anneal", "9 steps"], '[[sources]]\nname = "text"\npath = "elsewhere"', "rename it"),
-        (["--anneal", "9 steps", "--set", "optimizer.lr=1e-5"], None, "the rate would go from"),
+        (["--anneal", "9 steps", "--set", "optimizer.lr=1e-2"], None, "the rate would go from"),
         (["--anneal", "9 steps", "--to", "-1"], None, "is not a number of 0 or more"),
         (["--anneal", "9 steps", "--to", "2"], None, "optimizer.min_lr"),
     ],
