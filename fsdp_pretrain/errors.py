@@ -5,7 +5,7 @@ Only the text of a `UserError` is shown. Any other exception is a bug in this pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 
@@ -110,3 +110,11 @@ class NumericError(UserError):
     """Loss or gradients are not finite."""
 
     exit = Exit.NEEDS_PERSON
+
+
+class DeviceError(UserError):
+    """A device computes wrongly."""
+
+    exit = Exit.RESUME_AVOIDING_HOSTS
+    avoid_hosts: Sequence[str] = ()
+    """Hosts that the next start should not use."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.errors import Exit, Interrupted, UserError
+from fsdp_pretrain.errors import DeviceError, Exit, Interrupted, UserError
 from fsdp_pretrain.health.auto_rollback import record_rollback, roll_back, was_blamed_on_device
 from fsdp_pretrain.run import exit_intent, status
 from fsdp_pretrain.run.files import RunDir
@@ -39,7 +39,8 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         else:
             code, reason = int(Exit.UNEXPECTED), f"{type(error).__name__}: {error}"
             text = f"unexpected {reason}"
-        exit_intent.write(run_dir, segment, code, reason, rank=rank)
+        avoid = list(error.avoid_hosts) if isinstance(error, DeviceError) else []
+        exit_intent.write(run_dir, segment, code, reason, rank=rank, avoid_hosts=avoid)
         recorder.ended(text, code=code)
         recorder.status(force=True, **status.ended(code, reason))
         raise

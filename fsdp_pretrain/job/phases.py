@@ -39,6 +39,7 @@ from fsdp_pretrain.train.heldout_loss import HeldOutLoss, build_heldout_loss
 from fsdp_pretrain.train.loop import Loop
 from fsdp_pretrain.train.observer import Observer
 from fsdp_pretrain.train.own_observers import ObserverContext, OwnObservers
+from fsdp_pretrain.train.repeat_check import RepeatCheck
 from fsdp_pretrain.train.trainer import Trainer
 from fsdp_pretrain.views.trackers.follow import Followers, finish_followers, start_followers
 from fsdp_pretrain.views.trackers.sink import SINKS, check_installed
@@ -208,12 +209,14 @@ def build_loop(
     if unigrams is not None:
         make_directory(unigrams.parent)
     built = run.fetching.begin(state) if run.fetching is not None else lambda _: None
+    scaler = build_loss_scaler(config, world, state.loss_scale)
     profiler = StepProfiler(run)
     control = LiveControl(run, guard, profiler)
     services: list[Observer] = [
         GroupStatistics(restored.model, training.optimizer, config, world),
         *([restored.heldout] if restored.heldout is not None else []),
         HealthObserver(restored.health, recorder, provenance(config, world.size)),
+        RepeatCheck(config, world, restored.model, training.optimizer, scaler, recorder, run.heartbeat),
         EvaluationWorker(config, recorder, memory, main=world.is_main),
         *([uploader] if uploader is not None else []),
         profiler,
@@ -226,7 +229,7 @@ def build_loop(
         world,
         model=restored.model,
         optimizer=training.optimizer,
-        scaler=build_loss_scaler(config, world, state.loss_scale),
+        scaler=scaler,
         data=build_data(config, corpora.packer, world, state, unigrams=unigrams, built=built),
         state=state,
         recorder=recorder,

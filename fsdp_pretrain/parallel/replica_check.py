@@ -26,12 +26,16 @@ def checksums(model: nn.Module, world: World) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=world.device)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
-            local = local_part(parameter)
-            bits = local.detach().reshape(-1).view(_BITS[local.element_size()])
-            total += bits.sum(dtype=torch.int64) * (2 * number + 1)  # so that errors in two tensors do not cancel
+            total += bit_sum(local_part(parameter)) * (2 * number + 1)  # so that errors in two tensors do not cancel
     sums = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     sums[world.rank] = total
     return sums
+
+
+def bit_sum(values: Tensor) -> Tensor:
+    """Sum of the bits of all elements, read as integers: int64 0-dim, on their device."""
+    bits = values.detach().reshape(-1).view(_BITS[values.element_size()])
+    return bits.sum(dtype=torch.int64)
 
 
 def compare(sums: list[int], shards: int) -> Replicas:

@@ -1,8 +1,8 @@
 """Callbacks of training: the only way in which the loop and its steps know of services.
 
-Built-in observers: saves, group statistics, the held-out loss, health, the evaluation worker, the mirror's uploader,
-the profiler, live control; `job/phases.py` puts them in order. Those that measure or communicate are on every rank.
-Imports no torch, since `health` does without it.
+Built-in observers: saves, group statistics, the held-out loss, health, repeated micro-batches, the evaluation worker,
+the mirror's uploader, the profiler, live control; `job/phases.py` puts them in order. Those that measure or communicate
+are on every rank. Imports no torch, since `health` does without it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AgreedActions:
 
     Attributes:
         step: number of the last step that was issued.
-        stop, save, profile, steer, overdue: whether some rank asked for it, see `StepCounts`.
+        stop, save, profile, steer, repeat, overdue: whether some rank asked for it, see `StepCounts`.
         saved: sum over the ranks of the numbers of finished saves, see `Checkpointing.signals`.
         rollback: the rollback that an observer asks for.
     """
@@ -71,13 +71,14 @@ class AgreedActions:
     save: bool = False
     profile: bool = False
     steer: bool = False
+    repeat: bool = False
     saved: int = 0
     overdue: bool = False
     rollback: RollbackRequest | None = None
 
     def add(self, counts: StepCounts) -> None:
         """Add the sums of one more step."""
-        for name in ("stop", "save", "profile", "steer", "overdue"):
+        for name in ("stop", "save", "profile", "steer", "repeat", "overdue"):
             setattr(self, name, getattr(self, name) or getattr(counts, name) > 0)
         self.saved = max(self.saved, counts.saved)
 

@@ -24,7 +24,7 @@ class StepCounts:
         samples: samples with at least one target.
         documents, separators, adjacent_specials, digest: see `fsdp_pretrain.data.packing.loader.StepBatch`.
         quarantined: documents excluded from the loss.
-        stop, save, profile, steer: ranks with such a request, see `Observer.requests`.
+        stop, save, profile, steer, repeat: ranks with such a request, see `Observer.requests`.
         without_data: ranks that could not read their batch.
         saved, overdue: see `Checkpointing.signals`.
         checksums: checksum of every rank's parameters, see `replica_check.checksums`; empty in most steps.
@@ -41,6 +41,7 @@ class StepCounts:
     save: int = 0
     profile: int = 0
     steer: int = 0
+    repeat: int = 0
     without_data: int = 0
     saved: int = 0
     overdue: int = 0

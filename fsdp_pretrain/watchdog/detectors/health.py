@@ -8,11 +8,11 @@ from fsdp_pretrain.watchdog.notify.alarms import Alarm
 
 from .base import Detector
 
-_FAMILIES = ("loss", "gradient", "scale", "learning", "replicas", "replay")
+_FAMILIES = ("loss", "gradient", "scale", "learning", "replicas", "replay", "repeat")
 
 
 class HealthDetector(Detector):
-    """Alarms `loss/...`, `gradient/...`, `scale/...`, `learning/...`, `replicas/...` and `replay/...`."""
+    """Alarms `loss/...`, `gradient/...`, `scale/...`, `learning/...`, `replicas/...`, `replay/...`, `repeat/...`."""
 
     def step(self, record: StepRecord) -> None:
         """Open and resolve alarms by the record. The first record of a start repeats the open incidents."""
