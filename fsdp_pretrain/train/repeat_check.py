@@ -154,17 +154,17 @@ def _interval(every: Seconds | str, device: torch.device) -> float | None:
 
 
 def _error(cause: str, hosts: list[str]) -> DeviceError:
-    """The end of the run, without `hosts` if it is only one: of several, all but one got wrong numbers from it."""
+    """The end of the run; without the host if it is the only one, else one of them may have misled the others."""
     alone = len(hosts) == 1
     error = DeviceError(
         cause,
-        effect="a device computes wrongly. Nothing more was saved; checkpoints since the last check that passed may "
-        "hold wrong updates",
-        remedy=f"`fsdp-pretrain doctor` on {'this host' if alone else 'these hosts'}; to leave these checkpoints too, "
+        effect="a device computes wrongly. Nothing more was saved, but checkpoints since the last check that passed "
+        "may hold wrong updates",
+        remedy=f"test {'this host' if alone else 'these hosts'} with the vendor's tools; to leave those checkpoints, "
         "`fsdp-pretrain rollback RUN --to STEP`. If kernels of your own add in no fixed order, set "
         'health.repeat_every = "off"',
     )
-    error.avoid_hosts = hosts[:1] if alone else []
+    error.avoid_hosts = hosts if alone else ()
     error.exit = Exit.RESUME_AVOIDING_HOSTS if alone else Exit.NEEDS_PERSON
     error.shared = True
     return error

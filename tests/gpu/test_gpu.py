@@ -154,6 +154,29 @@ def test_a_step_never_waits_for_the_device(config: Path, world: Any, kind: str) 
     assert all((record.loss.sum or 0) > 0 for record in records)
 
 
+@pytest.mark.promise("repeated-gradients")
+@pytest.mark.parametrize("attention", ["causal", "document"])
+def test_a_repeated_micro_batch_has_the_same_bits(config: Path, world: Any, attention: str) -> None:
+    """The kernels of attention's backward pass, which add in any order in training, add in a fixed one."""
+    from fsdp_pretrain.bench import steps
+    from fsdp_pretrain.config.config import load
+    from fsdp_pretrain.heartbeat import Heartbeat
+    from fsdp_pretrain.run.recorder import SilentRecorder
+    from fsdp_pretrain.train.observer import AgreedActions
+    from fsdp_pretrain.train.repeat_check import RepeatCheck
+
+    settings = load(config, [f"data.attention={attention}"])
+    trainer = steps.build(settings, world)
+    parts = (trainer.model, trainer.optimizer, trainer.scaler, SilentRecorder(), Heartbeat())
+    check = RepeatCheck(settings, world, *parts)
+    trainer.observers += (check,)
+    record: Any = None  # is not looked at
+    for step in range(1, 21):
+        trainer.step()
+        check.between_steps(AgreedActions(step=step, repeat=True))
+        assert check.judge(record) is None
+
+
 def test_the_state_is_copied_into_pinned_memory_of_its_size(config: Path, world: Any) -> None:
     """The same memory every time, and the copy does not change when training continues at once."""
     from fsdp_pretrain.bench import steps
