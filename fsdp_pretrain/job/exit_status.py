@@ -39,8 +39,9 @@ def record_end(rank: int, run_dir: RunDir, segment: Path, recorder: Recorder, tr
         else:
             code, reason = int(Exit.UNEXPECTED), f"{type(error).__name__}: {error}"
             text = f"unexpected {reason}"
-        avoid = list(error.avoid_hosts) if isinstance(error, DeviceError) else []
-        exit_intent.write(run_dir, segment, code, reason, rank=rank, avoid_hosts=avoid)
+        avoid = error.avoid_hosts if isinstance(error, DeviceError) else ()
+        facts: dict[str, Any] = {"rank": rank} | ({"avoid_hosts": list(avoid)} if avoid else {})
+        exit_intent.write(run_dir, segment, code, reason, **facts)
         recorder.ended(text, code=code)
         recorder.status(force=True, **status.ended(code, reason))
         raise

@@ -66,7 +66,7 @@ class RepeatCheck(Observer):
         self._every = _interval(config.health.repeat_every, world.device)
         self._due, self._asked = time.monotonic() + (self._every or 0.0), False
         self._batch: StepBatch | None = None
-        self._checked = 0  # step after which the last check was
+        self._checked: int | None = None  # step after which the last check was
         self._passed: int | None = None  # and the last that passed in this start
         self._verdict: Verdict | None = None  # for the next record
 
@@ -97,7 +97,7 @@ class RepeatCheck(Observer):
 
     def beside(self, step: int) -> list[str]:
         """Its time is in the iteration of the next step."""
-        return ["repeat"] if step == self._checked + 1 else []
+        return ["repeat"] if step - 1 == self._checked else []
 
     def judge(self, record: StepRecord) -> Verdict | None:
         """The verdict of the last check, if it did not pass: before anything that follows it is saved."""
