@@ -138,6 +138,12 @@ def read_documents(
                         on_bad(_bad_line(path, line, document))
 
 
+def read_texts(path: Path) -> Iterator[str]:
+    """The texts of one file: the field `text` of JSONL or parquet, or plain text. Raises DataError."""
+    for unit in (unit for shard in plan_shards([path], None, lines=False) for unit in shard):
+        yield from (document.text for document in read_documents(unit, "text", lines=False))
+
+
 @dataclass(frozen=True, slots=True)
 class _Line:
     """A line of a unit that begins at byte `first` of its file; `number` and `offset` count from there."""

@@ -139,7 +139,7 @@ class _Tokenizers(Tokenizer):
         return [item.ids for item in self._model.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._model.decode([int(number) for number in ids], skip_special_tokens=False))
+        return str(self._model.decode(list(ids), skip_special_tokens=False))
 
     def _id_of(self, token: str) -> int | None:
         number: int | None = self._model.token_to_id(token)
@@ -185,6 +185,8 @@ class _SentencePiece(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Control pieces decode to nothing in sentencepiece; show their text."""
+        if self._control.keys().isdisjoint(ids):
+            return str(self._model.Decode(list(ids)))
         parts: list[str] = []
         run: list[int] = []
         for number in ids:
