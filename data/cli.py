@@ -263,7 +263,22 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
         choices=("none", "trailing", "leading", "auto"),
         help="for shards without a manifest: what their documents carry (default: auto, what most of them do)",
     ),
-    argument("--against", help="run configuration whose model, other sources and held-out data must fit the corpus"),
+    argument(
+        "--against",
+        metavar="CONFIG",
+        help="run configuration: its model and other sources must fit, and what it is evaluated on must not be in it",
+    ),
+    argument(
+        "--protect",
+        action="append",
+        default=[],
+        type=_path,
+        metavar="FILE",
+        help="more texts that must not be in it, such as `fsdp-eval texts` writes (repeatable)",
+    ),
+    argument(
+        "--contamination", type=_path, metavar="LIST", help="write the documents that hold such texts, for data.exclude"
+    ),
     _WORKERS,
     JSON,
     _QUIET,
@@ -272,7 +287,7 @@ def _validate(args: argparse.Namespace) -> int:
     """Measure what corpora really hold. Exit 0 clean, 1 warnings, 2 errors."""
     from fsdp_pretrain.config.config import load
     from fsdp_pretrain.data.text.tokenizer import Tokenizer
-    from fsdp_pretrain.data.validate.against import check_against, heldout_hashes
+    from fsdp_pretrain.data.validate import against
     from fsdp_pretrain.data.validate.report import render
     from fsdp_pretrain.data.validate.validate import validate
 
@@ -284,7 +299,10 @@ def _validate(args: argparse.Namespace) -> int:
     if missing:
         raise DataError(f"there is no {', '.join(missing)}", remedy="look for a mistake in the path")
     run = load(args.against) if args.against else None
-    code, reports = 0, []
+    if args.contamination:
+        against.check_sources(run, args.directories)
+    quiet, code, reports = args.quiet or args.json, 0, []
+    protection = against.protect_evaluation(run, args.protect, quiet=quiet) if run or args.protect else None
     for directory in args.directories:
         report = validate(
             directory,
@@ -293,11 +311,13 @@ def _validate(args: argparse.Namespace) -> int:
             separators=None if args.separators == "auto" else args.separators,
             format=args.format,
             workers=args.workers,
-            held_out=heldout_hashes(run, directory) if run is not None else None,
-            quiet=args.quiet or args.json,
+            held_out=against.heldout_hashes(run, directory) if run is not None else None,
+            protection=protection if run is None or not against.is_held_out(run, directory) else None,
+            excluded=against.excluded_documents(run, directory) if run is not None else frozenset(),
+            quiet=quiet,
         )
         if run is not None:
-            report.findings.merge(check_against(report, run))
+            report.findings.merge(against.check_against(report, run))
         reports.append(report)
         code = max(code, report.findings.exit_code)
         if not args.json:
@@ -305,6 +325,8 @@ def _validate(args: argparse.Namespace) -> int:
     if args.json:
         json.dump({"exit": code, "corpora": [report.as_dict() for report in reports]}, sys.stdout, indent=1)
         print()
+    if args.contamination and run is not None:
+        against.write_exclusions(args.contamination, run, reports)
     return code
 
 

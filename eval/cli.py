@@ -41,7 +41,7 @@ def names(text: str) -> list[str]:
 
 def main() -> int:
     command = CommandLine("fsdp-eval", "Evaluation of checkpoints with lm-eval.")
-    command.add(_run, _watch, _retry, _samples, _report, _compare)
+    command.add(_run, _watch, _retry, _samples, _report, _compare, _texts)
     return command.run()
 
 
@@ -273,6 +273,27 @@ def _compare(args: argparse.Namespace) -> int:
 
     comparison = compare.compare(compare.read_side(args.a), compare.read_side(args.b), tasks=args.tasks)
     print(json.dumps(comparison.model_dump(), indent=1) if args.json else compare.render(comparison))
+    return 0
+
+
+@verb(
+    "texts",
+    "configs/runs/quickstart.toml --out runs/quickstart/tasks.jsonl",
+    argument("config", type=Path, metavar="CONFIG", help="run configuration"),
+    argument("--out", type=Path, required=True, metavar="FILE", help="JSONL file to write"),
+    CODE,
+)
+def _texts(args: argparse.Namespace) -> int:
+    """Write the documents of a run's lm-eval tasks, for `fsdp-data validate --protect`. The bundled tasks have none of
+    their own."""
+    from fsdp_pretrain.config.config import load
+
+    evaluation = import_extra("fsdp_pretrain.eval.evaluation", "tasks are loaded")
+    texts = evaluation.texts_of_tasks(load(args.config).eval)
+    lines = [json.dumps({"text": text, "task": task}) + "\n" for task, text in texts]
+    make_directory(args.out.parent)
+    replace_file(args.out, "".join(lines))
+    print(f"{args.out}: {len(lines)} documents")
     return 0
 
 

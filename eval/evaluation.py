@@ -25,7 +25,7 @@ from .ranks import follow, lead, together
 from .results import RefusedError, Results
 from .sampling import prompt_of
 from .separators import NAME, Probed, Subject, separator_probe
-from .tasks import BUNDLED, load_tasks, read_heldout, scores
+from .tasks import BUNDLED, load_tasks, read_heldout, scores, task_texts
 from .uncertainty import as_array, influence, standard_error
 
 if TYPE_CHECKING:
@@ -49,14 +49,10 @@ def evaluate(
     """
     if not section.tasks:
         raise RefusedError("eval.tasks names no task")
-    _silence_libraries()
-    if section.offline or not {*section.tasks} - {*BUNDLED, NAME}:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # read when lm-eval is imported
-    try:
-        import lm_eval
-        from lm_eval import evaluator
-    except ImportError:
-        raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
+    _prepare_libraries(section)
+    import lm_eval
+    from lm_eval import evaluator
+
     start = time.perf_counter()
     tasks = lead(world, lambda: load_tasks(section))
     with _open(evaluated, section, world) as adapter:
@@ -93,6 +89,15 @@ def evaluate(
         seconds=round(time.perf_counter() - start, 3),
         time=now(),
     )
+
+
+def texts_of_tasks(section: EvalSection) -> list[tuple[str, str]]:
+    """(task, text) of every document of the configured tasks, see `task_texts`. Raises RefusedError."""
+    if not {*section.tasks} - {*section.bundled_tasks}:
+        return []
+    _prepare_libraries(section)
+    with redirect_stdout(sys.stderr):
+        return list(task_texts(section))
 
 
 @contextmanager
@@ -158,6 +163,17 @@ def _directions(given: dict[str, dict[str, bool | None]]) -> dict[str, dict[str,
     """By task and metric, whether a higher score is better, where known."""
     known = {task: {name: up for name, up in row.items() if up is not None} for task, row in given.items()}
     return {task: row for task, row in known.items() if row}
+
+
+def _prepare_libraries(section: EvalSection) -> None:
+    """Import lm-eval. Raises RefusedError if it is not installed."""
+    _silence_libraries()
+    if section.offline or not {*section.tasks} - {*BUNDLED, NAME}:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when lm-eval is imported
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError:
+        raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
 
 
 def _silence_libraries() -> None:

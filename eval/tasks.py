@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from fsdp_pretrain.config.sections import EvalSection
-from fsdp_pretrain.data.text.inputs import plan_shards, read_documents
+from fsdp_pretrain.data.text.inputs import read_texts
 from fsdp_pretrain.errors import DataError
 
 from .results import RefusedError
@@ -33,9 +33,7 @@ def read_heldout(path: Path) -> list[str]:
     """Texts of a held-out file (JSONL with `text`, parquet, or plain text). Raises DataError."""
     if not path.is_file():
         raise DataError(f"there is no held-out file {path}", remedy="eval.heldout must name a file of documents")
-    units = [unit for shard in plan_shards([path], None, lines=False) for unit in shard]
-    documents = (document for unit in units for document in read_documents(unit, "text", lines=False))
-    texts = [document.text for document in documents if document.text.strip()]
+    texts = [text for text in read_texts(path) if text.strip()]
     if not texts:
         raise DataError(f"{path} holds no documents")
     return texts
@@ -111,6 +109,29 @@ def _single(tasks: dict[Any, Any]) -> Iterator[Any]:
             yield from _single(task)
         else:
             yield task
+
+
+def task_texts(section: EvalSection) -> Iterator[tuple[str, str]]:
+    """(task, text) of every document of the configured tasks that are not made from `eval.heldout`.
+
+    A text is all strings of a document, such as its question and its answers, whatever the task makes of them.
+
+    Raises:
+        RefusedError: as `load_tasks`.
+    """
+    names = [name for name in section.tasks if name not in section.bundled_tasks]
+    for task in _single(load_tasks(section.model_copy(update={"tasks": names}))):
+        for document in task.eval_docs:
+            yield task.config.task, "\n".join(_strings(document))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a document."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
 
 
 def _task(name: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -207,3 +207,20 @@ def test_patterns_of_task_names(run: Path, tasks: Path, run_command: Run) -> Non
     assert done.returncode == 0 and set(json.loads(done.stdout)["scores"]) == {"choose", "say"}, done.stderr
     done = run_command(*common, "--tasks", "choose,no_such_*")
     assert done.returncode == 78 and "lm-eval has no task 'no_such_*'" in done.stderr
+
+
+def test_texts_of_tasks_are_written(tasks: Path, lab: Any, tmp_path: Path, run_command: Run) -> None:
+    """All strings of every document; the bundled tasks have none, and tasks that are not there are refused."""
+    out = tmp_path / "new/texts.jsonl"
+    for named, expected in (
+        (["choose", "heldout_bpb"], [("choose", "\n".join([q["text"], *q["choices"]])) for q in QUESTIONS]),
+        (["heldout_bpb", "separator_probe"], []),
+    ):
+        config = lab.config(eval={"tasks": named, "heldout": str(lab.heldout), "include": [str(tasks)]})
+        done = run_command("fsdp_pretrain.eval.cli", "texts", config, "--out", out)
+        assert done.returncode == 0 and f"{len(expected)} documents" in done.stdout, done.stderr
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+        assert [(row["task"], row["text"]) for row in rows] == expected
+    config = lab.config(eval={"tasks": ["choose"], "include": [str(tmp_path / "gone")]})
+    done = run_command("fsdp_pretrain.eval.cli", "texts", config, "--out", tmp_path / "none.jsonl")
+    assert done.returncode == 78 and "there is no directory" in done.stderr and not (tmp_path / "none.jsonl").exists()

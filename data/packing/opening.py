@@ -34,7 +34,7 @@ def open_packer(config: Config, fetcher: Path | None = None) -> Packer:
         lanes=data.lanes,
         max_epochs={source.name: source.max_epochs for source in data.sources if source.max_epochs is not None},
         reshuffle=windows_at(data, data.reshuffle),
-        exclude=_read_exclusions(data.exclude) if data.exclude is not None else (),
+        exclude=read_exclusions(data.exclude) if data.exclude is not None else (),
         read_timeout=config.read_timeout,
         slots=slots_of(data),
         stages=data.sequence_stages,
@@ -148,7 +148,7 @@ def _weight(source: SourceSection, pieces: Pieces) -> MixtureWeight:
     return MixtureWeight(points, pieces.begun_at(source.start), stop)
 
 
-def _read_exclusions(path: Path) -> set[tuple[str, str, int]]:
+def read_exclusions(path: Path) -> set[tuple[str, str, int]]:
     """(source, shard, document) of each line of `data.exclude`. Raises DataError."""
     excluded = set()
     try:

@@ -38,10 +38,8 @@ def ngram_hashes(texts: Sequence[str]) -> tuple[Hashes, Numbers]:
     powers, inverse = _powers(1 << len(values).bit_length())
     sums = np.cumsum(values * powers[: len(values)])
     hashes = _mixed((sums[ends] - sums[starts - 1]) * inverse[starts])  # characters at starts - 1 may be another word's
-    begun = np.searchsorted(
-        starts, np.cumsum([len(text) + 1 for text in composed])
-    )  # words before the end of each text
-    number = np.repeat(np.arange(len(texts)), np.diff(begun, prepend=0))
+    words = np.diff(np.searchsorted(starts, np.cumsum([len(text) + 1 for text in composed])), prepend=0)
+    number = np.repeat(np.arange(len(texts)), words)
     for width in (1, 2, 4):
         hashes = hashes[:-width] * np.uint64(pow(_BASE, width, 1 << 64)) + hashes[width:]
     inside = number[: len(hashes)] == number[GRAM_WORDS - 1 :]

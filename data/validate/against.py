@@ -1,20 +1,28 @@
-"""Checks a validated corpus against a run's configuration: `fsdp-data validate --against CONFIG`."""
+"""Checks a validated corpus against a run's configuration: `fsdp-data validate --against CONFIG`.
+
+Also the texts that the run is evaluated on, and the list of documents that it does not learn (`data.exclude`).
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.corpus.corpus import Corpus
 from fsdp_pretrain.data.packing.objectives import Specials
-from fsdp_pretrain.data.packing.opening import cache_use
+from fsdp_pretrain.data.packing.opening import cache_use, read_exclusions
 from fsdp_pretrain.data.text.documents import document_hashes
+from fsdp_pretrain.data.text.inputs import read_texts
 from fsdp_pretrain.errors import DataError
+from fsdp_pretrain.files import replace_file
 
 from .findings import Findings
+from .protected import Protection, protect
 from .report import ValidationReport
 from .totals import Hashes
 
@@ -48,8 +56,7 @@ def check_against(report: ValidationReport, run: Config) -> Findings:
 
 def heldout_hashes(run: Config, directory: Path) -> dict[str, Hashes]:
     """Document hashes of each corpus in `eval.loss_on`, except the one in `directory`, by name. Raises DataError."""
-    here = os.path.realpath(directory)
-    sources = [source for source in run.eval.loss_on if os.path.realpath(source.path) != here]
+    sources = [source for source in run.eval.loss_on if not _is_at(source.path, directory)]
     return {source.name: _hashes(Corpus(source.path, cache=cache_use(run))) for source in sources}
 
 
@@ -63,3 +70,88 @@ def _hashes(corpus: Corpus) -> Hashes:
     hashes = np.unique(np.concatenate(by_block))
     nonzero: Hashes = hashes[hashes != 0]
     return nonzero
+
+
+def is_held_out(run: Config, directory: Path) -> bool:
+    """Whether the corpus in `directory` is one of `eval.loss_on`."""
+    return any(_is_at(source.path, directory) for source in run.eval.loss_on)
+
+
+def protect_evaluation(run: Config | None, more: Sequence[Path], *, quiet: bool = False) -> Protection:
+    """Protect the documents of `eval.heldout`, those of the corpora in `eval.loss_on`, and the texts in more files.
+
+    Raises:
+        DataError: one of them cannot be read.
+    """
+    counts: list[tuple[str, int]] = []
+    named = list(_evaluation_texts(run, quiet=quiet) if run is not None else ())
+    named += [(str(path), read_texts(path)) for path in more]
+
+    def all_texts() -> Iterator[str]:
+        for name, texts in named:
+            count = 0
+            for text in texts:
+                yield text
+                count += 1
+            counts.append((name, count))
+
+    texts, missing = protect(all_texts()), ""
+    if run is not None and not more and (others := set(run.eval.tasks) - set(run.eval.bundled_tasks)):
+        missing = f"not with the tasks {', '.join(sorted(others))}: `fsdp-eval texts` writes a FILE for --protect"
+    return Protection(texts, counts, missing)
+
+
+def _evaluation_texts(run: Config, *, quiet: bool) -> Iterator[tuple[str, Iterator[str]]]:
+    if run.eval.heldout is not None:
+        if not run.eval.heldout.is_file():
+            raise DataError(f"there is no file {run.eval.heldout} (eval.heldout)")
+        yield str(run.eval.heldout), read_texts(run.eval.heldout)
+    for source in run.eval.loss_on:
+        yield f"the held-out corpus {source.name!r}", _texts(Corpus(source.path, cache=cache_use(run)), quiet=quiet)
+
+
+def _texts(corpus: Corpus, *, quiet: bool) -> Iterator[str]:
+    """The documents of a corpus, decoded."""
+    tokenizer = corpus.tokenizer()
+    for block in tqdm(range(len(corpus.blocks)), unit="block", desc="held out", disable=quiet or None):
+        ends = np.cumsum(corpus.lengths(block).astype(np.int64))
+        tokens = corpus.tokens(block, 0, int(ends[-1]))
+        for document in np.split(tokens, ends[:-1]):
+            yield tokenizer.decode(document.tolist())
+
+
+def source_name(run: Config, directory: Path) -> str | None:
+    """The name of the run's source that is in `directory`; None if it is none."""
+    return next((source.name for source in run.data.sources if _is_at(source.path, directory)), None)
+
+
+def check_sources(run: Config | None, directories: Sequence[Path]) -> None:
+    """Raise DataError unless all directories are sources of the run: a list for `data.exclude` has their names."""
+    others = [str(path) for path in directories if run is None or source_name(run, path) is None]
+    if others:
+        raise DataError(
+            f"--contamination LIST names documents by their source, and {', '.join(others)} is no source of a run",
+            remedy="name the run with --against CONFIG, and validate the corpora of its data.sources",
+        )
+
+
+def excluded_documents(run: Config, directory: Path) -> set[tuple[str, int]]:
+    """(shard, document) of what `data.exclude` of the run names in the corpus in `directory`. Raises DataError."""
+    if run.data.exclude is None:
+        return set()
+    name, named = source_name(run, directory), read_exclusions(run.data.exclude)
+    return {(shard, document) for source, shard, document in named if source == name}
+
+
+def write_exclusions(path: Path, run: Config, reports: Sequence[ValidationReport]) -> None:
+    """Write a list for `data.exclude`: what the run's list has, then the contaminated documents of the reports."""
+    lines = run.data.exclude.read_text(encoding="utf-8").splitlines() if run.data.exclude is not None else []
+    for report in reports:
+        source = source_name(run, Path(report.directory))
+        for place in report.contaminated:
+            lines += [f"# {place}", f"{source} {place.shard} {place.document}"]
+    replace_file(path, "".join(line + "\n" for line in lines))
+
+
+def _is_at(path: object, directory: Path) -> bool:
+    return os.path.realpath(str(path)) == os.path.realpath(directory)

@@ -90,6 +90,10 @@ CATALOGUE: dict[str, FindingKind] = {
         "documents are also in the held-out data of the run (`eval.loss_on`), token by token",
         "prepare again with the --holdout that `fsdp-data split` was given",
     ),
+    "contaminated-documents": _warning(
+        "documents hold passages of the data that the run is evaluated on (`--against`, `--protect`)",
+        "look at some, and set `data.exclude` to the LIST that --contamination writes, or prepare without them",
+    ),
     "empty-documents": _warning(
         "documents without tokens, declared separators aside (the packer leaves them out)", "drop them when preparing"
     ),

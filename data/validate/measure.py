@@ -27,7 +27,9 @@ from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import DataError
 
 from .checker import TokenChecker
+from .contamination import Shared, shared_passages
 from .findings import EXAMPLES, Findings
+from .protected import ProtectedTexts
 
 _SAMPLED_DOCUMENTS, _SAMPLED_PER_RUN = 16, 8
 _JUDGED_DOCUMENTS = 3
@@ -48,6 +50,7 @@ class Measurement:
     Attributes:
         documents, tokens: numbers as stored, separators included.
         runs: the documents of each run.
+        shared: passages of protected texts in the documents of each run.
         agreement: share of ids that stay the same when a document is decoded and encoded again, median of the sampled
             documents; None: too few samples, or no tokenizer.
     """
@@ -57,14 +60,22 @@ class Measurement:
     documents: int = 0
     tokens: int = 0
     runs: list[RunDocuments] = field(default_factory=list)
+    shared: list[Shared] = field(default_factory=list)
     agreement: float | None = None
 
 
-def measure(name: str, runs: Iterable[Run], checker: TokenChecker, tokenizer: Tokenizer | None) -> Measurement:
+def measure(
+    name: str,
+    runs: Iterable[Run],
+    checker: TokenChecker,
+    tokenizer: Tokenizer | None,
+    protected: ProtectedTexts | None = None,
+) -> Measurement:
     """Check and measure the runs of a file, or those before its first damage.
 
     Args:
         tokenizer: encodes sampled documents again; None: this is not checked.
+        protected: texts that the documents are compared with, if there is a tokenizer to decode them.
     """
     measured, samples = Measurement(name, checker.findings), list[list[int]]()
     try:
@@ -78,6 +89,8 @@ def measure(name: str, runs: Iterable[Run], checker: TokenChecker, tokenizer: To
             _find_degenerate(run, checker)
             if tokenizer is not None:
                 samples += _sample(run, text, checker, tokenizer, _SAMPLED_DOCUMENTS - len(samples))
+                if protected is not None:
+                    measured.shared.append(shared_passages(run, tokenizer, protected))
     except (DataError, OSError) as error:
         checker.findings.unreadable(name, error)
     checker.finish()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_pretrain.data.corpus.manifest import Separators, Vocabulary
 
+from .contamination import Contaminated
 from .findings import Finding, Findings
 from .measure import Measurement
 
@@ -23,6 +24,8 @@ class ValidationReport:
         vocabulary: the vocabulary that the ids were checked against.
         fingerprint: fingerprint of the tokenizer, if one is known.
         lengths: quantiles of the document lengths, in tokens.
+        compared: what the text was compared with, and why not; empty if nothing was asked for.
+        contaminated: documents that hold passages of it.
     """
 
     directory: str
@@ -32,6 +35,8 @@ class ValidationReport:
     findings: Findings
     lengths: dict[str, int]
     files: list[Measurement]
+    compared: str = ""
+    contaminated: list[Contaminated] = field(default_factory=list)
 
     @property
     def documents(self) -> int:
@@ -51,6 +56,7 @@ class ValidationReport:
             "separators": {"judged_as": self.separators[0], "because": self.separators[1]},
             "vocabulary": {"size": self.vocabulary.size, "eod": self.vocabulary.eod},
             "tokenizer": self.fingerprint,
+            "compared": self.compared,
             "exit": self.findings.exit_code,
             "findings": [finding.as_dict(self.rate(finding)) for finding in findings],
             "lengths": self.lengths,
@@ -74,6 +80,8 @@ def render(report: ValidationReport) -> None:
     agreements = [file.agreement for file in report.files if file.agreement is not None]
     if agreements:
         print(f"  encoding    at least {min(agreements):.1%} of each file's sampled ids survive re-encoding")
+    if report.compared:
+        print(f"  compared    {report.compared}")
     for finding in sorted(report.findings.by_code.values(), key=lambda item: item.kind.severity):
         _render_finding(finding, report.rate(finding))
     if not report.findings.by_code:

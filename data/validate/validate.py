@@ -7,8 +7,9 @@ The manifest is not trusted: files are compared with it, and every token is chec
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +25,10 @@ from fsdp_pretrain.data.text.workers import worker_processes
 from fsdp_pretrain.errors import DataError
 
 from .checker import TokenChecker
-from .findings import Findings
+from .contamination import Contaminated, contaminated
+from .findings import EXAMPLES, Example, Findings
 from .measure import Measurement, measure
+from .protected import ProtectedTexts, Protection
 from .report import ValidationReport
 from .texts import add_texts
 from .totals import Hashes, all_findings, quantiles
@@ -51,12 +54,14 @@ class _Rules:
     Attributes:
         tokenizer: path and separator of the tokenizer; None without one.
         dtype: name of the dtype that the manifest declares; None without a manifest.
+        protected: folder of the texts that documents are compared with; None without any.
     """
 
     vocabulary: Vocabulary
     separators: Separators
     tokenizer: tuple[Path, int] | None
     dtype: str | None
+    protected: Path | None = None
 
     def open(self, file: _File) -> TokenFile:
         return open_file(file.path, file.format, self.vocabulary.eod, leading=self.separators == "leading")
@@ -87,6 +92,8 @@ def validate(
     format: Format | None = None,  # noqa: A002
     workers: int = 1,
     held_out: Mapping[str, Hashes] | None = None,
+    protection: Protection | None = None,
+    excluded: Set[tuple[str, int]] = frozenset(),
     quiet: bool = False,
 ) -> ValidationReport:
     """Check every document of a corpus, or of token files without a manifest.
@@ -97,6 +104,8 @@ def validate(
         separators: for files without a manifest, separators that documents should carry; None: those that most carry.
         format: for files without a manifest; None: inferred from their names.
         held_out: hashes of documents that must not be in this corpus, by the name of their corpus.
+        protection: texts that must not be in this corpus. Documents are decoded to find them, if a tokenizer is known.
+        excluded: (shard, document) of documents that are not trained on and may hold these texts.
 
     Raises:
         DataError: the directory has no token files, the vocabulary is unknown, or `separators` contradicts the
@@ -107,17 +116,28 @@ def validate(
         subject = _with_manifest(directory, tokenizer, vocabulary, separators, findings)
     else:
         subject = _without_manifest(directory, tokenizer, vocabulary, separators, format)
-    sizes, files = [_size(file) for file in subject.files], list[Measurement]()
-    measurements = _measure_all(subject.rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
-    with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=quiet or None) as bar:
-        for size, measured in zip(sizes, measurements, strict=True):
-            files.append(measured)
-            bar.update(size)
+    rules, sizes, files = subject.rules, [_size(file) for file in subject.files], list[Measurement]()
+    with tempfile.TemporaryDirectory() as folder:
+        if protection is not None and len(protection.texts.hashes):
+            protection.texts.save(Path(folder))
+            rules = replace(rules, protected=Path(folder))
+        measurements = _measure_all(rules, subject.files, workers if sum(sizes) > _POOL_BYTES else 1)
+        with tqdm(total=sum(sizes), unit="B", unit_scale=True, desc="validate", disable=quiet or None) as bar:
+            for size, measured in zip(sizes, measurements, strict=True):
+                files.append(measured)
+                bar.update(size)
     findings.merge(all_findings(files, held_out or {}))
     if subject.manifest is not None and subject.manifest.pairs:  # answers are short by nature
         findings.by_code.pop("one-token-documents", None)
+    compared, held = "", list[Contaminated]()
+    if protection is not None:
+        compared = str(protection) if rules.tokenizer else "nothing: no tokenizer is known to decode it (--tokenizer)"
+        held = contaminated({file.name: file.shared for file in files}, protection, sum(f.documents for f in files))
+        held = [place for place in held if (place.shard, place.document) not in excluded]
+        largest = sorted(held, key=lambda place: -place.share)[:EXAMPLES]
+        examples = [Example(place.shard, place.document, note=str(place)) for place in largest]
+        findings.add("contaminated-documents", len(held), examples)
     _add_texts(subject, findings)
-    rules = subject.rules
     return ValidationReport(
         directory=str(directory),
         separators=(rules.separators, subject.because),
@@ -126,6 +146,8 @@ def validate(
         findings=findings,
         lengths=quantiles(files),
         files=files,
+        compared=compared,
+        contaminated=held,
     )
 
 
@@ -262,7 +284,8 @@ def _measure_all(rules: _Rules, files: list[_File], workers: int) -> Iterator[Me
 def _measure(rules: _Rules, file: _File) -> Measurement:
     """Measure a file, or the part of it before its first damage."""
     checker = TokenChecker(file.name, rules.vocabulary, rules.separators, flat=file.format == "npy")
-    return measure(file.name, _runs(rules, file, checker.findings), checker, _load_tokenizer(rules.tokenizer))
+    protected, runs = _open_protected(rules.protected), _runs(rules, file, checker.findings)
+    return measure(file.name, runs, checker, _load_tokenizer(rules.tokenizer), protected)
 
 
 def _runs(rules: _Rules, file: _File, findings: Findings) -> Iterator[Run]:
@@ -279,6 +302,11 @@ def _path_and_eod(tokenizer: Tokenizer | None) -> tuple[Path, int] | None:
 @functools.lru_cache(maxsize=2)
 def _load_tokenizer(path_and_eod: tuple[Path, int] | None) -> Tokenizer | None:
     return Tokenizer.load(*path_and_eod) if path_and_eod is not None else None
+
+
+@functools.lru_cache(maxsize=1)
+def _open_protected(folder: Path | None) -> ProtectedTexts | None:
+    return ProtectedTexts.open(folder) if folder is not None else None
 
 
 def _is_readable(shard: Shard | None, file: _File, rules: _Rules, findings: Findings) -> bool:

@@ -141,10 +141,9 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             f"data.read_timeout = {read_timeout} must end before parallel.timeout = {parallel.timeout}, "
             "or the other ranks time out first"
         )
-    if evaluation and evaluation.every is not None and evaluation.heldout is None:
-        bundled = [task for task in evaluation.tasks if task.startswith("heldout_") or task == "separator_probe"]
-        if bundled:
-            yield f"eval.tasks has {', '.join(bundled)}, made from held-out documents, but eval.heldout names no file"
+    if evaluation and evaluation.every is not None and evaluation.heldout is None and evaluation.bundled_tasks:
+        named = ", ".join(evaluation.bundled_tasks)
+        yield f"eval.tasks has {named}, made from held-out documents, but eval.heldout names no file"
     files = [task for task in evaluation.tasks if "/" in task or task.endswith(".yaml")] if evaluation else []
     if files:
         yield f"eval.tasks has {', '.join(files)}: name the task, and put the folder of its file into eval.include"

@@ -322,6 +322,11 @@ class EvalSection(Section):
     loss_samples: Positive | None = None
     """Held-out samples of each source. Default: four full global batches, shared among the sources."""
 
+    @property
+    def bundled_tasks(self) -> list[str]:
+        """The tasks that are made from `heldout`."""
+        return [task for task in self.tasks if task.startswith("heldout_") or task == "separator_probe"]
+
 
 class RecordSection(Section):
     """Output for people and trackers. The metrics record and the journal are always written."""
