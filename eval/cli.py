@@ -281,7 +281,6 @@ def _compare(args: argparse.Namespace) -> int:
     "configs/runs/quickstart.toml --out runs/quickstart/tasks.jsonl",
     argument("config", type=Path, metavar="CONFIG", help="run configuration"),
     argument("--out", type=Path, required=True, metavar="FILE", help="JSONL file to write"),
-    CODE,
 )
 def _texts(args: argparse.Namespace) -> int:
     """Write the documents of a run's lm-eval tasks, for `fsdp-data validate --protect`. The bundled tasks have none of

@@ -55,6 +55,7 @@ def test_the_page_leads_from_text_to_a_model(tmp_path: Path, helpers: Any) -> No
     start, *rest = [small(block) for block in blocks("run")]
     written = [f"cat > {name} <<'TOML'\n{content}TOML\n" for name, content in files().items()]
     script = REPORTS.sub(r"\1 || [ $? -le 2 ]", "".join([start, *blocks("laptop"), *written, *rest]))
+    script = script.replace("--against small.toml", "--against small.toml || [ $? = 1 ]")  # modules share passages
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", script],
         cwd=tmp_path,

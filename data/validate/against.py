@@ -126,8 +126,10 @@ def source_name(run: Config, directory: Path) -> str | None:
 
 
 def check_sources(run: Config | None, directories: Sequence[Path]) -> None:
-    """Raise DataError unless all directories are sources of the run: a list for `data.exclude` has their names."""
-    others = [str(path) for path in directories if run is None or source_name(run, path) is None]
+    """Raise DataError unless all directories are sources of the run, or held out: `data.exclude` needs their names."""
+    others = [
+        str(path) for path in directories if run is None or not (source_name(run, path) or is_held_out(run, path))
+    ]
     if others:
         raise DataError(
             f"--contamination LIST names documents by their source, and {', '.join(others)} is no source of a run",

@@ -62,7 +62,7 @@ class ProtectedTexts:
     @classmethod
     def open(cls, folder: Path) -> ProtectedTexts:
         """The arrays of a folder, mapped to memory that processes share."""
-        return cls(*(np.load(folder / f"{field.name}.npy", mmap_mode="r") for field in fields(cls)))
+        return cls(*(np.asarray(np.load(folder / f"{field.name}.npy", mmap_mode="r")) for field in fields(cls)))
 
 
 @dataclass(frozen=True)
