@@ -15,6 +15,8 @@ from processes import DATA, Run
 
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.data.packing.opening import open_packer
+from fsdp_pretrain.data.prepare.prepare import PrepareOptions
+from fsdp_pretrain.data.prepare.train_tokenizer import train_tokenizer
 from fsdp_pretrain.data.text.ngrams import ngram_hashes
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.data.validate import contamination
@@ -95,7 +97,7 @@ def test_writing_makes_no_difference(same: str) -> None:
 def test_hashes_are_those_of_eight_words() -> None:
     """Equal for equal words and for no others, in the order of the words, and never across two texts."""
     rng = random.Random(2)
-    texts = [" ".join(rng.choices(WORDS[:3], k=rng.randrange(40))) for _ in range(400)]
+    texts = [" ".join(rng.choices(["ab", "ba", "bb"], k=rng.randrange(40))) for _ in range(400)]
     grams = [
         (n, tuple(text.split()[at : at + 8])) for n, text in enumerate(texts) for at in range(len(text.split()) - 7)
     ]
@@ -212,7 +214,10 @@ def test_a_clean_corpus_is_clean(tmp_path: Path, tokenizer: Tokenizer, helpers: 
     assert list(found(helpers.corpus(tmp_path / "d", documents, tokenizer), held)) == [("s1", 999)]
 
 
-def test_ids_outside_the_vocabulary_hide_no_copy(tmp_path: Path, tokenizer: Tokenizer, helpers: Any) -> None:
+def test_ids_outside_the_vocabulary_hide_no_copy(tmp_path: Path, shared_corpus: Path, helpers: Any) -> None:
+    """Of sentencepiece, which refuses to decode them."""
+    options = {"kind": "sentencepiece", "vocab_size": 400, "options": PrepareOptions(), "max_bytes": 10**6}
+    tokenizer = train_tokenizer([shared_corpus / "train.jsonl"], tmp_path / "t", **options)
     text = prose(1, 200)
     ids = tokenizer.encode([text])[0]
     corpus = helpers.corpus(tmp_path / "c", [[*ids[:30], 60_000, *ids[30:]], [5, 6, 7]], tokenizer)
@@ -264,6 +269,9 @@ def test_the_list_of_copies_is_what_a_run_excludes(
     again = run_command(DATA, "validate", *corpora, "--against", after, *options)
     assert again.returncode == 0 and listed.read_text().splitlines() == lines
     assert open_packer(load(after))._excluded == {("web", "s0", 1), ("web", "s1", 2), ("web", "s1", 4)}
+    renamed = [{**sources[0], "name": "net"}, sources[1]]  # the list is of another source
+    other = lab.config("other", data={**data, "sources": renamed, "exclude": str(listed)}, eval=evaluation)
+    assert run_command(DATA, "validate", corpora[0], "--against", other, "--quiet").returncode == 1
     kept_apart = run_command(DATA, "validate", loss_on[0]["path"], "--against", after, "--json")
     assert kept_apart.returncode == 0 and report_of(kept_apart)[0]["compared"] == ""
 
