@@ -162,7 +162,9 @@ def test_the_schedule_evaluates_the_merge_beside_the_checkpoint(lab: Any, run_co
     assert "heldout_bpb@merge" in shown and "| the run " in shown
 
 
-def test_a_merge_that_is_killed_leaves_nothing_half(run: Path, start_command: Callable[..., Process], run_command: Run) -> None:
+def test_a_merge_that_is_killed_leaves_nothing_half(
+    run: Path, start_command: Callable[..., Process], run_command: Run
+) -> None:
     rng, command = random.Random(3), ("checkpoints", run, "merge", "--out", "mean")
     store = Store(run / "merged" / "mean" / "checkpoints")
     for _ in range(6):
