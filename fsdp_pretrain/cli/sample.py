@@ -8,14 +8,20 @@ from pathlib import Path
 from fsdp_pretrain.console import CODE, argument, not_negative, positive, verb
 from fsdp_pretrain.run.arguments import import_extra
 
+_TOKENS = 200
+
 
 @verb(
     "sample",
-    "runs/quickstart/run 'def ' --tokens 40",
+    "runs/quickstart/run 'def ' --tokens 8",
     argument("run", type=Path, metavar="RUN_OR_CHECKPOINT", help="run, step-N directory in it, or exported folder"),
     argument("prompt", help="text to continue; '' begins a document"),
     argument("--step", type=int, help="step of the run's checkpoint to use (default: the newest)"),
-    argument("--tokens", type=positive, default=200, help="at most; the text ends with the document (default: 200)"),
+    argument(
+        "--tokens",
+        type=positive,
+        help="at most; the text ends with the document (default: 200, or half of what the model reads)",
+    ),
     argument(
         "--temperature",
         type=not_negative,
@@ -32,8 +38,9 @@ def sample(args: argparse.Namespace) -> int:
     exported = import_extra("fsdp_pretrain.eval.exported", "text is generated")
     evaluated = exported.open_model(args.run, args.step)
     device = args.device or (evaluated.trained.eval.device if evaluated.trained is not None else "cpu")
+    tokens = args.tokens or min(_TOKENS, evaluated.length // 2)
     pieces = sampling.continuation(
-        evaluated, args.prompt, tokens=args.tokens, temperature=args.temperature, seed=args.seed, device=device
+        evaluated, args.prompt, tokens=tokens, temperature=args.temperature, seed=args.seed, device=device
     )
     print(args.prompt, end="", flush=True)
     for piece in pieces:
