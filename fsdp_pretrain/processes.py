@@ -21,8 +21,8 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 _ROOT = Path(__file__).resolve().parent.parent
-_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "TORCH_NCCL_", "OMP_NUM")
-"""Prefixes of variables that torchrun sets for a rank."""
+_OF_A_RANK = tuple("RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ TORCHELASTIC_ TORCH_NCCL_ TORCH_FR_ OMP_NUM".split())
+"""Prefixes of variables that torchrun and the watchdog set for a rank."""
 _PR_SET_PDEATHSIG = 1
 _TURN = 1.0
 _REAP_SECONDS = 1.0

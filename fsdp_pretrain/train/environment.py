@@ -46,7 +46,7 @@ _RECORDED_VARIABLES = (
     "SLURM_PROCID",
 )
 _COMPARED = {"world", "device", "python", "torch", "cuda", "nccl", "driver", "fsdp_pretrain"}
-_ALWAYS_NEW = re.compile(r"SLURM_|TORCHELASTIC_|CUDA_VISIBLE|.*_ADDR$|.*_PORT$")
+_ALWAYS_NEW = re.compile(r"SLURM_|TORCHELASTIC_|CUDA_VISIBLE|.*_ADDR$|.*_PORT$|TORCH_.*_(TEMP|PIPE)_FILE$")
 _SHOWN_HOSTS = 20
 _CORPORA = "corpora.json"
 _GIT_SECONDS = 60.0

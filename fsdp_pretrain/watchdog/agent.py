@@ -166,6 +166,7 @@ class Agent:
 
     def _finish(self) -> None:
         """Write the last report, and wait for those of the other nodes, which may name the cause of the end."""
+        self._hang.keep_recordings()
         self._report(ended=True)
         if self._leader is not None:
             self._run_detectors()

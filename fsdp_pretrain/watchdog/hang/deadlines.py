@@ -46,6 +46,11 @@ class Deadlines:
     hard: float
 
 
+def latest(section: HangSection) -> float:
+    """The latest hard deadline in seconds of what does not take longer each time."""
+    return max(UNKNOWN_HARD, _SAVES * section.hard.value)
+
+
 class PhaseHistory:
     """Durations of steps, saves and loads, and the deadlines from them; `section` has the minimum deadlines."""
 

@@ -1,8 +1,8 @@
 """Finds the cause of a hang: from the position of every rank to a name and a reason.
 
 All ranks wait for the missing one, so their step says nothing; phase, process state and stack do. A rank in a
-collective is a victim, one elsewhere is a suspect; if all are in collectives, the minority in another one is. "No
-suspect" is a verdict only once all positions are known.
+collective is a victim, one elsewhere is a suspect; if all are in collectives, the minority in another one is. Of GPUs
+the stacks say nothing, NCCL's flight recorders do. "No suspect" is a verdict only once all positions are known.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from fsdp_pretrain.units import human_time
 
+from .collectives import Blocked, find_blocked
 from .rank_monitor import RankSnapshot
 from .stacks import DEVICE
 
@@ -25,6 +26,8 @@ _REASONS = {
     "data": "waits for data from {place}",
     "stuck": "is stuck in {place}",
 }
+_SHOWN = 3
+"""Blocked collectives in a text."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ def diagnose(snapshots: list[RankSnapshot], quiet: Mapping[str, float], unreport
     for snapshot in snapshots:
         if (kind := _kind(snapshot)) is not None:
             kinds.setdefault(kind, []).append(snapshot)
+    if not (kinds.keys() - {"stuck"} or unknown or quiet) and (recorded := _diagnose_recorded(snapshots)) is not None:
+        return recorded
     if len(kinds) > 1:
         kinds.pop("stuck", None)  # it may wait for the others outside a collective
     causes = {kind: _sentence(kind, kinds[kind]) for kind in _REASONS if kind in kinds}
@@ -105,6 +110,36 @@ def _diagnose_victims(snapshots: list[RankSnapshot]) -> HangDiagnosis:
     where = next((snapshot.collective for snapshot in snapshots if snapshot.collective), "a collective operation")
     cause = " or a device hangs" if where == DEVICE else ""
     return HangDiagnosis("network", f"all ranks wait in {where}: the connection between them is blocked{cause}")
+
+
+def _diagnose_recorded(snapshots: list[RankSnapshot]) -> HangDiagnosis | None:
+    """What the flight recorders say of the collective that the GPUs wait in; None if they name none.
+
+    They know better than stacks which rank is stuck: a host whose GPU waits may be anywhere when its queue is full.
+    """
+    ranks = {snapshot.rank: snapshot for snapshot in snapshots}
+    blocked = find_blocked({rank: snapshot.collectives for rank, snapshot in ranks.items()})
+    if not blocked:
+        return None
+    text = "; ".join(_blocked_sentence(each, [ranks[rank] for rank in each.ranks]) for each in blocked[:_SHOWN])
+    text += f"; and {len(blocked) - _SHOWN} more groups" if len(blocked) > _SHOWN else ""
+    guilty = tuple(ranks[rank] for rank in dict.fromkeys(rank for each in blocked for rank in each.ranks))
+    kind = {"absent": "stuck", "odd": "desync", "late": "device"}.get(blocked[0].problem, "network")
+    if kind == "stuck" and all(snapshot.collective is not None for snapshot in guilty):
+        kind = "desync"  # it waits elsewhere
+    return HangDiagnosis(kind, text, guilty)
+
+
+def _blocked_sentence(blocked: Blocked, guilty: list[RankSnapshot]) -> str:
+    name, count = blocked.name, f"{blocked.waiting} ranks wait"
+    if blocked.problem == "absent":
+        return f"{_names(guilty)} has not called {name}, in which {count}: it is in {guilty[0].place}"
+    if blocked.problem == "odd":
+        calls = " and ".join(blocked.operations)
+        return f"{_names(guilty) or 'a part of the ranks'} is out of step in {name}: the ranks call {calls} there"
+    if blocked.problem == "late":
+        return f"the GPU of {_names(guilty)} has not come to {name}, in which {count}"
+    return f"all {count} in {name}: the connection between them is blocked or a device hangs"
 
 
 def _kind(snapshot: RankSnapshot) -> str | None:

@@ -8,6 +8,7 @@ saved.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from .peers import PeerNodes
 from .rank_monitor import RankMonitor, RankSnapshot
 
 _BETWEEN_DUMPS = 30.0
+_RECORDER_SECONDS = 5.0
+"""Time for NCCL's flight recorders to answer: torch looks for a request once a second."""
 _DUMP_SECONDS = 3.0
 """Time for ranks to dump their stacks before they are ended; they need milliseconds."""
 
@@ -38,7 +41,7 @@ class _Stall:
 
     Attributes:
         dumped, dumps: when stacks were last requested, and how often.
-        read: when the first stacks could be read; None before.
+        read: when the first stacks could be read, and the recorders had answered or not in time; None before.
         verdict: the last verdict in the alarm; None before it was opened.
         seen: the first stack of each rank.
         patience: extension of the hard deadline.
@@ -123,12 +126,16 @@ class HangMonitor:
             # A newly started agent has observed no step time; then rely on the leader, which has.
             if seconds >= due.soft or (self._nodes.leader_stalls and seconds >= self._soft):
                 for rank in self._ranks.all:
-                    rank.stack = None  # it is from an earlier stall
+                    rank.stack, rank.recorder.progress = None, ()  # they are from an earlier stall
                 self._dump()
+                self._ask_recorders()
                 self._stall = _Stall(began=time.monotonic() - seconds, dumped=seconds)
             return
         self._read()
         if stall.read is None:  # the pass after the dumps were requested
+            awaited = any(rank.recorder.awaited for rank in self._ranks.alive)
+            if awaited and seconds - stall.dumped < _RECORDER_SECONDS:
+                return
             stall.read = seconds
         if stall.dumps == 1:
             stall.seen = self._signatures() | stall.seen
@@ -142,6 +149,7 @@ class HangMonitor:
         if stall.dumps == 1 and seconds - stall.dumped >= min(_BETWEEN_DUMPS, (due.hard - due.soft) / 2):
             stall.dumps, stall.dumped = 2, seconds
             self._dump()
+            self._ask_recorders()
         elif seconds >= due.hard + stall.patience:
             self._last_resort(stall, seconds, due.hard)
 
@@ -196,6 +204,10 @@ class HangMonitor:
         for rank in self._ranks.alive:
             rank.ask_stack()
 
+    def _ask_recorders(self) -> None:
+        for rank in self._ranks.alive:
+            rank.recorder.ask()
+
     def take_last_stacks(self) -> None:
         """Let all ranks dump their stacks before they are ended, even stopped ones (continued only briefly)."""
         self._dump()
@@ -215,7 +227,17 @@ class HangMonitor:
                 rank.stack = stack
                 self._keep(rank.number, rank.dumps.text)
                 dumped.append(rank.number)
+        self.keep_recordings()
         return dumped
+
+    def keep_recordings(self) -> None:
+        """Read and keep what the flight recorders have written; NCCL also writes it when it ends a rank itself."""
+        for rank in self._ranks.all:
+            if rank.recorder.update():
+                with contextlib.suppress(OSError):
+                    make_directory(self._stacks)
+                    name = f"{self._ranks.segment:04d}-nccl-{rank.number:05d}"  # torchfrtrace wants the rank last
+                    shutil.copyfile(rank.recorder.path, self._stacks / name)
 
     def _keep(self, rank: int, text: str) -> None:
         path = self._stacks / f"{self._ranks.segment:04d}-rank-{rank:05d}.txt"

@@ -27,6 +27,8 @@ from fsdp_pretrain.processes import start_module
 from fsdp_pretrain.remote import Location
 from fsdp_pretrain.run import run_id
 
+from .deadlines import latest
+from .flight_recorder import enable
 from .page import Page, is_alive, read
 
 _ROOT = f"{Path(__file__).parents[3]}/".encode("ascii", "backslashreplace").decode()
@@ -63,6 +65,8 @@ class PageHeartbeat(Heartbeat):
         self._stacks.flush()
         # Before the page exists: whoever sees it may send the signal. At C level, so a wedged interpreter dumps too.
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
+        watchdog = config.watchdog
+        enable(pages, latest(watchdog.hang) if watchdog.act else None)
         self._page = Page(pages / f"rank-{rank}.page", rank=rank, segment=0)
         # Bound directly, without a call in between, so a beat takes under 1 us.
         self.beat, self.measured = self._page.beat, self._page.measured  # type: ignore[method-assign]

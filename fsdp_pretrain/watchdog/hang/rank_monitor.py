@@ -13,6 +13,8 @@ from time import monotonic_ns
 
 from fsdp_pretrain.heartbeat import Phase
 
+from .collectives import GroupProgress
+from .flight_recorder import FlightRecorder
 from .page import Beat, Reader, is_exiting, process_state, start_ticks
 from .stacks import Dumps, Stack
 
@@ -33,6 +35,7 @@ class RankSnapshot:
         place: innermost frame, as text.
         group: equal for ranks that wait for the same thing.
         reading: the data file whose read has lasted longest, if any, as of its last sign of life.
+        collectives: what NCCL's flight recorder says of its process groups, see `find_blocked`; empty without it.
     """
 
     rank: int
@@ -48,6 +51,7 @@ class RankSnapshot:
     place: str
     group: tuple[str, ...]
     reading: str = ""
+    collectives: tuple[GroupProgress, ...] = ()
 
 
 class Rank:
@@ -62,6 +66,7 @@ class Rank:
         self.gone = False
         self.dumps = Dumps(pages / f"rank-{number}.stacks")
         self.stack: Stack | None = None
+        self.recorder = FlightRecorder(pages, number)
 
     def read_page(self) -> None:
         """Read the rank's page; the first time, open a pidfd of its process."""
@@ -126,6 +131,7 @@ class Rank:
             place="" if stack is None else stack.place,
             group=() if stack is None else stack.group,
             reading="" if stack is None or self._reader is None else self._reader.note().decode(errors="replace"),
+            collectives=self.recorder.progress,
         )
 
 
