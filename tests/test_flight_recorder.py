@@ -18,6 +18,7 @@ from sight import until
 from fsdp_pretrain.config.operations import WatchdogSection
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.parallel import mesh
+from fsdp_pretrain.processes import run_module
 from fsdp_pretrain.run.files import now
 from fsdp_pretrain.watchdog.hang import monitor as hang_monitor
 from fsdp_pretrain.watchdog.hang.diagnosis import HangDiagnosis, diagnose
@@ -29,14 +30,19 @@ from fsdp_pretrain.watchdog.hang.rank_monitor import RankMonitor, RankSnapshot
 GATHER, REDUCE, SUM = "_all_gather_base", "_reduce_scatter_base", "all_reduce"
 
 
-def dump(*calls: tuple[list[int], str], ended: int, begun: int = -1, kept: int = 2000) -> bytes:
+def label(ranks: list[int]) -> str:
+    return "mesh_dp_shard" if ranks[1] - ranks[0] == 1 else "mesh_dp_replicate"
+
+
+def dump(*calls: tuple[list[int], str], ended: int, begun: int = -1, kept: int = 2000, idle: Any = ()) -> bytes:
     """A dump as torch documents it (version 2.10) of a rank whose first `ended` calls are over: group and operation of
-    each. The numbers of a group count its own calls, and NCCL numbers groups by their first ones."""
-    groups: dict[str, dict[str, Any]] = {}
+    each. The numbers of a group count its own calls, and NCCL numbers groups by their first ones. `idle`: groups without
+    calls."""
+    groups = {desc: {"name": desc[-5:], "desc": desc, "ranks": str(ranks)} for ranks in idle if (desc := label(ranks))}
     status: dict[str, dict[str, int]] = {}
     entries: list[dict[str, Any]] = []
     for record, (ranks, operation) in enumerate(calls):
-        desc = "mesh_dp_shard" if ranks[1] - ranks[0] == 1 else "mesh_dp_replicate"
+        desc = label(ranks)
         groups.setdefault(desc, {"name": desc[-5:], "desc": desc, "ranks": str(ranks)})
         number = [*groups].index(desc)
         at = status.setdefault(str(number), {"last_enqueued_collective": 0, "last_completed_collective": 0})
@@ -129,12 +135,13 @@ def test_a_collective_that_all_have_called_is_the_networks(ranks: int) -> None:
 @pytest.mark.parametrize("absent", [True, False])
 def test_a_wait_in_one_group_is_the_effect_of_another(absent: bool) -> None:
     """2 x 8 ranks. Ranks 5 and 13 do not finish a sum, so the GPUs of no other rank finish what they gather: rank 13 has
-    not called it, or both have."""
+    not called it, or both have. The host of rank 5 waits with a full queue, so that it has not called all either."""
     dumps = {}
     for rank in range(16):
         inner, outer = shard(rank, 16), [rank % 8, rank % 8 + 8]
         calls, ended = [(inner, GATHER), (outer, SUM), (inner, GATHER)], 1 if rank in (5, 13) else 2
-        dumps[rank] = dump(*calls[: 1 if rank == 13 and absent else 3], ended=ended)
+        called = (1 if rank == 13 else 2 if rank == 5 else 3) if absent else 3
+        dumps[rank] = dump(*calls[:called], ended=ended, idle=[inner, outer])
     found = verdict(dumps)
     if absent:
         assert (found.kind, found.suspects) == ("desync", (13,))
@@ -165,8 +172,9 @@ def test_other_reasons_in_a_collective_are_told_apart() -> None:
     assert (other.kind, other.suspects) == ("desync", (6,)) and f"the ranks call {GATHER} and {SUM} there" in other.text
     halves = verdict({0: dump(([0, 1], GATHER), ended=0), 1: dump(([0, 1], SUM), ended=0)})
     assert (halves.kind, halves.suspects) == ("desync", ())
-    for late in (dump(*[(group, GATHER)] * 5, ended=4, begun=4), dump(*[(group, GATHER)] * 5, ended=3)):
-        found = verdict({**ahead, 2: late})
+    untimed = {rank: dump(*[(group, GATHER)] * 5, ended=4) for rank in range(8)}
+    for others, late in ((ahead, {"ended": 4, "begun": 4}), (untimed, {"ended": 3})):
+        found = verdict({**others, 2: dump(*[(group, GATHER)] * 5, **late)})
         assert (found.kind, found.suspects) == ("device", (2,))
         assert "the GPU of rank 2 (n0, pid 102) has not come to collective 5 of mesh_dp_shard" in found.text
 
@@ -180,6 +188,9 @@ def test_a_group_whose_calls_were_forgotten_still_counts() -> None:
         "mesh_dp_shard": (9, 9, 8),
         "mesh_dp_replicate": (1, 1, 2),
     }
+    for first, second in ((outer, inner), (inner, outer)):  # the oldest call is the first
+        progress = parse(dump((first, SUM), (second, SUM), ended=0, idle=[outer, inner]))
+        assert [each.label for each in progress] == [label(first), label(second)]
     (waits, _) = parse(dump((outer, SUM), *[(inner, GATHER)] * 9, ended=4, kept=3))
     assert (waits.label, waits.called, waits.ended, waits.operation) == ("mesh_dp_shard", 9, 3, "")
     assert (
@@ -193,7 +204,7 @@ import faulthandler, os, pathlib, select, signal, sys, threading
 from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.watchdog.hang.flight_recorder import enable
 from fsdp_pretrain.watchdog.hang.page import Page
-pages, rank, answer = pathlib.Path(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3]).read_bytes()
+pages, rank, answer = pathlib.Path(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3])
 enable(pages, None)
 stacks = open(pages / f"rank-{rank}.stacks", "w")
 print(f"main 0x{threading.main_thread().ident:016x} /", file=stacks, flush=True)
@@ -202,15 +213,17 @@ pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + f"{rank}.pipe"
 os.mkfifo(pipe)
 asked = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 page = Page(pages / f"rank-{rank}.page", rank=rank, segment=1)
-page.step(7)
-page.beat(Phase.REDUCE)
 waiting = '''
 def synchronize():
+    page.step(7)
+    page.beat(Phase.REDUCE)
     while True:
         select.select([asked], [], [])
         if os.read(asked, 128):
+            while not answer.exists():
+                select.select([], [], [], 0.01)
             with open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + str(rank), "wb") as file:
-                file.write(answer)
+                file.write(answer.read_bytes())
         select.select([], [], [], 0.01)
 '''
 exec(compile(waiting, "/lib/torch/cuda/streams.py", "exec"))
@@ -242,12 +255,11 @@ def test_the_agent_asks_the_recorders_and_keeps_what_they_say(
     wrong = {"cut off": answers[1][:-9], "malicious": pickle.dumps({**pickle.loads(answers[1]), "x": Payload(marker)})}
     answers[1] = wrong.get(case, answers[1])
     processes = []
-    for rank, answer in enumerate(answers):
-        (tmp_path / f"answer-{rank}").write_bytes(answer)
+    for rank in range(2):
         line = [sys.executable, "-c", RANK, pages, str(rank), tmp_path / f"answer-{rank}"]
         processes.append(subprocess.Popen(line, env=helpers.environment()))
     ranks, nodes = RankMonitor(range(2), pages, os.getpid()), PeerNodes(tmp_path, 0, 1, "attempt")
-    section = WatchdogSection.model_validate({"act": False, "hang": {"soft": "1 s", "hard": "60 s"}})
+    section = WatchdogSection.model_validate({"act": False, "hang": {"soft": "0.3 s", "hard": "60 s"}})
     monitor = HangMonitor(section, ranks, nodes, stacks, end=lambda *_: None)
     monitor.alarms = watch.alarms
     monitor.history.assume(0.01)
@@ -257,7 +269,23 @@ def test_the_agent_asks_the_recorders_and_keeps_what_they_say(
         monitor.check()
         return "hang" in watch.alarms.open_keys()
 
+    def have_all_begun() -> bool:
+        ranks.read_pages()
+        return sum(beat.step == 7 for beat in ranks.beats) == 2
+
+    def give_answers() -> None:
+        for rank, answer in enumerate(answers):
+            (tmp_path / "answer").write_bytes(answer)
+            (tmp_path / "answer").rename(tmp_path / f"answer-{rank}")
+
     try:
+        if case != "whole":
+            give_answers()
+        until(have_all_begun)
+        if case == "whole":  # stacks come at once, recorders take a second
+            until(lambda: is_reported() or all(rank.stack is not None for rank in ranks.all))
+            assert not is_reported()
+            give_answers()
         until(is_reported)
         facts, summary = next(iter(watch.alarms)).facts, next(iter(watch.alarms)).summary
         kept = sorted(path.name for path in stacks.glob("*-nccl-*"))
@@ -294,6 +322,14 @@ def test_a_rank_on_another_node_is_named(tmp_path: Path) -> None:
     assert diagnose([*positions[:1], *here.snapshots()], {}, []).suspects == (1,)
 
 
+def test_processes_beside_a_rank_have_recorders_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation on GPUs would else replace the pipe of rank 0."""
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
+        monkeypatch.setenv(name, "of the rank")
+    done = run_module("timeit", "-n1", "-r1", "import os; print(sorted(os.environ))", limit=60.0)
+    assert b"PATH" in done.stdout and b"TORCH_" not in done.stdout, done
+
+
 @pytest.mark.skipif(not hasattr(torch._C._distributed_c10d, "_dump_fr_trace"), reason="this torch has no such dump")
 def test_what_torch_writes_is_read() -> None:
     """The recorder of gloo writes as that of NCCL does, but leaves out the ranks of its groups. No public function."""
@@ -308,13 +344,15 @@ def test_what_torch_writes_is_read() -> None:
     found["pg_config"] = {name: {"name": name, "desc": desc, "ranks": "[0]"}}
     found["entries"] = found["entries"][before:]
     (progress,) = parse(pickle.dumps(found, protocol=2))
-    assert (progress.size, progress.called, progress.waits) == (1, found["entries"][-1]["collective_seq_id"], False)
+    assert (progress.size, progress.called) == (1, found["entries"][-1]["collective_seq_id"])
 
 
 def test_every_start_lets_nccl_record(lab: Any, helpers: Any) -> None:
     """Beside the page, as the record of the start shows. What the user has set stays, and the places, which are new
     with every start, count as no change."""
-    config, run = lab.config(watchdog={"enabled": True}, train={"duration": "4 steps"}), lab.path / "run"
+    constant = {"curve": "constant", "warmup": None, "min_lr": None}
+    config = lab.config(watchdog={"enabled": True}, train={"duration": "4 steps"}, optimizer=constant)
+    run = lab.path / "run"
     lab.train(config, "train.duration='2 steps'")
     mine = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}
     lab.train(config, flags=("--allow", "train.duration"), variables=mine)

@@ -65,11 +65,11 @@ def find_blocked(ranks: Mapping[int, Sequence[GroupProgress]]) -> list[Blocked]:
     """
     groups: dict[str, dict[int, GroupProgress]] = {}
     for rank, progress in ranks.items():
-        for each in progress:
-            groups.setdefault(each.group, {})[rank] = each
+        for member in progress:
+            groups.setdefault(member.group, {})[rank] = member
     found = {group: _examine(members) for group, members in groups.items() if any(m.waits for m in members.values())}
     # A rank that waits in one group is absent in another as an effect, unless all that are absent wait.
-    for effects in ({rank for rank, progress in ranks.items() if any(each.waits for each in progress)}, set[int]()):
+    for effects in ({rank for rank, progress in ranks.items() if any(m.waits for m in progress)}, set[int]()):
         absent: dict[tuple[int, ...], Blocked] = {}
         for each in sorted(found.values(), key=lambda each: -each.waiting):
             if each.problem == "absent" and (causes := tuple(rank for rank in each.ranks if rank not in effects)):
