@@ -146,7 +146,7 @@ def test_a_step_sends_every_row_once(lab: Any, replicas: int, shards: int) -> No
 def test_plan_counts_the_states(lab: Any) -> None:
     """Of two shards: 4 bytes per element of a matrix of the blocks, 8 of all else."""
     config = load(lab.config(model=SMALL), ["optimizer.kind=muon", "train.precision=fp32"])
-    parts = memory.estimate(config, shards=2, accumulates=False, device=torch.device("cpu"))
+    parts = memory.estimate(config, shards=2, micro_batches=1, device=torch.device("cpu"))
     shapes = {name: tuple(p.shape) for name, p in models.build(config.model).named_parameters()}
     kinds = treatments(shapes, config.optimizer)
     bytes_of = {"muon": 4, "adamw": 8}

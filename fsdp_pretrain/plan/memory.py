@@ -1,9 +1,9 @@
 """Estimates a rank's training memory without a device.
 
-Parameters, gradients and optimiser are computed: fp32 shards. The rest comes from running one micro-batch of the real
-model forward and backward on the meta device, counting storages as they are allocated and freed; FSDP2's gathered and
-reduced buffers are added when it would allocate them. Kernels that save less than PyTorch's generic code (fused
-attention, RMSNorm, dropout) have stand-ins that save the same as they do.
+Parameters and optimiser are computed: fp32 shards. The rest comes from running one or two micro-batches of the real
+model forward and backward on the meta device, counting storages as they are allocated and freed; FSDP2's shards of
+gradients, gathered and reduced buffers are added when it would allocate them. Kernels that save less than PyTorch's
+generic code (fused attention, RMSNorm, dropout) have stand-ins that save the same as they do.
 
 Not counted: the CUDA context and NCCL (about 1 to 2 GiB outside PyTorch's allocator), fragmentation. Blocks are
 estimated uncompiled; compiled ones save less.
@@ -67,18 +67,18 @@ class MemoryEstimate:
         return sum(vars(self).values())
 
 
-def estimate(config: Config, *, shards: int, accumulates: bool, device: torch.device) -> MemoryEstimate:
+def estimate(config: Config, *, shards: int, micro_batches: int, device: torch.device) -> MemoryEstimate:
     """Peak memory of a step on the rank that needs most.
 
     Args:
         shards: ranks per replica.
-        accumulates: a step has several micro-batches per rank, so gradients exist from the start.
+        micro_batches: micro-batches of a rank in a step.
         device: `cuda` or `cpu`: determines the dtype of `train.precision = "auto"` and the kernels.
     """
     model = models.build(config.model)
     sizes = {name: _padded(p, shards) // shards * _MASTER_BYTES for name, p in model.named_parameters()}
     states = sum(sizes[name] * number for name, number in state_tensors(model, config.optimizer).items())
-    step = _trace(model.to(compute_dtype(config, device)), config, shards, accumulates, device)
+    step = _trace(model.to(compute_dtype(config, device)), config, shards, micro_batches, device)
     return MemoryEstimate(parameters=sum(sizes.values()), optimizer=states, **step)
 
 
@@ -88,7 +88,7 @@ def _padded(parameter: Tensor, shards: int) -> int:
 
 
 def _trace(
-    model: models.Decoder, config: Config, shards: int, accumulates: bool, device: torch.device
+    model: models.Decoder, config: Config, shards: int, micro_batches: int, device: torch.device
 ) -> dict[str, int]:
     """The parts of `estimate` that change during a step, at its peak."""
     model.set_recompute(config.parallel.recompute)
@@ -99,25 +99,27 @@ def _trace(
         # Block masks are small and the kernel saves no scores: like no mask.
         micro, data = replace(micro, prefix=None), data.model_copy(update={"attention": "causal"})
     meter = _Meter([*model.parameters(), *inputs])
-    _Sharding(meter, shards, accumulates=accumulates).begin(
-        model, units(model, reshard=config.parallel.reshard_after_forward)
-    )
+    sharding = _Sharding(meter, model, units(model, reshard=config.parallel.reshard_after_forward), shards)
 
     def in_loss(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
         meter.category = "logits"
         out.register_hook(lambda _grad: setattr(meter, "category", "activations"))
 
     model.norm.register_forward_hook(in_loss)
-    bar = tqdm(total=len(model.blocks), desc="tracing a step", leave=False, disable=None)
+    passes = min(micro_batches, 2)  # the third begins as the second
+    bar = tqdm(total=passes * len(model.blocks), desc="tracing a step", leave=False, disable=None)
     for block in model.blocks:
         block.register_forward_hook(lambda *_: bar.update() and None)
     kernels = _FusedKernels(device)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = _WithKernels(block, kernels)
     with bar, meter:
-        with kernels:
-            loss = packed.losses(model, micro, data, _META)[0].sum()
-        loss.backward()
+        for number in range(1, passes + 1):
+            sharding.backward, sharding.last = False, number == micro_batches
+            with kernels:
+                loss = packed.losses(model, micro, data, _META)[0].sum()
+            sharding.backward = True
+            loss.backward()
     meter.hold("inputs", sum(tensor.untyped_storage().nbytes() for tensor in inputs))
     return {**meter.highest, "inputs": meter.live["inputs"]}
 
@@ -142,45 +144,71 @@ def _micro_batch(config: Config) -> MicroBatch:
     )
 
 
-class _Sharding:
-    """Memory of FSDP2 in addition to the shards: gathered parameters and unsharded gradients.
+@dataclass
+class _Unit:
+    """Parameters that FSDP2 gathers together.
 
-    Units that are not resharded stay gathered until their gradients are reduced, or until the end if a step has several
-    micro-batches; the root always stays until the end. Of the resharded units one is gathered at a time, plus one
-    all-gather buffer, its own or its neighbour's. When the gradients of a unit are complete, they are copied into one
-    fp32 buffer, which stays until the next unit's.
+    Attributes:
+        elements: of all shards, padded.
+        stays: whether it is resharded only after the last backward pass of a step.
+        gathered: whether its parameters are there now.
+        fetched: whether an all-gather buffer with them is there now, for the backward pass.
+        reduced: whether its shard has gradients.
     """
 
-    def __init__(self, meter: _Meter, shards: int, *, accumulates: bool) -> None:
-        self._meter, self._shards, self._accumulates = meter, shards, accumulates
-        self._reducing = 0
+    parameters: list[nn.Parameter]
+    elements: int
+    stays: bool
+    gathered: bool = False
+    fetched: bool = False
+    reduced: bool = False
 
-    def begin(self, model: nn.Module, units: list[ShardedUnit]) -> None:
-        """Count the gathered parameters, and hook the gradients."""
-        parts = [[weight for module in unit.modules for weight in module.parameters()] for unit in units]
-        inside = {id(parameter) for part in parts for parameter in part}
-        root = [parameter for parameter in model.parameters() if id(parameter) not in inside]
-        sizes = [self._gathered(part) for part in parts]
-        passing = max((size for unit, size in zip(units, sizes, strict=True) if unit.reshard), default=0)
-        staying = sum(size for unit, size in zip(units, sizes, strict=True) if not unit.reshard)
-        if self._shards > 1:  # a forward pass ends with the all-gather buffer of its last unit
-            passing = max(2 * passing, sizes[-1])
-        self._meter.hold("gathered", self._gathered(root) + staying + passing)
-        if self._accumulates:
-            everything = [*root, *(parameter for part in parts for parameter in part)]
-            self._meter.hold("gradients", self._elements(everything) // self._shards * _MASTER_BYTES)
-        self._watch(root, release=0)
-        for unit, part, size in zip(units, parts, sizes, strict=True):
-            self._watch(part, release=0 if unit.reshard or self._accumulates else size)
 
-    def _gathered(self, part: list[nn.Parameter]) -> int:
-        return sum(_padded(parameter, self._shards) * parameter.element_size() for parameter in part)
+class _Sharding:
+    """Memory of FSDP2 in addition to the shards: gathered parameters and unsharded gradients, as it allocates them.
 
-    def _elements(self, unit: list[nn.Parameter]) -> int:
-        return sum(_padded(parameter, self._shards) for parameter in unit)
+    In the forward pass the all-gather buffer of a unit stays until the next unit is copied out of its own; in the
+    backward pass that of the next unit is there beside a gathered one. Complete gradients of a unit are copied into one
+    fp32 buffer, which stays until the next unit's, even if that is of the next micro-batch.
 
-    def _watch(self, unit: list[nn.Parameter], release: int) -> None:
-        waiting = {id(parameter) for parameter in unit}
+    Attributes:
+        backward: whether the backward pass has begun. Recomputation gathers nothing.
+        last: whether the pass is the last of a step.
+    """
+
+    def __init__(self, meter: _Meter, model: nn.Module, units: list[ShardedUnit], shards: int) -> None:
+        self._meter, self._shards = meter, shards
+        self._width = next(model.parameters()).element_size()
+        self.backward = self.last = False
+        self._forward_buffer = self._reduce_buffer = 0
+        before, inside = None, set[int]()
+        for each in units:
+            parameters = [parameter for module in each.modules for parameter in module.parameters()]
+            inside |= {id(parameter) for parameter in parameters}
+            unit = self._unit(parameters, stays=not each.reshard)
+            self._watch(unit, each.modules[0], each.modules[-1], before)
+            before = unit
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+        self._watch(self._unit(rest, stays=True), model, model, None)
+        model.register_forward_hook(lambda *_: self._keep_buffer(0))
+
+    def _unit(self, parameters: list[nn.Parameter], *, stays: bool) -> _Unit:
+        return _Unit(parameters, sum(_padded(parameter, self._shards) for parameter in parameters), stays)
+
+    def _watch(self, unit: _Unit, first: nn.Module, last: nn.Module, before: _Unit | None) -> None:
+        """Follow a unit through its modules, from the first to the last, and its gradients."""
+        waiting = {id(parameter) for parameter in unit.parameters}
+
+        def enter(*_: Any) -> None:
+            if not unit.gathered:
+                self._gather(unit)
+
+        def leave(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
+            if self.backward:
+                return
+            if not unit.stays:
+                self._free(unit)
+            out.register_hook(lambda _grad: self._prepare(unit, before))
 
         def arrived(parameter: Tensor) -> None:
             assert parameter.grad is not None
@@ -188,22 +216,64 @@ class _Sharding:
             waiting.discard(id(parameter))
             if not waiting:
                 self._reduce(unit)
-                self._meter.hold("gathered", -release)
+                waiting.update(id(parameter) for parameter in unit.parameters)
 
-        for parameter in unit:
+        first.register_forward_pre_hook(enter)
+        last.register_forward_hook(leave)
+        for parameter in unit.parameters:
             parameter.register_post_accumulate_grad_hook(arrived)
 
-    def _reduce(self, unit: list[nn.Parameter]) -> None:
-        buffer = self._elements(unit) * _MASTER_BYTES
-        self._meter.hold("reduce", -self._reducing)
+    def _hold(self, unit: _Unit, copies: int = 1) -> None:
+        self._meter.hold("gathered", copies * unit.elements * self._width)
+
+    def _gather(self, unit: _Unit) -> None:
+        """In the forward pass."""
+        if self._shards > 1:
+            self._hold(unit)
+            self._keep_buffer(unit.elements * self._width)
+        self._hold(unit)
+        unit.gathered = True
+
+    def _keep_buffer(self, size: int) -> None:
+        """Free the all-gather buffer of the unit before, and keep one of `size` that is already counted."""
+        self._meter.hold("gathered", -self._forward_buffer)
+        self._forward_buffer = size
+
+    def _prepare(self, unit: _Unit, before: _Unit | None) -> None:
+        """Gather a unit for its backward pass, and fetch the one before it."""
+        if not unit.gathered:
+            self._fetch(unit)
+            self._hold(unit)
+            unit.gathered = True
+        if unit.fetched:
+            self._hold(unit, -1)
+            unit.fetched = False
+        if before is not None and not before.gathered:
+            self._fetch(before)
+
+    def _fetch(self, unit: _Unit) -> None:
+        if self._shards > 1 and not unit.fetched:
+            self._hold(unit)
+            unit.fetched = True
+
+    def _free(self, unit: _Unit) -> None:
+        self._hold(unit, -1)
+        unit.gathered = False
+
+    def _reduce(self, unit: _Unit) -> None:
+        if self.last or not unit.stays:
+            self._free(unit)
+        buffer = unit.elements * _MASTER_BYTES
+        self._meter.hold("reduce", -self._reduce_buffer)
         self._meter.hold("reduce", buffer)
-        self._reducing = buffer
-        for parameter in unit:
+        self._reduce_buffer = buffer
+        for parameter in unit.parameters:
             parameter.grad = None
         shard = buffer // self._shards
         self._meter.hold("gradients", shard)
-        if self._accumulates:  # added to the existing gradients
+        if unit.reduced:  # added to the existing gradients
             self._meter.hold("gradients", -shard)
+        unit.reduced = True
 
 
 class _Meter(TorchDispatchMode):

@@ -256,7 +256,7 @@ def _layout(config: Config, world: int, gpus_per_node: int, device: str | None, 
     parts = memory.estimate(
         config,
         shards=shards,
-        accumulates=micro_batches[-1] > 1,
+        micro_batches=micro_batches[-1],
         device=torch.device("cpu" if device == "cpu" else "cuda"),
     )
     available = available or (device_memory(device) if device else None)

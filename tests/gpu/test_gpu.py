@@ -286,8 +286,8 @@ def test_planned_memory_is_what_is_allocated(
     loaded = load(
         path, ["train.precision=bf16", "parallel.compile=false", f"train.global_batch={micro} samples", *overrides]
     )
-    accumulates = loaded.schedule.batch.full > micro
-    expected = memory.estimate(loaded, shards=1, accumulates=accumulates, device=world.device)
+    passes = loaded.schedule.batch.full // micro
+    expected = memory.estimate(loaded, shards=1, micro_batches=passes, device=world.device)
     gc.collect()  # left over from earlier tests
     torch.cuda.empty_cache()
     base = torch.cuda.memory_allocated()
