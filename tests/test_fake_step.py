@@ -1,0 +1,26 @@
+"""The memory that `plan` names against whole steps of shipped models, of any number of ranks; see `fake_step.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_step import RECOMPUTED, SHAPES, Shape, peak, planned
+
+from fsdp_pretrain.bench.fake_ranks import NODE
+
+LAYERS = "model.layers=3"
+FEWER = [
+    Shape("7B of three layers, two, recomputed", "runs/llama-7b-hsdp.toml", 2, (*RECOMPUTED, LAYERS), nodes=64),
+    Shape("Qwen3 of three layers, two", "models/qwen3-0.6b.toml", 2, (LAYERS,)),
+]
+
+
+@pytest.mark.parametrize(
+    "shape", [*FEWER, *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES)], ids=lambda shape: shape.name
+)
+def test_a_step_takes_the_memory_that_is_planned(tmp_path: Path, shape: Shape) -> None:
+    """Exactly, but for what kernels need while they run."""
+    config = shape.config(tmp_path)
+    found = peak(config, shape.nodes * NODE, shape.micro_batches)
+    assert planned(config, shape.micro_batches) == pytest.approx(found, rel=0.01)
