@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -469,6 +470,42 @@ def test_init_writes_a_package_with_a_test(run_command: Run, tmp_path: Path, lab
     for arguments, message in ((["mylab"], "these files exist"), (["my-lab"], "not a name of a Python package")):
         done = run_command(CLI, "init", folder, "--extension", *arguments)
         assert done.returncode == 78 and message in done.stderr
+
+
+PAGE = ROOT / "docs/extend.md"
+
+
+def test_the_package_of_the_page_is_watched_and_known_by_what_it_computes(
+    lab: Any, tmp_path: Path, run_command: Run
+) -> None:
+    """The processes beside training know its parts too. Parameters that begin equal show in which order they are used."""
+    for name, text in re.findall(r"^```python package (\S+)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    config = lab.config(
+        code={"packages": ["mylab"]},
+        model={"family": "mylab:llama", "gain": 0.7},
+        optimizer={"kind": "mylab:sign", "lr": 1e-3, "min_lr": 0.0, "rho": 0.9},
+        train={"duration": "6 steps"},
+        data={
+            "sources": [{"name": "text", "path": f"file://{lab.corpus}"}],
+            "cache": {"dir": str(tmp_path / "cache"), "size": "1GB"},
+        },
+        eval={"heldout": str(lab.heldout)},
+        watchdog={"enabled": True},
+    )
+    output = lab.train(config, ranks=2, variables=found_in(tmp_path))
+    assert "Traceback" not in output and "cannot start" not in output
+    assert (lab.path / "run/watchdog/snapshot.json").exists()
+    arguments = ("run", lab.path / "run", "--tasks", "heldout_bpb", "--limit", 2, "--code", "mylab")
+    scored = run_command(EVAL, *arguments, **found_in(tmp_path))
+    assert scored.returncode == 0, scored.stderr
+    code = tmp_path / "mylab/parts.py"
+    code.write_text(code.read_text().replace("self.gain.to(x.dtype)", "self.gain.to(x.dtype).roll(1)"))
+    refused = run_command(EVAL, *arguments, **found_in(tmp_path))
+    assert refused.returncode == 78 and "computes something else" in refused.stderr
+    was, is_ = re.findall(r"on fixed input (\S+) instead of (\S+)", refused.stderr)[0]
+    assert was != is_
 
 
 # ------------------------------------------------------------------------ mistakes

@@ -10,13 +10,12 @@ import random
 import shutil
 import threading
 import time
-import tomllib
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.config import parse
 from fsdp_pretrain.data.corpus.cached import CachedCopy, block_file, blocks_in
 from fsdp_pretrain.data.packing import progress
 from fsdp_pretrain.data.packing.opening import open_packer, open_skips
@@ -58,7 +57,7 @@ class Fetcher:
     """
 
     def __init__(self, settings: FetcherSettings) -> None:
-        config = Config.model_validate(tomllib.loads(settings.config))
+        config = parse(settings.config)
         assert config.data.cache is not None
         self._cache, self._size = config.data.cache.dir, config.data.cache.size.value
         self._pages, self._ranks = Path(settings.pages), range(settings.first, settings.stop)

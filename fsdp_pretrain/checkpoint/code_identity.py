@@ -16,9 +16,11 @@ def other_code(stored: Mapping[str, PartIdentity], current: Mapping[str, PartIde
     was, is_ = stored.get(key), current.get(key)
     if was is None or is_ is None or was.part != is_.part or same_numbers(was.witness, is_.witness):
         return None
+    pairs = zip(is_.witness, was.witness, strict=False)
+    now, before = next((pair for pair in pairs if not same_numbers([pair[0]], [pair[1]])), (math.nan, math.nan))
     return (
         f"{key}: the code of {is_.part} ({is_.source}) computes something else than the code that trained "
-        f"({was.source}): on fixed input {is_.witness[0]:.6g} instead of {was.witness[0]:.6g}"
+        f"({was.source}): on fixed input {now:.6g} instead of {before:.6g}"
     )
 
 

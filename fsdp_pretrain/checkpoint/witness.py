@@ -28,6 +28,8 @@ from .code_identity import other_code, same_numbers
 from .manifest import PartIdentity, RunIdentity
 
 _STEPS = 3
+_NOISE = 0.3
+"""Standard deviation of what is added to the initial values of a tiny model."""
 
 
 def code_identity(config: Config) -> dict[str, PartIdentity]:
@@ -91,6 +93,10 @@ def _compute(model: AnyModel, seed: int) -> list[float]:
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tiny = materialise(models.build(model.tiny()), 0, torch.device("cpu")).train()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():  # else parameters that begin constant, or small, would not tell what is done with them
+            for parameter in tiny.parameters():
+                parameter.add_(_NOISE * torch.randn(parameter.shape, generator=generator))
         tokens = (torch.arange(50).reshape(2, 25) * 7 + 3) % model.tiny().vocab
         loss = tiny(tokens[:, :-1], tokens[:, 1:]).mean()
         loss.backward()

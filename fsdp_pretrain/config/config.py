@@ -7,6 +7,7 @@ docstrings of `sections`.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -219,6 +220,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise _invalid(problems, path)
     extensions.trust(parts.packages(raw))
     return _resolve(raw, path, origin)
+
+
+def parse(text: str) -> Config:
+    """The resolved configuration in a text that a parent process sent. Imports the packages that it names.
+
+    Raises ConfigError, which lists every problem.
+    """
+    return _resolve(tomllib.loads(text), Path("(from the parent process)"), {})
 
 
 def with_timeline(config: Config, timeline: Sequence[TimelineEntry], path: Path) -> Config:

@@ -19,14 +19,13 @@ import signal
 import socket
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.config.config import Config
-from fsdp_pretrain.errors import Exit, StorageError
+from fsdp_pretrain.config.config import Config, parse
+from fsdp_pretrain.errors import Exit, StorageError, UserError
 from fsdp_pretrain.heartbeat import Phase
 from fsdp_pretrain.run import exit_intent, run_id
 from fsdp_pretrain.run.exit_intent import ExitIntent
@@ -67,7 +66,11 @@ def main() -> int:
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGUSR1):  # schedulers send them to every process of a job, to stop it
         signal.signal(number, signal.SIG_IGN)
-    config = Config.model_validate(tomllib.loads(sys.stdin.read()))
+    try:
+        config = parse(sys.stdin.read())
+    except UserError as error:
+        print(f"the watchdog cannot start: {error}", file=sys.stderr, flush=True)
+        return int(error.exit)
     sweep(root(), args.pages)
     name = hashlib.sha256(f"{args.run} {socket.gethostname()} {args.node}".encode()).hexdigest()[:16]
     with _single_instance(args.pages.parent / f"{name}.lock"):

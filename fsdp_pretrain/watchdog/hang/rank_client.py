@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -109,7 +110,7 @@ class AgentProcess:
         self._command += ["--pages", str(pages), "--node", str(node), "--nodes", str(nodes)]
         self._command += ["--ranks", f"{ranks.start}:{ranks.stop}", "--launcher", str(os.getppid())]
         self._command.append("--attempt=" + ":".join(os.environ.get(name, "") for name in _OF_ALL_NODES))
-        self._starts = 0
+        self._starts, self._given_up = 0, False
         self.process: subprocess.Popen[bytes] | None = None
         self.pass_run_id()
         self.ensure_running()
@@ -123,7 +124,12 @@ class AgentProcess:
 
     def ensure_running(self) -> None:
         """Start the agent if it is not running. It writes to this process's output until it has a log."""
-        if self._starts > _RESTARTS or (self.process is not None and self.process.poll() is None):
+        if self.process is not None and self.process.poll() is None:
+            return
+        if self._starts > _RESTARTS:
+            if not self._given_up:
+                print(f"the watchdog ended {self._starts} times: this node is not watched any more", file=sys.stderr)
+            self._given_up = True
             return
         again = ["--again", str(self._starts)] if self._starts else []
         self._starts += 1
@@ -137,7 +143,7 @@ class AgentProcess:
         """Restart the agent if its configuration changed. It has no state to lose, since no segment is known yet."""
         if config.to_toml() == self._config:
             return
-        self._config, self._starts = config.to_toml(), 0
+        self._config, self._starts, self._given_up = config.to_toml(), 0, False
         if self.process is not None:
             self.process.kill()
             self.process.wait()
