@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import records
 import torch
-from processes import ROOT
+from processes import LAUNCH, ROOT, spawn
+from sight import PATIENCE
 
 from fsdp_pretrain.bench import steps
 from fsdp_pretrain.config.config import Config, load
@@ -103,8 +104,7 @@ def test_a_rank_that_computes_wrongly_is_named_and_its_host_left(lab: Any, helpe
     lab.train(lab.config("plain", **settings()), ranks=4)
     config = lab.config(**settings(health=OFTEN))
     variables = ray(config, '{"3": [3]}')
-    run, watched = lab.path / "run", "watchdog.enabled=true"
-    output = lab.train(config, watched, ranks=4, nodes=2, expect=76, variables=variables)
+    output, run = lab.train(config, ranks=4, nodes=2, expect=76, variables=variables), lab.path / "run"
     assert "rank 3 on node-1 did not get the same gradients" in output and output.count("error:") == 1
     intent = helpers.intent(run)
     assert (intent["code"], intent["avoid_hosts"]) == (76, ["node-1"]) and "restart" not in intent
@@ -112,8 +112,6 @@ def test_a_rank_that_computes_wrongly_is_named_and_its_host_left(lab: Any, helpe
     facts = [entry[name] for name in ("key", "severity", "ranks", "hosts", "passed")]
     assert facts == [KEY, "CRIT", [3], ["node-1"], 3] and entry["step"] in (5, 6, 7)
     assert [saved["step"] for saved in helpers.journal(run, "checkpoint")] == [4]
-    helpers.wait_for(lambda: not helpers.agents(run), what="the end of the watchdog")
-    assert [(alarm["severity"], alarm["state"]) for alarm in helpers.alarms(run, KEY)] == [("CRIT", "open")]
 
     lab.train(config, ranks=4, nodes=2, variables=variables | {"RAY": "{}"})
     assert helpers.losses(run) == helpers.losses(lab.path / "plain")
@@ -142,6 +140,26 @@ def test_what_no_single_host_did_blames_none(
         assert "avoid_hosts" not in helpers.intent(run) and not helpers.journal(run, "checkpoint")
     else:
         assert checks(helpers.metrics(run)) == [3, entry["step"]] and helpers.metrics(run)[-1]["step"] == 10
+
+
+@pytest.mark.slow
+def test_the_launcher_does_not_start_there_again(lab: Any, helpers: Any, ray: Any) -> None:
+    """The host is the only one, so somebody has to start the run on another, for which the alarm stays open."""
+    config = lab.config(health=OFTEN, watchdog={"enabled": True})
+    variables = ray(config, '{"1": [3]}')
+    variables.pop("EXECUTE_FIRST")
+    for ends in (f"rank 1 on {os.uname().nodename} did not get the same gradients", "/avoid_hosts"):
+        process = spawn([*LAUNCH, "--nproc-per-node", 2, config], lab.path / "launched", **variables)
+        try:
+            assert process.wait(PATIENCE) == 76
+        finally:
+            process.kill()
+        assert ends in (lab.path / "launched").read_text()
+    run = lab.path / "run"
+    helpers.wait_for(lambda: not helpers.agents(run), what="the end of the watchdog")
+    assert [(alarm["severity"], alarm["state"]) for alarm in helpers.alarms(run, KEY)] == [("CRIT", "open")]
+    assert (run / "avoid_hosts").read_text().split() == [os.uname().nodename]
+    assert len(helpers.journal(run, "start")) == 1
 
 
 VARIANTS: dict[str, list[str]] = {
