@@ -104,7 +104,11 @@ def protect_evaluation(run: Config | None, more: Sequence[Path], *, quiet: bool 
 def _evaluation_texts(run: Config, *, quiet: bool) -> Iterator[tuple[str, Iterator[str]]]:
     if run.eval.heldout is not None:
         if not run.eval.heldout.is_file():
-            raise DataError(f"there is no file {run.eval.heldout} (eval.heldout)")
+            raise DataError(
+                f"there is no file {run.eval.heldout} (eval.heldout)",
+                effect="copies of what the run is evaluated on would stay in the corpus unseen",
+                remedy="copy it to this machine, or correct the path",
+            )
         yield str(run.eval.heldout), read_texts(run.eval.heldout)
     for source in run.eval.loss_on:
         yield f"the held-out corpus {source.name!r}", _texts(Corpus(source.path, cache=cache_use(run)), quiet=quiet)
