@@ -9,6 +9,7 @@ Needs the extra `report`, and Chromium (Debian's package chromium).
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,8 @@ def watch(run: RunDir, out: Path) -> None:
     with Path("/dev/null").open("w") as nowhere:
         console = Console(record=True, width=COLUMNS, height=LINES, file=nowhere, force_terminal=True, highlight=False)
         console.print(page.render(following.read_view(run), COLUMNS, LINES))
-    console.save_svg(str(out), title=f"fsdp-pretrain watch {run.path}")
+    drawn = console.export_svg(title=f"fsdp-pretrain watch {run.path}")
+    out.write_text(re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL))  # rich's fonts come from the network
 
 
 def main() -> int:
