@@ -10,6 +10,7 @@ Exit codes: 78 for invalid arguments (argparse uses 2, which means "errors" for 
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import io
 import math
@@ -88,13 +89,16 @@ class Verb:
     example: str
     arguments: tuple[Argument, ...]
 
-    def add_to(self, verbs: Any, prefix: str) -> None:
+    @property
+    def summary(self) -> str:
+        return " ".join((self.handler.__doc__ or "").split())
+
+    def add_to(self, verbs: Any, prefix: str, *, listed: bool = True) -> None:
         """Add it to the subparsers of a command; `prefix` is that command, for the example."""
-        summary = " ".join((self.handler.__doc__ or "").split())
         parser: argparse.ArgumentParser = verbs.add_parser(
             self.name,
-            help=summary,
-            description=summary,
+            **({"help": self.summary} if listed else {}),
+            description=self.summary,
             epilog=f"example:\n  {prefix} {self.name} {self.example}".rstrip(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -109,17 +113,38 @@ def verb(name: str, example: str, *arguments: Argument) -> Callable[[Handler], V
 
 
 class CommandLine:
-    """A console command with verbs."""
+    """A console command with verbs, which its help lists by what they are for."""
 
     def __init__(self, name: str, description: str) -> None:
-        self._parser = Parser(prog=name, description=description)
+        self._parser = Parser(
+            prog=name, description=description, epilog="", formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         self._parser.add_argument("--version", action=_Version)
-        self._verbs = self._parser.add_subparsers(metavar="VERB", required=True)
+        self._verbs = self._parser.add_subparsers(metavar="VERB", required=True, help="one of those below")
+        self._names: list[str] = []
 
-    def add(self, *verbs: Verb) -> None:
-        """Add verbs. Where one has a default for `passed_on`, `run` sets it to the unknown arguments, in order."""
+    def add(self, *verbs: Verb, group: str | None = "verbs") -> None:
+        """Add verbs. Where one has a default for `passed_on`, `run` sets it to the unknown arguments, in order.
+
+        `group`: their heading in the help; None: they are not listed.
+        """
+        lines = []
         for verb in verbs:
-            verb.add_to(self._verbs, self._parser.prog)
+            verb.add_to(self._verbs, self._parser.prog, listed=False)
+            self._names.append(verb.name)
+            lines.append(f"  {verb.name:18} {re.split('[.:;] ', verb.summary)[0].rstrip('.')}")
+        if group is not None:
+            self._parser.epilog = "\n".join([*filter(None, [self._parser.epilog]), f"{group}:", *lines])
+
+    def _check_verb(self, arguments: Sequence[str]) -> None:
+        """Exit if the first argument is no verb, with the nearest ones; print the help if there is none."""
+        if not arguments:
+            self._parser.print_help(sys.stderr)
+            self._parser.exit(int(Exit.REFUSED), f"{self._parser.prog}: error: name a verb\n")
+        if not arguments[0].startswith("-") and arguments[0] not in self._names:
+            near = difflib.get_close_matches(arguments[0], self._names)
+            meant = f"; did you mean {' or '.join(near)}?" if near else f"; {self._parser.prog} --help lists all"
+            self._parser.error(f"there is no verb {arguments[0]!r}{meant}")
 
     def run(self, arguments: Sequence[str] | None = None) -> int:
         """Parse and run. Returns the exit code. Raises SystemExit after `--help` and on invalid arguments."""
@@ -132,6 +157,7 @@ class CommandLine:
             import argcomplete
 
             argcomplete.autocomplete(self._parser)
+        self._check_verb(sys.argv[1:] if arguments is None else arguments)
         parsed, unknown = self._parser.parse_known_args(arguments)
         if hasattr(parsed, "passed_on"):  # it belongs to another command
             parsed.passed_on = unknown

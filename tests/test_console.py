@@ -36,6 +36,14 @@ def test_a_mistake_in_the_arguments_is_no_finding(run_command: Run, module: str,
     assert done.returncode == 78 and done.stderr.startswith("usage:") and "error:" in done.stderr
 
 
+def test_a_misspelt_verb_is_answered_with_the_nearest(run_command: Run) -> None:
+    done = run_command("fsdp_pretrain.cli", "stauts", "run")
+    assert done.returncode == 78 and "there is no verb 'stauts'; did you mean status?" in done.stderr
+    listed = run_command("fsdp_pretrain.cli", "--help").stdout
+    groups = [line for line in listed.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert groups[-4:] == ["start:", "look:", "steer:", "keep and share:"] and "config-reference" not in listed
+
+
 @pytest.mark.parametrize(
     "verb",
     [

@@ -23,7 +23,9 @@ from .views import aim, goodput, journal, note, report, status, tensorboard, wan
 def main() -> int:
     """Entry point of the console script."""
     command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
-    command.add(init, plan, status, watch, checkpoints, alarms, ack, notify, rollback, fork, control, where, sample)
-    command.add(journal, goodput, report, note, profile, replay, aim, tensorboard, wandb, launch, doctor)
-    command.add(config_reference)
+    command.add(init, plan, launch, doctor, group="start")
+    command.add(watch, status, report, journal, goodput, where, sample, profile, replay, group="look")
+    command.add(control, note, alarms, ack, notify, rollback, fork, group="steer")
+    command.add(checkpoints, aim, tensorboard, wandb, group="keep and share")
+    command.add(config_reference, group=None)  # for docs/config.md
     return command.run()
