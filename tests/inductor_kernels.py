@@ -33,8 +33,8 @@ from fsdp_pretrain.models import loss
 
 INTERNALS = (
     "_dynamo.device_interface, _functorch.aot_autograd.aot_export_joint_simple, _functorch.partitioners, and of "
-    "_inductor: decomposition, debug, fx_passes.joint_graph and post_grad, graph.GraphLowering, runtime.hints, "
-    "scheduler.has_triton, virtualized.V"
+    "_inductor: codecache.CacheBase, decomposition, debug, fx_passes.joint_graph and post_grad, graph.GraphLowering, "
+    "runtime.hints, scheduler.has_triton, virtualized.V"
 )
 BATCH, LENGTH = 2, 4096
 WIDE: dict[str, Any] = {"layers": 2, "hidden": 4096, "heads": 32, "vocab": 32_000}
@@ -180,6 +180,7 @@ def _a_gpu_is_here() -> Iterator[None]:
     """Let Inductor believe that there is an H100, and Triton."""
     from torch._dynamo import device_interface
     from torch._inductor import scheduler
+    from torch._inductor.codecache import CacheBase
     from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils import _triton
 
@@ -200,8 +201,9 @@ def _a_gpu_is_here() -> Iterator[None]:
             (_triton, "triton_hash_with_backend", "none"),
         ):
             stack.enter_context(patch.object(where, name, lambda *_, answer=answer: answer))
-        stack.callback(DeviceProperties.create.cache_clear)
-        DeviceProperties.create.cache_clear()
+        for remembered in (DeviceProperties.create, CacheBase.get_system):
+            remembered.cache_clear()
+            stack.callback(remembered.cache_clear)
         yield
 
 

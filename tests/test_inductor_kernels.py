@@ -3,19 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
-from multiprocessing import get_context
-
 import pytest
 from inductor_kernels import FAMILIES, Kernels, of_block, of_loss
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[Executor]:
-    """A process for what stays behind in torch's caches."""
-    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize(
@@ -30,11 +19,9 @@ def child() -> Iterator[Executor]:
         pytest.param("qwen3", 7, 6, 16, marks=pytest.mark.slow),
     ],
 )
-def test_a_block_is_products_attention_and_few_kernels(
-    child: Executor, family: str, products: int, forward: int, backward: int
-) -> None:
+def test_a_block_is_products_attention_and_few_kernels(family: str, products: int, forward: int, backward: int) -> None:
     """`forward`, `backward`: the most launches beside products and attention. torch 2.11 has one fewer backward."""
-    codes = child.submit(of_block, FAMILIES[family]).result()
+    codes = of_block(FAMILIES[family])
     found = {name: Kernels.of(code) for name, code in codes.items()}
     assert (found["forward"].products, found["forward"].attention) == (products, 1)
     assert (found["backward"].products, found["backward"].attention) == (2 * products, 1)
@@ -43,8 +30,8 @@ def test_a_block_is_products_attention_and_few_kernels(
     assert found["backward"].fused + len(found["backward"].further) <= backward
 
 
-def test_the_loss_is_few_kernels(child: Executor) -> None:
+def test_the_loss_is_few_kernels() -> None:
     """Forward the normalisers, and the logits of the targets; backward the softmax, the targets, and the cast."""
-    found = {name: Kernels.of(code) for name, code in child.submit(of_loss).result().items()}
+    found = {name: Kernels.of(code) for name, code in of_loss().items()}
     assert found["forward"] == Kernels(products=0, attention=0, fused=2, further=())
     assert found["backward"] == Kernels(products=0, attention=0, fused=3, further=())
