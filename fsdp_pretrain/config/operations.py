@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -24,9 +24,9 @@ class HealthSection(Section):
     stop_on_mismatch: bool = True
     """Exit 93 when replicas have different parameters, or a resumed run does not reproduce its recorded steps. Off:
     only report."""
-    repeat_every: Seconds | Literal["auto", "off"] = "auto"
-    """How often all ranks compute a micro-batch twice and compare their gradients to the bit; a host that gets other
-    bits is left (exit 76). `auto`: every hour on a GPU, never on a CPU."""
+    repeat_every: Seconds | None = None
+    """How often all ranks compute a micro-batch twice and compare their gradients to the bit, such as `"1 hour"`; a
+    host that gets other bits is left (exit 76). Absent: never."""
     tolerance: AboveZero = 1.0
     """Factor of the thresholds for losses and gradient norms."""
 

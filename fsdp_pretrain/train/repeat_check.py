@@ -29,15 +29,12 @@ from fsdp_pretrain.parallel.replica_check import bit_sum
 from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.step_record import HealthFinding, StepRecord
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import Seconds
 
 from .observer import AgreedActions, Observer, Verdict
 from .step_metrics import StepCounts
 from .update import Update
 
 KEY = "repeat/gradients"
-_ON_GPU = 3600.0
-"""Seconds between two checks if `health.repeat_every` is `auto`."""
 
 
 class RepeatCheck(Observer):
@@ -63,7 +60,8 @@ class RepeatCheck(Observer):
         self._update = Update(config, world, model, optimizer, scaler, lambda _: self._heartbeat.beat(self._phase))
         self._compiled = fsdp.compiles(config, world.device)
         self._phase = Phase.LOAD if self._compiled else Phase.COMPUTE  # the first check compiles again
-        self._every = _interval(config.health.repeat_every, world.device)
+        every = config.health.repeat_every
+        self._every = None if every is None else every.value  # seconds; None: there are no checks
         self._due, self._asked = time.monotonic() + (self._every or 0.0), False
         self._batch: StepBatch | None = None
         self._checked: int | None = None  # step after which the last check was
@@ -146,13 +144,6 @@ class RepeatCheck(Observer):
         return verdict
 
 
-def _interval(every: Seconds | str, device: torch.device) -> float | None:
-    """Seconds between two checks; None: there are none."""
-    if isinstance(every, Seconds):
-        return every.value
-    return _ON_GPU if every == "auto" and device.type == "cuda" else None
-
-
 def _error(cause: str, hosts: list[str]) -> DeviceError:
     """The end of the run; without the host if it is the only one, else one of them may have misled the others."""
     alone = len(hosts) == 1
@@ -161,8 +152,8 @@ def _error(cause: str, hosts: list[str]) -> DeviceError:
         effect="a device computes wrongly. Nothing more was saved, but checkpoints since the last check that passed "
         "may hold wrong updates",
         remedy=f"test {'this host' if alone else 'these hosts'} with the vendor's tools; to leave those checkpoints, "
-        "`fsdp-pretrain rollback RUN --to STEP`. If kernels of your own add in no fixed order, set "
-        'health.repeat_every = "off"',
+        "`fsdp-pretrain rollback RUN --to STEP`. If kernels of your own add in no fixed order, leave "
+        "health.repeat_every out",
     )
     error.avoid_hosts = hosts if alone else ()
     error.exit = Exit.RESUME_AVOIDING_HOSTS if alone else Exit.NEEDS_PERSON
