@@ -63,11 +63,12 @@ def test_no_part_ends_another_and_what_does_not_fit_is_not_started(tmp_path: Pat
     assert done.stdout == (tmp_path / "out/summary.md").read_text()
     said = [line.split(": ") for line in done.stderr.splitlines() if line.endswith(" s")]
     results = {name: text.split(",")[0] for name, text in said}
-    assert list(results.items())[:6] == [
+    assert list(results.items())[:7] == [
         ("suite", "passed"),
         ("peers-7b", "failed (exit 3)"),
         ("7b-rank", "passed"),
         ("7b-rank-float8", "passed"),
+        ("7b-trace", "passed"),
         ("7b-document", "failed (exit 139)"),
         ("saves", "timed out"),
     ]
