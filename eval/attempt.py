@@ -26,7 +26,7 @@ from fsdp_pretrain.checkpoint.evaluations import Job
 from fsdp_pretrain.checkpoint.store import Store, step_of
 from fsdp_pretrain.config.resume_rules import load_recorded
 from fsdp_pretrain.config.sections import EvalSection
-from fsdp_pretrain.errors import StorageError, UserError
+from fsdp_pretrain.errors import CheckpointError, StorageError, UserError
 from fsdp_pretrain.processes import die_with_parent, start_module
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, make_directory, replace_file
@@ -34,7 +34,7 @@ from fsdp_pretrain.run.lock import Lease
 from fsdp_pretrain.run.state_files import DamagedFileError, StateFile
 from fsdp_pretrain.units import human_time
 
-from .results import EvaluationError, RefusedError, Results
+from .results import EvaluationError, RefusedError, Results, Verdict
 
 _POLL_SECONDS = 1.0
 _DUMP_SECONDS = 5.0
@@ -211,8 +211,14 @@ def _evaluate(path: Path, section: EvalSection, place: Path) -> Results:
 
     checkpoint = Store(path.parent).find(step_of(path.name) or 0)
     results = evaluate(open_checkpoint(checkpoint), section, out=place / "results.json")
-    merged = None if section.merge is None else open_merge(checkpoint, section.merge)
-    return results if merged is None else results.beside(evaluate(merged, section))
+    if section.merge is None:
+        return results
+    try:
+        merged = open_merge(checkpoint, section.merge)
+        return results if merged is None else results.beside(evaluate(merged, section))
+    except CheckpointError as error:  # of a parent; the checkpoint itself has its scores
+        verdict = Verdict(probe="merge", ok=False, text=f"its parents cannot be merged: {error.cause}")
+        return results.model_copy(update={"verdicts": [*results.verdicts, verdict]})
 
 
 def guarded(work: Callable[[], Results], place: Path, deadline: float) -> AttemptFailure | None:

@@ -146,13 +146,15 @@ def test_the_schedule_evaluates_the_merge_beside_the_checkpoint(lab: Any, run_co
     )
     lab.train(config, ranks=2)
     run = lab.path / "run"
-    shutil.rmtree(run / "checkpoints" / "step-00000005")  # so that step 10 has none to be merged with
+    (run / "checkpoints" / "step-00000005" / "manifest.json").unlink()  # step 10 has none to be merged with
     done = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", timeout=120)
     assert done.returncode == 0, done.stderr
     early, late = (
         json.loads(next((run / "evals" / f"step-{step:08d}").glob("*/results.json")).read_text()) for step in (10, 20)
     )
     assert [*early["scores"]] == ["heldout_bpb"] and [*late["scores"]] == ["heldout_bpb", "heldout_bpb@merge"]
+    assert ["step-00000005 is damaged" in verdict["text"] for verdict in early["verdicts"]] == [True]
+    assert not late["verdicts"] and "ALARM" in done.stderr
     assert early["texts"]["the run "] and early["texts"] != late["texts"]
     merge = ("fsdp_pretrain.cli", "checkpoints", run, "merge", "--last", "10 steps", "--out", "by-hand")
     assert run_command(*merge).returncode == 0

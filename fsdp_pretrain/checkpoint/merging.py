@@ -159,7 +159,7 @@ def choose(run: RunDir, last: Progress | None, every: Progress | None, until: fl
     newest = found[-1]
     _refuse_problem(newest)
     config = load_recorded(newest.path / CONFIG, own=False)
-    chosen = list(_in_range(found, newest.manifest(), last, every, config))
+    chosen = [*_in_range(found, newest.manifest(), last, every, config)][::-1]
     if len(chosen) < 2:
         steps = ", ".join(f"{checkpoint.step:_}" for checkpoint in found)
         raise ConfigError(
@@ -172,16 +172,18 @@ def choose(run: RunDir, last: Progress | None, every: Progress | None, until: fl
 def _in_range(
     found: list[Checkpoint], newest: CheckpointManifest, last: Progress | None, every: Progress | None, config: Config
 ) -> Iterator[Checkpoint]:
-    """The checkpoints that `last` and `every` choose, see `merge`."""
-    for checkpoint in found:
-        if last is not None and last.unit == "step" and checkpoint.step <= newest.step - last.value:
-            continue
+    """The checkpoints that `last` and `every` choose, see `choose`; newest first."""
+    for checkpoint in reversed(found):
         _refuse_problem(checkpoint)
         manifest = checkpoint.manifest()
         before, after = manifest.consumed - manifest.batch, manifest.consumed
-        reached = {"sample": (after, newest.consumed), "token": (manifest.tokens, newest.tokens)}
-        if last is not None and last.unit != "step" and reached[last.unit][0] <= reached[last.unit][1] - last.value:
-            continue
+        amounts = {
+            "step": newest.step - manifest.step,
+            "sample": newest.consumed - after,
+            "token": newest.tokens - manifest.tokens,
+        }
+        if last is not None and amounts[last.unit] >= last.value:
+            return  # those before it, damaged or not, are no concern
         if every is None or config.schedule.due(every, step=manifest.step, before=before, after=after):
             yield checkpoint
 
