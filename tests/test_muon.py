@@ -239,7 +239,7 @@ def test_a_run_resumes_to_the_bit_and_on_another_mesh(lab: Any, helpers: Any) ->
         lab.train(config, **other)
     curves = {name: helpers.losses(lab.path / name) for name in ("whole", "parts", "elsewhere")}
     assert curves["parts"] == curves["whole"]
-    assert [loss for _, loss, _ in curves["elsewhere"]] == pytest.approx([loss for _, loss, _ in curves["whole"]], 1e-5)
+    assert [loss for _, loss, _ in curves["elsewhere"]] == pytest.approx([loss for _, loss, _ in curves["whole"]], 1e-6)
     assert curves["whole"][-1][1] < curves["whole"][0][1]
     groups = helpers.metrics(lab.path / "whole")[-1]["groups"]
     assert groups["embedding"]["second_moment_max"] and groups["mlp/0"]["second_moment_max"] is None
