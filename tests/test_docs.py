@@ -207,7 +207,7 @@ def examples() -> list[str]:
         assert lines or not words, (module, words)
         assert all(f" {words[0]} " in f"{line} " for line in lines if words), lines
         found.extend(lines)
-        return re.findall(r"^    (\S+)(?:  |$)", verbs, re.MULTILINE)
+        return re.findall(r"^    (\S+)(?:  |$)" if words else r"^  ([a-z][a-z-]*)  ", verbs, re.MULTILINE)
 
     for module in COMMANDS.values():
         for verb in read(module):

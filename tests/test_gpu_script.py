@@ -72,7 +72,7 @@ def test_no_part_ends_another_and_what_does_not_fit_is_not_started(tmp_path: Pat
         ("7b-document", "failed (exit 139)"),
         ("saves", "timed out"),
     ]
-    assert set(list(results.values())[6:]) == {"not started"}
+    assert set(list(results.values())[7:]) == {"not started"}
     assert "21 passed" in done.stdout and "    the last word" in done.stdout and "    what it has" in done.stdout
     child = int((tmp_path / "out/saves.txt").read_text().split()[0])
     until(lambda: not lives(child), what="the end of what the part had started")
