@@ -25,7 +25,7 @@ def main() -> int:
     command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
     command.add(init, plan, launch, doctor, group="start")
     command.add(watch, status, report, journal, goodput, where, sample, profile, replay, group="look")
-    command.add(control, note, alarms, ack, notify, rollback, fork, group="steer")
     command.add(checkpoints, aim, tensorboard, wandb, group="keep and share")
+    command.add(control, note, alarms, ack, notify, rollback, fork, group="steer")
     command.add(config_reference, group=None)  # for docs/config.md
     return command.run()
