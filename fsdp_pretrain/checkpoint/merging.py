@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from tqdm import tqdm
@@ -33,7 +33,6 @@ from .store import CONFIG, Checkpoint, Store, verify_files
 from .witness import check_model_code
 
 Kind = Literal["uniform", "decay"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
