@@ -150,7 +150,9 @@ def _watch(args: argparse.Namespace) -> int:
         due = due_jobs(run, config)
         pausing = sum(job.pause > 0 for job in due)
         held, given_up = len(due) + len(unannounced(run)) - pausing, len(given_up_jobs(run, config))
-        before, state = state, f"held by other workers {held}, pausing after a failure {pausing}, given up {given_up}"
+        waiting = ", ".join(str(job.checkpoint.step) for job in due if not job.pause)
+        held_by = f"held by other workers {held}" + (f" (step {waiting})" if waiting else "")
+        before, state = state, f"{held_by}, pausing after a failure {pausing}, given up {given_up}"
         state += " (see fsdp-eval retry)" if given_up else ""
         if evaluated or failed or state != before:
             print(f"{now()} evaluated {evaluated}, failed {failed}, {state}", flush=True)

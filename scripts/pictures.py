@@ -22,7 +22,7 @@ from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.views.report.page import write_report
 from fsdp_pretrain.views.watch import following, page
 
-WIDTH, HEIGHT = 1280, 860
+WIDTH, HEIGHT = 1280, 1000
 """Pixels of the report's picture."""
 COLUMNS, LINES = 118, 34
 

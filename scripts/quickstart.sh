@@ -38,15 +38,9 @@ torchrun --nproc-per-node "$ranks" -m fsdp_pretrain.train $config
 say "evaluate what is still due (the trainer started the rest during training)"
 fsdp-eval watch $work/run --once --wait
 
-say "the run"
-fsdp-pretrain status $work/run || true
-fsdp-pretrain journal $work/run
-fsdp-eval report $work/run
+say "complete"
 fsdp-pretrain report $work/run
-
-say "complete: open $PWD/$work/run/report.html in a browser"
 cat <<END
-in the terminal:  fsdp-pretrain watch $work/run      (or watch runs: all runs there)
-in Aim:           aim up --repo $work/run/aim
-$([ "${INSTALL:-yes}" = no ] || echo "after:            . .venv/bin/activate")
+  open        $PWD/$work/run/report.html
+  next        $([ "${INSTALL:-yes}" = no ] || echo ". .venv/bin/activate; ")fsdp-pretrain watch $work/run
 END

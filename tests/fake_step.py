@@ -58,6 +58,7 @@ SHAPES = [
     Shape("7B, two, feed-forward recomputed", "runs/llama-7b-hsdp.toml", 2, ("parallel.recompute=feed-forward",)),
     Shape("7B, two, not resharded", "runs/llama-7b-hsdp.toml", 2, ("parallel.reshard_after_forward=false",)),
     Shape("7B, two, 64 x 8", "runs/llama-7b-hsdp.toml", 2, nodes=64),
+    Shape("7B, two, reduced in bf16, 64 x 8", "runs/llama-7b-hsdp.toml", 2, ("parallel.reduce=bf16",), nodes=64),
     Shape("Llama 8B, two", "models/llama-8b.toml", 2),
     Shape("Llama 8B, two, recomputed", "models/llama-8b.toml", 2, RECOMPUTED),
     Shape("Llama 70B, two, recomputed, 64 x 8", "models/llama-70b.toml", 2, RECOMPUTED, nodes=64),

@@ -187,7 +187,14 @@ class _Writer:
         }
         self.run.config.write_text(tomli_w.dumps(config))
         facts = {"run": self.name, "segment": self.number, "state": state, "step": self.step, "total_steps": total}
-        live = {"heartbeat": stamp(self.clock), "iteration_seconds": PACE, "host": "node-3", "pid": 1, "tokens": 1}
+        live = {
+            "heartbeat": stamp(self.clock),
+            "iteration_seconds": PACE,
+            "seconds_left": (total - self.step) * PACE,
+            "host": "node-3",
+            "pid": 1,
+            "tokens": 1,
+        }
         state_files.write(self.run.status, {**facts, **live})
         if self.saved:
             records.commit(Store(self.run.checkpoints), self.saved)

@@ -63,11 +63,22 @@ def test_init_keeps_what_was_changed(tmp_path: Path, run_command: Run) -> None:
     assert changed.read_text() == "# mine" and not missing.exists()
 
 
+@pytest.mark.quick
+def test_the_least_configuration_can_be_planned_and_is_never_overwritten(tmp_path: Path, run_command: Run) -> None:
+    assert run_command("fsdp_pretrain.cli", "init", tmp_path, "--minimal").returncode == 0
+    config = tmp_path / "run.toml"
+    assert list(tmp_path.iterdir()) == [config] and len(config.read_text().splitlines()) <= 35
+    assert "134_105_856 parameters" in run_command("fsdp_pretrain.cli", "plan", config, cwd=tmp_path).stdout
+    config.write_text("# mine")
+    again = run_command("fsdp_pretrain.cli", "init", tmp_path, "--minimal")
+    assert again.returncode == 78 and "run.toml exists" in again.stderr and config.read_text() == "# mine"
+
+
 def test_every_configuration_of_the_starting_set_can_be_planned(started: Path, run_command: Run) -> None:
     """Its includes are found where it was copied to."""
     configs = sorted((started / "configs/runs").glob("*.toml"))
     done = {path.name: run_command("fsdp_pretrain.cli", "plan", path, cwd=started) for path in configs}
-    assert len(done) == 8 and not [name for name, plan in done.items() if plan.returncode], done
+    assert len(done) == 9 and not [name for name, plan in done.items() if plan.returncode], done
 
 
 # ---------------------------------------------------------------- completion

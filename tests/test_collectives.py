@@ -29,21 +29,22 @@ def theory(
     """(kind, ranks, bytes) -> how often in a step; `width` is of a parameter in bytes while it computes.
 
     A micro-batch gathers the blocks for its forward pass, and again for the backward pass; what stays gathered is so
-    once per step, and once more for `heldout` forward passes, if any, that measure the held-out loss. It reduces the gradients of every unit over its shards, in fp32; the last one also sums each shard over
-    the replicas.
+    once per step, and once more for `heldout` forward passes, if any, that measure the held-out loss. It reduces the
+    gradients of every unit over its shards; the last one also sums each shard over the replicas, in bf16 every one.
     """
     model = models.build(config.model)
     rest = [model.embedding, model.norm]
     ends = [rest] if model.head is None else [[model.embedding], [model.norm, model.head]]
     blocks = [[block] for block in model.blocks]
     passing = blocks[:-1] if config.parallel.reshard_after_forward else []
+    times_replicas, reduced = (micro_batches, 2) if config.parallel.reduce == "bf16" else (1, 4)
     found = Counter[tuple[str, int, int]]()
     for unit in [*ends, *blocks]:
         times = 2 * micro_batches + heldout if unit in passing else 1 + (heldout > 0)
         found["_allgather_base_", shards, padded(unit, shards) * width] += times
     for unit in [*ends, *blocks]:
-        found["_reduce_scatter_base_", shards, padded(unit, shards) * 4] += micro_batches
-        found["allreduce_", replicas, padded(unit, shards) // shards * 4] += 1
+        found["_reduce_scatter_base_", shards, padded(unit, shards) * reduced] += micro_batches
+        found["allreduce_", replicas, padded(unit, shards) // shards * reduced] += times_replicas
     return found
 
 
@@ -53,6 +54,7 @@ def theory(
         (2, 4, 1, []),
         (2, 4, 4, []),
         (128, 8, 2, ["train.precision=bf16"]),
+        (128, 8, 2, ["train.precision=bf16", "parallel.reduce=bf16"]),
         (2, 4, 4, ["parallel.reshard_after_forward=false"]),
         (2, 4, 4, ["model.tied_head=true"]),
         (2, 4, 2, MEASURED),

@@ -51,6 +51,18 @@ class Reader:
                 assert ran.returncode == 0, f"{name}:\n{block}\n{ran.stdout}\n{ran.stderr}"
 
 
+@pytest.mark.promise("documented")
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """No link and no place in a page is missing, and no block is torn apart."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"README"}
+    assert {page.parent.name for page in tmp_path.glob("*/index.html")} == pages
+    assert "```" not in "".join(page.read_text() for page in tmp_path.glob("*/index.html"))
+
+
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
     path = tmp_path_factory.mktemp("reader")

@@ -235,7 +235,7 @@ def test_status_console_and_goodput_show_it(trained: Callable[..., Path], helper
     record = helpers.metrics(run)[-1]
     means = {name: f"{loss['sum'] / loss['count']:.4f}" for name, loss in record["heldout"].items()}
     shown = run_command("fsdp_pretrain.cli", "status", run)
-    assert f"loss prose {means['prose']}, code {means['code']} after step 11" in shown.stdout
+    assert f"prose {means['prose']}, code {means['code']}, loss after step 11" in shown.stdout
     log = (run / "segments/0001/log").read_text()
     lines = [line for line in log.splitlines() if "heldout/prose=" in line]
     assert [line.split(" step=")[1].split("/")[0] for line in lines] == [str(step) for step in DUE]

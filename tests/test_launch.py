@@ -240,13 +240,14 @@ def test_a_loop_of_crashes_ends_and_names_the_batch(launch: Launch, lab: Any, he
     [
         ([], ["--reset-optimiser", "4"], "unrecognized arguments: --reset-optimiser 4"),
         (["--nproc-per-node", "two"], [], "'two' is neither a number of ranks nor"),
+        (["--nproc-per-node", "3"], ["parallel.shard=2"], "parallel.shard = 2 does not divide the world size 3"),
     ],
 )
 def test_a_mistake_in_the_arguments_starts_nothing(
     lab: Any, run_command: Any, options: list[str], arguments: list[str], expected: str
 ) -> None:
     done = run_command("fsdp_pretrain.cli", "launch", "--nproc-per-node", 1, *options, lab.config(), *arguments)
-    assert done.returncode == 78 and expected in done.stderr and "launch: exit" not in done.stderr
+    assert done.returncode == 78 and done.stderr.count(expected) == 1 and "launch: exit" not in done.stderr
     assert not (lab.path / "run").exists()
 
 

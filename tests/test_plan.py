@@ -124,10 +124,11 @@ def test_epochs_and_days(lab: Any, run_command: Run) -> None:
     rate = 2 * 989e12 * 0.4 / result["flops_per_token"]
     assert rates["mfu"] == pytest.approx(0.4) and rates["tokens_per_second"] == pytest.approx(rate)
     assert rates["days"] == pytest.approx(result["tokens"] / rate / 86_400, rel=0.01)
-    elsewhere = run_command(
-        "fsdp_pretrain.cli", "plan", lab.config("away", data={"sources": [{**sources[0], "path": "/none"}]})
-    )
-    assert elsewhere.returncode == 0 and "the corpora are not here" in elsewhere.stdout
+    away = lab.config("away", data={"sources": [{**sources[0], "path": "/none"}]})
+    elsewhere = run_command("fsdp_pretrain.cli", "plan", away)
+    assert elsewhere.returncode == 0 and "no corpus at /none" in elsewhere.stdout
+    strict = run_command("fsdp_pretrain.cli", "plan", away, "--strict")
+    assert strict.returncode == Exit.REFUSED and "no corpus at /none" in strict.stderr and not strict.stdout
 
 
 GOLDEN = {

@@ -208,12 +208,16 @@ def test_console_line_has_a_fixed_form(tmp_path: Path, capsys: pytest.CaptureFix
     record.step(step_record(43680, seconds=seconds, heldout=heldout, **big), target=300_000)
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        "step=2/10 tokens=512 loss=2.0000 gnorm=0.500 lr=1.00e-03 tok/s=10K mem=1GiB iter=0.500s eta=4s",
-        "step=4/10 loss=nan gnorm=nan lr=1.00e-03 tok/s=10K mfu=41.2% mem=1GiB iter=0.500s eta=3s",
-        "step=43680/300000 loss=2.0000 gnorm=0.500 scale=65536 lr=1.00e-03 tok/s=1.23M iter=12.3s eta=36d15h",
-        "step=43680/300000 heldout/source-0=2.2500 heldout/source-1=2.2500",
+        "step=2/10  loss=2.0000 gnorm=0.500 lr=1.00e-03 tok/s=10K   mem=1GiB   iter=0.500s eta=4s",
+        "step=4/10  loss=nan    gnorm=nan   lr=1.00e-03 tok/s=10K   mfu=41.2% mem=1GiB   iter=0.500s eta=3s",
+        "step=43680/300000 loss=2.0000 gnorm=0.500 scale=65536 lr=1.00e-03 tok/s=1.23M iter=12.3s eta=13d04h",
+        "step=43680/300000  heldout/source-0=2.2500 heldout/source-1=2.2500",
     ]
     assert max(map(len, lines)) <= 100
+    record.status(force=True)
+    # The first step of a start is slower: the time left is that of the mean of the others, once there are any.
+    left = (300_000 - 43_680) * (0.5 + 0.5 + 12.3456) / 3
+    assert json.loads((tmp_path / "status.json").read_text())["seconds_left"] == pytest.approx(left)
     assert all(f"Z {line}\n" in (tmp_path / "segments/0001/log").read_text() for line in lines)
 
 

@@ -55,6 +55,21 @@ def test_every_mesh_gives_the_curve_of_one_process(trained_on: Callable[[str], P
     assert curves["one"][-1][1] < 0.95 * curves["one"][0][1]  # and it learns
 
 
+def test_gradients_exchanged_in_bf16_give_nearly_the_same_curve(module_lab: Any, helpers: Any) -> None:
+    """A hundred steps of two micro-batches on two replicas of two ranks, whose gradients are rounded on the way."""
+    config = module_lab.config("rounded", train={"duration": "100 steps"}, checkpoint={"every": "1000 steps"})
+    curves = {}
+    for reduce, ranks, mesh in (
+        ("fp32", 1, ["train.micro_batch=8"]),
+        ("bf16", 4, ["parallel.shard=2", "train.micro_batch=1"]),
+    ):
+        run = module_lab.path / f"rounded-{reduce}"
+        module_lab.train(config, f"run.dir={run}", f"parallel.reduce={reduce}", *mesh, ranks=ranks)
+        curves[reduce] = [loss for _, loss, _ in helpers.losses(run)]
+    assert len(curves["fp32"]) == 100 and curves["bf16"] == pytest.approx(curves["fp32"], rel=1e-3)
+    assert curves["bf16"] != pytest.approx(curves["fp32"], rel=1e-6)
+
+
 @pytest.mark.promise("record")
 def test_the_record_is_complete(trained_on: Callable[[str], Path], helpers: Any) -> None:
     records = helpers.metrics(trained_on("hsdp2x2-accumulating"))

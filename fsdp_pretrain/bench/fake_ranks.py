@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_pretrain.config.sections import ParallelSection
-from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, RankInfo, World, device_of, shard_size
+from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, RankInfo, World, device_of
 
 T = TypeVar("T")
 NODE = 8
@@ -35,7 +35,7 @@ class FakeWorld(World):
 def connect(parallel: ParallelSection, ranks: int) -> Iterator[FakeWorld]:
     """Rank 0 of `ranks` on nodes of `NODE`, with the configuration's mesh. Raises ConfigError, as `mesh.connect`."""
     info = RankInfo(0, ranks, 0, min(ranks, NODE))
-    shards, device = shard_size(parallel, info.world, info.local_world), device_of(info)
+    shards, device = parallel.shard_size(info.world, info.local_world), device_of(info)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     mesh = init_device_mesh(device.type, (ranks // shards, shards), mesh_dim_names=(REPLICATE, SHARD))
     yield FakeWorld(info, device, mesh, timedelta(seconds=parallel.timeout.value))

@@ -17,7 +17,6 @@ from itertools import product
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.launch.preflight import gpu_count
-from fsdp_pretrain.parallel.mesh import shard_size
 
 from . import measured
 from .measured import MeasuredSteps
@@ -68,7 +67,7 @@ def sweep(
     micro = [str(2**power) for power in range((batch // ranks).bit_length()) if batch // ranks % 2**power == 0]
     fixed = {override.partition("=")[0]: override.partition("=")[2] for override in overrides}
     ways: dict[str, tuple[str, ...]] = {_RECOMPUTE: ("0", "feed-forward", "1")}
-    if shard_size(config.parallel, ranks, ranks) > 1:
+    if config.parallel.shard_size(ranks, ranks) > 1:
         ways[_RESHARD] = ("true", "false")
     ways = {key: (fixed[key],) if key in fixed else values for key, values in ways.items()}
     tried: list[TriedWay] = []

@@ -31,6 +31,7 @@ Your own: change configs/runs/llama-7b-hsdp.toml, then:
 """
 
 
+_MINIMAL = "configs/runs/minimal.toml"
 _EXTENSION = "parallel_block"
 """The example that becomes an extension."""
 _NEXT_EXTENSION = """\
@@ -48,6 +49,7 @@ environment of all ranks (or install the package). docs/extend.md leads on.
     "my-project",
     argument("directory", type=Path, metavar="DIR", help="may exist; made if it does not"),
     argument("--extension", metavar="NAME", help="write a package with parts of your own instead, see docs/extend.md"),
+    argument("--minimal", action="store_true", help="write only one commented configuration, DIR/run.toml, instead"),
 )
 def init(args: argparse.Namespace) -> int:
     """Copy a starting set into a directory: configurations of models and runs, alert rules, Slurm scripts, a JobSet.
@@ -57,6 +59,13 @@ def init(args: argparse.Namespace) -> int:
     directory: Path = args.directory
     if args.extension is not None:
         return _write_extension(directory, args.extension)
+    if args.minimal:
+        directory.mkdir(parents=True, exist_ok=True)
+        if (target := directory / "run.toml").exists():
+            raise ConfigError(f"{target} exists", effect="nothing was written")
+        create_file(target, (STARTER / _MINIMAL).read_bytes())
+        print(f"{target}: change it, then: fsdp-pretrain plan {shlex.quote(str(target))} --world-size 8")
+        return 0
     if not starting_set():
         raise ConfigError(f"{STARTER} is empty: the installation is incomplete", remedy="install the project again")
     files = {directory / path.relative_to(STARTER): path for path in starting_set()}

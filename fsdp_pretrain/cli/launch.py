@@ -89,6 +89,9 @@ def launch(args: argparse.Namespace) -> int:
     if args.print_run:
         print(config.run.dir)
         return 0
+    if args.nproc_per_node.isdecimal() and args.nnodes.isdecimal():  # the same
+        ranks = int(args.nproc_per_node)
+        config.parallel.shard_size(ranks * int(args.nnodes), ranks)
     args.rdzv_id = args.rdzv_id or Path(job[0]).stem
     with tempfile.TemporaryDirectory(prefix="fsdp-pretrain-") as notes:
         return Launcher(args, options, job, config, Path(notes)).run()

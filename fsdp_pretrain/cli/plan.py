@@ -42,6 +42,7 @@ def _share(text: str) -> float:
         type=_share,
         help="the same from the share of the peak of a --device that was measured, such as 45%%",
     ),
+    argument("--strict", action="store_true", help="refuse, with exit 78, if a corpus is not there"),
     argument("--at", help="print the schedule at a point, such as '43680 steps', or at several: '22_800,22_801 steps'"),
     JSON,
 )
@@ -75,6 +76,10 @@ def plan(args: argparse.Namespace) -> int:
         device=args.device,
         available=args.device_memory,
     )
+    if args.strict and result.absent:
+        raise ConfigError(
+            f"there is no corpus at {', '.join(result.absent)}", remedy="prepare it, or mend data.sources"
+        )
     print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
     return 0
 

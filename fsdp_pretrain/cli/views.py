@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.console import JSON, argument, positive, verb
+from fsdp_pretrain.console import JSON, argument, positive, row, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run import journal as record
 from fsdp_pretrain.run.arguments import RUN
@@ -126,8 +126,16 @@ def report(args: argparse.Namespace) -> int:
     from fsdp_pretrain.views.report.page import write_report
 
     out = args.out or args.run.path / "report.html"
-    size = write_report(args.run, out, partial(_bar, "reading", "steps"))
-    print(f"{out}: {human_bytes(size)}")
+    size, summary = write_report(args.run, out, partial(_bar, "reading", "steps"))
+    page = f"{out}: {human_bytes(size)}"
+    rows = [
+        ("trained", summary.trained),
+        *zip(("went", *[""] * len(summary.went)), summary.went, strict=False),
+        ("look at", summary.look_at),
+        ("writes", summary.writes),
+        ("page", page),
+    ]
+    print("\n".join(row(name, text) for name, text in rows if text))
     return 0
 
 

@@ -23,8 +23,8 @@ SCHEDULED = frozenset(
 )
 """Keys whose only effect is on the values of steps."""
 ROUNDING = frozenset(
-    "train.micro_batch parallel.shard parallel.reshard_after_forward parallel.recompute parallel.attention "
-    "parallel.compile".split()
+    "train.micro_batch parallel.shard parallel.reshard_after_forward parallel.reduce parallel.recompute "
+    "parallel.attention parallel.compile".split()
 )
 """Free keys on which the last digits of a step depend."""
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.models.layers import Constant, Initial
 from fsdp_pretrain.models.masks import choose_backend
@@ -44,7 +45,7 @@ def parallelize(model: Decoder, config: Config, world: World) -> Decoder:
         model.compile_parts()
     dtype = compute_dtype(config, world.device)
     # Inputs are not cast: the residual stream already has the embedding's dtype, and rotary tables stay fp32.
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype(config), cast_forward_inputs=False)
     for unit in units(model, reshard=config.parallel.reshard_after_forward):
         fully_shard(list(unit.modules), mesh=world.mesh, mp_policy=policy, reshard_after_forward=unit.reshard)
     fully_shard(model, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
@@ -119,6 +120,11 @@ def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
     return {"fp16": torch.float16, "fp32": torch.float32}.get(precision, torch.bfloat16)
 
 
+def reduce_dtype(config: Config) -> torch.dtype:
+    """dtype in which ranks exchange and add up gradients."""
+    return torch.bfloat16 if config.parallel.reduce == "bf16" else torch.float32
+
+
 def compiles(config: Config, device: torch.device) -> bool:
     """Whether blocks are compiled: `parallel.compile`, or with `auto` the best for the device."""
     return config.compiles_on_gpu if device.type == "cuda" else config.parallel.compile is True
@@ -177,17 +183,18 @@ def reshard(model: Decoder) -> None:
             module.reshard()
 
 
-def set_last_micro_batch(model: Decoder, last: bool, *, reshard: bool) -> None:
-    """Set whether the next backward pass is the last of the step; `reshard` as for `units`.
+def set_last_micro_batch(model: Decoder, last: bool, parallel: ParallelSection) -> None:
+    """Set whether the next backward pass is the last of the step.
 
     FSDP reduce-scatters gradients over the shard axis after every micro-batch (so no rank holds a full set), and
-    all-reduces them over the replicas only after the last. Until then, parameters that stay gathered after the forward
-    pass also do so after the backward pass.
+    all-reduces them over the replicas only after the last; in bf16 after every one, since it would add up in bf16 until
+    then (pytorch#194628). Until the last, parameters that stay gathered after the forward pass also do so after the
+    backward pass.
     """
-    staying = [unit.modules[0] for unit in units(model, reshard=reshard) if not unit.reshard]
+    staying = [unit.modules[0] for unit in units(model, reshard=parallel.reshard_after_forward) if not unit.reshard]
     for module in (model, *staying):
         assert isinstance(module, FSDPModule)
         module.set_reshard_after_backward(last, recurse=False)
     assert isinstance(model, FSDPModule)
-    model.set_requires_all_reduce(last)
+    model.set_requires_all_reduce(last or parallel.reduce == "bf16")
     model.set_is_last_backward(last)

@@ -61,17 +61,6 @@ class RankInfo:
         return cls(*(int(value) for value in values if value is not None))
 
 
-def shard_size(parallel: ParallelSection, world: int, local_world: int) -> int:
-    """Ranks per replica. Raises ConfigError if it does not divide the world size."""
-    size = local_world if parallel.shard == "node" else parallel.shard
-    if world % size:
-        raise ConfigError(
-            f"parallel.shard = {size} does not divide the world size {world}",
-            remedy=f"use a divisor of {world}, or start a multiple of {size} ranks",
-        )
-    return size
-
-
 class World:
     """All ranks: the mesh with the axes `REPLICATE` and `SHARD`, this rank's device, reductions and joint decisions.
 
@@ -189,7 +178,7 @@ def connect(parallel: ParallelSection) -> Iterator[World]:
         ConfigError: the world does not fit the configuration or the machine.
     """
     ranks = RankInfo.from_environment()
-    shards = shard_size(parallel, ranks.world, ranks.local_world)
+    shards = parallel.shard_size(ranks.world, ranks.local_world)
     device = device_of(ranks)
     open_files.raise_limit(open_files.files_needed(ranks.world, shards))
     timeout = timedelta(seconds=parallel.timeout.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing.opening import check_supply, open_packer, open_skips
@@ -28,6 +29,12 @@ class SourceEpochs:
     epochs: float
 
 
+def absent(config: Config) -> list[Path]:
+    """The configured paths that hold no corpus on this machine; those of URLs are not looked at."""
+    paths = (source.path for source in config.data.sources if not isinstance(source.path, Url))
+    return [path for path in paths if not (path / "manifest.json").is_file()]
+
+
 def open_corpora(config: Config) -> Packer | None:
     """The packer of a run; None if its corpora are not on this machine, or the storage of a URL does not answer.
 
@@ -35,8 +42,7 @@ def open_corpora(config: Config) -> Packer | None:
         DataError: a corpus is damaged, or the mixture ends before the run.
         ConfigError: the corpora do not fit the model.
     """
-    paths = (source.path for source in config.data.sources if not isinstance(source.path, Url))
-    if not all((path / "manifest.json").is_file() for path in paths):
+    if absent(config):
         return None
     try:
         packer = open_packer(config)

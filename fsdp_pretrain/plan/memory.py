@@ -31,11 +31,11 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.data.packing.batch import MicroBatch
 from fsdp_pretrain.models import forward as packed
 from fsdp_pretrain.models.masks import choose_backend
-from fsdp_pretrain.parallel.fsdp import ShardedUnit, compute_dtype, units
+from fsdp_pretrain.parallel.fsdp import ShardedUnit, compute_dtype, reduce_dtype, units
 from fsdp_pretrain.parallel.optimizer import state_tensors
 
 _MASTER_BYTES = 4
-"""Bytes per fp32 element of parameters, gradients, states of the optimiser and reduce-scatter buffers."""
+"""Bytes per fp32 element of parameters, gradients and states of the optimiser."""
 
 _META = torch.device("meta")
 
@@ -99,7 +99,8 @@ def _trace(
         # Block masks are small and the kernel saves no scores: like no mask.
         micro, data = replace(micro, prefix=None), data.model_copy(update={"attention": "causal"})
     meter = _Meter([*model.parameters(), *inputs])
-    sharding = _Sharding(meter, model, units(model, reshard=config.parallel.reshard_after_forward), shards)
+    sharded = units(model, reshard=config.parallel.reshard_after_forward)
+    sharding = _Sharding(meter, model, sharded, shards, reduce_dtype(config).itemsize)
 
     def in_loss(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
         meter.category = "logits"
@@ -169,15 +170,17 @@ class _Sharding:
 
     In the forward pass the all-gather buffer of a unit stays until the next unit is copied out of its own; in the
     backward pass that of the next unit is there beside a gathered one. Complete gradients of a unit are copied into one
-    fp32 buffer, which stays until the next unit's, even if that is of the next micro-batch.
+    buffer in the dtype of the exchange, which stays until the next unit's, even if that is of the next micro-batch.
 
     Attributes:
         backward: whether the backward pass has begun. Recomputation gathers nothing.
         last: whether the pass is the last of a step.
     """
 
-    def __init__(self, meter: _Meter, model: nn.Module, units: list[ShardedUnit], shards: int) -> None:
-        self._meter, self._shards = meter, shards
+    def __init__(
+        self, meter: _Meter, model: nn.Module, units: list[ShardedUnit], shards: int, reduce_width: int
+    ) -> None:
+        self._meter, self._shards, self._reduce_width = meter, shards, reduce_width
         self._width = next(model.parameters()).element_size()
         self.backward = self.last = False
         self._forward_buffer = self._reduce_buffer = 0
@@ -263,13 +266,13 @@ class _Sharding:
     def _reduce(self, unit: _Unit) -> None:
         if self.last or not unit.stays:
             self._free(unit)
-        buffer = unit.elements * _MASTER_BYTES
+        buffer = unit.elements * self._reduce_width
         self._meter.hold("reduce", -self._reduce_buffer)
         self._meter.hold("reduce", buffer)
         self._reduce_buffer = buffer
         for parameter in unit.parameters:
             parameter.grad = None
-        shard = buffer // self._shards
+        shard = unit.elements // self._shards * _MASTER_BYTES
         self._meter.hold("gradients", shard)
         if unit.reduced:  # added to the existing gradients
             self._meter.hold("gradients", -shard)

@@ -18,7 +18,6 @@ from fsdp_pretrain.errors import ConfigError, UserError
 from fsdp_pretrain.hardware import device_memory, find, names, peak_flops
 from fsdp_pretrain.models.flops import Speed, flops_per_token, hardware_flops_per_token, run_flops, speed
 from fsdp_pretrain.parallel import float8
-from fsdp_pretrain.parallel.mesh import shard_size
 from fsdp_pretrain.parallel.optimizer import checkpoint_bytes
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.units import human_bytes, human_count
@@ -71,6 +70,7 @@ class Plan:
         flops: model FLOPs of the whole run.
         sequence_lengths: samples of the run by their length.
         sources: how often each source is read; None if the corpora are not on this machine.
+        absent: paths of corpora that are not.
         storage: the cache that sources by URL need; None if there are none.
         heldout: the cost of the held-out loss; None if it is off.
         schedule: rows of `Schedule.preview`.
@@ -95,6 +95,7 @@ class Plan:
     checkpoints_kept: int
     disk_bytes: int
     sources: dict[str, epochs.SourceEpochs] | None
+    absent: list[str]
     storage: room.CacheNeed | None
     heldout: HeldOut | None
     schedule: list[dict[str, Any]]
@@ -191,6 +192,7 @@ def plan(
         checkpoints_kept=kept,
         disk_bytes=checkpoint.bytes * kept,
         sources=sources,
+        absent=[str(path) for path in epochs.absent(config)],
         storage=fetched,
         heldout=_heldout(config),
         schedule=schedule.preview(),
@@ -251,7 +253,7 @@ def _space_warning(config: Config, first: SpaceNeeded) -> Iterator[str]:
 
 
 def _layout(config: Config, world: int, gpus_per_node: int, device: str | None, available: int | None) -> Layout:
-    shards = shard_size(config.parallel, world, min(world, gpus_per_node))
+    shards = config.parallel.shard_size(world, min(world, gpus_per_node))
     micro_batches = [batch // (world * config.train.micro_batch) for batch in config.schedule.batches()]
     parts = memory.estimate(
         config,
@@ -320,7 +322,8 @@ def render(plan: Plan) -> str:
 
 def _render_sources(plan: Plan) -> list[str]:
     if plan.sources is None:
-        return ["  data        the corpora are not here, so how often they are read is not known"]
+        where = f"no corpus at {', '.join(plan.absent)}" if plan.absent else "their storage does not answer"
+        return [f"  data        how often the corpora are read is not known: {where}"]
     return [
         f"  data        {name}: {human_count(source.tokens)} tokens, read {source.epochs:.3g} times"
         for name, source in plan.sources.items()

@@ -13,12 +13,16 @@ _LEFT_OUT = ("data", "tokens", "mem", "mfu")
 """Fields that are dropped, in this order, from a line that would be too long; the metrics record has all."""
 
 
-def console_lines(record: StepRecord, target: int) -> Iterator[str]:
-    """One step as `key=value` in a fixed order, in at most 100 columns where names and numbers have usual lengths.
+_WIDTHS = {"tokens": 5, "loss": 6, "gnorm": 5, "tok/s": 5, "mfu": 5, "mem": 6, "iter": 6, "data": 6}
+"""Widths of values, so that fields of successive lines are below each other."""
+
+
+def console_lines(record: StepRecord, target: int, seconds_left: float) -> Iterator[str]:
+    """One step as `key=value` in fixed columns, at most 100 wide where names and numbers have usual lengths.
 
     The held-out loss, if measured, is on a line of its own.
     """
-    norm, step = record.grad_norm, f"step={record.step}/{target}"
+    norm, step = record.grad_norm, f"step={record.step}/{target}".ljust(len(f"step={target}/{target}"))
     fields = {
         "tokens": human_count(record.tokens),
         "loss": f"{record.loss.mean:.4f}",
@@ -30,12 +34,13 @@ def console_lines(record: StepRecord, target: int) -> Iterator[str]:
         **({"mem": human_bytes(record.memory_bytes).replace(" ", "")} if record.memory_bytes else {}),
         "iter": _seconds(record.seconds.iteration),
         "data": _seconds(record.seconds.data),
-        "eta": human_time((target - record.step) * record.seconds.training),
+        "eta": human_time(seconds_left),
     }
     for name in _LEFT_OUT:
         if len(_joined(step, fields)) > WIDTH:
             fields.pop(name, None)
-    yield _joined(step, fields)
+    line = _joined(step, fields)
+    yield line if len(line) <= WIDTH else " ".join(line.split())
     if record.heldout:
         yield _joined(step, {f"heldout/{name}": f"{loss.mean:.4f}" for name, loss in record.heldout.items()})
 
@@ -45,4 +50,5 @@ def _seconds(value: float) -> str:
 
 
 def _joined(step: str, fields: dict[str, str]) -> str:
-    return " ".join([step, *(f"{key}={value}" for key, value in fields.items())])
+    padded = (f"{key}={value.ljust(_WIDTHS.get(key, 0))}" for key, value in fields.items())
+    return " ".join([step, *padded]).rstrip()

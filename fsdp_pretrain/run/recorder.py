@@ -7,7 +7,9 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fsdp_pretrain.units import human_count
@@ -20,6 +22,8 @@ from .metrics import METRICS
 from .step_record import StepRecord, number
 
 _STATUS_INTERVAL = 1.0
+_RECENT = 100
+"""Steps whose pace gives the time left."""
 _IN_STATUS = ("step", "consumed", "cursor", "tokens", "grad_norm", "lr", "tokens_per_second", "mfu")
 
 
@@ -44,6 +48,7 @@ class Recorder:
         self._status_written = -math.inf
         self._status_fails = False
         self._steps_shown = 0
+        self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def say(self, text: str) -> None:
         """Print a line and add it to the log."""
@@ -64,9 +69,12 @@ class Recorder:
         written = {"segment": self.number, "host": socket.gethostname(), "time": now()}
         self._metrics.write(record.model_copy(update=written).to_line())
         step = record.step
+        if self._steps_shown:  # the first step of a start is slower
+            self._recent.append(record.seconds.iteration)
+        left = (target - step) * fmean(self._recent or [record.seconds.iteration])
         self._status.pop("before", None)  # from the first step on, the status describes this start
         if step % self._console_every == 0 or self._steps_shown == 0 or step == target or record.heldout:
-            for line in console_lines(record, target):
+            for line in console_lines(record, target, left):
                 self.say(line)
             self._steps_shown += 1
         means = {name: number(loss.mean) for name, loss in (record.heldout or {}).items()}
@@ -76,6 +84,7 @@ class Recorder:
             total_steps=target,
             loss=number(record.loss.mean),
             iteration_seconds=record.seconds.training,
+            seconds_left=left,
             **{key: getattr(record, key) for key in _IN_STATUS},
             **measured,
         )

@@ -76,6 +76,7 @@ class Status(StateFile):
     loss: float | None = None  # this and the next two: of the last step
     iteration_seconds: float | None = None
     tokens_per_second: float | None = None
+    seconds_left: float | None = None  # until the last step, at the pace of recent steps with all that they waited for
     heldout: MeasuredHeldOut | None = None
     checkpoint: SavedCheckpoint | None = None
     paused: RunPause | None = None  # in the state `paused`

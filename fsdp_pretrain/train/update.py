@@ -79,10 +79,9 @@ class Update:
         if self._scaler is not None:  # as if each micro-batch were averaged separately, or fp16 would underflow
             factor *= self._scaler.scale * len(batch.micro)
         sums = StepSums.zeros(len(self._config.data.sources), self._world.device)
-        reshard = self._config.parallel.reshard_after_forward
         for index, micro in enumerate(batch.micro):
             self._before_micro_batch(micro.tokens.shape[1])
-            fsdp.set_last_micro_batch(self._model, index == len(batch.micro) - 1, reshard=reshard)
+            fsdp.set_last_micro_batch(self._model, index == len(batch.micro) - 1, self._config.parallel)
             self._micro_step(micro, factor, values.z_loss, sums)
         return sums
 

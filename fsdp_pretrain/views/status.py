@@ -371,13 +371,13 @@ def facts(report: StatusReport) -> Iterator[tuple[str, str]]:
         loss = f", loss {status.loss:.4f}" if status.loss is not None else ""
         yield "step", f"{status.step:_} of {status.total_steps:_}, {human_count(status.tokens or 0)} tokens{loss}"
         if pace := status.iteration_seconds:
-            left = f", {human_time((status.total_steps - status.step) * pace)} to go" if report.running else ""
+            left = f", {human_time(status.seconds_left)} to go" if report.running and status.seconds_left else ""
             yield "pace", f"{pace:.3g}s a step, {human_count(status.tokens_per_second or 0)} tokens/s{left}"
     if (heldout := status.heldout) is not None:
         means = ", ".join(
             f"{name} {'unknown' if mean is None else f'{mean:.4f}'}" for name, mean in heldout.loss.items()
         )
-        yield "held-out", f"loss {means} after step {heldout.step:_}"
+        yield "held-out", f"{means}, loss after step {heldout.step:_}"
     if (since := report.since_last_look) is not None:
         done = f"{since.steps:_} steps" if since.steps >= 0 else f"went back {-since.steps:_} steps"
         yield "progress", f"{done} in the {human_time(since.seconds)} since the last status"
@@ -388,7 +388,7 @@ def facts(report: StatusReport) -> Iterator[tuple[str, str]]:
         yield "last start", report.untrained
     if (checkpoint := report.verified_checkpoint) is not None:
         ago = f"verified {human_time(checkpoint.age_seconds)} ago"
-        yield "checkpoint", f"step {checkpoint.step:_} {ago}, {checkpoint.steps_behind:_} steps behind"
+        yield "checkpoint", f"step {checkpoint.step:_}, {ago}, {checkpoint.steps_behind:_} steps behind"
     elif "verified_checkpoint" in report.model_fields_set:
         yield "checkpoint", "none verified yet"
     if "disk_free_bytes" in report.model_fields_set:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import math
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from .curves import Curve, reduce_all
 from .evaluations import ScorePoint, read_scores
 from .events import Event
 from .panels import Panel, Trace, lay_out
+from .summary import trailing_mean, window
 
 _UNITS: dict[str, dict[str, Any]] = {
     "": {"hoverformat": ".5~g", "exponentformat": "e"},
@@ -69,13 +70,16 @@ class Drawing:
     """
 
     def __init__(self, record: RunRecord, events: list[Event]) -> None:
-        self._columns = record.lines.kept.columns
+        kept_line = record.lines.kept
+        smooth = trailing_mean(kept_line.columns.get("loss", np.empty(0)), length := window(len(kept_line)))
+        lines = replace(record.lines, kept=replace(kept_line, columns={**kept_line.columns, "loss_mean": smooth}))
+        self._columns = lines.kept.columns
         self.places: list[dict[str, Any]] = []
         self.figures: list[Figure] = []
         self.marks: list[_Trace] = []
-        panels = lay_out(self._columns)
+        panels = lay_out(self._columns, averaged=length)
         columns = list(dict.fromkeys(trace.column for panel in panels for trace in panel.traces))
-        kept, left = reduce_all(record.lines, columns)
+        kept, left = reduce_all(lines, columns)
         for curve in (kept, left):
             self._place(curve.clocks, whole=True)
         self.events = self._locate([event.at for event in events])
@@ -99,9 +103,11 @@ class Drawing:
 
     def _draw_panel(self, panel: Panel, kept: Curve, left: Curve) -> None:
         axis = {"type": "log"} if panel.scale == "log" else {"rangemode": "tozero"}
-        figure = Figure(panel.title, panel.about, axis=_UNITS[panel.unit] | axis, unified=True)
+        figure = Figure(panel.title, panel.about, panel.height, _UNITS[panel.unit] | axis, unified=True)
         for number, trace in enumerate(panel.traces):
-            color, common = f"--c{number % 8}", {"legendgroup": trace.column, "mode": "lines", "hovertemplate": "%{y}"}
+            shared = sum(each.faint for each in panel.traces[:number])  # a faint one has the colour of the next
+            color = f"--c{(number - shared) % 8}"
+            common = {"legendgroup": trace.column, "mode": "lines", "hovertemplate": "%{y}"}
             if trace.column in kept.mean:
                 drawn = self._curve(panel, trace, color, kept)
                 figure.traces.append(common | {"place": 0, "showlegend": True} | drawn)
@@ -117,7 +123,9 @@ class Drawing:
         """The trace of a column of the kept line."""
         column, dash = trace.column, "dash" if trace.dots else "solid"
         drawn: _Trace = {"name": _text(trace.label), "y": _scaled(kept.mean[column], panel)}
-        drawn["line"] = {"color": color, "width": 1.5, "dash": dash}
+        drawn["line"] = {"color": color, "width": 1 if trace.faint else 1.5, "dash": dash}
+        if trace.faint:
+            drawn["opacity"] = 0.4
         if trace.dots:
             return drawn | {"mode": "lines+markers", "connectgaps": True, "marker": {"size": 4}}
         if column in kept.low:

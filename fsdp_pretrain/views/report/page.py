@@ -22,6 +22,7 @@ import numpy as np
 
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.files import replace_file
+from fsdp_pretrain.run import environment
 from fsdp_pretrain.run.files import RunDir, stamp
 from fsdp_pretrain.run.goodput import MEANING, headline
 from fsdp_pretrain.run.journal import GROUPS
@@ -33,14 +34,15 @@ from fsdp_pretrain.views.status import facts
 from .evaluations import newest_texts
 from .events import read_events
 from .figures import Drawing
+from .summary import Summary, summarise
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _LEVELS = ("ok", "warn", "alert")
 _SIGNS = {Severity.INFO: "", Severity.WARN: "▲ ", Severity.CRIT: "◆ "}
 
 
-def write_report(run: RunDir, out: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> int:
-    """Write the page of a run. Returns its size in bytes.
+def write_report(run: RunDir, out: Path, shown: Callable[[Iterable[Any]], Iterable[Any]] = iter) -> tuple[int, Summary]:
+    """Write the page of a run. Returns its size in bytes, and the summary on it.
 
     Args:
         shown: may wrap metrics lines in a progress bar.
@@ -51,9 +53,10 @@ def write_report(run: RunDir, out: Path, shown: Callable[[Iterable[Any]], Iterab
         UserError: the lineage is damaged.
     """
     library = _library()
-    content = render(read(run, shown), library, time.time()).encode()
+    record = read(run, shown)
+    content = render(record, library, time.time()).encode()
     replace_file(out, content)
-    return len(content)
+    return len(content), summarise(record)
 
 
 def _library() -> str:
@@ -91,7 +94,9 @@ def render(record: RunRecord, library: str, made: float) -> str:
         record=record,
         report=record.report,
         levels=_LEVELS,
-        about=_about(record),
+        summary=summarise(record),
+        config=_config(record),
+        machines=_machines(record),
         facts=[(name, *text.partition(", ")[::2]) for name, text in rows],  # up to the first comma: in large letters
         made=made,
         account=account,
@@ -111,12 +116,27 @@ def render(record: RunRecord, library: str, made: float) -> str:
     )
 
 
-def _about(record: RunRecord) -> str:
-    """The journal text of the newest start that trained: the model, and the hardware it is trained on."""
-    segments = {start.segment for start in record.history.starts if start.steps.count}
-    starts = [entry for entry in record.entries if entry["kind"] == "start"]
-    trained = [entry for entry in starts if entry.get("segment") in segments] or starts
-    return str(trained[-1]["text"]) if trained else ""
+def _config(record: RunRecord) -> str:
+    """The resolved configuration, as TOML."""
+    return record.run.config.read_text(encoding="utf-8") if record.run.config.exists() else ""
+
+
+def _machines(record: RunRecord) -> dict[str, str]:
+    """Hardware and software of the newest start, as texts by name."""
+    started = environment.view(record.run, record.report.status.of_run.segment or 0)
+    world, git = started.world, started.git or {}
+    mesh = f" ({world.replicas} replicas x {world.shards} shards)" if world is not None else ""
+    dirty = ", with changes" if git.get("dirty") else ""
+    shown = {
+        "ranks": ", ".join(f"{ranks} on {host}" for host, ranks in started.hosts.items()) + mesh,
+        "device": started.device,
+        "driver, CUDA, NCCL": ", ".join(filter(None, (started.driver, started.cuda, started.nccl))),
+        "torch": started.torch,
+        "Python": started.python,
+        "fsdp-pretrain": started.fsdp_pretrain,
+        "commit": f"{git['commit']}{dirty}" if git.get("commit") else None,
+    }
+    return {name: text for name, text in shown.items() if text}
 
 
 def _time(seconds: float) -> str:

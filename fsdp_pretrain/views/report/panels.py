@@ -9,11 +9,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Trace:
-    """A column in a panel. `dots`: measured at few steps, so every value is shown."""
+    """A column in a panel.
+
+    Attributes:
+        dots: measured at few steps, so every value is shown.
+        faint: behind the next one, in its colour.
+    """
 
     column: str
     label: str
     dots: bool = False
+    faint: bool = False
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Panel:
         scale: scale of its axis; `zero`: linear from 0 on.
         unit: how its values are shown: "" (numbers), count, s, GiB, share.
         brief: left out unless a value changes.
+        height: in pixels.
     """
 
     name: str
@@ -33,23 +40,30 @@ class Panel:
     unit: str = ""
     about: str = ""
     brief: bool = False
+    height: int = 220
 
 
-def lay_out(columns: Iterable[str]) -> list[Panel]:
-    """The panels for runs with these columns: named as in `StepColumns`, those by source as `loss/NAME`."""
+def lay_out(columns: Iterable[str], *, averaged: int) -> list[Panel]:
+    """The panels for runs with these columns: named as in `StepColumns`, those by source as `loss/NAME`.
+
+    `averaged`: steps of a mean in the column `loss_mean`.
+    """
     present = list(dict.fromkeys(columns))
 
     def of(kind: str, dots: bool = False, prefix: str = "") -> list[Trace]:
         names = [name for name in present if name.startswith(f"{kind}/")]
         return [Trace(name, prefix + name.partition("/")[2], dots) for name in names]
 
-    losses, several = [Trace("loss", "training"), *of("heldout", True, "held-out ")], len(of("loss")) > 1
+    losses, several = [Trace("loss", "training")], len(of("loss")) > 1
+    if averaged > 1:
+        losses = [Trace("loss", "training", faint=True), Trace("loss_mean", f"mean of {averaged} steps")]
+    losses += of("heldout", True, "held-out ")
     parts = {
         "iteration": "whole step", "forward_backward": "forward and backward", "optimizer": "optimiser",
         "data": "waiting for data", "checkpoint": "waiting for a save", "heldout": "held-out loss", "other": "other",
     }  # fmt: skip
     return [
-        Panel("loss", "Loss", losses, "log", about="nats per token"),
+        Panel("loss", "Loss", losses, "log", about="nats per token", height=400),
         Panel("sources", "Loss by source", of("loss") if several else [], "log", about="nats per token"),
         Panel("grad_norm", "Gradient norm", [Trace("grad_norm", "before clipping")], "log"),
         Panel("gradient", "Gradient norm by group", of("gradient", True), "log", about="before clipping"),

@@ -73,12 +73,12 @@ def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
         alarms = f"{len(keys)} alarm{'s' * (len(keys) != 1)}: {', '.join(keys)}" if keys else ""
         status, saved, ink = report.status, report.verified_checkpoint, INK[report.level]
         _, worst = max(report.problems, key=lambda problem: problem[0], default=(OK, ""))
-        pace, step, total = status.iteration_seconds, status.step, status.total_steps
+        step, left = status.step, status.seconds_left
         table.add_row(
             Text(_below(directory, path), overflow="ellipsis"),
             Text(report.headline, ink),
-            "-" if step is None else f"{step:_}/{total or 0:_}",
-            human_time((total - step) * pace) if report.running and pace and step and total else "-",
+            "-" if step is None else f"{step:_}/{status.total_steps or 0:_}",
+            human_time(left) if report.running and left else "-",
             human_time(saved.age_seconds) if saved else "never",
             Text(one_line(alarms or worst), ink, overflow="ellipsis"),
         )

@@ -124,10 +124,7 @@ def _progress(view: RunView) -> RenderableType:
         return _line((f"{begun}: waiting for {first}" if waiting else f"ended before {first}", "yellow"))
     total = status.total_steps or status.step
     words = f"{status.step:_} of {total:_}  {status.step / total:.1%}"
-    seconds = _recent(view, "iteration")
-    pace = float(seconds.mean()) if len(seconds) else status.iteration_seconds
-    if report.running and pace and status.step < total:
-        left = (total - status.step) * pace
+    if report.running and (left := status.seconds_left):
         words += f"  ETA {human_time(left)} ({datetime.fromtimestamp(time.time() + left, UTC):%a %d %b %H:%M})"
     bar = ProgressBar(total, status.step, complete_style=INK[report.level], finished_style=INK[report.level])
     return _grid([None, len(words) + 1], [[bar, Text(words, no_wrap=True)]])

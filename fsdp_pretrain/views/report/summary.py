@@ -1,0 +1,102 @@
+"""A run in three sentences, from its record: what was trained, how it went, and what a person should look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp_pretrain.run.goodput import headline
+from fsdp_pretrain.run.step_columns import Column
+from fsdp_pretrain.units import human_count
+from fsdp_pretrain.views.gather import RunRecord
+
+from .evaluations import ScorePoint, newest_texts, read_scores
+
+_SHARE = 0.05
+"""Share of a run's steps whose mean loss is given for its beginning and its end."""
+_LONGEST = 100
+"""Characters of a text that are shown."""
+_MOST = 3
+"""Problems and scores that are named."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The three sentences, the second in parts; and how the model continues a prompt, if it was asked to."""
+
+    trained: str
+    went: list[str]
+    look_at: str
+    writes: str | None
+
+
+def summarise(record: RunRecord) -> Summary:
+    """The summary of a run that was started."""
+    status = record.report.status
+    tokens = f"; {human_count(status.tokens)} tokens" if status.tokens else ""
+    written = newest_texts(record.run)
+    samples = [] if written is None else [repr(prompt + text)[:_LONGEST] for prompt, text in written.texts.items()]
+    attention = "; ".join(_attention(record))
+    return Summary(about(record) + tokens, list(_course(record)), attention, samples[0] if samples else None)
+
+
+def about(record: RunRecord) -> str:
+    """The journal text of the newest start that trained: the model, and the hardware it is trained on."""
+    segments = {start.segment for start in record.history.starts if start.steps.count}
+    starts = [entry for entry in record.entries if entry["kind"] == "start"]
+    trained = [entry for entry in starts if entry.get("segment") in segments] or starts
+    return str(trained[-1]["text"]) if trained else ""
+
+
+def window(steps: int) -> int:
+    """Steps over which the loss of a run of so many is averaged."""
+    return max(1, round(_SHARE * steps))
+
+
+def trailing_mean(column: Column, length: int) -> Column:
+    """Mean of each value and those before it, `length` together, leaving out what is not finite."""
+    finite = np.isfinite(column)
+    sums, counts = (np.cumsum(np.insert(part, 0, 0.0)) for part in (np.where(finite, column, 0.0), finite * 1.0))
+    first = np.maximum(np.arange(len(column)) + 1 - length, 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means: Column = (sums[1:] - sums[first]) / (counts[1:] - counts[first])
+    return means
+
+
+def _course(record: RunRecord) -> Iterator[str]:
+    """Losses and scores from the beginning to the end, and where the time went."""
+    loss = record.lines.kept.columns.get("loss", np.empty(0))
+    if len(loss):
+        means = trailing_mean(loss, length := window(len(loss)))
+        among = f" (means of {length} steps)" if length > 1 else ""
+        yield f"loss {means[length - 1]:.3f} at first, {means[-1]:.3f} now{among}"
+    if (heldout := record.report.status.heldout) is not None:
+        means_by_name = (f"{name} {mean:.3f}" for name, mean in heldout.loss.items() if mean is not None)
+        yield f"held-out {', '.join(means_by_name)} after step {heldout.step:_}"
+    kept = ((name, [score for score in scores if not score.left]) for name, scores in _scores(record))
+    if newest := [(" ".join(name), scores[-1]) for name, scores in kept if scores]:
+        yield ", ".join(f"{name} {score.value:.4g}{_spread(score)}" for name, score in newest[:_MOST])
+    if record.account is not None:
+        yield headline(record.account)
+
+
+def _spread(score: ScorePoint) -> str:
+    return "" if score.spread is None else f" ±{score.spread:.2g}"
+
+
+def _scores(record: RunRecord) -> list[tuple[tuple[str, str], list[ScorePoint]]]:
+    """The scores of tasks, by (task, metric); those of probes are verdicts, which are problems if they are bad."""
+    every = read_scores(record.entries, record.lines)
+    return [(name, scores) for name, scores in every.items() if not name[0].endswith("_probe")]
+
+
+def _attention(record: RunRecord) -> Iterator[str]:
+    """What is wrong now, worst first; the incidents that are over are in the report."""
+    problems = [text for _, text in sorted(record.report.problems, key=lambda problem: -problem[0])]
+    yield from problems[:_MOST]
+    if len(problems) > _MOST:
+        yield f"and {len(problems) - _MOST} more: see fsdp-pretrain status"
+    if not problems:
+        yield "nothing is wrong"
