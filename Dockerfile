@@ -9,7 +9,7 @@ ARG BASE=python:3.12
 FROM ${BASE}
 WORKDIR /src
 COPY . .
-RUN pip install --no-cache-dir '.[all]'
+RUN pip install --no-cache-dir -c constraints.txt '.[all]'
 RUN fsdp-pretrain init /work
 WORKDIR /work
 CMD ["fsdp-pretrain", "--help"]

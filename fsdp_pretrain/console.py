@@ -18,7 +18,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -113,9 +113,13 @@ def verb(name: str, example: str, *arguments: Argument) -> Callable[[Handler], V
 
 
 class CommandLine:
-    """A console command with verbs, which its help lists by what they are for."""
+    """A console command with verbs, which its help lists by what they are for.
 
-    def __init__(self, name: str, description: str) -> None:
+    `meant`: what stands for words that somebody may try instead, such as `control RUN stop` for `stop`.
+    """
+
+    def __init__(self, name: str, description: str, meant: Mapping[str, str] | None = None) -> None:
+        self._meant = meant or {}
         self._parser = Parser(
             prog=name, description=description, epilog="", formatter_class=argparse.RawDescriptionHelpFormatter
         )
@@ -143,6 +147,8 @@ class CommandLine:
             self._parser.exit(int(Exit.REFUSED), f"{self._parser.prog}: error: name a verb\n")
         if not arguments[0].startswith("-") and arguments[0] not in self._names:
             near = difflib.get_close_matches(arguments[0], self._names)
+            if arguments[0] in self._meant:
+                near = [self._meant[arguments[0]]]
             meant = f"; did you mean {' or '.join(near)}?" if near else f"; {self._parser.prog} --help lists all"
             self._parser.error(f"there is no verb {arguments[0]!r}{meant}")
 

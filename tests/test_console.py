@@ -39,6 +39,7 @@ def test_a_mistake_in_the_arguments_is_no_finding(run_command: Run, module: str,
 def test_a_misspelt_verb_is_answered_with_the_nearest(run_command: Run) -> None:
     done = run_command("fsdp_pretrain.cli", "stauts", "run")
     assert done.returncode == 78 and "there is no verb 'stauts'; did you mean status?" in done.stderr
+    assert "did you mean control RUN stop?" in run_command("fsdp_pretrain.cli", "stop", "run").stderr
     listed = run_command("fsdp_pretrain.cli", "--help").stdout
     groups = [line for line in listed.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert groups[-4:] == ["start:", "look:", "keep and share:", "steer:"] and "config-reference" not in listed

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,6 +165,16 @@ def test_what_is_imported_is_installed_with_the_project() -> None:
         if not sources & declared:
             missing.add(name)
     assert not missing
+
+
+def test_the_versions_of_the_release_are_within_the_declared_ranges() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in ("dev", "docs")}
+    pinned = [line.partition(" ;")[0].split("==") for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    versions = {name: version for name, version, *_ in (line for line in pinned if len(line) == 2)}
+    for line in [*project["dependencies"], *itertools.chain.from_iterable(extras.values())]:
+        if (wanted := Requirement(line)).name != project["name"]:
+            assert versions[canonicalize_name(wanted.name)] in wanted.specifier, line
 
 
 @pytest.mark.promise("no-torch")

@@ -20,9 +20,18 @@ from .steps import profile, replay, where
 from .views import aim, goodput, journal, note, report, status, tensorboard, wandb, watch
 
 
+_MEANT = {
+    **dict.fromkeys(("train", "run", "start", "resume"), "launch"),
+    **{word: f"control RUN {word}" for word in ("stop", "save", "pause", "set")},
+    **{word: f"checkpoints RUN {word}" for word in ("export", "import", "merge")},
+    **dict.fromkeys(("eval", "evaluate", "compare"), "the command fsdp-eval"),
+    **dict.fromkeys(("prepare", "validate", "data"), "the command fsdp-data"),
+}
+
+
 def main() -> int:
     """Entry point of the console script."""
-    command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.")
+    command = CommandLine("fsdp-pretrain", "Plan, watch and steer pre-training runs.", _MEANT)
     command.add(init, plan, launch, doctor, group="start")
     command.add(watch, status, report, journal, goodput, where, sample, profile, replay, group="look")
     command.add(checkpoints, aim, tensorboard, wandb, group="keep and share")
