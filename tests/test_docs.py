@@ -51,7 +51,6 @@ class Reader:
                 assert ran.returncode == 0, f"{name}:\n{block}\n{ran.stdout}\n{ran.stderr}"
 
 
-@pytest.mark.promise("documented")
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """No link and no place in a page is missing, and no block is torn apart."""
     pytest.importorskip("mkdocs")
