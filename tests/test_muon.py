@@ -52,7 +52,11 @@ def test_the_iteration(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.promise("muon-once")
-@pytest.mark.parametrize("mesh", [(1, 1), (1, 2), (2, 2), (2, 4), (4, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [(1, 1), (1, 2), (2, 2), *(pytest.param(wide, marks=pytest.mark.slow) for wide in [(2, 4), (4, 2)])],
+    ids=str,
+)
 def test_fifty_steps_on_any_mesh(mesh: tuple[int, int], lab: Any, tmp_path: Path, helpers: Any) -> None:
     """Matrices of blocks as in NumPy; everything else as AdamW on one process; replicas alike to the bit."""
     path, out = lab.config(model=SMALL), tmp_path / "parameters.pt"
