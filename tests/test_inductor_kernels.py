@@ -31,7 +31,7 @@ def test_a_block_is_products_attention_and_few_kernels(family: str, products: in
 
 
 def test_the_loss_is_few_kernels() -> None:
-    """Forward the normalisers, and the logits of the targets; backward the softmax, the targets, and the cast."""
+    """Forward the normalisers, and the logits of the targets; backward all in one."""
     found = {name: Kernels.of(code) for name, code in of_loss().items()}
     assert found["forward"] == Kernels(products=0, attention=0, fused=2, further=())
-    assert found["backward"] == Kernels(products=0, attention=0, fused=3, further=())
+    assert found["backward"] == Kernels(products=0, attention=0, fused=1, further=())

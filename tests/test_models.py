@@ -124,6 +124,18 @@ def test_loss_is_the_plain_cross_entropy_whatever_the_chunks(
     assert results[0][0][0, :50].abs().sum() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_of_the_loss_is_the_same_in_one_formula(dtype: torch.dtype) -> None:
+    """To the bit: that which is compiled and that which is not, also for targets in another chunk or ignored."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(50, 40).to(dtype), torch.randint(-20, 60, (50,))
+    inside, local = (labels >= 0) & (labels < 40), labels.clamp(0, 39).unsqueeze(1)
+    weights, normalisers = torch.rand(50), logits.float().logsumexp(1)
+    given = (local, inside, normalisers, 1.5 * weights.unsqueeze(1), weights)
+    fused = loss._fused_backward_chunk(logits, *given)
+    assert torch.equal(fused, loss._backward_chunk(logits.clone(), *given)) and fused.dtype is dtype
+
+
 @pytest.mark.parametrize(("per_chunk", "kept"), [(2**12, 2**30), (2**12, 0), (2**25, 2**30)])
 def test_log_normalisers_are_differentiable_too(per_chunk: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each position with its own weights for the loss and for the squared normaliser; in fp64 up to rounding."""
