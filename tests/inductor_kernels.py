@@ -121,7 +121,10 @@ def of_loss() -> dict[str, str]:
     """Code of the two kernels of the loss, for a chunk of 2^25 logits."""
     rows, fake, found = BATCH * LENGTH, FakeTensorMode(), {}
     row, column = (rows,), (rows, 1)
-    kernels = {"forward": (loss._forward_chunk, [row, row]), "backward": (loss._fused_backward_chunk, [row, column, row])}
+    kernels = {
+        "forward": (loss._forward_chunk, [row, row]),
+        "backward": (loss._fused_backward_chunk, [row, column, row]),
+    }
     for name, (kernel, shapes) in kernels.items():
         with fake:
             logits = torch.empty(rows, 2**25 // rows, dtype=torch.bfloat16)

@@ -57,7 +57,12 @@ def test_every_mesh_gives_the_curve_of_one_process(trained_on: Callable[[str], P
 
 def test_gradients_exchanged_in_bf16_give_nearly_the_same_curve(module_lab: Any, helpers: Any) -> None:
     """A hundred steps of two micro-batches on two replicas of two ranks, whose gradients are rounded on the way."""
-    config = module_lab.config("rounded", train={"duration": "100 steps"}, checkpoint={"every": "1000 steps"})
+    config = module_lab.config(
+        "rounded",
+        train={"duration": "100 steps"},
+        optimizer={"lr": 1e-3, "min_lr": 1e-4},
+        checkpoint={"every": "1000 steps"},
+    )
     curves = {}
     for reduce, ranks, mesh in (
         ("fp32", 1, ["train.micro_batch=8"]),
