@@ -171,6 +171,7 @@ class _Sharding:
     In the forward pass the all-gather buffer of a unit stays until the next unit is copied out of its own; in the
     backward pass that of the next unit is there beside a gathered one. Complete gradients of a unit are copied into one
     buffer in the dtype of the exchange, which stays until the next unit's, even if that is of the next micro-batch.
+    What is all-reduced stays until it is again; in fp32 that is the shard of the gradients itself.
 
     Attributes:
         backward: whether the backward pass has begun. Recomputation gathers nothing.
@@ -276,6 +277,8 @@ class _Sharding:
         self._meter.hold("gradients", shard)
         if unit.reduced:  # added to the existing gradients
             self._meter.hold("gradients", -shard)
+        elif self._reduce_width != _MASTER_BYTES:
+            self._meter.hold("reduce", unit.elements // self._shards * self._reduce_width)
         unit.reduced = True
 
 
