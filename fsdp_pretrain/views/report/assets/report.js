@@ -70,7 +70,7 @@
       hovermode: figure.unified ? "x unified" : "closest", hoverlabel: { bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--ink") }, align: "left", namelength: -1 },
     };
     const traces = [...(figure.unified ? marks : []), ...figure.traces].flatMap(traced);
-    return Plotly.react(plots[at], traces, layout, { displaylogo: false, responsive: true, doubleClick: false, showTips: false, modeBarButtons: [BUTTONS] });
+    return Plotly.react(plots[at], traces, layout, { displaylogo: false, responsive: true, doubleClick: false, showTips: false, modeBarButtons: [BUTTONS], ...(root.clientWidth < 700 && { displayModeBar: false }) });
   };
   const drawAll = () => Promise.all(figures.map((_, at) => draw(at)));
 
