@@ -150,12 +150,15 @@ def _watch(args: argparse.Namespace) -> int:
         due = due_jobs(run, config)
         pausing = sum(job.pause > 0 for job in due)
         held, given_up = len(due) + len(unannounced(run)) - pausing, len(given_up_jobs(run, config))
-        waiting = ", ".join(str(job.checkpoint.step) for job in due if not job.pause)
-        held_by = f"held by other workers {held}" + (f" (step {waiting})" if waiting else "")
-        before, state = state, f"{held_by}, pausing after a failure {pausing}, given up {given_up}"
-        state += " (see fsdp-eval retry)" if given_up else ""
+        steps = ", ".join(str(job.checkpoint.step) for job in due if not job.pause)
+        waits = [
+            f"other workers evaluate {held}" + (f" (step {steps})" if steps else "") if held else "",
+            f"{pausing} paused after a failure" if pausing else "",
+            f"{given_up} given up (see fsdp-eval retry)" if given_up else "",
+        ]
+        before, state = state, ", ".join(filter(None, waits)) or "nothing else is due"
         if evaluated or failed or state != before:
-            print(f"{now()} evaluated {evaluated}, failed {failed}, {state}", flush=True)
+            print(f"{now()} evaluated {evaluated}, failed {failed}; {state}", flush=True)
         if args.once and not (args.wait and held + pausing) and not drop_dead_claims(run):
             return int(Exit.UNEXPECTED) if failed_in_all else 0
         shortest = min((job.pause for job in due if job.pause), default=_ASK_SECONDS)

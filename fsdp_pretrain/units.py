@@ -180,6 +180,11 @@ def human_bytes(value: float) -> str:
     return _scaled(value, 1024, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 shard`, `2_000 shards`."""
+    return f"{number:_} {noun}{'s' * (number != 1)}"
+
+
 def _scaled(value: float, base: int, suffixes: Sequence[str]) -> str:
     """Three significant digits, or all integer digits if more, and the suffix of a power of `base`."""
     power = 0

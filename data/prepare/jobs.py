@@ -23,6 +23,7 @@ from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.data.text.workers import worker_processes
 from fsdp_pretrain.errors import DataError
 from fsdp_pretrain.files import replace_file
+from fsdp_pretrain.units import counted
 
 PLAN = "plan.json"
 Make = Callable[..., None]
@@ -196,4 +197,4 @@ def summed(records: Sequence[dict[str, Any]]) -> dict[str, int]:
 
 def describe(manifest: CorpusManifest) -> str:
     """The size of a corpus in one line: documents, tokens, shards."""
-    return f"{manifest.documents:_} documents, {manifest.tokens:_} tokens in {len(manifest.shards)} shards"
+    return f"{manifest.documents:_} documents, {manifest.tokens:_} tokens in {counted(len(manifest.shards), 'shard')}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_pretrain.data.corpus.manifest import Separators, Vocabulary
+from fsdp_pretrain.units import counted
 
 from .contamination import Contaminated
 from .findings import Finding, Findings
@@ -73,8 +74,10 @@ class ValidationReport:
 def render(report: ValidationReport) -> None:
     """Print the report for people."""
     separators, because = report.separators
-    print(f"{report.directory}: {report.documents:_} documents, {report.tokens:_} tokens in {len(report.files)} files")
-    print(f"  separators  {separators} ({because}); id {report.vocabulary.eod} of {report.vocabulary.size:_}")
+    files = counted(len(report.files), "file")
+    print(f"{report.directory}: {report.documents:_} documents, {report.tokens:_} tokens in {files}")
+    meaning = "in the files, the packer adds them" if separators == "none" else "in every document"
+    print(f"  separators  {separators} {meaning} ({because}); id {report.vocabulary.eod} of {report.vocabulary.size:_}")
     lengths = ", ".join(f"{name} {value:_}" for name, value in report.lengths.items())
     print(f"  lengths     {lengths or 'none'} tokens")
     agreements = [file.agreement for file in report.files if file.agreement is not None]

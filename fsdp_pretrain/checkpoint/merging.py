@@ -22,7 +22,7 @@ from fsdp_pretrain.config.resume_rules import differences, load_recorded
 from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.parallel.mesh import SingleProcess
 from fsdp_pretrain.run.files import RunDir
-from fsdp_pretrain.units import Progress
+from fsdp_pretrain.units import Progress, counted
 
 from . import dcp
 from .loading import Weights
@@ -162,7 +162,7 @@ def choose(run: RunDir, last: Progress | None, every: Progress | None, until: fl
     if len(chosen) < 2:
         steps = ", ".join(f"{checkpoint.step:_}" for checkpoint in found)
         raise ConfigError(
-            f"{len(chosen)} checkpoint{'s' * (len(chosen) != 1)} to merge; {run.path} has those of the steps {steps}",
+            f"{counted(len(chosen), 'checkpoint')} to merge; {run.path} has those of the steps {steps}",
             remedy="choose a longer --last or another --every; checkpoint.keep_every keeps more of them",
         )
     return chosen

@@ -19,7 +19,6 @@ from .sample import sample
 from .steps import profile, replay, where
 from .views import aim, goodput, journal, note, report, status, tensorboard, wandb, watch
 
-
 _MEANT = {
     **dict.fromkeys(("train", "run", "start", "resume"), "launch"),
     **{word: f"control RUN {word}" for word in ("stop", "save", "pause", "set")},

@@ -26,7 +26,7 @@ def _share(text: str) -> float:
     "plan",
     "configs/runs/llama-7b-hsdp.toml --world-size 128 --device 'NVIDIA A100-SXM4-80GB'",
     argument("config", help="TOML file"),
-    argument("overrides", nargs="*", metavar="key=value"),
+    argument("overrides", nargs="*", metavar="key=value", help="replace keys of the configuration"),
     argument("--world-size", type=positive, help="check and describe this number of ranks"),
     argument("--gpus-per-node", type=positive, default=8, help="ranks of a node (default: 8)"),
     argument("--device", help="name of the device as its driver gives it, or `cpu`: its memory and peak"),

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.units import Progress
+from fsdp_pretrain.units import Progress, counted
 
 from .config import Config, sections_in, with_timeline
 from .schedule import Schedule
@@ -67,7 +67,7 @@ def read_entry(changes: Sequence[str], schedule: Schedule, *, at: int, reason: s
             problems = [describe(item, Path("the request"), origin, known) for item in items]
     lines = "\n".join(f"  - {problem}" for problem in problems)
     raise ConfigError(
-        f"{len(problems)} problem{'s' * (len(problems) > 1)} in what is to be set\n{lines}",
+        f"{counted(len(problems), 'problem')} in what is to be set\n{lines}",
         effect="nothing was changed",
         remedy=f"what a live run can be set: {', '.join(known)}",
     )

@@ -136,7 +136,9 @@ def compiled_kernels() -> ChunkKernels:
 
     Every shape is compiled on its own, so that a result does not depend on what was computed before.
     """
-    return ChunkKernels(torch.compile(_forward_chunk, dynamic=False), torch.compile(_fused_backward_chunk, dynamic=False))
+    return ChunkKernels(
+        torch.compile(_forward_chunk, dynamic=False), torch.compile(_fused_backward_chunk, dynamic=False)
+    )
 
 
 def _chunks(rows: Tensor, weight: Tensor, targets: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

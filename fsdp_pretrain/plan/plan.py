@@ -20,7 +20,7 @@ from fsdp_pretrain.models.flops import Speed, flops_per_token, hardware_flops_pe
 from fsdp_pretrain.parallel import float8
 from fsdp_pretrain.parallel.optimizer import checkpoint_bytes
 from fsdp_pretrain.run.files import RunDir
-from fsdp_pretrain.units import human_bytes, human_count
+from fsdp_pretrain.units import counted, human_bytes, human_count
 
 from . import epochs, memory, preview
 from . import warnings as advice
@@ -310,8 +310,8 @@ def render(plan: Plan) -> str:
         lines.append(room.render(plan.storage))
     if plan.heldout is not None:
         lines.append(
-            f"  held-out    loss of {plan.heldout.samples:_} samples of {plan.heldout.sources} sources every "
-            f"{plan.heldout.every}: about {plan.heldout.share:.2%} of the time of training"
+            f"  held-out    loss of {plan.heldout.samples:_} samples of {counted(plan.heldout.sources, 'source')} "
+            f"every {plan.heldout.every}: about {plan.heldout.share:.2%} of the time of training"
         )
     if plan.world is not None:
         lines += _render_layout(plan.world)
@@ -334,7 +334,7 @@ def _render_layout(layout: Layout) -> list[str]:
     parts = vars(layout.memory).items()
     of = f" of {human_bytes(layout.available)}" if layout.available is not None else ""
     return [
-        f"  on {layout.size} ranks  {_range(layout.micro_batches_per_step)} micro-batches per step, "
+        f"  on {layout.size} ranks  micro-batches per step: {_range(layout.micro_batches_per_step)}; "
         f"{layout.replicas} replicas x {layout.shards} shards",
         f"  memory      {human_bytes(layout.state_bytes)} per rank for parameters, gradients and optimiser; "
         f"{human_bytes(layout.memory.total)}{of} at the highest point of a step:",

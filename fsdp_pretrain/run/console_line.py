@@ -32,7 +32,7 @@ def console_lines(record: StepRecord, target: int, seconds_left: float) -> Itera
         "tok/s": human_count(record.tokens_per_second),
         **({} if record.mfu is None else {"mfu": f"{record.mfu:.1%}"}),
         **({"mem": human_bytes(record.memory_bytes).replace(" ", "")} if record.memory_bytes else {}),
-        "iter": _seconds(record.seconds.iteration),
+        "iter": _seconds(record.seconds.training),  # like tok/s, without the held-out loss
         "data": _seconds(record.seconds.data),
         "eta": human_time(seconds_left),
     }

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, PlainSerializer
 
-from fsdp_pretrain.units import human_count, human_time
+from fsdp_pretrain.units import counted, human_count, human_time
 
 from .files import RunDir, stamp
 from .start_history import Start, StartHistory, kept_steps, read_history
@@ -231,7 +231,7 @@ def headline(report: GoodputReport) -> str:
     interrupted = len(report.incidents)
     return (
         f"goodput {report.goodput:.1%} of {human_time(report.wall_seconds)}, "
-        f"{human_count(report.tokens_per_day)} tokens a day, {interrupted} interruption{'s' * (interrupted != 1)}"
+        f"{human_count(report.tokens_per_day)} tokens a day, {counted(interrupted, 'interruption')}"
     )
 
 

@@ -381,7 +381,7 @@ def facts(report: StatusReport) -> Iterator[tuple[str, str]]:
     if (since := report.since_last_look) is not None:
         done = f"{since.steps:_} steps" if since.steps >= 0 else f"went back {-since.steps:_} steps"
         yield "progress", f"{done} in the {human_time(since.seconds)} since the last status"
-    if report.heartbeat_age_seconds is not None:
+    if report.heartbeat_age_seconds is not None and report.state not in _ENDED:
         process = f" pid {status.pid}" if status.pid else ""
         yield "heartbeat", f"{human_time(report.heartbeat_age_seconds)} ago, {status.host}{process}"
     if report.untrained:

@@ -103,7 +103,8 @@ class Drawing:
 
     def _draw_panel(self, panel: Panel, kept: Curve, left: Curve) -> None:
         axis = {"type": "log"} if panel.scale == "log" else {"rangemode": "tozero"}
-        figure = Figure(panel.title, panel.about, panel.height, _UNITS[panel.unit] | axis, unified=True)
+        about = ", ".join(filter(None, [panel.about, "log scale" if panel.scale == "log" else ""]))
+        figure = Figure(panel.title, about, panel.height, _UNITS[panel.unit] | axis, unified=True)
         for number, trace in enumerate(panel.traces):
             shared = sum(each.faint for each in panel.traces[:number])  # a faint one has the colour of the next
             color = f"--c{(number - shared) % 8}"

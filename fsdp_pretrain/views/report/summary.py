@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fsdp_pretrain.eval.uncertainty import Z95
 from fsdp_pretrain.run.goodput import headline
 from fsdp_pretrain.run.step_columns import Column
 from fsdp_pretrain.units import human_count
@@ -37,7 +38,8 @@ def summarise(record: RunRecord) -> Summary:
     status = record.report.status
     tokens = f"; {human_count(status.tokens)} tokens" if status.tokens else ""
     written = newest_texts(record.run)
-    samples = [] if written is None else [repr(prompt + text)[:_LONGEST] for prompt, text in written.texts.items()]
+    texts = [] if written is None else [prompt + text for prompt, text in written.texts.items()]
+    samples = [" ⏎ ".join(text.split("\n"))[:_LONGEST] for text in texts]
     attention = "; ".join(_attention(record))
     return Summary(about(record) + tokens, list(_course(record)), attention, samples[0] if samples else None)
 
@@ -47,7 +49,7 @@ def about(record: RunRecord) -> str:
     segments = {start.segment for start in record.history.starts if start.steps.count}
     starts = [entry for entry in record.entries if entry["kind"] == "start"]
     trained = [entry for entry in starts if entry.get("segment") in segments] or starts
-    return str(trained[-1]["text"]) if trained else ""
+    return str(trained[-1]["text"]).removeprefix(f"{record.name}: ") if trained else ""
 
 
 def window(steps: int) -> int:
@@ -83,7 +85,8 @@ def _course(record: RunRecord) -> Iterator[str]:
 
 
 def _spread(score: ScorePoint) -> str:
-    return "" if score.spread is None else f" ±{score.spread:.2g}"
+    """A standard error, as `fsdp-eval` prints it."""
+    return "" if score.spread is None else f" ± {score.spread / Z95:.2g}"
 
 
 def _scores(record: RunRecord) -> list[tuple[tuple[str, str], list[ScorePoint]]]:

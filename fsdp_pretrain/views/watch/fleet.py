@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.run.files import RunDir
-from fsdp_pretrain.units import human_time
+from fsdp_pretrain.units import counted, human_time
 from fsdp_pretrain.views.status import ALERT, OK, WARN, StatusReport, inspect
 
 from .page import INK, LEVEL, one_line
@@ -56,7 +56,7 @@ def _look(run: RunDir) -> StatusReport:
 
 def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
     """The list of runs as a table."""
-    title = Text(f"  {len(rows)} run{'s' * (len(rows) != 1)}")
+    title = Text(f"  {counted(len(rows), 'run')}")
     for level, name in ((ALERT, "alert"), (WARN, "warning"), (OK, "ok")):
         if count := sum(report.level == level for _, report in rows):
             title.append("  ").append(f" {count} {name} ", LEVEL[level])
@@ -70,7 +70,7 @@ def render(directory: Path, rows: list[FleetRow], width: int) -> Group:
     table.add_column("", ratio=1, no_wrap=True)
     for path, report in rows:
         keys = [alarm.key for alarm in report.alarms]
-        alarms = f"{len(keys)} alarm{'s' * (len(keys) != 1)}: {', '.join(keys)}" if keys else ""
+        alarms = f"{counted(len(keys), 'alarm')}: {', '.join(keys)}" if keys else ""
         status, saved, ink = report.status, report.verified_checkpoint, INK[report.level]
         _, worst = max(report.problems, key=lambda problem: problem[0], default=(OK, ""))
         step, left = status.step, status.seconds_left

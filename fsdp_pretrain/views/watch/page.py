@@ -21,7 +21,7 @@ from fsdp_pretrain.run.goodput import State
 from fsdp_pretrain.run.journal import tone
 from fsdp_pretrain.run.lines import Line
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import human_bytes, human_count, human_time
+from fsdp_pretrain.units import counted, human_bytes, human_count, human_time
 from fsdp_pretrain.views.status import ALERT, OK, WARN
 
 from .charts import Values, draw
@@ -148,6 +148,8 @@ def _numbers(view: RunView) -> Text:
     text = _line()
     for name, column, show in shown:
         value = _last(line, column)
+        if column == "iteration":
+            value -= _last(line, "heldout")  # like tok/s
         if math.isfinite(value) and value:
             text.append(f"{name} ", "dim").append(f"{show(value)}  ")
         elif name in ("loss", "gnorm") and line is not None and len(line):
@@ -231,7 +233,7 @@ def _step_parts(view: RunView) -> Text:
     if not len(seconds):
         return _line(("-", "dim"))
     means = {name: max(0.0, float(_recent(view, column).mean())) for column, name in _PARTS.items()}
-    return _line((human_time(float(seconds.mean())), "bold"), _shares(means))
+    return _line((human_time(float(seconds.mean())), "bold"), (" on average", "dim"), _shares(means))
 
 
 def _heldout(line: Line | None) -> Text:
@@ -274,7 +276,7 @@ def _time_spent(view: RunView) -> Text:
     if account is None:
         return _line(("-", "dim"))
     stops = len(account.incidents)
-    head = f"{account.goodput:.1%} of {human_time(account.wall_seconds)}, {stops} interruption{'s' * (stops != 1)}"
+    head = f"{account.goodput:.1%} of {human_time(account.wall_seconds)}, {counted(stops, 'interruption')}"
     return _line((head, "bold"), _shares({str(state): account.states[state] for state in State}))
 
 

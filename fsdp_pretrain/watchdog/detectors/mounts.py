@@ -14,7 +14,7 @@ from statistics import quantiles
 
 from fsdp_pretrain.run.step_record import StepRecord
 from fsdp_pretrain.severity import Severity
-from fsdp_pretrain.units import human_time
+from fsdp_pretrain.units import counted, human_time
 from fsdp_pretrain.watchdog.notify.alarms import AlarmSink
 
 from .base import Detector
@@ -123,7 +123,7 @@ class MountDetector(Detector):
             self.open(
                 f"data-shard/{name}",
                 Severity.CRIT,
-                f"source {name}: {len(wrong)} file{'s' * (len(wrong) > 1)} of {path}: {wrong[0]}",
+                f"source {name}: {counted(len(wrong), 'file')} of {path}: {wrong[0]}",
                 "training stops when it reads them",
                 "restore the files, or set the path to a copy; see `fsdp-data validate`",
                 facts={"wrong": wrong[:10]},
