@@ -188,7 +188,7 @@ def strayed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 STRAYED = [
-    ("status", 2, ["status.json is damaged: host: input", "exit_intent.json is damaged", "step 24 verified"]),
+    ("status", 2, ["status.json is damaged: host: input", "exit_intent.json is damaged", "step 24, verified"]),
     ("checkpoints RUN verify", 0, ["16  ", "24  "]),
     ("alarms", 2, ["rank-died"]),
     ("journal", 0, ["a person's line", "lacks what it should say"]),

@@ -12,6 +12,8 @@ from fsdp_pretrain.run.arguments import RUN
 from fsdp_pretrain.run.files import age
 from fsdp_pretrain.units import human_time
 
+from .views import RUN_OR_URL
+
 if TYPE_CHECKING:
     from fsdp_pretrain.watchdog.notify.alarms import Alarm
     from fsdp_pretrain.watchdog.notify.channels import Channel
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 _EXAMPLE = "runs/quickstart/run"
 
 
-@verb("alarms", _EXAMPLE, RUN, argument("--all", action="store_true", help="also those that are over"), JSON)
+@verb("alarms", _EXAMPLE, RUN_OR_URL, argument("--all", action="store_true", help="also those that are over"), JSON)
 def alarms(args: argparse.Namespace) -> int:
     """The alarms of a run that are open. Exit 0 none, 1 warnings, 2 critical ones."""
     from fsdp_pretrain.severity import Severity

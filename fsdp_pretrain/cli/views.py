@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.console import JSON, argument, positive, row, verb
 from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.remote import RemoteError, Url, is_url
 from fsdp_pretrain.run import journal as record
-from fsdp_pretrain.run.arguments import RUN
+from fsdp_pretrain.run.arguments import RUN, run_directory
+from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.units import human_bytes
 
 _EXAMPLE = "runs/quickstart/run"
@@ -27,7 +30,29 @@ def _bar(what: str, unit: str, lines: Any = None) -> Any:
     return tqdm(lines, desc=what, unit=f" {unit}", delay=2, leave=False, disable=None)
 
 
-@verb("status", _EXAMPLE, RUN, JSON)
+def _run_or_url(text: str) -> RunDir:
+    """A run directory, or a copy of the record at a URL, whose age is told. Raises ArgumentTypeError, UserError."""
+    if not is_url(text):
+        return run_directory(text)
+    from fsdp_pretrain.mirror.record_copy import FetchedRun
+
+    try:
+        url = Url(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    try:
+        run = FetchedRun(url)
+    except RemoteError as error:
+        error.effect = "nothing is shown"
+        raise
+    print(run.fetched, file=sys.stderr)
+    return run
+
+
+RUN_OR_URL = argument("run", type=_run_or_url, metavar="RUN", help="run directory, or the URL of its mirror")
+
+
+@verb("status", _EXAMPLE, RUN_OR_URL, JSON)
 def status(args: argparse.Namespace) -> int:
     """How a run is doing. Exit 0 ok, 1 warning, 2 alert."""
     from fsdp_pretrain.views.status import inspect, render
@@ -40,35 +65,39 @@ def status(args: argparse.Namespace) -> int:
 @verb(
     "watch",
     "runs/quickstart/run --once",
-    argument("path", type=Path, metavar="RUN|DIR", help="run directory, or a directory with runs in it or below"),
+    argument(
+        "run",
+        type=lambda text: _run_or_url(text) if is_url(text) else RunDir(Path(text)),
+        metavar="RUN|DIR",
+        help="run directory, a directory with runs in it or below, or the URL of a run's mirror",
+    ),
     argument("--once", action="store_true", help="print it once, as when the output is not a terminal"),
 )
 def watch(args: argparse.Namespace) -> int:
     """Follow a run in the terminal: progress, curves, checkpoints, evaluations, alarms, the journal. For a
     directory: all runs in it, worst first. Printed once, exit 0 ok, 1 warning, 2 alert."""
-    from fsdp_pretrain.run.files import RunDir
     from fsdp_pretrain.views.watch import app, fleet, following, page
 
-    run = RunDir(args.path)
+    run = args.run
     single = run.begun
-    runs = [run] if single else list(fleet.find_runs(args.path))
+    runs = [run] if single else list(fleet.find_runs(run.path))
     if not runs:
-        problem = "neither it nor a directory in it holds a run" if args.path.is_dir() else "there is no such directory"
-        raise ConfigError(f"{args.path} is not a run directory: {problem}")
+        problem = "neither it nor a directory in it holds a run" if run.path.is_dir() else "there is no such directory"
+        raise ConfigError(f"{run.path} is not a run directory: {problem}")
     if not args.once and app.is_live():
-        app.show(args.path, fleet_of_runs=not single)
+        app.show(run, fleet_of_runs=not single)
         return 0
     rows = fleet.read_rows(runs)
     out = app.console()
     view = page.render(following.read_view(run), out.width, _LINES) if single else None
-    out.print(view or fleet.render(args.path, rows, out.width))
+    out.print(view or fleet.render(run.path, rows, out.width))
     return max(report.level for _, report in rows)
 
 
 @verb(
     "journal",
     "runs/quickstart/run --kind changed --kind stop",
-    RUN,
+    RUN_OR_URL,
     argument(
         "--kind",
         action="append",
@@ -100,7 +129,7 @@ def note(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb("goodput", _EXAMPLE, RUN, JSON)
+@verb("goodput", _EXAMPLE, RUN_OR_URL, JSON)
 def goodput(args: argparse.Namespace) -> int:
     """Where the time of a run went, as its record shows: every second in one state, interruptions and their cost, and
     how often to save."""
@@ -117,15 +146,15 @@ def goodput(args: argparse.Namespace) -> int:
 @verb(
     "report",
     _EXAMPLE,
-    RUN,
-    argument("--out", type=Path, metavar="FILE", help="file to write (default: report.html in RUN)"),
+    RUN_OR_URL,
+    argument("--out", type=Path, metavar="FILE", help="file to write (default: report.html in RUN, of a URL here)"),
 )
 def report(args: argparse.Namespace) -> int:
     """A page to look at: curves, checkpoints, evaluations, events and goodput of a run in one HTML file that needs no
     network."""
     from fsdp_pretrain.views.report.page import write_report
 
-    out = args.out or args.run.path / "report.html"
+    out = args.out or (Path() if args.run.fetched else args.run.path) / "report.html"
     size, summary = write_report(args.run, out, partial(_bar, "reading", "steps"))
     page = f"{out}: {human_bytes(size)}"
     rows = [

@@ -43,7 +43,7 @@ T = TypeVar("T")
 _CHUNK = 16 << 20
 _READS = 10
 """Attempts to read an object whose bytes are wrong. Wrong bytes that come twice are taken as those stored."""
-_RECORD = re.compile(r"record/((\d{14})-([0-9a-f]{32})-([0-9a-f]{32})\.tar\.zst)")
+RECORD = re.compile(r"record/((\d{14})-([0-9a-f]{32})-([0-9a-f]{32})\.tar\.zst)")
 
 
 class MirrorError(UserError):
@@ -140,11 +140,10 @@ class MirrorState:
 
 
 class RunMirror:
-    """The mirror of a run whose configuration sets `checkpoint.mirror`. Its methods raise RemoteError."""
+    """The mirror of a run whose configuration sets `checkpoint.mirror`, or at a URL. Its methods raise RemoteError."""
 
-    def __init__(self, config: Config, *, patience: float = PATIENCE) -> None:
-        assert config.checkpoint.mirror is not None
-        self.url = Url(config.checkpoint.mirror) / config.run.name
+    def __init__(self, config: Config | Url, *, patience: float = PATIENCE) -> None:
+        self.url = config if isinstance(config, Url) else Url(config.checkpoint.mirror or "") / config.run.name
         self.remote = Remote(self.url, patience=patience)
 
     def look(self) -> MirrorState:
@@ -154,7 +153,7 @@ class RunMirror:
         records = []
         for name, size in sorted(sizes.items()):
             folder, _, file = name.removeprefix("checkpoints/").partition("/")
-            if match := _RECORD.fullmatch(name):
+            if match := RECORD.fullmatch(name):
                 entry = FileEntry(name=match[1], bytes=size, xxh3=match[4])
                 records.append(MirroredRecord(int(match[2]), match[3], entry))
             elif (step := step_of(folder)) is not None and file:

@@ -1,4 +1,4 @@
-"""Copies the record of a run to the mirror and back.
+"""Copies the record of a run to the mirror and back, or to where somebody looks at it.
 
 Each copy is one archive, so that it holds one state of the record. The copy before it is kept: if the newest is damaged
 in the mirror, only what was recorded since then is lost. Logs, traces, views and evaluated samples are not copied.
@@ -6,27 +6,36 @@ in the mirror, only what was recorded since then is lost. Logs, traces, views an
 
 from __future__ import annotations
 
+import atexit
 import re
+import shutil
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import zstandard
+from tqdm import tqdm
 
-from fsdp_pretrain.checkpoint.store import describe_file
+from fsdp_pretrain.checkpoint.store import MANIFEST, VERIFIED, describe_file
+from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.remote import Url
 from fsdp_pretrain.run import lineage, mirror_status, run_id
-from fsdp_pretrain.run.files import RunDir
+from fsdp_pretrain.run.files import Fetched, RunDir, stamp
+from fsdp_pretrain.run.metrics import METRICS
 
-from .layout import MirroredRecord, MirrorState, RunMirror
+from .layout import RECORD, MirroredRecord, MirrorState, RunMirror
 
 _ARCHIVE = "record.tar.zst"
 _COPIED = (
     *("avoid_hosts", "config.toml", "evals", "journal.jsonl", "overrides.toml", "rollback.json", "segments"),
-    *("tokenizer", "watchdog/alarms.jsonl", "watchdog/pace.json", "watchdog/unigrams.json"),
+    *("status.json", "tokenizer", "watchdog/alarms.jsonl", "watchdog/pace.json", "watchdog/unigrams.json"),
 )
 _PASSING = re.compile(r"^\.|(lease|claim)\.json$|^log$|\.log$|^samples_.*\.jsonl$")
 """Names of files that matter only to running processes, and of large files; these are not copied."""
+_EVERY, _PATIENCE = 60.0, 15.0
+"""Seconds between two looks at a mirror that somebody watches, and for which one that fails is repeated."""
 Versions = Mapping[str, tuple[int, int]]
 """(size, time of the last change) of files, by name."""
 
@@ -110,3 +119,51 @@ def restore_record(
                 archive.extractall(into, filter="data")
             return record
     return None
+
+
+class FetchedRun(RunDir):
+    """A copy of the record of the only run at a URL or below, which is deleted when this process ends.
+
+    Of the mirror's whole checkpoints it has manifests, and empty files of the right sizes. Raises ConfigError,
+    RemoteError, OSError.
+    """
+
+    def __init__(self, url: Url) -> None:
+        names = RunMirror(url, patience=_PATIENCE).remote.list()
+        places = sorted({name[: match.start()] for name in names if (match := RECORD.search(name))})
+        if len(places) != 1:
+            cause = f"{url} holds {len(places)} runs: {', '.join(places)}" if places else f"{url} holds no run's record"
+            remedy = "name the checkpoint.mirror of a run, with its run.name if others are there too: URL/NAME"
+            raise ConfigError(cause, "nothing is shown", remedy)
+        self._mirror = RunMirror(Url(f"{url}/{places[0]}"), patience=_PATIENCE)
+        self._work, self._due, self._objects = Path(tempfile.mkdtemp(prefix="fsdp-pretrain-")), 0.0, dict[str, int]()
+        atexit.register(shutil.rmtree, self._work, ignore_errors=True)
+        super().__init__(self._work / self._mirror.url.rpartition("/")[2])
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Fetch the record, once a minute if anything in the mirror has changed."""
+        if time.monotonic() >= self._due:
+            if (objects := self._mirror.remote.list()) != self._objects:
+                self._fetch()
+            self._objects, self._due = objects, time.monotonic() + _EVERY
+
+    def _fetch(self) -> None:
+        state = self._mirror.look()
+        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        for path in [path for path in self.path.rglob("*") if path.is_file() and path.name != METRICS]:
+            path.unlink()  # of metrics, only new lines are parsed again
+        with tqdm(desc="fetching", unit="B", unit_scale=True, delay=2, disable=True if self.fetched else None) as bar:
+            record = restore_record(self._mirror, state, self.path, self._work, bar.update)
+        if record is None:
+            raise ConfigError(f"no record in {self._mirror.url} is whole", "nothing is shown", "wait for the next copy")
+        nodes = lineage.nodes(self)
+        for item in [item for item in state.whole if not item.is_abandoned(nodes)]:
+            folder = self.path / item.name
+            folder.mkdir(parents=True)
+            for entry in item.manifest().files:
+                with (folder / entry.name).open("wb") as file:
+                    file.truncate(entry.bytes)
+            (folder / MANIFEST).write_bytes(item.raw or b"")
+            (folder / VERIFIED).touch()
+        self.fetched = Fetched(self._mirror.url, stamp(record.made / 1000))

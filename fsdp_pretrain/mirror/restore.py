@@ -67,6 +67,7 @@ def _restore(mirror: RunMirror, state: MirrorState, run: RunDir, stop: threading
     sync(run.path)
     with _progress(sum(record.entry.bytes for record in state.records[:1]), "record", stop) as shown:
         copy = restore_record(mirror, state, run.path, work, shown)
+    run.status.unlink(missing_ok=True)  # of a job that was elsewhere
     checkpoint, rejected = _restore_checkpoint(mirror, state, run, lineage.nodes(run), stop)
     text = f"{'no checkpoint' if checkpoint is None else checkpoint.path.name} from {mirror.url}"
     if copy is None:

@@ -13,11 +13,13 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdp_pretrain import files
+from fsdp_pretrain.units import human_time
 
 from . import run_id
 
@@ -26,8 +28,21 @@ _WAITING_LINES = 100_000
 _SEGMENT = re.compile(r"\d{4}|[1-9]\d{4,}")
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """Where a copy of a run's record comes from, and when it was made there: a timestamp of the record."""
+
+    url: str
+    made: str
+
+    def __str__(self) -> str:
+        return f"from {self.url}, as of {self.made[:16].replace('T', ' ')} UTC, {human_time(age(self.made))} ago"
+
+
 class RunDir:
-    """Paths inside a run directory, see docs/training.md."""
+    """Paths inside a run directory, see docs/training.md; `fetched` is set for a copy, see `mirror.record_copy`."""
+
+    fetched: Fetched | None = None
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,6 +59,9 @@ class RunDir:
         self.rollback = path / "rollback.json"  # a rollback in progress, see `lineage.rollback`
         self.avoid_hosts = path / "avoid_hosts"  # one host per line, see `launch`
         self.tokenizer = path / "tokenizer"  # copy of the run's tokenizer
+
+    def refresh(self) -> None:
+        """Bring a copy of a record up to date. Raises UserError, OSError."""
 
     @property
     def begun(self) -> bool:

@@ -25,7 +25,7 @@ from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.run import goodput, journal, lineage, state_files
 from fsdp_pretrain.run.environment import ENVIRONMENT, Environment
 from fsdp_pretrain.run.exit_intent import EXIT_INTENT, ExitIntent
-from fsdp_pretrain.run.files import RunDir, age, now
+from fsdp_pretrain.run.files import Fetched, RunDir, age, now
 from fsdp_pretrain.run.lock import LeaseRecord, holder_died, is_held
 from fsdp_pretrain.run.state_files import StateFile
 from fsdp_pretrain.run.status import ENDED, Status
@@ -38,6 +38,7 @@ from fsdp_pretrain.watchdog.notify.metrics import snapshot_file
 OK, WARN, ALERT = 0, 1, 2
 _ENDED = (*ENDED, "incomplete")
 _SILENT_AT_LEAST = 120.0
+_BETWEEN_COPIES = 900.0  # three times what is usual for a run that is elsewhere
 _LAST_LOOK = "status-last-look.json"
 _LARGEST_RECORD = 32 * 2**20
 """Bytes of metrics that are read for one line: a second or two."""
@@ -82,6 +83,7 @@ class StatusReport(BaseModel):
     """What `status` shows; values that are not known are not set.
 
     Attributes:
+        fetched: of a run that is elsewhere.
         status: what the job last reported.
         state: starting, running, saving, paused, complete, incomplete (it was complete, and its last checkpoint is
             missing), stopped, failed, or unknown.
@@ -93,6 +95,7 @@ class StatusReport(BaseModel):
         evaluations: texts on evaluations that failed and are retried.
     """
 
+    fetched: Fetched | None = None
     status: Status = Status()
     state: str = "unknown"
     running: bool = False
@@ -134,7 +137,7 @@ class StatusReport(BaseModel):
 
 def inspect(run: RunDir, *, brief: bool = False) -> StatusReport:
     """Inspect a run directory; `brief`: leave out goodput and progress since the last look; do not note this one."""
-    report = StatusReport()
+    report = StatusReport() if run.fetched is None else StatusReport(fetched=run.fetched)
     try:
         status = state_files.read(run.status, Status)
         if status is None:
@@ -160,7 +163,7 @@ def _check_start(report: StatusReport, run: RunDir, status: Status) -> None:
     """Add whether the newest start runs, or how it ended."""
     silent = age(status.heartbeat)
     report.heartbeat_age_seconds = round(silent, 1)
-    allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0))
+    allowed = max(_SILENT_AT_LEAST, 10 * (status.iteration_seconds or 0.0)) + _BETWEEN_COPIES * bool(run.fetched)
     if (ending := _ending(run, status, silent, allowed)) is not None:
         last_trained, endings = status.of_run, [ending]
         report.state = last_trained.state
@@ -184,7 +187,7 @@ def _ending(run: RunDir, status: Status, silent: float, allowed: float) -> tuple
     of which `allowed` are normal."""
     if status.state in ENDED:
         return _reported_end(status)
-    here = status.host == socket.gethostname() and not psutil.pid_exists(status.pid or -1)
+    here = run.fetched is None and status.host == socket.gethostname() and not psutil.pid_exists(status.pid or -1)
     if here or holder_died(run):
         return ALERT, f"its process {status.pid} exited without reporting a reason"
     if silent > (1 if status.paused is not None else 3) * allowed:  # paused ranks have nothing else to do
@@ -202,7 +205,7 @@ def _reported_end(status: Status) -> tuple[int, str]:
 
 def _check_checkpoints(report: StatusReport, run: RunDir) -> None:
     try:
-        missing_checkpoint = None if run.rollback.exists() else missing(run)
+        missing_checkpoint = None if run.rollback.exists() or run.fetched else missing(run)
         checkpoints = Store(run.checkpoints).scan()
     except UserError as error:
         report.problems.append((ALERT, error.cause))
@@ -221,9 +224,9 @@ def _check_checkpoints(report: StatusReport, run: RunDir) -> None:
             age_seconds=round(age(newest.committed), 1),
             steps_behind=(report.status.step or 0) - newest.step,
             bytes=sum(entry.bytes for entry in newest.files),
-            path=str(verified[-1].path),
+            path=f"{run.fetched.url if run.fetched else run.path}/checkpoints/{verified[-1].path.name}",
         )
-    if newest is not None or run.config.exists():  # else training has not started
+    if run.fetched is None and (newest is not None or run.config.exists()):  # else training has not started
         _check_next_checkpoint(report, run, newest)
 
 
@@ -295,7 +298,7 @@ def _check_watchdog(report: StatusReport, run: RunDir) -> None:
     silent = age(snapshot.time) if snapshot is not None else math.inf
     if snapshot is not None:
         report.watchdog = snapshot.model_copy(update={"age_seconds": round(silent, 1)})
-    if not report.running or age(report.status.started) < _SILENT_AT_LEAST:
+    if run.fetched or not report.running or age(report.status.started) < _SILENT_AT_LEAST:
         return
     try:
         wanted = load_recorded(run.config).watchdog.enabled

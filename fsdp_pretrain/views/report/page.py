@@ -23,7 +23,7 @@ import numpy as np
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.run import environment
-from fsdp_pretrain.run.files import RunDir, stamp
+from fsdp_pretrain.run.files import RunDir, seconds_of, stamp
 from fsdp_pretrain.run.goodput import MEANING, headline
 from fsdp_pretrain.run.journal import GROUPS
 from fsdp_pretrain.severity import Severity
@@ -54,7 +54,8 @@ def write_report(run: RunDir, out: Path, shown: Callable[[Iterable[Any]], Iterab
     """
     library = _library()
     record = read(run, shown)
-    content = render(record, library, time.time()).encode()
+    made = None if run.fetched is None else seconds_of(run.fetched.made)
+    content = render(record, library, made or time.time()).encode()
     replace_file(out, content)
     return len(content), summarise(record)
 

@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -42,9 +41,9 @@ def is_live() -> bool:
 class _Screen:
     """A run, or all runs under a directory: polled by a thread, so that storage that hangs is shown."""
 
-    def __init__(self, path: Path, *, of_runs: bool) -> None:
-        self._path, self._of_runs = path, of_runs
-        self._poll = (lambda: fleet.read_rows(fleet.find_runs(path))) if of_runs else RunFollower(RunDir(path)).poll
+    def __init__(self, run: RunDir, *, of_runs: bool) -> None:
+        self._path, self._of_runs = run.path, of_runs
+        self._poll = (lambda: fleet.read_rows(fleet.find_runs(run.path))) if of_runs else RunFollower(run).poll
         self._poll_began: float | None = None  # when the poll in progress began; None between polls
         self._failure: BaseException | None = None
         self._latest: Any = None  # a `RunView`, or rows of runs
@@ -78,13 +77,13 @@ class _Screen:
         return Group(*parts)
 
 
-def show(path: Path, *, fleet_of_runs: bool) -> None:
-    """Show a run, or all runs under a directory, until the user leaves."""
+def show(run: RunDir, *, fleet_of_runs: bool) -> None:
+    """Show a run, or all runs under its directory, until the user leaves."""
     for name in ("LINES", "COLUMNS"):  # exported by some shells; the size of the terminal changes
         os.environ.pop(name, None)
     for number in (signal.SIGTERM, signal.SIGHUP):  # leave the terminal as it was
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    view, out = _Screen(path, of_runs=fleet_of_runs), console()
+    view, out = _Screen(run, of_runs=fleet_of_runs), console()
     with Live(console=out, screen=True, auto_refresh=False) as live:
         while True:
             live.update(view.draw(out), refresh=True)

@@ -51,7 +51,7 @@ class RunView:
 
 def signs(run: RunDir, status: Status | None) -> object:
     """A value that changes when something happens to a run other than a step. It is cheap to read."""
-    state = status and (status.state, status.pid, status.segment)
+    state = status and (status.state, status.pid, status.segment, run.fetched)
     return state, _size(run.journal), _size(alarms_file(run)), run.path.is_dir()
 
 
@@ -80,6 +80,7 @@ class RunFollower:
             state = "holds no run any more" if self.run.path.is_dir() else "is gone"
             return replace(self._view, problem=f"{self.run.path} {state}; waiting for it")
         try:
+            self.run.refresh()
             status, begun = state_files.view(self.run.status, Status), time.monotonic()
             if (new_signs := signs(self.run, status)) != self._signs or begun >= self._next:
                 self._view, self._signs = read_view(self.run), new_signs

@@ -71,6 +71,8 @@ def render(view: RunView, width: int, height: int) -> Group:
         _facts(view, 1 + spare // 4),
     ]
     head = [_title(view), _progress(view), _numbers(view), *_troubles(view)]
+    if view.report.fetched is not None:
+        head.insert(1, _line((str(view.report.fetched), "cyan")))
     return Group(*head, *body, _alarms(view), _journal(view))
 
 
