@@ -79,12 +79,20 @@ class Script:
         content = {"parent": parent, "step": self.saved, "kind": kind, "time": stamp(self.clock), **facts}
         self.write(self.run.segment(self.number) / lineage.LINEAGE, content)
 
-    def train(self, steps: int, *, seconds: float = 2.0, data: float = 0.1, skip: frozenset[int] = frozenset()) -> None:
+    def train(
+        self,
+        steps: int,
+        *,
+        seconds: float = 2.0,
+        data: float = 0.1,
+        skip: frozenset[int] = frozenset(),
+        joules: float | None = None,
+    ) -> None:
         for _ in range(steps):
             self.step += 1
             stalled, self.stalled = self.stalled, 0.0
             parts = {"iteration": seconds + data + stalled, "data": data, "checkpoint": stalled}
-            more = {"mfu": 0.4, "skipped": self.step in skip, "seconds": parts}
+            more = {"mfu": 0.4, "skipped": self.step in skip, "seconds": parts, "energy_joules": joules}
             record = records.metric(self.step, batch=BATCH, length=LENGTH, **more)
             self.clock += seconds + data + stalled
             self.done.append((self.number, self.step, seconds + data + stalled))
@@ -185,6 +193,28 @@ def test_a_scripted_run_is_accounted_for_to_the_second(tmp_path: Path) -> None:
     assert failure.recovery_seconds == pytest.approx(4 + 1 + 10 + 5, rel=1e-4)
     assert (back.cause, back.step) == ("spike", 60)
     assert found.mtti_seconds == pytest.approx(available / 3, rel=1e-4)
+
+
+@pytest.mark.quick
+@pytest.mark.promise("account")
+def test_energy_is_summed_across_a_rollback(tmp_path: Path) -> None:
+    """What was lost counts for the run and not for what is kept; steps whose energy is not known for neither."""
+    script = Script(tmp_path)
+    script.start()
+    script.train(30)
+    found = goodput(script.run)
+    assert found is not None and found.energy is None and "kWh" not in render(found)
+    script.train(30, joules=3.6e6)
+    script.stop()
+    script.roll_back(40)
+    script.start()
+    script.train(10, joules=0.9e6)
+    million, found = BATCH * LENGTH / 1e6, goodput(script.run)
+    assert found is not None and found.energy is not None
+    kwh = 30 * 1.0 + 10 * 0.25
+    truth = {"kwh": kwh, "per_million": kwh / 40 / million, "per_million_kept": kwh / 20 / million, "steps": 40 / 70}
+    assert found.energy.model_dump() == pytest.approx(truth)
+    assert "32.5 kWh used by the GPUs in 57.1% of the steps: 3.17e+03 per million tokens" in render(found)
 
 
 @pytest.mark.quick
@@ -342,3 +372,11 @@ def test_a_real_run_that_was_killed_and_stopped(lab: Any, helpers: Any, run_comm
     (changed,) = helpers.journal(run, "changed")
     assert "optimizer.lr: 0.01 -> 0.002; because: it was too high" in changed["text"]
     assert f"goodput {found['goodput']:.1%}" in run_command("fsdp_pretrain.cli", "status", run).stdout
+
+
+def test_the_energy_of_all_ranks_is_recorded(lab: Any, helpers: Any) -> None:
+    """Or none, where a rank does not know its own."""
+    config = lab.config(train={"duration": "4 steps"}, checkpoint={"every": "10 steps"})
+    lab.train(config, ranks=2, variables={"EXECUTE_FIRST": str(helpers.root / "tests/energies.py")})
+    found = [record["energy_joules"] for record in helpers.metrics(lab.path / "run")]
+    assert found == [3.0, 6.0, None, 12.0]

@@ -89,6 +89,7 @@ def test_the_record_is_complete(trained_on: Callable[[str], Path], helpers: Any)
         parts = record["seconds"]
         assert parts["iteration"] == pytest.approx(sum(v for k, v in parts.items() if k != "iteration"), rel=1e-6)
         assert record["mfu"] is None  # a CPU has no peak on file, and none is guessed
+        assert record["energy_joules"] is None
         assert record["mixture"] == {"text": 1.0} and record["segment"] == 1 and record["host"]
     assert records[3]["lr"] == pytest.approx(1e-2) and records[-1]["lr"] == pytest.approx(1e-3)
 

@@ -19,6 +19,7 @@ from fsdp_pretrain.units import counted, human_count, human_time
 
 from .files import RunDir, stamp
 from .start_history import Start, StartHistory, kept_steps, read_history
+from .step_columns import StepColumns
 
 Time = Annotated[float, PlainSerializer(stamp)]
 """Seconds since 1970, ISO 8601 in JSON."""
@@ -71,6 +72,20 @@ class Interruption(BaseModel):
     recovery_seconds: float = 0.0
 
 
+class Energy(BaseModel):
+    """The kWh of the steps whose energy is known (the share `steps`), per million of their tokens, and of kept ones."""
+
+    kwh: float
+    per_million: float
+    per_million_kept: float
+    steps: float
+
+    def __str__(self) -> str:
+        part = f" in {self.steps:.1%} of the steps" if self.steps < 1 else ""
+        each = f"{self.per_million:.3g} per million tokens, {self.per_million_kept:.3g} per million kept"
+        return f"{self.kwh:.4g} kWh used by the GPUs{part}: {each}"
+
+
 class GoodputReport(BaseModel):
     """The time account of a run. None: unknown, or undefined without interruptions.
 
@@ -79,6 +94,7 @@ class GoodputReport(BaseModel):
         goodput: STEPS / wall.
         tokens, tokens_lost: tokens trained since the start or the fork that were kept, and lost.
         mfu: median MFU of the kept steps.
+        energy: None if no device counts it.
         mtti_seconds, mttr_seconds: mean time to interruption, and to recovery.
         block_seconds, save_seconds: mean time that training waited for a save, and mean duration of one.
         interval_seconds, interval_steps: recommended interval of saves: sqrt(2 MTTI block), at least one save long.
@@ -93,6 +109,7 @@ class GoodputReport(BaseModel):
     tokens_lost: int
     tokens_per_day: float
     mfu: float | None
+    energy: Energy | None
     incidents: list[Interruption]
     mtti_seconds: float | None
     mttr_seconds: float | None
@@ -208,6 +225,7 @@ def account(history: StartHistory) -> GoodputReport | None:
         tokens_lost=int(sum(steps["tokens"][~mask].sum() for steps, mask in kept)),
         tokens_per_day=_ratio(tokens * 86_400.0, wall),
         mfu=float(np.nanmedian(mfus)) if np.isfinite(mfus).any() else None,
+        energy=_energy(kept),
         incidents=incidents,
         mtti_seconds=mtti,
         mttr_seconds=_mean(ended),
@@ -216,6 +234,16 @@ def account(history: StartHistory) -> GoodputReport | None:
         interval_seconds=interval,
         interval_steps=None if interval is None else max(1, round(interval / float(np.median(iterations)))),
     )
+
+
+def _energy(kept: list[tuple[StepColumns, NDArray[np.bool_]]]) -> Energy | None:
+    joules, tokens = (np.concatenate([steps[name] for steps, _ in kept]) for name in ("energy", "tokens"))
+    known, line = np.isfinite(joules), np.concatenate([mask for _, mask in kept])
+    if not known.any():
+        return None
+    kwh = float(joules[known].sum()) / 3.6e6
+    each, each_kept = (_ratio(kwh, float(tokens[rows].sum()) / 1e6) for rows in (known, known & line))
+    return Energy(kwh=kwh, per_million=each, per_million_kept=each_kept, steps=float(known.mean()))
 
 
 def _mean(values: list[float]) -> float | None:
@@ -249,6 +277,8 @@ def _lines(report: GoodputReport) -> Iterator[str]:
     yield f"goodput {report.goodput:.2%}{mfu}"
     kept, lost, day = (human_count(count) for count in (report.tokens, report.tokens_lost, report.tokens_per_day))
     yield f"{kept} tokens kept, {lost} lost; {day} tokens a day"
+    if report.energy is not None:
+        yield str(report.energy)
     for incident in report.incidents:
         over = f"{human_time(incident.recovery_seconds)} to resume" if incident.over else "training has not resumed"
         yield f"  {stamp(incident.time)[:19]} {incident.kind} after step {incident.step:_}: {incident.cause}; {over}"

@@ -40,6 +40,7 @@ _COLUMNS: dict[str, Callable[[StepRecord], float | None]] = {
     "embedding_shrink": lambda record: record.ramps.embedding_shrink,
     "tokens_per_second": lambda record: record.tokens_per_second,
     "memory": lambda record: record.memory_bytes,
+    "energy": lambda record: record.energy_joules,
 }
 """Columns that every table has."""
 _CHUNK = 10_000

@@ -156,6 +156,7 @@ class StepRecord(_Part):
     tokens_per_second: float  # of all ranks; like the next, without the time of the held-out loss
     mfu: float | None = None  # model FLOPs utilisation, if the device's peak is known
     memory_bytes: int = 0  # in use on rank 0's device
+    energy_joules: float | None = None  # used by all ranks' devices since the step before, if they count it
     observed: dict[str, float | None] = Field(default_factory=dict)  # measures of extensions' observers
     health: list[HealthFinding] = Field(default_factory=list)  # incidents that start, get worse or end with this step
     segment: int = 0  # segment of the start

@@ -1,7 +1,11 @@
-"""Device timestamps and device-to-host copies that do not block the host."""
+"""Device timestamps, device-to-host copies and energies that do not block the host."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import math
+import threading
 import time
 from typing import Any
 
@@ -35,3 +39,30 @@ def to_host(device: torch.device, *tensors: Tensor) -> tuple[list[Tensor], torch
 
 def _copy(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class EnergyCounter:
+    """The energy counter of an NVIDIA GPU. A thread reads it every second, since a broken driver hangs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._read_at, self._counted, self._taken = -math.inf, 0, 0
+        if device.type == "cuda":
+            threading.Thread(target=self._follow, args=(device,), daemon=True).start()
+
+    def _follow(self, device: torch.device) -> None:
+        with contextlib.suppress(Exception):  # no such library, or no such counter: the energy is not known
+            nvml = importlib.import_module("pynvml")
+            nvml.nvmlInit()
+            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            self._taken = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # from here on
+            while True:
+                self._counted = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+                self._read_at = time.monotonic()
+                time.sleep(1.0)
+
+    def take(self) -> int | None:
+        """Millijoules since the last call; None if the counter was not read for half a minute."""
+        if time.monotonic() - self._read_at > 30.0:
+            return None
+        before, self._taken = self._taken, self._counted
+        return self._taken - before

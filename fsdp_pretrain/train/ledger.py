@@ -130,6 +130,7 @@ class Ledger:
             tokens_per_second=rate,
             mfu=flops / (self._peak * world.size) if self._peak else None,
             memory_bytes=memory_in_use(world.device),
+            energy_joules=counts.millijoules / 1000 if counts.metered == world.size else None,
             **measured,
         )
 

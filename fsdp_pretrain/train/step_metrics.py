@@ -27,6 +27,7 @@ class StepCounts:
         stop, save, profile, steer, repeat: ranks with such a request, see `Observer.requests`.
         without_data: ranks that could not read their batch.
         saved, overdue: see `Checkpointing.signals`.
+        millijoules, metered: energy of the devices since the step before, and of how many it is known.
         checksums: checksum of every rank's parameters, see `replica_check.checksums`; empty in most steps.
     """
 
@@ -45,6 +46,8 @@ class StepCounts:
     without_data: int = 0
     saved: int = 0
     overdue: int = 0
+    millijoules: int = 0
+    metered: int = 0
     checksums: list[int] = field(default_factory=list)
 
     @classmethod

@@ -28,7 +28,7 @@ from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.run.step_record import StepRecord
 
 from .batch_reader import BatchReader, DataStream
-from .device_timing import to_host
+from .device_timing import EnergyCounter, to_host
 from .ledger import IssuedStep, Ledger
 from .observer import Observer
 from .step_clock import StepClock
@@ -77,6 +77,7 @@ class Trainer:
         self._compiled = fsdp.compiles(config, world.device)
         self.clock = StepClock(model, world.device, heartbeat, compiled=self._compiled)
         self._first_step = state.step
+        self._energy = EnergyCounter(world.device)
         self._compiled_widths = set[int]()
 
     def start(self) -> None:
@@ -164,7 +165,8 @@ class Trainer:
 
     def _sum_counts(self, batch: StepBatch) -> Tensor:
         """Packed `StepCounts` of all ranks, on the device; periodically with checksums of the parameters."""
-        requests: dict[str, Any] = Counter()
+        energy = self._energy.take()
+        requests: dict[str, Any] = Counter(millijoules=energy or 0, metered=energy is not None)
         for observer in self.observers:
             requests.update(observer.requests())
         counts = replace(StepCounts.of(batch), without_data=int(self._batches.failed), **requests)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from fsdp_pretrain.train.device_timing import EnergyCounter
 from fsdp_pretrain.watchdog.detectors.nvml import find_reader
 
 pytest.importorskip("pynvml")
@@ -28,3 +29,20 @@ def test_the_state_of_the_gpus() -> None:
     assert len(answers[-1]) >= torch.cuda.device_count()
     assert state.lost is None and state.xids == [] and not state.remap_failed
     assert state.throttle is not None and state.name
+
+
+def test_the_energy_of_a_gpu() -> None:
+    """A busy GPU uses some hundred watts, by its own counter; what was taken is not counted again."""
+    counter, square = EnergyCounter(torch.device("cuda", 0)), torch.ones(8192, 8192, device="cuda")
+    end = time.monotonic() + 30
+    while counter.take() is None and time.monotonic() < end:
+        torch.cuda.synchronize()
+    begun, used = time.monotonic(), 0
+    while time.monotonic() < begun + 6:
+        for _ in range(20):
+            square @ square
+        torch.cuda.synchronize()
+        used += counter.take() or 0
+    watts = used / 1000 / (time.monotonic() - begun)
+    print(f"{watts:.0f} W")
+    assert 50 < watts < 2000
