@@ -76,8 +76,8 @@ def render(report: ValidationReport) -> None:
     separators, because = report.separators
     files = counted(len(report.files), "file")
     print(f"{report.directory}: {report.documents:_} documents, {report.tokens:_} tokens in {files}")
-    meaning = "in the files, the packer adds them" if separators == "none" else "in every document"
-    print(f"  separators  {separators} {meaning} ({because}); id {report.vocabulary.eod} of {report.vocabulary.size:_}")
+    packed = ", the packer puts it between documents" if separators == "none" else ""
+    print(f"  separators  {separators} ({because}); id {report.vocabulary.eod} of {report.vocabulary.size:_}{packed}")
     lengths = ", ".join(f"{name} {value:_}" for name, value in report.lengths.items())
     print(f"  lengths     {lengths or 'none'} tokens")
     agreements = [file.agreement for file in report.files if file.agreement is not None]
