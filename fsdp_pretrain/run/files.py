@@ -36,7 +36,7 @@ class Fetched:
     made: str
 
     def __str__(self) -> str:
-        return f"from {self.url}, as of {self.made[:16].replace('T', ' ')} UTC, {human_time(age(self.made))} ago"
+        return f"as of {self.made[:16].replace('T', ' ')} UTC, {human_time(age(self.made))} ago, from {self.url}"
 
 
 class RunDir:
