@@ -114,7 +114,7 @@ def test_all_problems_come_in_one_report(good: Path) -> None:
         ("train.batch_ramp={first='2 samples', by='2 samples', duration='80 steps'}", "cannot be in steps"),
         ("train.duration=0 steps", "less than one step"),
         ("checkpoint.every=0 steps", "0 steps is no length"),
-        ("model.family=bert", "must be one of 'llama', 'mistral', 'qwen2', 'qwen3', 'gpt'"),
+        ("model.family=bert", "must be one of 'llama', 'mistral', 'qwen2', 'qwen3', 'olmo3', 'gemma3_text', 'gpt'"),
         ("model.positions=32", "unknown key"),
         ("data.positions=document", "set data.attention = document as well"),
         ("nonsense", "not of the form section.key=value"),

@@ -46,10 +46,12 @@ def slots(lengths: list[list[int]], prefix: list[list[int]] | None = None) -> Sl
 # ---------------------------------------------------------------------- masks
 
 
-def rule(lengths: list[int], prefix: list[int] | None) -> list[list[bool]]:
-    """visible(q, k) = same slot and (k <= q or k in the slot's prefix), token by token."""
+def rule(lengths: list[int], prefix: list[int] | None, window: int = 10**6) -> list[list[bool]]:
+    """visible(q, k) = same slot and (k <= q or k in the slot's prefix) and q - k < window, token by token."""
     where = [(i, j) for i, length in enumerate(lengths) for j in range(length)]
-    return [[a == b and (k <= q or k < (prefix[a] if prefix else 0)) for b, k in where] for a, q in where]
+    return [
+        [a == b and (k <= q or k < (prefix[a] if prefix else 0)) and q - k < window for b, k in where] for a, q in where
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -57,10 +59,11 @@ def rule(lengths: list[int], prefix: list[int] | None) -> list[list[bool]]:
 def test_masks_are_the_rule_in_both_forms(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     prefix = data.draw(st.none() | st.tuples(*[st.integers(0, length) for length in lengths]).map(list))
+    window = data.draw(st.none() | st.integers(1, 12))
     packed = slots([lengths], None if prefix is None else [prefix])
-    size, expected = sum(lengths), torch.tensor(rule(lengths, prefix))
-    assert torch.equal(dense_mask(packed, size, CPU)[0, 0], expected)
-    blocks = block_mask(packed, size)
+    size, expected = sum(lengths), torch.tensor(rule(lengths, prefix, window or 10**6))
+    assert torch.equal(dense_mask(packed, size, CPU, window)[0, 0], expected)
+    blocks = block_mask(packed, size, window)
     assert torch.equal(create_mask(blocks.mask_mod, 1, None, size, size, device="cpu")[0, 0], expected)
 
 
@@ -70,10 +73,11 @@ def test_blocks_are_those_with_something_to_see(data: st.DataObject) -> None:
     """A block mask lists every block of the rule; without a prefix no other; and as full only those seen entirely."""
     lengths = data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=5))
     prefix = data.draw(st.none() | st.tuples(*[st.integers(0, length) for length in lengths]).map(list))
+    window = data.draw(st.none() | st.integers(1, 500))
     packed, size = slots([lengths], None if prefix is None else [prefix]), sum(lengths)
-    blocks = block_mask(packed, size)
+    blocks = block_mask(packed, size, window)
     count, edge = -(-size // 128), -size % 128
-    tiles = F.pad(dense_mask(packed, size, CPU)[0, 0], (0, edge, 0, edge)).view(count, 128, count, 128)
+    tiles = F.pad(dense_mask(packed, size, CPU, window)[0, 0], (0, edge, 0, edge)).view(count, 128, count, 128)
     seen = tiles.any(3).any(1)
     full = torch.zeros(count, count, dtype=torch.bool)
     for query, number in enumerate(blocks.full_kv_num_blocks[0, 0]):

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parent.parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LLAMA = {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 509}
+OLMO = {**LLAMA, "family": "olmo3", "kv_heads": 4, "sliding_window": 32, "sliding_window_pattern": 4}
 GPT = {"family": "gpt", "layers": 4, "hidden": 64, "heads": 4, "ffn": 256, "positions": 128, "vocab": 509}
 GLM = {"family": "glm", "layers": 4, "hidden": 72, "heads": 6, "vocab": 518}
 BLANKS = "data.objective={kind='glm',row=112,slots=2}"
@@ -52,6 +53,7 @@ def world() -> Iterator[Any]:
     ("model", "overrides"),
     [
         (LLAMA, []),
+        (OLMO, []),
         (GPT, ["train.micro_batch=2", "parallel.recompute=1"]),
         (GPT, ["parallel.recompute=2", "parallel.reshard_after_forward=false"]),
         (LLAMA, ["train.micro_batch=2", "parallel.recompute=feed-forward"]),

@@ -21,10 +21,15 @@ from fsdp_pretrain.parallel.fsdp import materialise
 
 VOCABULARY, LENGTH = 512, 40
 SIZE = {"layers": 2, "hidden": 32, "heads": 4, "vocab": VOCABULARY}
+WINDOWS = {"sliding_window": 6, "sliding_window_pattern": 2}
+YARN = {"kind": "yarn", "factor": 4.0, "original_length": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {**SIZE, "family": "llama", "kv_heads": 2, "ffn": 64, "init_std": 0.3},
     "qwen2": {**SIZE, "family": "qwen2", "kv_heads": 1, "ffn": 64, "tied_head": True, "init_std": 0.3},
     "qwen3": {**SIZE, "family": "qwen3", "kv_heads": 2, "head_size": 12, "ffn": 64, "init_std": 0.3},
+    "mistral": {**SIZE, "family": "mistral", "ffn": 64, "init_std": 0.3, "sliding_window": 5},
+    "olmo3": {**SIZE, "family": "olmo3", "kv_heads": 2, "ffn": 64, "init_std": 0.3, **WINDOWS, "rope_scaling": YARN},
+    "gemma3_text": {**SIZE, "family": "gemma3_text", "head_size": 12, "ffn": 64, **WINDOWS, "rope_local_base": 100.0},
     "gpt": {**SIZE, "family": "gpt", "positions": LENGTH, "init_std": 0.3},
     "alibi": {
         **SIZE,

@@ -118,12 +118,6 @@ def cross_checks(sections: dict[str, Any]) -> Iterator[str]:
             "data.positions = document with data.attention = causal: rotary positions are distances between tokens, "
             "and a token would see the documents before its own at wrong ones; set data.attention = document as well"
         )
-    window = model.sliding_window if isinstance(model, LlamaModel) else None
-    if window and data and data.sequence_length > window:
-        yield (
-            f"data.sequence_length = {data.sequence_length} exceeds model.sliding_window = {window}: attention to a "
-            f"window is not built, and without it the model would be another one; set data.sequence_length <= {window}"
-        )
     if data:
         yield from _objective_checks(data, model)
         yield from _stage_checks(data, train)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -39,6 +40,8 @@ class _Decoder(Section):
         """The same computation in the smallest size: `checkpoint.code_identity` compares code by it."""
         sizes = {"layers": 2, "hidden": 32, "heads": 4, "vocab": 61, "vocab_multiple": 1, "dropout": 0.0, "ffn": 48}
         optional = {"kv_heads": 2, "head_size": 8, "positions": 32}
+        if isinstance(getattr(self, "sliding_window_pattern", None), int):  # one block of each kind
+            optional |= {"sliding_window": 8, "sliding_window_pattern": 2}
         sizes |= {key: size for key, size in optional.items() if isinstance(getattr(self, key, None), int)}
         return self.model_copy(update={key: size for key, size in sizes.items() if key in type(self).model_fields})
 
@@ -61,6 +64,11 @@ class _Decoder(Section):
     def kv_width(self) -> int:
         """Width of the keys of all heads together, and of the values."""
         return (getattr(self, "kv_heads", None) or self.heads) * self.head_dim
+
+    def seen(self, layer: int, length: int) -> int:
+        """Most tokens that a token of a sample of `length` sees in a block, counted from 0."""
+        del layer
+        return length
 
     @property
     def two_dimensions(self) -> bool:
@@ -89,21 +97,38 @@ class _Normal(_Decoder):
 class RopeScaling(Section):
     """Scaling of rotary positions, for sequences longer than those the model was first trained on."""
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "llama3", "yarn"]
     """`linear` divides all positions by `factor` (arXiv 2306.15595); `llama3` divides frequencies with less than
-    one wave in `original_length` only, leaves those with more than four, and interpolates between."""
+    one wave in `original_length` only, leaves those with more than four, and interpolates between; `yarn`
+    (arXiv 2309.00071) likewise between 1 and 32 waves, and scales queries and keys by 0.1 ln(`factor`) + 1."""
     factor: Annotated[float, Field(strict=False, ge=1)]
     """Scaling factor."""
     original_length: Positive = 8192
-    """`llama3`: the sequence length the model was first trained on."""
+    """`llama3`, `yarn`: the sequence length the model was first trained on."""
+
+    @property
+    def gain(self) -> float:
+        """Factor of rotated queries and keys."""
+        return 0.1 * math.log(self.factor) + 1 if self.kind == "yarn" else 1.0
+
+
+_KEYS_OF = {
+    "sliding_window": ("mistral", "olmo3", "gemma3_text"),
+    "sliding_window_pattern": ("olmo3", "gemma3_text"),
+    "rope_local_base": ("gemma3_text",),
+    "query_pre_attn_scalar": ("gemma3_text",),
+}
+"""Keys of some families; those of extensions may have all."""
 
 
 class LlamaModel(_Normal):
     """Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases; and its variants."""
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3"]
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "olmo3", "gemma3_text"]
     """Model family, and the class of an export. `qwen2`: biases on queries, keys and values. `qwen3`: RMSNorm over each
-    head of queries and of keys."""
+    head of queries and of keys. `olmo3`: RMSNorm over all queries and over all keys; the norms of a block are behind
+    attention and feed-forward layer. `gemma3_text`: as `qwen3`, with norms before and behind, whose weights count from
+    1, embeddings times sqrt(`hidden`), and tanh-GELU."""
     head_size: Positive | None = None
     """Width of a head. Default: `hidden` / `heads`."""
     kv_heads: Positive | None = None
@@ -117,17 +142,35 @@ class LlamaModel(_Normal):
     tied_head: bool = False
     """Use the embedding table as output matrix."""
     sliding_window: Positive | None = None
-    """`mistral`: tokens that a token sees; longer sequences are refused. An export keeps it."""
+    """`mistral`, `olmo3`, `gemma3_text`: tokens that a token sees, with itself; in all blocks, or by the pattern."""
+    sliding_window_pattern: Annotated[int, Field(ge=2)] | None = None
+    """`olmo3`, `gemma3_text`: every so manieth block has no window; `rope_scaling` is of these blocks alone."""
+    rope_local_base: AboveZero | None = None
+    """`gemma3_text`: base of the rotary frequencies of blocks with a window. Default: `rope_base`."""
+    query_pre_attn_scalar: Positive | None = None
+    """`gemma3_text`: scores are divided by its square root. Default: the width of a head."""
 
     @model_validator(mode="after")
     def _llama_shapes(self) -> LlamaModel:
-        if self.sliding_window is not None and self.family != "mistral":
-            raise ValueError(f"sliding_window is of family = mistral, not of {self.family}")
+        for key, families in _KEYS_OF.items():
+            if getattr(self, key) is not None and self.family not in families and ":" not in self.family:
+                raise ValueError(f"{key} is of family = {' or '.join(families)}, not of {self.family}")
+        patterned = self.family in _KEYS_OF["sliding_window_pattern"]
+        if patterned and not (self.sliding_window and self.sliding_window_pattern):
+            raise ValueError(f"family = {self.family} needs sliding_window and sliding_window_pattern")
         if self.kv_heads is not None and self.heads % self.kv_heads:
             raise ValueError(f"heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head size, not {self.head_dim}")
         return self
+
+    def slides(self, layer: int) -> bool:
+        """Whether a block, counted from 0, has the window."""
+        pattern = self.sliding_window_pattern
+        return self.sliding_window is not None and (pattern is None or (layer + 1) % pattern != 0)
+
+    def seen(self, layer: int, length: int) -> int:
+        return min(self.sliding_window or length, length) if self.slides(layer) else length
 
 
 Scores = Literal["fused", "layer_scaled"]

@@ -30,7 +30,8 @@ class Attention(nn.Module):
     Args:
         bias: whether the projections to queries, keys and values have biases.
         out_bias: whether the output projection has one.
-        head_norm: epsilon of an RMSNorm over each head of queries and of keys, before rotation; None: there is none.
+        norms: of queries and of keys, before rotation; each as wide as a head, or as all heads together.
+        scale: factor of the scores; None: 1 / sqrt(head_dim).
         dropout: on attention probabilities, in training mode.
         scores: how attention scores are computed, see `scaled_attention`.
         layer: index of the block from 0, for score scaling.
@@ -49,7 +50,8 @@ class Attention(nn.Module):
         *,
         bias: bool = False,
         out_bias: bool = False,
-        head_norm: float | None = None,
+        norms: tuple[nn.RMSNorm, nn.RMSNorm] | None = None,
+        scale: float | None = None,
         dropout: float = 0.0,
         scores: Scores = "fused",
         layer: int = 0,
@@ -59,22 +61,23 @@ class Attention(nn.Module):
         self._score_mod = alibi_score_mod(heads) if alibi else None
         self.cache: LayerCache | None = None
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.scores, self.layer, self.dropout = scores, layer, dropout
+        self.scores, self.layer, self.dropout, self.scale = scores, layer, dropout, scale
         self.query = nn.Linear(hidden, heads * head_dim, bias=bias)
         self.key = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
         self.value = nn.Linear(hidden, kv_heads * head_dim, bias=bias)
         self.out = nn.Linear(heads * head_dim, hidden, bias=out_bias)
-        self.query_norm = None if head_norm is None else nn.RMSNorm(head_dim, eps=head_norm)
-        self.key_norm = None if head_norm is None else nn.RMSNorm(head_dim, eps=head_norm)
+        self.query_norm: nn.RMSNorm | None
+        self.key_norm: nn.RMSNorm | None
+        self.query_norm, self.key_norm = norms or (None, None)
 
     def forward(self, x: Tensor, mask: Mask, rotary: Rotary | None) -> Tensor:
         """[B, S, H] -> [B, S, H]; `rotary` from `layers.rotary_tables`, or None."""
         batch, length, _ = x.shape
-        query = self.query(x).view(batch, length, self.heads, self.head_dim)
-        key = self.key(x).view(batch, length, self.kv_heads, self.head_dim)
-        value = self.value(x).view(batch, length, self.kv_heads, self.head_dim)
+        query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = _normalise(query, self.query_norm), _normalise(key, self.key_norm)
+        query = query.view(batch, length, self.heads, self.head_dim)
+        key, value = (part.view(batch, length, self.kv_heads, self.head_dim) for part in (key, value))
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -86,16 +89,23 @@ class Attention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """Query [B, heads, S, d], key and value [B, kv_heads, T, d] -> [B, heads, S, d]."""
-        dropout, grouped = self.dropout if self.training else 0.0, self.kv_heads != self.heads
+        dropout = self.dropout if self.training else 0.0
+        options: dict[str, Any] = {"scale": self.scale, "enable_gqa": self.kv_heads != self.heads}
         if isinstance(mask, BlockMask):
-            out: Tensor = _flex()(query, key, value, self._score_mod, mask, enable_gqa=grouped)
+            out: Tensor = _flex()(query, key, value, self._score_mod, mask, **options)
             return out
         if self.scores != "fused":
             assert isinstance(mask, Tensor)
             return scaled_attention(query, key, value, mask, self.layer, dropout)
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, enable_gqa=grouped
+            query, key, value, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, **options
         )
+
+
+def _normalise(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """Each stretch of `x [B, S, width of all heads]` that is as wide as the norm."""
+    out: Tensor = norm(x.unflatten(-1, (-1, norm.normalized_shape[0]))).flatten(-2)
+    return out
 
 
 def biased_attention(config: GPTModel | GLMModel, layer: int) -> Attention:

@@ -18,7 +18,7 @@ from .attention import Attention
 from .cache import LayerCache
 from .layers import FeedForward, Initial
 from .loss import ChunkKernels, compiled_kernels, token_losses
-from .masks import Backend, Mask, Slots, Visible, block_mask, dense_mask
+from .masks import Backend, Mask, Slots, Visible, attention_mask, dense_mask
 
 Reader = Callable[[Tensor, Tensor], Tensor]
 """(normalised hidden states [B, S, H], output matrix [V, H]) -> whatever the caller computes from both."""
@@ -180,15 +180,13 @@ class Decoder(nn.Module, ABC):
 
     def mask(self, slots: Slots | Visible | None, x: Tensor) -> Mask:
         """The attention mask for hidden states `x [B, S, H]`; dense if scores are scaled."""
-        if isinstance(slots, Visible):
-            return slots.keys.unsqueeze(1)
-        if self._scales_scores:
+        if self._scales_scores and not isinstance(slots, Visible):
             return dense_mask(slots, x.shape[1], x.device)
-        if slots is None:
-            return None
-        if self.backend == "flex":
-            return block_mask(slots, x.shape[1])
-        return dense_mask(slots, x.shape[1], x.device)
+        return attention_mask(slots, x, self.backend)
+
+    def contexts(self, slots: Slots | Visible | None, x: Tensor, positions: Tensor) -> list[tuple[object, ...]]:
+        """The arguments of each block after the hidden states `x`."""
+        return [(self.mask(slots, x), *self.context(positions))] * self.config.layers
 
     @abstractmethod
     def initial(self, name: str) -> Initial:
@@ -222,8 +220,8 @@ class Decoder(nn.Module, ABC):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed_tokens(tokens, positions)
-        context = (self.mask(slots, x), *self.context(positions))
-        for index, block in enumerate(self.blocks):
+        contexts = self.contexts(slots, x, positions)
+        for index, (block, context) in enumerate(zip(self.blocks, contexts, strict=True)):
             if self._recompute_every and index % self._recompute_every == 0 and self.training:
                 x = checkpoint(block, x, *context, use_reentrant=False, preserve_rng_state=self._uses_dropout)
             else:

@@ -22,9 +22,11 @@ def flops_per_token(parameters: int, model: AnyModel, sequence_length: int) -> f
     """Training FLOPs per token, 6 P + 12 L q S: PaLM's formula (appendix B), which the published 7B FSDP figures use.
 
     q is the width of the queries of all heads, in most models h. All parameters count (embedding included), and full,
-    not causal, attention, but no recomputation: these are model FLOPs (for MFU), not hardware FLOPs.
+    not causal, attention, but no recomputation: these are model FLOPs (for MFU), not hardware FLOPs. In blocks with a
+    window the sample's S is the window, if that is less.
     """
-    return 6.0 * parameters + 12.0 * model.layers * model.query_width * sequence_length
+    seen = sum(model.seen(layer, sequence_length) for layer in range(model.layers))
+    return 6.0 * parameters + 12.0 * model.query_width * seen
 
 
 def feed_forward(model: AnyModel) -> tuple[int, int]:
@@ -39,21 +41,14 @@ def hardware_flops_per_token(model: AnyModel, sequence_length: int, recompute: R
     output matrix, V being the padded rows of the table; full, not causal, attention. With f = 4h (or 8h/3 and a gate),
     as many KV heads as heads and full recomputation this is 24 * 4 * L * h^2 * (1 + S/(6h) + V/(16Lh)) per token.
     """
-    passes = 3 + _recomputed_share(model, sequence_length, recompute)
-    return passes * model.layers * _block_forward(model, sequence_length) + 6 * model.hidden * model.rows
-
-
-def _recomputed_share(model: AnyModel, sequence_length: int, recompute: Recompute) -> float:
-    """FLOPs that `parallel.recompute` computes again, as a share of the forward pass of all blocks."""
-    if recompute == "feed-forward":  # all but the last product of the layer
-        ffn, matrices = feed_forward(model)
-        return 2 * (matrices - 1) * model.hidden * ffn / _block_forward(model, sequence_length)
-    return -(-model.layers // recompute) / model.layers if recompute else 0.0
-
-
-def _block_forward(model: AnyModel, sequence_length: int) -> float:
     h, q, (ffn, matrices) = model.hidden, model.query_width, feed_forward(model)
-    return float(4 * h * q + 4 * h * model.kv_width + 4 * q * sequence_length + 2 * matrices * h * ffn)
+    products = 4 * h * q + 4 * h * model.kv_width + 2 * matrices * h * ffn
+    blocks = [products + 4 * q * model.seen(layer, sequence_length) for layer in range(model.layers)]
+    if recompute == "feed-forward":  # all but the last product of the layer
+        again = model.layers * 2 * (matrices - 1) * h * ffn
+    else:
+        again = sum(blocks[::recompute]) if recompute else 0
+    return float(3 * sum(blocks) + again + 6 * h * model.rows)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,13 @@ def scaled_initial(name: str, std: float, layers: int) -> Initial:
     raise KeyError(name)
 
 
+class CentredRMSNorm(nn.RMSNorm):
+    """RMSNorm whose weights are distances from 1, so that zeros are neutral (Gemma, arXiv 2403.08295); in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+
+
 class FeedForward(nn.Module, ABC):
     """Base of the feed-forward layers.
 
@@ -75,16 +82,18 @@ class FeedForward(nn.Module, ABC):
 
 
 class SwiGLU(FeedForward):
-    """`down(silu(gate(x)) * up(x))`, no biases; `ffn` is the width of gate and up."""
+    """`down(silu(gate(x)) * up(x))`, no biases; `ffn` is the width of gate and up; `gelu`: tanh-GELU, not SiLU."""
 
-    def __init__(self, hidden: int, ffn: int) -> None:
+    def __init__(self, hidden: int, ffn: int, *, gelu: bool = False) -> None:
         super().__init__()
+        self.gelu = gelu
         self.gate = nn.Linear(hidden, ffn, bias=False)
         self.up = nn.Linear(hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def compute(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        gate = self.gate(x)
+        out: Tensor = self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * self.up(x))
         return out
 
 
@@ -118,15 +127,23 @@ class GeGLU(FeedForward):
 def rotary_frequencies(size: int, base: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
     """Rotary embedding's angles per position (RoFormer, arXiv 2104.09864) for `size` dimensions: fp32 [size / 2].
 
-    `scaling` is `linear` (arXiv 2306.15595) or `llama3` (the rule of Llama 3.1).
+    `scaling` is `linear` (arXiv 2306.15595), `llama3` (the rule of Llama 3.1) or `yarn` (arXiv 2309.00071, 3.2, between
+    whole dimensions, as in its code).
     """
     frequencies = 1.0 / base ** (torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
     if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    turns = scaling.original_length * frequencies / (2 * math.pi)  # rotations over the original context length
-    blend = ((turns - 1) / (4 - 1)).clamp(0, 1)
+    if scaling.kind == "yarn":
+        waves = scaling.original_length / (2 * math.pi)
+        low, high = (size * math.log(waves / number) / (2 * math.log(base)) for number in (32, 1))
+        low, high = max(math.floor(low), 0), min(math.ceil(high), size - 1)
+        dimensions = torch.arange(size // 2, device=device, dtype=torch.float32)
+        blend = 1 - ((dimensions - low) / max(high - low, 1e-3)).clamp(0, 1)
+    else:
+        turns = scaling.original_length * frequencies / (2 * math.pi)  # rotations over the original context length
+        blend = ((turns - 1) / (4 - 1)).clamp(0, 1)
     return frequencies * (blend + (1 - blend) / scaling.factor)
 
 
@@ -134,14 +151,15 @@ Rotary = tuple[tuple[Tensor, Tensor], ...]
 """(cosines, sines) per dimension of the positions; each [(B,) S, 1, size / 2], broadcast over heads."""
 
 
-def rotary_tables(positions: Tensor, frequencies: Tensor) -> Rotary:
+def rotary_tables(positions: Tensor, frequencies: Tensor, gain: float = 1.0) -> Rotary:
     """Tables for `rotate`, always fp32, for positions [S] or [B, S], or two-dimensional ones [B, 2, S].
 
-    `frequencies`: from `rotary_frequencies` for the head size divided by the number of dimensions.
+    `frequencies`: from `rotary_frequencies` for the head size divided by the number of dimensions. `gain`: factor of
+    what is rotated.
     """
     dimensions = positions.unbind(1) if positions.ndim == 3 else (positions,)
     angles = [dimension.float().unsqueeze(-1) * frequencies for dimension in dimensions]
-    return tuple((angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)) for angle in angles)
+    return tuple((gain * angle.cos().unsqueeze(-2), gain * angle.sin().unsqueeze(-2)) for angle in angles)
 
 
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:

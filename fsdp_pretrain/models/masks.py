@@ -2,7 +2,7 @@
 
 One rule covers all: a token attends to itself and earlier tokens of its slot, and to the slot's prefix. A slot is a
 document, or one of several packed samples of an objective; without slots a sample is one slot, and without a prefix
-attention is causal.
+attention is causal. Where blocks have a window of w tokens, it is to the w - 1 tokens before and to itself only.
 
 The forms are `None` (causal over the sample), a dense tensor for `scaled_dot_product_attention` and `scaled_attention`,
 or a block mask for `flex_attention`, which skips masked blocks. A mask is built once per micro-batch, from lengths,
@@ -81,22 +81,42 @@ class Visible:
     key_positions: Tensor
 
 
-def dense_mask(slots: Slots | None, length: int, device: torch.device) -> Tensor:
+def attention_mask(slots: Slots | Visible | None, x: Tensor, backend: Backend, window: int | None = None) -> Mask:
+    """The mask for hidden states `x [B, S, H]`; `window`: tokens that a token sees, None: all."""
+    length = x.shape[1]
+    if isinstance(slots, Visible):
+        keys = slots.keys
+        if window is not None:
+            keys = keys & (slots.query_positions.unsqueeze(2) - slots.key_positions.unsqueeze(1) < window)
+        return keys.unsqueeze(1)
+    window = None if window is None or window >= length else window
+    if slots is None and window is None:
+        return None
+    if backend == "flex":
+        slots = slots or Slots(torch.full((len(x), 1), length, device=x.device))
+        return block_mask(slots, length, window)
+    return dense_mask(slots, length, x.device, window)
+
+
+def dense_mask(slots: Slots | None, length: int, device: torch.device, window: int | None = None) -> Tensor:
     """The mask as a tensor: bool [B or 1, 1, S, S]."""
     visible = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
     if slots is not None:
         ids = slots.ids(length)
         visible = (visible | slots.in_prefix(length).unsqueeze(1)) & (ids.unsqueeze(2) == ids.unsqueeze(1))
+    if window is not None:
+        visible = visible.triu(1 - window)
     return visible.unsqueeze(1)
 
 
-def block_mask(slots: Slots, length: int) -> BlockMask:
+def block_mask(slots: Slots, length: int, window: int | None = None) -> BlockMask:
     """The mask for `flex_attention`, computed from the slots at the ends of each block, without a tensor [S, S]."""
     ids, prefix = slots.ids(length), slots.in_prefix(length)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         del head
-        return (ids[batch, query] == ids[batch, key]) & ((key <= query) | prefix[batch, key])
+        seen = (ids[batch, query] == ids[batch, key]) & ((key <= query) | prefix[batch, key])
+        return seen if window is None else seen & (query - key < window)
 
     starts = torch.arange(0, length, _BLOCK, device=ids.device)
     first, last = ids[:, starts], ids[:, (starts + _BLOCK - 1).clamp(max=length - 1)]
@@ -106,6 +126,9 @@ def block_mask(slots: Slots, length: int) -> BlockMask:
     own = torch.eye(len(starts), dtype=torch.bool, device=ids.device)
     ahead = F.pad(prefix, (0, -length % _BLOCK)).view(len(prefix), -1, _BLOCK).any(2).unsqueeze(1)
     full = earlier & (first_key == last.unsqueeze(2))  # ids ascend: all keys and queries are of one slot
+    if window is not None:
+        between = starts.unsqueeze(1) - starts  # of the first query and the first key
+        shared, full = shared & (between - _BLOCK + 1 < window), full & (between + _BLOCK - 1 < window)
     partial = shared & (earlier | own | ahead) & ~full
     mask: BlockMask = BlockMask.from_kv_blocks(*_listed(partial), *_listed(full), _BLOCK, visible, (length, length))
     return mask

@@ -38,6 +38,7 @@ _MASTER_BYTES = 4
 """Bytes per fp32 element of parameters, gradients and states of the optimiser."""
 
 _META = torch.device("meta")
+_WINDOW = {"sliding_window", "sliding_window_pattern"}
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def _trace(
     if choose_backend(config.parallel.attention, config.model, device) == "flex":
         # Block masks are small and the kernel saves no scores: like no mask.
         micro, data = replace(micro, prefix=None), data.model_copy(update={"attention": "causal"})
+        model.config = config.model.model_copy(update=dict.fromkeys(config.model.model_fields_set & _WINDOW))
     meter = _Meter([*model.parameters(), *inputs])
     sharded = units(model, reshard=config.parallel.reshard_after_forward)
     sharding = _Sharding(meter, model, sharded, shards, reduce_dtype(config).itemsize)

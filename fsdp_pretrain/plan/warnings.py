@@ -79,7 +79,7 @@ def _shape_warnings(model: AnyModel) -> Iterator[str]:
         yield f"flash attention takes heads up to {_LARGEST_FUSED_HEAD}, not {size}"
     elif size % 8 or (size > 64 and size % 64):
         yield f"a head size of {size} is not a multiple of {8 if size % 8 else 64}: attention pads it"
-    usual = 4.0 if matrices == 2 or model.family == "qwen2" else 8 / 3
+    usual = 4.0 if matrices == 2 or model.family in ("qwen2", "gemma3_text") else 8 / 3
     if not 0.6 < ffn / model.hidden / usual < 1.6:
         yield (
             f"ffn / hidden is {ffn / model.hidden:.2f}, where the family has about {usual:.2f}: is ffn = {ffn} left "

@@ -226,17 +226,17 @@ def test_a_save_beside_training_does_not_wait_for_the_device(config: Path, world
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("size", [64, 80, 96])
-def test_document_attention_skips_masked_blocks_with_any_head_size(size: int) -> None:
+@pytest.mark.parametrize(("size", "window"), [(64, None), (80, None), (96, None), (64, 40), (80, 200)])
+def test_document_attention_skips_masked_blocks_with_any_head_size(size: int, window: int | None) -> None:
     from fsdp_pretrain.models.attention import Attention
     from fsdp_pretrain.models.masks import Slots, block_mask, dense_mask
 
     torch.manual_seed(0)
     slots = Slots(torch.tensor([[100, 412, 0], [256, 200, 56]], device="cuda"))
-    layer = Attention(4 * size, heads=4, kv_heads=2, head_dim=size).to("cuda")
+    layer = Attention(4 * size, heads=4, kv_heads=2, head_dim=size, scale=0.2).to("cuda")
     x = torch.randn(2, 512, 4 * size, device="cuda", requires_grad=True)
     results = []
-    for mask in (block_mask(slots, 512), dense_mask(slots, 512, x.device)):
+    for mask in (block_mask(slots, 512, window), dense_mask(slots, 512, x.device, window)):
         out = layer(x, mask, None)
         results.append((out, *torch.autograd.grad(out.square().mean(), [x, *layer.parameters()])))
     for blocks, dense in zip(*results, strict=True):
