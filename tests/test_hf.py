@@ -237,15 +237,28 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
     "rope_theta": 10000.0,
 }
+OLMO3 = {**TINY_LLAMA, "num_hidden_layers": 4, "sliding_window": 9, "eos_token_id": 0, "pad_token_id": None}
+GEMMA3 = {**OLMO3, "num_hidden_layers": 6, "head_dim": 12, "query_pre_attn_scalar": 20, "bos_token_id": 0}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "rope_theta": 5e5}
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": TINY_LLAMA,
     "llama-linear": {**TINY_LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}},
     "llama-llama3": {**TINY_LLAMA, "rope_parameters": LLAMA3},
     "mistral-window": {**TINY_LLAMA, "sliding_window": 32, "tie_word_embeddings": True},
+    "mistral-short-window": {**TINY_LLAMA, "sliding_window": 9},
     "mistral-nemo": {**TINY_LLAMA, "hidden_size": 36, "head_dim": 16, "sliding_window": None},
     "qwen2": {**TINY_LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "qwen2-tied": {**TINY_LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": {**TINY_LLAMA, "head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "olmo3": OLMO3,
+    "olmo3-yarn": {
+        **OLMO3,
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": {**PLAIN, "rope_theta": 5e5}},
+    },
+    "gemma3_text": GEMMA3,
+    "gemma3_text-linear": {**GEMMA3, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN}},
     "gpt2": TINY_GPT2,
     "gpt2-untied": {**TINY_GPT2, "tie_word_embeddings": False, "n_inner": 80},
 }
@@ -327,7 +340,7 @@ def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: 
     assert saved.manifest().optimizer is True
 
 
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-llama3", "qwen3", "mistral-short-window", "olmo3-yarn", "gemma3_text-linear"])
 def test_import_trained_on_2x2_goes_out_and_comes_back(lab: Any, name: str) -> None:
     """Import, four steps of hybrid sharding, export: the same function in transformers; imported again: bit for bit."""
     folder = make_folder(lab.path / "theirs", name)

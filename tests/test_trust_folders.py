@@ -155,7 +155,11 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "gemma": (set_config(model_type="gemma"), "model_type = 'gemma'"),
     "family": (set_config(model_type="mistral"), '(?s)family: "mistral" -> "llama".*sliding_window: 4096 -> absent'),
     "two-bases": (set_config(rope_theta=5e5), "500000.0 in config.json, 10000.0 in rope_parameters: which one counts"),
-    "yarn": (set_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "rope_type = 'yarn'"),
+    "longrope": (set_config(rope_parameters={"rope_type": "longrope", "factor": 2.0}), "rope_type = 'longrope'"),
+    "yarn": (
+        set_config(rope_parameters={"rope_type": "yarn", "factor": 2.0, "beta_fast": 16, "attention_factor": 1.0}),
+        "(?s)beta_fast = 16; ours is 32.*attention_factor = 1.0; ours is 1.069",
+    ),
     "missing": (set_tensors(lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
     "size": (set_tensors(lambda t: t.update({"model.norm.weight": torch.zeros(3)})), r"model.norm.weight is F32 \[3\]"),
 }

@@ -1,4 +1,4 @@
-"""Mistral, Qwen2 and Qwen3 as variants of Llama: shapes, formulas, and what is refused.
+"""Mistral, Qwen2, Qwen3, Olmo 3 and Gemma 3 as variants of Llama: shapes, formulas, and what is refused.
 
 `test_hf.py` compares them with transformers: logits, gradients, answers; imports, training on 2 x 2, exports.
 """
@@ -15,7 +15,6 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from fsdp_pretrain import models
-from fsdp_pretrain.config.config import load
 from fsdp_pretrain.config.model import LlamaModel, Model
 from fsdp_pretrain.config.sections import OptimizerSection
 from fsdp_pretrain.errors import ConfigError
@@ -25,6 +24,7 @@ from fsdp_pretrain.parallel.optimizer import treatments
 
 pytestmark = pytest.mark.quick
 MODELS = Path(__file__).resolve().parent.parent / "configs/models"
+WINDOWS = {"sliding_window": 8, "sliding_window_pattern": 2}
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 36, "heads": 4, "kv_heads": 2, "ffn": 40, "vocab": 97, "init_std": 0.2}
 
 FAMILIES = get_args(LlamaModel.model_fields["family"].annotation)
@@ -47,6 +47,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 32768, "max_window_layers": 28, "num_attention_heads": 16, "num_hidden_layers": 28,
         "num_key_value_heads": 8, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 1e6,
         "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "olmo3-7b": {
+        "model_type": "olmo3", "attention_bias": False, "hidden_size": 4096, "intermediate_size": 11008,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8, "max_position_embeddings": 65536,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+            "original_max_position_embeddings": 8192, "rope_type": "yarn",
+        },
+        "rope_theta": 500000, "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 100278,
+    },
+    "gemma3-1b": {
+        "model_type": "gemma3_text", "attention_bias": False, "attn_logit_softcapping": None, "head_dim": 256,
+        "final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+        "intermediate_size": 6912, "max_position_embeddings": 32768, "num_attention_heads": 4,
+        "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6, "vocab_size": 262144,
     },
 }  # fmt: skip
 """`config.json` as published: what matters of it."""
@@ -119,7 +137,16 @@ def test_what_a_family_adds_starts_neutral_and_does_not_decay(family: Any, added
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "qwen2", "sliding_window": 8}, "sliding_window is of family = mistral, not of qwen2"),
+        (
+            {"family": "qwen2", "sliding_window": 8},
+            "sliding_window is of family = mistral or olmo3 or gemma3_text, not",
+        ),
+        (
+            {"family": "mistral", "sliding_window": 8, "sliding_window_pattern": 2},
+            "pattern is of family = olmo3 or gemma",
+        ),
+        ({"family": "olmo3", "sliding_window": 8}, "olmo3 needs sliding_window and sliding_window_pattern"),
+        ({"family": "olmo3", **WINDOWS, "rope_local_base": 1.0}, "rope_local_base is of family = gemma3_text, not"),
         ({"family": "qwen3", "head_size": 9}, "an even head size, not 9"),
         ({"family": "llama", "hidden": 34}, "hidden = 34 is not a multiple of heads = 4"),
     ],
@@ -130,13 +157,9 @@ def test_shapes_that_cannot_be(changes: dict[str, Any], message: str) -> None:
     assert LlamaModel(**{**SMALL, "family": "llama", "hidden": 34, "head_size": 8}).query_width == 32
 
 
-def test_samples_longer_than_the_window_are_refused(lab: Any) -> None:
-    assert load(lab.config(model={"family": "mistral", "sliding_window": 32}))
-    with pytest.raises(ConfigError, match=r"(?s)exceeds model.sliding_window = 31.*set data.sequence_length <= 31"):
-        load(lab.config(model={"family": "mistral", "sliding_window": 31}))
-
-
 QWEN, MISTRAL = PUBLISHED["qwen2.5-7b"], PUBLISHED["mistral-nemo-12b"]
+OLMO, GEMMA = PUBLISHED["olmo3-7b"], PUBLISHED["gemma3-1b"]
+TWO_BASES = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
 WINDOW = "some layers see a window only, which is not built"
 
 
@@ -146,13 +169,24 @@ WINDOW = "some layers see a window only, which is not built"
         ({**QWEN, "use_sliding_window": True, "max_window_layers": 21}, WINDOW),
         ({**QWEN, "layer_types": ["full_attention"] * 27 + ["sliding_attention"]}, WINDOW),
         ({**QWEN, "layer_types": 3}, WINDOW),
-        ({**QWEN, "rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'; ours are default, linear"),
-        ({**QWEN, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+        (
+            {**QWEN, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "'dynamic'; ours are default, linear, llama3, yarn",
+        ),
+        ({**OLMO, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "layer_types: ours is"),
+        ({**OLMO, "layer_types": "full_attention"}, "layer_types: ours is"),
+        ({**OLMO, "layer_types": ["full_attention"] * 32}, "sliding_window_pattern = 1"),
+        ({**OLMO, "sliding_window": None}, "needs sliding_window"),
+        ({**OLMO, "rope_parameters": TWO_BASES}, "rope_theta = 10000.0 in blocks with a window; ours is that of"),
+        ({**GEMMA, "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}}, "window have scaled rotary"),
+        ({**GEMMA, "final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0; ours is None"),
+        ({**GEMMA, "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({**GEMMA, "model_type": "gemma3"}, "model_type = 'gemma3'"),
         ({**PUBLISHED["qwen3-0.6b"], "attention_bias": True}, "attention_bias = True; ours is False"),
         ({**MISTRAL, "head_dim": "128"}, "head_dim = '128'"),
         ({**MISTRAL, "sliding_window": True}, "sliding_window = True"),
         ({**MISTRAL, "model_type": "mixtral"}, "model_type = 'mixtral'; known are"),
-        ({**QWEN, "model_type": "qwen2_vl"}, "known are llama, mistral, qwen2, qwen3 and gpt2"),
+        ({**QWEN, "model_type": "qwen2_vl"}, "known are llama, mistral, qwen2, qwen3, olmo3, gemma3_text and gpt2"),
     ],
 )
 def test_folders_of_models_that_are_not_built(content: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -168,7 +202,12 @@ def test_a_window_that_is_not_in_force_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_defaults_are_those_of_the_classes(tmp_path: Path) -> None:
     """A `config.json` that leaves out what its class has by default."""
-    mistral, qwen = (read_model(write_config(tmp_path, {"model_type": kind})) for kind in ("mistral", "qwen3"))
+    kinds = ("mistral", "qwen3", "olmo3", "gemma3_text")
+    mistral, qwen, olmo, gemma = (read_model(write_config(tmp_path, {"model_type": kind})) for kind in kinds)
     assert isinstance(mistral, LlamaModel) and isinstance(qwen, LlamaModel)
+    assert isinstance(olmo, LlamaModel) and isinstance(gemma, LlamaModel)
+    assert (olmo.sliding_window, olmo.sliding_window_pattern, olmo.rope_base, olmo.norm_eps) == (4096, 4, 5e5, 1e-5)
+    assert (gemma.sliding_window, gemma.sliding_window_pattern, gemma.rope_local_base) == (4096, 6, 1e4)
+    assert (gemma.rope_base, gemma.hidden, gemma.tied_head, gemma.query_pre_attn_scalar) == (1e6, 2304, True, 256)
     assert (mistral.kv_heads, mistral.ffn, mistral.sliding_window, mistral.vocab) == (8, 14336, 4096, 32000)
     assert (qwen.kv_heads, qwen.ffn, qwen.head_dim, qwen.vocab) == (32, 22016, 128, 151936)

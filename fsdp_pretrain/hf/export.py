@@ -30,8 +30,9 @@ from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.units import human_bytes
 
+from .classes import HFTensor
 from .folder import INDEX
-from .layout import FACTS, ExportFacts, HFTensor, to_hf, weights
+from .layout import FACTS, ExportFacts, to_hf, weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

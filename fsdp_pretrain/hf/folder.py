@@ -12,7 +12,8 @@ from fsdp_pretrain import models
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.errors import DataError, shortened
 
-from .layout import HFTensor, is_computed, read_json_object, weights, without_base
+from .classes import HFTensor
+from .layout import is_computed, read_json_object, weights, without_base
 
 INDEX = "model.safetensors.index.json"
 _WHOLE, _HEAD = "model.safetensors", "lm_head.weight"

@@ -1,26 +1,29 @@
 """The Hugging Face layout of our models: weight names and `config.json`, in both directions.
 
-Llama and GPT use the layouts of `LlamaForCausalLM` (`Mistral...`, `Qwen2...`, `Qwen3...`) and `GPT2LMHeadModel`.
-transformers has no class that computes the same as our GLM, so it has no folder.
+Llama and GPT use the layouts of the classes in `classes`. transformers has no class that computes the same as our GLM,
+so it has no folder.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from fsdp_pretrain import extensions
-from fsdp_pretrain.config.model import AnyModel, GPTModel, LlamaModel, Model
+from fsdp_pretrain.config.model import AnyModel, GPTModel, LlamaModel, Model, RopeScaling
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.run.state_files import StateFile
 from fsdp_pretrain.units import human_bytes
+
+from .classes import GPT2, LLAMA, LLAMA_CLASSES, HFClass, HFTensor
 
 FACTS = "fsdp_pretrain.json"
 JSON_BYTES = 4 * 2**20
@@ -40,66 +43,6 @@ class ExportFacts(StateFile):
     tokens: int
     sequence_length: int
     eod: int
-
-
-@dataclass(frozen=True)
-class HFTensor:
-    """One tensor of a Hugging Face folder.
-
-    Attributes:
-        theirs: its name there.
-        ours: names of our parameters, which it holds concatenated along dim 0.
-        transposed: whether the folder stores [in, out] (GPT-2's Conv1D).
-    """
-
-    theirs: str
-    ours: tuple[str, ...]
-    transposed: bool = False
-
-
-def _both(theirs: str, *ours: str, transposed: bool = False) -> tuple[HFTensor, HFTensor]:
-    """Weight and bias of a layer."""
-    return (
-        HFTensor(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed),
-        HFTensor(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)),
-    )
-
-
-# `{}` is the number of the block. A model has a tensor if it has the first of our parameters in it.
-LLAMA = (
-    HFTensor("model.embed_tokens.weight", ("embedding.weight",)),
-    HFTensor("model.layers.{}.input_layernorm.weight", ("blocks.{}.attention_norm.weight",)),
-    *_both("model.layers.{}.self_attn.q_proj", "blocks.{}.attention.query"),
-    *_both("model.layers.{}.self_attn.k_proj", "blocks.{}.attention.key"),
-    *_both("model.layers.{}.self_attn.v_proj", "blocks.{}.attention.value"),
-    HFTensor("model.layers.{}.self_attn.o_proj.weight", ("blocks.{}.attention.out.weight",)),
-    HFTensor("model.layers.{}.self_attn.q_norm.weight", ("blocks.{}.attention.query_norm.weight",)),
-    HFTensor("model.layers.{}.self_attn.k_norm.weight", ("blocks.{}.attention.key_norm.weight",)),
-    HFTensor("model.layers.{}.post_attention_layernorm.weight", ("blocks.{}.mlp_norm.weight",)),
-    HFTensor("model.layers.{}.mlp.gate_proj.weight", ("blocks.{}.mlp.gate.weight",)),
-    HFTensor("model.layers.{}.mlp.up_proj.weight", ("blocks.{}.mlp.up.weight",)),
-    HFTensor("model.layers.{}.mlp.down_proj.weight", ("blocks.{}.mlp.down.weight",)),
-    HFTensor("model.norm.weight", ("norm.weight",)),
-    HFTensor("lm_head.weight", ("head.weight",)),
-)
-_GPT2 = (
-    HFTensor("transformer.wte.weight", ("embedding.weight",)),
-    HFTensor("transformer.wpe.weight", ("positions.weight",)),
-    *_both("transformer.h.{}.ln_1", "blocks.{}.attention_norm"),
-    *_both(
-        "transformer.h.{}.attn.c_attn",
-        "blocks.{}.attention.query",
-        "blocks.{}.attention.key",
-        "blocks.{}.attention.value",
-        transposed=True,
-    ),
-    *_both("transformer.h.{}.attn.c_proj", "blocks.{}.attention.out", transposed=True),
-    *_both("transformer.h.{}.ln_2", "blocks.{}.mlp_norm"),
-    *_both("transformer.h.{}.mlp.c_fc", "blocks.{}.mlp.up", transposed=True),
-    *_both("transformer.h.{}.mlp.c_proj", "blocks.{}.mlp.down", transposed=True),
-    *_both("transformer.ln_f", "norm"),
-    HFTensor("lm_head.weight", ("head.weight",)),
-)
 
 
 @dataclass(frozen=True)
@@ -141,11 +84,11 @@ def weights(model: AnyModel, names: Collection[str]) -> list[HFTensor]:
     Raises ConfigError if the layout lacks a parameter.
     """
     own = _own_layout(model.family)
-    table = own.tensors if own else LLAMA if isinstance(model, LlamaModel) else _GPT2
+    table = own.tensors if own else _class_of(model).tensors
     outside = [weight for weight in table if "{}" not in weight.theirs]
     inside = [weight for weight in table if "{}" in weight.theirs]
     blocks = [
-        HFTensor(weight.theirs.format(n), tuple(name.format(n) for name in weight.ours), weight.transposed)
+        replace(weight, theirs=weight.theirs.format(n), ours=tuple(name.format(n) for name in weight.ours))
         for n in range(model.layers)
         for weight in inside
     ]
@@ -167,73 +110,6 @@ def is_computed(name: str) -> bool:
     return bool(_COMPUTED.search(name))
 
 
-# (our key, their key, default of transformers' class)
-_LLAMA_KEYS: tuple[tuple[str, str, Any], ...] = (
-    ("vocab", "vocab_size", 32000),
-    ("layers", "num_hidden_layers", 32),
-    ("hidden", "hidden_size", 4096),
-    ("heads", "num_attention_heads", 32),
-    ("kv_heads", "num_key_value_heads", None),
-    ("head_size", "head_dim", None),
-    ("ffn", "intermediate_size", 11008),
-    ("norm_eps", "rms_norm_eps", 1e-6),
-    ("init_std", "initializer_range", 0.02),
-    ("tied_head", "tie_word_embeddings", False),
-)
-_GPT2_KEYS: tuple[tuple[str, str, Any], ...] = (
-    ("vocab", "vocab_size", 50257),
-    ("layers", "n_layer", 12),
-    ("hidden", "n_embd", 768),
-    ("heads", "n_head", 12),
-    ("ffn", "n_inner", None),
-    ("positions", "n_positions", 1024),
-    ("norm_eps", "layer_norm_epsilon", 1e-5),
-    ("init_std", "initializer_range", 0.02),
-    ("dropout", "resid_pdrop", 0.1),
-    ("tied_head", "tie_word_embeddings", True),
-)
-# (their key, values equivalent to our model; the first is written, and is the default of their class)
-_LLAMA_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (("hidden_act", ("silu", "swish")),)
-_GPT2_FIXED: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")),  # all three are the tanh approximation
-    ("scale_attn_weights", (True,)),
-    ("scale_attn_by_inverse_layer_idx", (False,)),
-    ("add_cross_attention", (False,)),
-)
-
-
-@dataclass(frozen=True)
-class _LlamaClass:
-    """A class of transformers for a family of `LlamaModel`, as it differs from Llama's.
-
-    Attributes:
-        keys: further (our key, their key, default).
-        fixed: further keys, with the values that are equivalent to our model.
-        defaults: other defaults, by their key.
-    """
-
-    name: str
-    keys: tuple[tuple[str, str, Any], ...] = ()
-    fixed: tuple[tuple[str, tuple[Any, ...]], ...] = ()
-    defaults: dict[str, Any] = field(default_factory=dict)
-
-
-_QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32}
-_LLAMA_CLASSES = {
-    "llama": _LlamaClass("LlamaForCausalLM", fixed=(("attention_bias", (False,)), ("mlp_bias", (False,)))),
-    "mistral": _LlamaClass(
-        "MistralForCausalLM",
-        keys=(("sliding_window", "sliding_window", 4096),),
-        defaults={"intermediate_size": 14336, "num_key_value_heads": 8},
-    ),
-    "qwen2": _LlamaClass("Qwen2ForCausalLM", defaults=_QWEN),
-    "qwen3": _LlamaClass(
-        "Qwen3ForCausalLM", fixed=(("attention_bias", (False,)),), defaults={**_QWEN, "head_dim": 128}
-    ),
-}
-"""By family, which is also their `model_type`."""
-
-
 def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dict[str, Any]:
     """Contents of `config.json`.
 
@@ -249,60 +125,74 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
     common |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}  # `torch_dtype` is what 4.x reads
     if own := _own_layout(model.family):
         return {**own.config(model), **common}
-    if isinstance(model, LlamaModel) and model.family in _LLAMA_CLASSES:
-        hf_class, values = _LLAMA_CLASSES[model.family], model.model_dump()
-        values |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_dim, "init_std": model.std}
-        return {
-            "architectures": [hf_class.name],
-            "model_type": model.family,
-            **{theirs: values[ours] for ours, theirs, _ in (*_LLAMA_KEYS, *hf_class.keys)},
-            **{key: allowed[0] for key, allowed in (*_LLAMA_FIXED, *hf_class.fixed)},
-            "attention_dropout": 0.0,
-            "max_position_embeddings": sequence_length,
-            **_rope_to_hf(model),
-            **common,
-        }
+    hf_class = _class_of(model)
+    values = {**model.model_dump(), "init_std": getattr(model, "std", None)}
+    if isinstance(model, LlamaModel):
+        values |= _filled(model)
+        further = {"attention_dropout": 0.0, "max_position_embeddings": sequence_length}
+        further |= _blocks_to_hf(model, hf_class)
+    else:
+        values, further = {**values, "ffn": model.ffn_width}, {}
+    return {
+        "architectures": [hf_class.name],
+        "model_type": "gpt2" if hf_class is GPT2 else model.family,
+        **{theirs: values[ours] for ours, theirs, _ in hf_class.keys},
+        **{key: allowed[0] for key, allowed in hf_class.fixed},
+        **further,
+        **common,
+    }
+
+
+def _class_of(model: AnyModel) -> HFClass:
+    """The class of transformers that computes a model of our own families. Raises ConfigError if there is none."""
+    if isinstance(model, LlamaModel) and model.family in LLAMA_CLASSES:
+        return LLAMA_CLASSES[model.family]
     odd = []
     if isinstance(model, GPTModel) and model.positions == "alibi":
         odd.append('positions = "alibi"')
     if isinstance(model, GPTModel) and model.embedding_norm:
         odd.append("embedding_norm")
-    if odd or not isinstance(model, GPTModel):
-        raise ConfigError(
-            f"transformers has no class for model.{' and model.'.join(odd) or f'family = {model.family}'}",
-            effect="nothing was exported: a folder would load without an error and compute something else",
-            remedy="evaluate the checkpoint itself with `fsdp-eval run`; torch.distributed.checkpoint reads it, too",
-        )
-    values = model.model_dump()
-    values |= {"ffn": model.ffn_width, "init_std": model.std}
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        **{theirs: values[ours] for ours, theirs, _ in _GPT2_KEYS},
-        **{key: allowed[0] for key, allowed in _GPT2_FIXED},
-        "embd_pdrop": model.dropout,
-        "attn_pdrop": model.dropout,
-        **common,
-    }
+    if not odd and isinstance(model, GPTModel):
+        return GPT2
+    raise ConfigError(
+        f"transformers has no class for model.{' and model.'.join(odd) or f'family = {model.family}'}",
+        effect="nothing was exported: a folder would load without an error and compute something else",
+        remedy="evaluate the checkpoint itself with `fsdp-eval run`; torch.distributed.checkpoint reads it, too",
+    )
 
 
-def _rope_to_hf(model: LlamaModel) -> dict[str, Any]:
-    """Rotary keys for transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`)."""
-    scaling = model.rope_scaling
-    rope: dict[str, Any] = {"rope_type": "default"}
+_SCALINGS: dict[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
+    "linear": (),
+    "llama3": (("low_freq_factor", (1.0,)), ("high_freq_factor", (4.0,))),
+    "yarn": (
+        *(("beta_fast", (32.0, None)), ("beta_slow", (1.0, None)), ("truncate", (True, None))),
+        *(("mscale", (None,)), ("mscale_all_dim", (None,))),
+    ),
+}
+"""Kinds of rotary scaling, and their keys with the values that are ours; the first is written, if there is one."""
+
+
+def _blocks_to_hf(model: LlamaModel, hf_class: HFClass) -> dict[str, Any]:
+    """Rotary keys for transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`), and kinds of blocks."""
+    scaling, rope = model.rope_scaling, dict[str, Any](rope_type="default")
     if scaling is not None:
-        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            rope |= {
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": scaling.original_length,
-            }
-    return {
-        "rope_theta": model.rope_base,
-        "rope_scaling": None if scaling is None else rope,
-        "rope_parameters": {**rope, "rope_theta": model.rope_base},
-    }
+        known = {key: allowed[0] for key, allowed in _SCALINGS[scaling.kind] if allowed[0] is not None}
+        rope = {"rope_type": scaling.kind, "factor": scaling.factor, **known}
+        if scaling.kind != "linear":
+            rope["original_max_position_embeddings"] = scaling.original_length
+        if scaling.kind == "yarn":
+            rope["attention_factor"] = scaling.gain
+    full = {**rope, "rope_theta": model.rope_base}
+    keys: dict[str, Any] = {"rope_theta": model.rope_base, "rope_parameters": full}
+    keys["rope_scaling"] = None if scaling is None else rope
+    if hf_class.pattern is not None:
+        local = model.rope_local_base or model.rope_base
+        kinds = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": local}}
+        types = [f"{'sliding' if model.slides(layer) else 'full'}_attention" for layer in range(model.layers)]
+        keys |= {"rope_parameters": kinds, "layer_types": types}
+        if hf_class.local_base is not None:
+            keys["rope_local_base_freq"] = local
+    return keys
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -334,14 +224,13 @@ def read_model(folder: Path) -> AnyModel:
         problems.append("quantization_config: quantised weights cannot be trained")
     if content.get("transformers_weights"):
         problems.append("transformers_weights: the weights are in a file of another name")
-    if isinstance(kind, str) and kind in _LLAMA_CLASSES:
-        values = _llama_from_hf(kind, content, problems)
-        theirs = {ours: key for ours, key, _ in (*_LLAMA_KEYS, *_LLAMA_CLASSES[kind].keys)}
-    elif kind == "gpt2":
-        values, theirs = _values(content, _GPT2_KEYS, _GPT2_FIXED, problems), {ours: key for ours, key, _ in _GPT2_KEYS}
-        values = {"family": "gpt", **values}
+    hf_class = {**LLAMA_CLASSES, "gpt2": GPT2}.get(kind) if isinstance(kind, str) else None
+    if hf_class is not None:
+        values = _values(content, hf_class, problems)
+        values |= _llama_from_hf(kind, content, problems) if kind in LLAMA_CLASSES else {"family": "gpt"}
+        theirs = {ours: key for ours, key, _ in hf_class.keys}
     else:
-        known = f"known are {', '.join(_LLAMA_CLASSES)} and gpt2"
+        known = f"known are {', '.join(LLAMA_CLASSES)} and gpt2"
         problems.append(f"model_type = {reprlib.repr(kind)}; {known}")
     model: AnyModel | None = None
     if values is not None:
@@ -358,26 +247,57 @@ def read_model(folder: Path) -> AnyModel:
     return model
 
 
-def _values(
-    content: dict[str, Any],
-    keys: tuple[tuple[str, str, Any], ...],
-    fixed: tuple[tuple[str, tuple[Any, ...]], ...],
-    problems: list[str],
-) -> dict[str, Any]:
+def _values(content: dict[str, Any], hf_class: HFClass, problems: list[str]) -> dict[str, Any]:
     """The values of `config.json` by our keys; adds a problem for each fixed key with a value that we lack."""
-    for key, allowed in fixed:
+    content = {**hf_class.defaults, **content}
+    for key, allowed in hf_class.fixed:
         value = content.get(key, allowed[0])
         if value not in allowed:
             problems.append(f"{key} = {reprlib.repr(value)}; ours is {allowed[0]!r}")
-    return {ours: content.get(theirs, default) for ours, theirs, default in keys}
+    return {ours: content.get(theirs, default) for ours, theirs, default in hf_class.keys}
 
 
 def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    hf_class = _LLAMA_CLASSES[family]
-    content = {**hf_class.defaults, **content}
-    values = _values(content, (*_LLAMA_KEYS, *hf_class.keys), (*_LLAMA_FIXED, *hf_class.fixed), problems)
+    """The family, rotary keys and kinds of blocks by our keys."""
+    hf_class = LLAMA_CLASSES[family]
     if family.startswith("qwen"):
         problems += _qwen_window(content)
+    if hf_class.pattern is None:
+        return {"family": family, **_rope_from_hf(content, hf_class.rope_base, problems)}
+    content = {**hf_class.defaults, **content}
+    ropes, local = content.get("rope_parameters"), dict[str, Any]()
+    if isinstance(ropes, dict) and ropes.keys() & {"full_attention", "sliding_attention"}:
+        local = ropes.get("sliding_attention") or {}
+        content = {**content, "rope_parameters": ropes.get("full_attention")}
+    rope = _rope_from_hf(content, hf_class.rope_base, problems)
+    base = content.get("rope_local_base_freq", hf_class.local_base or rope["rope_base"])
+    if not isinstance(local, dict) or local.get("rope_type", "default") != "default":
+        problems.append("rope_parameters: blocks with a window have scaled rotary positions")
+    else:
+        base = local.get("rope_theta", base)
+    if hf_class.local_base is not None:
+        rope["rope_local_base"] = base
+    elif base != rope["rope_base"]:
+        problems.append(f"rope_theta = {reprlib.repr(base)} in blocks with a window; ours is that of the others")
+    return {"family": family, **rope, "sliding_window_pattern": _pattern_from_hf(content, hf_class, problems)}
+
+
+def _pattern_from_hf(content: dict[str, Any], hf_class: HFClass, problems: list[str]) -> object:
+    """Every so manieth block has no window."""
+    kinds = content.get("layer_types")
+    if kinds is None:
+        return content.get("sliding_window_pattern", hf_class.pattern)
+    kinds = kinds if isinstance(kinds, list) else []
+    longer = max(hf_class.pattern or 0, len(kinds) + 1)
+    pattern = kinds.index("full_attention") + 1 if "full_attention" in kinds else longer
+    wanted = ["sliding_attention" if (n + 1) % pattern else "full_attention" for n in range(len(kinds))]
+    if kinds != wanted or len(kinds) != content.get("num_hidden_layers"):
+        problems.append("layer_types: ours is full_attention for every so manieth block, else sliding_attention")
+    return pattern
+
+
+def _rope_from_hf(content: dict[str, Any], base: float, problems: list[str]) -> dict[str, Any]:
+    """Rotary keys by our keys; `base`: the default of the class."""
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         problems.append(f"rope_parameters = {reprlib.repr(rope)}: not a JSON object")
@@ -386,25 +306,30 @@ def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) ->
     if rope.get("partial_rotary_factor", content.get("partial_rotary_factor")) not in (None, 1, 1.0):
         problems.append("partial_rotary_factor: ours rotates whole heads")
     scaling: dict[str, Any] | None = None
-    if kind in ("linear", "llama3"):
+    if isinstance(kind, str) and kind in _SCALINGS:
         scaling = {"kind": kind, "factor": rope.get("factor")}
+        for name, allowed in _SCALINGS[kind]:
+            if (theirs := rope.get(name)) not in allowed:
+                problems.append(f"{name} = {reprlib.repr(theirs)}; ours is {allowed[0]}")
     elif kind != "default":
-        problems.append(f"rope_type = {reprlib.repr(kind)}; ours are default, linear and llama3")
-    if scaling is not None and kind == "llama3":
+        problems.append(f"rope_type = {reprlib.repr(kind)}; ours are default, {', '.join(_SCALINGS)}")
+    if scaling is not None and kind != "linear":
         longest = content.get("max_position_embeddings", 2048)
         scaling["original_length"] = rope.get("original_max_position_embeddings", longest)
-        for name, ours in (("low_freq_factor", 1.0), ("high_freq_factor", 4.0)):
-            if (theirs := rope.get(name)) != ours:
-                problems.append(f"{name} = {reprlib.repr(theirs)}; ours is {ours}")
+    gain, factor = rope.get("attention_factor"), rope.get("factor")
+    if kind == "yarn" and gain is not None and isinstance(factor, int | float) and factor >= 1:
+        ours = RopeScaling.model_construct(kind="yarn", factor=factor).gain
+        if not isinstance(gain, int | float) or not math.isclose(gain, ours, rel_tol=1e-6):
+            problems.append(f"attention_factor = {reprlib.repr(gain)}; ours is {ours}")
     places = {"config.json": content, **{name: content.get(name) for name in ("rope_parameters", "rope_scaling")}}
     bases = {
         name: keys["rope_theta"] for name, keys in places.items() if isinstance(keys, dict) and "rope_theta" in keys
     }
-    base = rope.get("rope_theta", next(iter(bases.values()), 10_000.0))
+    base = rope.get("rope_theta", next(iter(bases.values()), base))
     if any(value != base for value in bases.values()):
         listed = ", ".join(f"{reprlib.repr(value)} in {name}" for name, value in bases.items())
         problems.append(f"rope_theta = {listed}: which one counts depends on the version of transformers")
-    return {"family": family, **values, "rope_base": base, "rope_scaling": scaling}
+    return {"rope_base": base, "rope_scaling": scaling}
 
 
 def _qwen_window(content: dict[str, Any]) -> Iterator[str]:
@@ -413,6 +338,16 @@ def _qwen_window(content: dict[str, Any]) -> Iterator[str]:
     full = isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
     if content.get("use_sliding_window") or not full:
         yield "use_sliding_window, layer_types: some layers see a window only, which is not built"
+
+
+def _filled(model: LlamaModel) -> dict[str, Any]:
+    """Keys whose defaults depend on others, with these."""
+    return {
+        "kv_heads": model.kv_heads or model.heads,
+        "head_size": model.head_dim,
+        "rope_local_base": model.rope_local_base or model.rope_base,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_dim,
+    }
 
 
 _FREE = {"declared_params", "init_std", "dropout", "scores", "vocab", "vocab_multiple"}
@@ -424,7 +359,7 @@ def architecture(model: AnyModel) -> dict[str, Any]:
     values = model.model_dump(mode="json", exclude=_FREE)
     if isinstance(model, LlamaModel):
         scaling = model.rope_scaling
-        values |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_dim}
+        values |= _filled(model)
         if scaling is not None and scaling.kind == "linear":
             values["rope_scaling"] = {"kind": scaling.kind, "factor": scaling.factor}
     else:

@@ -95,8 +95,8 @@ def import_folder(run: RunDir, folder: Path, config: Config, accept: Collection[
     tokenizer = next(iter(packer.corpora.values())).tokenizer()
     comparison = compare_with_folder(tokenizer, folder, accept="tokenizer" in accept)
     window = config.model.sliding_window if isinstance(config.model, LlamaModel) else None
-    if window:
-        length = config.data.sequence_length
+    length = config.data.sequence_length
+    if window and window >= length:
         comparison += f"; its sliding_window of {window} tokens is not in force, since samples have {length}"
     return _begin(run, config, packer, source, folder, comparison)
 
