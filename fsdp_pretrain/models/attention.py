@@ -76,8 +76,8 @@ class Attention(nn.Module):
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = _normalise(query, self.query_norm), _normalise(key, self.key_norm)
-        query = query.view(batch, length, self.heads, self.head_dim)
-        key, value = (part.view(batch, length, self.kv_heads, self.head_dim) for part in (key, value))
+        shape = batch, length, -1, self.head_dim
+        query, key, value = query.view(shape), key.view(shape), value.view(shape)
         if rotary is not None:
             query, key = rotate(query, rotary), rotate(key, rotary)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

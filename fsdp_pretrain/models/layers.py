@@ -86,14 +86,13 @@ class SwiGLU(FeedForward):
 
     def __init__(self, hidden: int, ffn: int, *, gelu: bool = False) -> None:
         super().__init__()
-        self.gelu = gelu
+        self.activation = nn.GELU(approximate="tanh") if gelu else nn.SiLU()
         self.gate = nn.Linear(hidden, ffn, bias=False)
         self.up = nn.Linear(hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def compute(self, x: Tensor) -> Tensor:
-        gate = self.gate(x)
-        out: Tensor = self.down((F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)) * self.up(x))
+        out: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
         return out
 
 
