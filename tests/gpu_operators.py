@@ -43,10 +43,11 @@ def _attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     assert attn_mask is None and is_causal, "a GPU has other kernels for dense masks"
-    return ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+    return ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:

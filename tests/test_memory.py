@@ -64,6 +64,7 @@ def world() -> Iterator[Any]:
     ],
     ids=[
         "plain",
+        "windows",
         "accumulated-recomputed",
         "half-recomputed",
         "feed-forward",
