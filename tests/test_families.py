@@ -71,9 +71,9 @@ def test_masks_are_the_rule_in_both_forms(data: st.DataObject) -> None:
 @given(st.data())
 def test_blocks_are_those_with_something_to_see(data: st.DataObject) -> None:
     """A block mask lists every block of the rule; without a prefix no other; and as full only those seen entirely."""
-    lengths = data.draw(st.lists(st.integers(1, 200), min_size=1, max_size=5))
+    lengths = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=4))
     prefix = data.draw(st.none() | st.tuples(*[st.integers(0, length) for length in lengths]).map(list))
-    window = data.draw(st.none() | st.integers(1, 500))
+    window = data.draw(st.none() | st.integers(1, 500) | st.sampled_from([1, 127, 128, 129, 255, 256, 257]))
     packed, size = slots([lengths], None if prefix is None else [prefix]), sum(lengths)
     blocks = block_mask(packed, size, window)
     count, edge = -(-size // 128), -size % 128
@@ -213,7 +213,7 @@ def test_counts_of_bloom_and_glm() -> None:
     assert count_parameters(GLMModel(**glm, vocab=150_000)) == 128_691_306_496
 
 
-@pytest.mark.parametrize("kind", ["linear", "llama3"])
+@pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_rope_scaling(kind: Any) -> None:
     plain = rotary_frequencies(128, 5e5, None, CPU)
     stretched = rotary_frequencies(128, 5e5, RopeScaling(kind=kind, factor=8), CPU)
@@ -221,6 +221,13 @@ def test_rope_scaling(kind: Any) -> None:
         torch.testing.assert_close(stretched, plain / 8)
         return
     turns = 8192 * plain / (2 * math.pi)
+    if kind == "yarn":  # 32 waves and more as they are, one and less divided, between them linear by dimension
+        assert (stretched == plain).sum() == (turns >= 32).sum()
+        torch.testing.assert_close(stretched[turns < 1], plain[turns < 1] / 8)
+        steps = (stretched / plain)[(turns < 32) & (turns >= 1)].diff()
+        torch.testing.assert_close(steps, steps.mean().expand(len(steps)), rtol=1e-3, atol=0)
+        assert len(steps) > 9 and RopeScaling(kind=kind, factor=8).gain == pytest.approx(1.2079441541679836)
+        return
     assert torch.equal(stretched[turns > 4], plain[turns > 4])
     torch.testing.assert_close(stretched[turns < 1], plain[turns < 1] / 8)
     between = (turns >= 1) & (turns <= 4)

@@ -21,7 +21,7 @@ from fsdp_pretrain.hf.folder import Folder
 from fsdp_pretrain.hf.layout import read_model, weights
 from fsdp_pretrain.models.decoder import Decoder
 from fsdp_pretrain.models.flops import flops_per_token, hardware_flops_per_token
-from fsdp_pretrain.models.masks import Slots
+from fsdp_pretrain.models.masks import Slots, block_mask
 from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.plan import memory
 
@@ -114,6 +114,14 @@ def test_documents_see_their_own_windows(name: str) -> None:
     for row, start, stop in ((0, 0, 7), (0, 7, 20), (1, 0, 20)):
         alone = model(x[row : row + 1, start:stop])[0]
         torch.testing.assert_close(packed[row, start:stop], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [1, 2, 128, 129, 130, 256, 257, 699])
+def test_block_masks_end_with_the_window(window: int) -> None:
+    """In a sample of one document, exactly the blocks that hold a key that is seen."""
+    listed = block_mask(Slots(torch.tensor([[700]])), 700, window).to_dense()[0, 0].sum(1)
+    first = [max(0, query - window + 1) // 128 for query in range(0, 700, 128)]  # block of the first key of each block
+    assert listed.tolist() == [query - key + 1 for query, key in enumerate(first)]
 
 
 def test_blocks_of_a_pattern() -> None:
