@@ -239,6 +239,7 @@ LLAMA3 = {
 }
 OLMO3 = {**TINY_LLAMA, "num_hidden_layers": 4, "sliding_window": 9, "eos_token_id": 0, "pad_token_id": None}
 GEMMA3 = {**OLMO3, "num_hidden_layers": 6, "head_dim": 12, "query_pre_attn_scalar": 20, "bos_token_id": 0}
+BLOOM = {"vocab_size": 512, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8, "rope_theta": 5e5}
@@ -259,6 +260,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": GEMMA3,
     "gemma3_text-linear": {**GEMMA3, "rope_parameters": {"full_attention": LINEAR, "sliding_attention": PLAIN}},
+    "bloom": BLOOM,
     "gpt2": TINY_GPT2,
     "gpt2-untied": {**TINY_GPT2, "tie_word_embeddings": False, "n_inner": 80},
 }
@@ -340,7 +342,9 @@ def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: 
     assert saved.manifest().optimizer is True
 
 
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen3", "mistral-short-window", "olmo3-yarn", "gemma3_text-linear"])
+@pytest.mark.parametrize(
+    "name", ["llama-llama3", "qwen3", "mistral-short-window", "olmo3-yarn", "gemma3_text-linear", "bloom"]
+)
 def test_import_trained_on_2x2_goes_out_and_comes_back(lab: Any, name: str) -> None:
     """Import, four steps of hybrid sharding, export: the same function in transformers; imported again: bit for bit."""
     folder = make_folder(lab.path / "theirs", name)

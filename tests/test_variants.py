@@ -186,7 +186,10 @@ WINDOW = "some layers see a window only, which is not built"
         ({**MISTRAL, "head_dim": "128"}, "head_dim = '128'"),
         ({**MISTRAL, "sliding_window": True}, "sliding_window = True"),
         ({**MISTRAL, "model_type": "mixtral"}, "model_type = 'mixtral'; known are"),
-        ({**QWEN, "model_type": "qwen2_vl"}, "known are llama, mistral, qwen2, qwen3, olmo3, gemma3_text and gpt2"),
+        (
+            {**QWEN, "model_type": "qwen2_vl"},
+            "known are llama, mistral, qwen2, qwen3, olmo3, gemma3_text, gpt2 and bloom",
+        ),
     ],
 )
 def test_folders_of_models_that_are_not_built(content: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -14,18 +14,20 @@ class HFTensor:
         theirs: its name there.
         ours: names of our parameters, which it holds concatenated along dim 0.
         transposed: whether the folder stores [in, out] (GPT-2's Conv1D).
+        by_head: whether they are concatenated head by head (BLOOM).
     """
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
+    by_head: bool = False
 
 
-def _both(theirs: str, *ours: str, transposed: bool = False) -> tuple[HFTensor, HFTensor]:
+def _both(theirs: str, *ours: str, transposed: bool = False, by_head: bool = False) -> tuple[HFTensor, HFTensor]:
     """Weight and bias of a layer."""
     return (
-        HFTensor(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed),
-        HFTensor(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours)),
+        HFTensor(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed, by_head),
+        HFTensor(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours), by_head=by_head),
     )
 
 
@@ -69,6 +71,23 @@ _GPT2 = (
     *_both("transformer.ln_f", "norm"),
     HFTensor("lm_head.weight", ("head.weight",)),
 )
+_BLOOM = (
+    HFTensor("transformer.word_embeddings.weight", ("embedding.weight",)),
+    *_both("transformer.word_embeddings_layernorm", "embedding_norm"),
+    *_both("transformer.h.{}.input_layernorm", "blocks.{}.attention_norm"),
+    *_both(
+        "transformer.h.{}.self_attention.query_key_value",
+        *("blocks.{}.attention.query", "blocks.{}.attention.key", "blocks.{}.attention.value"),
+        by_head=True,
+    ),
+    *_both("transformer.h.{}.self_attention.dense", "blocks.{}.attention.out"),
+    *_both("transformer.h.{}.post_attention_layernorm", "blocks.{}.mlp_norm"),
+    *_both("transformer.h.{}.mlp.dense_h_to_4h", "blocks.{}.mlp.up"),
+    *_both("transformer.h.{}.mlp.dense_4h_to_h", "blocks.{}.mlp.down"),
+    *_both("transformer.ln_f", "norm"),
+    HFTensor("lm_head.weight", ("head.weight",)),
+)
+
 # (our key, their key, default of transformers' class)
 _LLAMA_KEYS: tuple[tuple[str, str, Any], ...] = (
     ("vocab", "vocab_size", 32000),
@@ -94,11 +113,21 @@ _GPT2_KEYS: tuple[tuple[str, str, Any], ...] = (
     *(("dropout", key, 0.1) for key in ("embd_pdrop", "attn_pdrop", "resid_pdrop")),  # the last is read
     ("tied_head", "tie_word_embeddings", True),
 )
+_BLOOM_KEYS: tuple[tuple[str, str, Any], ...] = (
+    ("vocab", "vocab_size", 250880),
+    ("layers", "n_layer", 2),
+    ("hidden", "hidden_size", 64),
+    ("heads", "n_head", 8),
+    ("norm_eps", "layer_norm_epsilon", 1e-5),
+    ("init_std", "initializer_range", 0.02),
+    *(("dropout", key, 0.0) for key in ("attention_dropout", "hidden_dropout")),  # the last is read
+    ("tied_head", "tie_word_embeddings", True),
+)
 
 
 @dataclass(frozen=True)
 class HFClass:
-    """A class of transformers for a family.
+    """A class of transformers for a family, or for some of its models.
 
     Attributes:
         tensors: its weights.
@@ -107,6 +136,8 @@ class HFClass:
         defaults: other defaults than in `keys`, by their key.
         pattern: default of `sliding_window_pattern`; None: all blocks are alike.
         rope_base, local_base: defaults of the rotary bases; None: all blocks have the same.
+        ours: further values of our section.
+        aliases: their keys by other names of them.
     """
 
     name: str
@@ -117,6 +148,8 @@ class HFClass:
     pattern: int | None = None
     rope_base: float = 10_000.0
     local_base: float | None = None
+    ours: dict[str, Any] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
 
 
 _KEYS = (*_LLAMA_KEYS, ("sliding_window", "sliding_window", 4096))
@@ -145,14 +178,25 @@ LLAMA_CLASSES = {
     ),
 }
 """By family, which is also their `model_type`."""
-GPT2 = HFClass(
-    "GPT2LMHeadModel",
-    _GPT2,
-    _GPT2_KEYS,
-    (
-        ("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")),  # all are the tanh approximation
-        ("scale_attn_weights", (True,)),
-        ("scale_attn_by_inverse_layer_idx", (False,)),
-        ("add_cross_attention", (False,)),
+GPT_CLASSES = {
+    "gpt2": HFClass(
+        "GPT2LMHeadModel",
+        _GPT2,
+        _GPT2_KEYS,
+        (
+            ("activation_function", ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")),  # all are the tanh approximation
+            ("scale_attn_weights", (True,)),
+            ("scale_attn_by_inverse_layer_idx", (False,)),
+            ("add_cross_attention", (False,)),
+        ),
     ),
-)
+    "bloom": HFClass(
+        "BloomForCausalLM",
+        _BLOOM,
+        _BLOOM_KEYS,
+        (("apply_residual_connection_post_layernorm", (False,)),),
+        ours={"positions": "alibi", "embedding_norm": True},
+        aliases={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+    ),
+}
+"""Of `GPTModel`, by their `model_type`."""

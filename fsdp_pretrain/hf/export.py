@@ -80,7 +80,9 @@ def export_checkpoint(run: RunDir, step: int, out: Path, *, dtype: str, shard_by
     with _atomic_folder(out, total) as folder:
         for name, group in tqdm(files.items(), desc="exporting", unit="files", delay=2, disable=None):
             save_file(
-                {weight.theirs: _to_hf(weight, stored, DTYPES[dtype]) for weight in group}, folder / name, metadata
+                {weight.theirs: _to_hf(weight, stored, DTYPES[dtype], config.model.heads) for weight in group},
+                folder / name,
+                metadata,
             )
         if len(files) > 1:
             file_of = {weight.theirs: name for name, group in files.items() for weight in group}
@@ -156,9 +158,11 @@ def _atomic_folder(out: Path, needed: int) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _to_hf(weight: HFTensor, stored: Weights, dtype: torch.dtype) -> Tensor:
+def _to_hf(weight: HFTensor, stored: Weights, dtype: torch.dtype, heads: int) -> Tensor:
     """A tensor in the layout of a Hugging Face folder."""
     parts = [stored[name].to(dtype) for name in weight.ours]
+    if weight.by_head:
+        return torch.stack([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 2)
     tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
     return (tensor.T if weight.transposed else tensor).contiguous()
 

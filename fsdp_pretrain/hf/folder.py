@@ -38,7 +38,7 @@ class Folder:
     def __init__(self, folder: Path, theirs: AnyModel, ours: AnyModel) -> None:
         self.parameters: dict[str, Tensor] = models.build(ours).state_dict()
         self.padded = ours.rows - theirs.rows
-        self._rows, self._files = theirs.rows, _tensors(folder)
+        self._rows, self._heads, self._files = theirs.rows, ours.heads, _tensors(folder)
         files = self._files
         bare = {without_base(name): name for name in files}
         table = weights(ours, list(self.parameters))
@@ -81,10 +81,13 @@ class Folder:
         try:
             with safe_open(path, "pt") as file:  # opened for each tensor, so that nothing stays mapped
                 view = file.get_slice(stored)
-                tensor: Tensor = (view[:, part].T if weight.transposed else view[part]).float().contiguous()
+                if weight.by_head:  # all of it is read for each part
+                    tensor: Tensor = view[:].unflatten(0, (self._heads, len(weight.ours), -1))[:, number].flatten(0, 1)
+                else:
+                    tensor = view[:, part].T if weight.transposed else view[part]
         except (OSError, SafetensorError) as error:
             raise DataError(f"cannot read {stored} in {path}: {error}") from None
-        return tensor
+        return tensor.float().contiguous()
 
     def read_rows(self, name: str, rows: range, out: Tensor) -> None:
         """Read rows of a parameter into a tensor of any dtype. Raises DataError."""

@@ -23,7 +23,7 @@ from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.run.state_files import StateFile
 from fsdp_pretrain.units import human_bytes
 
-from .classes import GPT2, LLAMA, LLAMA_CLASSES, HFClass, HFTensor
+from .classes import GPT_CLASSES, LLAMA, LLAMA_CLASSES, HFClass, HFTensor
 
 FACTS = "fsdp_pretrain.json"
 JSON_BYTES = 4 * 2**20
@@ -84,7 +84,7 @@ def weights(model: AnyModel, names: Collection[str]) -> list[HFTensor]:
     Raises ConfigError if the layout lacks a parameter.
     """
     own = _own_layout(model.family)
-    table = own.tensors if own else _class_of(model).tensors
+    table = own.tensors if own else _class_of(model)[1].tensors
     outside = [weight for weight in table if "{}" not in weight.theirs]
     inside = [weight for weight in table if "{}" in weight.theirs]
     blocks = [
@@ -125,7 +125,7 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
     common |= {"dtype": dtype, "torch_dtype": dtype, "use_cache": True}  # `torch_dtype` is what 4.x reads
     if own := _own_layout(model.family):
         return {**own.config(model), **common}
-    hf_class = _class_of(model)
+    kind, hf_class = _class_of(model)
     values = {**model.model_dump(), "init_std": getattr(model, "std", None)}
     if isinstance(model, LlamaModel):
         values |= _filled(model)
@@ -135,7 +135,7 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
         values, further = {**values, "ffn": model.ffn_width}, {}
     return {
         "architectures": [hf_class.name],
-        "model_type": "gpt2" if hf_class is GPT2 else model.family,
+        "model_type": kind,
         **{theirs: values[ours] for ours, theirs, _ in hf_class.keys},
         **{key: allowed[0] for key, allowed in hf_class.fixed},
         **further,
@@ -143,17 +143,21 @@ def to_hf(model: AnyModel, *, sequence_length: int, eod: int, dtype: str) -> dic
     }
 
 
-def _class_of(model: AnyModel) -> HFClass:
-    """The class of transformers that computes a model of our own families. Raises ConfigError if there is none."""
+def _class_of(model: AnyModel) -> tuple[str, HFClass]:
+    """The class of transformers that computes a model of our own families, after its `model_type`.
+
+    Raises ConfigError if there is none.
+    """
     if isinstance(model, LlamaModel) and model.family in LLAMA_CLASSES:
-        return LLAMA_CLASSES[model.family]
+        return model.family, LLAMA_CLASSES[model.family]
     odd = []
     if isinstance(model, GPTModel) and model.positions == "alibi":
         odd.append('positions = "alibi"')
     if isinstance(model, GPTModel) and model.embedding_norm:
         odd.append("embedding_norm")
-    if not odd and isinstance(model, GPTModel):
-        return GPT2
+    if isinstance(model, GPTModel) and len(odd) != 1 and (not odd or model.ffn_width == 4 * model.hidden):
+        kind = "bloom" if odd else "gpt2"
+        return kind, GPT_CLASSES[kind]
     raise ConfigError(
         f"transformers has no class for model.{' and model.'.join(odd) or f'family = {model.family}'}",
         effect="nothing was exported: a folder would load without an error and compute something else",
@@ -224,13 +228,13 @@ def read_model(folder: Path) -> AnyModel:
         problems.append("quantization_config: quantised weights cannot be trained")
     if content.get("transformers_weights"):
         problems.append("transformers_weights: the weights are in a file of another name")
-    hf_class = {**LLAMA_CLASSES, "gpt2": GPT2}.get(kind) if isinstance(kind, str) else None
+    hf_class = {**LLAMA_CLASSES, **GPT_CLASSES}.get(kind) if isinstance(kind, str) else None
     if hf_class is not None:
         values = _values(content, hf_class, problems)
         values |= _llama_from_hf(kind, content, problems) if kind in LLAMA_CLASSES else {"family": "gpt"}
         theirs = {ours: key for ours, key, _ in hf_class.keys}
     else:
-        known = f"known are {', '.join(LLAMA_CLASSES)} and gpt2"
+        known = f"known are {', '.join(LLAMA_CLASSES)}, {' and '.join(GPT_CLASSES)}"
         problems.append(f"model_type = {reprlib.repr(kind)}; {known}")
     model: AnyModel | None = None
     if values is not None:
@@ -249,12 +253,12 @@ def read_model(folder: Path) -> AnyModel:
 
 def _values(content: dict[str, Any], hf_class: HFClass, problems: list[str]) -> dict[str, Any]:
     """The values of `config.json` by our keys; adds a problem for each fixed key with a value that we lack."""
-    content = {**hf_class.defaults, **content}
+    content = {**hf_class.defaults, **{hf_class.aliases.get(key, key): value for key, value in content.items()}}
     for key, allowed in hf_class.fixed:
         value = content.get(key, allowed[0])
         if value not in allowed:
             problems.append(f"{key} = {reprlib.repr(value)}; ours is {allowed[0]!r}")
-    return {ours: content.get(theirs, default) for ours, theirs, default in hf_class.keys}
+    return {**{ours: content.get(theirs, default) for ours, theirs, default in hf_class.keys}, **hf_class.ours}
 
 
 def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) -> dict[str, Any]:
