@@ -76,7 +76,9 @@ def test_verbs_say_of_a_mirror_what_they_say_of_the_run(
 
     def shown(verb: str, *options: Any) -> str:
         done = run_command(CLI, verb, url, *options)
-        assert done.returncode == 0 and re.fullmatch(rf"as of 20.* UTC, .* ago, from {url}/run\n", done.stderr), done.stderr
+        assert done.returncode == 0 and re.fullmatch(rf"as of 20.* UTC, .* ago, from {url}/run\n", done.stderr), (
+            done.stderr
+        )
         return str(done.stdout)
 
     here, there = inspect(elsewhere.run).as_dict(), json.loads(shown("status", "--json"))
@@ -91,7 +93,11 @@ def test_verbs_say_of_a_mirror_what_they_say_of_the_run(
     assert json.loads(shown("goodput", "--json"))["tokens"] == 15 * 8 * 32
     assert shown("alarms") == "no open alarm\n"
     watched = shown("watch", "--once")
-    assert re.search(r"as of 20.* UTC, .* ago, from file:", watched) and "15 of 400" in watched and "10 verified" in watched
+    assert (
+        re.search(r"as of 20.* UTC, .* ago, from file:", watched)
+        and "15 of 400" in watched
+        and "10 verified" in watched
+    )
     out = elsewhere.path / "page.html"
     shown("report", "--out", out)
     assert f"{url}/run</code>" in out.read_text() and str(scratch) not in out.read_text()
