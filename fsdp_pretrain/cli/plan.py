@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp_pretrain.console import JSON, argument, byte_count, positive, verb
@@ -44,6 +45,9 @@ def _share(text: str) -> float:
     ),
     argument("--strict", action="store_true", help="refuse, with exit 78, if a corpus is not there"),
     argument("--at", help="print the schedule at a point, such as '43680 steps', or at several: '22_800,22_801 steps'"),
+    argument("--ladder", type=positive, metavar="N", help="plan small runs of N sizes instead, which find the rate"),
+    argument("--out", type=Path, metavar="DIR", help="write the configurations of the --ladder there"),
+    argument("--ladder-fit", type=Path, nargs="+", metavar="RUN", help="propose rate and batch from the ladder's runs"),
     JSON,
 )
 def plan(args: argparse.Namespace) -> int:
@@ -60,6 +64,8 @@ def plan(args: argparse.Namespace) -> int:
     if args.world_size is None and (args.device or args.device_memory):
         raise ConfigError("--device and --device-memory are compared with what a rank needs: give --world-size as well")
     config = load(args.config, args.overrides)
+    if args.ladder or args.ladder_fit or args.out:
+        return _ladder(args, config)
     if args.at is not None:
         return _at(args, config)
     plan = import_extra("fsdp_pretrain.plan.plan", "plan counts parameters")
@@ -81,6 +87,39 @@ def plan(args: argparse.Namespace) -> int:
             f"there is no corpus at {', '.join(result.absent)}", remedy="prepare it, or mend data.sources"
         )
     print(json.dumps(result.to_json(), indent=1) if args.json else plan.render(result))
+    return 0
+
+
+def _ladder(args: argparse.Namespace, config: Config) -> int:
+    """Plan the runs of a ladder, or extrapolate from their records. Raises ConfigError if these do not allow it."""
+    from tqdm import tqdm
+
+    from fsdp_pretrain.files import create_file
+    from fsdp_pretrain.run.files import RunDir
+
+    if bool(args.ladder) == bool(args.ladder_fit) or (args.out and not args.ladder) or args.at or args.world_size:
+        raise ConfigError("give --ladder, with or without --out, or --ladder-fit; neither has --at or --world-size")
+    ladder = import_extra("fsdp_pretrain.plan.ladder", "plan counts parameters")
+    if args.ladder_fit:
+        paths, size = tqdm(args.ladder_fit, "reading records", delay=2, disable=None), ladder.size_of(config.model)
+        found = ladder.fit([ladder.read(RunDir(p), config, size) for p in paths], size, config.schedule.batch.full)
+        print(json.dumps(vars(found), indent=1) if args.json else ladder.render_fit(found, config))
+        if found.problems:
+            raise ConfigError(
+                "; ".join(found.problems),
+                effect="no rate is proposed",
+                remedy="train more runs: a configuration of the ladder with another optimizer.lr, run.name and run.dir",
+            )
+        return 0
+    made = ladder.ladder(config, args.ladder, args.out or Path("ladder"))
+    rungs = [ladder.rung(run) for run in made]
+    index = json.dumps([vars(rung) for rung in rungs], indent=1)
+    print(index if args.json else ladder.render(rungs, ladder.rung(config)))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        create_file(args.out / "ladder.json", index + "\n")  # fails if it exists
+        for run in made:
+            create_file(args.out / f"{run.run.dir.name}.toml", run.to_toml())
     return 0
 
 
