@@ -102,8 +102,9 @@ def _ladder(args: argparse.Namespace, config: Config) -> int:
     ladder = import_extra("fsdp_pretrain.plan.ladder", "plan counts parameters")
     if args.ladder_fit:
         paths, size = tqdm(args.ladder_fit, "reading records", delay=2, disable=None), ladder.size_of(config.model)
-        found = ladder.fit([ladder.read(RunDir(p), config, size) for p in paths], size, config.schedule.batch.full)
-        print(json.dumps(vars(found), indent=1) if args.json else ladder.render_fit(found, config))
+        trials = [ladder.read(RunDir(path), config, size) for path in paths]
+        found = ladder.fit(trials, size, config.schedule.batch.full)
+        print(json.dumps(vars(found), indent=1) if args.json else ladder.render_fit(found, trials, config))
         if found.problems:
             raise ConfigError(
                 "; ".join(found.problems),

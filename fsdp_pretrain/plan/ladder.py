@@ -158,6 +158,9 @@ class Trial:
     heldout: float | None
     diverged: bool
 
+    def end(self, measure: str) -> float:
+        return self.loss if measure == "training" or self.heldout is None else self.heldout
+
 
 @dataclass(frozen=True)
 class Extrapolation:
@@ -233,8 +236,8 @@ def fit(trials: Sequence[Trial], target: int, batch: int) -> Extrapolation:
     """Extrapolate to a target of this N. Proposes its `batch`, unless that of the largest runs, by the rule, is another
     by more than the rounding of small ones."""
     used = [trial for trial in trials if not trial.diverged]
-    held = all(trial.heldout is not None for trial in used)
-    measure, sizes = "held-out" if held else "training", sorted({trial.size for trial in trials})
+    measure = "training" if any(trial.heldout is None for trial in used) else "held-out"
+    sizes = sorted({trial.size for trial in trials})
     largest = max(trials, key=lambda trial: trial.size)
     rule = largest.batch * (target / largest.size) ** BATCH_POWER
     batch = batch if abs(math.log(rule / batch)) < 0.1 else round(rule)
@@ -243,7 +246,7 @@ def fit(trials: Sequence[Trial], target: int, batch: int) -> Extrapolation:
     few += [f"there are {len(sizes)} sizes"] if len(sizes) < _LEAST else []
     if few:
         return Extrapolation(measure, {}, batch, None, None, [f"{text}; {_LEAST} are the least" for text in few])
-    losses = np.array([trial.heldout if held and trial.heldout is not None else trial.loss for trial in used])
+    losses = np.array([trial.end(measure) for trial in used])
     x, row = np.log([trial.lr for trial in used]), np.searchsorted(sizes, [trial.size for trial in used])
     law = _Laws(np.array(sizes, np.float64), row, x, losses[:, None], target)
     random, free = np.random.default_rng(0), len(used) - 6  # the laws have six parameters
@@ -265,9 +268,13 @@ def fit(trials: Sequence[Trial], target: int, batch: int) -> Extrapolation:
     return Extrapolation(measure, best, batch, [math.exp(value) for value in lr], [float(value) for value in loss], [])
 
 
-def render_fit(found: Extrapolation, target: Config) -> str:
-    """The best rates, and the proposal."""
-    lines = [f"  {human_count(n):>8}: best lr {lr:.3g}, loss {loss:.4f}" for n, (lr, loss) in found.best.items()]
+def render_fit(found: Extrapolation, trials: Sequence[Trial], target: Config) -> str:
+    """The losses of each size, the lowest point of its parabola, and the proposal."""
+    lines = []
+    for size in sorted({trial.size for trial in trials}):
+        ends = sorted((trial.lr, trial.end(found.measure)) for trial in trials if trial.size == size)
+        at = "best lr {:.3g}, loss {:.4f}".format(*found.best[size]) if size in found.best else "no parabola"
+        lines.append(f"  {human_count(size):>8}: {at}; at " + ", ".join(f"{lr:g} {loss:.4f}" for lr, loss in ends))
     if found.lr is not None and found.loss is not None:
         lr, at, loss = ("{:.3g} ({:.3g} to {:.3g})".format(*found.lr), f"{found.batch:_} samples", found.loss)
         lines += [
