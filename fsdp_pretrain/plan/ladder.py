@@ -4,9 +4,9 @@ The size N of a model is the parameters of its blocks, as in OLMo's ladder (arXi
 tokens per N as the target. From the target's own, rate and batch follow N**LR_POWER and N**BATCH_POWER: those of Porian
 et al. (arXiv 2406.19146), as that ladder rounds them.
 
-For each N the loss is a parabola of log(rate), of one curvature for all; its lowest point moves as a power of N (Li et
-al., arXiv 2503.04715); the loss there is E + A / N^alpha (Hoffmann et al., arXiv 2203.15556, eq. 2, whose two terms are
-one at a fixed number of tokens per N). Intervals hold 95% of 1000 parametric bootstraps of the three fits.
+For each N the loss is a parabola of log(rate) around the lowest, of one curvature for all; its lowest point moves as a
+power of N (Li et al., arXiv 2503.04715); the loss there is E + A / N^alpha (Hoffmann et al., arXiv 2203.15556, eq. 2,
+whose two terms are one at a fixed number of tokens per N). Intervals hold 95% of 1000 parametric bootstraps.
 """
 
 from __future__ import annotations
@@ -246,6 +246,9 @@ def fit(trials: Sequence[Trial], target: int, batch: int) -> Extrapolation:
     few += [f"there are {len(sizes)} sizes"] if len(sizes) < _LEAST else []
     if few:
         return Extrapolation(measure, {}, batch, None, None, [f"{text}; {_LEAST} are the least" for text in few])
+    lowest = {n: min((trial.end(measure), trial.lr) for trial in used if trial.size == n)[::-1] for n in sizes}
+    near = {n: sorted(rates[n], key=lambda lr: abs(math.log(lr / lowest[n][0])))[:_LEAST] for n in sizes}
+    used = [trial for trial in used if trial.lr in near[trial.size]]  # farther away it is no parabola
     losses = np.array([trial.end(measure) for trial in used])
     x, row = np.log([trial.lr for trial in used]), np.searchsorted(sizes, [trial.size for trial in used])
     law = _Laws(np.array(sizes, np.float64), row, x, losses[:, None], target)
@@ -254,12 +257,16 @@ def fit(trials: Sequence[Trial], target: int, batch: int) -> Extrapolation:
     noise = sigma * np.sqrt(free / random.chisquare(free, _DRAWS))  # sigma is an estimate, too
     drawn = law.predicted + noise * random.standard_normal((len(used), _DRAWS))
     draws = _Laws(np.array(sizes, np.float64), row, x, drawn, target)
-    best = {size: (math.exp(law.best[i, 0]), float(law.lowest[i, 0])) for i, size in enumerate(sizes)}
-    problems = ["no rate is the best: the losses of a size do not bend, or by less than their noise"]
-    if (draws.bend > 0).mean() > 0.975:
-        edge = [n for n, (lr, _) in best.items() if not rates[n][0] < lr < rates[n][-1]]
-        problems = [f"the best rate of {human_count(n)}, {best[n][0]:.2g}, is at the edge of those tried" for n in edge]
-    if (np.diff(law.lowest[:, 0]) >= 0).any():
+    bends = (draws.bend > 0).mean() > 0.975
+    best = {n: (math.exp(law.best[i, 0]), float(law.lowest[i, 0])) for i, n in enumerate(sizes)} if bends else lowest
+    problems = []
+    for n, (at, _) in best.items():
+        if not rates[n][0] < at < rates[n][-1]:
+            more = rates[n][0] / 2 if at <= rates[n][0] else 2 * rates[n][-1]
+            problems.append(f"the best rate of {human_count(n)} is at the edge of those tried: try {more:.3g}")
+    if not bends:
+        problems.append("the losses of a size do not bend as a parabola, or by less than their noise")
+    if (np.diff([best[n][1] for n in sizes]) >= 0).any():
         problems.append("the loss does not fall with the size")
     if problems:
         return Extrapolation(measure, best, batch, None, None, problems)
