@@ -73,7 +73,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory, helpers: Any) -> Reader:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("page", "made"),
     [
@@ -97,7 +97,7 @@ def test_commands_of_the_documentation_run(reader: Reader, page: str, made: str)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_python_of_the_documentation_runs(reader: Reader) -> None:
     """As the cells of a notebook, one after the other, beside the run of docs/training.md."""
     reader.read_up_to("docs/training.md")
@@ -244,7 +244,7 @@ def test_examples_of_help_run(quickstart: Path, examples: list[str], run_command
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2700)
 def test_long_examples_of_help_run(quickstart: Path, examples: list[str], helpers: Any) -> None:
     long = [text for text in examples if text.startswith(LONG)]
     environment = helpers.environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -16,6 +16,7 @@ FEWER = [
 ]
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "shape", [*FEWER, *(pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES)], ids=lambda shape: shape.name
 )

@@ -37,6 +37,8 @@ def connect(parallel: ParallelSection, ranks: int) -> Iterator[FakeWorld]:
     info = RankInfo(0, ranks, 0, min(ranks, NODE))
     shards, device = parallel.shard_size(info.world, info.local_world), device_of(info)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    mesh = init_device_mesh(device.type, (ranks // shards, shards), mesh_dim_names=(REPLICATE, SHARD))
-    yield FakeWorld(info, device, mesh, timedelta(seconds=parallel.timeout.value))
-    dist.destroy_process_group()
+    try:
+        mesh = init_device_mesh(device.type, (ranks // shards, shards), mesh_dim_names=(REPLICATE, SHARD))
+        yield FakeWorld(info, device, mesh, timedelta(seconds=parallel.timeout.value))
+    finally:
+        dist.destroy_process_group()
