@@ -26,7 +26,7 @@ def _share(text: str) -> float:
 @verb(
     "plan",
     "configs/runs/llama-7b-hsdp.toml --world-size 128 --device 'NVIDIA A100-SXM4-80GB'",
-    argument("config", help="TOML file"),
+    argument("config", metavar="CONFIG", help="TOML file"),
     argument("overrides", nargs="*", metavar="key=value", help="replace keys of the configuration"),
     argument("--world-size", type=positive, help="check and describe this number of ranks"),
     argument("--gpus-per-node", type=positive, default=8, help="ranks of a node (default: 8)"),
@@ -35,16 +35,18 @@ def _share(text: str) -> float:
     argument(
         "--seconds-per-step",
         type=float,
+        metavar="SECONDS",
         help="print TFLOP/s, MFU, HFU and the days of the run instead, if --world-size devices take this time for a "
         "step of the full batch",
     ),
     argument(
         "--mfu",
         type=_share,
+        metavar="SHARE",
         help="the same from the share of the peak of a --device that was measured, such as 45%%",
     ),
     argument("--strict", action="store_true", help="refuse, with exit 78, if a corpus is not there"),
-    argument("--at", help="print the schedule at a point, such as '43680 steps', or at several: '22_800,22_801 steps'"),
+    argument("--at", metavar="PLACES", help="print the schedule at a point, such as '43680 steps', or at several: '22_800,22_801 steps'"),
     argument("--ladder", type=positive, metavar="N", help="plan small runs of N sizes instead, which find the rate"),
     argument("--out", type=Path, metavar="DIR", help="write the configurations of the --ladder there"),
     argument("--ladder-fit", type=Path, nargs="+", metavar="RUN", help="propose rate and batch from the ladder's runs"),
