@@ -241,7 +241,7 @@ def test_a_checkpoint_given_up_is_told_and_kept_until_somebody_decides(
         lines = [line for line in done.stdout.splitlines() if "given up after 3 failed attempts" in line]
         assert len(lines) == 3 and f"(no such partition); then: fsdp-eval retry {run} " in lines[0], done.stdout
     watched = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once")
-    assert watched.returncode == 0 and "given up 3 (see fsdp-eval retry)" in watched.stdout, watched.stderr
+    assert watched.returncode == 0 and "3 given up (see fsdp-eval retry)" in watched.stdout, watched.stderr
     again = run_command("fsdp_pretrain.eval.cli", "retry", run, 10)
     assert again.returncode == 0 and "step 10: will be evaluated again; 3 failed attempts" in again.stdout
     assert [(job.checkpoint.step, job.pause) for job in due(run)] == [(10, 0)]

@@ -187,7 +187,10 @@ WINDOWS = {"sliding_window": 64, "sliding_window_pattern": 4}
         ),
         pytest.param({"family": "gemma3_text", "head_size": 16, **WINDOWS}, marks=pytest.mark.slow),
         {"family": "gpt", "kv_heads": None, "ffn": 96, "positions": 64, "dropout": 0.1},
-        {"family": "gpt", "kv_heads": None, "ffn": 96, "positions": "alibi", "embedding_norm": True},
+        pytest.param(
+            {"family": "gpt", "kv_heads": None, "ffn": 96, "positions": "alibi", "embedding_norm": True},
+            marks=pytest.mark.slow,
+        ),
         {"family": "glm", "kv_heads": None, "ffn": None, "hidden": 48, "scores": "layer_scaled"},
     ],
     ids=lambda model: model["family"],

@@ -55,6 +55,7 @@ def test_every_mesh_gives_the_curve_of_one_process(trained_on: Callable[[str], P
     assert curves["one"][-1][1] < 0.95 * curves["one"][0][1]  # and it learns
 
 
+@pytest.mark.slow
 def test_gradients_exchanged_in_bf16_give_nearly_the_same_curve(module_lab: Any, helpers: Any) -> None:
     """A hundred steps of two micro-batches on two replicas of two ranks, whose gradients are rounded on the way."""
     config = module_lab.config(

@@ -46,7 +46,11 @@ def _share(text: str) -> float:
         help="the same from the share of the peak of a --device that was measured, such as 45%%",
     ),
     argument("--strict", action="store_true", help="refuse, with exit 78, if a corpus is not there"),
-    argument("--at", metavar="PLACES", help="print the schedule at a point, such as '43680 steps', or at several: '22_800,22_801 steps'"),
+    argument(
+        "--at",
+        metavar="PLACES",
+        help="print the schedule at a point, such as '43680 steps', or at several: '22_800,22_801 steps'",
+    ),
     argument("--ladder", type=positive, metavar="N", help="plan small runs of N sizes instead, which find the rate"),
     argument("--out", type=Path, metavar="DIR", help="write the configurations of the --ladder there"),
     argument("--ladder-fit", type=Path, nargs="+", metavar="RUN", help="propose rate and batch from the ladder's runs"),

@@ -43,7 +43,7 @@ class Panel:
     height: int = 220
 
 
-def lay_out(columns: Iterable[str], *, averaged: int) -> list[Panel]:
+def lay_out(columns: Iterable[str], *, averaged: int = 1) -> list[Panel]:
     """The panels for runs with these columns: named as in `StepColumns`, those by source as `loss/NAME`.
 
     `averaged`: steps of a mean in the column `loss_mean`.
