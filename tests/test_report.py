@@ -155,6 +155,26 @@ def test_account_checkpoints_evaluations_and_events_are_those_of_the_record(made
     facts = shown.facts()
     assert facts["step"].startswith("12_000") and facts["checkpoint"].startswith("step 12_000")
     assert facts["time"].startswith(f"goodput {account.goodput:.1%}")
+    losses = [record.loss.mean for record in read_metrics(made.run)]
+    assert (
+        f"loss {np.mean(losses[:600]):.3f} at first, {np.mean(losses[-600:]):.3f} now (means of 600 steps)"
+        in shown.text
+    )
+    (acc,) = {float(value) for value in re.findall(r"hellaswag acc_norm ([\d.]+) ± 0.007", shown.text)}
+    assert acc == pytest.approx(score["y"][-1], rel=1e-3)
+    assert "sequence_length = " in shown.text.partition("<summary>all keys</summary>")[2]
+
+
+def test_it_names_machines_versions_and_commit(tmp_path: Path, run_command: Any) -> None:
+    run, page = unpack(tmp_path), tmp_path / "page.html"
+    done = run_command("fsdp_pretrain.cli", "report", run, "--out", page)
+    assert done.returncode == 0 and re.search(r"^  went +loss [\d.]+ at first", done.stdout, re.MULTILINE), done.stderr
+    machines = dict(re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)', page.read_text()))
+    recorded = json.loads((RunDir(run).segments[-1] / "environment.json").read_text())
+    assert {name: machines[name] for name in ("torch", "device")} == {k: recorded[k] for k in ("torch", "device")}
+    changed = ", with changes" if recorded["git"]["changed"] else ""
+    assert machines["commit"] == recorded["git"]["commit"] + changed
+    assert all(f"{ranks} on {host}" in machines["ranks"] for host, ranks in recorded["hosts"].items())
 
 
 def test_it_writes_nothing_but_the_page_and_works_on_a_disk_that_is_read_only(

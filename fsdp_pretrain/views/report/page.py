@@ -127,7 +127,7 @@ def _machines(record: RunRecord) -> dict[str, str]:
     started = environment.view(record.run, record.report.status.of_run.segment or 0)
     world, git = started.world, started.git or {}
     mesh = f" ({world.replicas} replicas x {world.shards} shards)" if world is not None else ""
-    dirty = ", with changes" if git.get("dirty") else ""
+    changed = ", with changes" if git.get("changed") else ""
     shown = {
         "ranks": ", ".join(f"{ranks} on {host}" for host, ranks in started.hosts.items()) + mesh,
         "device": started.device,
@@ -135,7 +135,7 @@ def _machines(record: RunRecord) -> dict[str, str]:
         "torch": started.torch,
         "Python": started.python,
         "fsdp-pretrain": started.fsdp_pretrain,
-        "commit": f"{git['commit']}{dirty}" if git.get("commit") else None,
+        "commit": f"{git['commit']}{changed}" if git.get("commit") else None,
     }
     return {name: text for name, text in shown.items() if text}
 
