@@ -55,7 +55,7 @@ def test_the_quickstart_twice(tmp_path: Path, helpers: Any) -> None:
     outputs.append(start().communicate()[0])
     assert "step=" not in outputs[1], outputs[1]
     for output in outputs:
-        assert "\x1b" not in output and f"complete: open {run}/report.html" in output, output
+        assert "\x1b" not in output and f"  open        {run}/report.html\n" in output, output
     assert (run / "report.html").stat().st_size > 10_000 and len(list((run / "segments").iterdir())) == 3
     logs = [*run.glob("segments/*/log"), run / "evals/log", run / "CHRONICLE.md"]
     assert all(b"\x1b" not in path.read_bytes() for path in logs if path.exists())
