@@ -89,7 +89,7 @@ def launch(args: argparse.Namespace) -> int:
     if args.print_run:
         print(config.run.dir)
         return 0
-    if args.nproc_per_node.isdecimal() and args.nnodes.isdecimal():  # the same
+    if args.nproc_per_node.isdecimal() and args.nnodes.isdecimal():  # here, once, for the same reason
         ranks = int(args.nproc_per_node)
         config.parallel.shard_size(ranks * int(args.nnodes), ranks)
     args.rdzv_id = args.rdzv_id or Path(job[0]).stem

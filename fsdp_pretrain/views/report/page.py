@@ -55,9 +55,9 @@ def write_report(run: RunDir, out: Path, shown: Callable[[Iterable[Any]], Iterab
     library = _library()
     record = read(run, shown)
     made = None if run.fetched is None else seconds_of(run.fetched.made)
-    content = render(record, library, made or time.time()).encode()
-    replace_file(out, content)
-    return len(content), summarise(record)
+    page, summary = render(record, library, made or time.time())
+    replace_file(out, content := page.encode())
+    return len(content), summary
 
 
 def _library() -> str:
@@ -75,8 +75,13 @@ def _library() -> str:
     return str(get_plotlyjs())
 
 
-def render(record: RunRecord, library: str, made: float) -> str:
-    """The page as HTML. `library`: source of plotly.js; `made`: time in seconds since 1970. Raises ConfigError."""
+def render(record: RunRecord, library: str, made: float) -> tuple[str, Summary]:
+    """The page as HTML, and the summary on it. Raises ConfigError.
+
+    Args:
+        library: source of plotly.js.
+        made: time of the record, in seconds since 1970.
+    """
     if (account := record.account) is None:
         raise ConfigError(
             f"there is nothing to show: {record.run.path} was never started",
@@ -88,14 +93,14 @@ def render(record: RunRecord, library: str, made: float) -> str:
     events, left_out = read_events(record.entries, record.history.nodes, record.lines, account.incidents)
     drawing, script = Drawing(record, events), _asset("report.js")
     data = _plain({"places": drawing.places, "marks": drawing.marks, "figures": [*map(vars, drawing.figures)]})
-    rows = [*facts(record.report), ("time", headline(account))]
+    rows, summary = [*facts(record.report), ("time", headline(account))], summarise(record)
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template.filters |= {"time": _time, "step": _step, "span": human_time, "amount": human_count}
-    return template.from_string(_asset("page.html")).render(
+    page = template.from_string(_asset("page.html")).render(
         record=record,
         report=record.report,
         levels=_LEVELS,
-        summary=summarise(record),
+        summary=summary,
         config=_config(record),
         machines=_machines(record),
         facts=[(name, *text.partition(", ")[::2]) for name, text in rows],  # up to the first comma: in large letters
@@ -115,6 +120,7 @@ def render(record: RunRecord, library: str, made: float) -> str:
         data=_packed(json.dumps(data, separators=(",", ":"), allow_nan=False)),
         library=_packed(library),
     )
+    return page, summary
 
 
 def _config(record: RunRecord) -> str:
