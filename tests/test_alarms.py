@@ -72,7 +72,8 @@ def test_acknowledging(run: Path, alarms: Alarms, verb: Verb) -> None:
     alarms.open("hang", CRIT, "no progress", step=7)
     wrong = verb("ack", "hnag")
     assert wrong.returncode == 78 and "these are: hang" in wrong.stderr
-    assert verb("ack", "hang", USER="ada").returncode == 0
+    assert verb("alarms", "ack").returncode == verb("alarms", "test", "hang").returncode == 78
+    assert verb("alarms", "ack", "hang", USER="ada").returncode == 0
     assert [alarm.state for alarm in read_alarms(run / "watchdog/alarms.jsonl")] == ["open"]
     again = Alarms(run / "watchdog/alarms.jsonl", on_change=lambda _: None)
     again.serve(RunDir(run))

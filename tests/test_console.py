@@ -48,9 +48,17 @@ def test_a_misspelt_verb_is_answered_with_the_nearest(run_command: Run) -> None:
 @pytest.mark.parametrize(
     "verb",
     [
-        *("status", "alarms", "ack {} hang", "notify", "rollback {} --to 2", "fork {} --at 2 NEW"),
+        *(
+            "status",
+            "alarms",
+            "alarms {} ack hang",
+            "ack {} hang",
+            "alarms {} test",
+            "rollback {} --to 2",
+            "fork {} --at 2 NEW",
+        ),
         *("control {} save", "watch", "where {} --step 2", "journal", "goodput", "note {} text", "doctor --run {}"),
-        *("aim", "tensorboard", "wandb"),
+        *("track {} --to wandb", "aim", "tensorboard", "wandb"),
         *(f"checkpoints {{}} {action}" for action in ("list", "verify", "export 2 OUT")),
         *(f"eval {rest}" for rest in ("run", "watch {} --once", "samples {} --step 2", "report")),
     ],

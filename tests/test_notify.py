@@ -278,12 +278,12 @@ def test_a_secret_is_nowhere(endpoint: Endpoint, tmp_path: Path, run_command: An
         "PAGERDUTY_ROUTING_KEY": SECRET,
     }
     constants("fsdp_pretrain.watchdog.notify.channels", _PAGERDUTY={"us": "http://127.0.0.1:1/x"})
-    done = run_command("fsdp_pretrain.cli", "notify", run, "--json", **secrets)
+    done = run_command("fsdp_pretrain.cli", "alarms", run, "test", "--json", **secrets)
     rows = {row["channel"]: row["problem"] for row in map(json.loads, done.stdout.splitlines())}
     assert done.returncode == 1 and rows["slack"] is None and rows["command"] is None
     assert rows["pagerduty"] == "127.0.0.1: Connection refused"
     endpoint.answers = 404
-    again = run_command("fsdp_pretrain.cli", "notify", run, **secrets)
+    again = run_command("fsdp_pretrain.cli", "alarms", run, "test", **secrets)
     assert "slack      failed: 127.0.0.1 answered 404" in again.stdout
     assert endpoint.requests[0][0].endswith(SECRET)  # it was used
     output = done.stdout + done.stderr + again.stdout + again.stderr

@@ -1,4 +1,4 @@
-"""`fsdp-pretrain alarms`, `ack`, `notify`: alarm handling by operators."""
+"""`fsdp-pretrain alarms`: what is open, acknowledging it, and a test of the channels."""
 
 from __future__ import annotations
 
@@ -20,11 +20,36 @@ if TYPE_CHECKING:
     from fsdp_pretrain.watchdog.notify.message import MessageSender
 
 _EXAMPLE = "runs/quickstart/run"
+_KEY = "of the alarm, as the list shows it"
 
 
-@verb("alarms", _EXAMPLE, RUN_OR_URL, argument("--all", action="store_true", help="also those that are over"), JSON)
+@verb(
+    "alarms",
+    _EXAMPLE,
+    RUN_OR_URL,
+    argument("action", nargs="?", choices=("list", "ack", "test"), default="list", help="default: list"),
+    argument("key", nargs="?", help=f"ack: {_KEY}"),
+    argument("--all", action="store_true", help="list: also those that are over"),
+    JSON,
+)
 def alarms(args: argparse.Namespace) -> int:
-    """The alarms of a run that are open. Exit 0 none, 1 warnings, 2 critical ones."""
+    """The alarms of a run. `list` shows those that are open, and exits with 0 for none, 1 for warnings, 2 for critical
+    ones; `ack` acknowledges one: you take it, no reminders are sent, and it is sent again if it gets worse; `test`
+    sends a message through every channel, with the secrets of your environment, and exits with 1 if one fails."""
+    if (args.key is not None) != (args.action == "ack") or (args.all and args.action != "list"):
+        raise ConfigError("`ack` needs the key of an alarm, which belongs to no other action; --all is for `list`")
+    if args.action != "list" and args.run.fetched:
+        raise ConfigError("a copy of a run is only looked at", remedy="go to the machine with the run directory")
+    return {"list": _list, "ack": _acknowledge, "test": _test}[args.action](args)
+
+
+@verb("ack", f"{_EXAMPLE} disk/run", RUN, argument("key", help=_KEY))
+def ack(args: argparse.Namespace) -> int:
+    """Acknowledge an alarm, as `alarms RUN ack` does."""
+    return _acknowledge(args)
+
+
+def _list(args: argparse.Namespace) -> int:
     from fsdp_pretrain.severity import Severity
     from fsdp_pretrain.watchdog.notify.alarms import alarms_file, read_alarms
 
@@ -50,9 +75,7 @@ def _render(alarm: Alarm) -> str:
     return "\n".join(lines)
 
 
-@verb("ack", f"{_EXAMPLE} disk/run", RUN, argument("key", help="of the alarm, as `fsdp-pretrain alarms` shows it"))
-def ack(args: argparse.Namespace) -> int:
-    """Acknowledge an alarm: you take it, and no reminders are sent. It is sent again if it gets worse."""
+def _acknowledge(args: argparse.Namespace) -> int:
     from fsdp_pretrain.watchdog.notify.alarms import acknowledge
 
     acknowledge(args.run, args.key)
@@ -60,9 +83,7 @@ def ack(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb("notify", _EXAMPLE, RUN, JSON)
-def notify(args: argparse.Namespace) -> int:
-    """Send a test message through every channel of a run, with the secrets of your environment. Exit 1 if one fails."""
+def _test(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from fsdp_pretrain.config.resume_rules import load_recorded

@@ -6,11 +6,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.console import JSON, argument, positive, row, verb
+from fsdp_pretrain.console import JSON, Argument, argument, positive, row, verb
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.remote import RemoteError, Url, is_url
 from fsdp_pretrain.run import journal as record
@@ -168,28 +169,29 @@ def report(args: argparse.Namespace) -> int:
     return 0
 
 
-@verb("aim", _EXAMPLE, RUN)
-def aim(args: argparse.Namespace) -> int:
-    """Build, or bring up to date, the Aim run of a record."""
-    return _rebuild(args, "aim", "aim up --repo {}")
+_LOOK = {"aim": "aim up --repo {}", "tensorboard": "tensorboard --logdir {}", "wandb": "wandb sync {}"}
+"""How to look at what was written, by the name of the tracker."""
 
 
-@verb("tensorboard", _EXAMPLE, RUN)
-def tensorboard(args: argparse.Namespace) -> int:
-    """Build the TensorBoard directory of a record."""
-    return _rebuild(args, "tensorboard", "tensorboard --logdir {}")
-
-
-@verb("wandb", _EXAMPLE, RUN)
-def wandb(args: argparse.Namespace) -> int:
-    """Build the offline Weights & Biases run of a record; nothing is sent."""
-    return _rebuild(args, "wandb", "wandb sync {}")
-
-
-def _rebuild(args: argparse.Namespace, name: str, look: str) -> int:
+@verb(
+    "track",
+    f"{_EXAMPLE} --to tensorboard",
+    RUN,
+    argument("--to", choices=_LOOK, required=True, help="which tracker; nothing is sent"),
+)
+def track(args: argparse.Namespace) -> int:
+    """Write a record into Aim, TensorBoard or W&B, or bring up to date what was written."""
     from fsdp_pretrain.views.trackers.follow import rebuild
 
     with _bar("writing", "records") as bar:
-        made, count = rebuild(args.run, name, lambda done: bar.update(done - bar.n))
-    print(f"{made}: {count} records; look at them with `{look.format(made)}`")
+        made, count = rebuild(args.run, args.to, lambda done: bar.update(done - bar.n))
+    print(f"{made}: {count} records; look at them with `{_LOOK[args.to].format(made)}`")
     return 0
+
+
+def _to(name: str) -> Argument:
+    return lambda parser: parser.set_defaults(to=name)
+
+
+TRACKERS = [replace(track, name=name, example=_EXAMPLE, arguments=(RUN, _to(name))) for name in _LOOK]
+"""Short forms, `aim RUN` for `track RUN --to aim`."""

@@ -359,5 +359,7 @@ class RecordSection(Section):
     """Mirror the record into TensorBoard files in `RUN/tensorboard/` (extra `tensorboard`)."""
     wandb: bool = False
     """Mirror the record into an offline run of Weights & Biases in `RUN/wandb/` (extra `wandb`)."""
+    details: bool = False
+    """Trackers also show the statistics of groups, the parts of a step's time and the standard errors of scores."""
     tags: list[str] = []
     """Tags of the run in trackers."""

@@ -78,7 +78,8 @@ def _folder(run: RunDir) -> Path:
 def _report(run: RunDir, name: str, reason: str) -> None:
     """Add an entry to the journal: a view is no longer written."""
     with contextlib.suppress(UserError, OSError):
-        text = f"the view in {name} stopped, training goes on: {reason}; rebuild it with `fsdp-pretrain {name}`"
+        repair = f"rebuild it with `fsdp-pretrain track RUN --to {name}`"
+        text = f"the view in {name} stopped, training goes on: {reason}; {repair}"
         journal.add(run, "tracker-stopped", text, tracker=name)
 
 
@@ -92,8 +93,10 @@ def write_view(run: RunDir, name: str, progress: Callable[[int], object], last: 
     `progress` is called with the number of steps and evaluations so far, `last` before each round. Returns the path to
     open, and that number. Raises any error of the tracker.
     """
-    view = SINKS[name](place(run, name), read_facts(run))
-    identity, stream, count = view.watched.stat().st_ino, RecordStream(run), 0
+    facts = read_facts(run)
+    view = SINKS[name](place(run, name), facts)
+    stream = RecordStream(run, details=bool(facts.config.get("record", {}).get("details")))
+    identity, count = view.watched.stat().st_ino, 0
     more = True
     while more:
         more = not last()

@@ -1,14 +1,15 @@
 """The stream that trackers show: the kept line of a run's record as values.
 
 Names are chosen so that their alphabetical order, in which trackers list them, is also that of interest: `loss/...`,
-`optimizer/...`, `score/...` (evaluations), `speed/...`, `stderr/...` (of the scores), `training/...`.
+`optimizer/...`, `perplexity/...` of losses, `score/...` (evaluations), `speed/...`, `stderr/...` (of the scores),
+`training/...`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ _VALUES = {
     "training/tokens": "tokens",
 }
 """Attributes of a `StepRecord`, by the name of their curve."""
+_DETAILS = ("optimizer/group_", "speed/seconds/", "stderr/")
+"""How the names of values begin that are shown only with `record.details`."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,21 @@ class PointValues:
 
 
 class RecordStream:
-    """Reads the points of a run's kept line, from the beginning."""
+    """Reads the points of a run's kept line, from the beginning, with or without details."""
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, *, details: bool) -> None:
+        self._run, self._left_out = run, () if details else _DETAILS
         self._line = lineage.line(lineage.nodes(run))
         self._offsets: dict[Path, int] = {}
         self._entries: list[dict[str, Any]] = []
 
     def read(self) -> Iterator[PointValues]:
         """The points added since the last call: steps, then evaluations."""
+        for point in self._read():
+            shown = {name: value for name, value in point.values.items() if not name.startswith(self._left_out)}
+            yield replace(point, values=shown)
+
+    def _read(self) -> Iterator[PointValues]:
         for part in self._line:
             path = self._run.segment(part.segment) / METRICS
             for record, behind in records(path, self._offsets.get(path, 0)):
@@ -73,12 +81,17 @@ def step_values(record: StepRecord) -> PointValues:
     if len(record.sources) > 1:
         values |= {f"loss/training/{source}": loss.mean for source, loss in record.sources.items()}
     values |= {f"loss/heldout/{source}": loss.mean for source, loss in (record.heldout or {}).items()}
+    values |= {name.replace("loss", "perplexity", 1): _perplexity(loss) for name, loss in values.items()}
     values |= {name: getattr(record, attribute) for name, attribute in _VALUES.items()}
     values |= {f"speed/seconds/{part}": seconds for part, seconds in record.seconds}
     for name, group in (record.groups or {}).items():
         values |= {f"optimizer/group_{statistic}/{name}": value for statistic, value in group}
     values |= {f"observed/{name}": value for name, value in record.observed.items()}
     return PointValues(record.step, seconds_of(record.time) or 0.0, _finite(values))
+
+
+def _perplexity(loss: float | None) -> float | None:
+    return math.exp(loss) if loss is not None and loss < 700 else None  # as a double, e^709 is the last
 
 
 def _scores(entry: dict[str, Any]) -> PointValues:

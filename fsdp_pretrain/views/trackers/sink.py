@@ -175,7 +175,7 @@ def _tags(facts: RunFacts) -> tuple[str, ...]:
 
 
 SINKS: dict[str, type[Sink]] = {"aim": AimSink, "tensorboard": TensorboardSink, "wandb": WandbSink}
-"""Trackers by name, which is that of the package, the configuration key `record.NAME` and the verb."""
+"""Trackers by name, which is that of the package, and the configuration key `record.NAME`."""
 
 
 def place(run: RunDir, name: str) -> Path:
@@ -206,5 +206,5 @@ def check_installed(names: Iterable[str]) -> None:
             raise ConfigError(
                 f"{name} is not installed",
                 remedy=f"in the checkout: pip install -e '.[{name}]'{limit}; or train with record.{name}=false and "
-                f"build the same view later, wherever {name} is, with `fsdp-pretrain {name} RUN`",
+                f"build the same view later, wherever {name} is, with `fsdp-pretrain track RUN --to {name}`",
             )

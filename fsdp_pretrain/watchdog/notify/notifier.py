@@ -57,7 +57,7 @@ class Notifier:
                     Severity.WARN if tries > len(RETRIES) else Severity.INFO,
                     f"messages do not get through: {problem}",
                     effect="nobody hears of alarms on this channel; they are sent when it works again",
-                    remedy="check the endpoint and its secret; `fsdp-pretrain notify RUN` shows what happens",
+                    remedy="check the endpoint and its secret; `fsdp-pretrain alarms RUN test` shows what happens",
                 )
             elif problem is None:
                 alarms.resolve(thread.key, "messages get through again")
