@@ -115,6 +115,7 @@ def _announce(run: RunDir, folder: Path) -> None:
         f"{shown} in {results.seconds:.0f}s",
         step=results.step,
         scores=results.model_dump(include={"scores"})["scores"],
+        documents=results.documents,
         tasks=folder.name,
         committed=results.committed,
     )

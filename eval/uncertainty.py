@@ -59,6 +59,22 @@ def influence(x: Array) -> Array:
     return influences
 
 
+def interval(metric: str, score: float, error: float, documents: int | None) -> tuple[float, float]:
+    """The 95% interval of a score with this standard error.
+
+    A score between 0 and 1 other than bits per byte or a perplexity has Wilson's (Journal of the American Statistical
+    Association 22, 1927), which stays between 0 and 1: that of a share of as many documents as give this standard
+    error, or, where the error is 0, of all `documents`.
+    """
+    if "per_byte" in metric or "perplexity" in metric or not 0 <= score <= 1:
+        return score - Z95 * error, score + Z95 * error
+    n = score * (1 - score) / error**2 + 1 if error else documents or math.inf
+    squared = Z95**2 / n
+    middle = (score + squared / 2) / (1 + squared)
+    half = math.sqrt(squared * (score * (1 - score) + squared / 4)) / (1 + squared)
+    return middle - half, middle + half
+
+
 def standard_error(influences: Array) -> float | None:
     """The standard error of the mean of n independent values; None if there are fewer than two."""
     n = len(influences)

@@ -15,7 +15,7 @@ from processes import Run
 
 from fsdp_pretrain.eval import compare, sample_files
 from fsdp_pretrain.eval.results import Results
-from fsdp_pretrain.eval.uncertainty import as_array, influence, score_of, standard_error
+from fsdp_pretrain.eval.uncertainty import as_array, influence, interval, score_of, standard_error
 from fsdp_pretrain.run import state_files
 
 pytestmark = pytest.mark.quick
@@ -99,6 +99,16 @@ def publish(
     given = {"scores": scores, "samples": names, "higher_is_better": UP, "versions": dict.fromkeys(tasks, 1.0)}
     state_files.write(path, Results(**records.results(**{**given, **changes})))
     return path
+
+
+@pytest.mark.parametrize(("right", "documents"), [(1, 8), (3, 8), (40, 64), (0, 20), (20, 20)])
+def test_the_interval_of_a_share_is_wilsons(right: int, documents: int) -> None:
+    values = np.array([1.0] * right + [0.0] * (documents - right))
+    error = standard_error(values - values.mean())
+    assert error is not None
+    expected = pytest.importorskip("scipy.stats").binomtest(right, documents).proportion_ci(0.95, method="wilson")
+    assert interval("acc", values.mean(), error, documents) == pytest.approx(tuple(expected), abs=2e-5)
+    assert interval("bits_per_byte", 0.02, 0.1, documents) == pytest.approx((0.02 - 0.196, 0.02 + 0.196))
 
 
 def test_paired_differences(tmp_path: Path, run_command: Run) -> None:

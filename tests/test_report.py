@@ -142,9 +142,9 @@ def test_account_checkpoints_evaluations_and_events_are_those_of_the_record(made
     assert [row[:3] for row in shown.rows("account")] == rows
     score, left = shown.lines("hellaswag acc_norm")
     assert len(score["y"]) == 50 and not left["y"]
-    spread = 1.96 * 0.007
-    assert score["error_y"]["array"][-1] == pytest.approx(spread, rel=1e-3)
-    assert f"±{spread:.3g} (1.96 standard errors)" in score["text"][-1]
+    low, high = (score["y"][-1] + side for side in (-score["error_y"]["arrayminus"][-1], score["error_y"]["array"][-1]))
+    assert (high - low) / 2 == pytest.approx(1.96 * 0.007, rel=1e-3)
+    assert f"95% within {low:.4g} to {high:.4g}" in score["text"][-1]
     kinds = [kind.lstrip("▲◆ ") for _, _, kind, _ in shown.rows("all")]
     saves = [line for line in shown.lines("Events") for group in line["y"] if group == "saves"]
     assert len(saves) == kinds.count("checkpoint") == 26

@@ -1,4 +1,4 @@
-"""Reads the evaluations of a run: scores from its journal, with 1.96 standard errors, and texts from the results."""
+"""Reads the evaluations of a run: scores from its journal, with 95% intervals, and texts from the results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_pretrain.eval.results import Results
-from fsdp_pretrain.eval.uncertainty import Z95
+from fsdp_pretrain.eval.uncertainty import interval
 from fsdp_pretrain.run import journal, lineage, state_files
 from fsdp_pretrain.run.files import RunDir, seconds_of
 from fsdp_pretrain.run.lines import Lines, Position
@@ -17,13 +17,15 @@ class ScorePoint:
     """A score of a checkpoint.
 
     Attributes:
-        spread: 1.96 standard errors; None if they are not known.
+        error: standard error; None if it is not known.
+        interval: 95% interval; the score itself without an error.
         left: whether the checkpoint was left behind by a rollback.
     """
 
     at: Position
     value: float
-    spread: float | None
+    error: float | None
+    interval: tuple[float, float]
     left: bool
 
 
@@ -49,6 +51,7 @@ def read_scores(entries: list[dict[str, Any]], lines: Lines) -> dict[tuple[str, 
         facts = {"step": entry["step"], "time": entry["time"], "committed": entry.get("committed")}
         at = lines.locate(entry["step"], seconds_of(facts["committed"] or entry["time"]))
         for task, metric, value, stderr in Results(tokens=0, scores=scores, seconds=0.0, **facts).metrics():
-            spread = None if stderr is None else Z95 * stderr
-            by_metric.setdefault((task, metric), []).append(ScorePoint(at, value, spread, id(entry) not in kept))
+            documents = entry.get("documents", {}).get(task)
+            among = (value, value) if stderr is None else interval(metric, value, stderr, documents)
+            by_metric.setdefault((task, metric), []).append(ScorePoint(at, value, stderr, among, id(entry) not in kept))
     return by_metric

@@ -187,8 +187,16 @@ class Drawing:
 
     def _scores(self, scores: list[ScorePoint], left: bool) -> _Trace:
         """The trace of the scores of a metric, with whiskers."""
-        spreads = [score.spread or 0.0 for score in scores]
-        bars = {"type": "data", "array": spreads, "color": "--c0", "thickness": 1, "width": 2}
+        below, above = ([abs(score.interval[side] - score.value) for score in scores] for side in (0, 1))
+        bars = {
+            "type": "data",
+            "symmetric": False,
+            "array": above,
+            "arrayminus": below,
+            "color": "--c0",
+            "thickness": 1,
+            "width": 2,
+        }
         texts = [", ".join(filter(None, (_interval(score), "left behind" if left else ""))) for score in scores]
         hover_texts = [
             _hover_text(f"{score.value:.5g}", score.at, text) for score, text in zip(scores, texts, strict=True)
@@ -207,7 +215,8 @@ class Drawing:
 
 
 def _interval(score: ScorePoint) -> str:
-    return "" if score.spread is None else f"±{score.spread:.3g} (1.96 standard errors)"
+    low, high = score.interval
+    return "" if score.error is None else f"95% within {low:.4g} to {high:.4g}"
 
 
 def _scaled(column: Column, panel: Panel) -> Column:

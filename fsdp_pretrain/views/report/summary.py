@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fsdp_pretrain.eval.uncertainty import Z95
 from fsdp_pretrain.run.goodput import headline
 from fsdp_pretrain.run.step_columns import Column
 from fsdp_pretrain.units import human_count
@@ -79,14 +78,14 @@ def _course(record: RunRecord) -> Iterator[str]:
         yield f"held-out {', '.join(means_by_name)} after step {heldout.step:_}"
     kept = ((name, [score for score in scores if not score.left]) for name, scores in _scores(record))
     if newest := [(" ".join(name), scores[-1]) for name, scores in kept if scores]:
-        yield ", ".join(f"{name} {score.value:.4g}{_spread(score)}" for name, score in newest[:_MOST])
+        yield ", ".join(f"{name} {score.value:.4g}{_error(score)}" for name, score in newest[:_MOST])
     if record.account is not None:
         yield headline(record.account)
 
 
-def _spread(score: ScorePoint) -> str:
+def _error(score: ScorePoint) -> str:
     """A standard error, as `fsdp-eval` prints it."""
-    return "" if score.spread is None else f" ± {score.spread / Z95:.2g}"
+    return "" if score.error is None else f" ± {score.error:.2g}"
 
 
 def _scores(record: RunRecord) -> list[tuple[tuple[str, str], list[ScorePoint]]]:
