@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_pretrain.checkpoint.evaluations import task_set
 from fsdp_pretrain.config.sections import EvalSection
-from fsdp_pretrain.errors import UserError
+from fsdp_pretrain.errors import UserError, install
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.run.files import now
 
@@ -173,7 +173,7 @@ def _prepare_libraries(section: EvalSection) -> None:
     try:
         import lm_eval  # noqa: F401
     except ImportError:
-        raise RefusedError("lm-eval is not installed", remedy="in the checkout: pip install -e '.[eval]'") from None
+        raise RefusedError("lm-eval is not installed", remedy=install("eval")) from None
 
 
 def _silence_libraries() -> None:

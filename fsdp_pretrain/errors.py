@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
 
 class Exit(IntEnum):
@@ -64,6 +65,13 @@ def naming(path: object) -> Iterator[None]:
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
+
+
+def install(extra: str) -> str:
+    """The command that adds an extra to this program, from its checkout or from the package index."""
+    checkout = Path(__file__).resolve().parents[1]
+    from_source = (checkout / "pyproject.toml").is_file()
+    return f"pip install -e '{checkout}[{extra}]'" if from_source else f"pip install 'fsdp-pretrain[{extra}]'"
 
 
 def shortened(problems: list[str], limit: int = 20) -> str:

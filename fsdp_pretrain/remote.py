@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import ConfigError, DataError, Exit
+from .errors import ConfigError, DataError, Exit, install
 
 T = TypeVar("T")
 _SCHEMES = ("s3", "gs", "az", "https", "http", "file")
@@ -301,7 +301,7 @@ def _file_system(scheme: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             f"{scheme}:// needs a Python package that is not installed: {error}",
-            remedy="pip install 'fsdp-pretrain[s3]'; for gs:// also gcsfs, for az:// adlfs",
+            remedy=f"{install('s3')}; for gs:// also gcsfs, for az:// adlfs",
         ) from None
     if scheme == "s3":
         files.retries = 1

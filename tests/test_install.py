@@ -61,4 +61,7 @@ def test_data_tools_in_an_environment_without_torch(tmp_path: Path) -> None:
         )
         run("fsdp-data", "prepare", "text/heldout.jsonl", "--tokenizer", f"tokenizer-{kind}", "--out", kind)
         run("fsdp-data", "validate", kind, "--tokenizer", f"tokenizer-{kind}")
-    assert "plan" in run("fsdp-pretrain", "--help")
+    run("fsdp-pretrain", "init", "--minimal", "mine")
+    plan = [str(tools / "fsdp-pretrain"), "plan", *map(str, (tmp_path / "mine").glob("*.toml"))]
+    refused = subprocess.run(plan, cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode == 78 and "remedy: pip install 'fsdp-pretrain[train]'" in refused.stderr

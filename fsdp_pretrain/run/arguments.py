@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from fsdp_pretrain.console import Parser, argument
-from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.errors import ConfigError, install
 
 from .files import RunDir
 
@@ -42,7 +42,7 @@ def import_extra(module: str, what: str) -> ModuleType:
     except ImportError as error:
         raise ConfigError(
             f"{what} with torch, which is not installed ({error.name})",
-            remedy="in the checkout: pip install -e '.[train]'",
+            remedy=install("train"),
         ) from None
 
 

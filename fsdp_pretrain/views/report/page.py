@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.errors import ConfigError, install
 from fsdp_pretrain.files import replace_file
 from fsdp_pretrain.run import environment
 from fsdp_pretrain.run.files import RunDir, seconds_of, stamp
@@ -70,7 +70,7 @@ def _library() -> str:
         raise ConfigError(
             f"{what}, is not installed",
             effect="no page was written",
-            remedy="in the checkout: pip install -e '.[report]'; or run this on a machine with the extra `train`",
+            remedy=f"{install('report')}; or run this on a machine with the extra `train`",
         ) from None
     return str(get_plotlyjs())
 

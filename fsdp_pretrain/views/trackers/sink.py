@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fsdp_pretrain.errors import ConfigError
+from fsdp_pretrain.errors import ConfigError, install
 from fsdp_pretrain.run.files import RunDir, stamp
 
 from .points import PointValues
@@ -205,6 +205,6 @@ def check_installed(names: Iterable[str]) -> None:
             limit = " (Python 3.11 or 3.12)" if name == "aim" else ""
             raise ConfigError(
                 f"{name} is not installed",
-                remedy=f"in the checkout: pip install -e '.[{name}]'{limit}; or train with record.{name}=false and "
+                remedy=f"{install(name)}{limit}; or train with record.{name}=false and "
                 f"build the same view later, wherever {name} is, with `fsdp-pretrain track RUN --to {name}`",
             )
