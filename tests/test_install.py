@@ -49,7 +49,7 @@ def test_data_tools_in_an_environment_without_torch(tmp_path: Path) -> None:
         environment = {"PATH": f"{tools}:/usr/bin:/bin", "HOME": str(home)}
         done = subprocess.run(arguments, env=environment, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == expect, done.stderr
-        return done.stdout
+        return done.stdout + done.stderr
 
     installed = run("pip", "list").split()
     assert "fsdp-pretrain" in installed and not {"torch", "aim", "lm_eval", "lm-eval"} & set(installed)
@@ -62,6 +62,5 @@ def test_data_tools_in_an_environment_without_torch(tmp_path: Path) -> None:
         run("fsdp-data", "prepare", "text/heldout.jsonl", "--tokenizer", f"tokenizer-{kind}", "--out", kind)
         run("fsdp-data", "validate", kind, "--tokenizer", f"tokenizer-{kind}")
     run("fsdp-pretrain", "init", "--minimal", "mine")
-    plan = [str(tools / "fsdp-pretrain"), "plan", *map(str, (tmp_path / "mine").glob("*.toml"))]
-    refused = subprocess.run(plan, cwd=tmp_path, capture_output=True, text=True)
-    assert refused.returncode == 78 and "remedy: pip install 'fsdp-pretrain[train]'" in refused.stderr
+    refused = run("fsdp-pretrain", "plan", "mine/run.toml", expect=78)
+    assert "remedy: pip install 'fsdp-pretrain[train]'" in refused
