@@ -252,6 +252,13 @@ def test_a_mistake_in_the_arguments_starts_nothing(
     assert not (lab.path / "run").exists()
 
 
+def test_a_refusal_by_the_ranks_is_said_once(lab: Any, run_command: Any) -> None:
+    """Not again by the record of the start, the launcher and torchrun."""
+    done = run_command("fsdp_pretrain.cli", "launch", "--nproc-per-node", 2, lab.config(), "model.declared_params=7")
+    assert done.returncode == 78 and "declared_params" not in done.stdout and "launch: exit 78\n" in done.stderr
+    assert done.stderr.count("model.declared_params = 7, but") == 1 and "torch/distributed" not in done.stderr
+
+
 def test_options_of_torchrun_that_it_does_not_know_are_no_failed_start(tmp_path: Path) -> None:
     from torch.distributed.run import parse_args
 

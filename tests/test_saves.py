@@ -35,10 +35,10 @@ def test_older_ones_are_given_up_only_for_one_that_does_not_fit(small_disk: Disk
 
     free = shutil.disk_usage(disk).free
     assert not make_room(disk, SpaceNeeded(free, 1), prune)
-    with pytest.raises(StorageError, match=r"needs .* in 1 files, .* free"):
+    with pytest.raises(StorageError, match=r"needs .* in 1 file, .* free"):
         make_room(disk, SpaceNeeded(free + 1_000_000, 1), None)
     assert make_room(disk, SpaceNeeded(free + 1_000_000, 1), prune) and not old.exists()
-    with pytest.raises(StorageError, match=r"needs 19\.1 MiB in 1 files, .* free"):
+    with pytest.raises(StorageError, match=r"needs 19\.1 MiB in 1 file, .* free"):
         make_room(disk, SpaceNeeded(20_000_000, 1), lambda: False)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_pretrain.errors import StorageError
-from fsdp_pretrain.units import human_bytes
+from fsdp_pretrain.units import counted, human_bytes
 
 from .store import Checkpoint
 
@@ -64,7 +64,7 @@ class SpaceNeeded:
     def compare(self, room: Room) -> str:
         """A sentence with the space that is needed and that is free."""
         names = f" and room for {room.files_free} files" if room.files else ""
-        need = f"needs {human_bytes(self.bytes)} in {self.files} files"
+        need = f"needs {human_bytes(self.bytes)} in {counted(self.files, 'file')}"
         return f"{need}, {room.path} has {human_bytes(room.free)} free{names}"
 
 

@@ -27,7 +27,7 @@ from fsdp_pretrain.run import lineage
 from fsdp_pretrain.run.environment import WorldShape
 from fsdp_pretrain.run.metrics import left_behind
 from fsdp_pretrain.run.recorder import Recorder
-from fsdp_pretrain.units import human_count
+from fsdp_pretrain.units import counted, human_count
 
 from .code_identity import new_sources, other_code
 from .loading import DamagedError, kept_observers, load, verify
@@ -110,7 +110,7 @@ class Resume:
             self._recorder.event("checkpoint-rejected", f"passed over {text}", step=checkpoint.step)
         if rejected and not self._options.fresh:
             error = CheckpointError(
-                f"{store.directory} holds {len(rejected)} checkpoints, none of them valid:\n    "
+                f"{store.directory} holds {counted(len(rejected), 'checkpoint')}, none of them valid:\n    "
                 + "\n    ".join(rejected),
                 effect="starting again from step 0 would silently discard the run",
                 remedy="restore a checkpoint, or pass --allow-fresh to begin again in this directory",

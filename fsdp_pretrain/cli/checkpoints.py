@@ -11,7 +11,7 @@ from fsdp_pretrain.console import CODE, JSON, argument, byte_count, progress, ve
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.run.arguments import check_begun, import_extra
 from fsdp_pretrain.run.files import RunDir
-from fsdp_pretrain.units import human_bytes, human_count
+from fsdp_pretrain.units import counted, human_bytes, human_count
 
 if TYPE_CHECKING:
     from fsdp_pretrain.checkpoint.listing import Row
@@ -84,7 +84,7 @@ def _export(args: argparse.Namespace) -> int:
         print(json.dumps({**vars(done), "folder": str(done.folder)}, indent=1))
     else:
         count, size = human_count(done.parameters), human_bytes(done.bytes)
-        print(f"{done.folder}: {count} parameters, {size} of {args.dtype} in {done.files} files")
+        print(f"{done.folder}: {count} parameters, {size} of {args.dtype} in {counted(done.files, 'file')}")
         print(f"tokenizer: {done.tokenizer}")
     return 0
 

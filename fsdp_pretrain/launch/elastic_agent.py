@@ -1,13 +1,14 @@
 """torchrun as a child of the launcher: `python -m fsdp_pretrain.launch.elastic_agent`, with torchrun's own arguments.
 
-Two things differ. It leaves requests to stop to the launcher, which asks the ranks: Slurm and others signal every
+Three things differ. It leaves requests to stop to the launcher, which asks the ranks: Slurm and others signal every
 process of a job, and torchrun would kill the ranks while they save. And it prints torchrun's report of failed ranks
 only where it helps: not if the first failed rank ended with a code of `errors.Exit`, since that rank has printed the
-reason, and as one line during a stop, when ranks and nodes lose each other.
+reason, and as one line during a stop, when ranks and nodes lose each other. And it does not log how every rank ends.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -28,8 +29,10 @@ def main() -> int:
         signal.signal(number, lambda received, _: stop_signals.append(received))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # `Torchrun` blocked them
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    logging.getLogger(api.__name__).setLevel(logging.CRITICAL)  # of every rank it ends; the report names the first
     try:
         run.main()
     except ChildFailedError as error:

@@ -173,7 +173,8 @@ class Launcher:
         assert decision.code is not None
         torchrun.ignore_requests()
         last = self._history[-1] if self._history else StartOutcome(None, "")
-        _say(f"exit {decision.code}: {decision.reason}")
+        told = decision.code == last.code == Exit.REFUSED and self._most_nodes == 1  # by its ranks
+        _say(f"exit {decision.code}" + ("" if told else f": {decision.reason}"))
         if decision.overruled:
             if self._is_first_node:
                 _try_to_write(lambda: outcome.overrule(self._run, last.segment, decision.reason))

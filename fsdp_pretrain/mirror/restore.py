@@ -25,6 +25,7 @@ from fsdp_pretrain.remote import PATIENCE, RemoteError, Url
 from fsdp_pretrain.run import journal, lineage, run_id
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.lock import hold
+from fsdp_pretrain.units import counted
 
 from .layout import MirroredCheckpoint, MirrorError, MirrorState, RunMirror
 from .record_copy import restore_record
@@ -123,7 +124,9 @@ def _restore_checkpoint(
             rejected.insert(0, f"step {item.step}: {item.problem}")
     if checkpoint is None and any(item.raw is not None for item in state.checkpoints):
         raise MirrorError(
-            f"{mirror.url} holds {len(rejected)} checkpoints, none of them valid:\n    " + "\n    ".join(rejected),
+            "\n    ".join(
+                [f"{mirror.url} holds {counted(len(rejected), 'checkpoint')}, none of them valid:", *rejected]
+            ),
             effect="nothing was restored: training would begin at step 0",
             remedy="restore the objects, if the bucket keeps versions",
         )

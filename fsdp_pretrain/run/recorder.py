@@ -89,8 +89,11 @@ class Recorder:
             **measured,
         )
 
-    def ended(self, text: str, *, code: int, **facts: Any) -> None:
-        """Record the end; if this start trained, with the tokens trained and those in no checkpoint."""
+    def ended(self, text: str, *, code: int, refused: bool = False, **facts: Any) -> None:
+        """Record the end; if this start trained, with the tokens trained and those in no checkpoint.
+
+        `refused`: the reason is printed as an error, so that a start that did not train need not print it again.
+        """
         known, saved = self._status, self._status.get("checkpoint") or {}
         if self._steps_shown:
             tokens, behind = known["tokens"], known["step"] - (saved.get("step") or 0)
@@ -101,7 +104,11 @@ class Recorder:
                 else ", all saved"
             )
             facts |= {"tokens": tokens, "at_risk": {"steps": behind, "tokens": risk}}
-        self.event("stop", text, code=code, **facts)
+        if refused and not self._steps_shown:
+            self._journal.write("stop", text, code=code, **facts)
+            self._log.write(f"{now()} [stop] {text}")
+        else:
+            self.event("stop", text, code=code, **facts)
 
     def status(self, *, force: bool = False, **fields: Any) -> None:
         """Update `status.json`, at most once a second unless forced."""
