@@ -74,7 +74,7 @@ def main() -> int:
     JSON,
 )
 def _run(args: argparse.Namespace) -> int:
-    """Evaluate one checkpoint (of a run: the newest) and print the scores."""
+    """Evaluate one checkpoint, of a run the newest, and print the scores."""
     from .evaluation import assist, evaluate
     from .ranks import join, together
 

@@ -78,7 +78,7 @@ class TaskResults:
         """Values of every document by metric. Raises UserError."""
         name = self.results.samples.get(self.task)
         if name is None:
-            raise ConfigError(f"no samples were kept with the results of step {self.results.step}")
+            raise ConfigError(f"no values of single documents were kept for {self.task} of step {self.results.step}")
         return sample_files.read(self.folder / Path(name).name)
 
 

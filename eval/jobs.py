@@ -112,7 +112,7 @@ def _announce(run: RunDir, folder: Path) -> None:
     add(
         run,
         "eval",
-        f"{shown} in {results.seconds:.0f}s",
+        f"{shown} in {human_time(results.seconds)}",
         step=results.step,
         scores=results.model_dump(include={"scores"})["scores"],
         documents=results.documents,

@@ -120,8 +120,9 @@ class CommandLine:
 
     def __init__(self, name: str, description: str, meant: Mapping[str, str] | None = None) -> None:
         self._meant = meant or {}
+        about = f"{description} Every verb has --help, with an example."
         self._parser = Parser(
-            prog=name, description=description, epilog="", formatter_class=argparse.RawDescriptionHelpFormatter
+            prog=name, description=about, epilog="", formatter_class=argparse.RawDescriptionHelpFormatter
         )
         self._parser.add_argument("--version", action=_Version)
         self._verbs = self._parser.add_subparsers(metavar="VERB", required=True, help="one of those below")

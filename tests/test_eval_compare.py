@@ -161,7 +161,7 @@ def test_documents_of_only_one_side_are_left_out(tmp_path: Path, run_command: Ru
         ({"num_fewshot": {"choice": 5}}, "other few-shot examples: None and 5"),
         ({"versions": {"choice": 2.0}}, "other versions of the task: 1.0 and 2.0"),
         ({"gen_kwargs": {"choice": {"temperature": 1}}}, "other options of generating answers"),
-        ({"keep": False}, "no samples were kept with the results of step 1"),
+        ({"keep": False}, "no values of single documents were kept for choice of step 1"),
         ({"samples": {"choice": "samples_gone.jsonl"}}, "samples_gone.jsonl: No such file"),
         ({"first": 200}, "they have no document in common"),
         ({"scores": {"choice": {"acc": 0.9, "acc_stderr": 0.01}}}, "no mean or ratio"),

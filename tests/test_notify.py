@@ -182,7 +182,7 @@ def test_what_a_message_says(endpoint: Endpoint, quick: None, tmp_path: Path) ->
         "the watchdog: asked for a save",
         "to do: free &lt;space&gt;",
     ]
-    assert lines[5] == f"acknowledge: fsdp-pretrain ack {tmp_path} checkpoint-age"
+    assert lines[5] == f"acknowledge: fsdp-pretrain alarms {tmp_path} ack checkpoint-age"
     expected = {
         "schema": 1, "key": "checkpoint-age", "detector": "checkpoint-age", "severity": "CRIT", "state": "open",
         "run": "llama-7b", "segment": 3, "host": "n1", "step": 41_200, "facts": {"tokens": 7},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import threading
@@ -197,26 +198,30 @@ def test_restarts_make_one_curve(tmp_path: Path) -> None:
 
 
 def test_console_line_has_a_fixed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Within 100 columns: what is long drops what the record also has; the held-out losses get a line of their own."""
+    """Within 100 columns: what is long drops what the record also has; the held-out losses get a line of their own. Times and
+    rates are those of all steps since the last line."""
     record = recorder(RunDir(tmp_path))
     record.step(step_record(2), target=10)
-    record.step(step_record(3), target=10)
-    record.step(step_record(4, grad_norm=None, mfu=0.4123, loss={"sum": None, "count": 4}), target=10)
+    record.step(step_record(3, mfu=0.1), target=10)
+    slow = {"mfu": 0.3, "tokens_per_second": 2e4, "seconds": {"iteration": 1.5, "data": 0.002, "checkpoint": 0.0}}
+    record.step(step_record(4, grad_norm=None, loss={"sum": None, "count": 4}, **slow), target=10)
     heldout = {f"source-{number}": LossSum(sum=9.0, count=4) for number in range(2)}
     seconds = {"iteration": 12.3456, "data": 0.001, "checkpoint": 0.0}
     big = {"batch": 1024, "length": 4096, "mfu": 0.4123, "tokens_per_second": 1.23e6, "loss_scale": 65536.0}
     record.step(step_record(43680, seconds=seconds, heldout=heldout, **big), target=300_000)
-    lines = capsys.readouterr().out.splitlines()
+    told = capsys.readouterr().out.splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in told)
+    lines = [line[9:] for line in told]
     assert lines == [
         "step=2/10  loss=2.0000 gnorm=0.500 lr=1.00e-03 tok/s=10K   mem=1GiB   iter=0.500s eta=4s",
-        "step=4/10  loss=nan    gnorm=nan   lr=1.00e-03 tok/s=10K   mfu=41.2% mem=1GiB   iter=0.500s eta=3s",
-        "step=43680/300000 loss=2.0000 gnorm=0.500 scale=65536 lr=1.00e-03 tok/s=1.23M iter=12.3s eta=13d04h",
+        "step=4/10  loss=nan    gnorm=nan   lr=1.00e-03 tok/s=17.5K mfu=25.0% mem=1GiB   iter=1.000s eta=6s",
+        "step=43680/300000 loss=2.0000 gnorm=0.500 scale=65536 lr=1.00e-03 tok/s=1.23M iter=12.3s eta=14d04h",
         "step=43680/300000  heldout/source-0=2.2500 heldout/source-1=2.2500",
     ]
     assert max(map(len, lines)) <= 100
     record.status(force=True)
     # The first step of a start is slower: the time left is that of the mean of the others, once there are any.
-    left = (300_000 - 43_680) * (0.5 + 0.5 + 12.3456) / 3
+    left = (300_000 - 43_680) * (0.5 + 1.5 + 12.3456) / 3
     assert json.loads((tmp_path / "status.json").read_text())["seconds_left"] == pytest.approx(left)
     assert all(f"Z {line}\n" in (tmp_path / "segments/0001/log").read_text() for line in lines)
 

@@ -168,7 +168,9 @@ def test_account_checkpoints_evaluations_and_events_are_those_of_the_record(made
 def test_it_names_machines_versions_and_commit(tmp_path: Path, run_command: Any) -> None:
     run, page = unpack(tmp_path), tmp_path / "page.html"
     done = run_command("fsdp_pretrain.cli", "report", run, "--out", page)
-    assert done.returncode == 0 and re.search(r"^  went +loss [\d.]+ at first", done.stdout, re.MULTILINE), done.stderr
+    assert done.returncode == 0 and re.search(r"^  result +loss [\d.]+ at first", done.stdout, re.MULTILINE), (
+        done.stderr
+    )
     machines = dict(re.findall(r'<th scope="row">([^<]*)</th><td>([^<]*)', page.read_text()))
     recorded = json.loads((RunDir(run).segments[-1] / "environment.json").read_text())
     assert {name: machines[name] for name in ("torch", "device")} == {k: recorded[k] for k in ("torch", "device")}

@@ -40,8 +40,8 @@ _POLL_SECONDS, _LOOK_SECONDS = 0.1, 2.0
     JSON,
 )
 def control(args: argparse.Namespace) -> int:
-    """Ask the running job to save a checkpoint, or to save and stop; to hold its ranks idle between two steps (pause),
-    and to go on (resume); to go on with other settings (set), for good, after a preview."""
+    """Ask the running job to save, stop, pause, resume or change settings. `stop` saves first; `pause` holds the ranks
+    idle between two steps; `set` is for good, and previewed."""
     if args.action != "set" and (args.overrides or args.over or args.at is not None):
         raise ConfigError(f"KEY=VALUE, --over and --at belong to `set`, not to `{args.action}`")
     report = running_job(args.run)

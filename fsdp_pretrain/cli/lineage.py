@@ -69,7 +69,13 @@ def rollback(args: argparse.Namespace) -> int:
         metavar="LENGTH",
         help='let the learning rate decay from where it is over this length, such as "50B tokens", which ends the run',
     ),
-    argument("--to", type=not_negative, default=0.1, help="of --anneal: share of the rate at the end (default: 0.1)"),
+    argument(
+        "--to",
+        type=not_negative,
+        default=0.1,
+        metavar="SHARE",
+        help="of --anneal: share of the rate at the end (default: 0.1)",
+    ),
     argument(
         "--mix",
         type=Path,

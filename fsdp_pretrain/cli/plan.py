@@ -43,7 +43,7 @@ def _share(text: str) -> float:
         "--mfu",
         type=_share,
         metavar="SHARE",
-        help="the same from the share of the peak of a --device that was measured, such as 45%%",
+        help="like --seconds-per-step, but from a measured MFU of a --device, such as 45%%",
     ),
     argument("--strict", action="store_true", help="refuse, with exit 78, if a corpus is not there"),
     argument(

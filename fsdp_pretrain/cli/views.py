@@ -151,8 +151,7 @@ def goodput(args: argparse.Namespace) -> int:
     argument("--out", type=Path, metavar="FILE", help="file to write (default: report.html in RUN, of a URL here)"),
 )
 def report(args: argparse.Namespace) -> int:
-    """A page to look at: curves, checkpoints, evaluations, events and goodput of a run in one HTML file that needs no
-    network."""
+    """Write a run as one HTML page: curves, checkpoints, evaluations, events and goodput, without a network."""
     from fsdp_pretrain.views.report.page import write_report
 
     out = args.out or (Path() if args.run.fetched else args.run.path) / "report.html"
@@ -160,10 +159,10 @@ def report(args: argparse.Namespace) -> int:
     page = f"{out}: {human_bytes(size)}"
     rows = [
         ("trained", summary.trained),
-        *zip(("went", *[""] * len(summary.went)), summary.went, strict=False),
-        ("look at", summary.look_at),
-        ("writes", summary.writes),
-        ("page", page),
+        *zip(("result", *[""] * len(summary.went)), summary.went, strict=False),
+        ("problems", summary.look_at),
+        ("sample", summary.writes),
+        ("report", page),
     ]
     print("\n".join(row(name, text) for name, text in rows if text))
     return 0

@@ -39,7 +39,7 @@ from .sections import (
     TrainSection,
 )
 from .timeline import TimelineEntry
-from .toml_file import describe, override, read_toml
+from .toml_file import describe_all, override, read_toml
 
 _TAGS = ("llama", "gpt", "glm", "causal")
 _HELDOUT_EVERY, _HELDOUT_BATCHES = 500, 4
@@ -254,7 +254,7 @@ def replace_in(section: S, name: str, values: Mapping[str, Any], overrides: Sequ
         elif problem := override(raw, text, origin):
             problems.append(problem)
     sections, errors = _check(raw)
-    problems += [describe(error, path, origin, schema_keys()) for error in errors if error["loc"][0] == name]
+    problems += describe_all([error for error in errors if error["loc"][0] == name], path, origin, schema_keys())
     if problems:
         raise _invalid(problems, path)
     changed: S = sections[name]
@@ -286,7 +286,7 @@ def load_known(path: Path, *, own: bool) -> tuple[Config, dict[str, Any]]:
 def _resolve(raw: dict[str, Any], path: Path, origin: dict[str, str]) -> Config:
     """The configuration of raw values. Raises ConfigError, which lists every problem."""
     sections, errors = _check(raw)
-    problems = [describe(error, path, origin, schema_keys()) for error in errors]
+    problems = describe_all(errors, path, origin, schema_keys())
     if problems := [*problems, *cross_checks(sections)]:
         raise _invalid(problems, path)
     return Config.model_construct(**sections)  # not checked again: unions know only our own sections

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,15 @@ def override(raw: dict[str, Any], text: str, origin: dict[str, str]) -> str | No
         return f"override {text!r}: {'.'.join(parents)} is a value, not a section"
     origin[key] = f"override of {key}" if key.startswith(_SECRETIVE) else f"override {text!r}"
     return None
+
+
+def describe_all(errors: Sequence[Any], path: Path, origin: dict[str, str], keys: Iterable[str]) -> list[str]:
+    """Pydantic's errors as texts, without the required key that a misspelt one stands for."""
+    keys, names = list(keys), [".".join(map(str, error["loc"])) for error in errors]
+    unknown = [name for name, error in zip(names, errors, strict=True) if error["type"] == "extra_forbidden"]
+    meant = {nearest(name, keys) for name in unknown}
+    told = (error for name, error in zip(names, errors, strict=True) if error["type"] != "missing" or name not in meant)
+    return [describe(error, path, origin, keys) for error in told]
 
 
 def describe(error: Any, path: Path, origin: dict[str, str], keys: Iterable[str]) -> str:

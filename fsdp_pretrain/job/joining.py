@@ -291,8 +291,8 @@ def record_heldout(run: RunContext, heldout: HeldOutSamples | None) -> None:
     """Record which held-out samples are measured, how often, and the notices of reading them."""
     if heldout is None:
         return
-    names = ", ".join(f"{count:_} of {name}" for name, count in heldout.counts.items())
-    text = f"the loss of {names} is measured every {run.config.heldout_every}"
+    names = ", ".join(f"{count:_} samples of {name}" for name, count in heldout.counts.items())
+    text = f"the loss on {names} is measured every {run.config.heldout_every}"
     run.recorder.event("heldout", text, samples=heldout.counts, corpora=heldout.fingerprints)
     for corpus in heldout.packer.corpora.values():
         for notice in corpus.reads.take_notices():

@@ -132,10 +132,12 @@ def check_declared(model: AnyModel, exact: int) -> None:
 
 
 def world_sizes(config: Config) -> Iterator[int]:
-    """World sizes up to 4096 that split every global batch of the run into whole micro-batches."""
-    batches = config.schedule.batches()
+    """World sizes up to 4096 that split every global batch of the run into whole micro-batches, and into whole replicas
+    of `parallel.shard` ranks."""
+    batches, shard = config.schedule.batches(), config.parallel.shard
     for size in range(1, min(4096, min(batches) // config.train.micro_batch) + 1):
-        if all(batch % (size * config.train.micro_batch) == 0 for batch in batches):
+        whole = shard == "node" or size % shard == 0
+        if whole and all(batch % (size * config.train.micro_batch) == 0 for batch in batches):
             yield size
 
 
@@ -204,13 +206,15 @@ def plan(
 
 def _feasible_sizes(config: Config, world: int | None) -> list[int]:
     """The world sizes that divide every global batch. Raises ConfigError if `world` is not one of them."""
-    sizes = list(world_sizes(config))
+    sizes, batches, problems = list(world_sizes(config)), config.schedule.batches(), []
     if world is not None and world not in sizes:
-        raise ConfigError(
-            f"the global batches {_shorten(config.schedule.batches())} do not split over {world} ranks "
-            f"into micro-batches of {config.train.micro_batch}",
-            remedy=f"feasible world sizes: {_shorten(sizes)}",
-        )
+        shard, micro_batch = config.parallel.shard, config.train.micro_batch
+        if shard != "node" and world % shard:
+            problems.append(f"parallel.shard = {shard} does not divide the world size {world}")
+        if any(batch % (world * micro_batch) for batch in batches):
+            split = f"over {world} ranks into micro-batches of {micro_batch}"
+            problems.append(f"the global batches {_shorten(batches)} do not split {split}")
+        raise ConfigError("; ".join(problems), remedy=f"feasible world sizes: {_shorten(sizes)}")
     return sizes
 
 
@@ -296,7 +300,7 @@ def render(plan: Plan) -> str:
         f"  run         {plan.steps:_} steps, {plan.samples:_} samples, {plan.tokens:_} tokens "
         f"({human_count(plan.tokens)}), {plan.flops:.3g} FLOPs",
         f"  per token   {human_count(plan.flops_per_token)} FLOPs of the model, "
-        f"{human_count(plan.hardware_flops_per_token)} of the hardware",
+        f"{human_count(plan.hardware_flops_per_token)} of the hardware (which looks the embedding up)",
         f"  batch       {_range(plan.global_batches)} samples",
         f"  ranks       feasible: {_shorten(plan.world_sizes)}",
         f"  checkpoint  {human_bytes(plan.checkpoint_bytes)} each; "
@@ -334,7 +338,7 @@ def _render_layout(layout: Layout) -> list[str]:
     parts = vars(layout.memory).items()
     of = f" of {human_bytes(layout.available)}" if layout.available is not None else ""
     return [
-        f"  on {layout.size} ranks  micro-batches per step: {_range(layout.micro_batches_per_step)}; "
+        f"  on {counted(layout.size, 'rank')}  micro-batches per step: {_range(layout.micro_batches_per_step)}; "
         f"{layout.replicas} replicas x {layout.shards} shards",
         f"  memory      {human_bytes(layout.state_bytes)} per rank for parameters, gradients and optimiser; "
         f"{human_bytes(layout.memory.total)}{of} at the highest point of a step:",

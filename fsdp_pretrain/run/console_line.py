@@ -1,8 +1,9 @@
-"""The console line of a step."""
+"""The console lines of a run: those of steps, and the time before each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 from fsdp_pretrain.units import human_bytes, human_count, human_time
 
@@ -11,17 +12,21 @@ from .step_record import StepRecord
 WIDTH = 100
 _LEFT_OUT = ("data", "tokens", "mem", "mfu")
 """Fields that are dropped, in this order, from a line that would be too long; the metrics record has all."""
-
-
 _WIDTHS = {"tokens": 5, "loss": 6, "gnorm": 5, "tok/s": 5, "mfu": 5, "mem": 6, "iter": 6, "data": 6}
 """Widths of values, so that fields of successive lines are below each other."""
 
 
-def console_lines(record: StepRecord, target: int, seconds_left: float) -> Iterator[str]:
-    """One step as `key=value` in fixed columns, at most 100 wide where names and numbers have usual lengths.
+def console_lines(records: Sequence[StepRecord], target: int, seconds_left: float) -> Iterator[str]:
+    """The last of these steps as `key=value` in fixed columns, at most 100 wide where names and numbers have usual
+    lengths; times and rates are means over all of them.
 
     The held-out loss, if measured, is on a line of its own.
     """
+    record, training = records[-1], sum(each.seconds.training for each in records)
+    tokens_per_second, mfu = (
+        sum(rate * each.seconds.training for rate, each in zip(rates, records, strict=True)) / training
+        for rates in ([each.tokens_per_second for each in records], [each.mfu or 0.0 for each in records])
+    )
     norm, step = record.grad_norm, f"step={record.step}/{target}".ljust(len(f"step={target}/{target}"))
     fields = {
         "tokens": human_count(record.tokens),
@@ -29,11 +34,11 @@ def console_lines(record: StepRecord, target: int, seconds_left: float) -> Itera
         "gnorm": "overflow" if record.overflow else "nan" if norm is None else f"{norm:.3f}",
         **({} if record.loss_scale is None else {"scale": f"{record.loss_scale:g}"}),
         "lr": f"{record.lr:.2e}",
-        "tok/s": human_count(record.tokens_per_second),
-        **({} if record.mfu is None else {"mfu": f"{record.mfu:.1%}"}),
+        "tok/s": human_count(tokens_per_second),
+        **({} if record.mfu is None else {"mfu": f"{mfu:.1%}"}),
         **({"mem": human_bytes(record.memory_bytes).replace(" ", "")} if record.memory_bytes else {}),
-        "iter": _seconds(record.seconds.training),  # like tok/s, without the held-out loss
-        "data": _seconds(record.seconds.data),
+        "iter": _seconds(training / len(records)),  # like tok/s, without the held-out loss
+        "data": _seconds(fmean(each.seconds.data for each in records)),
         "eta": human_time(seconds_left),
     }
     for name in _LEFT_OUT:

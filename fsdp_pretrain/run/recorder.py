@@ -47,13 +47,14 @@ class Recorder:
         }
         self._status_written = -math.inf
         self._status_fails = False
-        self._steps_shown = 0
+        self._steps_shown, self._unshown = 0, list[StepRecord]()
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def say(self, text: str) -> None:
-        """Print a line and add it to the log."""
-        print(text, flush=True)
-        self._log.write(f"{now()} {text}")
+        """Print a line, after the time of day (UTC), and add it to the log."""
+        time = now()
+        print(f"{time[11:19]} {text}", flush=True)
+        self._log.write(f"{time} {text}")
 
     def event(self, kind: Kind, text: str, **data: Any) -> None:
         """Write a journal entry and print it."""
@@ -73,9 +74,11 @@ class Recorder:
             self._recent.append(record.seconds.iteration)
         left = (target - step) * fmean(self._recent or [record.seconds.iteration])
         self._status.pop("before", None)  # from the first step on, the status describes this start
+        self._unshown.append(record)
         if step % self._console_every == 0 or self._steps_shown == 0 or step == target or record.heldout:
-            for line in console_lines(record, target, left):
+            for line in console_lines(self._unshown, target, left):
                 self.say(line)
+            self._unshown.clear()
             self._steps_shown += 1
         means = {name: number(loss.mean) for name, loss in (record.heldout or {}).items()}
         measured: dict[str, Any] = {"heldout": {"step": step, "loss": means}} if means else {}

@@ -235,7 +235,9 @@ def _step_parts(view: RunView) -> Text:
     if not len(seconds):
         return _line(("-", "dim"))
     means = {name: max(0.0, float(_recent(view, column).mean())) for column, name in _PARTS.items()}
-    return _line((human_time(float(seconds.mean())), "bold"), (" on average", "dim"), _shares(means))
+    return _line(
+        (human_time(float(seconds.mean())), "bold"), (f" mean of the last {len(seconds)} steps", "dim"), _shares(means)
+    )
 
 
 def _heldout(line: Line | None) -> Text:

@@ -172,7 +172,7 @@ def acknowledge(run: RunDir, key: str) -> None:
     if key not in waiting:
         raise ConfigError(
             f"no alarm {key!r} is open and unacknowledged",
-            remedy=f"these are: {', '.join(sorted(waiting))}" if waiting else "none is; see `fsdp-pretrain alarms RUN`",
+            remedy=f"these are: {', '.join(sorted(waiting))}" if waiting else "there is nothing to acknowledge",
         )
     try:
         requests.put(_inbox(run), verb="ack", key=key)

@@ -93,7 +93,7 @@ def _lines(kind: Kind, alarm: Alarm, sender: MessageSender) -> list[str]:
     lines += [f"the watchdog: {alarm.action}"] if alarm.action else []
     if not over:
         lines += [f"to do: {alarm.remedy}"] if alarm.remedy else []
-        lines += [f"acknowledge: fsdp-pretrain ack {sender.path} {alarm.key}"]
+        lines += [f"acknowledge: fsdp-pretrain alarms {sender.path} ack {alarm.key}"]
     segment = f", start {sender.segment}" if sender.segment is not None else ""
     return [*lines, f"where: {sender.path} on {sender.host}{segment}"]
 
