@@ -144,7 +144,7 @@ class LlamaModel(_Normal):
     sliding_window: Positive | None = None
     """`mistral`, `olmo3`, `gemma3_text`: tokens that a token sees, with itself; in all blocks, or by the pattern."""
     sliding_window_pattern: Annotated[int, Field(ge=2)] | None = None
-    """`olmo3`, `gemma3_text`: every so manieth block has no window; `rope_scaling` is of these blocks alone."""
+    """`olmo3`, `gemma3_text`: every n-th block has no window; `rope_scaling` is of these blocks alone."""
     rope_local_base: AboveZero | None = None
     """`gemma3_text`: base of the rotary frequencies of blocks with a window. Default: `rope_base`."""
     query_pre_attn_scalar: Positive | None = None

@@ -287,7 +287,7 @@ def _llama_from_hf(family: str, content: dict[str, Any], problems: list[str]) ->
 
 
 def _pattern_from_hf(content: dict[str, Any], hf_class: HFClass, problems: list[str]) -> object:
-    """Every so manieth block has no window."""
+    """Every n-th block has no window."""
     kinds = content.get("layer_types")
     if kinds is None:
         return content.get("sliding_window_pattern", hf_class.pattern)
@@ -296,7 +296,7 @@ def _pattern_from_hf(content: dict[str, Any], hf_class: HFClass, problems: list[
     pattern = kinds.index("full_attention") + 1 if "full_attention" in kinds else longer
     wanted = ["sliding_attention" if (n + 1) % pattern else "full_attention" for n in range(len(kinds))]
     if kinds != wanted or len(kinds) != content.get("num_hidden_layers"):
-        problems.append("layer_types: ours is full_attention for every so manieth block, else sliding_attention")
+        problems.append("layer_types: ours is full_attention for every n-th block, else sliding_attention")
     return pattern
 
 
