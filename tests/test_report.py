@@ -6,6 +6,7 @@ import base64
 import gzip
 import html
 import json
+import math
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.goodput import goodput
 from fsdp_pretrain.run.metrics import read_metrics
 from fsdp_pretrain.units import human_time
+from fsdp_pretrain.views.report.summary import moving_mean
 
 pytest.importorskip("plotly")
 
@@ -132,6 +134,15 @@ def test_extremes_survive_and_what_was_left_behind_is_there(made: LongRun, writt
     assert rolled_back and shown.curve("Loss", "training, left behind")[1].max() == 9.0
     assert shown.at(line, "trained")[-1] == truth[-1].tokens
     assert written.stat().st_size < 5e6
+
+
+def test_the_smoothed_loss_is_a_mean_around_each_step() -> None:
+    column = np.array([3.0, 1.0, math.nan, 7.0, 5.0, math.inf])
+    for length in (1, 2, 3, 4, 12):
+        around = [column[max(0, at - length // 2) : at + (length + 1) // 2] for at in range(6)]
+        finite = [part[np.isfinite(part)] for part in around]
+        expected = [part.mean() if len(part) else math.nan for part in finite]
+        assert moving_mean(column, length) == pytest.approx(expected, nan_ok=True)
 
 
 def test_account_checkpoints_evaluations_and_events_are_those_of_the_record(made: LongRun, written: Path) -> None:

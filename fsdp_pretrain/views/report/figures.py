@@ -24,7 +24,7 @@ from .curves import Curve, reduce_all
 from .evaluations import ScorePoint, read_scores
 from .events import Event
 from .panels import Panel, Trace, lay_out
-from .summary import trailing_mean, window
+from .summary import moving_mean, window
 
 _UNITS: dict[str, dict[str, Any]] = {
     "": {"hoverformat": ".5~g", "exponentformat": "e"},
@@ -71,7 +71,7 @@ class Drawing:
 
     def __init__(self, record: RunRecord, events: list[Event]) -> None:
         kept_line = record.lines.kept
-        smooth = trailing_mean(kept_line.columns.get("loss", np.empty(0)), length := window(len(kept_line)))
+        smooth = moving_mean(kept_line.columns.get("loss", np.empty(0)), length := window(len(kept_line)))
         lines = replace(record.lines, kept=replace(kept_line, columns={**kept_line.columns, "loss_mean": smooth}))
         self._columns = lines.kept.columns
         self.places: list[dict[str, Any]] = []

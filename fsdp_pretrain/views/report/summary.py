@@ -56,13 +56,13 @@ def window(steps: int) -> int:
     return max(1, round(_SHARE * steps))
 
 
-def trailing_mean(column: Column, length: int) -> Column:
-    """Mean of each value and those before it, `length` together, leaving out what is not finite."""
-    finite = np.isfinite(column)
+def moving_mean(column: Column, length: int) -> Column:
+    """Mean of each value and those around it, `length` together, fewer at both ends, leaving out what is not finite."""
+    finite, at = np.isfinite(column), np.arange(len(column))
     sums, counts = (np.cumsum(np.insert(part, 0, 0.0)) for part in (np.where(finite, column, 0.0), finite * 1.0))
-    first = np.maximum(np.arange(len(column)) + 1 - length, 0)
+    first, stop = np.maximum(at - length // 2, 0), np.minimum(at + (length + 1) // 2, len(column))
     with np.errstate(invalid="ignore", divide="ignore"):
-        means: Column = (sums[1:] - sums[first]) / (counts[1:] - counts[first])
+        means: Column = (sums[stop] - sums[first]) / (counts[stop] - counts[first])
     return means
 
 
@@ -70,9 +70,10 @@ def _course(record: RunRecord) -> Iterator[str]:
     """Losses and scores from the beginning to the end, and where the time went."""
     loss = record.lines.kept.columns.get("loss", np.empty(0))
     if len(loss):
-        means = trailing_mean(loss, length := window(len(loss)))
+        length = window(len(loss))
+        first, last = (moving_mean(part, 2 * length)[0] for part in (loss[:length], loss[-length:]))  # of all of it
         among = f" (means of {length} steps)" if length > 1 else ""
-        yield f"loss {means[length - 1]:.3f} at first, {means[-1]:.3f} now{among}"
+        yield f"loss {first:.3f} at first, {last:.3f} now{among}"
     if (heldout := record.report.status.heldout) is not None:
         means_by_name = (f"{name} {mean:.3f}" for name, mean in heldout.loss.items() if mean is not None)
         yield f"held-out {', '.join(means_by_name)} after step {heldout.step:_}"

@@ -265,11 +265,13 @@ def _evaluation(entry: dict[str, Any]) -> Text:
     """The scores of a step, with their standard errors."""
     text = _line((f"{entry['step']:_}", "dim"))
     for task, row in entry["scores"].items():
+        told = f"{one_line(task)} "  # once
         for name, value in row.items() if isinstance(row, dict) else ():
             if "stderr" not in name and (value is None or isinstance(value, int | float)):
                 error = row.get(f"{name}_stderr")
                 spread = f"±{short(error, 2)}" if isinstance(error, int | float) else ""
-                text.append(f"  {one_line(f'{task} {name}')} ", "dim")
+                text.append(f"  {told}{one_line(name)} ", "dim")
+                told = ""
                 text.append("nan" if value is None else short(value) + spread, "bold")
     return text
 
