@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import xxhash
 from processes import Run
 
+from fsdp_pretrain.config.config import load
+from fsdp_pretrain.data.packing.opening import open_packer
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.metrics import read_metrics
 
@@ -65,6 +70,30 @@ def test_a_branch_decays_from_where_the_run_is_on_another_mixture(
     assert shares[20] == {"text": 0.75, "old": 0.25} or shares[20] == {"text": 0.75, "old": 0.25, "best": 0.0}
     assert shares[32] == {"text": 0.25, "old": 0.0, "best": 0.75}
     assert contents(parent) == before
+    again = run_command(CLI, "fork", new, "--at", 30, lab.path / "again", "--anneal", "4 steps", "--mix", mix)
+    assert again.returncode == 0, again.stderr  # `old` has ended
+    shares = open_packer(load(lab.path / "again" / "config.toml")).mixture.shares
+    assert shares(159) == pytest.approx({"text": 0.75, "old": 0.25, "best": 0}) and shares(239) == shares(240)
+
+
+def test_the_mixture_of_the_file_lasts_to_the_end(
+    parent: Path, sources: list[dict[str, Any]], lab: Any, run_command: Run
+) -> None:
+    """Whatever the run, or a later start of it, has planned behind the fork."""
+    run, new, mix = lab.path / "run", lab.path / "new", lab.path / "mix.toml"
+    shutil.copytree(parent, run)
+    config = tomllib.loads((run / "config.toml").read_text())
+    text, old = config["data"]["sources"]
+    later = [{**old, "name": name, "start": "200 samples"} for name in ("late", "never")]
+    config["data"]["sources"] = [text, {**old, "stop": "200 samples"}, *later]
+    (run / "config.toml").write_text(tomli_w.dumps(config))
+    mix.write_text(tomli_w.dumps({"sources": [{**old, "weight": 3}, {**old, "name": "late", "weight": 1}]}))
+    done = run_command(CLI, "fork", run, "--at", 20, new, "--anneal", "9 steps", "--mix", mix)
+    assert done.returncode == 0, done.stderr
+    packer = open_packer(load(new / "config.toml"))
+    assert packer.mixture.shares(159) == pytest.approx({"text": 0.75, "old": 0.25, "late": 0})
+    for place in (160, 200, 231):
+        assert packer.mixture.shares(place) == pytest.approx({"text": 0, "old": 0.75, "late": 0.25})
 
 
 @pytest.mark.parametrize(
@@ -74,6 +103,7 @@ def test_a_branch_decays_from_where_the_run_is_on_another_mixture(
         (["--mix", "mix.toml"], "", "--mix belongs to --anneal"),
         (["--anneal", "9 steps"], "sources = 3", "is not a mixture"),
         (["--anneal", "9 steps"], '[[sources]]\nname = "text"\npath = "elsewhere"', "rename it"),
+        (["--anneal", "9 steps"], '[[sources]]\nname = "a"\npath = "b"\nstop = "200 samples"', "to the end of the run"),
         (["--anneal", "9 steps", "--set", "optimizer.lr=1e-2"], None, "the rate would go from"),
         (["--anneal", "9 steps", "--to", "-1"], None, "is not a number of 0 or more"),
         (["--anneal", "9 steps", "--to", "2"], None, "optimizer.min_lr"),

@@ -110,10 +110,16 @@ def _sources(config: Config, saved: SavedState, path: Path) -> list[dict[str, An
     here = f"{place} samples"
     sources = []
     for old in config.data.sources:
-        new = news.pop(old.name, None)
-        shown = old.model_dump(mode="json", exclude_none=True)
-        plan = MixtureWeight.from_json(saved.identity.mixture[old.name])
-        if any(first >= place for first, _ in plan.points[1:]) or (plan.stop is not None and plan.stop <= place):
+        recorded = saved.identity.mixture.get(old.name)
+        plan = None if recorded is None else MixtureWeight.from_json(recorded)
+        if plan is None or plan.start >= place:
+            continue  # it has not begun: the file alone decides on it
+        new, over = news.pop(old.name, None), plan.stop is not None and plan.stop <= place
+        shown = old.model_dump(mode="json", exclude_none=True, exclude=None if over else {"stop"})
+        if over and new is None:
+            sources.append(shown)
+            continue
+        if over or any(first >= place for first, _ in plan.points[1:]):
             raise ConfigError(
                 f"the weight of {old.name} changes, or has ended, around sample {place:_}",
                 remedy="fork without --mix, and set data.sources yourself",
@@ -138,8 +144,8 @@ def _limits(source: SourceSection) -> Mapping[str, Any]:
 
 
 def _constant(source: SourceSection, path: Path) -> float:
-    if isinstance(source.weight, list):
-        raise ConfigError(f"{path}: the weight of {source.name} must be a number")
+    if isinstance(source.weight, list) or source.start.value or source.stop is not None:
+        raise ConfigError(f"{path}: the weight of {source.name} must be a number, from the fork to the end of the run")
     return source.weight
 
 
