@@ -17,6 +17,7 @@ from typing import Any
 
 from fsdp_pretrain.checkpoint.evaluations import FailedAttempt, Job, due_jobs, given_up_jobs, pause_after
 from fsdp_pretrain.config.config import Config
+from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.processes import start_module
 from fsdp_pretrain.run import state_files
 from fsdp_pretrain.run.files import RunDir, make_directory, now
@@ -34,13 +35,27 @@ Evaluate = Callable[[Work], Evaluated | None]
 
 
 def protected_steps(run: RunDir, config: Config) -> set[int]:
-    """Steps whose checkpoints are being evaluated, will be next, or were given up and wait for somebody's decision.
+    """Steps whose checkpoints are being evaluated, will be next, or were given up and wait for somebody's decision;
+    and those that are merged with them, so that a late evaluation has the same parents.
 
     Of the last two kinds only the oldest few: else evaluations that never run would fill the disk.
     """
     waiting, most = due_jobs(run, config), config.checkpoint.keep_last
     claimed = [job for job in waiting if (job.folder / "claim.json").exists()]
-    return {job.checkpoint.step for job in (*claimed, *waiting[:most], *given_up_jobs(run, config)[:most])}
+    steps = {job.checkpoint.step for job in (*claimed, *waiting[:most], *given_up_jobs(run, config)[:most])}
+    return steps.union(*(_merged_with(run, config, step) for step in steps))
+
+
+def _merged_with(run: RunDir, config: Config, step: int) -> set[int]:
+    """The steps whose checkpoints `eval.merge` merges with that of a step."""
+    if (merge := config.eval.merge) is None:
+        return set()
+    from fsdp_pretrain.checkpoint.merging import choose  # imports torch
+
+    try:
+        return {checkpoint.step for checkpoint in choose(run, merge.last, merge.every, until=step)}
+    except UserError:  # fewer than two, or a damaged one: the evaluation tells
+        return set()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import tomli_w
 from processes import Run
 
 from fsdp_pretrain.checkpoint.evaluations import failed_evaluations, given_up_jobs
-from fsdp_pretrain.checkpoint.store import Store
+from fsdp_pretrain.checkpoint.store import CONFIG, Store
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.eval import jobs
 from fsdp_pretrain.eval.attempt import Evaluated, Work
@@ -267,6 +267,20 @@ def test_protection_has_a_bound(run: Path) -> None:
     assert protected(run) == {10, 20, 40, 50}
     make_claim(due(run)[2])
     assert protected(run) == {10, 20, 40, 50, 60}
+
+
+@pytest.mark.quick
+def test_the_parents_of_a_merge_stay_until_it_was_evaluated(run: Path) -> None:
+    """Else the scores of a merge would depend on when it is evaluated."""
+    config = tomllib.loads((run / "config.toml").read_text())
+    config["eval"]["merge"] = {"last": "20 steps"}
+    (run / "config.toml").write_text(tomli_w.dumps(config))
+    files = {**records.CHECKPOINT, CONFIG: (run / "config.toml").read_bytes()}
+    for step in (25, 30, 35):
+        records.commit(Store(run / "checkpoints"), step, files)
+    assert watch(run, works) == (3, 0) and protected(run) == set()
+    records.commit(Store(run / "checkpoints"), 40, files)
+    assert protected(run) == {25, 30, 35, 40}
 
 
 @pytest.mark.quick
