@@ -204,7 +204,7 @@ def judge_sources(config: Config, losses: dict[str, np.ndarray]) -> list[tuple[i
     rule, found = SourceLossRule(config.health), list[tuple[int, HealthFinding]]()
     for step, values in enumerate(zip(*(part.tolist() for part in losses.values()), strict=True), 1):
         row = {name: LossSum(sum=value * 100, count=100) for name, value in zip(losses, values, strict=True)}
-        found += [(step, finding) for finding in rule.step(step, row)]
+        found += [(step, finding) for finding in rule.step(step, row, {})]
     return found
 
 
@@ -230,6 +230,39 @@ def test_sources_that_rise_together_are_left_to_the_other_rules(config: Config) 
 @pytest.mark.parametrize("steps", [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_healthy_sources_are_left_alone(config: Config, steps: int) -> None:
     assert not judge_sources(config, by_source(3, steps))
+
+
+@pytest.mark.parametrize("moved", [0.02, 0.5])
+def test_the_loss_of_another_mixture_is_no_spike(config: Config, moved: float) -> None:
+    """`math` is harder, and gets a planned share: nothing is reported. Without a plan the loss has a spike; and one
+    behind the change is still seen."""
+    before, after = {"web": 1.0}, {"web": 1.0 - moved, "math": moved}
+    losses = 2.0 + noise(4, 2_000, 64)
+    losses[1_000:] += 0.5
+    losses[1_600:] += 0.6
+    plans = [before] * 1_000 + [after] * 1_000
+    entries = [
+        record(step, loss, ramps={"shares": shares})
+        for step, (loss, shares) in enumerate(zip(losses, plans, strict=True), 1)
+    ]
+    first = next(step for step, _ in retreats(judge(Health(config), entries)))
+    assert first == (1_053 if moved < 0.05 else 1_653)
+
+
+def test_a_source_that_has_ended_is_not_judged_any_more(config: Config) -> None:
+    """Its alarm is over."""
+    losses = by_source(1, 3_000)
+    name = sorted(losses)[0]
+    losses[name][2_000:] += 1.0
+    rule, found = SourceLossRule(config.health), list[HealthFinding]()
+    for step in range(1, 3_000):
+        sources = {source: LossSum(sum=256 * float(values[step]), count=256) for source, values in losses.items()}
+        shares = {source: 0.0 if source == name and step > 2_200 else 1.0 for source in losses}
+        found += rule.step(step, {source: sources[source] for source in losses if shares[source]}, shares)
+    assert [(finding.key, finding.resolved) for finding in found] == [
+        (f"loss/source/{name}", over) for over in (False, True)
+    ]
+    assert found[1].summary == f"{name} is not read any more"
 
 
 def test_norms_that_go_on_standing_out_are_a_warning(config: Config) -> None:

@@ -25,6 +25,8 @@ LEVEL = 0.02
 """(T) Rise of the level of the loss, in nats, that is a warning, if it is also five times its noise."""
 SOURCE = 0.05
 """(T) The same of one source's loss, while that of the others rises less than half as much."""
+SHARES = 0.05
+"""When so much of the mixture is planned to be of other sources than before, the loss is compared anew."""
 NORM = 6.0
 """(T) A gradient norm whose logarithm is this many spreads above the median is reported."""
 HALVINGS = 4

@@ -77,6 +77,7 @@ class Health:
         self._skipped: deque[int] = deque()  # numbers of the last non-finite steps
         self._cursors: deque[tuple[int, int]] = deque(maxlen=2 * HISTORY)  # (step, samples read)
         self._losses: deque[LossSum] = deque(maxlen=3)
+        self._shares: Mapping[str, float] = {}  # planned shares of the sources that the loss is compared under
         self._digest: str | None = None  # of the parameters, at the last comparison
         self._updates = 0  # optimiser steps since then
         self._expected: ExpectedSteps | None = None
@@ -131,10 +132,16 @@ class Health:
         return verdict
 
     def _judge_loss(self, record: StepRecord, verdict: Verdict) -> None:
-        loss, norm = record.loss.mean, record.grad_norm
+        loss, norm, shares = record.loss.mean, record.grad_norm, record.ramps.shares
+        moved = sum(abs(shares.get(name, 0.0) - self._shares.get(name, 0.0)) for name in {*shares, *self._shares}) / 2
+        if moved > limits.SHARES:  # the loss of another mixture is another one
+            if self._shares:
+                self._spike.restart()
+                self._level.restart()
+            self._shares = shares
         verdict.findings += self._level.step(record.step, loss)
         verdict.findings += self._norm.step(record.step, norm) if norm else []
-        verdict.findings += self._sources.step(record.step, record.sources)
+        verdict.findings += self._sources.step(record.step, record.sources, shares)
         spike = self._spike.step(record.step, loss, self._level, self._norm)
         verdict.findings += spike
         lasts = any(finding.severity is Severity.CRIT and not finding.resolved for finding in spike)

@@ -144,6 +144,10 @@ class LossLevelRule:
         """See `LossLevel`."""
         return self._level.noise
 
+    def restart(self) -> None:
+        """Forget the levels."""
+        self._level = LossLevel()
+
     def step(self, step: int, loss: float) -> list[HealthFinding]:
         """Add the loss of a step."""
         level = self._level
@@ -165,16 +169,21 @@ class SourceLossRule:
         self._levels: dict[str, LossLevel] = {}
         self.incidents: dict[str, HealthIncident] = {}
 
-    def step(self, step: int, sources: Mapping[str, LossSum]) -> list[HealthFinding]:
-        """Add the losses of a step, by source; one without targets does not count."""
+    def step(self, step: int, sources: Mapping[str, LossSum], shares: Mapping[str, float]) -> list[HealthFinding]:
+        """Add the losses of a step, by source; one without targets does not count. `shares`: the planned ones."""
+        findings = list[HealthFinding]()
+        for name in [name for name in self._levels if shares and not shares.get(name)]:
+            del self._levels[name]
+            if name in self.incidents:
+                findings += self.incidents[name].settle(step, f"{name} is not read any more")
         new = [
             name
             for name, loss in sources.items()
             if math.isfinite(loss.mean) and self._levels.setdefault(name, LossLevel()).add(step, loss.mean)
         ]
-        if len(self._levels) < 2:
-            return []
-        return [finding for name in new for finding in self._judge(step, name, self._levels[name])]
+        for name in new if len(self._levels) > 1 else ():
+            findings += self._judge(step, name, self._levels[name])
+        return findings
 
     def _judge(self, step: int, name: str, level: LossLevel) -> list[HealthFinding]:
         incident = self.incidents.setdefault(name, HealthIncident(f"loss/source/{name}"))
@@ -240,6 +249,12 @@ class LossSpikeRule:
         self.start = 0  # first step of the incident
         self._warned: int | None = None  # step of the warning, until the loss recovers or its time is over
         self._before = math.nan  # median loss before the spike
+
+    def restart(self) -> None:
+        """Forget the losses; an open incident ends when it is quiet."""
+        self._past.relearn(())
+        self._last.clear()
+        self._warned = None
 
     def step(self, step: int, loss: float, level: LossLevelRule, norm: GradientNormRule) -> list[HealthFinding]:
         """Add the loss of a step, after `norm` got its gradient norm."""
