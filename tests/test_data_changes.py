@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.data.packing.opening import open_packer, open_skips
+from fsdp_pretrain.data.corpus.corpus import Corpus
+from fsdp_pretrain.data.packing.opening import open_packer, open_skips, read_exclusions
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
+from fsdp_pretrain.errors import DataError
 
 
 def digests(config: Path, run: Path, helpers: Any) -> list[str]:
@@ -113,6 +115,29 @@ def test_a_mixture_that_ends_before_the_run_is_refused(lab: Any) -> None:
 def test_mistakes(lab: Any, data: dict[str, Any], expected: str) -> None:
     output = lab.train(lab.config(data=data), expect=78)
     assert expected in output and "Traceback" not in output
+
+
+def test_exclusions_of_shards_with_spaces(tmp_path: Path) -> None:
+    """As files may be named that `fsdp-data import` adopts."""
+    (tmp_path / "bad.txt").write_text("# a text\n\nweb s0 1\n  web my  shard 2 17 \n")
+    assert read_exclusions(tmp_path / "bad.txt") == {("web", "s0", 1), ("web", "my  shard 2", 17)}
+    for wrong in ("web s0", "web s0 x", "web s0 -1", "17"):
+        (tmp_path / "bad.txt").write_text(wrong)
+        with pytest.raises(DataError, match="line 1 is not a document"):
+            read_exclusions(tmp_path / "bad.txt")
+
+
+@pytest.mark.parametrize("line", ["text shard-00000.bin 1", "text SHARD 300"])
+def test_an_exclusion_of_no_document_is_refused(lab: Any, line: str) -> None:
+    """Other sources may be listed too."""
+    shard = Corpus(lab.corpus).manifest.shards[0].name
+    listed, config = lab.path / "bad.txt", load(lab.config(data={"exclude": str(lab.path / "bad.txt")}))
+    listed.write_text(f"text {shard} 299\nelsewhere s0 1000\n")
+    open_packer(config)
+    with listed.open("a") as file:
+        file.write(line.replace("SHARD", shard))
+    with pytest.raises(DataError, match=r"data\.exclude names document .* of text, which does not exist"):
+        open_packer(config)
 
 
 @pytest.mark.promise("bad-documents")

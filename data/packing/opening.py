@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ def open_packer(config: Config, fetcher: Path | None = None) -> Packer:
         fetcher: status file of the node's fetcher, see `CacheUse`.
     """
     data, pieces = config.data, Pieces(config.data.sequence_stages)
+    excluded = read_exclusions(data.exclude) if data.exclude is not None else set()
     packer = Packer(
         [(source.name, source.path, _weight(source, pieces)) for source in data.sources],
         data.row,
@@ -34,7 +36,7 @@ def open_packer(config: Config, fetcher: Path | None = None) -> Packer:
         lanes=data.lanes,
         max_epochs={source.name: source.max_epochs for source in data.sources if source.max_epochs is not None},
         reshuffle=windows_at(data, data.reshuffle),
-        exclude=read_exclusions(data.exclude) if data.exclude is not None else (),
+        exclude=excluded,
         read_timeout=config.read_timeout,
         slots=slots_of(data),
         stages=data.sequence_stages,
@@ -46,8 +48,24 @@ def open_packer(config: Config, fetcher: Path | None = None) -> Packer:
             effect="ids above the embedding table would crash a GPU kernel in the middle of a run",
             remedy=f"set model.vocab to at least {packer.tokenizer.vocab_size}",
         )
+    _check_exclusions(excluded, packer)
     open_objective(config, packer)
     return packer
+
+
+def _check_exclusions(excluded: Collection[tuple[str, str, int]], packer: Packer) -> None:
+    """Raise DataError if a source has no such document. The list may be of more sources than the run has."""
+    counts = {
+        name: {shard.name: shard.documents for shard in corpus.manifest.shards}
+        for name, corpus in packer.corpora.items()
+    }
+    for source, shard, document in excluded:
+        if source in counts and document >= counts[source].get(shard, 0):
+            raise DataError(
+                f"data.exclude names document {document} of shard {shard} of {source}, which does not exist",
+                effect="what is meant instead would be learned",
+                remedy="write SOURCE SHARD DOCUMENT, as `fsdp-pretrain where` shows them",
+            )
 
 
 def cache_use(config: Config, fetcher: Path | None = None) -> CacheUse | None:
@@ -156,13 +174,13 @@ def read_exclusions(path: Path) -> set[tuple[str, str, int]]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read data.exclude = {path}: {error}") from None
     for number, line in enumerate(lines, 1):
-        parts = line.split()
-        if not parts or parts[0].startswith("#"):
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
-        if len(parts) != 3 or not parts[2].isdecimal():
+        parts = re.fullmatch(r"\s*(\S+)\s+(\S.*?)\s+(\d+)\s*", line)  # names of shards may hold spaces
+        if parts is None:
             raise DataError(
                 f"{path}, line {number} is not a document: {line[:60]!r}",
                 remedy="write SOURCE SHARD DOCUMENT, as `fsdp-pretrain where` shows them",
             )
-        excluded.add((parts[0], parts[1], int(parts[2])))
+        excluded.add((parts[1], parts[2], int(parts[3])))
     return excluded
