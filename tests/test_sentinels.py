@@ -108,6 +108,22 @@ def test_what_is_wrong_is_told(
     assert all(step is not None and first <= step < first + within for _, _, step in found)
 
 
+@pytest.mark.parametrize("excludes", [False, True])
+def test_documents_left_out_are_no_other_mixture(
+    records: Records, module_lab: Any, tmp_path: Path, excludes: bool
+) -> None:
+    """Most of source a is masked out of the loss, so most targets are of b."""
+    run, changes, keys = module_lab.path / "run", ['data.exclude="bad.txt"'] if excludes else [], set[str]()
+    alarms = Alarms(tmp_path / "alarms.jsonl", lambda alarm: keys.add(alarm.key))
+    watched = build_detectors(
+        load(run / "config.toml", changes), alarms, RankMonitor(range(0), tmp_path, 1), PeerNodes(tmp_path, 0, 1, ""), 1
+    )
+    for record in records:
+        for detector in watched:
+            detector.step(parsed({**record, "mixture": {"a": 0.4, "b": 0.6}}))
+    assert {"data-share/a", "data-share/b"} & keys == (set() if excludes else {"data-share/a", "data-share/b"})
+
+
 @pytest.mark.shows("F19")
 @pytest.mark.parametrize("again", [0, 5])
 def test_a_restart_goes_on_where_the_run_was(records: Records, tmp_path: Path, again: int) -> None:

@@ -108,7 +108,7 @@ def _data_invariants(config: Config, run: RunDir, alarms: AlarmSink) -> DataInva
 
     return DataInvariantDetector(
         alarms,
-        causal=config.data.objective.kind == "causal",
+        causal=config.data.objective.kind == "causal" and config.data.exclude is None,
         max_quarantined=config.data.max_quarantined,
         before=before,
     )
