@@ -23,6 +23,14 @@ MODEL = {"family": "llama", "layers": 8, "hidden": 256, "heads": 8, "kv_heads": 
 FAMILIES = {
     "llama": MODEL,
     "qwen3": {**MODEL, "family": "qwen3", "head_size": 64, "tied_head": True},
+    "gemma3_text": {
+        **MODEL,
+        "family": "gemma3_text",
+        "head_size": 64,
+        "query_pre_attn_scalar": 96,
+        "sliding_window": 8,
+        "sliding_window_pattern": 6,
+    },
     "gpt": {"family": "gpt", "layers": 8, "hidden": 240, "heads": 6, "positions": 32, "vocab": 512},
     "glm": {"family": "glm", "layers": 8, "hidden": 240, "heads": 6, "positions": "rope-2d", "vocab": 512},
 }
@@ -75,6 +83,10 @@ def test_small_models_have_the_shape_of_the_large_one(lab: Any, family: str) -> 
         factor = (0.5, 1.0, 2.0)[number % 3]
         assert run.optimizer.lr == pytest.approx(factor * 1e-3 * (n / size) ** (-1 / 3), rel=0.01)
         assert run.optimizer.min_lr == pytest.approx(run.optimizer.lr / 10)
+        seen = {run.model.seen(layer, 32) for layer in range(run.model.layers)}
+        assert run.model.layers == 1 or seen == ({8, 32} if family == "gemma3_text" else {32})
+        scalar, its = (getattr(model, "query_pre_attn_scalar", None) or 1 for model in (config.model, run.model))
+        assert its == (96 / 64 * run.model.head_dim if family == "gemma3_text" else scalar)
         warm = run.optimizer.warmup.value / run.schedule.steps  # the same share of the run
         assert warm == pytest.approx(20 / config.schedule.steps, rel=0.3)
 
@@ -221,6 +233,16 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
 def test_losses_that_allow_no_proposal(loss: Any, expected: str) -> None:
     found = ladder.fit(trials(loss), 10**9, 464)
     assert expected in "; ".join(found.problems) and found.lr is None and found.loss is None
+
+
+@pytest.mark.quick
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_equal_losses_allow_no_proposal() -> None:
+    """And numpy says nothing of its own."""
+    rates, sizes = (1e-3, 2e-3, 4e-3), (10**6, 3 * 10**6, 10**7)
+    equal = [ladder.Trial(size, 64, lr, 3.0, None, False) for size in sizes for lr in rates]
+    found = ladder.fit(equal, 10**9, 640)
+    assert found.lr is None and "the loss does not fall with the size" in found.problems
 
 
 @pytest.mark.quick

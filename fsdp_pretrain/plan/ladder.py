@@ -61,7 +61,8 @@ def size_of(model: AnyModel) -> int:
 
 def smaller(model: AnyModel, share: float) -> AnyModel:
     """A model with about `share` of the parameters in its blocks, not checked. Depth, width and feed-forward layer
-    shrink alike; heads keep their width, or get narrower, down to 32, if it would round the model's by over 1/8."""
+    shrink alike; heads keep their width, or get narrower, down to 32, if it would round the model's by over 1/8. Of
+    blocks with windows, the last has none if it would otherwise be of no block."""
     group, width, wide = model.query_width // model.kv_width, model.head_dim, model.hidden / model.query_width
     least, groups = min(32, width // 2), model.query_width * share ** (1 / 3) / (group * width)
     while width >= 2 * least and width % 8 == 0 and abs(groups - round(groups)) > groups / 8:
@@ -72,7 +73,9 @@ def smaller(model: AnyModel, share: float) -> AnyModel:
     unit = 64 if ffn >= 1024 else 16
     layers = max(1, round(model.layers * share * (model.hidden / hidden) ** 2))
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": unit * max(1, round(ffn / unit))}
-    optional = {"kv_heads": heads // group, "head_size": width}
+    scalar, pattern = (getattr(model, key, None) or 1 for key in ("query_pre_attn_scalar", "sliding_window_pattern"))
+    optional = {"kv_heads": heads // group, "head_size": width, "sliding_window_pattern": max(2, min(pattern, layers))}
+    optional["query_pre_attn_scalar"] = max(1, scalar * width // model.head_dim)
     sizes |= {key: value for key, value in optional.items() if getattr(model, key, None) is not None}
     small = model.model_copy(update=sizes)
     return small.model_copy(update={"declared_params": models.build(small).count_parameters()})
@@ -213,6 +216,7 @@ def read(run: RunDir, target: Config, n: int) -> Trial:
 class _Laws:
     """The fits to each column of `loss` [trials, columns]; x is log(rate), `row` the index into `sizes`."""
 
+    @np.errstate(divide="ignore", invalid="ignore")  # without a bend there is no lowest point
     def __init__(self, sizes: Array, row: NDArray[np.intp], x: Array, loss: Array, target: int) -> None:
         one, middle, far = np.eye(len(sizes))[row], x.mean(), np.log(sizes / target)
         x = (x - middle)[:, None]
