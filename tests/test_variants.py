@@ -18,7 +18,7 @@ from fsdp_pretrain import models
 from fsdp_pretrain.config.model import LlamaModel, Model
 from fsdp_pretrain.config.sections import OptimizerSection
 from fsdp_pretrain.errors import ConfigError
-from fsdp_pretrain.hf.layout import read_model, to_hf
+from fsdp_pretrain.hf.layout import architecture, read_model, to_hf
 from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.parallel.optimizer import treatments
 
@@ -102,6 +102,16 @@ def test_a_family_that_the_exporter_does_not_know_is_refused(family: str) -> Non
     with pytest.raises(ConfigError, match=r"has no class for model\.family = another") as caught:
         to_hf(model, sequence_length=32, eod=0, dtype="float32")
     assert caught.value.exit == 78
+
+
+@pytest.mark.parametrize("pattern", [2, 3, 4, 6])
+@pytest.mark.parametrize("family", ["olmo3", "gemma3_text"])
+def test_an_export_comes_in_again_whatever_the_pattern(family: Any, pattern: int, tmp_path: Path) -> None:
+    """Patterns that are longer than the model are all the same: each block has a window."""
+    model = LlamaModel(**{**SMALL, **WINDOWS, "family": family, "head_size": 8, "sliding_window_pattern": pattern})
+    back = read_model(write_config(tmp_path, to_hf(model, sequence_length=32, eod=0, dtype="float32")))
+    assert architecture(back) == architecture(model)
+    assert architecture(back) != architecture(model.model_copy(update={"layers": 6, "sliding_window_pattern": 5}))
 
 
 # ------------------------------------------------------------------------ formulas

@@ -364,6 +364,8 @@ def architecture(model: AnyModel) -> dict[str, Any]:
     if isinstance(model, LlamaModel):
         scaling = model.rope_scaling
         values |= _filled(model)
+        if (pattern := model.sliding_window_pattern) is not None:  # all longer ones leave no block without a window
+            values["sliding_window_pattern"] = min(pattern, model.layers + 1)
         if scaling is not None and scaling.kind == "linear":
             values["rope_scaling"] = {"kind": scaling.kind, "factor": scaling.factor}
     else:
