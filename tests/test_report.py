@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from browser import Tab, browser, needs_chromium
 from long_run import LongRun, write_long_run
+from records import results
 from released import unpack
 from sight import tree
 
@@ -27,6 +28,7 @@ from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.goodput import goodput
 from fsdp_pretrain.run.metrics import read_metrics
 from fsdp_pretrain.units import human_time
+from fsdp_pretrain.views.report.evaluations import newest_texts
 from fsdp_pretrain.views.report.summary import moving_mean
 
 pytest.importorskip("plotly")
@@ -174,6 +176,24 @@ def test_account_checkpoints_evaluations_and_events_are_those_of_the_record(made
     (acc,) = {float(value) for value in re.findall(r"hellaswag acc_norm ([\d.]+) ± 0.007", shown.text)}
     assert acc == pytest.approx(score["y"][-1], rel=1e-3)
     assert "sequence_length = " in shown.text.partition("<summary>all keys</summary>")[2]
+
+
+@pytest.mark.quick
+def test_texts_that_were_left_behind_are_not_the_newest(tmp_path: Path) -> None:
+    """A rollback went back to step 20, and the same step 40 was not evaluated again."""
+    entries = []
+    for step in (10, 40):
+        folder = tmp_path / f"evals/step-{step:08d}/tasks"
+        folder.mkdir(parents=True)
+        found = results(step=step, committed=f"commit {step}", texts={"the ": str(step)})
+        (folder / "results.json").write_text(json.dumps(found))
+        entries.append(
+            {"kind": "eval", "time": "", "text": "", "step": step, "scores": {}, "committed": f"commit {step}"}
+        )
+    newest = newest_texts(RunDir(tmp_path), entries)
+    assert newest is not None and newest.texts == {"the ": "40"}
+    newest = newest_texts(RunDir(tmp_path), [*entries, {"kind": "rollback", "time": "", "text": "", "step": 20}])
+    assert newest is not None and newest.texts == {"the ": "10"}
 
 
 def test_it_names_machines_versions_and_commit(tmp_path: Path, run_command: Any) -> None:

@@ -29,11 +29,14 @@ class ScorePoint:
     left: bool
 
 
-def newest_texts(run: RunDir) -> Results | None:
-    """The newest results with continuations of `eval.prompts`, or None."""
+def newest_texts(run: RunDir, entries: list[dict[str, Any]]) -> Results | None:
+    """The newest results with continuations of `eval.prompts` that the journal's `entries` keep, or None."""
+    kept = {
+        (entry["step"], entry.get("committed")) for entry in journal.of_kind(lineage.drop_abandoned(entries), "eval")
+    }
     for path in sorted(run.evals.glob("step-*/*/results.json"), reverse=True):
         results = state_files.view(path, Results)
-        if results is not None and results.texts:
+        if results is not None and results.texts and (results.step, results.committed) in kept:
             return results
     return None
 

@@ -108,7 +108,7 @@ def render(record: RunRecord, library: str, made: float) -> tuple[str, Summary]:
         account=account,
         meaning=MEANING,
         figures=drawing.figures,
-        written=newest_texts(record.run),
+        written=newest_texts(record.run, record.entries),
         events=[*enumerate(events)][::-1],
         left_out=left_out,
         place=drawing.events,

@@ -36,7 +36,7 @@ def summarise(record: RunRecord) -> Summary:
     """The summary of a run that was started."""
     status = record.report.status
     tokens = f"; {human_count(status.tokens)} tokens" if status.tokens else ""
-    written = newest_texts(record.run)
+    written = newest_texts(record.run, record.entries)
     texts = [] if written is None else [prompt + text for prompt, text in written.texts.items()]
     samples = [" ⏎ ".join(text.split("\n"))[:_LONGEST] for text in texts]
     attention = "; ".join(_attention(record))
@@ -75,7 +75,9 @@ def _course(record: RunRecord) -> Iterator[str]:
         among = f" (means of {length} steps)" if length > 1 else ""
         yield f"loss {first:.3f} at first, {last:.3f} now{among}"
     if (heldout := record.report.status.heldout) is not None:
-        means_by_name = (f"{name} {mean:.3f}" for name, mean in heldout.loss.items() if mean is not None)
+        means_by_name = (
+            f"{name} {'unknown' if mean is None else f'{mean:.3f}'}" for name, mean in heldout.loss.items()
+        )
         yield f"held-out {', '.join(means_by_name)} after step {heldout.step:_}"
     kept = ((name, [score for score in scores if not score.left]) for name, scores in _scores(record))
     if newest := [(" ".join(name), scores[-1]) for name, scores in kept if scores]:
