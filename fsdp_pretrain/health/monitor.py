@@ -77,7 +77,7 @@ class Health:
         self._skipped: deque[int] = deque()  # numbers of the last non-finite steps
         self._cursors: deque[tuple[int, int]] = deque(maxlen=2 * HISTORY)  # (step, samples read)
         self._losses: deque[LossSum] = deque(maxlen=3)
-        self._shares: Mapping[str, float] = {}  # planned shares of the sources that the loss is compared under
+        self._plan: tuple[Mapping[str, float], int] = {}, 0  # shares and length of the samples with comparable losses
         self._digest: str | None = None  # of the parameters, at the last comparison
         self._updates = 0  # optimiser steps since then
         self._expected: ExpectedSteps | None = None
@@ -132,21 +132,26 @@ class Health:
         return verdict
 
     def _judge_loss(self, record: StepRecord, verdict: Verdict) -> None:
-        loss, norm, shares = record.loss.mean, record.grad_norm, record.ramps.shares
-        moved = sum(abs(shares.get(name, 0.0) - self._shares.get(name, 0.0)) for name in {*shares, *self._shares}) / 2
-        if moved > limits.SHARES:  # the loss of another mixture is another one
-            if self._shares:
-                self._spike.restart()
-                self._level.restart()
-            self._shares = shares
+        loss, norm = record.loss.mean, record.grad_norm
+        self._follow_plan(record.ramps.shares, record.sequence_length)
         verdict.findings += self._level.step(record.step, loss)
         verdict.findings += self._norm.step(record.step, norm) if norm else []
-        verdict.findings += self._sources.step(record.step, record.sources, shares)
+        verdict.findings += self._sources.step(record.step, record.sources, record.ramps.shares)
         spike = self._spike.step(record.step, loss, self._level, self._norm)
         verdict.findings += spike
         lasts = any(finding.severity is Severity.CRIT and not finding.resolved for finding in spike)
         if lasts and self._config.rollback:
             verdict.rollback = self._request_rollback(self._spike.incident.key, spike[-1].summary, self._spike.start)
+
+    def _follow_plan(self, shares: Mapping[str, float], length: int) -> None:
+        """Compare the loss anew where another mixture or length of samples is planned: it has another loss."""
+        before, longest = self._plan
+        moved = sum(abs(shares.get(name, 0.0) - before.get(name, 0.0)) for name in {*shares, *before}) / 2
+        if moved > limits.SHARES or length != longest:
+            if longest:
+                self._spike.restart()
+                self._level.restart()
+            self._plan = shares, length
 
     def _request_rollback(self, key: str, cause: str, start: int) -> RollbackRequest:
         """A rollback request that covers the incident from step `start` until now."""
