@@ -12,7 +12,7 @@ import torch
 from fsdp_pretrain import models
 from fsdp_pretrain.checkpoint import merging
 from fsdp_pretrain.checkpoint.loading import DamagedError, RowReader, check_files, load_rows, load_weights
-from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint
+from fsdp_pretrain.checkpoint.store import CONFIG, TRAIN_STATE, Checkpoint, Store
 from fsdp_pretrain.checkpoint.tokenizer import find_tokenizer
 from fsdp_pretrain.checkpoint.witness import check_model_code
 from fsdp_pretrain.config.config import Config
@@ -24,7 +24,6 @@ from fsdp_pretrain.errors import CheckpointError, ConfigError
 from fsdp_pretrain.models import Decoder
 from fsdp_pretrain.parallel.fsdp import compute_dtype, shard_for_inference
 from fsdp_pretrain.parallel.mesh import SingleProcess, World
-from fsdp_pretrain.run.files import RunDir
 
 
 @dataclass(frozen=True)
@@ -80,9 +79,9 @@ def open_merge(checkpoint: Checkpoint, merge: MergeSection) -> EvaluatedModel | 
     Raises:
         CheckpointError: one is damaged, or of another model.
     """
-    run = RunDir(checkpoint.path.parent.parent)
+    place = checkpoint.path.parent
     try:
-        chosen = merging.choose(run, merge.last, merge.every, until=checkpoint.step)
+        chosen = merging.choose(place.parent, Store(place).scan(), merge.last, merge.every, until=checkpoint.step)
     except ConfigError:
         return None
     mean, alone = merging.Mean(chosen, merge.weights), open_checkpoint(checkpoint)

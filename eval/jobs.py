@@ -11,11 +11,12 @@ from __future__ import annotations
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fsdp_pretrain.checkpoint.evaluations import FailedAttempt, Job, due_jobs, given_up_jobs, pause_after
+from fsdp_pretrain.checkpoint.store import Store
 from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import UserError
 from fsdp_pretrain.processes import start_module
@@ -43,19 +44,21 @@ def protected_steps(run: RunDir, config: Config) -> set[int]:
     waiting, most = due_jobs(run, config), config.checkpoint.keep_last
     claimed = [job for job in waiting if (job.folder / "claim.json").exists()]
     steps = {job.checkpoint.step for job in (*claimed, *waiting[:most], *given_up_jobs(run, config)[:most])}
-    return steps.union(*(_merged_with(run, config, step) for step in steps))
+    return steps | _merged_with(run, config, steps)
 
 
-def _merged_with(run: RunDir, config: Config, step: int) -> set[int]:
-    """The steps whose checkpoints `eval.merge` merges with that of a step."""
-    if (merge := config.eval.merge) is None:
-        return set()
+def _merged_with(run: RunDir, config: Config, steps: set[int]) -> set[int]:
+    """The steps whose checkpoints `eval.merge` merges with those of these steps."""
+    merge, found = config.eval.merge, set[int]()
+    if merge is None or not steps:
+        return found
     from fsdp_pretrain.checkpoint.merging import choose  # imports torch
 
-    try:
-        return {checkpoint.step for checkpoint in choose(run, merge.last, merge.every, until=step)}
-    except UserError:  # fewer than two, or a damaged one: the evaluation tells
-        return set()
+    there = Store(run.checkpoints).scan()
+    for step in steps:
+        with suppress(UserError):  # fewer than two, or a damaged one: the evaluation tells
+            found |= {checkpoint.step for checkpoint in choose(run.path, there, merge.last, merge.every, until=step)}
+    return found
 
 
 @contextmanager

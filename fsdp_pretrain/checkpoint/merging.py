@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -108,7 +109,7 @@ def merge(run: RunDir, name: str, *, last: Progress | None, every: Progress | No
     store = Store(target.checkpoints)
     if store.scan():
         raise ConfigError(f"{target.path} exists", remedy="choose another --out; nothing is overwritten")
-    chosen = choose(run, last, every)
+    chosen = choose(run.path, Store(run.checkpoints).scan(), last, every)
     mean = Mean(chosen, kind)
     store.sweep()
     if run.tokenizer.is_dir():
@@ -140,10 +141,13 @@ def _write(store: Store, mean: Mean, newest: SavedState) -> dcp.SaveResult:
         )
 
 
-def choose(run: RunDir, last: Progress | None, every: Progress | None, until: float = math.inf) -> list[Checkpoint]:
+def choose(
+    run: Path, there: Sequence[Checkpoint], last: Progress | None, every: Progress | None, until: float = math.inf
+) -> list[Checkpoint]:
     """The checkpoints of a run to merge, oldest first; at least two.
 
     Args:
+        there: those that there are, see `Store.scan`.
         last: those less than this before the newest; None: all.
         every: of these only those that complete this interval; None: all.
         until: the step of the newest one.
@@ -152,9 +156,9 @@ def choose(run: RunDir, last: Progress | None, every: Progress | None, until: fl
         ConfigError: fewer than two are left.
         CheckpointError: one of them looks damaged, or there is none.
     """
-    found = [checkpoint for checkpoint in Store(run.checkpoints).scan() if checkpoint.step <= until]
+    found = [checkpoint for checkpoint in there if checkpoint.step <= until]
     if not found:
-        raise CheckpointError(f"{run.checkpoints} has no checkpoint")
+        raise CheckpointError(f"{run} has no checkpoint")
     newest = found[-1]
     _refuse_problem(newest)
     config = load_recorded(newest.path / CONFIG, own=False)
@@ -162,7 +166,7 @@ def choose(run: RunDir, last: Progress | None, every: Progress | None, until: fl
     if len(chosen) < 2:
         steps = ", ".join(f"{checkpoint.step:_}" for checkpoint in found)
         raise ConfigError(
-            f"{counted(len(chosen), 'checkpoint')} to merge; {run.path} has those of the steps {steps}",
+            f"{counted(len(chosen), 'checkpoint')} to merge; {run} has those of the steps {steps}",
             remedy="choose a longer --last or another --every; checkpoint.keep_every keeps more of them",
         )
     return chosen
