@@ -18,10 +18,15 @@ import torch
 from processes import Process, Run
 
 from fsdp_pretrain import models
+from fsdp_pretrain.checkpoint import dcp
 from fsdp_pretrain.checkpoint.loading import Weights
+from fsdp_pretrain.checkpoint.manager import make_facts
 from fsdp_pretrain.checkpoint.merging import coefficients
+from fsdp_pretrain.checkpoint.state import TrainState
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.errors import CheckpointError
+from fsdp_pretrain.parallel.mesh import SingleProcess
 from fsdp_pretrain.run import state_files
 
 
@@ -162,6 +167,25 @@ def test_the_schedule_evaluates_the_merge_beside_the_checkpoint(lab: Any, run_co
     assert json.loads(hand.stdout)["scores"]["heldout_bpb"] == late["scores"]["heldout_bpb@merge"]
     shown = run_command("fsdp_pretrain.eval.cli", "report", run).stdout
     assert "heldout_bpb@merge" in shown and "| the run " in shown
+
+
+def test_a_parent_that_retention_deletes_meanwhile_is_named(run: Path, tmp_path: Path) -> None:
+    """It cannot be read: nothing is wrong with what is written."""
+    parent, config, world = Store(run / "checkpoints").find(20), load(str(run / "config.toml")), SingleProcess()
+    model, target = models.build(config.model), tmp_path / "target"
+    source = Weights(parent, model)
+    shutil.rmtree(parent.path)
+    with pytest.raises(CheckpointError, match=r"cannot read embedding\.weight of .*step-00000020") as raised:
+        dcp.save(
+            world,
+            Store(target),
+            make_facts(config, world, TrainState()),
+            state={"model": model.state_dict()},
+            fetch=lambda key: source[key.removeprefix("model.")],
+            train_state="{}",
+            config="",
+        )
+    assert "retention" in raised.value.remedy and not list(target.iterdir())
 
 
 def test_a_merge_that_is_killed_leaves_nothing_half(

@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 import torch
 import xxhash
 
-from fsdp_pretrain.errors import StorageError
+from fsdp_pretrain.errors import StorageError, UserError
 from fsdp_pretrain.parallel.mesh import World, local_part
 from fsdp_pretrain.run.files import make_directory, now, replace_file
 from fsdp_pretrain.run.journal import Kind
@@ -107,9 +107,10 @@ def save(
         prune: called on rank 0 if the checkpoint does not fit, see `disk_space.make_room`.
         guard: called on rank 0 before the commit; its exception ends the save on every rank.
         fetch: returns a tensor of `state` (then on the meta device) by flat name (`model.NAME`); called one tensor at
-            a time, so the model is never in memory as a whole.
+            a time, so the model is never in memory as a whole. For a single process.
 
     Raises:
+        UserError: what `fetch` raised.
         StorageError: on every rank, if the save failed on any; an uncommitted attempt is removed.
     """
     start = time.perf_counter()
@@ -179,6 +180,8 @@ def _write(
 
     try:
         _write_pieces(attempt, world.rank, layout.pieces[world.rank], value, written, lengths)
+    except UserError:  # of `fetch`, which failed to read
+        raise
     except Exception as error:  # the other ranks must learn of any failure
         failure = root_cause(error)
     outcomes = world.gather((failure, written, lengths))
