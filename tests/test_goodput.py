@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import queue
 import random
+import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import records
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +22,7 @@ from fsdp_pretrain.run import lineage
 from fsdp_pretrain.run.files import RunDir, stamp
 from fsdp_pretrain.run.goodput import GoodputReport, State, goodput, render
 from fsdp_pretrain.run.journal import Journal
+from fsdp_pretrain.train import device_timing
 
 LENGTH, BATCH = 32, 8
 BEGIN = 1_700_000_000.0
@@ -380,3 +386,30 @@ def test_the_energy_of_all_ranks_is_recorded(lab: Any, helpers: Any) -> None:
     lab.train(config, ranks=2, variables={"EXECUTE_FIRST": str(helpers.root / "tests/energies.py")})
     found = [record["energy_joules"] for record in helpers.metrics(lab.path / "run")]
     assert found == [3.0, 6.0, None, 12.0]
+
+
+@pytest.mark.quick
+def test_energy_of_a_time_without_an_answer_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver is silent for a minute: what was used meanwhile is not that of the next step."""
+    asked, answers, clock = threading.Semaphore(0), queue.SimpleQueue[int | None](), [0.0]
+
+    def answer(handle: object) -> int:
+        asked.release()
+        if (joules := answers.get()) is None:
+            raise ValueError("the test is over")
+        return 1000 * joules
+
+    nvml = {"nvmlInit": lambda: None, "nvmlDeviceGetHandleByUUID": str, "nvmlDeviceGetTotalEnergyConsumption": answer}
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**nvml))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="x"))
+    monkeypatch.setattr(device_timing, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: None))
+    counter, taken = device_timing.EnergyCounter(torch.device("cuda", 0)), list[int | None]()
+    asked.acquire()
+    for now, joules in ((0, 100), (10, 150), (70, None), (71, 900), (72, 950)):
+        clock[0] = now
+        if joules is not None:
+            answers.put(joules)
+            asked.acquire()  # for the next reading: this one is there
+        taken.append(counter.take())
+    answers.put(None)
+    assert taken == [None, 50_000, None, None, 50_000]

@@ -45,7 +45,8 @@ class EnergyCounter:
     """The energy counter of an NVIDIA GPU. A thread reads it every second, since a broken driver hangs."""
 
     def __init__(self, device: torch.device) -> None:
-        self._read_at, self._counted, self._taken = -math.inf, 0, 0
+        self._read_at, self._counted = -math.inf, 0
+        self._taken: int | None = None
         if device.type == "cuda":
             threading.Thread(target=self._follow, args=(device,), daemon=True).start()
 
@@ -54,15 +55,13 @@ class EnergyCounter:
             nvml = importlib.import_module("pynvml")
             nvml.nvmlInit()
             handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-            self._taken = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)  # from here on
             while True:
                 self._counted = nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
                 self._read_at = time.monotonic()
                 time.sleep(1.0)
 
     def take(self) -> int | None:
-        """Millijoules since the last call; None if the counter was not read for half a minute."""
-        if time.monotonic() - self._read_at > 30.0:
-            return None
-        before, self._taken = self._taken, self._counted
-        return self._taken - before
+        """Millijoules since the last call; None if the counter had not been read for half a minute at one of both."""
+        known = time.monotonic() - self._read_at <= 30.0
+        before, self._taken = self._taken, self._counted if known else None
+        return None if before is None or self._taken is None else self._taken - before
