@@ -36,26 +36,29 @@ Evaluate = Callable[[Work], Evaluated | None]
 
 
 def protected_steps(run: RunDir, config: Config) -> set[int]:
-    """Steps whose checkpoints are being evaluated, will be next, or were given up and wait for somebody's decision;
-    and those that are merged with them, so that a late evaluation has the same parents.
+    """Steps whose checkpoints are being evaluated, will be next, or were given up and wait for somebody's decision.
 
     Of the last two kinds only the oldest few: else evaluations that never run would fill the disk.
     """
-    waiting, most = due_jobs(run, config), config.checkpoint.keep_last
+    given_up = given_up_jobs(run, config)[: config.checkpoint.keep_last]
+    return {job.checkpoint.step for job in (*_next(run, config), *given_up)}
+
+
+def _next(run: RunDir, config: Config) -> list[Job]:
+    """Evaluations that run, and the oldest few that wait."""
+    waiting = due_jobs(run, config)
     claimed = [job for job in waiting if (job.folder / "claim.json").exists()]
-    steps = {job.checkpoint.step for job in (*claimed, *waiting[:most], *given_up_jobs(run, config)[:most])}
-    return steps | _merged_with(run, config, steps)
+    return [*claimed, *waiting[: config.checkpoint.keep_last]]
 
 
-def _merged_with(run: RunDir, config: Config, steps: set[int]) -> set[int]:
-    """The steps whose checkpoints `eval.merge` merges with those of these steps."""
-    merge, found = config.eval.merge, set[int]()
-    if merge is None or not steps:
-        return found
+def merged_steps(run: RunDir, config: Config) -> set[int]:
+    """Steps whose checkpoints `eval.merge` merges in the evaluations that run or are next: a late one has the same."""
+    if (merge := config.eval.merge) is None:
+        return set()
     from fsdp_pretrain.checkpoint.merging import choose  # imports torch
 
-    there = Store(run.checkpoints).scan()
-    for step in steps:
+    there, found = Store(run.checkpoints).scan(), set[int]()
+    for step in {job.checkpoint.step for job in _next(run, config)}:
         with suppress(UserError):  # fewer than two, or a damaged one: the evaluation tells
             found |= {checkpoint.step for checkpoint in choose(run.path, there, merge.last, merge.every, until=step)}
     return found

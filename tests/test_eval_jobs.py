@@ -278,9 +278,15 @@ def test_the_parents_of_a_merge_stay_until_it_was_evaluated(run: Path) -> None:
     files = {**records.CHECKPOINT, CONFIG: (run / "config.toml").read_bytes()}
     for step in (25, 30, 35):
         records.commit(Store(run / "checkpoints"), step, files)
-    assert watch(run, works) == (3, 0) and protected(run) == set()
+
+    def merged() -> set[int]:
+        return jobs.merged_steps(RunDir(run), load(run / "config.toml"))
+
+    assert watch(run, works) == (3, 0) and merged() == set()
     records.commit(Store(run / "checkpoints"), 40, files)
-    assert protected(run) == {25, 30, 35, 40}
+    assert merged() == {25, 30, 35, 40} and protected(run) == {40}
+    give_up(run)
+    assert merged() == set() and protected(run) == {40}
 
 
 @pytest.mark.quick

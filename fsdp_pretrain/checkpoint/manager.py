@@ -53,7 +53,7 @@ class CheckpointManager:
         suspicion: why a checkpoint saved now should not be rolled back to, or None; see `Health.suspicion`.
         clean_until: steps; for each, retention keeps the newest checkpoint up to it that is not suspect; see
             `Health.clean_until`.
-        delete_last: steps that retention deletes only when room is needed (being copied to the mirror).
+        delete_last: steps that retention deletes only when room is needed (copied to the mirror, or merged).
     """
 
     def __init__(

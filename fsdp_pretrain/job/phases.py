@@ -247,6 +247,7 @@ def _build_manager(
     health: Health,
     uploader: UploaderProcess | None,
 ) -> CheckpointManager:
+    copied = uploader.steps_in_use if uploader is not None else list
     return CheckpointManager(
         training,
         segment=segment,
@@ -254,7 +255,7 @@ def _build_manager(
         protected=lambda: jobs.protected_steps(training.run, training.config),
         suspicion=lambda: health.suspicion,
         clean_until=lambda: health.clean_until,
-        delete_last=uploader.steps_in_use if uploader is not None else list,
+        delete_last=lambda: {*copied(), *jobs.merged_steps(training.run, training.config)},
     )
 
 
