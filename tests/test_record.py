@@ -222,7 +222,9 @@ def test_console_line_has_a_fixed_form(tmp_path: Path, capsys: pytest.CaptureFix
     record.status(force=True)
     # The first step of a start is slower: the time left is that of the mean of the others, once there are any.
     left = (300_000 - 43_680) * (0.5 + 1.5 + 12.3456) / 3
-    assert json.loads((tmp_path / "status.json").read_text())["seconds_left"] == pytest.approx(left)
+    shown = json.loads((tmp_path / "status.json").read_text())
+    assert shown["seconds_left"] == pytest.approx(left)
+    assert shown["iteration_seconds"] == pytest.approx((0.5 + 1.5 + 12.3456) / 3)
     assert all(f"Z {line}\n" in (tmp_path / "segments/0001/log").read_text() for line in lines)
 
 

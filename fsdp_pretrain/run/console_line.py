@@ -7,7 +7,7 @@ from statistics import fmean
 
 from fsdp_pretrain.units import human_bytes, human_count, human_time
 
-from .step_record import StepRecord
+from .step_record import StepRecord, pace
 
 WIDTH = 100
 _LEFT_OUT = ("data", "tokens", "mem", "mfu")
@@ -22,11 +22,7 @@ def console_lines(records: Sequence[StepRecord], target: int, seconds_left: floa
 
     The held-out loss, if measured, is on a line of its own.
     """
-    record, training = records[-1], sum(each.seconds.training for each in records)
-    tokens_per_second, mfu = (
-        sum(rate * each.seconds.training for rate, each in zip(rates, records, strict=True)) / training
-        for rates in ([each.tokens_per_second for each in records], [each.mfu or 0.0 for each in records])
-    )
+    record, mean = records[-1], pace(records)
     norm, step = record.grad_norm, f"step={record.step}/{target}".ljust(len(f"step={target}/{target}"))
     fields = {
         "tokens": human_count(record.tokens),
@@ -34,10 +30,10 @@ def console_lines(records: Sequence[StepRecord], target: int, seconds_left: floa
         "gnorm": "overflow" if record.overflow else "nan" if norm is None else f"{norm:.3f}",
         **({} if record.loss_scale is None else {"scale": f"{record.loss_scale:g}"}),
         "lr": f"{record.lr:.2e}",
-        "tok/s": human_count(tokens_per_second),
-        **({} if record.mfu is None else {"mfu": f"{mfu:.1%}"}),
+        "tok/s": human_count(mean.tokens_per_second),
+        **({} if mean.mfu is None else {"mfu": f"{mean.mfu:.1%}"}),
         **({"mem": human_bytes(record.memory_bytes).replace(" ", "")} if record.memory_bytes else {}),
-        "iter": _seconds(training / len(records)),  # like tok/s, without the held-out loss
+        "iter": _seconds(mean.seconds),  # like tok/s, without the held-out loss
         "data": _seconds(fmean(each.seconds.data for each in records)),
         "eta": human_time(seconds_left),
     }

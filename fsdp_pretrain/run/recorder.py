@@ -19,12 +19,12 @@ from .console_line import console_lines
 from .files import AppendFile, RunDir, now
 from .journal import Journal, Kind
 from .metrics import METRICS
-from .step_record import StepRecord, number
+from .step_record import StepRecord, number, pace
 
 _STATUS_INTERVAL = 1.0
 _RECENT = 100
-"""Steps whose pace gives the time left."""
-_IN_STATUS = ("step", "consumed", "cursor", "tokens", "grad_norm", "lr", "tokens_per_second", "mfu")
+"""Steps whose mean pace is that of the status, and gives the time left."""
+_IN_STATUS = ("step", "consumed", "cursor", "tokens", "grad_norm", "lr")
 
 
 class Recorder:
@@ -48,7 +48,7 @@ class Recorder:
         self._status_written = -math.inf
         self._status_fails = False
         self._steps_shown, self._unshown = 0, list[StepRecord]()
-        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._recent: deque[StepRecord] = deque(maxlen=_RECENT)
 
     def say(self, text: str) -> None:
         """Print a line, after the time of day (UTC), and add it to the log."""
@@ -71,8 +71,9 @@ class Recorder:
         self._metrics.write(record.model_copy(update=written).to_line())
         step = record.step
         if self._steps_shown:  # the first step of a start is slower
-            self._recent.append(record.seconds.iteration)
-        left = (target - step) * fmean(self._recent or [record.seconds.iteration])
+            self._recent.append(record)
+        recent = self._recent or [record]
+        left, mean = (target - step) * fmean(each.seconds.iteration for each in recent), pace(recent)
         self._status.pop("before", None)  # from the first step on, the status describes this start
         self._unshown.append(record)
         if step % self._console_every == 0 or self._steps_shown == 0 or step == target or record.heldout:
@@ -86,7 +87,9 @@ class Recorder:
             state="running",
             total_steps=target,
             loss=number(record.loss.mean),
-            iteration_seconds=record.seconds.training,
+            iteration_seconds=mean.seconds,
+            tokens_per_second=mean.tokens_per_second,
+            mfu=mean.mfu,
             seconds_left=left,
             **{key: getattr(record, key) for key in _IN_STATUS},
             **measured,

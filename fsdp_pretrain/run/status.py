@@ -73,7 +73,7 @@ class Status(StateFile):
     total_steps: int | None = None
     consumed: int | None = None
     tokens: int | None = None
-    loss: float | None = None  # this and the next two: of the last step
+    loss: float | None = None  # of the last step; the next two are means of recent ones
     iteration_seconds: float | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None  # until the last step, at the pace of recent steps with all that they waited for

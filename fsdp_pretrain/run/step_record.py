@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Literal
+from collections.abc import Collection
+from typing import Literal, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -195,3 +196,20 @@ def parse(line: bytes | str) -> StepRecord | None:
 def number(value: float) -> float | None:
     """A float for JSON; None for NaN and infinity."""
     return value if math.isfinite(value) else None
+
+
+class Pace(NamedTuple):
+    """Means over steps, without the time of the held-out loss."""
+
+    seconds: float
+    tokens_per_second: float
+    mfu: float | None
+
+
+def pace(records: Collection[StepRecord]) -> Pace:
+    """The mean pace of these steps."""
+    times = [record.seconds.training for record in records]
+    tokens = sum(record.tokens_per_second * time for record, time in zip(records, times, strict=True))
+    known = [(record.mfu, time) for record, time in zip(records, times, strict=True) if record.mfu is not None]
+    mfu = sum(mfu * time for mfu, time in known) / sum(time for _, time in known) if known else None
+    return Pace(sum(times) / len(times), tokens / sum(times), mfu)
