@@ -45,15 +45,10 @@ _TAIL_LINES, _TAIL_CHARACTERS = 5, 600
 
 
 class AttemptFailure(StateFile):
-    """`failure.json` of an attempt without `eval.command`.
+    """`failure.json` of an attempt without `eval.command`."""
 
-    Attributes:
-        reason: why it failed.
-        refused: cause, effect and remedy, if its tasks cannot be evaluated at all.
-    """
-
-    reason: str = ""
-    refused: list[str] | None = None
+    reason: str = ""  # why it failed
+    refused: list[str] | None = None  # cause, effect and remedy, if its tasks cannot be evaluated at all
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,13 @@ from fsdp_pretrain.run.state_files import StateFile
 
 
 class Verdict(BaseModel):
-    """The conclusion of a probe from its scores.
-
-    Attributes:
-        probe: name of the probe.
-        ok: False raises an alarm; None: it cannot be decided yet, or not for this model.
-        text: one sentence with its numbers.
-    """
+    """The conclusion of a probe from its scores."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
-    probe: str
-    ok: bool | None
-    text: str
+    probe: str  # name of the probe
+    ok: bool | None  # False raises an alarm; None: it cannot be decided yet, or not for this model
+    text: str  # one sentence with its numbers
 
 
 Score = Annotated[

@@ -33,21 +33,14 @@ class SampleLoss(ShownSample):
 
 
 class StepLosses(BaseModel):
-    """The losses of a step.
-
-    Attributes:
-        checkpoint: step of the checkpoint whose parameters were used.
-        loss: loss of the whole batch with these parameters.
-        recorded: loss of the whole batch as recorded in training.
-        samples: the losses of the samples, highest first.
-    """
+    """The losses of a step."""
 
     step: int
     segment: int
-    checkpoint: int
-    loss: LossSum
-    recorded: LossSum
-    samples: list[SampleLoss]
+    checkpoint: int  # step of the checkpoint whose parameters were used
+    loss: LossSum  # loss of the whole batch with these parameters
+    recorded: LossSum  # loss of the whole batch as recorded in training
+    samples: list[SampleLoss]  # the losses of the samples, highest first
 
 
 def sample_losses(

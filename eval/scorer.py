@@ -41,38 +41,23 @@ class Score:
 
 @dataclass(frozen=True)
 class Query:
-    """Tokens to score.
+    """Tokens to score."""
 
-    Attributes:
-        inputs: the tokens that the model reads.
-        targets: the tokens that its last outputs should predict; at most as many as inputs.
-        prefix: number of first inputs that all inputs attend to (GLM); 0 is causal.
-    """
-
-    inputs: list[int]
-    targets: list[int]
-    prefix: int = 0
+    inputs: list[int]  # the tokens that the model reads
+    targets: list[int]  # the tokens that its last outputs should predict; at most as many as inputs
+    prefix: int = 0  # number of first inputs that all inputs attend to (GLM); 0 is causal
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, whose answer is generated.
+    """A prompt, whose answer is generated."""
 
-    Attributes:
-        inputs: the tokens that the model reads; with the answer they must fit into its length.
-        tokens: most tokens of the answer.
-        stops: texts that end the answer and are not part of it.
-        prefix: see `Query`.
-        temperature: divides the logits before a token is drawn; 0: always the likeliest token.
-        seed: of the draws.
-    """
-
-    inputs: list[int]
-    tokens: int
-    stops: tuple[str, ...] = ()
-    prefix: int = 0
-    temperature: float = 0.0
-    seed: int = 0
+    inputs: list[int]  # the tokens that the model reads; with the answer they must fit into its length
+    tokens: int  # most tokens of the answer
+    stops: tuple[str, ...] = ()  # texts that end the answer and are not part of it
+    prefix: int = 0  # see `Query`
+    temperature: float = 0.0  # divides the logits before a token is drawn; 0: always the likeliest token
+    seed: int = 0  # of the draws
 
 
 @dataclass(frozen=True)

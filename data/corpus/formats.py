@@ -37,17 +37,11 @@ _SUFFIXES: dict[str, Format] = {".idx": "megatron", ".arrow": "arrow", ".npy": "
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive documents of one file.
+    """Consecutive documents of one file."""
 
-    Attributes:
-        first: number of the first document within the file.
-        lengths: int64 [documents], tokens of each, as stored (including separators, if the file has any).
-        tokens: [lengths.sum()], the documents concatenated; any integer dtype.
-    """
-
-    first: int
-    lengths: Ints
-    tokens: Tokens
+    first: int  # number of the first document within the file
+    lengths: Ints  # int64 [documents], tokens of each, as stored (including separators, if the file has any)
+    tokens: Tokens  # [lengths.sum()], the documents concatenated; any integer dtype
 
     @cached_property
     def ends(self) -> Ints:

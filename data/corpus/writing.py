@@ -49,15 +49,10 @@ def build_blocks(
 
 @dataclasses.dataclass(frozen=True)
 class ShardBlocks:
-    """The blocks of one shard.
+    """The blocks of one shard."""
 
-    Attributes:
-        table: int64 [blocks, 4], the columns of `BLOCK_COLUMNS` after the shard.
-        checksums: uint64 [blocks, 2], xxh3-64 of the bytes of each block's lengths and tokens.
-    """
-
-    table: npt.NDArray[np.int64]
-    checksums: npt.NDArray[np.uint64]
+    table: npt.NDArray[np.int64]  # int64 [blocks, 4], the columns of `BLOCK_COLUMNS` after the shard
+    checksums: npt.NDArray[np.uint64]  # uint64 [blocks, 2], xxh3-64 of the bytes of each block's lengths and tokens
 
     @classmethod
     def of(cls, shard: Shard, block_tokens: int, carried: int, *, pairs: bool) -> ShardBlocks:

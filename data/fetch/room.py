@@ -22,19 +22,12 @@ RECOMMENDED = 2.0
 
 @dataclass(frozen=True)
 class CacheNeed:
-    """The size that a cache needs, in bytes.
+    """The size that a cache needs, in bytes."""
 
-    Attributes:
-        whole: size of all sources by URL.
-        size: size of the cache, as configured.
-        least: size of the blocks that a node uses at a time; a smaller cache is refused.
-        recommended: recommended size of the cache.
-    """
-
-    whole: int
-    size: int
-    least: int
-    recommended: int
+    whole: int  # size of all sources by URL
+    size: int  # size of the cache, as configured
+    least: int  # size of the blocks that a node uses at a time; a smaller cache is refused
+    recommended: int  # recommended size of the cache
 
 
 def need(config: Config, packer: Packer) -> CacheNeed | None:

@@ -26,21 +26,13 @@ _SEED, _LANES = 0, 256
 
 @dataclass(frozen=True)
 class HeldOutSamples:
-    """The samples that are measured.
+    """The samples that are measured."""
 
-    Attributes:
-        packer: packs the held-out corpora.
-        objective: makes the samples; None under the causal objective.
-        indices: indices of the samples in `packer`, source after source.
-        counts: number of samples of each source.
-        fingerprints: fingerprint of each source's corpus.
-    """
-
-    packer: Packer
-    objective: Infilling | OwnObjective | None
-    indices: list[int]
-    counts: dict[str, int]
-    fingerprints: dict[str, str]
+    packer: Packer  # packs the held-out corpora
+    objective: Infilling | OwnObjective | None  # makes the samples; None under the causal objective
+    indices: list[int]  # indices of the samples in `packer`, source after source
+    counts: dict[str, int]  # number of samples of each source
+    fingerprints: dict[str, str]  # fingerprint of each source's corpus
 
 
 def open_heldout(config: Config, training: Packer) -> HeldOutSamples | None:

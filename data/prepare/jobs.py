@@ -32,36 +32,22 @@ Make = Callable[..., None]
 
 @dataclass(frozen=True)
 class Task:
-    """A shard to make.
+    """A shard to make."""
 
-    Attributes:
-        name: path in the directory, without suffix, such as `shards/shard-00001`.
-        arguments: further arguments of `make`.
-        size: input bytes, for the progress bar.
-        suffixes: suffixes of the files that exist when the shard is done.
-    """
-
-    name: str
-    arguments: tuple[Any, ...]
-    size: int
-    suffixes: tuple[str, ...] = (".json", ".bin", ".idx")
+    name: str  # path in the directory, without suffix, such as `shards/shard-00001`
+    arguments: tuple[Any, ...]  # further arguments of `make`
+    size: int  # input bytes, for the progress bar
+    suffixes: tuple[str, ...] = (".json", ".bin", ".idx")  # suffixes of the files that exist when the shard is done
 
 
 @dataclass(frozen=True)
 class Job:
-    """Makes the shards of one corpus in a directory.
+    """Makes the shards of one corpus in a directory."""
 
-    Attributes:
-        out: the directory: created if absent, continued if it holds the same job, refused if it holds another one.
-        workers: maximum number of processes; each loads the tokenizer.
-        overwrite: whether to discard another job's work in `out`.
-        quiet: whether to show no progress bar.
-    """
-
-    out: Path
-    workers: int = 1
-    overwrite: bool = False
-    quiet: bool = False
+    out: Path  # the directory: created if absent, continued if it holds the same job, refused if it holds another one
+    workers: int = 1  # maximum number of processes; each loads the tokenizer
+    overwrite: bool = False  # whether to discard another job's work in `out`
+    quiet: bool = False  # whether to show no progress bar
 
     def claim(self, content: dict[str, Any], shards: int) -> None:
         """Claim the directory for this job. Raises DataError if it holds anything else.

@@ -188,11 +188,7 @@ def _content(shards: list[list[Unit]], stamps: Stamps, tokenizer: Tokenizer, opt
 
 @dataclass
 class _Counts:
-    """Numbers of records and documents by what became of them, and the `characters` and `utf8_bytes` of stored text.
-
-    Attributes:
-        round_trips, round_trips_exact: documents whose tokens were decoded, and those that gave their text again.
-    """
+    """Numbers of records and documents by what became of them, and the `characters` and `utf8_bytes` of stored text."""
 
     read: int = 0
     bad: int = 0
@@ -202,7 +198,7 @@ class _Counts:
     characters: int = 0
     utf8_bytes: int = 0
     quarantined: int = 0
-    round_trips: int = 0
+    round_trips: int = 0  # this and the next: documents whose tokens were decoded, and those that gave their text again
     round_trips_exact: int = 0
 
     def add(self, document: Document, encoded: list[list[int]], tokenizer: Tokenizer) -> None:

@@ -41,23 +41,15 @@ _DIGEST_LENGTH = 17
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The counts of a split: the content of `split.json`.
+    """The counts of a split: the content of `split.json`."""
 
-    Attributes:
-        holdout: the requested share, such as `0.1%`.
-        read: documents in the input, of which `empty` have no text.
-        bad: records that were skipped.
-        held_out: held-out documents among `read`, of which `duplicates` repeat another one and are not in the file.
-        characters: characters of the texts in the file.
-    """
-
-    holdout: str
-    read: int
+    holdout: str  # the requested share, such as `0.1%`
+    read: int  # documents in the input, of which `empty` have no text
     empty: int
-    bad: int
-    held_out: int
+    bad: int  # records that were skipped
+    held_out: int  # held-out documents among `read`, of which `duplicates` repeat another one and are not in the file
     duplicates: int
-    characters: int
+    characters: int  # characters of the texts in the file
 
 
 def split(inputs: Sequence[str | Path], job: Job, options: PrepareOptions) -> SplitReport:

@@ -13,18 +13,12 @@ LISTED = 1000
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A line or row that is not a document.
-
-    Attributes:
-        kind: `line` or `row`.
-        number: counted from 1 in the whole file.
-        offset: byte at which the line starts, in the unpacked text of a packed file; None for rows.
-    """
+    """A line or row that is not a document."""
 
     path: str
-    kind: str
-    number: int
-    offset: int | None
+    kind: str  # `line` or `row`
+    number: int  # counted from 1 in the whole file
+    offset: int | None  # byte at which the line starts, in the unpacked text of a packed file; None for rows
     reason: str
 
     def __str__(self) -> str:

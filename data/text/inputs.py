@@ -44,17 +44,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Document:
-    """A text, with its answer if an answer field was named.
+    """A text, with its answer if an answer field was named."""
 
-    Attributes:
-        texts: the text, and the answer if there is one.
-        line: number of the line or row in its unit, from 0; 0 for a whole file.
-        repaired: whether invalid UTF-8 or lone surrogates were replaced.
-    """
-
-    texts: tuple[str, ...]
-    line: int
-    repaired: bool
+    texts: tuple[str, ...]  # the text, and the answer if there is one
+    line: int  # number of the line or row in its unit, from 0; 0 for a whole file
+    repaired: bool  # whether invalid UTF-8 or lone surrogates were replaced
 
     @property
     def text(self) -> str:

@@ -26,33 +26,21 @@ _BATCH_TOKENS, _OVERLAP_TOKENS = 32_768, 64
 
 
 class Shared(NamedTuple):
-    """Passages found in the documents of a file, in columns with one entry per document and passage.
+    """Passages found in the documents of a file, in columns with one entry per document and passage."""
 
-    Attributes:
-        document: number within the file.
-        passage: number among the protected passages.
-        share: share of the n-grams of the passage's text that are in the document.
-    """
-
-    document: Numbers
-    passage: Numbers
-    share: npt.NDArray[np.float64]
+    document: Numbers  # number within the file
+    passage: Numbers  # number among the protected passages
+    share: npt.NDArray[np.float64]  # share of the n-grams of the passage's text that are in the document
 
 
 @dataclass(frozen=True)
 class Contaminated:
-    """A document that holds passages of a protected text.
+    """A document that holds passages of a protected text."""
 
-    Attributes:
-        shard, document: its file, and its number in the file.
-        text: the place of the text.
-        share: share of the text's n-grams that the document holds.
-    """
-
-    shard: str
+    shard: str  # this and the next: its file, and its number in the file
     document: int
-    text: str
-    share: float
+    text: str  # the place of the text
+    share: float  # share of the text's n-grams that the document holds
 
     def __str__(self) -> str:
         return f"holds {self.share:.0%} of {self.text}"

@@ -26,25 +26,16 @@ _FILTER_BITS = 32
 
 @dataclass(frozen=True)
 class ProtectedTexts:
-    """The n-grams of all texts that are protected.
+    """The n-grams of all texts that are protected."""
 
-    Attributes:
-        hashes: uint64 [n-grams], sorted.
-        passage: int32 [n-grams], the passage of each.
-        likely: uint8 [2^k], bits: whether a hash with these first k + 3 bits is among `hashes`. A fast filter.
-        needed: int64 [passages], n-grams that must be found.
-        text: int64 [passages], the text of each.
-        sizes: int64 [texts], distinct n-grams of each that are in no earlier text.
-        grams: int64 [texts], all n-grams of each; 0 for a text of fewer than 8 words.
-    """
-
-    hashes: Hashes
-    passage: npt.NDArray[np.int32]
+    hashes: Hashes  # uint64 [n-grams], sorted
+    passage: npt.NDArray[np.int32]  # int32 [n-grams], the passage of each
+    # uint8 [2^k], bits: whether a hash with these first k + 3 bits is among `hashes`. A fast filter
     likely: npt.NDArray[np.uint8]
-    needed: Numbers
-    text: Numbers
-    sizes: Numbers
-    grams: Numbers
+    needed: Numbers  # int64 [passages], n-grams that must be found
+    text: Numbers  # int64 [passages], the text of each
+    sizes: Numbers  # int64 [texts], distinct n-grams of each that are in no earlier text
+    grams: Numbers  # int64 [texts], all n-grams of each; 0 for a text of fewer than 8 words
 
     def find(self, hashes: Hashes) -> tuple[Numbers, Numbers]:
         """Which of some hashes are protected: their places, and their numbers among the n-grams."""
@@ -67,16 +58,11 @@ class ProtectedTexts:
 
 @dataclass(frozen=True)
 class Protection:
-    """Protected texts, and what they are.
-
-    Attributes:
-        sources: where the texts come from, in order, and how many.
-        missing: what is not protected though the run is evaluated on it, as text; empty if all is.
-    """
+    """Protected texts, and what they are."""
 
     texts: ProtectedTexts
-    sources: list[tuple[str, int]]
-    missing: str = ""
+    sources: list[tuple[str, int]]  # where the texts come from, in order, and how many
+    missing: str = ""  # what is not protected though the run is evaluated on it, as text; empty if all is
 
     def name(self, text: int) -> str:
         """The place of a text."""

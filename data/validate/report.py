@@ -18,26 +18,18 @@ _FILE_FIELDS = ("name", "documents", "tokens", "agreement")
 
 @dataclass
 class ValidationReport:
-    """The result of validating one corpus.
-
-    Attributes:
-        separators: the separators that documents should carry, and who declared them or how they were measured.
-        vocabulary: the vocabulary that the ids were checked against.
-        fingerprint: fingerprint of the tokenizer, if one is known.
-        lengths: quantiles of the document lengths, in tokens.
-        compared: what the text was compared with, and why not; empty if nothing was asked for.
-        contaminated: documents that hold passages of it.
-    """
+    """The result of validating one corpus."""
 
     directory: str
+    # the separators that documents should carry, and who declared them or how they were measured
     separators: tuple[Separators, str]
-    vocabulary: Vocabulary
-    fingerprint: str | None
+    vocabulary: Vocabulary  # the vocabulary that the ids were checked against
+    fingerprint: str | None  # fingerprint of the tokenizer, if one is known
     findings: Findings
-    lengths: dict[str, int]
+    lengths: dict[str, int]  # quantiles of the document lengths, in tokens
     files: list[Measurement]
-    compared: str = ""
-    contaminated: list[Contaminated] = field(default_factory=list)
+    compared: str = ""  # what the text was compared with, and why not; empty if nothing was asked for
+    contaminated: list[Contaminated] = field(default_factory=list)  # documents that hold passages of it
 
     @property
     def documents(self) -> int:

@@ -49,19 +49,13 @@ class _File:
 
 @dataclass(frozen=True)
 class _Rules:
-    """The rules that every file is checked against, as sent to worker processes.
-
-    Attributes:
-        tokenizer: path and separator of the tokenizer; None without one.
-        dtype: name of the dtype that the manifest declares; None without a manifest.
-        protected: folder of the texts that documents are compared with; None without any.
-    """
+    """The rules that every file is checked against, as sent to worker processes."""
 
     vocabulary: Vocabulary
     separators: Separators
-    tokenizer: tuple[Path, int] | None
-    dtype: str | None
-    protected: Path | None = None
+    tokenizer: tuple[Path, int] | None  # path and separator of the tokenizer; None without one
+    dtype: str | None  # name of the dtype that the manifest declares; None without a manifest
+    protected: Path | None = None  # folder of the texts that documents are compared with; None without any
 
     def open(self, file: _File) -> TokenFile:
         return open_file(file.path, file.format, self.vocabulary.eod, leading=self.separators == "leading")
@@ -69,18 +63,13 @@ class _Rules:
 
 @dataclass(frozen=True)
 class _Subject:
-    """The corpus to validate.
-
-    Attributes:
-        because: who declared the separators, or how they were measured; for the report.
-        fingerprint: fingerprint of the tokenizer, if one is known.
-    """
+    """The corpus to validate."""
 
     files: list[_File]
     rules: _Rules
     manifest: CorpusManifest | None
-    because: str
-    fingerprint: str | None
+    because: str  # who declared the separators, or how they were measured; for the report
+    fingerprint: str | None  # fingerprint of the tokenizer, if one is known
 
 
 def validate(

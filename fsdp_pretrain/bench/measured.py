@@ -23,32 +23,23 @@ LIMIT = 900.0
 
 @dataclass(frozen=True)
 class MeasuredSteps:
-    """Steps of one implementation on one mesh.
-
-    Attributes:
-        side: the implementation, `ours` or one of `peers.NETWORKS`.
-        dtype: dtype of the matrix products.
-        speed: speed by the wall-clock time of all timed steps, until the device has finished them.
-        memory: bytes on the fullest rank: peak allocated on the GPU, or resident in a CPU process.
-        loss: loss of the last step, in nats per target.
-        parts: median seconds of what the trainer records of a step, by part; None for other implementations.
-        fake: whether only one rank of the mesh existed, so that nothing went over a wire.
-    """
+    """Steps of one implementation on one mesh."""
 
     run: str
-    side: str
+    side: str  # the implementation, `ours` or one of `peers.NETWORKS`
     torch: str
-    dtype: str
+    dtype: str  # dtype of the matrix products
     compiled: bool
     parameters: int
     replicas: int
     shards: int
     steps: int
-    speed: Speed
-    memory: int
-    loss: float
+    speed: Speed  # speed by the wall-clock time of all timed steps, until the device has finished them
+    memory: int  # bytes on the fullest rank: peak allocated on the GPU, or resident in a CPU process
+    loss: float  # loss of the last step, in nats per target
+    # median seconds of what the trainer records of a step, by part; None for other implementations
     parts: dict[str, float] | None
-    fake: bool = False
+    fake: bool = False  # whether only one rank of the mesh existed, so that nothing went over a wire
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> MeasuredSteps:

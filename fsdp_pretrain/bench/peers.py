@@ -43,15 +43,10 @@ OURS = "ours"
 
 @dataclass
 class Comparison:
-    """The results of all rounds.
+    """The results of all rounds."""
 
-    Attributes:
-        rounds: results of each round by side.
-        failed: reasons by side; a side that failed is not started again.
-    """
-
-    rounds: list[dict[str, MeasuredSteps]] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    rounds: list[dict[str, MeasuredSteps]] = field(default_factory=list)  # results of each round by side
+    failed: dict[str, str] = field(default_factory=dict)  # reasons by side; a side that failed is not started again
 
     def ratio(self, side: str) -> Spread | None:
         """A side's step time divided by ours in the same round; None without a common round."""
@@ -140,17 +135,11 @@ def render(result: Comparison) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Network:
-    """A model of any library.
+    """A model of any library."""
 
-    Attributes:
-        module: holds the parameters, fp32.
-        blocks: its decoder blocks, each compiled on its own if the configuration says so.
-        logits: int64 [B, S] -> [B, S, V], in the dtype of the parameters.
-    """
-
-    module: nn.Module
-    blocks: Sequence[nn.Module]
-    logits: Callable[[Tensor], Tensor]
+    module: nn.Module  # holds the parameters, fp32
+    blocks: Sequence[nn.Module]  # its decoder blocks, each compiled on its own if the configuration says so
+    logits: Callable[[Tensor], Tensor]  # int64 [B, S] -> [B, S, V], in the dtype of the parameters
 
 
 def measure_side(name: str, config: Config, *, steps: int, warmup: int) -> MeasuredSteps:

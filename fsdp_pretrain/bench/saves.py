@@ -33,21 +33,13 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True)
 class SaveRound:
-    """Seconds of one round.
+    """Seconds of one round."""
 
-    Attributes:
-        size: bytes of the checkpoint.
-        plain: seconds to write a plain file of that size and sync it.
-        save: seconds of a verified save.
-        stall: seconds that training waits for a background save.
-        excess: seconds by which the steps until its end took longer than usual, including the wait.
-    """
-
-    size: int
-    plain: float
-    save: float
-    stall: float
-    excess: float
+    size: int  # bytes of the checkpoint
+    plain: float  # seconds to write a plain file of that size and sync it
+    save: float  # seconds of a verified save
+    stall: float  # seconds that training waits for a background save
+    excess: float  # seconds by which the steps until its end took longer than usual, including the wait
 
 
 def measure(config: Config, world: World, directory: Path, *, rounds: int, steps: int, warmup: int) -> list[SaveRound]:

@@ -27,17 +27,11 @@ _ACCUMULATION = 4
 
 @dataclass(frozen=True)
 class TriedWay:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        overrides: the keys it sets, as on the command line.
-        times: the measurement; None if it failed.
-        problem: why it failed.
-    """
-
-    overrides: list[str]
-    times: MeasuredSteps | None
-    problem: str = ""
+    overrides: list[str]  # the keys it sets, as on the command line
+    times: MeasuredSteps | None  # the measurement; None if it failed
+    problem: str = ""  # why it failed
 
     def __str__(self) -> str:
         return f"{' '.join(self.overrides):92} {self.times or self.problem}"

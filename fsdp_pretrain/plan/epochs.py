@@ -18,15 +18,10 @@ MOST = 4.0
 
 @dataclass(frozen=True)
 class SourceEpochs:
-    """What a run reads of a source.
+    """What a run reads of a source."""
 
-    Attributes:
-        tokens: tokens of the corpus, without separators.
-        epochs: how often the run reads all of it.
-    """
-
-    tokens: int
-    epochs: float
+    tokens: int  # tokens of the corpus, without separators
+    epochs: float  # how often the run reads all of it
 
 
 def absent(config: Config) -> list[Path]:

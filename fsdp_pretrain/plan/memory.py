@@ -43,25 +43,16 @@ _WINDOW = {"sliding_window", "sliding_window_pattern"}
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes by part at one moment.
+    """Bytes by part at one moment."""
 
-    Attributes:
-        parameters, optimizer, gradients: fp32 shards.
-        gathered: unsharded parameters in the compute dtype.
-        reduce: unsharded gradients and reduce-scatter buffers.
-        activations: tensors saved for backward, and working memory of blocks.
-        logits: working memory of the loss.
-        inputs: the micro-batch.
-    """
-
-    parameters: int
+    parameters: int  # this and the next two: fp32 shards
     optimizer: int
     gradients: int
-    gathered: int
-    reduce: int
-    activations: int
-    logits: int
-    inputs: int
+    gathered: int  # unsharded parameters in the compute dtype
+    reduce: int  # unsharded gradients and reduce-scatter buffers
+    activations: int  # tensors saved for backward, and working memory of blocks
+    logits: int  # working memory of the loss
+    inputs: int  # the micro-batch
 
     @property
     def total(self) -> int:
@@ -149,22 +140,14 @@ def _micro_batch(config: Config) -> MicroBatch:
 
 @dataclass
 class _Unit:
-    """Parameters that FSDP2 gathers together.
-
-    Attributes:
-        elements: of all shards, padded.
-        stays: whether it is resharded only after the last backward pass of a step.
-        gathered: whether its parameters are there now.
-        fetched: whether an all-gather buffer with them is there now, for the backward pass.
-        reduced: whether its shard has gradients.
-    """
+    """Parameters that FSDP2 gathers together."""
 
     parameters: list[nn.Parameter]
-    elements: int
-    stays: bool
-    gathered: bool = False
-    fetched: bool = False
-    reduced: bool = False
+    elements: int  # of all shards, padded
+    stays: bool  # whether it is resharded only after the last backward pass of a step
+    gathered: bool = False  # whether its parameters are there now
+    fetched: bool = False  # whether an all-gather buffer with them is there now, for the backward pass
+    reduced: bool = False  # whether its shard has gradients
 
 
 class _Sharding:

@@ -28,55 +28,30 @@ from . import warnings as advice
 
 @dataclass(frozen=True)
 class Layout:
-    """A run on `size` ranks; bytes are those of the rank that needs most.
-
-    Attributes:
-        state_bytes: bytes of parameters, gradients and optimiser.
-        memory: memory at the peak of a step.
-        available: bytes of memory of a device, if known.
-    """
+    """A run on `size` ranks; bytes are those of the rank that needs most."""
 
     size: int
     shards: int
     replicas: int
     micro_batches_per_step: list[int]
-    state_bytes: int
-    memory: memory.MemoryEstimate
-    available: int | None
+    state_bytes: int  # bytes of parameters, gradients and optimiser
+    memory: memory.MemoryEstimate  # memory at the peak of a step
+    available: int | None  # bytes of memory of a device, if known
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The cost of measuring the held-out loss.
+    """The cost of measuring the held-out loss."""
 
-    Attributes:
-        samples: samples of a measurement; fewer if a corpus has fewer.
-        sources: number of sources that they come from.
-        every: interval between measurements.
-        share: share of the training time at the full batch, where a forward pass takes a third of a step.
-    """
-
-    samples: int
-    sources: int
-    every: str
-    share: float
+    samples: int  # samples of a measurement; fewer if a corpus has fewer
+    sources: int  # number of sources that they come from
+    every: str  # interval between measurements
+    share: float  # share of the training time at the full batch, where a forward pass takes a third of a step
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of `plan`.
-
-    Attributes:
-        flops: model FLOPs of the whole run.
-        sequence_lengths: samples of the run by their length.
-        sources: how often each source is read; None if the corpora are not on this machine.
-        absent: paths of corpora that are not.
-        storage: the cache that sources by URL need; None if there are none.
-        heldout: the cost of the held-out loss; None if it is off.
-        schedule: rows of `Schedule.preview`.
-        timeline: the entries of the timeline.
-        world: the layout on a given number of ranks, or None.
-    """
+    """The result of `plan`."""
 
     run: str
     family: str
@@ -87,21 +62,22 @@ class Plan:
     steps: int
     samples: int
     tokens: int
-    flops: float
-    sequence_lengths: dict[int, int]
+    flops: float  # model FLOPs of the whole run
+    sequence_lengths: dict[int, int]  # samples of the run by their length
     global_batches: list[int]
     world_sizes: list[int]
     checkpoint_bytes: int
     checkpoints_kept: int
     disk_bytes: int
+    # how often each source is read; None if the corpora are not on this machine
     sources: dict[str, epochs.SourceEpochs] | None
-    absent: list[str]
-    storage: room.CacheNeed | None
-    heldout: HeldOut | None
-    schedule: list[dict[str, Any]]
-    timeline: list[preview.TimelineRow]
+    absent: list[str]  # paths of corpora that are not
+    storage: room.CacheNeed | None  # the cache that sources by URL need; None if there are none
+    heldout: HeldOut | None  # the cost of the held-out loss; None if it is off
+    schedule: list[dict[str, Any]]  # rows of `Schedule.preview`
+    timeline: list[preview.TimelineRow]  # the entries of the timeline
     warnings: list[str]
-    world: Layout | None
+    world: Layout | None  # the layout on a given number of ranks, or None
 
     def to_json(self) -> dict[str, Any]:
         """JSON values; without `world` if it is None, else with total and available memory among its parts."""

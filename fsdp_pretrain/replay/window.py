@@ -27,46 +27,27 @@ Precision = Literal["bf16", "bf16+fp8", "fp16", "fp32"]
 
 
 class ReplayRequest(StateFile):
-    """The arguments of a replay, as the command passes them to the ranks.
+    """The arguments of a replay, as the command passes them to the ranks."""
 
-    Attributes:
-        run: run directory.
-        start: step of the checkpoint.
-        steps: number of steps.
-        segment: number of the segment that trained the steps; None: the kept steps.
-        precision: precision to use; None: that of the run.
-    """
-
-    run: str
-    start: int
-    steps: int
-    segment: int | None = None
-    precision: Precision | None = None
+    run: str  # run directory
+    start: int  # step of the checkpoint
+    steps: int  # number of steps
+    segment: int | None = None  # number of the segment that trained the steps; None: the kept steps
+    precision: Precision | None = None  # precision to use; None: that of the run
 
 
 @dataclass(frozen=True)
 class ReplayWindow:
-    """The steps to train again, and what they are compared with.
+    """The steps to train again, and what they are compared with."""
 
-    Attributes:
-        checkpoint: the state before them; None: the initial values.
-        state: counters of the checkpoint.
-        reset: whether the optimiser was reset there.
-        config: the settings of these steps.
-        begun: the environment of the segment that trained them.
-        circumstances: what changed within the window.
-        others: segments whose steps had other settings.
-        records: the records of these steps, in order.
-    """
-
-    checkpoint: Checkpoint | None
-    state: TrainState
-    reset: bool
-    config: Config
-    begun: Environment
-    circumstances: list[str]
-    others: list[int]
-    records: list[StepRecord]
+    checkpoint: Checkpoint | None  # the state before them; None: the initial values
+    state: TrainState  # counters of the checkpoint
+    reset: bool  # whether the optimiser was reset there
+    config: Config  # the settings of these steps
+    begun: Environment  # the environment of the segment that trained them
+    circumstances: list[str]  # what changed within the window
+    others: list[int]  # segments whose steps had other settings
+    records: list[StepRecord]  # the records of these steps, in order
 
 
 def open_window(request: ReplayRequest) -> ReplayWindow:

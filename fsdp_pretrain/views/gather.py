@@ -17,18 +17,13 @@ from .status import StatusReport, inspect
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The record of a run.
-
-    Attributes:
-        account: how its time was spent; None if it was never started.
-        entries: the journal; in a fork, of its parent only the entries up to the fork.
-    """
+    """The record of a run."""
 
     run: RunDir
     history: StartHistory
     lines: Lines
-    account: GoodputReport | None
-    entries: list[dict[str, Any]]
+    account: GoodputReport | None  # how its time was spent; None if it was never started
+    entries: list[dict[str, Any]]  # the journal; in a fork, of its parent only the entries up to the fork
     report: StatusReport
 
     @property

@@ -80,36 +80,25 @@ class SinceLastLook(BaseModel):
 
 
 class StatusReport(BaseModel):
-    """What `status` shows; values that are not known are not set.
+    """What `status` shows; values that are not known are not set."""
 
-    Attributes:
-        fetched: of a run that is elsewhere.
-        status: what the job last reported.
-        state: starting, running, saving, paused, complete, incomplete (it was complete, and its last checkpoint is
-            missing), stopped, failed, or unknown.
-        running: whether a job seems to be alive.
-        untrained: how the newest start ended if it trained no step; the run is then as it was before it.
-        problems: (level, text).
-        verified_checkpoint: the newest one; None if there is none.
-        goodput: one line about it.
-        evaluations: texts on evaluations that failed and are retried.
-    """
-
-    fetched: Fetched | None = None
-    status: Status = Status()
+    fetched: Fetched | None = None  # of a run that is elsewhere
+    status: Status = Status()  # what the job last reported
+    # starting, running, saving, paused, complete, incomplete (it was complete, and its last checkpoint is missing),
+    # stopped, failed, or unknown
     state: str = "unknown"
-    running: bool = False
-    untrained: str = ""
-    problems: list[tuple[int, str]] = []
+    running: bool = False  # whether a job seems to be alive
+    untrained: str = ""  # how the newest start ended if it trained no step; the run is then as it was before it
+    problems: list[tuple[int, str]] = []  # (level, text)
     heartbeat_age_seconds: float | None = None
-    verified_checkpoint: Verified | None = None
+    verified_checkpoint: Verified | None = None  # the newest one; None if there is none
     disk_free_bytes: int = 0
     checkpoints_that_fit: int = 0
     since_last_look: SinceLastLook | None = None
     alarms: list[Alarm] = []
     watchdog: _WatchdogSnapshot | None = None
-    goodput: str = ""
-    evaluations: list[str] = []
+    goodput: str = ""  # one line about it
+    evaluations: list[str] = []  # texts on evaluations that failed and are retried
 
     @property
     def level(self) -> int:

@@ -24,20 +24,13 @@ _LEAST_SECONDS, _SHARE = 2.0, 50
 
 @dataclass(frozen=True)
 class RunView:
-    """A run at one moment.
-
-    Attributes:
-        record: the whole record; None if it was not read yet.
-        report: the report of the record, with the newest status.
-        checkpoints: the last ones, newest first.
-        problem: why the record cannot be read now; the other values are then those read before.
-    """
+    """A run at one moment."""
 
     path: Path
-    record: RunRecord | None = None
-    report: StatusReport = field(default_factory=StatusReport)
-    checkpoints: list[Row] = field(default_factory=list)
-    problem: str = ""
+    record: RunRecord | None = None  # the whole record; None if it was not read yet
+    report: StatusReport = field(default_factory=StatusReport)  # the report of the record, with the newest status
+    checkpoints: list[Row] = field(default_factory=list)  # the last ones, newest first
+    problem: str = ""  # why the record cannot be read now; the other values are then those read before
 
     @property
     def status(self) -> Status:
