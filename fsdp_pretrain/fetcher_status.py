@@ -21,21 +21,13 @@ def log_folder(run: Path) -> Path:
 
 @dataclass(frozen=True)
 class FetcherStatus:
-    """State of one node's fetcher at one instant.
+    """State of one node's fetcher at one instant."""
 
-    Attributes:
-        time: when it was written, seconds since 1970.
-        problem: the present failure, with object and cause; empty if there is none.
-        since: when the failure began, seconds since 1970; 0 without one.
-        lasting: whether a person must repair it: no access, a damaged or replaced object.
-        ready: number of coming steps whose blocks are all in the cache.
-    """
-
-    time: float = 0.0
-    problem: str = ""
-    since: float = 0.0
-    lasting: bool = False
-    ready: int = 0
+    time: float = 0.0  # when it was written, seconds since 1970
+    problem: str = ""  # the present failure, with object and cause; empty if there is none
+    since: float = 0.0  # when the failure began, seconds since 1970; 0 without one
+    lasting: bool = False  # whether a person must repair it: no access, a damaged or replaced object
+    ready: int = 0  # number of coming steps whose blocks are all in the cache
 
     def write(self, path: Path) -> None:
         """Replace the status file. Raises OSError."""

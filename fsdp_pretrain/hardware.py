@@ -13,17 +13,11 @@ if TYPE_CHECKING:  # commands without torch use the table too
 
 @dataclass(frozen=True)
 class Device:
-    """Data sheet of a kind of device.
+    """Data sheet of a kind of device."""
 
-    Attributes:
-        peak: FLOP/s of dense bf16 matrix products, without sparsity.
-        memory: size in GiB, as the driver shows it.
-        float8: whether its matrix products support float8 as `train.precision = "bf16+fp8"` uses it.
-    """
-
-    peak: float
-    memory: int
-    float8: bool = True
+    peak: float  # FLOP/s of dense bf16 matrix products, without sparsity
+    memory: int  # size in GiB, as the driver shows it
+    float8: bool = True  # whether its matrix products support float8 as `train.precision = "bf16+fp8"` uses it
 
     @property
     def bytes(self) -> int:

@@ -67,22 +67,14 @@ class _PieceFile:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A committed and, if so configured, verified checkpoint.
-
-    Attributes:
-        manifest: its manifest, on rank 0; None on the others.
-        bytes: total size of its files.
-        seconds: duration from the start of writing to the end of read-back.
-        deleted: steps whose checkpoints retention deleted afterwards.
-        notes: further journal entries.
-    """
+    """A committed and, if so configured, verified checkpoint."""
 
     checkpoint: Checkpoint
-    manifest: CheckpointManifest | None
-    bytes: int
-    seconds: float
-    deleted: tuple[int, ...] = ()
-    notes: tuple[Note, ...] = ()
+    manifest: CheckpointManifest | None  # its manifest, on rank 0; None on the others
+    bytes: int  # total size of its files
+    seconds: float  # duration from the start of writing to the end of read-back
+    deleted: tuple[int, ...] = ()  # steps whose checkpoints retention deleted afterwards
+    notes: tuple[Note, ...] = ()  # further journal entries
 
 
 def save(

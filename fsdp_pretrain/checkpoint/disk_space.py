@@ -20,21 +20,14 @@ _LARGEST_RESERVE = 20 << 30
 
 @dataclass(frozen=True)
 class Room:
-    """Free and total space of a directory's file system.
+    """Free and total space of a directory's file system."""
 
-    Attributes:
-        path: the directory, or its nearest existing ancestor.
-        free, total: bytes; `free` excludes what is reserved for root.
-        files_free, files: inodes; `files` is 0 where they are not limited.
-        device: `st_dev` of the file system.
-    """
-
-    path: str
-    free: int
+    path: str  # the directory, or its nearest existing ancestor
+    free: int  # this and the next: bytes; `free` excludes what is reserved for root
     total: int
-    files_free: int = 0
+    files_free: int = 0  # this and the next: inodes; `files` is 0 where they are not limited
     files: int = 0
-    device: int = 0
+    device: int = 0  # `st_dev` of the file system
 
     @classmethod
     def of(cls, directory: Path) -> Room:

@@ -43,18 +43,12 @@ class _Published(StateFile):
 
 @dataclass(frozen=True)
 class Job:
-    """One evaluation: a checkpoint and a task set.
-
-    Attributes:
-        folder: directory of its files.
-        committed: when the checkpoint was committed; distinguishes it from one of the same step after a rollback.
-        section: the configuration of the evaluation.
-    """
+    """One evaluation: a checkpoint and a task set."""
 
     checkpoint: Checkpoint
-    folder: Path
-    committed: str
-    section: EvalSection
+    folder: Path  # directory of its files
+    committed: str  # when the checkpoint was committed; distinguishes it from one of the same step after a rollback
+    section: EvalSection  # the configuration of the evaluation
 
     @property
     def results(self) -> Path:

@@ -38,17 +38,12 @@ _PIECE_OVERHEAD = 2048
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the state.
+    """A tensor of the state."""
 
-    Attributes:
-        path: its keys in the nested state dict.
-        sharded: whether it is sharded over dim 0 and the mesh's shard axis; else it is the same on every rank.
-    """
-
-    path: tuple[str, ...]
+    path: tuple[str, ...]  # its keys in the nested state dict
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sharded: bool
+    sharded: bool  # whether it is sharded over dim 0 and the mesh's shard axis; else it is the same on every rank
 
     @property
     def name(self) -> str:

@@ -43,17 +43,11 @@ class TokenizerIdentity(StateFile):
 
 
 class PartIdentity(StateFile):
-    """A part of the code of a run, see `code_identity`.
+    """A part of the code of a run, see `code_identity`."""
 
-    Attributes:
-        part: its name, as in the configuration.
-        source: version and hash of its package's source.
-        witness: what a tiny instance computes from fixed input.
-    """
-
-    part: str
-    source: str
-    witness: list[float]
+    part: str  # its name, as in the configuration
+    source: str  # version and hash of its package's source
+    witness: list[float]  # what a tiny instance computes from fixed input
 
 
 class RunIdentity(StateFile):
@@ -84,42 +78,25 @@ class MergedParent(StateFile):
 
 
 class Facts(Counters):
-    """The part of a manifest that is known before the checkpoint is written.
+    """The part of a manifest that is known before the checkpoint is written."""
 
-    Attributes:
-        run: name of the run.
-        segment: number of the segment that wrote it; None for an import.
-        final: whether it is the last of a complete run.
-        torch, fsdp_pretrain: versions that wrote it.
-        imported: source folder or checkpoint, if the weights were imported.
-        suspect: why not to roll back to it, if it was saved during an incident.
-        merged: the checkpoints whose mean it is, oldest first; None: it was trained.
-    """
-
-    run: str
-    segment: int | None = None
-    final: bool
-    torch: str
+    run: str  # name of the run
+    segment: int | None = None  # number of the segment that wrote it; None for an import
+    final: bool  # whether it is the last of a complete run
+    torch: str  # this and the next: versions that wrote it
     fsdp_pretrain: str
-    imported: str | None = None
-    suspect: str | None = None
-    merged: list[MergedParent] | None = None
+    imported: str | None = None  # source folder or checkpoint, if the weights were imported
+    suspect: str | None = None  # why not to roll back to it, if it was saved during an incident
+    merged: list[MergedParent] | None = None  # the checkpoints whose mean it is, oldest first; None: it was trained
 
 
 class CheckpointManifest(Facts):
-    """`manifest.json`: facts and files of a checkpoint.
+    """`manifest.json`: facts and files of a checkpoint."""
 
-    Attributes:
-        optimizer: whether it has optimiser state, not only weights.
-        state_digest: hash of its tensors, see `digest`.
-        committed: time of the commit.
-        files: all files except the manifest itself and `verified.json`.
-    """
-
-    optimizer: bool = True
-    state_digest: str
-    committed: str
-    files: list[FileEntry]
+    optimizer: bool = True  # whether it has optimiser state, not only weights
+    state_digest: str  # hash of its tensors, see `digest`
+    committed: str  # time of the commit
+    files: list[FileEntry]  # all files except the manifest itself and `verified.json`
 
 
 def is_permanent(config: Config, manifest: CheckpointManifest, intervals: Iterable[Progress]) -> bool:

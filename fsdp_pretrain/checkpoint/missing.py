@@ -19,16 +19,11 @@ from .store import Store, directory_name
 
 @dataclass(frozen=True)
 class MissingCheckpoint:
-    """A checkpoint of the kept line that was committed but does not exist, nor does a later one.
-
-    Attributes:
-        newest: step of the newest existing checkpoint, whole or damaged; None: there is none.
-        seen: whether an earlier start under the same launcher saw a newer checkpoint than that.
-    """
+    """A checkpoint of the kept line that was committed but does not exist, nor does a later one."""
 
     step: int
-    newest: int | None
-    seen: bool = False
+    newest: int | None  # step of the newest existing checkpoint, whole or damaged; None: there is none
+    seen: bool = False  # whether an earlier start under the same launcher saw a newer checkpoint than that
 
     @property
     def text(self) -> str:

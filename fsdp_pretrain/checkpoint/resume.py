@@ -39,40 +39,26 @@ from .store import CONFIG, TRAIN_STATE, Checkpoint, Store, verify_files
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """Options of the start command.
+    """Options of the start command."""
 
-    Attributes:
-        fresh: whether to start at step 0 although all checkpoints are invalid, or recorded ones are missing.
-        changes: keys and tables of the configuration that may differ although that changes what is learned.
-        reset_optimizer: step of the checkpoint at which the optimiser is reset.
-        reason: why this start differs from the last, for the journal.
-        from_mirror: whether to restore from `checkpoint.mirror` what the run directory lacks.
-    """
-
-    fresh: bool = False
+    fresh: bool = False  # whether to start at step 0 although all checkpoints are invalid, or recorded ones are missing
+    # keys and tables of the configuration that may differ although that changes what is learned
     changes: frozenset[str] = frozenset()
-    reset_optimizer: int | None = None
-    reason: str = ""
-    from_mirror: bool = False
+    reset_optimizer: int | None = None  # step of the checkpoint at which the optimiser is reset
+    reason: str = ""  # why this start differs from the last, for the journal
+    from_mirror: bool = False  # whether to restore from `checkpoint.mirror` what the run directory lacks
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where training continues.
+    """Where training continues."""
 
-    Attributes:
-        state: the counters.
-        parent: number of the segment that wrote the checkpoint; None for an import or without a checkpoint.
-        checkpoint: step of the loaded checkpoint; None: none was loaded.
-        whole: whether the optimiser was restored too, so that the following steps repeat exactly.
-        observers: extensions' observers whose tensors were restored.
-    """
-
-    state: TrainState
+    state: TrainState  # the counters
+    # number of the segment that wrote the checkpoint; None for an import or without a checkpoint
     parent: int | None = None
-    checkpoint: int | None = None
-    whole: bool = True
-    observers: frozenset[str] = frozenset()
+    checkpoint: int | None = None  # step of the loaded checkpoint; None: none was loaded
+    whole: bool = True  # whether the optimiser was restored too, so that the following steps repeat exactly
+    observers: frozenset[str] = frozenset()  # extensions' observers whose tensors were restored
 
 
 class Resume:

@@ -25,13 +25,9 @@ from .manifest import PartIdentity, RunIdentity, SavedState, TokenizerIdentity
 
 @dataclass(frozen=True)
 class TrainState(Position):
-    """The counters of a checkpoint. There is no RNG state: random numbers are functions of (seed, step, rank).
+    """The counters of a checkpoint. There is no RNG state: random numbers are functions of (seed, step, rank)."""
 
-    Attributes:
-        loss_scale: `parallel.loss_scaler.LossScaler.state()` of an fp16 run, else None.
-    """
-
-    loss_scale: list[float] | None = None
+    loss_scale: list[float] | None = None  # `parallel.loss_scaler.LossScaler.state()` of an fp16 run, else None
 
     @classmethod
     def at(cls, position: Position) -> TrainState:

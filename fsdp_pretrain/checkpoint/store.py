@@ -34,18 +34,12 @@ _LEFTOVER = re.compile(r"^step-\d{8,}\.(writing|deleting)-")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A directory with a checkpoint's name.
+    """A directory with a checkpoint's name."""
 
-    Attributes:
-        step: optimiser steps taken.
-        problem: why it must not be used, judged by manifest, names and sizes; None if it looks whole.
-        verified: whether its bytes were read back after it was written.
-    """
-
-    step: int
+    step: int  # optimiser steps taken
     path: Path
-    problem: str | None
-    verified: bool
+    problem: str | None  # why it must not be used, judged by manifest, names and sizes; None if it looks whole
+    verified: bool  # whether its bytes were read back after it was written
 
     def manifest(self) -> CheckpointManifest:
         """Contents of `manifest.json`. Raises CheckpointError."""

@@ -21,18 +21,12 @@ TENSORS, METADATA = "tensors.json", ".metadata"
 
 
 class Chunk(StateFile):
-    """Rows of a tensor (a scalar has one), in an archive of `torch.save`.
+    """Rows of a tensor (a scalar has one), in an archive of `torch.save`."""
 
-    Attributes:
-        first, rows: index of the first row, and number of rows.
-        file: name of the file in the checkpoint that holds them.
-        start, length: bytes at which the archive begins in the file, and its length.
-    """
-
-    first: Count
+    first: Count  # this and the next: index of the first row, and number of rows
     rows: Count
-    file: Annotated[str, Field(pattern=r"^__\d+_\d+\.distcp$")]
-    start: Count
+    file: Annotated[str, Field(pattern=r"^__\d+_\d+\.distcp$")]  # name of the file in the checkpoint that holds them
+    start: Count  # this and the next: bytes at which the archive begins in the file, and its length
     length: Count
 
 

@@ -120,23 +120,15 @@ class Late(IntEnum):
 
 @dataclass(frozen=True)
 class UnsavedTraining:
-    """Training since the last verified checkpoint.
+    """Training since the last verified checkpoint."""
 
-    Attributes:
-        every: `checkpoint.every`.
-        steps, samples, tokens: trained since then.
-        age: seconds since then.
-        step_seconds: typical duration of a step; 0 if unknown.
-        save_seconds: longest duration of a save.
-    """
-
-    every: Progress
-    steps: int
+    every: Progress  # `checkpoint.every`
+    steps: int  # this and the next two: trained since then
     samples: int
     tokens: int
-    age: float
-    step_seconds: float = 0.0
-    save_seconds: float = 0.0
+    age: float  # seconds since then
+    step_seconds: float = 0.0  # typical duration of a step; 0 if unknown
+    save_seconds: float = 0.0  # longest duration of a save
 
     @property
     def intervals(self) -> float:

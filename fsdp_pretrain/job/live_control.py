@@ -49,12 +49,9 @@ class LiveControl(Observer):
     Args:
         guard: raises UserError if this job may not write into the run directory any more.
         profiler: receives the requests for traces.
-
-    Attributes:
-        loop: the training loop, set before training.
     """
 
-    loop: Loop
+    loop: Loop  # the training loop, set before training
 
     def __init__(self, run: RunContext, guard: Callable[[], None], profiler: StepProfiler) -> None:
         self._run, self._guard, self._profiler = run, guard, profiler

@@ -64,15 +64,10 @@ def preflight(config: Config, world: World) -> None:
 
 @dataclass(frozen=True)
 class OpenCorpora:
-    """The corpora of a run, opened and checked.
+    """The corpora of a run, opened and checked."""
 
-    Attributes:
-        packer: packs the training data.
-        heldout: held-out samples whose loss is measured; None: there are none.
-    """
-
-    packer: Packer
-    heldout: HeldOutSamples | None
+    packer: Packer  # packs the training data
+    heldout: HeldOutSamples | None  # held-out samples whose loss is measured; None: there are none
 
 
 def open_corpora(run: RunContext) -> OpenCorpora:
@@ -89,23 +84,14 @@ def open_corpora(run: RunContext) -> OpenCorpora:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """Model, optimiser and history, as they are before the first step of this start.
+    """Model, optimiser and history, as they are before the first step of this start."""
 
-    Attributes:
-        model: sharded, with its values.
-        training: model and optimiser, with what their checkpoints record of the run.
-        resumed: where the run is, and the checkpoint it came from.
-        health: has judged the steps before.
-        heldout: measures the held-out loss; None: it is not measured.
-        own: the observers of extensions.
-    """
-
-    model: Decoder
-    training: TrainingObjects
-    resumed: Resumed
-    health: Health
-    heldout: HeldOutLoss | None
-    own: OwnObservers
+    model: Decoder  # sharded, with its values
+    training: TrainingObjects  # model and optimiser, with what their checkpoints record of the run
+    resumed: Resumed  # where the run is, and the checkpoint it came from
+    health: Health  # has judged the steps before
+    heldout: HeldOutLoss | None  # measures the held-out loss; None: it is not measured
+    own: OwnObservers  # the observers of extensions
 
 
 def restore(run: RunContext, corpora: OpenCorpora, options: ResumeOptions, memory: LauncherMemory) -> RestoredRun:
@@ -155,15 +141,10 @@ def _recall_health(training: TrainingObjects, segment: int, resumed: Resumed) ->
 
 @dataclass(frozen=True)
 class Companions:
-    """Processes that rank 0 runs beside training; none on other ranks.
+    """Processes that rank 0 runs beside training; none on other ranks."""
 
-    Attributes:
-        followers: those that feed the trackers, by tracker name.
-        uploader: that of the mirror, if there is one.
-    """
-
-    followers: Followers = field(default_factory=dict)
-    uploader: UploaderProcess | None = None
+    followers: Followers = field(default_factory=dict)  # those that feed the trackers, by tracker name
+    uploader: UploaderProcess | None = None  # that of the mirror, if there is one
 
     def finish(self, run: RunContext, *, complete: bool) -> None:
         """Wait for them to finish, for a limited time. Collective."""

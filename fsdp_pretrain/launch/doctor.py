@@ -46,18 +46,12 @@ class RankFacts:
 
 @dataclass
 class NodeSum:
-    """An all-reduce over all ranks of two nodes, or of the only one.
-
-    Attributes:
-        seconds: the best time of the slowest rank.
-        right: whether all results were correct.
-        rate: bus bandwidth of a rank in bytes per second.
-    """
+    """An all-reduce over all ranks of two nodes, or of the only one."""
 
     nodes: list[int]
-    seconds: float
-    right: bool
-    rate: float
+    seconds: float  # the best time of the slowest rank
+    right: bool  # whether all results were correct
+    rate: float  # bus bandwidth of a rank in bytes per second
 
 
 def main() -> int:

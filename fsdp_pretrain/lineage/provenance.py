@@ -40,17 +40,12 @@ class StepInFlight:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A recorded step and what is needed to recompute its batch.
-
-    Attributes:
-        replaced_by: number of the later segment that rolled back before this step; None if the step is kept.
-        config, packer, world: configuration, packer and number of ranks of the segment that trained it.
-    """
+    """A recorded step and what is needed to recompute its batch."""
 
     number: int
     record: StepRecord | StepInFlight
-    replaced_by: int | None
-    config: Config
+    replaced_by: int | None  # number of the later segment that rolled back before this step; None if the step is kept
+    config: Config  # this and the next two: configuration, packer and number of ranks of the segment that trained it
     packer: Packer
     world: int
 

@@ -54,17 +54,11 @@ class MirrorError(UserError):
 
 @dataclass(frozen=True)
 class MirroredRecord:
-    """A copy of the record, described by the name of its object.
+    """A copy of the record, described by the name of its object."""
 
-    Attributes:
-        made: time of the copy, in milliseconds since 1970.
-        run_id: id of the run directory.
-        entry: name, size and checksum of the object.
-    """
-
-    made: int
-    run_id: str
-    entry: FileEntry
+    made: int  # time of the copy, in milliseconds since 1970
+    run_id: str  # id of the run directory
+    entry: FileEntry  # name, size and checksum of the object
 
     def __str__(self) -> str:
         return datetime.fromtimestamp(self.made / 1000, UTC).isoformat(" ", "seconds")
@@ -72,16 +66,11 @@ class MirroredRecord:
 
 @dataclass(frozen=True)
 class MirroredCheckpoint:
-    """A checkpoint's directory in the mirror.
-
-    Attributes:
-        raw: bytes of its manifest; None if that is not written yet.
-        objects: sizes of the files in the directory, by name.
-    """
+    """A checkpoint's directory in the mirror."""
 
     step: int
-    raw: bytes | None
-    objects: dict[str, int]
+    raw: bytes | None  # bytes of its manifest; None if that is not written yet
+    objects: dict[str, int]  # sizes of the files in the directory, by name
 
     @property
     def name(self) -> str:
@@ -118,15 +107,10 @@ class MirroredCheckpoint:
 
 @dataclass(frozen=True)
 class MirrorState:
-    """What the mirror holds of a run.
+    """What the mirror holds of a run."""
 
-    Attributes:
-        records: copies of the record, newest first.
-        checkpoints: all directories, oldest step first.
-    """
-
-    records: list[MirroredRecord]
-    checkpoints: list[MirroredCheckpoint]
+    records: list[MirroredRecord]  # copies of the record, newest first
+    checkpoints: list[MirroredCheckpoint]  # all directories, oldest step first
 
     @property
     def whole(self) -> list[MirroredCheckpoint]:

@@ -52,24 +52,15 @@ _RECOVERY = (State.STARTING, State.STOPPING)
 
 
 class Interruption(BaseModel):
-    """An unplanned end of a start, or a rollback, until the first step after it.
+    """An unplanned end of a start, or a rollback, until the first step after it."""
 
-    Attributes:
-        time: time of the last progress before it.
-        segment, step: the segment that ended, and its last step.
-        kind: `failure` or `rollback`.
-        cause: the recorded cause.
-        over: whether training continued.
-        recovery_seconds: time from the last progress until training continued, without the queue.
-    """
-
-    time: Time
-    segment: int
+    time: Time  # time of the last progress before it
+    segment: int  # this and the next: the segment that ended, and its last step
     step: int
-    kind: str
-    cause: str
-    over: bool = False
-    recovery_seconds: float = 0.0
+    kind: str  # `failure` or `rollback`
+    cause: str  # the recorded cause
+    over: bool = False  # whether training continued
+    recovery_seconds: float = 0.0  # time from the last progress until training continued, without the queue
 
 
 class Energy(BaseModel):

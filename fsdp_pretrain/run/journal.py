@@ -41,19 +41,12 @@ class Mark(IntEnum):
 
 
 class KindInfo(NamedTuple):
-    """Properties of a kind of entries.
+    """Properties of a kind of entries."""
 
-    Attributes:
-        group: the row of its entries above the curves of the report.
-        tone: whether they are good or bad news; for a stop, its exit code decides, see `tone`.
-        mark: how the report shows them; warnings are shown at least above the curves.
-        needed: keys that programs need in an entry, with their types.
-    """
-
-    group: str = "other"
-    tone: Tone = ""
-    mark: Mark = Mark.TABLE
-    needed: Mapping[str, type | UnionType] = {}
+    group: str = "other"  # the row of its entries above the curves of the report
+    tone: Tone = ""  # whether they are good or bad news; for a stop, its exit code decides, see `tone`
+    mark: Mark = Mark.TABLE  # how the report shows them; warnings are shown at least above the curves
+    needed: Mapping[str, type | UnionType] = {}  # keys that programs need in an entry, with their types
 
 
 _INFO: dict[Kind, KindInfo] = {

@@ -22,14 +22,10 @@ Position = dict[str, float]
 
 @dataclass(frozen=True)
 class Line:
-    """Steps in order, of one or more segments: columns by name, float64 [rows].
-
-    Attributes:
-        breaks: rows before which the line was interrupted, sorted.
-    """
+    """Steps in order, of one or more segments: columns by name, float64 [rows]."""
 
     columns: dict[str, Column]
-    breaks: list[int]
+    breaks: list[int]  # rows before which the line was interrupted, sorted
 
     def __len__(self) -> int:
         return len(self.columns["step"])

@@ -14,21 +14,13 @@ from .state_files import StateFile
 
 
 class MirrorReport(StateFile):
-    """State of the uploader.
+    """State of the uploader."""
 
-    Attributes:
-        segment: segment of the job that started the uploader.
-        copying: step of the checkpoint that is being copied, if any.
-        problem: why nothing can be copied now; empty if nothing is wrong.
-        needs_person: whether the problem will not pass by itself.
-        newest: newest step whose copy is complete.
-    """
-
-    segment: int
-    copying: int | None = None
-    problem: str = ""
-    needs_person: bool = False
-    newest: int | None = None
+    segment: int  # segment of the job that started the uploader
+    copying: int | None = None  # step of the checkpoint that is being copied, if any
+    problem: str = ""  # why nothing can be copied now; empty if nothing is wrong
+    needs_person: bool = False  # whether the problem will not pass by itself
+    newest: int | None = None  # newest step whose copy is complete
 
 
 def folder(run: RunDir) -> Path:

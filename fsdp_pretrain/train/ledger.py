@@ -26,25 +26,16 @@ from .step_metrics import StepCounts, StepSums
 
 @dataclass
 class IssuedStep:
-    """A step that was issued to the device and whose metrics are in flight.
+    """A step that was issued to the device and whose metrics are in flight."""
 
-    Attributes:
-        state: counters after the step.
-        values: what the schedules gave for it.
-        data: facts about its batch, for the record.
-        counts, sums: packed `StepCounts` and `StepSums` of all ranks.
-        measured: what observers measured.
-        ready: event after which the tensors are in host memory; None: they are already.
-    """
-
-    state: TrainState
-    values: StepValues
+    state: TrainState  # counters after the step
+    values: StepValues  # what the schedules gave for it
     times: StepTimes
-    data: dict[str, Any]
-    counts: Tensor
+    data: dict[str, Any]  # facts about its batch, for the record
+    counts: Tensor  # this and the next: packed `StepCounts` and `StepSums` of all ranks
     sums: Tensor
-    measured: list[tuple[Observer, Tensor]]
-    ready: torch.cuda.Event | None = None
+    measured: list[tuple[Observer, Tensor]]  # what observers measured
+    ready: torch.cuda.Event | None = None  # event after which the tensors are in host memory; None: they are already
 
 
 class Ledger:

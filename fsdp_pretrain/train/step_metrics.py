@@ -17,37 +17,26 @@ from fsdp_pretrain.parallel.mesh import World
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts and requests that the host knows before a step, of one rank or summed over all.
+    """Counts and requests that the host knows before a step, of one rank or summed over all."""
 
-    Attributes:
-        targets: tokens to predict.
-        samples: samples with at least one target.
-        documents, separators, adjacent_specials, digest: see `fsdp_pretrain.data.packing.loader.StepBatch`.
-        quarantined: documents excluded from the loss.
-        stop, save, profile, steer, repeat: ranks with such a request, see `Observer.requests`.
-        without_data: ranks that could not read their batch.
-        saved, overdue: see `Checkpointing.signals`.
-        millijoules, metered: energy of the devices since the step before, and of how many it is known.
-        checksums: checksum of every rank's parameters, see `replica_check.checksums`; empty in most steps.
-    """
-
-    targets: int
-    samples: int
-    documents: int
+    targets: int  # tokens to predict
+    samples: int  # samples with at least one target
+    documents: int  # this and the next three: see `fsdp_pretrain.data.packing.loader.StepBatch`
     separators: int
     adjacent_specials: int
     digest: int
-    quarantined: int
-    stop: int = 0
+    quarantined: int  # documents excluded from the loss
+    stop: int = 0  # this and the next four: ranks with such a request, see `Observer.requests`
     save: int = 0
     profile: int = 0
     steer: int = 0
     repeat: int = 0
-    without_data: int = 0
-    saved: int = 0
+    without_data: int = 0  # ranks that could not read their batch
+    saved: int = 0  # this and the next: see `Checkpointing.signals`
     overdue: int = 0
-    millijoules: int = 0
+    millijoules: int = 0  # this and the next: energy of the devices since the step before, and of how many it is known
     metered: int = 0
+    # checksum of every rank's parameters, see `replica_check.checksums`; empty in most steps
     checksums: list[int] = field(default_factory=list)
 
     @classmethod
@@ -95,31 +84,20 @@ class StepSums:
 
     The first two fields have one value per source; all others are 0-dim. Those of the update (norm, loss_scale,
     skipped) are the same on every rank and are not summed.
-
-    Attributes:
-        losses, targets: [sources].
-        sample_losses: sum of the mean losses of samples.
-        penalties: sum of the squared log-normalisers.
-        bad_losses: number of ranks with a non-finite sum.
-        bad_ranks: sum of the indices of these ranks.
-        bad_norms: number of ranks with a non-finite gradient norm.
-        squared_norms: squared norms of the ranks' parts of the gradients.
-        norm, loss_scale, skipped: see `add_update`.
-        packed: the one tensor that holds all fields.
     """
 
-    losses: Tensor
+    losses: Tensor  # this and the next: [sources]
     targets: Tensor
-    sample_losses: Tensor
-    penalties: Tensor
-    bad_losses: Tensor
-    bad_ranks: Tensor
-    bad_norms: Tensor
-    squared_norms: Tensor
-    norm: Tensor
+    sample_losses: Tensor  # sum of the mean losses of samples
+    penalties: Tensor  # sum of the squared log-normalisers
+    bad_losses: Tensor  # number of ranks with a non-finite sum
+    bad_ranks: Tensor  # sum of the indices of these ranks
+    bad_norms: Tensor  # number of ranks with a non-finite gradient norm
+    squared_norms: Tensor  # squared norms of the ranks' parts of the gradients
+    norm: Tensor  # this and the next two: see `add_update`
     loss_scale: Tensor
     skipped: Tensor
-    packed: Tensor
+    packed: Tensor  # the one tensor that holds all fields
 
     @classmethod
     def zeros(cls, sources: int, device: torch.device) -> StepSums:

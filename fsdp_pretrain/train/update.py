@@ -26,17 +26,11 @@ from .step_metrics import StepCounts, StepSums
 
 @dataclass(frozen=True)
 class Gradients:
-    """Facts about the gradients of a step: fp32 scalars on the device, the same on every rank.
+    """Facts about the gradients of a step: fp32 scalars on the device, the same on every rank."""
 
-    Attributes:
-        scale: factor by which the gradients are too large (for fp16); None is 1.
-        divisor: divisor that clips and unscales them; None is 1.
-        skip: 1 if a loss or gradient of any rank is not finite, else 0.
-    """
-
-    scale: Tensor | None
-    divisor: Tensor | None
-    skip: Tensor
+    scale: Tensor | None  # factor by which the gradients are too large (for fp16); None is 1
+    divisor: Tensor | None  # divisor that clips and unscales them; None is 1
+    skip: Tensor  # 1 if a loss or gradient of any rank is not finite, else 0
 
 
 class Update:

@@ -26,28 +26,18 @@ _KINDS = ("start", "checkpoint", "checkpoint-failed", "checkpoint-missing", "con
 
 @dataclass(frozen=True)
 class StoreState:
-    """The state of the store.
+    """The state of the store."""
 
-    Attributes:
-        names: names of all checkpoints.
-        damaged: the problem of every damaged checkpoint, by name.
-        newest, verified: manifests of the newest undamaged checkpoint, and of the newest verified one.
-        writing: bytes written by every save in flight.
-        room: space of the file system.
-        prunable: space that can be freed for another checkpoint.
-        entries: journal entries since the last look.
-        offset: byte offset in the journal after these entries.
-    """
-
-    names: list[str]
-    damaged: dict[str, str]
+    names: list[str]  # names of all checkpoints
+    damaged: dict[str, str]  # the problem of every damaged checkpoint, by name
+    # this and the next: manifests of the newest undamaged checkpoint, and of the newest verified one
     newest: CheckpointManifest | None
     verified: CheckpointManifest | None
-    writing: dict[str, int]
-    room: Room
-    prunable: SpaceNeeded
-    entries: list[dict[str, Any]]
-    offset: int
+    writing: dict[str, int]  # bytes written by every save in flight
+    room: Room  # space of the file system
+    prunable: SpaceNeeded  # space that can be freed for another checkpoint
+    entries: list[dict[str, Any]]  # journal entries since the last look
+    offset: int  # byte offset in the journal after these entries
 
 
 def look(run: RunDir, offset: int) -> StoreState:

@@ -31,19 +31,12 @@ _FASTER, _FASTER_BLOCKS = 0.02, 30
 
 @dataclass(frozen=True)
 class PaceChange:
-    """A change of the pace.
+    """A change of the pace."""
 
-    Attributes:
-        kind: `slower` opens an incident, `back` ends it; `faster` is a new baseline.
-        ratio: step time relative to the baseline.
-        step: the last step of the last block.
-        since: the first step of the block in which it started.
-    """
-
-    kind: Literal["slower", "back", "faster"]
-    ratio: float
-    step: int
-    since: int
+    kind: Literal["slower", "back", "faster"]  # `slower` opens an incident, `back` ends it; `faster` is a new baseline
+    ratio: float  # step time relative to the baseline
+    step: int  # the last step of the last block
+    since: int  # the first step of the block in which it started
 
 
 class PaceCusum:

@@ -29,16 +29,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory of a host.
+    """The memory of a host."""
 
-    Attributes:
-        available, total: bytes for processes, within the limit of this cgroup.
-        oom_kills: processes killed by the OOM killer since boot.
-    """
-
-    available: int
+    available: int  # this and the next: bytes for processes, within the limit of this cgroup
     total: int
-    oom_kills: int
+    oom_kills: int  # processes killed by the OOM killer since boot
 
 
 def sample_host() -> HostMemory:

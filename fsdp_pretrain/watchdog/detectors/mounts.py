@@ -56,17 +56,11 @@ def _write(directory: Path) -> None:
 
 @dataclass(frozen=True)
 class _Audit:
-    """The result of checking that every shard of a corpus exists with its size.
+    """The result of checking that every shard of a corpus exists with its size."""
 
-    Attributes:
-        wrong: one line per bad file, with the problem.
-        shards: a sample of the good files.
-        device: `st_dev` of their file system.
-    """
-
-    wrong: list[str]
-    shards: list[Path]
-    device: int
+    wrong: list[str]  # one line per bad file, with the problem
+    shards: list[Path]  # a sample of the good files
+    device: int  # `st_dev` of their file system
 
 
 def _audit(directory: Path) -> _Audit:

@@ -17,30 +17,18 @@ from fsdp_pretrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class DeviceState:
-    """The state of a GPU. None: unknown or not supported.
+    """The state of a GPU. None: unknown or not supported."""
 
-    Attributes:
-        index: number on its host.
-        name: product name.
-        lost: why it cannot be reached any more; None if it can.
-        xids: numbers of the driver's error reports (XIDs) since the last query.
-        recovery: the driver's recommended action; 0: none, 1 and more: a reset or worse.
-        ecc: uncorrectable memory errors since the last reset.
-        remap_failed, remap_pending: whether remapping of bad memory rows failed, or is pending.
-        throttle: reasons for a lower clock, as bits of NVML.
-        nvlink: number of active links, and of errors since the driver was loaded.
-    """
-
-    index: int
-    name: str = ""
-    lost: str | None = None
-    xids: list[int] | None = None
-    recovery: int | None = None
-    ecc: int | None = None
-    remap_failed: bool = False
+    index: int  # number on its host
+    name: str = ""  # product name
+    lost: str | None = None  # why it cannot be reached any more; None if it can
+    xids: list[int] | None = None  # numbers of the driver's error reports (XIDs) since the last query
+    recovery: int | None = None  # the driver's recommended action; 0: none, 1 and more: a reset or worse
+    ecc: int | None = None  # uncorrectable memory errors since the last reset
+    remap_failed: bool = False  # this and the next: whether remapping of bad memory rows failed, or is pending
     remap_pending: bool = False
-    throttle: int | None = None
-    nvlink: list[int] | None = None
+    throttle: int | None = None  # reasons for a lower clock, as bits of NVML
+    nvlink: list[int] | None = None  # number of active links, and of errors since the driver was loaded
 
 
 class Nvml:

@@ -26,19 +26,12 @@ THREADS = "look"
 
 @dataclass(frozen=True)
 class ProbeAnswer(Generic[T]):
-    """The outcome of a probe.
+    """The outcome of a probe."""
 
-    Attributes:
-        value: its result; None if it failed or was late.
-        error: why it failed; None if it succeeded.
-        errno: number of the error, if it has one.
-        late: number of consecutive late probes; 0 if this one was in time.
-    """
-
-    value: T | None = None
-    error: str | None = None
-    errno: int | None = None
-    late: int = 0
+    value: T | None = None  # its result; None if it failed or was late
+    error: str | None = None  # why it failed; None if it succeeded
+    errno: int | None = None  # number of the error, if it has one
+    late: int = 0  # number of consecutive late probes; 0 if this one was in time
 
 
 class PeriodicProbe(Generic[T]):

@@ -13,23 +13,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class GroupProgress:
-    """How far a rank is in the collectives of one of its process groups, which count from 1; sent between nodes.
+    """How far a rank is in the collectives of one of its process groups, which count from 1; sent between nodes."""
 
-    Attributes:
-        group, label: its name on all of its ranks, and a name for people.
-        size: number of its ranks.
-        called: the last collective that the host has called.
-        begun: the last one that the GPU has begun; -1 without `TORCH_NCCL_ENABLE_TIMING`.
-        ended: the last one that has ended on the GPU.
-        operation, tensors: of the first that has not ended; empty if there is none, or it is not known.
-    """
-
-    group: str
+    group: str  # this and the next: its name on all of its ranks, and a name for people
     label: str
-    size: int
-    called: int
-    begun: int
-    ended: int
+    size: int  # number of its ranks
+    called: int  # the last collective that the host has called
+    begun: int  # the last one that the GPU has begun; -1 without `TORCH_NCCL_ENABLE_TIMING`
+    ended: int  # the last one that has ended on the GPU
+    # this and the next: of the first that has not ended; empty if there is none, or it is not known
     operation: str = ""
     tensors: str = ""
 

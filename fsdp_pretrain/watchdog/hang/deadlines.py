@@ -35,15 +35,10 @@ _NO_STEP = (*LONG_PHASES, Phase.PAUSED)
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Deadlines in seconds without progress of any rank.
+    """Deadlines in seconds without progress of any rank."""
 
-    Attributes:
-        soft: when to collect evidence and open the alarm.
-        hard: when to end the run, so that it can be restarted.
-    """
-
-    soft: float
-    hard: float
+    soft: float  # when to collect evidence and open the alarm
+    hard: float  # when to end the run, so that it can be restarted
 
 
 def latest(section: HangSection) -> float:

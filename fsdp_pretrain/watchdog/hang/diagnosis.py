@@ -32,21 +32,13 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """The verdict on a hang.
+    """The verdict on a hang."""
 
-    Attributes:
-        kind: one of `_REASONS`, silent, unknown, desync, network; the first if there are several.
-        text: one sentence, with all causes.
-        guilty: positions of the ranks held responsible; empty if no rank stands out.
-        silent: hosts that give no sign of life.
-        unknown: hosts that have not yet reported the positions of all their ranks.
-    """
-
-    kind: str
-    text: str
-    guilty: tuple[RankSnapshot, ...] = ()
-    silent: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
+    kind: str  # one of `_REASONS`, silent, unknown, desync, network; the first if there are several
+    text: str  # one sentence, with all causes
+    guilty: tuple[RankSnapshot, ...] = ()  # positions of the ranks held responsible; empty if no rank stands out
+    silent: tuple[str, ...] = ()  # hosts that give no sign of life
+    unknown: tuple[str, ...] = ()  # hosts that have not yet reported the positions of all their ranks
 
     @property
     def suspects(self) -> tuple[int, ...]:

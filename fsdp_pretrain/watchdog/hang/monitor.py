@@ -37,23 +37,16 @@ _DUMP_SECONDS = 3.0
 
 @dataclass
 class _Stall:
-    """A stall in progress. Times are seconds without progress, except `began` (`time.monotonic()`).
-
-    Attributes:
-        dumped, dumps: when stacks were last requested, and how often.
-        read: when the first stacks could be read, and the recorders had answered or not in time; None before.
-        verdict: the last verdict in the alarm; None before it was opened.
-        seen: the first stack of each rank.
-        patience: extension of the hard deadline.
-    """
+    """A stall in progress. Times are seconds without progress, except `began` (`time.monotonic()`)."""
 
     began: float
-    dumped: float
+    dumped: float  # this and the next: when stacks were last requested, and how often
     dumps: int = 1
+    # when the first stacks could be read, and the recorders had answered or not in time; None before
     read: float | None = None
-    verdict: HangDiagnosis | None = None
-    seen: dict[int, Any] = field(default_factory=dict)
-    patience: float = 0.0
+    verdict: HangDiagnosis | None = None  # the last verdict in the alarm; None before it was opened
+    seen: dict[int, Any] = field(default_factory=dict)  # the first stack of each rank
+    patience: float = 0.0  # extension of the hard deadline
 
 
 class HangMonitor:

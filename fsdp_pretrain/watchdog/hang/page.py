@@ -25,32 +25,20 @@ _SIZE, _AT_NOTE = 4096, 1024
 
 
 class Beat(NamedTuple):
-    """The contents of a page at one instant, laid out in this order after a magic number and the sequence number.
+    """The contents of a page at one instant, laid out in this order after a magic number and the sequence number."""
 
-    Attributes:
-        pid, started: the process id, and its start in clock ticks since boot, because pids are reused.
-        rank, segment: owner of the page; the segment is 0 until it is known.
-        alive_at: when the rank's background thread last ran: stale while the interpreter is wedged.
-        step: the current step.
-        phase: the current phase.
-        beats: number of beats.
-        phase_at, step_at: when phase and step started, `time.monotonic_ns()`.
-        window: number of measured windows of steps.
-        own: seconds of a typical step of the last window, without waiting for other ranks; NaN if unknown.
-    """
-
-    pid: int
+    pid: int  # this and the next: the process id, and its start in clock ticks since boot, because pids are reused
     started: int
-    rank: int
+    rank: int  # this and the next: owner of the page; the segment is 0 until it is known
     segment: int
-    alive_at: int
-    step: int
-    phase: Phase
-    beats: int
-    phase_at: int
+    alive_at: int  # when the rank's background thread last ran: stale while the interpreter is wedged
+    step: int  # the current step
+    phase: Phase  # the current phase
+    beats: int  # number of beats
+    phase_at: int  # this and the next: when phase and step started, `time.monotonic_ns()`
     step_at: int
-    window: int
-    own: float
+    window: int  # number of measured windows of steps
+    own: float  # seconds of a typical step of the last window, without waiting for other ranks; NaN if unknown
 
 
 _PLACE = {name: place for place, name in enumerate(("magic", "sequence", *Beat._fields))}

@@ -68,28 +68,19 @@ class NodeFindings(AlarmSink):
 
 
 class NodeReport(BaseModel):
-    """`RUN/watchdog/nodes/N.json`: what the agent of a node reports with every beat.
-
-    Attributes:
-        time, attempt, host, pid: identify the agent and the report; all nodes of a start share the attempt.
-        segment: segment of the start; 0 until it is known.
-        stalled: positions of the node's ranks if they make no progress; else empty.
-        findings: open alarms by key, if it does not lead.
-        windows: see `RankMonitor.windows`.
-        ended: whether its ranks have ended, which makes this the last report.
-    """
+    """`RUN/watchdog/nodes/N.json`: what the agent of a node reports with every beat."""
 
     model_config = ConfigDict(frozen=True)
 
-    time: str
+    time: str  # this and the next three: identify the agent and the report; all nodes of a start share the attempt
     attempt: str
     host: str
     pid: int
-    segment: int
-    stalled: list[RankSnapshot]
-    findings: dict[str, NodeFinding]
-    windows: dict[int, tuple[int, float]]
-    ended: bool
+    segment: int  # segment of the start; 0 until it is known
+    stalled: list[RankSnapshot]  # positions of the node's ranks if they make no progress; else empty
+    findings: dict[str, NodeFinding]  # open alarms by key, if it does not lead
+    windows: dict[int, tuple[int, float]]  # see `RankMonitor.windows`
+    ended: bool  # whether its ranks have ended, which makes this the last report
 
 
 class PeerNode:

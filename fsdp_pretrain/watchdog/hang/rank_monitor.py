@@ -24,33 +24,22 @@ _WEDGED_AFTER = 5.0
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """The position of a rank that makes no progress; sent between nodes.
-
-    Attributes:
-        step, phase, beats: as on its page.
-        still: seconds since its last beat.
-        state: state of the process, a letter of `ps`.
-        wedged: whether its interpreter runs no other thread either.
-        collective: name of the collective it waits in, if any.
-        place: innermost frame, as text.
-        group: equal for ranks that wait for the same thing.
-        reading: the data file whose read has lasted longest, if any, as of its last sign of life.
-        collectives: what NCCL's flight recorder says of its process groups, see `find_blocked`; empty without it.
-    """
+    """The position of a rank that makes no progress; sent between nodes."""
 
     rank: int
     host: str
     pid: int
-    step: int
+    step: int  # this and the next two: as on its page
     phase: str
     beats: int
-    still: float
-    state: str
-    wedged: bool
-    collective: str | None
-    place: str
-    group: tuple[str, ...]
-    reading: str = ""
+    still: float  # seconds since its last beat
+    state: str  # state of the process, a letter of `ps`
+    wedged: bool  # whether its interpreter runs no other thread either
+    collective: str | None  # name of the collective it waits in, if any
+    place: str  # innermost frame, as text
+    group: tuple[str, ...]  # equal for ranks that wait for the same thing
+    reading: str = ""  # the data file whose read has lasted longest, if any, as of its last sign of life
+    # what NCCL's flight recorder says of its process groups, see `find_blocked`; empty without it
     collectives: tuple[GroupProgress, ...] = ()
 
 

@@ -30,14 +30,10 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Stack:
-    """The stack of a rank's main thread, innermost frame first.
-
-    Attributes:
-        root: the directory that the rank imported this project from, with a slash at its end.
-    """
+    """The stack of a rank's main thread, innermost frame first."""
 
     frames: tuple[Frame, ...]
-    root: str
+    root: str  # the directory that the rank imported this project from, with a slash at its end
 
     @property
     def collective(self) -> str | None:

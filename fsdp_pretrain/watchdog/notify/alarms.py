@@ -27,33 +27,20 @@ State = Literal["open", "acknowledged", "resolved"]
 
 @dataclass(frozen=True)
 class Alarm:
-    """The present state of an incident.
+    """The present state of an incident."""
 
-    Attributes:
-        key: `detector` or `detector/scope`, e.g. `hang` or `straggler/rank-3`: the same incident has the same key.
-        severity: the highest severity since it was opened.
-        state: open; acknowledged: a person knows; resolved.
-        summary: what happened, in one line with the numbers.
-        effect, remedy: the consequence, and what to do.
-        opened, changed: times, ISO 8601.
-        step: step of the run when it last changed.
-        count: how often it was opened.
-        action: what the watchdog did, if anything.
-        facts: further values.
-    """
-
-    key: str
-    severity: Severity
-    state: State
-    summary: str
-    effect: str = ""
+    key: str  # `detector` or `detector/scope`, e.g. `hang` or `straggler/rank-3`: the same incident has the same key
+    severity: Severity  # the highest severity since it was opened
+    state: State  # open; acknowledged: a person knows; resolved
+    summary: str  # what happened, in one line with the numbers
+    effect: str = ""  # this and the next: the consequence, and what to do
     remedy: str = ""
-    opened: str = ""
+    opened: str = ""  # this and the next: times, ISO 8601
     changed: str = ""
-    step: int | None = None
-    count: int = 1
-    action: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None  # step of the run when it last changed
+    count: int = 1  # how often it was opened
+    action: str = ""  # what the watchdog did, if anything
+    facts: dict[str, Any] = field(default_factory=dict)  # further values
 
     @property
     def detector(self) -> str:

@@ -35,21 +35,13 @@ _DISK_SECONDS = 5.0
 
 @dataclass
 class Told:
-    """The last delivered message about an alarm.
+    """The last delivered message about an alarm."""
 
-    Attributes:
-        opened: when the alarm was opened.
-        severity: its severity in the message.
-        over: whether the message reported that it is resolved.
-        at: when it was delivered, in seconds since 1970.
-        own: whether the alarm had a message of its own, not only a line in a digest.
-    """
-
-    opened: str
-    severity: Severity
-    over: bool
-    at: float
-    own: bool
+    opened: str  # when the alarm was opened
+    severity: Severity  # its severity in the message
+    over: bool  # whether the message reported that it is resolved
+    at: float  # when it was delivered, in seconds since 1970
+    own: bool  # whether the alarm had a message of its own, not only a line in a digest
 
 
 @dataclass

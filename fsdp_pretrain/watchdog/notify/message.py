@@ -31,13 +31,9 @@ class MessageSender:
 
 @dataclass(frozen=True)
 class Message:
-    """A message about an alarm, or about several in a digest.
+    """A message about an alarm, or about several in a digest."""
 
-    Attributes:
-        id: identifies the message, also when it is made again.
-    """
-
-    id: str
+    id: str  # identifies the message, also when it is made again
     kind: Kind
     alarm: Alarm
     sender: MessageSender
