@@ -28,26 +28,17 @@ from fsdp_pretrain.parallel.mesh import SingleProcess, World
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A checkpoint or an exported folder, before its weights are read.
+    """A checkpoint or an exported folder, before its weights are read."""
 
-    Attributes:
-        path: directory of the checkpoint, or the folder.
-        step, tokens: how far the model was trained; 0 if that is not known.
-        length: tokens of a training sample.
-        objective: the objective it was trained with.
-        read: (device, world) -> the model, on a device or sharded over ranks; raises UserError.
-        checkpoint, trained: the checkpoint, and the configuration it was trained with; None for a folder.
-    """
-
-    path: Path
-    step: int
+    path: Path  # directory of the checkpoint, or the folder
+    step: int  # this and the next: how far the model was trained; 0 if that is not known
     tokens: int
     tokenizer: Tokenizer
-    length: int
-    objective: AnyObjective
-    read: Callable[[str, World | None], Decoder]
-    checkpoint: Checkpoint | None = None
-    trained: Config | None = None
+    length: int  # tokens of a training sample
+    objective: AnyObjective  # the objective it was trained with
+    read: Callable[[str, World | None], Decoder]  # (device, world) -> the model; raises UserError
+    checkpoint: Checkpoint | None = None  # this and the next: None for a folder
+    trained: Config | None = None  # the configuration it was trained with
 
 
 def open_checkpoint(checkpoint: Checkpoint) -> EvaluatedModel:

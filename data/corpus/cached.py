@@ -47,15 +47,10 @@ Part = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class CacheUse:
-    """How corpora by URL are read.
+    """How corpora by URL are read."""
 
-    Attributes:
-        directory: the cache directory.
-        fetcher: status file of the node's fetcher, which fetches missing blocks; None: this process fetches them.
-    """
-
-    directory: Path
-    fetcher: Path | None = None
+    directory: Path  # the cache directory
+    fetcher: Path | None = None  # status file of the node's fetcher, which fetches blocks; None: this process does
 
     def problem(self) -> str:
         """The problem that the fetcher reports; empty if there is none."""

@@ -63,14 +63,10 @@ class TokenFile:
     """One file (or pair of files) opened for reading.
 
     Opening and reading raise DataError if it is truncated, damaged or not of its format, OSError if storage fails.
-
-    Attributes:
-        chunks: yields lengths and tokens of all documents in order, given the preferred number of tokens per chunk.
-        shard: the opened shard of the format `megatron`; else None.
     """
 
-    chunks: Callable[[int], Iterator[tuple[Ints, Tokens]]]
-    shard: Shard | None = None
+    chunks: Callable[[int], Iterator[tuple[Ints, Tokens]]]  # (tokens per chunk) -> lengths and tokens of all documents
+    shard: Shard | None = None  # the opened shard of the format `megatron`; else None
 
     def runs(self, size: int = RUN_TOKENS) -> Iterator[Run]:
         """All documents in order, in runs of about `size` tokens and at least one document."""

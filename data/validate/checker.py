@@ -38,18 +38,13 @@ class CheckedRun(NamedTuple):
 
 
 class _Specials(NamedTuple):
-    """The special tokens of a run, in columns with one entry per token.
+    """The special tokens of a run, in columns with one entry per token."""
 
-    Attributes:
-        at, document: position in the run, and number of the document within the run.
-        is_separator, first, last: whether it is the separator, and the first or last token of its document.
-    """
-
-    at: Ints
-    document: Ints
-    is_separator: Mask
-    first: Mask
-    last: Mask
+    at: Ints  # position in the run
+    document: Ints  # number of the document within the run
+    is_separator: Mask  # whether it is the separator
+    first: Mask  # whether it is the first token of its document, or
+    last: Mask  # the last one
 
     def where(self, which: Mask) -> _Specials:
         """The entries that a mask selects."""

@@ -118,19 +118,13 @@ CATALOGUE: dict[str, FindingKind] = {
 
 @dataclass
 class Example:
-    """The place of a defect: a file, perhaps a document in it, and perhaps a token of the document.
-
-    Attributes:
-        document, token: numbers within the file and within the document.
-        note: details of the defect at this place.
-        text: the decoded text around it, with document boundaries shown as `‖`; None without a tokenizer.
-    """
+    """The place of a defect: a file, perhaps a document in it, and perhaps a token of the document."""
 
     file: str
-    document: int | None = None
+    document: int | None = None  # this and the next: numbers within the file and within the document
     token: int | None = None
-    note: str = ""
-    text: str | None = None
+    note: str = ""  # details of the defect at this place
+    text: str | None = None  # the text around it, with document boundaries as `‖`; None without a tokenizer
 
     def __str__(self) -> str:
         place = [self.file] if self.file else []

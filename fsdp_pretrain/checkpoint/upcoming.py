@@ -48,19 +48,12 @@ def first_need(size: int, world: int) -> SpaceNeeded:
 
 @dataclass(frozen=True)
 class Fit:
-    """How many more checkpoints fit.
+    """How many more checkpoints fit; `severity` is None if enough do."""
 
-    Attributes:
-        count: how many fit without deleting anything.
-        severity: CRIT: the next one does not fit even after deleting old ones; WARN: few fit; None: enough.
-        text: the result in words.
-        room: the free space that this is based on.
-    """
-
-    count: int
-    severity: Severity | None
-    text: str
-    room: Room
+    count: int  # how many fit without deleting anything
+    severity: Severity | None  # CRIT: the next one does not fit even after deleting old ones; WARN: few fit
+    text: str  # the result in words
+    room: Room  # the free space that this is based on
 
 
 def fit(need: SpaceNeeded, room: Room, *, writing: int = 0, old: SpaceNeeded | None = None) -> Fit:

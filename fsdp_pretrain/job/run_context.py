@@ -14,18 +14,11 @@ from fsdp_pretrain.run.requests import Inbox
 
 @dataclass(frozen=True)
 class RunContext:
-    """One start of a run, on one rank.
-
-    Attributes:
-        recorder: writes the record (silent on ranks other than 0).
-        inbox: requests to this rank.
-        heartbeat: reports this rank's phases to the watchdog.
-        fetching: fetches blocks of corpora from remote storage; None if the training data is in files.
-    """
+    """One start of a run, on one rank."""
 
     config: Config
     world: World
-    recorder: Recorder
-    inbox: Inbox
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    fetching: NodeFetching | None = None
+    recorder: Recorder  # writes the record (silent on ranks other than 0)
+    inbox: Inbox  # requests to this rank
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)  # reports this rank's phases to the watchdog
+    fetching: NodeFetching | None = None  # fetches blocks of corpora from remote storage; None if the data is in files

@@ -27,33 +27,20 @@ _HOST = re.compile(r"[A-Za-z0-9._:-]+")
 
 @dataclass(frozen=True)
 class StartOutcome:
-    """How one start ended.
+    """How one start ended."""
 
-    Attributes:
-        code: the exit code it decided on; None if it died without deciding.
-        reason: the reason for ending that it gave.
-        asked: whether it was asked to stop.
-        avoid: hosts not to use again.
-        segment: number of its segment; None if it ended before creating one.
-        step: last recorded step, or the one it resumed from; None if neither is known.
-        ahead: the following steps, one of which was being trained: see `provenance.batches_after`.
-        verified, verified_before: newest step with a verified checkpoint, or 0, at its end and at its beginning.
-        joined: whether the rendezvous succeeded, so that there were ranks.
-        at, seconds: when it ended (`time.monotonic`), and how long it took.
-    """
-
-    code: int | None
-    reason: str
-    asked: bool = False
-    avoid: tuple[str, ...] = ()
-    segment: int | None = None
-    step: int | None = None
-    ahead: tuple[dict[str, int], ...] = ()
-    verified: int = 0
+    code: int | None  # the exit code it decided on; None if it died without deciding
+    reason: str  # the reason for ending that it gave
+    asked: bool = False  # whether it was asked to stop
+    avoid: tuple[str, ...] = ()  # hosts not to use again
+    segment: int | None = None  # number of its segment; None if it ended before creating one
+    step: int | None = None  # last recorded step, or the one it resumed from; None if neither is known
+    ahead: tuple[dict[str, int], ...] = ()  # the following steps, one of which was in training: see `batches_after`
+    verified: int = 0  # newest step with a verified checkpoint at its end, or 0; the next: at its beginning
     verified_before: int = 0
-    joined: bool = True
-    at: float = 0.0
-    seconds: float = 0.0
+    joined: bool = True  # whether the rendezvous succeeded, so that there were ranks
+    at: float = 0.0  # when it ended (`time.monotonic`)
+    seconds: float = 0.0  # how long it took
 
 
 def newest_segment(run: RunDir) -> int:

@@ -78,35 +78,24 @@ class Energy(BaseModel):
 
 
 class GoodputReport(BaseModel):
-    """The time account of a run. None: unknown, or undefined without interruptions.
-
-    Attributes:
-        states: seconds in each state; they sum to the wall time.
-        goodput: STEPS / wall.
-        tokens, tokens_lost: tokens trained since the start or the fork that were kept, and lost.
-        mfu: median MFU of the kept steps.
-        energy: None if no device counts it.
-        mtti_seconds, mttr_seconds: mean time to interruption, and to recovery.
-        block_seconds, save_seconds: mean time that training waited for a save, and mean duration of one.
-        interval_seconds, interval_steps: recommended interval of saves: sqrt(2 MTTI block), at least one save long.
-    """
+    """The time account of a run. None: unknown, or undefined without interruptions."""
 
     begin: Time
     end: Time
     wall_seconds: float
-    states: dict[State, float]
-    goodput: float
-    tokens: int
+    states: dict[State, float]  # seconds in each state; they sum to the wall time
+    goodput: float  # STEPS / wall
+    tokens: int  # trained since the start or the fork and kept; the next: lost
     tokens_lost: int
     tokens_per_day: float
-    mfu: float | None
-    energy: Energy | None
+    mfu: float | None  # median MFU of the kept steps
+    energy: Energy | None  # None if no device counts it
     incidents: list[Interruption]
-    mtti_seconds: float | None
+    mtti_seconds: float | None  # mean time to interruption; the next: to recovery
     mttr_seconds: float | None
-    block_seconds: float | None
+    block_seconds: float | None  # mean time that training waited for a save; the next: mean duration of one
     save_seconds: float | None
-    interval_seconds: float | None
+    interval_seconds: float | None  # recommended interval of saves: sqrt(2 MTTI block), at least one save long
     interval_steps: int | None
 
 

@@ -46,17 +46,11 @@ class Told:
 
 @dataclass
 class ChannelMemory:
-    """State of a channel across restarts of the watchdog; times are seconds since 1970.
+    """State of a channel across restarts of the watchdog, with times in seconds since 1970."""
 
-    Attributes:
-        told: the last delivered messages by key of the alarm.
-        sent: when the messages of the last hour were sent, except those that end an alarm.
-        digest_at: when the last digest was sent.
-    """
-
-    told: dict[str, Told] = field(default_factory=dict)
-    sent: list[float] = field(default_factory=list)
-    digest_at: float = 0.0
+    told: dict[str, Told] = field(default_factory=dict)  # the last delivered messages by key of the alarm
+    sent: list[float] = field(default_factory=list)  # of the messages of the last hour, except those that end an alarm
+    digest_at: float = 0.0  # of the last digest
 
 
 @dataclass(frozen=True)
