@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_pretrain.bench.steps import RandomSteps, build
 from fsdp_pretrain.config.config import load
-from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, RankInfo, World
+from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, World
+from fsdp_pretrain.ranks import RankInfo
 
 
 class _Collectives(TorchDispatchMode):

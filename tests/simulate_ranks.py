@@ -31,7 +31,8 @@ from fsdp_pretrain.checkpoint.layout import SaveLayout, TensorSpec, file_name, l
 from fsdp_pretrain.checkpoint.manifest import FileEntry
 from fsdp_pretrain.checkpoint.tensors import TENSORS, read_tensors
 from fsdp_pretrain.config.model import Model
-from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, RankInfo, World, shard_rows
+from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, World, shard_rows
+from fsdp_pretrain.ranks import RankInfo
 
 
 def main() -> None:

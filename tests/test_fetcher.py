@@ -28,6 +28,7 @@ from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
 from fsdp_pretrain.errors import ConfigError
 from fsdp_pretrain.fetcher_status import FetcherStatus
+from fsdp_pretrain.ranks import RankInfo
 from fsdp_pretrain.watchdog.detectors.corpus_storage import CorpusStorageDetector
 
 LENGTH, LANES, BATCH = 16, 3, 16
@@ -73,11 +74,10 @@ class Node:
         self.position, self.pages = Position(), path / f"{name}-pages"
 
     def start(self) -> None:
-        first, second = ({"rank": rank, "local_rank": rank} for rank in range(2))
-        both = {"world": 2, "local_world": 2, "node": 0}
-        self.fetching = NodeFetching(self.config, self.pages, **first, **both)
+        first, second = (RankInfo(rank, 2, rank, 2) for rank in range(2))
+        self.fetching = NodeFetching(self.config, self.pages, first)
         self.packer = open_packer(self.config, self.fetching.status)
-        others = NodeFetching(self.config, self.pages, **second, **both)
+        others = NodeFetching(self.config, self.pages, second)
         self._built = [one.begin(self.position) for one in (self.fetching, others)]
 
     @property

@@ -20,6 +20,7 @@ from fsdp_pretrain.data.packing.position import Position
 from fsdp_pretrain.errors import ConfigError, DataError
 from fsdp_pretrain.fetcher_status import log_folder, status_file
 from fsdp_pretrain.processes import start_helper
+from fsdp_pretrain.ranks import RankInfo
 
 from . import room
 
@@ -47,9 +48,6 @@ class NodeFetching:
 
     Args:
         pages: folder in local memory, the same for all ranks of the node.
-        rank, world: this rank among all.
-        local_rank, local_world: this rank among those of the node.
-        node: number of the node.
 
     Attributes:
         status: the fetcher's status file, which has its problems.
@@ -60,22 +58,20 @@ class NodeFetching:
         DataError: the cache cannot be written.
     """
 
-    def __init__(
-        self, config: Config, pages: Path, *, rank: int, world: int, local_rank: int, local_world: int, node: int
-    ) -> None:
-        self._config, self._pages, self._page = config, pages, progress.page_of(pages, rank)
-        self._leads, self._closed = local_rank == 0, threading.Event()
-        self._log = log_folder(config.run.dir) / f"node-{node}.log"
+    def __init__(self, config: Config, pages: Path, ranks: RankInfo) -> None:
+        self._config, self._pages, self._page = config, pages, progress.page_of(pages, ranks.rank)
+        self._leads, self._closed = ranks.local_rank == 0, threading.Event()
+        self._log = log_folder(config.run.dir) / f"node-{ranks.node}.log"
         self.process: subprocess.Popen[bytes] | None = None
-        first = rank - local_rank
-        self.status = status_file(pages, first)
+        here = ranks.of_node
+        self.status = status_file(pages, here.start)
         if self._leads:
             assert config.data.cache is not None
             self._lock = _lock_cache(config.data.cache.dir, config.run.dir)
             pages.mkdir(parents=True, exist_ok=True)
-            for other in range(first, first + local_world):  # of an earlier start in the same process group
+            for other in here:  # of an earlier start in the same process group
                 progress.page_of(pages, other).unlink(missing_ok=True)
-            settings = FetcherSettings(config.to_toml(), str(pages), world, first, first + local_world)
+            settings = FetcherSettings(config.to_toml(), str(pages), ranks.world, here.start, here.stop)
             threading.Thread(target=self._supervise, args=(settings,), name="fetcher", daemon=True).start()
 
     def _supervise(self, settings: FetcherSettings) -> None:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_pretrain.config.sections import ParallelSection
-from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, RankInfo, World, device_of
+from fsdp_pretrain.parallel.mesh import REPLICATE, SHARD, World, device_of
+from fsdp_pretrain.ranks import RankInfo
 
 T = TypeVar("T")
 NODE = 8

@@ -32,6 +32,7 @@ from fsdp_pretrain.models.masks import choose_backend
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
 from fsdp_pretrain.plan.plan import count_parameters
+from fsdp_pretrain.ranks import RankInfo
 from fsdp_pretrain.train.batch_reader import DataStream
 
 from . import measured
@@ -149,7 +150,7 @@ def measure_side(name: str, config: Config, *, steps: int, warmup: int) -> Measu
         ConfigError: its library is not installed.
     """
     alone = mesh.SingleProcess()
-    device = alone.device = mesh.device_of(mesh.RankInfo.from_environment())
+    device = alone.device = mesh.device_of(RankInfo.from_environment())
     with torch.device(device):
         network = NETWORKS[name](config, alone)
     network.module.train()

@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from fsdp_pretrain import open_files
 from fsdp_pretrain.console import Parser, run_guarded
-from fsdp_pretrain.parallel.mesh import RankInfo, device_of
+from fsdp_pretrain.parallel.mesh import device_of
+from fsdp_pretrain.ranks import RankInfo
 from fsdp_pretrain.units import human_bytes
 
 from . import torchrun

@@ -24,6 +24,7 @@ from fsdp_pretrain.heartbeat import Heartbeat
 from fsdp_pretrain.launch import torchrun
 from fsdp_pretrain.parallel import fsdp, mesh
 from fsdp_pretrain.parallel.mesh import World
+from fsdp_pretrain.ranks import RankInfo
 from fsdp_pretrain.run import run_id
 from fsdp_pretrain.run.environment import Environment
 from fsdp_pretrain.run.recorder import SilentRecorder
@@ -75,7 +76,7 @@ def replay(request: ReplayRequest) -> int:
 def _replay_config(config: Config, request: ReplayRequest, begun: Environment) -> Config:
     """The configuration with the requested precision and the recorded mesh, or the usual one if that does not fit."""
     shards = begun.world.shards if begun.world else 1
-    fits = begun.world is not None and mesh.RankInfo.from_environment().world % shards == 0
+    fits = begun.world is not None and RankInfo.from_environment().world % shards == 0
     train = {"precision": request.precision or config.train.precision}
     parallel = {"shard": shards if fits else "node"}
     return config.model_copy(

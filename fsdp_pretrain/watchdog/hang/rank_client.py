@@ -25,6 +25,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.errors import StorageError
 from fsdp_pretrain.heartbeat import Heartbeat, Phase
 from fsdp_pretrain.processes import start_module
+from fsdp_pretrain.ranks import RankInfo
 from fsdp_pretrain.remote import Location
 from fsdp_pretrain.run import run_id
 
@@ -47,34 +48,22 @@ class PageHeartbeat(Heartbeat):
         reading: the files that are being read, by identity of the reading thread, the longest read first.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        rank: int,
-        local_rank: int,
-        local_ranks: int,
-        node: int,
-        nodes: int,
-        reading: Mapping[int, Location],
-    ) -> None:
+    def __init__(self, config: Config, ranks: RankInfo, reading: Mapping[int, Location]) -> None:
         self._reading = reading
         pages = folder(config.run.dir)
         pages.mkdir(parents=True, exist_ok=True)
-        self._stacks = (pages / f"rank-{rank}.stacks").open("w", encoding="utf-8")
+        self._stacks = (pages / f"rank-{ranks.rank}.stacks").open("w", encoding="utf-8")
         self._stacks.write(f"main 0x{threading.main_thread().ident:016x} {_ROOT}\n")
         self._stacks.flush()
         # Before the page exists: whoever sees it may send the signal. At C level, so a wedged interpreter dumps too.
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True, chain=False)
         watchdog = config.watchdog
         enable(pages, latest(watchdog.hang) if watchdog.act else None)
-        self._page = Page(pages / f"rank-{rank}.page", rank=rank, segment=0)
+        self._page = Page(pages / f"rank-{ranks.rank}.page", rank=ranks.rank, segment=0)
         # Bound directly, without a call in between, so a beat takes under 1 us.
         self.beat, self.measured = self._page.beat, self._page.measured  # type: ignore[method-assign]
         threading.Thread(target=self._stay_alive, name="watchdog-alive", daemon=True).start()
-        self._agent: AgentProcess | None = None
-        if local_rank == 0:
-            self._agent = AgentProcess(config, pages, node=node, nodes=nodes, ranks=range(rank, rank + local_ranks))
+        self._agent = AgentProcess(config, pages, ranks) if ranks.local_rank == 0 else None
         self._tended = time.monotonic()
 
     def _stay_alive(self) -> None:
@@ -104,11 +93,12 @@ class PageHeartbeat(Heartbeat):
 class AgentProcess:
     """The agent process of this node, managed by the rank that starts it; `process` is the latest one."""
 
-    def __init__(self, config: Config, pages: Path, *, node: int, nodes: int, ranks: range) -> None:
+    def __init__(self, config: Config, pages: Path, ranks: RankInfo) -> None:
+        here, nodes = ranks.of_node, ranks.world // ranks.local_world
         self._config, self._run, self._pages = config.to_toml(), config.run.dir, pages
         self._command = ["fsdp_pretrain.watchdog.agent", str(config.run.dir)]
-        self._command += ["--pages", str(pages), "--node", str(node), "--nodes", str(nodes)]
-        self._command += ["--ranks", f"{ranks.start}:{ranks.stop}", "--launcher", str(os.getppid())]
+        self._command += ["--pages", str(pages), "--node", str(ranks.node), "--nodes", str(nodes)]
+        self._command += ["--ranks", f"{here.start}:{here.stop}", "--launcher", str(os.getppid())]
         self._command.append("--attempt=" + ":".join(os.environ.get(name, "") for name in _OF_ALL_NODES))
         self._starts, self._given_up = 0, False
         self.process: subprocess.Popen[bytes] | None = None
