@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -66,6 +67,33 @@ def seal(corpus: Path) -> None:
     write_corpus(corpus, tokenizer, entries, np.dtype(manifest.dtype), manifest.statistics, manifest.separators)
 
 
+def moved(run: Path, to: Path) -> Path:
+    """A copy of a run, as if it had been trained in another place."""
+    shutil.copytree(run, to)
+    for path in (to / "config.toml", *to.glob("segments/*/config.toml")):
+        path.write_text(path.read_text().replace(str(run), str(to)))
+    return to
+
+
+def tiny(name: str, folder: Path, corpus: Path | str, **sections: dict[str, Any]) -> dict[str, Any]:
+    """The values of a run configuration of a tiny Llama; keyword arguments replace values of its sections."""
+    values: dict[str, Any] = {
+        "run": {"name": name, "dir": str(folder)},
+        "model": {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 512},
+        "data": {"sequence_length": 32, "lanes": 8, "sources": [{"name": "text", "path": str(corpus)}]},
+        "train": {"duration": "20 steps", "global_batch": "8 samples", "micro_batch": 2},
+        "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "warmup": "4 steps"},
+        "parallel": {"timeout": "60 s"},
+        "checkpoint": {"every": "10 steps"},
+        "record": {"console_every": 5},
+        "watchdog": {"enabled": False},  # one process more per run: tests of the watchdog turn it on
+    }
+    for section, changes in sections.items():
+        values[section] = {**values.get(section, {}), **changes}
+        values[section] = {key: value for key, value in values[section].items() if value is not None}
+    return values
+
+
 class Lab:
     """A directory with a corpus and what is needed to train on it.
 
@@ -83,20 +111,7 @@ class Lab:
 
     def config(self, name: str = "run", *, timeline: Sequence[dict[str, Any]] = (), **sections: dict[str, Any]) -> Path:
         """A run configuration of a tiny Llama; keyword arguments replace values of its sections."""
-        values: dict[str, Any] = {
-            "run": {"name": name, "dir": str(self.path / name)},
-            "model": {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 512},
-            "data": {"sequence_length": 32, "lanes": 8, "sources": [{"name": "text", "path": str(self.corpus)}]},
-            "train": {"duration": "20 steps", "global_batch": "8 samples", "micro_batch": 2},
-            "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "warmup": "4 steps"},
-            "parallel": {"timeout": "60 s"},
-            "checkpoint": {"every": "10 steps"},
-            "record": {"console_every": 5},
-            "watchdog": {"enabled": False},  # one process more per run: tests of the watchdog turn it on
-        }
-        for section, changes in sections.items():
-            values[section] = {**values.get(section, {}), **changes}
-            values[section] = {key: value for key, value in values[section].items() if value is not None}
+        values = tiny(name, self.path / name, self.corpus, **sections)
         values |= {"timeline": list(timeline)} if timeline else {}
         path = self.path / f"{name}.toml"
         path.write_text(tomli_w.dumps(values))

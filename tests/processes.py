@@ -17,6 +17,8 @@ from sight import PATIENCE, until
 
 ROOT = Path(__file__).resolve().parent.parent
 CLI, DATA = "fsdp_pretrain.cli", "fsdp_pretrain.data.cli"
+COMMANDS = {"fsdp-pretrain": CLI, "fsdp-data": DATA, "fsdp-eval": "fsdp_pretrain.eval.cli"}
+"""The modules of the console commands."""
 Run = Callable[..., subprocess.CompletedProcess[str]]
 """Type of the fixture `run_command`."""
 

@@ -74,6 +74,13 @@ def commit(
     return made.mark_verified() if verified else made
 
 
+def flip(path: Path, at: int | None = None, bit: int = 0) -> None:
+    """Flip a bit of a byte of a file, by default of the middle one."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1 << bit
+    path.write_bytes(content)
+
+
 def results(**changes: Any) -> dict[str, Any]:
     """Results of an evaluation."""
     return {"step": 1, "tokens": 1, "scores": {}, "seconds": 1.0, "time": "2026-06-01T12:00:00.000Z", **changes}

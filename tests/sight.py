@@ -39,6 +39,20 @@ def rank_of(pid: int) -> int | None:
     return None if number is None else int(number)
 
 
+def lives(pid: int) -> bool:
+    """Whether a process is alive; a killed one stays a zombie until it is reaped."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file below a folder but locks, which beat: when it was written, and its bytes."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock.json")
+    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
 def until(
     condition: Callable[[], Any], timeout: float = PATIENCE, what: Callable[[], str] | str = "", every: float = 0.02
 ) -> Any:

@@ -10,13 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT, Run, clean_environment
+from processes import COMMANDS, ROOT, Run, clean_environment
 
-COMMANDS = {
-    "fsdp-pretrain": "fsdp_pretrain.cli",
-    "fsdp-data": "fsdp_pretrain.data.cli",
-    "fsdp-eval": "fsdp_pretrain.eval.cli",
-}
 STARTING_SET = ("configs/models", "configs/runs", "configs/alerts", "configs/kubernetes", "scripts/slurm")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from processes import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 from records import step_record
 from sight import until
@@ -29,7 +30,6 @@ from fsdp_pretrain.watchdog.notify.metrics import METRICS, Exporter, Snapshot
 
 pytestmark = pytest.mark.quick
 INFO, WARN, CRIT = Severity
-ROOT = Path(__file__).resolve().parent.parent
 NAMES = {metric.name for metric in METRICS.values()}
 Verb = Callable[..., subprocess.CompletedProcess[str]]
 

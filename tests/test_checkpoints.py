@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from machines import Disk
 from processes import Run
+from records import flip
 
 from fsdp_pretrain.checkpoint.store import Store, describe_file
 from fsdp_pretrain.run import state_files
@@ -36,12 +37,6 @@ def copy(module_lab: Any, trained: Path, tmp_path: Path) -> tuple[Path, Path]:
     shutil.copytree(trained, run)
     shutil.rmtree(run / "checkpoints/step-00000040")
     return module_lab.path / "trained.toml", run
-
-
-def flip(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    path.write_bytes(raw)
 
 
 @pytest.mark.shows("F4", "F20")

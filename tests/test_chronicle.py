@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import CLI
+from processes import CLI, ROOT
 from records import step_record
 
 from fsdp_pretrain.config.config import load
@@ -18,7 +18,6 @@ from fsdp_pretrain.run.recorder import Recorder
 from fsdp_pretrain.train.environment import compare
 
 pytestmark = pytest.mark.quick
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def segment(run: RunDir, number: int, *overrides: str, **environment: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import ROOT
 from pydantic import ValidationError
 
 from fsdp_pretrain.config.config import Config, load, schema_keys
@@ -17,7 +18,6 @@ from fsdp_pretrain.remote import Url
 from fsdp_pretrain.units import Bytes, Progress, Seconds
 
 pytestmark = pytest.mark.quick
-ROOT = Path(__file__).resolve().parent.parent
 
 GOOD = """
 [run]

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import COMMANDS, ROOT
 
 from fsdp_pretrain.data.validate.findings import CATALOGUE
 from fsdp_pretrain.errors import Exit
 from fsdp_pretrain.severity import Severity
 from fsdp_pretrain.watchdog.notify.alarms import Alarms
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     f"docs/{name}.md"
     for name in "data training storage launch evaluation plan trackers huggingface report models".split()
@@ -114,11 +114,6 @@ def test_python_of_the_documentation_runs(reader: Reader) -> None:
 
 # ---------------------------------------------------------------- examples in --help
 
-COMMANDS = {
-    "fsdp-data": "fsdp_pretrain.data.cli",
-    "fsdp-eval": "fsdp_pretrain.eval.cli",
-    "fsdp-pretrain": "fsdp_pretrain.cli",
-}
 MAINS = {
     "fsdp_pretrain.bench": "fsdp_pretrain.bench.main",
     "fsdp_pretrain.cli": "fsdp_pretrain.cli.main",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from object_store import Faults, ObjectStore
 from records import step_record
+from sight import contents
 from test_mirror import Carried
 
 from fsdp_pretrain.mirror import record_copy
@@ -56,11 +57,6 @@ def elsewhere(tmp_path: Path) -> Iterator[Elsewhere]:
     made.copy()
     yield made
     run_id.unbind(made.run.path)
-
-
-def contents(path: Path) -> dict[str, tuple[bytes, int]]:
-    """Bytes and times of all files."""
-    return {str(file): (file.read_bytes(), file.stat().st_mtime_ns) for file in path.rglob("*") if file.is_file()}
 
 
 @pytest.mark.quick

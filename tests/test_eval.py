@@ -6,7 +6,6 @@ import json
 import math
 import random
 import re
-import shutil
 import signal
 import tomllib
 from collections.abc import Callable
@@ -17,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 import tomli_w
+from laboratory import moved
 from processes import Run
+from records import flip
 
 pytest.importorskip("lm_eval")
 import torch
@@ -47,20 +48,10 @@ def trained(module_lab: Any) -> Path:
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "run"
-    shutil.copytree(trained, path)
-    config = (path / "config.toml").read_text().replace(str(trained), str(path))
-    (path / "config.toml").write_text(config)
-    return path
+    return moved(trained, tmp_path / "run")
 
 
 # ---------------------------------------------------------------- damaged checkpoints
-
-
-def flip(path: Path, at: int, bit: int = 0) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1 << bit
-    path.write_bytes(content)
 
 
 @pytest.mark.promise("no-wrong-scores")

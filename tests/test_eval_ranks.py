@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from processes import Process, Run, as_rank, free_port
+from records import flip
 
 pytest.importorskip("lm_eval")
 
@@ -88,10 +89,7 @@ def test_an_error_is_told_once_and_ends_all_ranks(
     trained: Path, tmp_path: Path, start_command: Callable[..., Process], options: list[str], told: str
 ) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    path = run / "checkpoints/step-00000010/__1_0.distcp"
-    weights = bytearray(path.read_bytes())
-    weights[-100] ^= 1
-    path.write_bytes(weights)
+    flip(run / "checkpoints/step-00000010/__1_0.distcp", -100)
     processes = start(start_command, 2, run, *options)
     codes, errors = [process.wait() for process in processes], [process.output()[1] for process in processes]
     assert codes[0] == 78 and told in errors[0], errors

@@ -14,7 +14,8 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from processes import CLI, Run, clean_environment
+from laboratory import moved
+from processes import CLI, ROOT, Run, clean_environment
 
 from fsdp_pretrain import extensions
 from fsdp_pretrain.checkpoint.code_identity import other_code
@@ -22,7 +23,6 @@ from fsdp_pretrain.checkpoint.witness import code_identity
 from fsdp_pretrain.config.config import load
 from fsdp_pretrain.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples/extensions"
 EVAL = "fsdp_pretrain.eval.cli"
 MODEL = {"family": "parallel_block:llama", "gain": 0.7}
@@ -68,10 +68,7 @@ def trained(module_lab: Any, packages: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def copy(trained: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
-    config, run = tmp_path / "run.toml", tmp_path / "parallel"
-    shutil.copytree(trained[1], run)
-    for path in (run / "config.toml", run / "segments/0001/config.toml"):
-        path.write_text(path.read_text().replace(str(trained[1]), str(run)))
+    config, run = tmp_path / "run.toml", moved(trained[1], tmp_path / "parallel")
     config.write_text(trained[0].read_text().replace(str(trained[1]), str(run)))
     return config, run
 

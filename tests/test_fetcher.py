@@ -6,15 +6,14 @@ import os
 import random
 import signal
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 from corpora import random_corpus
+from laboratory import tiny
 from sight import until
 from watch import Watch
 
@@ -57,20 +56,15 @@ class Node:
     ) -> None:
         self.run = path / name
         (self.run / "storage").mkdir(parents=True)
-        values: dict[str, Any] = {
-            "run": {"name": name, "dir": str(self.run)},
-            "model": {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 512},
-            "data": {
-                "sequence_length": LENGTH,
-                "lanes": LANES,
-                "sources": [{"name": "text", "path": f"file://{corpus}"}],
-                "cache": {"dir": str(cache), "size": size},
-            },
-            "train": {"duration": f"{steps} steps", "global_batch": f"{BATCH} samples", "micro_batch": 2},
-            "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "warmup": "4 steps"},
-            "checkpoint": {"every": "500 steps"},
-        }
-        self.config = Config.model_validate(tomllib.loads(tomli_w.dumps(values)))
+        values = tiny(
+            name,
+            self.run,
+            f"file://{corpus}",
+            data={"sequence_length": LENGTH, "lanes": LANES, "cache": {"dir": str(cache), "size": size}},
+            train={"duration": f"{steps} steps", "global_batch": f"{BATCH} samples"},
+            checkpoint={"every": "500 steps"},
+        )
+        self.config = Config.model_validate(values)
         self.position, self.pages = Position(), path / f"{name}-pages"
 
     def start(self) -> None:

@@ -11,17 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from processes import Run
+from processes import COMMANDS, ROOT, Run
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/first-run.md").read_text()
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 JOBSET = ROOT / "configs/kubernetes/jobset.yaml"
-MODULES = {
-    "fsdp-data": "fsdp_pretrain.data.cli",
-    "fsdp-eval": "fsdp_pretrain.eval.cli",
-    "fsdp-pretrain": "fsdp_pretrain.cli",
-}
 REPORTS = re.compile(r"^(fsdp-pretrain (watch|status) .*)$", re.MULTILINE)
 """Commands whose exit codes 1 and 2 are findings."""
 
@@ -85,7 +79,7 @@ def commands(text: str) -> list[list[str]]:
         for line in [*shell.splitlines(), *inside]
         for match in re.findall(r"(?:^|['&] ?)(fsdp-[a-z]+ [a-z][^'&]*)", line)
     ]
-    return [words for line in found if (words := shlex.split(line, comments=True))[0] in MODULES]
+    return [words for line in found if (words := shlex.split(line, comments=True))[0] in COMMANDS]
 
 
 @pytest.mark.quick
@@ -98,7 +92,7 @@ def test_every_command_of_the_page_exists(run_command: Run, page: str) -> None:
     wrong = []
     for command, verb, *arguments in lines:
         if (command, verb) not in helps:
-            shown = run_command(MODULES[command], verb, "--help")
+            shown = run_command(COMMANDS[command], verb, "--help")
             helps[command, verb] = shown.stdout if shown.returncode == 0 else ""
         options = [part.partition("=")[0] for part in arguments if part.startswith("--")]
         if not helps[command, verb] or [option for option in options if option not in helps[command, verb]]:
@@ -119,7 +113,7 @@ def test_the_jobset_is_sound(run_command: Run) -> None:
     command, verb, *arguments = container["command"]
     options = dict(part.removeprefix("--").split("=") for part in arguments if part.startswith("--"))
     assert (command, verb, arguments[-1]) == ("fsdp-pretrain", "launch", "7b.toml")
-    shown = run_command(MODULES[command], verb, "--help").stdout
+    shown = run_command(COMMANDS[command], verb, "--help").stdout
     assert all(f"--{option}" in shown for option in options)
     assert int(options["nnodes"]) == job["parallelism"] == job["completions"]
     assert int(options["nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]

@@ -9,11 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from sight import until
+from processes import ROOT
+from sight import lives, until
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts/test_gpu.sh"
 PRETENDS = """#!{python}
 import os, signal, subprocess, sys, time
@@ -41,14 +40,6 @@ def run(helpers: Any, *arguments: object, python: object = sys.executable) -> su
     environment = helpers.environment(PYTHON=str(python), CUDA_VISIBLE_DEVICES="")
     command = [str(SCRIPT), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/", timeout=1100)
-
-
-def lives(pid: int) -> bool:
-    """Whether a process is alive; a killed one stays a zombie until it is reaped."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.quick

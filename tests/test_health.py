@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from laboratory import tiny
 from records import step_record
 from torch import nn
 
-from fsdp_pretrain.config.config import Config, load
+from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.sections import ParallelSection
 from fsdp_pretrain.errors import NumericError
 from fsdp_pretrain.health.auto_rollback import roll_back
@@ -31,22 +32,15 @@ from fsdp_pretrain.train.observer import RollbackRequest, Verdict
 
 pytestmark = pytest.mark.quick
 
-CONFIG = """
-run = { name = "x", dir = "run" }
-model = { family = "llama", layers = 2, hidden = 32, heads = 4, kv_heads = 2, ffn = 64, vocab = 512 }
-data = { sequence_length = 32, sources = [{ name = "text", path = "/nowhere" }] }
-train = { duration = "1M steps", global_batch = "8 samples", micro_batch = 2 }
-optimizer = { lr = 1e-3, curve = "constant" }
-checkpoint = { every = "100 steps" }
-"""
-
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     """The defaults of `[health]`."""
-    path = tmp_path / "run.toml"
-    path.write_text(CONFIG)
-    return load(path)
+    optimizer = {"lr": 1e-3, "curve": "constant", "min_lr": None, "warmup": None}
+    train, checkpoint = {"duration": "1M steps"}, {"every": "100 steps"}
+    return Config.model_validate(
+        tiny("x", tmp_path / "run", "/nowhere", train=train, optimizer=optimizer, checkpoint=checkpoint)
+    )
 
 
 def record(step: int, loss: float = 2.0, norm: float | None = 1.0, **changes: Any) -> StepRecord:

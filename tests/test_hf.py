@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from processes import Run
+from records import flip
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -168,10 +169,7 @@ def test_exports_that_are_refused(trained: Callable[[str], RunDir], module_lab: 
         hf.export_checkpoint(run, 3, tmp_path / "other", dtype="fp32", shard_bytes=10**9)
     damaged = RunDir(tmp_path / "damaged")
     shutil.copytree(run.path, damaged.path)
-    victim = next((damaged.checkpoints / "step-00000004").glob("*.distcp"))
-    raw = bytearray(victim.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    victim.write_bytes(raw)
+    flip(next((damaged.checkpoints / "step-00000004").glob("*.distcp")))
     with pytest.raises(UserError, match="not the ones that were written") as caught:
         hf.export_checkpoint(damaged, 4, tmp_path / "other", dtype="fp32", shard_bytes=10**9)
     assert caught.value.exit == 78

@@ -6,11 +6,11 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import ROOT
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_pretrain import models
@@ -21,7 +21,6 @@ from fsdp_pretrain.parallel import mesh
 from fsdp_pretrain.plan import memory
 
 pytestmark = pytest.mark.quick
-ROOT = Path(__file__).resolve().parent.parent
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LLAMA = {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 160, "vocab": 509}
 OLMO = {**LLAMA, "family": "olmo3", "kv_heads": 4, "sliding_window": 32, "sliding_window_pattern": 4}

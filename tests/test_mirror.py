@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from laboratory import tiny
 from records import CHECKPOINT, commit
 from sight import until
 
@@ -40,15 +41,7 @@ class Carried:
         self.path, self.run, self.place = path, RunDir(path / "run"), path / "mirror"
         self.mirror = self.place / "run"
         policy = {"every": "10 steps", "mirror": f"file://{self.place}", "keep_last": 2, **checkpoint}
-        model = {"family": "llama", "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "vocab": 512}
-        values = {
-            "run": {"name": "run", "dir": str(self.run.path)},
-            "model": model,
-            "data": {"sequence_length": 32, "sources": [{"name": "text", "path": str(path)}]},
-            "train": {"duration": "1000 steps", "global_batch": "8 samples", "micro_batch": 2},
-            "optimizer": {"lr": 1e-2},
-            "checkpoint": policy,
-        }
+        values = tiny("run", self.run.path, path, train={"duration": "1000 steps"}, checkpoint=policy)
         (path / "run.toml").write_text(tomli_w.dumps(values))
         self.config: Config = load(path / "run.toml")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from object_store import Faults, ObjectStore
-from records import commit
+from records import commit, flip
 from sight import seeded, until
 from test_mirror import FILES, Carried
 from test_mirror_runs import uploader, whole, whole_now
@@ -37,11 +37,6 @@ def carried(tmp_path: Path) -> Iterator[Carried]:
     (made.run.path / "overrides.toml").write_text("set = []\n")
     yield made
     run_id.unbind(made.run.path)
-
-
-def flip(path: Path, place: int) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
 
 
 def cut(path: Path, place: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from processes import LAUNCH, spawn
-from sight import PATIENCE, WATCHED, agents, alarms, family, hang, intent, rank_of, steps, until
+from sight import PATIENCE, WATCHED, agents, alarms, family, hang, intent, lives, rank_of, steps, until
 
 HOSTNAME = Path(__file__).resolve().parent / "hostname.py"
 SLOW = {"timeout": "600 s"}
@@ -184,14 +184,6 @@ def sides(lab: Any, two_nodes: Any) -> Iterator[Callable[..., list[Side]]]:
     for side in started:
         side.signal(signal.SIGKILL)
         side.process.wait()
-
-
-def lives(pid: int) -> bool:
-    """Whether a process is alive, not a zombie: a torchrun that waits for another node does not reap its ranks."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def same_curve(helpers: Any, lab: Any) -> None:

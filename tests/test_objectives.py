@@ -16,6 +16,7 @@ import tomli_w
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laboratory import tiny
 
 from fsdp_pretrain.checkpoint.state import identity
 from fsdp_pretrain.config.config import load
@@ -345,19 +346,10 @@ def test_prompts_are_clean_for_validate_and_refused_as_texts(tasks: Path) -> Non
 
 @pytest.fixture
 def glm(tmp_path: Path, shared_corpus: Path) -> Path:
-    sections = {
-        "run": {"name": "x", "dir": str(tmp_path / "run")},
-        "model": {"family": "glm", "layers": 2, "hidden": 48, "heads": 4, "vocab": 518},
-        "data": {
-            "sequence_length": 64,
-            "objective": {"kind": "glm", "row": 56},
-            "sources": [{"name": "text", "path": str(shared_corpus / "corpus")}],
-        },
-        "train": {"duration": "20 steps", "global_batch": "8 samples", "micro_batch": 2},
-        "optimizer": {"lr": 1e-2},
-        "checkpoint": {"every": "10 steps"},
-    }
-    (tmp_path / "glm.toml").write_text(tomli_w.dumps(sections))
+    model = {"family": "glm", "hidden": 48, "vocab": 518, "kv_heads": None, "ffn": None}
+    data = {"sequence_length": 64, "lanes": None, "objective": {"kind": "glm", "row": 56}}
+    values = tiny("x", tmp_path / "run", shared_corpus / "corpus", model=model, data=data)
+    (tmp_path / "glm.toml").write_text(tomli_w.dumps(values))
     return tmp_path / "glm.toml"
 
 

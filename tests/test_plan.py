@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Run
+from processes import ROOT, Run
 from pydantic import TypeAdapter
 
 from fsdp_pretrain import models
@@ -29,7 +29,6 @@ from fsdp_pretrain.plan.plan import count_parameters
 from fsdp_pretrain.units import human_count
 
 pytestmark = pytest.mark.quick
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from laboratory import moved
 from processes import ROOT, Run
 
 pytest.importorskip("lm_eval")
@@ -80,9 +80,7 @@ def test_a_second_separator_is_told_at_the_first_evaluated_checkpoint(
 
 
 def test_its_clean_twin_is_not(clean: Path, tmp_path: Path, helpers: Any, run_command: Run) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(clean, run)
-    (run / "config.toml").write_text((run / "config.toml").read_text().replace(str(clean), str(run)))
+    run = moved(clean, tmp_path / "run")
     done = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once")
     assert done.returncode == 0 and "ALARM" not in done.stderr, done.stderr
     assert not helpers.journal(run, "eval-verdict") and len(helpers.journal(run, "eval")) == 1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from processes import CLI, Run, as_rank, constants, free_port
 from records import step_record
+from sight import contents
 
 from fsdp_pretrain.config.schedule import StepValues
 from fsdp_pretrain.data.text.tokenizer import Tokenizer
@@ -27,12 +28,6 @@ def limits() -> Iterator[None]:
     replicas = constants("fsdp_pretrain.parallel.replica_check", COMPARE_EVERY=4)
     with constants("fsdp_pretrain.health.limits", WINDOW=8), replicas:
         yield
-
-
-def files(run: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file of a run directory but the lock, which beats: when it was written, and its bytes."""
-    found = (path for path in run.rglob("*") if path.is_file() and "lock.json" not in path.name)
-    return {str(path.relative_to(run)): (path.stat().st_mtime_ns, path.read_bytes()) for path in found}
 
 
 @pytest.fixture
@@ -87,11 +82,11 @@ def test_beside_a_live_run_nothing_is_touched(
     run = lab.path / "run"
     helpers.wait_for(lambda: (run / "checkpoints/step-00000008/verified.json").exists())
     monkeypatch.delenv("EXECUTE_FIRST")
-    before, beside = files(run), {path.name for path in lab.path.iterdir()}
+    before, beside = contents(run), {path.name for path in lab.path.iterdir()}
     found, shown = replay(run, "--from", 4, "--steps", 50)
     assert found == dict.fromkeys((5, 6, 7, 8), "equal")
     assert "4 of the 50 steps that were asked for" in shown
-    assert files(run) == before and {path.name for path in lab.path.iterdir()} == beside
+    assert contents(run) == before and {path.name for path in lab.path.iterdir()} == beside
     gate.touch()
     assert job.wait() == [0]
 
@@ -213,7 +208,7 @@ def test_settings_are_their_values() -> None:
     ],
 )
 def test_what_cannot_be_replayed_is_refused(trained: Path, run_command: Run, arguments: list[Any], said: str) -> None:
-    before = files(trained)
+    before = contents(trained)
     done = run_command(CLI, "replay", trained, *arguments)
     assert done.returncode == 78 and said in done.stderr and done.stdout == ""
-    assert files(trained) == before
+    assert contents(trained) == before

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 import torch.distributed.checkpoint as dcp
+from laboratory import moved, tiny
 from processes import CLI, Run
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -51,13 +53,8 @@ def trained(module_lab: Any) -> Path:
 @pytest.fixture
 def copy(trained: Path, tmp_path: Path) -> tuple[Path, Path]:
     """(configuration, run directory) of the run as if trained in another place, for changes."""
-    run = tmp_path / "copy"
-    shutil.copytree(trained, run)
-    for path in (run / "config.toml", run / "segments/0001/config.toml"):
-        path.write_text(path.read_text().replace(str(trained), str(run)))
-    config = tmp_path / "run.toml"
-    shutil.copyfile(run / "config.toml", config)
-    return config, run
+    run = moved(trained, tmp_path / "copy")
+    return Path(shutil.copyfile(run / "config.toml", tmp_path / "run.toml")), run
 
 
 # ---------------------------------------------------------------- what may change
@@ -122,14 +119,7 @@ def test_what_must_be_declared(
 def trained_config(tmp_path: Path, shared_corpus: Path) -> Path:
     """A configuration of 20 steps of 8 samples, not trained."""
     path = tmp_path / "plain.toml"
-    path.write_text(f"""
-run = {{ name = "plain", dir = "{tmp_path}/plain" }}
-model = {{ family = "llama", layers = 1, hidden = 32, heads = 4, ffn = 64, vocab = 512 }}
-data = {{ sequence_length = 32, sources = [{{ name = "text", path = "{shared_corpus}/corpus" }}] }}
-train = {{ duration = "20 steps", global_batch = "8 samples", micro_batch = 2 }}
-optimizer = {{ lr = 1e-2 }}
-checkpoint = {{ every = "10 steps" }}
-""")
+    path.write_text(tomli_w.dumps(tiny("plain", tmp_path / "plain", shared_corpus / "corpus")))
     return path
 
 

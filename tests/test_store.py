@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from laboratory import tiny
 from records import CHECKPOINT, commit
 
 from fsdp_pretrain.checkpoint.manifest import is_permanent
@@ -155,14 +156,8 @@ def play(store: Store, keep_last: int, every: list[str], saves: list[Save]) -> t
 
 
 def run_config(keep_last: int, every: list[str]) -> Config:
-    values: dict[str, Any] = {
-        "run": {"name": "policy", "dir": "unused"},
-        "model": {"family": "llama", "layers": 1, "hidden": 8, "heads": 1, "ffn": 8, "vocab": 8},
-        "data": {"sequence_length": 32, "sources": [{"name": "text", "path": "unused"}]},
-        "train": {"duration": "100000 steps", "global_batch": "8 samples", "micro_batch": 2},
-        "optimizer": {"lr": 1e-3},
-        "checkpoint": {"every": "1 step", "keep_last": keep_last, "keep_every": every},
-    }
+    policy = {"every": "1 step", "keep_last": keep_last, "keep_every": every}
+    values = tiny("policy", Path("unused"), "unused", train={"duration": "100000 steps"}, checkpoint=policy)
     return Config.model_validate(values)
 
 

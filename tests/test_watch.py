@@ -12,7 +12,7 @@ import records
 from laboratory import Lab
 from processes import Run
 from records import step_record
-from sight import until
+from sight import contents, until
 from terminals import needs_tmux, terminal  # noqa: F401  (a fixture)
 
 from fsdp_pretrain.checkpoint.store import Store
@@ -79,17 +79,13 @@ def written(lab: Lab) -> Written:
     return made
 
 
-def contents(run: RunDir) -> dict[str, bytes]:
-    return {str(path.relative_to(run.path)): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-
-
 # ------------------------------------------------------------------ in a terminal
 
 
 @needs_tmux
 def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: F811
     """Follows it, fits every size, writes nothing, leaves the terminal as it was."""
-    run, before = written.run, contents(written.run)
+    run, before = written.run, contents(written.run.path)
     shown = terminal("watch", run.path)
     screen = shown.shows(
         "small  RUNNING",
@@ -114,7 +110,7 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
         assert part in screen, screen
     shown.resize(80, 14)
     until(lambda: len(shown.screen().splitlines()) == 14 and "eval @100" not in shown.screen(), what=shown.screen)
-    assert contents(run) == before
+    assert contents(run.path) == before
     shown.resize(200, 50)
     wide = shown.shows("pace", "the summary of disk/run", "\x20" * 100)
     assert len(wide.splitlines()) == 50 and 150 < max(map(len, wide.splitlines())) <= 200
@@ -134,13 +130,13 @@ def test_a_run_in_a_terminal(written: Written, terminal: Any) -> None:  # noqa: 
 @pytest.mark.shows("B17")
 def test_a_page_in_a_file(written: Written, run_command: Run) -> None:
     """One page, no escape codes, the exit code of `status`, nothing written."""
-    before = contents(written.run)
+    before = contents(written.run.path)
     for arguments in (["watch", written.run.path], ["watch", written.run.path, "--once"]):
         done = run_command("fsdp_pretrain.cli", *arguments)
         assert done.returncode == 2 and "\x1b" not in done.stdout, done
         assert done.stdout.startswith("small  RUNNING  start 1") and "CRIT disk/run" in done.stdout
         assert max(map(len, done.stdout.splitlines())) <= 100
-    assert contents(written.run) == before
+    assert contents(written.run.path) == before
 
 
 def test_runs_in_a_file(lab: Lab, written: Written, run_command: Run) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import ROOT
 from pydantic import TypeAdapter
 
 from fsdp_pretrain import models
@@ -26,7 +27,6 @@ from fsdp_pretrain.parallel.fsdp import materialise
 from fsdp_pretrain.plan import memory
 
 pytestmark = pytest.mark.quick
-ROOT = Path(__file__).resolve().parent.parent
 SMALL: dict[str, Any] = {"layers": 4, "hidden": 48, "heads": 6, "kv_heads": 2, "ffn": 80, "vocab": 97, "init_std": 0.2}
 WINDOWS = {"sliding_window": 5, "sliding_window_pattern": 2}
 MODELS: dict[str, dict[str, Any]] = {
