@@ -72,15 +72,15 @@ class NodeReport(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    time: str  # this and the next three: identify the agent and the report; all nodes of a start share the attempt
-    attempt: str
+    time: str = ""  # this and the next three: identify the agent and the report; all nodes of a start share the attempt
+    attempt: str = ""
     host: str
-    pid: int
-    segment: int  # segment of the start; 0 until it is known
-    stalled: list[RankSnapshot]  # positions of the node's ranks if they make no progress; else empty
-    findings: dict[str, NodeFinding]  # open alarms by key, if it does not lead
-    windows: dict[int, tuple[int, float]]  # see `RankMonitor.windows`
-    ended: bool  # whether its ranks have ended, which makes this the last report
+    pid: int = 0
+    segment: int = 0  # segment of the start; 0 until it is known
+    stalled: list[RankSnapshot] = []  # positions of the node's ranks if they make no progress; else empty
+    findings: dict[str, NodeFinding] = {}  # open alarms by key, if it does not lead
+    windows: dict[int, tuple[int, float]] = {}  # see `RankMonitor.windows`
+    ended: bool = False  # whether its ranks have ended, which makes this the last report
 
 
 class PeerNode:
@@ -89,17 +89,7 @@ class PeerNode:
     def __init__(self, number: int, directory: Path) -> None:
         self.number = number
         self._path, self._heard = directory / f"{number}.json", time.monotonic()
-        self.report = NodeReport(
-            time="",
-            attempt="",
-            host=f"node-{number}",
-            pid=0,
-            segment=0,
-            stalled=[],
-            findings={},
-            windows={},
-            ended=False,
-        )
+        self.report = NodeReport(host=f"node-{number}")
 
     def read(self, attempt: str) -> None:
         """Read the node's report, ignoring one of another attempt."""
