@@ -126,7 +126,6 @@ def task_texts(section: EvalSection) -> Iterator[tuple[str, str]]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings in a document."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list | tuple):

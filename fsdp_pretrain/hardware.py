@@ -70,12 +70,6 @@ def peak_flops(name: str) -> float | None:
     return device.peak if device else None
 
 
-def device_memory(name: str) -> int | None:
-    """Bytes of memory of a device by name, or None if unknown."""
-    device = find(name)
-    return device.bytes if device else None
-
-
 def memory_in_use(device: torch.device) -> int:
     """Peak bytes allocated on the GPU, or peak resident bytes of a CPU process."""
     if device.type == "cuda":

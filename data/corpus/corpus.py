@@ -29,7 +29,7 @@ from fsdp_pretrain.remote import PATIENCE, Location, Url
 
 from .cached import CachedCopy, CacheUse
 from .files import File, KeptFiles
-from .manifest import ShardEntry, read_manifest
+from .manifest import read_manifest
 from .reading import READ_TIMEOUT, CorpusReads
 from .shards import Shard
 from .stored import ChangedError, Piece, StoredBlock, local_block
@@ -208,21 +208,17 @@ class Corpus:
         return self._read(f"shards/{self.manifest.shards[number].name}", lambda: self._shard_here(number))
 
     def _shard_here(self, number: int) -> Shard:
-        """Open a shard in this thread and check it against the manifest. Raises DataError."""
+        """Open a shard in this thread; check its index and sizes against the manifest. Raises DataError."""
         if isinstance(self.directory, Url):
             raise DataError(f"{self.directory} is a URL: it has blocks, but no shards in files")
         entry = self.manifest.shards[number]
-        return self._open_shard(entry.prefix(self.directory), entry)
-
-    def _open_shard(self, prefix: Path, entry: ShardEntry) -> Shard:
-        """Open a shard and check its index and sizes against the manifest."""
-        shard = Shard(prefix)
+        shard = Shard(entry.prefix(self.directory))
         text = "{} documents of {} in {} bytes"
         actual = text.format(shard.documents, shard.dtype.name, shard.bytes)
         expected = text.format(entry.documents, self.manifest.dtype, entry.bytes)
         if actual != expected:
             raise DataError(
-                f"{prefix}.idx and .bin hold {actual}, the manifest says {expected}",
+                f"{shard.prefix}.idx and .bin hold {actual}, the manifest says {expected}",
                 remedy="the shard is not the one the manifest was made for; restore it",
             )
         return shard

@@ -45,7 +45,6 @@ class Window:
 
     @property
     def last_step(self) -> int:
-        """The last step of the window."""
         return self._forecast.position.step
 
     def size_of(self, key: Key) -> int:

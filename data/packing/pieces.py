@@ -77,7 +77,6 @@ class Pieces:
         return self.begun(self.stages.samples(place.value) if place.unit == "token" else place.value)
 
     def first_sample(self, window: int) -> int:
-        """The first sample of a window."""
         stage = bisect_right(self._windows, window) - 1
         group = self.group(self.stages.starts[stage] + (window - self._windows[stage]) * self._pieces[stage])
         return group.sample + window - group.window

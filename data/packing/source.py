@@ -128,11 +128,9 @@ class SourceStream:
         return first, -(-(epoch + 1) * self.epoch_length // self.length) - first
 
     def _order_lanes(self, epoch: int, position: int, size: int) -> Ints:
-        """The order of the lanes in one round."""
         return permutation(key_of(self.seed, self.name, epoch, "round", position), size)
 
     def _order_windows(self, epoch: int, lane: int, stretch: int, size: int) -> npt.NDArray[np.int16]:
-        """The order of the windows in one stretch of a lane."""
         return permutation(key_of(self.seed, self.name, epoch, "lane", lane, stretch), size).astype(np.int16)
 
     def _order_blocks(self, epoch: int) -> tuple[Ints, Ints]:

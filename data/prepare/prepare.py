@@ -76,7 +76,6 @@ class PrepareOptions:
             yield document
 
     def holds_out(self, document: Document) -> bool:
-        """Whether a document is held out."""
         return self.holdout is not None and self.holdout.takes(document.text)
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp_pretrain.run import journal, lineage, state_files
+from fsdp_pretrain.run import journal, lineage, status
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.run_id import SeenRun
-from fsdp_pretrain.run.status import Status
 
 from .store import Store, directory_name
 
@@ -70,9 +69,9 @@ def recorded(run: RunDir) -> set[int]:
     for entry in journal.of_kind(entries, "checkpoint"):
         if not parts or lineage.holds(parts, entry.get("segment") or 0, entry["step"]):
             steps.add(entry["step"])
-    status = state_files.view(run.status, Status) or Status()
-    if status.checkpoint is not None and status.checkpoint.step is not None and (status.segment or 0) >= head:
-        steps.add(status.checkpoint.step)
+    last = status.read(run)
+    if last.checkpoint is not None and last.checkpoint.step is not None and (last.segment or 0) >= head:
+        steps.add(last.checkpoint.step)
     if not any(node.kind == "fresh" for node in nodes) and journal.of_kind(entries, "import"):
         steps.add(0)
     return _without_unrestored(steps, entries)

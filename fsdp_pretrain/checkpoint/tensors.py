@@ -49,7 +49,6 @@ class StoredTensor(StateFile):
         return self
 
     def shape_of(self, chunk: Chunk) -> tuple[int, ...]:
-        """The shape of a chunk."""
         return (chunk.rows, *self.shape[1:]) if self.shape else ()
 
 

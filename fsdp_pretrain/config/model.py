@@ -52,7 +52,6 @@ class _Decoder(Section):
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
         return getattr(self, "head_size", None) or self.hidden // self.heads
 
     @property

@@ -246,13 +246,8 @@ class CheckpointSection(Section):
     @property
     def kept_intervals(self) -> list[Progress]:
         """`keep_every` as a list."""
-        return _as_list(self.keep_every)
-
-
-def _as_list(every: Progress | list[Progress] | None) -> list[Progress]:
-    if every is None:
-        return []
-    return every if isinstance(every, list) else [every]
+        every = self.keep_every or []
+        return every if isinstance(every, list) else [every]
 
 
 def _count_or_share(value: float) -> float:

@@ -11,11 +11,10 @@ from typing import Any
 from fsdp_pretrain.checkpoint.store import Checkpoint, Store
 from fsdp_pretrain.errors import CheckpointError, Exit, NumericError, StorageError, UserError
 from fsdp_pretrain.lineage.rollback import go_back
-from fsdp_pretrain.run import exit_intent, journal, state_files
+from fsdp_pretrain.run import exit_intent, journal, status
 from fsdp_pretrain.run.files import RunDir
 from fsdp_pretrain.run.lineage import BranchReport, BranchRequest
 from fsdp_pretrain.run.recorder import Recorder
-from fsdp_pretrain.run.status import Status
 from fsdp_pretrain.train.observer import RollbackRequest
 from fsdp_pretrain.units import SampleRange
 
@@ -77,8 +76,7 @@ def record_rollback(run: RunDir, step: int, request: RollbackRequest, recorder: 
     for segment in (recorder.segment, run.segments[-1]):
         exit_intent.write(run, segment, code, reason, restart=True)
     recorder.event("stop", f"{reason}, exit {code}", step=step, code=code)
-    rolled_back = state_files.view(run.status, Status) or Status()
-    recorder.status(force=True, **rolled_back.entries())  # as the rollback left it
+    recorder.status(force=True, **status.read(run).entries())  # as the rollback left it
 
 
 def _check_budget(request: RollbackRequest, before: list[dict[str, Any]], repeats: int) -> None:

@@ -15,7 +15,7 @@ from fsdp_pretrain.config.config import Config
 from fsdp_pretrain.config.model import AnyModel
 from fsdp_pretrain.data.fetch import room
 from fsdp_pretrain.errors import ConfigError, UserError
-from fsdp_pretrain.hardware import device_memory, find, names, peak_flops
+from fsdp_pretrain.hardware import find, names, peak_flops
 from fsdp_pretrain.models.flops import Speed, flops_per_token, hardware_flops_per_token, run_flops, speed
 from fsdp_pretrain.parallel import float8
 from fsdp_pretrain.parallel.optimizer import checkpoint_bytes
@@ -241,7 +241,8 @@ def _layout(config: Config, world: int, gpus_per_node: int, device: str | None, 
         micro_batches=micro_batches[-1],
         device=torch.device("cpu" if device == "cpu" else "cuda"),
     )
-    available = available or (device_memory(device) if device else None)
+    known = find(device or "")
+    available = available or (known.bytes if known is not None else None)
     state = 2 * parts.parameters + parts.optimizer
     return Layout(world, shards, world // shards, micro_batches, state, parts, available)
 

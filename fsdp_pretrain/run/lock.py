@@ -22,10 +22,9 @@ from typing import Any
 from fsdp_pretrain.errors import BusyError, StorageError
 from fsdp_pretrain.processes import process_start
 
-from . import state_files
+from . import state_files, status
 from .files import RunDir, make_directory, now
 from .state_files import DamagedFileError, StateFile
-from .status import Status
 
 BEAT_SECONDS, SILENT_SECONDS = 10.0, 90.0
 """Seconds between two beats, and seconds without one after which a holder on another host counts as dead."""
@@ -202,10 +201,10 @@ class RunLock:
 
     def _describe(self, held: LeaseRecord | None) -> str:
         held = held or LeaseRecord(token="")
-        status = state_files.view(self._run.status, Status) or Status()
+        at = status.read(self._run)
         return (
             f"{self._run.path} is held by {held.purpose} on host {held.host}, pid {held.pid or '?'}, since {held.time} "
-            f"(segment {status.segment or '?'}, step {'?' if status.step is None else status.step})"
+            f"(segment {at.segment or '?'}, step {'?' if at.step is None else at.step})"
         )
 
     def _busy(self, held: LeaseRecord | None) -> BusyError:
