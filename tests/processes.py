@@ -227,15 +227,23 @@ class Zygotes:
         return self._zygotes[package]
 
     def run(
-        self, module: str, *arguments: object, timeout: float = PATIENCE, cwd: Path = Path("/"), **extra: str
+        self,
+        module: str,
+        *arguments: object,
+        expect: int | None = None,
+        timeout: float = PATIENCE,
+        cwd: Path = Path("/"),
+        **extra: str,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a module to its end and capture its output."""
+        """Run a module to its end and capture its output; with `expect`, it must end with that code."""
         process = self.start(module, *arguments, environment=clean_environment(**extra), cwd=cwd)
         try:
             code = process.wait(timeout)
         finally:
             process.signal(signal.SIGKILL)
-        return subprocess.CompletedProcess([module, *map(str, arguments)], code, *process.output())
+        done = subprocess.CompletedProcess([module, *map(str, arguments)], code, *process.output())
+        assert expect in (None, code), f"exit {code}, not {expect}: {done.args}\n{done.stdout}\n{done.stderr}"
+        return done
 
     def close(self) -> None:
         for zygote in self._zygotes.values():

@@ -47,7 +47,7 @@ def test_the_starting_set_is_that_of_the_repository(started: Path) -> None:
 def test_init_keeps_what_was_changed(tmp_path: Path, run_command: Run) -> None:
     """Exit 78 that names it, and nothing else is touched; unchanged and other files do not matter."""
     (tmp_path / "notes.txt").write_text("mine")
-    assert run_command("fsdp_pretrain.cli", "init", tmp_path).returncode == 0
+    run_command("fsdp_pretrain.cli", "init", tmp_path, expect=0)
     changed, missing = tmp_path / "configs/runs/quickstart.toml", tmp_path / "configs/models/llama-7b.toml"
     missing.unlink()
     assert run_command("fsdp_pretrain.cli", "init", tmp_path).returncode == 0 and missing.exists()
@@ -60,7 +60,7 @@ def test_init_keeps_what_was_changed(tmp_path: Path, run_command: Run) -> None:
 
 @pytest.mark.quick
 def test_the_least_configuration_can_be_planned_and_is_never_overwritten(tmp_path: Path, run_command: Run) -> None:
-    assert run_command("fsdp_pretrain.cli", "init", tmp_path, "--minimal").returncode == 0
+    run_command("fsdp_pretrain.cli", "init", tmp_path, "--minimal", expect=0)
     config = tmp_path / "run.toml"
     assert list(tmp_path.iterdir()) == [config] and len(config.read_text().splitlines()) <= 35
     assert "134_105_856 parameters" in run_command("fsdp_pretrain.cli", "plan", config, cwd=tmp_path).stdout

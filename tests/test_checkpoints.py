@@ -48,8 +48,7 @@ def test_damage_is_passed_over_loudly(
     """The older one is used, and the damaged step is saved again, the old one moved aside."""
     config, run = copy
     flip(run / "checkpoints/step-00000030" / file)
-    listed = run_command("fsdp_pretrain.cli", "checkpoints", run, "verify", "--json")
-    assert listed.returncode == 2
+    listed = run_command("fsdp_pretrain.cli", "checkpoints", run, "verify", "--json", expect=2)
     assert [row["step"] for row in json.loads(listed.stdout) if row["problem"]] == [30]
     output = lab.train(config, f"run.dir={run}", ranks=2)
     assert re.search(f"passed over step-00000030: {re.escape(file)}.* its bytes are not", output), output
@@ -102,8 +101,7 @@ def test_a_record_without_its_checkpoints_never_begins_at_step_0(
     (fresh,) = helpers.journal(run, "fresh")
     assert fresh["lost"] == {"steps": 40, "tokens": 40 * 8 * 32} and not helpers.journal(run, "resume")
     assert [(record["step"], record["segment"]) for record in helpers.metrics(run)] == [(n + 1, 2) for n in range(12)]
-    status = run_command("fsdp_pretrain.cli", "status", run)
-    assert status.returncode == 0 and ": COMPLETE" in status.stdout
+    assert ": COMPLETE" in run_command("fsdp_pretrain.cli", "status", run, expect=0).stdout
     account = json.loads(run_command("fsdp_pretrain.cli", "goodput", run, "--json").stdout)
     assert (account["tokens"], account["tokens_lost"]) == (12 * 8 * 32, 40 * 8 * 32)
     assert json.loads(run_command("fsdp_pretrain.cli", "where", run, "--step", 3, "--json").stdout)["segment"] == 2
@@ -121,7 +119,7 @@ def test_a_missing_checkpoint_is_told_once(lab: Any, copy: tuple[Path, Path], he
     output = lab.train(config, f"run.dir={run}", ranks=2)
     assert "[checkpoint-missing] the record says that a checkpoint of step 40 was saved" in output
     assert helpers.journal(run, "resume")[-1]["step"] == 30
-    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
+    run_command("fsdp_pretrain.cli", "status", run, expect=0)
     (run / "checkpoints/abandoned").mkdir()
     (run / "checkpoints/step-00000040").rename(run / "checkpoints/abandoned/step-00000040-by-hand")
     lab.train(config, f"run.dir={run}", ranks=2)
@@ -140,7 +138,7 @@ def test_a_crash_before_the_first_checkpoint_starts_again(lab: Any, helpers: Any
     (fresh,) = helpers.wait_for(lambda: helpers.journal(run, "fresh"), what="another start")
     assert fresh["lost"]["steps"] == steps and "no checkpoint had been saved" in fresh["text"]
     helpers.wait_for(lambda: [one["segment"] for one in helpers.metrics(run)][:1] == [2], what="a step")
-    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 0
+    run_command("fsdp_pretrain.cli", "status", run, expect=0)
     job.kill(0, signal.SIGTERM)
     assert job.wait() == [75], job.output()
 
@@ -245,7 +243,7 @@ def test_too_many_failed_saves_stop_with_93(lab: Any, helpers: Any, small_disk: 
     assert job.wait() == [93, 93], job.output()
     assert "3 saves in a row failed" in job.output() and job.output().count("error:") == 1
     saved = helpers.journal(run, "checkpoint")[-1]["step"]
-    assert run_command("fsdp_pretrain.cli", "status", run).returncode == 2
+    run_command("fsdp_pretrain.cli", "status", run, expect=2)
     hog.unlink()
     shorter = (f"train.duration={saved + 2} steps", "optimizer.decay=4000 steps")
     lab.train(config, f"run.dir={run}", *shorter, ranks=2, flags=("--allow", "train.duration"))

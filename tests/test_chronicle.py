@@ -79,14 +79,12 @@ def test_the_journal_is_searched(tmp_path: Path, run_command: Any) -> None:
     writer = Journal(run, 1)
     for kind in ("start", "checkpoint", "stop"):
         writer.write(kind, f"a {kind}")
-    noted = run_command(CLI, "note", tmp_path, "gradients look odd", "--step", 7)
-    assert noted.returncode == 0
+    run_command(CLI, "note", tmp_path, "gradients look odd", "--step", 7, expect=0)
     last = json.loads(run.journal.read_text().splitlines()[-1])
     assert (last["step"], last["by"], last["kind"]) == (7, who(), "note") and last["host"]
 
     def kinds(*options: object) -> list[str]:
-        done = run_command(CLI, "journal", tmp_path, "--json", *options)
-        assert done.returncode == 0, done.stderr
+        done = run_command(CLI, "journal", tmp_path, "--json", *options, expect=0)
         return [json.loads(line)["kind"] for line in done.stdout.splitlines()]
 
     assert kinds("--kind", "stop", "--kind", "start") == ["start", "stop"]

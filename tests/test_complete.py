@@ -143,8 +143,7 @@ def test_a_complete_run_that_is_made_longer_goes_on(complete: Views) -> None:
 def test_launch_of_a_complete_run_changes_nothing(module_lab: Any, run_command: Run) -> None:
     run = Views(module_lab, run_command, "launched")
     for arguments, code in (((), 0), ((FASTER,), 78), ((), 0)):
-        done = run_command(CLI, "launch", "--nproc-per-node", 1, run.config, *arguments)
-        assert done.returncode == code, (done.stdout, done.stderr)
+        run_command(CLI, "launch", "--nproc-per-node", 1, run.config, *arguments, expect=code)
         until(lambda: not agents(run.run), what="the end of the watchdog")
         if not arguments and len(RunDir(run.run).segments) == 1:
             run.status()

@@ -255,9 +255,7 @@ def test_the_list_of_copies_is_what_a_run_excludes(
     assert "not with the tasks arc_easy: `fsdp-eval texts`" in plain.stdout
 
     options = ["--protect", tasks, "--contamination", listed, "--json"]
-    done = run_command(DATA, "validate", *corpora, "--against", before, *options)
-    assert done.returncode == 1, done.stderr
-    web, clean = report_of(done)
+    web, clean = report_of(run_command(DATA, "validate", *corpora, "--against", before, *options, expect=1))
     (finding,) = web["findings"]
     assert (finding["count"], finding["severity"]) == (3, "warning") and not clean["findings"]
     assert "4 documents of" in web["compared"] and "arc_easy" not in web["compared"]
@@ -271,7 +269,7 @@ def test_the_list_of_copies_is_what_a_run_excludes(
     assert open_packer(load(after))._excluded == {("web", "s0", 1), ("web", "s1", 2), ("web", "s1", 4)}
     renamed = [{**sources[0], "name": "net"}, sources[1]]  # the list is of another source
     other = lab.config("other", data={**data, "sources": renamed, "exclude": str(listed)}, eval=evaluation)
-    assert run_command(DATA, "validate", corpora[0], "--against", other, "--quiet").returncode == 1
+    run_command(DATA, "validate", corpora[0], "--against", other, "--quiet", expect=1)
     kept_apart = run_command(DATA, "validate", loss_on[0]["path"], "--against", after, "--json")
     assert kept_apart.returncode == 0 and report_of(kept_apart)[0]["compared"] == ""
 
@@ -287,7 +285,7 @@ def test_texts_without_a_run(
     bare = [DATA, "validate", corpus / "shards", "--protect", tasks, "--json"]
     unknown = run_command(*bare, "--vocab-size", tokenizer.vocab_size, "--eod", 0)
     assert unknown.returncode == 0 and "no tokenizer is known" in report_of(unknown)[0]["compared"]
-    assert run_command(*bare, "--tokenizer", tokenizer.path).returncode == 1
+    run_command(*bare, "--tokenizer", tokenizer.path, expect=1)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +302,7 @@ def test_what_is_refused(
 ) -> None:
     gone = lab.config("gone", eval={"heldout": str(tmp_path / "gone.jsonl")})
     known = {"LIST": tmp_path / "list", "CONFIG": lab.config(), "GONE": gone}
-    done = run_command(DATA, "validate", made([prose(1, 60)] * 2), *(known.get(word, word) for word in arguments))
-    assert done.returncode == 78
+    done = run_command(
+        DATA, "validate", made([prose(1, 60)] * 2), *(known.get(word, word) for word in arguments), expect=78
+    )
     assert re.search(named, done.stderr) and not (tmp_path / "list").exists(), done.stderr

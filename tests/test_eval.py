@@ -125,8 +125,7 @@ def test_every_due_checkpoint_exactly_once_by_many_workers(
     assert sorted(entry["step"] for entry in entries) == [10, 20, 30]
     assert entries[0]["scores"]["heldout_bpb"]["bits_per_byte"] > 0
     assert not list(run.glob("evals/**/claim*"))
-    again = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", "--wait")
-    assert again.returncode == 0 and "evaluated 0" in again.stdout
+    assert "evaluated 0" in run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", "--wait", expect=0).stdout
     report = run_command("fsdp_pretrain.eval.cli", "report", run).stdout
     assert report.count("heldout_bpb") == 3 and "step 10," in report
 
@@ -143,7 +142,7 @@ def test_a_killed_worker_is_taken_over(
     worker.signal(signal.SIGKILL)
     assert worker.wait() == -signal.SIGKILL
     assert list(run.glob("evals/**/claim.json"))
-    assert run_command("fsdp_pretrain.eval.cli", "watch", run, "--once").returncode == 0
+    run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", expect=0)
     assert set(results(run)) == {10, 20, 30}
 
 
@@ -209,7 +208,7 @@ def test_the_trainer_starts_evaluations_and_does_not_wait(lab: Any, helpers: Any
     lab.train(lab.config("with", **common, eval=scheduled), ranks=2)
     run = lab.path / "with"
     assert json.loads((run / "status.json").read_text())["state"] == "complete"
-    assert run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", "--wait").returncode == 0
+    run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", "--wait", expect=0)
     assert set(results(run)) == {10, 20, 30}, (run / "evals/log").read_text()
     assert sorted(entry["step"] for entry in helpers.journal(run, "eval")) == [10, 20, 30]
     lab.train(lab.config("without", **common), ranks=2)

@@ -238,11 +238,9 @@ def test_a_pool_without_the_run_gets_an_exported_folder(lab: Any, helpers: Any, 
     config = tomllib.loads(run.config.read_text())
     config["eval"] |= {"command": command}
     run.config.write_text(tomli_w.dumps(config))
-    done = run_command("fsdp_pretrain.eval.cli", "watch", run.path, "--once", "--wait")
-    assert done.returncode == 0, (done.stderr, helpers.journal(run.path, "eval-failed"))
+    run_command("fsdp_pretrain.eval.cli", "watch", run.path, "--once", "--wait", expect=0)
     (published,) = run.path.glob("evals/step-*/*/results.json")
-    direct = run_command("fsdp_pretrain.eval.cli", "run", run.path, "--out", lab.path / "direct.json")
-    assert direct.returncode == 0, direct.stderr
+    run_command("fsdp_pretrain.eval.cli", "run", run.path, "--out", lab.path / "direct.json", expect=0)
     assert scores(published) == pytest.approx(scores(lab.path / "direct.json"), rel=1e-6)
     (entry,) = helpers.journal(run.path, "eval")
     assert entry["step"] == 2 and entry["tasks"] == f"{TASKS}+heldout_choice"

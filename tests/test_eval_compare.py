@@ -119,8 +119,9 @@ def test_paired_differences(tmp_path: Path, run_command: Run) -> None:
         path = tmp_path / f"step-{step}/set/results.json"
         path.parent.mkdir(parents=True)
         publish(path, tasks=tasks, full=step == 10, step=step)
-    done = run_command("fsdp_pretrain.eval.cli", "compare", tmp_path / "step-10", tmp_path / "step-20", "--json")
-    assert done.returncode == 0, done.stderr
+    done = run_command(
+        "fsdp_pretrain.eval.cli", "compare", tmp_path / "step-10", tmp_path / "step-20", "--json", expect=0
+    )
     rows = {row["task"]: row for row in json.loads(done.stdout)["differences"]}
     for task, at, score in (("texts", 0, bits), ("choice", 1, mean)):
         pairs = list(zip(values[10][at], values[20][at], strict=True))

@@ -248,7 +248,7 @@ def test_a_checkpoint_given_up_is_told_and_kept_until_somebody_decides(
     assert watch(run, works) == (1, 0)
     unknown = run_command("fsdp_pretrain.eval.cli", "retry", run, 10)
     assert unknown.returncode == 78 and "no evaluation of step 10 has failed" in unknown.stderr
-    assert run_command("fsdp_pretrain.eval.cli", "retry", run).returncode == 0
+    run_command("fsdp_pretrain.eval.cli", "retry", run, expect=0)
     assert watch(run, works) == (2, 0) and failed_evaluations(RunDir(run), load(run / "config.toml")) == []
     decided = [(entry["step"], bool(entry["by"])) for entry in helpers.journal(run, "eval-retry")]
     assert decided == [(10, True), (20, True), (30, True)]

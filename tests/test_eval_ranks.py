@@ -68,8 +68,7 @@ def test_scores_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     """Uneven numbers of requests, likelihoods and answers; read on other meshes than the trained one."""
     ranks, files = 3, (tmp_path / "1.json", tmp_path / "n.json")
-    alone = run_command("fsdp_pretrain.eval.cli", "run", trained, "--include", tasks, *TASKS, "--out", files[0])
-    assert alone.returncode == 0, alone.stderr
+    run_command("fsdp_pretrain.eval.cli", "run", trained, "--include", tasks, *TASKS, "--out", files[0], expect=0)
     processes = start(start_command, ranks, trained, "--include", tasks, *TASKS, "--out", files[1])
     assert [process.wait() for process in processes] == [0] * ranks, [process.output() for process in processes]
     assert [bool(process.output()[0]) for process in processes] == [True] + [False] * (ranks - 1)  # one prints

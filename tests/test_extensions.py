@@ -100,20 +100,17 @@ def test_a_family_of_ones_own_is_resumed_evaluated_and_planned(
     copy: tuple[Path, Path], lab: Any, helpers: Any, run_command: Run, packages: Path, evaluate: Any
 ) -> None:
     config, run = copy
-    done = run_command(CLI, "plan", config, "--world-size", 2, "--json", **found_in(packages))
-    assert done.returncode == 0, done.stderr
+    done = run_command(CLI, "plan", config, "--world-size", 2, "--json", **found_in(packages), expect=0)
     assert json.loads(done.stdout)["parameters"] == helpers.journal(run, "start")[0]["parameters"]
     scored = evaluate(run, "--code", "parallel_block")
     assert scored.returncode == 0, scored.stderr
-    watched = run_command(EVAL, "watch", run, "--once", timeout=200, **found_in(packages))  # a run of one's own
-    assert watched.returncode == 0, watched.stderr
+    run_command(EVAL, "watch", run, "--once", timeout=200, **found_in(packages), expect=0)  # a run of one's own
     (entry,) = helpers.journal(run, "eval")
     bits = entry["scores"]["heldout_bpb"]["bits_per_byte"]
     assert json.loads(scored.stdout)["scores"]["heldout_bpb"]["bits_per_byte"] == pytest.approx(bits, rel=0.2)
     for command in (("fsdp_pretrain.bench", config, "parallel.shard=1", "--steps", 1, "--warmup", 1),
                     (CLI, "replay", run, "--from", 8, "--steps", 2), (CLI, "status", run)):  # fmt: skip
-        done = run_command(*command, timeout=200, **found_in(packages))
-        assert done.returncode == 0, (command, done.stdout, done.stderr)
+        run_command(*command, timeout=200, **found_in(packages), expect=0)
     lab.train(config, "train.duration=16 steps", ranks=2, variables=found_in(packages))
     assert helpers.metrics(run)[-1]["step"] == 16
     (entry,) = helpers.journal(run, "resume")
@@ -144,7 +141,7 @@ def test_code_that_computes_something_else_is_refused_by_all(
         assert done.returncode == 78 and "computes something else than the code that trained" in done.stderr
     output = lab.train(config, "train.duration=16 steps", ranks=2, variables=found_in(other), expect=78)
     assert "computes something else than the code that trained" in output
-    assert run_command(*export, **found_in(packages)).returncode == 0
+    run_command(*export, **found_in(packages), expect=0)
     assert json.loads((out / "config.json").read_text())["gain"] == 0.7
 
 
@@ -166,10 +163,8 @@ def test_a_patched_class_is_seen(lab: Any, tmp_path: Path, run_command: Run) -> 
     config = lab.config(train={"duration": "4 steps"}, eval={"heldout": str(lab.heldout), "tasks": ["heldout_bpb"]})
     lab.train(config, variables={"EXECUTE_FIRST": str(patch)})
     command = (EVAL, "run", lab.path / "run/checkpoints/step-00000004", "--limit", "4")
-    done = run_command(*command, timeout=200)
-    assert done.returncode == 78 and "the code of llama" in done.stderr
-    done = run_command(*command, timeout=200, EXECUTE_FIRST=str(patch))
-    assert done.returncode == 0, done.stderr
+    assert "the code of llama" in run_command(*command, timeout=200, expect=78).stderr
+    run_command(*command, timeout=200, EXECUTE_FIRST=str(patch), expect=0)
 
 
 WINDOWS = {"sliding_window": 64, "sliding_window_pattern": 4}
@@ -464,8 +459,7 @@ def test_an_observer_that_raises_ends_the_run_and_is_named(lab: Any, packages: P
 def test_init_writes_a_package_with_a_test(run_command: Run, tmp_path: Path, lab: Any) -> None:
     """Its test passes, it trains, and no file of its name is overwritten."""
     folder = tmp_path / "mylab"
-    done = run_command(CLI, "init", folder, "--extension", "mylab")
-    assert done.returncode == 0 and "mylab:llama" in done.stdout, done.stderr
+    assert "mylab:llama" in run_command(CLI, "init", folder, "--extension", "mylab", expect=0).stdout
     assert sorted(path.name for path in folder.rglob("*.py")) == ["__init__.py", "model.py", "test_mylab.py"]
     tested = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
@@ -475,8 +469,7 @@ def test_init_writes_a_package_with_a_test(run_command: Run, tmp_path: Path, lab
     config = lab.config(code={"packages": ["mylab"]}, model={"family": "mylab:llama"}, train={"duration": "6 steps"})
     lab.train(config, variables=found_in(folder))
     for arguments, message in ((["mylab"], "these files exist"), (["my-lab"], "not a name of a Python package")):
-        done = run_command(CLI, "init", folder, "--extension", *arguments)
-        assert done.returncode == 78 and message in done.stderr
+        assert message in run_command(CLI, "init", folder, "--extension", *arguments, expect=78).stderr
 
 
 PAGE = ROOT / "docs/extend.md"
@@ -505,8 +498,7 @@ def test_the_package_of_the_page_is_watched_and_known_by_what_it_computes(
     assert "Traceback" not in output and "cannot start" not in output
     assert (lab.path / "run/watchdog/snapshot.json").exists()
     arguments = ("run", lab.path / "run", "--tasks", "heldout_bpb", "--limit", 2, "--code", "mylab")
-    scored = run_command(EVAL, *arguments, **found_in(tmp_path))
-    assert scored.returncode == 0, scored.stderr
+    run_command(EVAL, *arguments, **found_in(tmp_path), expect=0)
     code = tmp_path / "mylab/parts.py"
     code.write_text(code.read_text().replace("self.gain.to(x.dtype)", "self.gain.to(x.dtype).roll(1)"))
     refused = run_command(EVAL, *arguments, **found_in(tmp_path))

@@ -27,7 +27,7 @@ def test_doubled_separators(watched: Watched, run_command: Any) -> None:
         [*rng.integers(5, tokenizer.vocab_size, rng.integers(5, 60)).tolist(), tokenizer.eod] for _ in range(400)
     ]
     corpus = watched.helpers.corpus(watched.lab.path / "doubled", documents, tokenizer)  # declared to have none
-    assert run_command("fsdp_pretrain.data.cli", "validate", corpus).returncode == 2
+    run_command("fsdp_pretrain.data.cli", "validate", corpus, expect=2)
     watched.configure(data={"sources": [{"name": "text", "path": str(corpus)}]})
     job = watched.start()
     watched.ends(job, 78)

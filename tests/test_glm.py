@@ -47,8 +47,7 @@ def config(module_lab: Any, run_command: Run, helpers: Any) -> Path:
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     options = ["--text-field", "q", "--answer-field", "a", "--workers", "1", "--quiet"]
     where = ["--tokenizer", module_lab.tokenizer, "--out", answers]
-    done = run_command("fsdp_pretrain.data.cli", "prepare", prompts, *options, *where)
-    assert done.returncode == 0, done.stderr
+    run_command("fsdp_pretrain.data.cli", "prepare", prompts, *options, *where, expect=0)
     path: Path = module_lab.config(
         "glm",
         model={"family": "glm", "hidden": 48, "vocab": 518, "kv_heads": None, "ffn": None},

@@ -137,11 +137,8 @@ def test_command_writes_files_of_a_size_with_an_index(
     trained: Callable[[str], RunDir], tmp_path: Path, run_command: Run
 ) -> None:
     run = trained("llama")
-    done = run_command(
-        "fsdp_pretrain.cli", "checkpoints", run.path, "export", 4, tmp_path / "out", "--shard-size", "30KB", "--json"
-    )
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
+    command = ("checkpoints", run.path, "export", 4, tmp_path / "out", "--shard-size", "30KB", "--json")
+    printed = json.loads(run_command("fsdp_pretrain.cli", *command, expect=0).stdout)
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     assert len(files) == printed["files"] >= 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
@@ -313,16 +310,16 @@ def test_training_continues_from_an_import(lab: Any, run_command: Run, helpers: 
     """The first loss is the one transformers computes for the same batch; the checkpoint saved then is complete."""
     folder = make_folder(lab.path / "theirs", "llama-llama3")
     shutil.copytree(lab.tokenizer, folder, dirs_exist_ok=True)
-    shown = run_command("fsdp_pretrain.cli", "checkpoints", "/nowhere", "import", folder, "--show-model")
-    assert shown.returncode == 0, shown.stderr
+    shown = run_command("fsdp_pretrain.cli", "checkpoints", "/nowhere", "import", folder, "--show-model", expect=0)
     model = tomllib.loads(shown.stdout)["model"]
     path = lab.config(
         "run", model={**model, "norm_eps": 0.1}, train={"duration": "2 steps"}, optimizer={"warmup": "1 steps"}
     )
     eps = f"model.norm_eps={model['norm_eps']}"
     config = load(path, [eps])
-    done = run_command("fsdp_pretrain.cli", "checkpoints", config.run.dir, "import", folder, "--config", path, eps)
-    assert done.returncode == 0, done.stderr
+    done = run_command(
+        "fsdp_pretrain.cli", "checkpoints", config.run.dir, "import", folder, "--config", path, eps, expect=0
+    )
     assert "encodes as the tokenizer of the corpora" in done.stdout
     (listed,) = json.loads(run_command("fsdp_pretrain.cli", "checkpoints", config.run.dir, "verify", "--json").stdout)
     assert (listed["step"], listed["state"], listed["optimizer"]) == (0, "verified", False)

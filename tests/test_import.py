@@ -153,8 +153,9 @@ def test_adopted_shards_are_not_touched_and_the_manifest_tells_the_truth(
         megatron(tmp_path / name, docs[number::3])
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
     arguments = ["import", tmp_path / "x", tmp_path / "y/part.bin", tmp_path / "y/other", "--separators", "none"]
-    done = run_command(DATA, *arguments, "--tokenizer", tokenizer.path, "--out", tmp_path / "out", "--workers", 2)
-    assert done.returncode == 0, done.stderr
+    done = run_command(
+        DATA, *arguments, "--tokenizer", tokenizer.path, "--out", tmp_path / "out", "--workers", 2, expect=0
+    )
     assert f"{len(docs)} documents" in done.stdout and "in place" in done.stdout
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
     manifest = read_manifest(tmp_path / "out")
@@ -244,7 +245,7 @@ def test_the_clean_twin_of_a_refused_import_is_adopted_at_once(
     refused = run_command(DATA, *arguments, "leading")
     assert refused.returncode == 78 and "<|endoftext|>" in refused.stderr and "Traceback" not in refused.stderr
     assert "remedy: all documents fit `--separators trailing`" in refused.stderr
-    assert run_command(DATA, *arguments, "trailing").returncode == 0
+    run_command(DATA, *arguments, "trailing", expect=0)
 
 
 def test_flat_files_may_begin_or_end_inside_a_document(tmp_path: Path, run_command: Run, tokenizer: Tokenizer) -> None:
@@ -253,8 +254,7 @@ def test_flat_files_may_begin_or_end_inside_a_document(tmp_path: Path, run_comma
     for number, part in enumerate(np.array_split(flat, 3)):
         np.save(tmp_path / f"p{number}.npy", part)
     arguments = [*sorted(tmp_path.glob("p*.npy")), "--tokenizer", tokenizer.path, "--separators", "leading"]
-    done = run_command(DATA, "import", *arguments, "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    done = run_command(DATA, "import", *arguments, "--out", tmp_path / "out", expect=0)
     assert "files begin or end inside a document" in done.stdout
     stored = [Shard(tmp_path / "out/shards" / entry.name).tokens for entry in read_manifest(tmp_path / "out").shards]
     assert np.concatenate(stored).tolist() == flat[flat != EOD].tolist()

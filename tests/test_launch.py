@@ -169,7 +169,7 @@ def test_stops_are_not_started_again(
     if how == "one-rank":
         job.ranks()[1].terminate()
     elif how == "control":
-        assert run_command("fsdp_pretrain.cli", "control", job.run, "stop").returncode == 0
+        run_command("fsdp_pretrain.cli", "control", job.run, "stop", expect=0)
     elif how == "twice":
         family = [*job.family()]
         for rank in job.ranks():
@@ -344,7 +344,7 @@ def test_a_run_directory_that_is_gone_is_not_begun_again(
     both = first.keys() & second.keys()
     assert min(second) == resume["step"] + 1 > 40 and min(both) == min(second)
     assert all(first[step] == second[step] for step in both)
-    assert run_command("fsdp_pretrain.cli", "status", run, "--json").returncode == 1  # stopped
+    run_command("fsdp_pretrain.cli", "status", run, "--json", expect=1)  # stopped
 
 
 @pytest.mark.shows("F51")
@@ -420,9 +420,7 @@ def test_preflight(lab: Any, run_command: Any, small_disk: Any, helpers: Any) ->
 
     def refused(code: int, *options: str, **extra: str) -> str:
         command = ("launch", "--nproc-per-node", "2", *options, config, f"run.dir={run}")
-        done = run_command("fsdp_pretrain.cli", *command, **extra)
-        assert done.returncode == code, done.stderr
-        return str(done.stderr)
+        return str(run_command("fsdp_pretrain.cli", *command, **extra, expect=code).stderr)
 
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     assert f"cannot write to {run}: Read-only file system" in refused(78)

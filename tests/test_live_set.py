@@ -114,17 +114,15 @@ def test_a_rollback_takes_along_what_was_set_in_the_steps_it_leaves(lab: Any, he
     assert [entry.get("did") for entry in helpers.journal(run, "control")] == ["set", "set", "stop"]
 
     for start, count in ((0, 10), (10, 8), (20, 6)):  # recorded before it was set, in part, and behind its place
-        replayed = run_command(CLI, "replay", run, "--from", start, "--steps", count)
-        assert replayed.returncode == 0, (replayed.stdout, replayed.stderr)
+        run_command(CLI, "replay", run, "--from", start, "--steps", count, expect=0)
 
     def dry(step: int) -> list[str]:
-        done = run_command(CLI, "rollback", run, "--to", step, "--dry-run", "--json")
-        assert done.returncode == 0, done.stderr
+        done = run_command(CLI, "rollback", run, "--to", step, "--dry-run", "--json", expect=0)
         return [text for text in json.loads(done.stdout)["changes"] if text.startswith("timeline")]
 
     assert dry(30) == []
     assert dry(20) == ["timeline: at 192 samples: optimizer.lr_scale = 0.5 -> absent"]
-    assert run_command(CLI, "rollback", run, "--to", 20).returncode == 0
+    run_command(CLI, "rollback", run, "--to", 20, expect=0)
     assert [entry["at"] for entry in timeline(run)] == ["400 samples"]
     lab.train(config)
     same_as_configured(lab, helpers, config, run, 1)
@@ -143,8 +141,7 @@ def test_steps_are_replayed_with_the_values_they_had(lab: Any, helpers: Any, run
         file.write('\n[[timeline]]\nat = "6 steps"\noptimizer.lr_scale = 0.5\n')
     lab.train(config, variables=scripted({16: [second]}))
     for start, count in ((0, 6), (8, 14)):
-        done = run_command(CLI, "replay", run, "--from", start, "--steps", count)
-        assert done.returncode == 0, (done.stdout, done.stderr)
+        run_command(CLI, "replay", run, "--from", start, "--steps", count, expect=0)
 
 
 def test_what_was_set_stays_where_it_was_set(lab: Any, helpers: Any, run_command: Any) -> None:
@@ -168,8 +165,7 @@ def test_what_was_set_stays_where_it_was_set(lab: Any, helpers: Any, run_command
     scales = [1 - min(0.5, max(0.0, at - 64) / 128) if at <= place else 0.25 for at in (r["consumed"] for r in records)]
     assert [record["lr"] / 1e-2 for record in records] == pytest.approx(scales, rel=1e-12)
     steps_asked = f"{stopped},{stopped + 1},17,18 steps"
-    shown = run_command(CLI, "plan", run / "config.toml", "--at", steps_asked, "--json")
-    assert shown.returncode == 0, shown.stderr
+    shown = run_command(CLI, "plan", run / "config.toml", "--at", steps_asked, "--json", expect=0)
     for row in json.loads(shown.stdout):
         record = records[row["step"] - 1]
         assert [row[key] for key in ("consumed", "batch", "lr")] == [record[key] for key in ("consumed", "batch", "lr")]
@@ -298,7 +294,7 @@ def test_back_to_a_save_of_a_pause_in_which_something_was_set(lab: Any, helpers:
     change = ("set", {"changes": ["optimizer.lr=0.1"], "reason": ""})
     lab.train(config, expect=75, variables=scripted({12: [("pause", {})], 18: [("stop", {})]}, [("save", {}), change]))
     (saved,) = [entry["step"] for entry in helpers.journal(run, "control") if entry.get("did") == "pause"]
-    assert run_command(CLI, "rollback", run, "--to", saved).returncode == 0
+    run_command(CLI, "rollback", run, "--to", saved, expect=0)
     lab.train(config)
     assert not [entry for entry in helpers.journal(run, "health") if "replay/step" in entry["text"]]
     same_as_configured(lab, helpers, config, run, 1, last=24)

@@ -86,8 +86,7 @@ def test_an_update_counts_as_under_a_learning_rate_that_decays(count: int) -> No
 def test_a_merge_is_the_mean_in_fp64(
     run: Path, run_command: Run, options: list[str], steps: list[int], shares: list[float]
 ) -> None:
-    done = run_command("fsdp_pretrain.cli", "checkpoints", run, "merge", *options, "--out", "mean", "--json")
-    assert done.returncode == 0, done.stderr
+    done = run_command("fsdp_pretrain.cli", "checkpoints", run, "merge", *options, "--out", "mean", "--json", expect=0)
     checkpoint, config = merged(run, "mean"), load(str(run / "config.toml"))
     parents = [Store(run / "checkpoints").find(step) for step in steps]
     assert json.loads(done.stdout)["parents"] == [
@@ -108,9 +107,7 @@ def test_a_merge_is_verified_exported_evaluated_and_sampled_like_a_run(
     run: Path, run_command: Run, tmp_path: Path
 ) -> None:
     def call(module: str, *arguments: Any) -> str:
-        done = run_command(module, *arguments, timeout=120)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run_command(module, *arguments, timeout=120, expect=0).stdout
 
     call("fsdp_pretrain.cli", "checkpoints", run, "merge", "--last", "20 steps", "--out", "tail")
     tail = run / "merged" / "tail"
@@ -152,8 +149,7 @@ def test_the_schedule_evaluates_the_merge_beside_the_checkpoint(lab: Any, run_co
     lab.train(config, ranks=2)
     run = lab.path / "run"
     (run / "checkpoints" / "step-00000005" / "manifest.json").unlink()  # step 10 has none to be merged with
-    done = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", timeout=120, expect=0)
     early, late = (
         json.loads(next((run / "evals" / f"step-{step:08d}").glob("*/results.json")).read_text()) for step in (10, 20)
     )
@@ -162,7 +158,7 @@ def test_the_schedule_evaluates_the_merge_beside_the_checkpoint(lab: Any, run_co
     assert not late["verdicts"] and "ALARM" in done.stderr
     assert early["texts"]["the run "] and early["texts"] != late["texts"]
     merge = ("fsdp_pretrain.cli", "checkpoints", run, "merge", "--last", "10 steps", "--out", "by-hand")
-    assert run_command(*merge).returncode == 0
+    run_command(*merge, expect=0)
     hand = run_command("fsdp_pretrain.eval.cli", "run", run / "merged" / "by-hand", "--json", timeout=120)
     assert json.loads(hand.stdout)["scores"]["heldout_bpb"] == late["scores"]["heldout_bpb@merge"]
     shown = run_command("fsdp_pretrain.eval.cli", "report", run).stdout
@@ -204,10 +200,9 @@ def test_a_merge_that_is_killed_leaves_nothing_half(
             assert found[0].problem is None
             break
     else:
-        assert run_command("fsdp_pretrain.cli", *command).returncode == 0
+        run_command("fsdp_pretrain.cli", *command, expect=0)
     merged(run, "mean")
-    again = run_command("fsdp_pretrain.cli", *command)
-    assert again.returncode == 78 and "nothing is overwritten" in again.stderr
+    assert "nothing is overwritten" in run_command("fsdp_pretrain.cli", *command, expect=78).stderr
 
 
 @pytest.mark.parametrize(

@@ -34,9 +34,7 @@ pytestmark = pytest.mark.quick
 def test_plan_of_a_configuration(lab: Any, run_command: Run) -> None:
     ramp = {"first": "2 samples", "by": "2 samples", "duration": "80 samples"}
     config = lab.config(train={"duration": "4K tokens", "micro_batch": 1, "batch_ramp": ramp}, parallel={"shard": 2})
-    done = run_command("fsdp_pretrain.cli", "plan", config, "--world-size", 2, "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(run_command("fsdp_pretrain.cli", "plan", config, "--world-size", 2, "--json", expect=0).stdout)
     config_model = LlamaModel(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, ffn=64, vocab=512)
     model = materialise(models.build(config_model), 1, torch.device("cpu"))
     exact = sum(parameter.numel() for parameter in model.parameters())
@@ -110,9 +108,7 @@ def test_epochs_and_days(lab: Any, run_command: Run) -> None:
     stream = corpus.tokens + corpus.documents  # a separator after each
     sources = [{"name": "a", "path": str(lab.corpus), "weight": 3.0}, {"name": "b", "path": str(lab.corpus)}]
     config = lab.config(data={"sources": sources}, train={"duration": "2M tokens"})
-    done = run_command("fsdp_pretrain.cli", "plan", config, "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = json.loads(run_command("fsdp_pretrain.cli", "plan", config, "--json", expect=0).stdout)
     for name, share in (("a", 0.75), ("b", 0.25)):
         source = result["sources"][name]
         epochs = 2e6 * share / stream
@@ -128,8 +124,7 @@ def test_epochs_and_days(lab: Any, run_command: Run) -> None:
     assert rates["mfu"] == pytest.approx(0.4) and rates["tokens_per_second"] == pytest.approx(rate)
     assert rates["days"] == pytest.approx(result["tokens"] / rate / 86_400, rel=0.01)
     away = lab.config("away", data={"sources": [{**sources[0], "path": "/none"}]})
-    elsewhere = run_command("fsdp_pretrain.cli", "plan", away)
-    assert elsewhere.returncode == 0 and "no corpus at /none" in elsewhere.stdout
+    assert "no corpus at /none" in run_command("fsdp_pretrain.cli", "plan", away, expect=0).stdout
     strict = run_command("fsdp_pretrain.cli", "plan", away, "--strict")
     assert strict.returncode == Exit.REFUSED and "no corpus at /none" in strict.stderr and not strict.stdout
 
@@ -179,8 +174,7 @@ def test_every_shipped_configuration_is_the_size_it_declares(path: Path) -> None
     ids=["tr8-104b", "glm-130b"],
 )  # fmt: skip
 def test_recipes(run_command: Run, recipe: str, options: list[str], parameters: int, warned: list[str]) -> None:
-    done = run_command("fsdp_pretrain.cli", "plan", ROOT / f"configs/runs/{recipe}.toml", *options, "--json")
-    assert done.returncode == 0, done.stderr
+    done = run_command("fsdp_pretrain.cli", "plan", ROOT / f"configs/runs/{recipe}.toml", *options, "--json", expect=0)
     result = json.loads(done.stdout)
     assert result["parameters"] == result["declared_params"] == parameters
     for text in warned:
@@ -298,8 +292,7 @@ def test_speed_of_a_measured_step(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 @pytest.mark.shows("A1")
 def test_bench_measures_the_trainer(lab: Any, run_command: Run) -> None:
-    done = run_command("fsdp_pretrain.bench", lab.config(), "--steps", 3, "--warmup", 1, "--json")
-    assert done.returncode == 0, done.stderr
+    done = run_command("fsdp_pretrain.bench", lab.config(), "--steps", 3, "--warmup", 1, "--json", expect=0)
     result = json.loads(done.stdout)
     speed, parts = result["speed"], result["parts"]
     assert speed["mfu"] is None and speed["device"] == "cpu"
@@ -308,4 +301,4 @@ def test_bench_measures_the_trainer(lab: Any, run_command: Run) -> None:
     assert speed["days"] == pytest.approx(20 * speed["seconds_per_step"] / 86_400)  # the run has 20 steps
     assert parts["forward_backward"] > 0 and result["memory"] > 1e7
     assert not (lab.path / "run").exists()  # a benchmark leaves no files
-    assert run_command("fsdp_pretrain.bench", lab.config(), "train.micro_batch=3").returncode == 78
+    run_command("fsdp_pretrain.bench", lab.config(), "train.micro_batch=3", expect=78)

@@ -45,8 +45,7 @@ def config(lab: Any, corpus: Path, size: str, place: str, **data: Any) -> Path:
 
 
 def plan(run_command: Any, config: Path, *options: str) -> Any:
-    done = run_command("fsdp_pretrain.cli", "plan", config, *options)
-    assert done.returncode == 0, done.stderr
+    done = run_command("fsdp_pretrain.cli", "plan", config, *options, expect=0)
     return json.loads(done.stdout) if "--json" in options else done.stdout
 
 

@@ -74,8 +74,7 @@ def test_formats_and_workers_give_the_same_documents(
     source = write(tmp_path / name, texts)
     out = tmp_path / "out"
     arguments = ["prepare", source, "--tokenizer", shared_corpus / "tokenizer", "--out", out, "--workers", workers]
-    done = run_command(DATA, *arguments, "--shard-size", "10KB")
-    assert done.returncode == 0, done.stderr
+    run_command(DATA, *arguments, "--shard-size", "10KB", expect=0)
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     assert tokens_of(out) == tokenizer.encode(texts)
     assert len(read_manifest(out).shards) > 1 or name.endswith((".gz", ".zst"))
@@ -112,8 +111,7 @@ def test_text_files_and_lines(tmp_path: Path, run_command: Run, shared_corpus: P
         ("lines", ["first file", "after an empty line", "second file", "with lines"]),
     ):
         out = tmp_path / split
-        done = run_command(DATA, "prepare", folder, "--tokenizer", tokenizer.path, "--out", out, "--split", split)
-        assert done.returncode == 0, done.stderr
+        run_command(DATA, "prepare", folder, "--tokenizer", tokenizer.path, "--out", out, "--split", split, expect=0)
         assert tokens_of(out) == tokenizer.encode(expected)
 
 
@@ -208,8 +206,7 @@ def test_parts_of_a_job_array_make_one_corpus(
     source = write(tmp_path / "a.jsonl", texts)
     arguments = ["prepare", source, "--tokenizer", shared_corpus / "tokenizer", "--shard-size", "10KB", "--out"]
     for part in ("2/3", "1/3"):
-        done = run_command(DATA, *arguments, tmp_path / "parts", "--part", part)
-        assert done.returncode == 0 and "still missing" in done.stdout
+        assert "still missing" in run_command(DATA, *arguments, tmp_path / "parts", "--part", part, expect=0).stdout
     assert "documents" in run_command(DATA, *arguments, tmp_path / "parts", "--part", "3/3").stdout
     run_command(DATA, *arguments, tmp_path / "whole")
     assert read_manifest(tmp_path / "parts").fingerprint == read_manifest(tmp_path / "whole").fingerprint
@@ -218,16 +215,14 @@ def test_parts_of_a_job_array_make_one_corpus(
 def test_another_job_is_not_mixed_in(tmp_path: Path, run_command: Run, shared_corpus: Path, texts: list[str]) -> None:
     arguments = ["--tokenizer", shared_corpus / "tokenizer", "--out", tmp_path / "out"]
     source = write(tmp_path / "a.jsonl", texts)
-    assert run_command(DATA, "prepare", source, *arguments).returncode == 0
+    run_command(DATA, "prepare", source, *arguments, expect=0)
     other = write(tmp_path / "b.jsonl", texts[:50])
-    refused = run_command(DATA, "prepare", other, *arguments)
-    assert refused.returncode == 78 and "--overwrite" in refused.stderr
-    assert run_command(DATA, "prepare", other, *arguments, "--overwrite").returncode == 0
+    assert "--overwrite" in run_command(DATA, "prepare", other, *arguments, expect=78).stderr
+    run_command(DATA, "prepare", other, *arguments, "--overwrite", expect=0)
     assert len(tokens_of(tmp_path / "out")) == 50
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine.txt").write_text("x")
-    refused = run_command(DATA, "prepare", other, *arguments[:3], tmp_path / "full")
-    assert refused.returncode == 78 and "not empty" in refused.stderr
+    assert "not empty" in run_command(DATA, "prepare", other, *arguments[:3], tmp_path / "full", expect=78).stderr
 
 
 NULLS = b'{"text": "first text"}\n{"text": null}\nnot json\n{"text": "last text"}\n[1]\n'
@@ -254,15 +249,13 @@ def test_bad_records_are_passed_over_up_to_a_limit_and_nothing_is_lost(
     out = tmp_path / "out"
     command = ["prepare", tmp_path / "in", "--tokenizer", shared_corpus / "tokenizer", "--out", out]
     command += ["--shard-size", "30B", "--workers", 1]
-    strict = run_command(DATA, *command)
-    assert strict.returncode == 78
+    strict = run_command(DATA, *command, expect=78)
     assert "a.jsonl, line 2, byte 23: field 'text' is null" in strict.stderr and "--max-bad N" in strict.stderr
     few = run_command(DATA, *command, "--max-bad", 7)
     assert few.returncode == 78 and "8 of the 16 records read are bad, more than --max-bad 7" in few.stderr
     assert not (out / "manifest.json").exists()
     made = {path: path.stat().st_mtime_ns for path in out.glob("shards/*.json")}
-    done = run_command(DATA, *command, "--max-bad", 8)
-    assert done.returncode == 0 and "bad records passed over: 8" in done.stderr, done.stderr
+    assert "bad records passed over: 8" in run_command(DATA, *command, "--max-bad", 8, expect=0).stderr
     assert made == {path: path.stat().st_mtime_ns for path in out.glob("shards/*.json")}
     found = [json.loads(line) for line in (out / "bad_records.jsonl").read_text().splitlines()]
     assert [(Path(r["path"]).name, r["kind"], r["number"], r["offset"]) for r in found] == expected
@@ -271,8 +264,7 @@ def test_bad_records_are_passed_over_up_to_a_limit_and_nothing_is_lost(
     assert (manifest.statistics["bad"], manifest.statistics["read"], manifest.documents) == (8, 8, 8)
     (tmp_path / "b.jsonl").write_text('{"body": "x"}\n' * 9 + '{"text": "y"}\n' * 9)
     command = ["train-tokenizer", tmp_path / "b.jsonl", "--kind", "bpe", "--vocab-size", 300, "--out", tmp_path / "t"]
-    early = run_command(DATA, *command, "--max-bad", 2)
-    assert early.returncode == 78 and "3 of the 3 records read are bad" in early.stderr
+    assert "3 of the 3 records read are bad" in run_command(DATA, *command, "--max-bad", 2, expect=78).stderr
 
 
 def test_folders_of_the_hub_ask_for_a_split(tmp_path: Path, run_command: Run, shared_corpus: Path) -> None:
@@ -295,10 +287,8 @@ def test_folders_of_the_hub_ask_for_a_split(tmp_path: Path, run_command: Run, sh
     asked = run_command(DATA, *command)
     assert asked.returncode == 78 and "test: 1, train: 3, validation: 1" in asked.stderr
     assert "--only train" in asked.stderr and not (tmp_path / "out").exists()
-    wrong = run_command(DATA, *command, "--only", "sample")
-    assert wrong.returncode == 78 and "no files of the split sample" in wrong.stderr
-    done = run_command(DATA, *command, "--only", "train")
-    assert done.returncode == 0, done.stderr
+    assert "no files of the split sample" in run_command(DATA, *command, "--only", "sample", expect=78).stderr
+    done = run_command(DATA, *command, "--only", "train", expect=0)
     assert tokens_of(tmp_path / "out") == tokenizer.encode(["c", "a", "b"])
     assert "de/train: 1 of 3 files are there" in done.stderr
     assert [path.name for path in find_files([str(folder)], only="valid")] == ["0.jsonl"]
@@ -311,8 +301,7 @@ def test_damaged_text_is_repaired_and_counted(tmp_path: Path, run_command: Run, 
     bad = tmp_path / "b.txt"
     bad.write_bytes(b"latin \xe9 text")
     out = tmp_path / "out"
-    done = run_command(DATA, "prepare", source, bad, "--tokenizer", shared_corpus / "tokenizer", "--out", out)
-    assert done.returncode == 0, done.stderr
+    done = run_command(DATA, "prepare", source, bad, "--tokenizer", shared_corpus / "tokenizer", "--out", out, expect=0)
     assert "1 empty documents" in done.stdout and "2 documents had invalid UTF-8" in done.stdout
     tokenizer = Tokenizer.load(shared_corpus / "tokenizer")
     decoded = [tokenizer.decode(ids) for ids in tokens_of(out)]
@@ -326,8 +315,7 @@ def test_damaged_text_is_repaired_and_counted(tmp_path: Path, run_command: Run, 
 def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory, run_command: Run, shared_corpus: Path) -> Path:
     out = tmp_path_factory.mktemp("sp")
     arguments = ["train-tokenizer", shared_corpus / "train.jsonl", "--kind", "sentencepiece", "--vocab-size", "400"]
-    done = run_command(DATA, *arguments, "--out", out)
-    assert done.returncode == 0, done.stderr
+    run_command(DATA, *arguments, "--out", out, expect=0)
     return out / "tokenizer.model"
 
 
@@ -340,10 +328,9 @@ def test_own_tokenizers_are_lossless_and_literals_stay_text(
     nasty = ["<|endoftext|> in text", "a </s> b <s> <unk>", "  two  spaces\n\ttab\r\n", "ﬁ ﷺ é 漢字 🙂", "\u200b\ufeff"]
     assert [tokenizer.decode(ids) for ids in tokenizer.encode(nasty)] == nasty
     source = helpers.jsonl(tmp_path / "in.jsonl", nasty)
-    done = run_command(DATA, "prepare", source, "--tokenizer", tokenizer.path, "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    run_command(DATA, "prepare", source, "--tokenizer", tokenizer.path, "--out", tmp_path / "out", expect=0)
     assert not set(tokenizer.specials) & {token for ids in tokens_of(tmp_path / "out") for token in ids}
-    assert run_command(DATA, "validate", tmp_path / "out").returncode == 0
+    run_command(DATA, "validate", tmp_path / "out", expect=0)
 
 
 def test_templates_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path, shared_corpus: Path) -> None:
@@ -472,8 +459,7 @@ def test_normalisers_that_change_text_are_reported_and_add_nothing(
         model.save(str(tmp_path / "tokenizer.json"))
     texts = ["a </s> b", "ａ ＜／ｓ＞ ﬁ", "x <tool> y", " \u200b "]
     source = helpers.jsonl(tmp_path / "in.jsonl", texts)
-    done = run_command(DATA, "prepare", source, "--tokenizer", tmp_path, "--out", tmp_path / "out")
-    assert done.returncode == 0, done.stderr
+    done = run_command(DATA, "prepare", source, "--tokenizer", tmp_path, "--out", tmp_path / "out", expect=0)
     assert "sampled documents do not decode to their text" in done.stdout
     manifest = read_manifest(tmp_path / "out")
     assert manifest.documents + manifest.statistics["empty"] == 4
@@ -481,7 +467,7 @@ def test_normalisers_that_change_text_are_reported_and_add_nothing(
     documents = tokens_of(tmp_path / "out")
     assert not set(manifest.tokenizer.specials) & {token for ids in documents for token in ids}
     assert len(documents[2]) < len(documents[1])  # <tool> is one token, as declared
-    assert run_command(DATA, "validate", tmp_path / "out").returncode == 0
+    run_command(DATA, "validate", tmp_path / "out", expect=0)
 
 
 @pytest.mark.promise("one-separator")
@@ -516,8 +502,7 @@ def test_unclear_tokenizers(tmp_path: Path, shared_corpus: Path, sentencepiece_m
 
 
 def test_quickstart_corpus_is_real_and_split_by_file(tmp_path: Path, run_command: Run) -> None:
-    done = run_command(DATA, "quickstart-corpus", "--out", tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_command(DATA, "quickstart-corpus", "--out", tmp_path, expect=0)
     rows = {
         name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("train", "heldout")
@@ -534,12 +519,11 @@ def test_inspect_shows_a_document(run_command: Run, shared_corpus: Path, tmp_pat
     first = json.loads((shared_corpus / "train.jsonl").read_text().splitlines()[0])["text"]
     shown = run_command(DATA, "inspect", shared_corpus / "corpus", "--doc", 0)
     assert shown.stdout.rstrip("\n") == first.rstrip("\n")
-    assert run_command(DATA, "inspect", shared_corpus / "corpus", "--doc", 10**6).returncode == 78
+    run_command(DATA, "inspect", shared_corpus / "corpus", "--doc", 10**6, expect=78)
     empty = tmp_path / "empty"
     shutil.copytree(shared_corpus / "corpus", empty)
     manifest = json.loads((empty / "manifest.json").read_text())
     (empty / "manifest.json").write_text(json.dumps({**manifest, "shards": []}))
-    none = run_command(DATA, "inspect", empty, "--doc", 0)
-    assert none.returncode == 78 and "Traceback" not in none.stderr
+    assert "Traceback" not in run_command(DATA, "inspect", empty, "--doc", 0, expect=78).stderr
     shown = run_command(DATA, "inspect", shared_corpus / "corpus", "--json")
     assert json.loads(shown.stdout)["separators"] == "none"

@@ -57,8 +57,7 @@ def doubled(lab: Any, helpers: Any, run_command: Run, monkeypatch: pytest.Monkey
     tokenizer = Tokenizer.load(lab.tokenizer)
     texts = [json.loads(line)["text"] for line in (lab.corpus.parent / "train.jsonl").read_text().splitlines()]
     corpus = helpers.corpus(lab.path / "doubled", [[*ids, tokenizer.eod] for ids in tokenizer.encode(texts)], tokenizer)
-    said = run_command("fsdp_pretrain.data.cli", "validate", corpus)
-    assert said.returncode == 2 and "separator-at-end" in said.stdout  # and it is trained on in spite of that
+    assert "separator-at-end" in run_command("fsdp_pretrain.data.cli", "validate", corpus, expect=2).stdout
     monkeypatch.setenv("EXECUTE_FIRST", str(ROOT / "tests/faults.py"))
     monkeypatch.setenv("FAULT", json.dumps({"rank": "all", "step": 0, "kind": "trust"}))
     return train(lab, "run", corpus)
@@ -70,8 +69,7 @@ def test_a_second_separator_is_told_at_the_first_evaluated_checkpoint(
 ) -> None:
     run, said = doubled(lab, helpers, run_command, monkeypatch), "separators are doubled in the training data"
     monkeypatch.delenv("EXECUTE_FIRST", raising=False)
-    done = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once")
-    assert done.returncode == 0, done.stderr
+    done = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", expect=0)
     assert f"ALARM: separator_probe of step {FIRST}: " in done.stderr and said in done.stderr
     entries = helpers.journal(run, "eval-verdict")
     assert [entry["step"] for entry in entries] == [FIRST] and all(said in entry["text"] for entry in entries)
@@ -81,8 +79,7 @@ def test_a_second_separator_is_told_at_the_first_evaluated_checkpoint(
 
 def test_its_clean_twin_is_not(clean: Path, tmp_path: Path, helpers: Any, run_command: Run) -> None:
     run = moved(clean, tmp_path / "run")
-    done = run_command("fsdp_pretrain.eval.cli", "watch", run, "--once")
-    assert done.returncode == 0 and "ALARM" not in done.stderr, done.stderr
+    assert "ALARM" not in run_command("fsdp_pretrain.eval.cli", "watch", run, "--once", expect=0).stderr
     assert not helpers.journal(run, "eval-verdict") and len(helpers.journal(run, "eval")) == 1
 
 

@@ -39,11 +39,9 @@ def test_two_ranks_trace_the_same_steps_and_no_number_changes(
     job = lab.start(config, ranks=2)
     run = lab.path / "run"
     helpers.wait_for(lambda: helpers.metrics(run))
-    refused = run_command(CLI, "profile", run, "--ranks", "0,2")
-    assert refused.returncode == 78 and "ranks 0 to 1" in refused.stderr
-    assert run_command(CLI, "profile", run, "--steps", 21).returncode == 78
-    done = run_command(CLI, "profile", run, "--steps", 2, "--at", 20, "--ranks", "0,1")
-    assert done.returncode == 0 and "perfetto" in done.stdout, done.stderr
+    assert "ranks 0 to 1" in run_command(CLI, "profile", run, "--ranks", "0,2", expect=78).stderr
+    run_command(CLI, "profile", run, "--steps", 21, expect=78)
+    assert "perfetto" in run_command(CLI, "profile", run, "--steps", 2, "--at", 20, "--ranks", "0,1", expect=0).stdout
     held.touch()
     assert job.wait() == [0, 0]
     traces = [run / f"profiles/step-00000020-rank-{rank}.json.gz" for rank in (0, 1)]
@@ -67,7 +65,7 @@ def test_storage_that_fails_loses_the_trace_and_nothing_else(
     run = lab.path / "run"
     helpers.wait_for(lambda: helpers.metrics(run))
     (run / "profiles").touch()
-    assert run_command(CLI, "profile", run, "--steps", 2).returncode == 0
+    run_command(CLI, "profile", run, "--steps", 2, expect=0)
     held.touch()
     assert job.wait() == [0]
     (failed,) = helpers.journal(run, "profile-failed")

@@ -261,8 +261,7 @@ def test_input_without_any_text(tmp_path: Path, run_command: Run, shared_corpus:
     put(path, b'{"body": "x"}\n')
     assert "--text-field" in run_command("fsdp_pretrain.data.cli", "prepare", path, *arguments).stderr
     for verb in (["import", path, *arguments, "--separators", "none"], ["validate", path, *arguments[:2]]):
-        refused = run_command("fsdp_pretrain.data.cli", *verb)
-        assert refused.returncode == 78
+        refused = run_command("fsdp_pretrain.data.cli", *verb, expect=78)
         assert "holds text, not tokens\n  remedy: make a corpus of it with `fsdp-data prepare`" in refused.stderr
 
 
@@ -305,5 +304,4 @@ def test_a_full_disk_keeps_what_was_finished(
     assert workers > 1 or not list(disk.rglob("*.partial"))
     assert list(disk.rglob("*.json"))
     subprocess.run(["mount", "-o", "remount,size=50m", disk], check=True)
-    done = run_command("fsdp_pretrain.data.cli", *arguments)
-    assert done.returncode == 0, done.stderr
+    run_command("fsdp_pretrain.data.cli", *arguments, expect=0)

@@ -79,7 +79,7 @@ def test_a_torn_last_line_costs_no_other(tmp_path: Path, run_command: Any) -> No
         for path in (run.journal, run.chronicle):
             with path.open("ab") as torn:
                 torn.write(b'{"time": "2026-11-2')
-        assert run_command("fsdp_pretrain.cli", "note", tmp_path, f"note {number}").returncode == 0
+        run_command("fsdp_pretrain.cli", "note", tmp_path, f"note {number}", expect=0)
         with run.journal.open("ab") as torn:
             torn.write(b'{"kind": "no')
     assert journal.close()
@@ -306,9 +306,7 @@ def test_a_command_that_cannot_write_says_so(read_only: Path, run_command: Any) 
         "rollback RUN --to 16",
         "fork RUN --at 16 RUN-new",
     ):
-        done = run_command("fsdp_pretrain.cli", *line.replace("RUN", str(read_only)).split())
-        assert done.returncode == 93, done.stdout + done.stderr
+        done = run_command("fsdp_pretrain.cli", *line.replace("RUN", str(read_only)).split(), expect=93)
         assert "Read-only file system" in done.stderr and not done.stdout and "Traceback" not in done.stderr
     for verb, code in (("status", 2), ("journal", 0), ("goodput", 0), ("alarms", 2)):
-        done = run_command("fsdp_pretrain.cli", verb, read_only)
-        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+        assert "Traceback" not in run_command("fsdp_pretrain.cli", verb, read_only, expect=code).stderr

@@ -204,7 +204,7 @@ def test_keys_of_another_version(lab: Any, copy: tuple[Path, Path], run_command:
     if code:
         assert f"segments/0001/config.toml has keys that this version does not know:\n    {key.split('.')[0]}" in output
         assert "environment.json of the segment" in output and "Traceback" not in output
-    assert run_command(CLI, "where", run, "--step", 3).returncode == code
+    run_command(CLI, "where", run, "--step", 3, expect=code)
 
 
 # ---------------------------------------------------------------- what comes back
@@ -271,10 +271,10 @@ def test_a_run_begins_with_the_weights_of_another(
     changed = [f"run.dir={new}", "model.vocab_multiple=600", "optimizer.lr=1e-3", "train.duration=4 steps"]
     changed += ["optimizer.decay=24 steps", "optimizer.min_lr=0"]
     source = run.with_name("exported")
-    done = run_command(CLI, "checkpoints", run, "export", 18, source, "--dtype", "fp32")
-    assert done.returncode == 0, done.stderr
-    done = run_command(CLI, "checkpoints", new, "import", source, "--config", config, *changed, "--json", timeout=300)
-    assert done.returncode == 0, done.stderr
+    run_command(CLI, "checkpoints", run, "export", 18, source, "--dtype", "fp32", expect=0)
+    done = run_command(
+        CLI, "checkpoints", new, "import", source, "--config", config, *changed, "--json", timeout=300, expect=0
+    )
     assert json.loads(done.stdout)["padded_rows"] == 88
     (new / "checkpoints").rename(new / "kept")
     assert "a checkpoint of step 0 was saved, and there is none" in lab.train(config, *changed[:-1], expect=93)

@@ -47,8 +47,7 @@ class Project:
 
     def __init__(self, cluster: Cluster, lab: Any, run_command: Any, *gates: int) -> None:
         self._cluster, self.path = cluster, lab.path / "project"
-        done = run_command("fsdp_pretrain.cli", "init", self.path)
-        assert done.returncode == 0, done.stderr
+        run_command("fsdp_pretrain.cli", "init", self.path, expect=0)
         commands = {
             "fsdp-pretrain": "fsdp_pretrain.cli",
             "fsdp-eval": "fsdp_pretrain.eval.cli",

@@ -56,9 +56,7 @@ def test_the_side_of_a_document_depends_on_its_text_alone(tmp_path: Path, run_co
     for name, paths in inputs.items():
         workers = 2 if name == "parts" else 1
         command = ["split", *paths, "--holdout", "10%", "--out", tmp_path / name, "--workers", workers, "--json"]
-        done = run_command(DATA, *command)
-        assert done.returncode == 0, done.stderr
-        report = json.loads(done.stdout)
+        report = json.loads(run_command(DATA, *command, expect=0).stdout)
         files[name] = (tmp_path / name / "heldout.jsonl").read_bytes()
         assert report["read"] == len(texts) * (2 if name == "repeated" else 1)
         assert report["held_out"] - report["duplicates"] == len(expected(texts, 10)) > 50
@@ -91,7 +89,7 @@ def test_training_never_sees_a_held_out_text(
         ("all", folder, []),
     ):
         command = ["prepare", source, "--tokenizer", tokenizer.path, "--out", tmp_path / name, *more]
-        assert run_command(DATA, *command).returncode == 0
+        run_command(DATA, *command, expect=0)
         shards = [Shard(tmp_path / name / "shards" / entry.name) for entry in read_manifest(tmp_path / name).shards]
         sides[name] = [tuple(shard.document(n).tolist()) for shard in shards for n in range(shard.documents)]
     taken = set(expected(texts, 10))
@@ -106,18 +104,16 @@ def test_training_never_sees_a_held_out_text(
     run = lab.config(eval={"loss_on": loss_on})
     clean = run_command(DATA, "validate", tmp_path / "train", tmp_path / "held", "--against", run)
     assert clean.returncode < 2
-    found = run_command(DATA, "validate", tmp_path / "all", "--against", run, "--json")
-    assert found.returncode == 2
+    found = run_command(DATA, "validate", tmp_path / "all", "--against", run, "--json", expect=2)
     (finding,) = [f for f in json.loads(found.stdout)["corpora"][0]["findings"] if f["code"] == "held-out-documents"]
     long = {tokens for tokens in sides["held"] if len(tokens) >= 16}
     assert finding["count"] == sum(tokens in long for tokens in sides["all"]) > 20
     command = ["prepare", folder, "--tokenizer", tokenizer.path, "--out", tmp_path / "train", "--holdout", "11%"]
-    other = run_command(DATA, *command)
-    assert other.returncode == 78 and "--overwrite" in other.stderr
+    assert "--overwrite" in run_command(DATA, *command, expect=78).stderr
     rest = write(tmp_path / "rest.jsonl", [text for text in [*texts, *texts[:50]] if text not in taken])
     for out, source, more in (("whole", folder, ["--holdout", "10%"]), ("rest", rest, [])):
         command = ["train-tokenizer", source, "--kind", "bpe", "--vocab-size", 400, "--out", tmp_path / out]
-        assert run_command(DATA, *command, *more).returncode == 0
+        run_command(DATA, *command, *more, expect=0)
     made = [(tmp_path / out / "tokenizer.json").read_bytes() for out in ("whole", "rest")]
     assert made[0] == made[1]
 
@@ -127,7 +123,7 @@ def test_prompts_decide_for_their_answers(tmp_path: Path, run_command: Run) -> N
     rows = [{"q": f"question {n % 200}?", "a": f"answer {n}"} for n in range(400)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--text-field", "q", "--answer-field", "a", "--holdout", "20%"]
-    assert run_command(DATA, "split", source, *arguments, "--out", tmp_path / "out").returncode == 0
+    run_command(DATA, "split", source, *arguments, "--out", tmp_path / "out", expect=0)
     found = [json.loads(line) for line in (tmp_path / "out/heldout.jsonl").read_text().splitlines()]
     taken = set(expected([row["q"] for row in rows], 20))
     assert sorted((row["text"], row["answer"]) for row in found) == sorted(

@@ -89,8 +89,7 @@ def test_ways_are_measured_and_failures_named(lab: Any, run_command: Run, tmp_pa
     path = lab.config(train={"global_batch": "8 samples", "micro_batch": 1}, parallel={"shard": 2})
     options = ["parallel.recompute=0", "--sweep", "--ranks", 2, "--steps", 2, "--warmup", 1, "--json"]
     result = tmp_path / "result.json"
-    done = run_command("fsdp_pretrain.bench", path, *options, "--result", result, timeout=280)
-    assert done.returncode == 0, done.stderr
+    done = run_command("fsdp_pretrain.bench", path, *options, "--result", result, timeout=280, expect=0)
     ways = json.loads(result.read_text())
     assert ways == json.loads(done.stdout) and len(ways) == 6
     assert all(way["times"]["speed"]["devices"] == 2 and not way["problem"] for way in ways)

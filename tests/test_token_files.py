@@ -78,8 +78,7 @@ def test_offsets_that_lead_outside_or_backwards(
 ) -> None:
     path = put(tmp_path / "a.arrow", with_offsets(arrow(make, LISTS), offsets))
     tokenizer = ["--tokenizer", shared_corpus / "tokenizer"]
-    found = run_command("fsdp_pretrain.data.cli", "validate", path, *tokenizer, "--json")
-    assert found.returncode == 2, found.stderr
+    found = run_command("fsdp_pretrain.data.cli", "validate", path, *tokenizer, "--json", expect=2)
     (finding,) = [f for f in json.loads(found.stdout)["corpora"][0]["findings"] if f["code"] == "unreadable"]
     assert finding["count"] == 1 and "offset" in finding["examples"][0]["note"]
     refused = run_command(

@@ -174,8 +174,7 @@ def test_no_command_opens_a_pickle(copy: Path, marker: Path, module_lab: Any, ru
             1,
         ),
     ):
-        done = run_command(*command)
-        assert done.returncode == 0, done.stderr
+        run_command(*command, expect=0)
     found = Weights(Store(copy / "checkpoints").find(8), models.build(config.model))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert not marker.exists()
@@ -203,8 +202,7 @@ def test_task_files_are_used_when_their_user_names_them(copy: Path, marker: Path
         (folder / "config.toml").write_text(tomli_w.dumps(config) + text)
 
     path = commit_again(copy, 8, add)
-    done = run_command("fsdp_pretrain.eval.cli", "run", path)
-    assert done.returncode == 78 and f"--include {tasks}" in done.stderr, done.stderr
+    assert f"--include {tasks}" in run_command("fsdp_pretrain.eval.cli", "run", path, expect=78).stderr
     assert not marker.exists()
     run_command("fsdp_pretrain.eval.cli", "run", path, "--include", tasks)
     assert marker.exists()

@@ -149,15 +149,13 @@ def test_bare_megatron_shards(
     tmp_path: Path, documents: list[list[int]], tokenizer: Tokenizer, run_command: Run, helpers: Any
 ) -> None:
     bare = helpers.corpus(tmp_path / "c", [[*d, 0] for d in documents], tokenizer) / "shards"
-    refused = run_command(DATA, "validate", bare)
-    assert refused.returncode == 78 and "--vocab-size" in refused.stderr
-    refused = run_command(DATA, "validate", bare, "--vocab-size", 5, "--eod", 9)
-    assert refused.returncode == 78 and "not an id" in refused.stderr
-    measured = run_command(DATA, "validate", bare, "--vocab-size", 512, "--eod", 0)
-    assert measured.returncode == 0, measured.stdout
+    assert "--vocab-size" in run_command(DATA, "validate", bare, expect=78).stderr
+    assert "not an id" in run_command(DATA, "validate", bare, "--vocab-size", 5, "--eod", 9, expect=78).stderr
+    measured = run_command(DATA, "validate", bare, "--vocab-size", 512, "--eod", 0, expect=0)
     assert "trailing (measured: of 200 documents 200 end and 0 begin with one)" in measured.stdout
-    done = run_command(DATA, "validate", bare, "--tokenizer", tokenizer.path, "--separators", "none", "--json")
-    assert done.returncode == 2
+    done = run_command(
+        DATA, "validate", bare, "--tokenizer", tokenizer.path, "--separators", "none", "--json", expect=2
+    )
     report = json.loads(done.stdout)["corpora"][0]
     (finding,) = report["findings"]
     expected = {"code": "separator-at-end", "severity": "error", "count": 200, "rate": 1.0}
@@ -200,15 +198,13 @@ def test_command_line(
     other.write_text(tokenizer.path.read_text() + " ")
     wrong = run_command(DATA, "validate", corpus, "--tokenizer", other)
     assert wrong.returncode == 2 and "ERROR   tokenizer" in wrong.stdout and "remedy:" in wrong.stdout
-    nothing = run_command(DATA, "validate", corpus / "absent")
-    assert nothing.returncode == 78 and "there is no" in nothing.stderr
+    assert "there is no" in run_command(DATA, "validate", corpus / "absent", expect=78).stderr
 
 
 def test_against_a_configuration(run_command: Run, lab: Any, corpus: Path, helpers: Any) -> None:
-    assert run_command(DATA, "validate", lab.corpus, "--against", lab.config()).returncode == 0
+    run_command(DATA, "validate", lab.corpus, "--against", lab.config(), expect=0)
     small = lab.config("small", model={"vocab": 300})
-    done = run_command(DATA, "validate", lab.corpus, "--against", small, "--json")
-    assert done.returncode == 2
+    done = run_command(DATA, "validate", lab.corpus, "--against", small, "--json", expect=2)
     assert [f["code"] for f in json.loads(done.stdout)["corpora"][0]["findings"]] == ["vocabulary-too-small"]
     changed = corpus.parent / "tokenizer.json"
     changed.write_text((corpus / "tokenizer.json").read_text() + " ")

@@ -111,8 +111,7 @@ def test_ranks_and_micro_batches_are_those_of_the_loader(trained: Path, steps: l
     [(["--rank", "1"], range(42, 48)), (["--step", "11", "--segment", "1", "--rank", "0"], range(120, 126))],
 )
 def test_parts_of_a_step(trained: Path, run_command: Run, arguments: list[str], indices: list[int]) -> None:
-    done = run_command("fsdp_pretrain.cli", "where", trained, "--step", 4, *arguments, "--json")
-    assert done.returncode == 0, done.stderr
+    done = run_command("fsdp_pretrain.cli", "where", trained, "--step", 4, *arguments, "--json", expect=0)
     found = json.loads(done.stdout)
     assert [sample["index"] for sample in found["samples"]] == list(indices)
     assert found["replaced_by"] == (2 if "--segment" in arguments else None)
